@@ -44,14 +44,44 @@ def _has_patience(settings: Settings, deployment: Deployment) -> bool:
     return settings.policy.repacks and deployment.shares and not deployment.preemptible
 
 
-def admit(cluster: Cluster, now: float) -> list[Deployment]:
+def admit(cluster: Cluster, effects: Effects, now: float) -> list[Deployment]:
     """Place all deployments that can be placed now; returns them in the order of admission.
 
     All waiting deployments are considered if capacity has become free; otherwise only the new ones,
     because the others have already failed on the same capacity.
+
+    A pass of more than `admission_steps` is interrupted, and a timer that is due at once continues
+    it. What would cause another pass meanwhile is deferred to its end. If capacity has become free,
+    the pass begins again instead, so that it is offered in order; but only once, so that the last
+    deployments of the order are reached too.
     """
-    all_waiting = cluster.waiting.must_retry
-    still_waiting = [name for name in cluster.waiting.take_newcomers() if name in cluster.waiting]
-    if not (cluster.waiting if all_waiting else still_waiting):
+    waiting, going_on = cluster.waiting, cluster.admission
+    is_due, all_waiting = waiting.must_continue, waiting.must_retry
+    newcomers = waiting.take_newcomers()
+    if going_on is not None:
+        if all_waiting and not going_on.has_begun_again:
+            cluster.drop_pass()
+            going_on = cluster.admission = AdmissionPass(cluster, now, None)
+            going_on.has_begun_again = True
+        else:
+            waiting.defer(newcomers, must_retry=all_waiting)
+        # An event between has work of its own; the pending timer continues the pass.
+        return _continue(cluster, effects, going_on, now) if is_due else []
+    still_waiting = [name for name in newcomers if name in waiting]
+    if not (waiting if all_waiting else still_waiting):
         return []
-    return AdmissionPass(cluster, now, None if all_waiting else still_waiting).run()
+    begun = AdmissionPass(cluster, now, None if all_waiting else still_waiting)
+    return _continue(cluster, effects, begun, now)
+
+
+def _continue(
+    cluster: Cluster, effects: Effects, going_on: AdmissionPass, now: float
+) -> list[Deployment]:
+    placed = going_on.run(now, cluster.settings.config.admission_steps)
+    if going_on.is_over:
+        cluster.admission = None
+        cluster.waiting.take_deferred()
+    else:
+        cluster.admission = going_on
+        effects.wake(now, timers.ADMISSION)
+    return placed

@@ -5,12 +5,16 @@ head is placed. In an index of heads it considers only those that may fit, one a
 (`queues.waiting`). A priority class stays closed until it is reached, then each of its owners, then
 all queues of one owner with the same sizes: what is not reached costs little. If deployments must
 not be passed, the first of each group of equal blocking requests stands for all of them.
+
+A pass may be interrupted after any number of steps and continued in a later event. The order is
+that of its beginning. Deployments that left the queues meanwhile are skipped; capacity that became
+free meanwhile is the cause of another pass.
 """
 
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.admission.fair_shares import tenant_share
@@ -21,7 +25,7 @@ from plexrl.scheduler.admission.order import (
     AdmissionKey,
     admission_key,
     blocks_others,
-    waiting_ratio,
+    earliest,
 )
 from plexrl.scheduler.admission.queues.gangs import (
     BlockingRequest,
@@ -30,9 +34,25 @@ from plexrl.scheduler.admission.queues.gangs import (
     place_all,
     why_not_yet,
 )
+from plexrl.scheduler.admission.queues.pass_entries import (
+    OWNERS_AT_ONCE,
+    SEARCH_STEPS,
+    UNKNOWN,
+    Closed,
+    Entry,
+    IndexId,
+    PriorityClass,
+    index_of,
+    size_key,
+)
 from plexrl.scheduler.admission.queues.queue_heads import Head
-from plexrl.scheduler.admission.queues.waiting import Owner, QueueKey, Size, Sizes, Unit, size_of
-from plexrl.scheduler.admission.scarcity import is_rival, node_types_compatible
+from plexrl.scheduler.admission.queues.waiting import Owner, Size, Sizes, size_of
+from plexrl.scheduler.admission.scarcity import (
+    is_covered,
+    is_rival,
+    may_join,
+    node_types_compatible,
+)
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.placement import modes
 from plexrl.scheduler.placement.policies import PlacementMode
@@ -40,31 +60,6 @@ from plexrl.scheduler.state.records import Deployment
 
 if TYPE_CHECKING:
     from plexrl.scheduler.admission.queues.waiting import Queue
-
-
-class _PriorityClass(NamedTuple):
-    """All owners of one priority, which are opened when the first is reached."""
-
-    priority: int
-
-
-class _Closed(NamedTuple):
-    """All queues of one owner with the same sizes, which are opened when their first is reached."""
-
-    is_blocking: bool
-    """Whether these are blocking requests; otherwise indexes of heads."""
-    sizes: Sizes
-    owner: Owner
-    first: tuple[float, float, DeploymentId]
-    """The last three criteria of the lowest key among them; that deployment may not fit."""
-
-
-class _IndexId(NamedTuple):
-    """Identifies one index of queue heads."""
-
-    sizes: Sizes
-    owner: Owner
-    key: QueueKey
 
 
 class AdmissionPass:
@@ -82,18 +77,20 @@ class AdmissionPass:
         self._bounds = FitBoundCache(cluster)
         self._heap: list[tuple[AdmissionKey, int]] = []
         """(key, number of the entry)."""
-        self._entries: list[tuple[_PriorityClass | Owner | _Closed | DeploymentId, bool]] = []
+        self._entries: list[tuple[Entry, bool]] = []
         """(entry, whether it is a candidate). An entry that only blocks others is none."""
         self._blocking_sizes: set[Sizes] | None = set()
         """Sizes whose blocking requests matter; None: all."""
         self._candidates = 0
         """Deployments in the heap that may be placed, and closed queues that may hold some."""
-        self._heads: dict[DeploymentId, tuple[_IndexId, Head]] = {}
+        self._heads: dict[DeploymentId, tuple[IndexId, Head]] = {}
         """The head of each index that is in the heap."""
-        self._passed: dict[_IndexId, Head] = {}
+        self._passed: dict[IndexId, Head] = {}
         """The last head of each index that was considered."""
-        self._exhausted: dict[_IndexId, None] = {}
+        self._exhausted: dict[IndexId, None] = {}
         """Indexes in which nothing else may fit."""
+        self._unopened_owners: dict[int, list[Owner]] = {}
+        """The owners of a class that is being opened, last first."""
         self._unopened: dict[Sizes, int] = {}
         """Owners whose indexes of these sizes are not open yet, for sizes that may fit."""
         self._full: dict[Sizes, None] = {}
@@ -112,32 +109,57 @@ class AdmissionPass:
         """Number of gangs whose search failed in this pass."""
         self._shares: dict[TenantId, float] = {}
         self._placed: list[Deployment] = []
+        self._placed_at, self._steps = now, 0
+        self._changes = -1
+        """`Waiting.changes` at the end of the last call; -1: there was none."""
+        self.is_over = False
+        self.has_begun_again = False  # it replaces an interrupted pass
 
-    def run(self) -> list[Deployment]:
-        """The deployments that were placed."""
-        self._fill_heap()
-        while self._candidates:
+    def run(self, now: float, steps_max: int | None = None) -> list[Deployment]:
+        """Go on for about `steps_max` steps, or until `is_over`; returns what it placed."""
+        waiting = self._cluster.waiting
+        self._placed, self._placed_at, self._steps = [], now, 0
+        if self._changes < 0:
+            self._fill_heap()
+        elif self._changes != waiting.changes:
+            self._shares.clear()
+            self._candidates = UNKNOWN
+        while self._candidates > 0 and self._heap:
+            if steps_max is not None and self._steps >= steps_max:
+                self._changes = waiting.changes
+                return self._placed
+            self._steps += 1
             key, number = heapq.heappop(self._heap)
             entry, is_candidate = self._entries[number]
+            if isinstance(entry, str) and entry not in waiting:
+                self._candidates -= is_candidate
+                self._skip_departed(entry)
+                continue
             key_now = self._key_of(entry)
             if key_now > key:
                 # Deployments placed in this pass have raised the tenant's share.
                 heapq.heappush(self._heap, (key_now, number))
                 continue
-            if isinstance(entry, _PriorityClass):
+            if isinstance(entry, PriorityClass):
                 self._open_class(entry)
-                continue
-            if isinstance(entry, Owner):
+            elif isinstance(entry, Owner):
                 self._open_owner(entry)
-                continue
-            if isinstance(entry, _Closed):
+            elif isinstance(entry, Closed):
                 self._open(entry.is_blocking, entry.sizes, entry.owner)
-                continue
-            self._candidates -= is_candidate
-            if entry not in self._seen:
-                self._reached = key
-                self._consider(entry)
+            else:
+                self._candidates -= is_candidate
+                if entry not in self._seen:
+                    self._reached = key
+                    self._consider(entry)
+        self.is_over = True
         return self._placed
+
+    def _skip_departed(self, name: DeploymentId) -> None:
+        """Go on behind a deployment that left the queues while the pass was interrupted."""
+        if name in self._heads and name not in self._seen:
+            self._push_next_head(self._heads.pop(name)[0])
+        if name in self._blockers and name not in self._seen:
+            self._push_next_blocker(*self._blockers.pop(name))
 
     def _consider(self, name: DeploymentId) -> None:
         cluster = self._cluster
@@ -159,6 +181,7 @@ class AdmissionPass:
 
     def _fill_heap(self) -> None:
         waiting = self._cluster.waiting
+        self._steps += len(waiting.heads)
         sizes: set[Size] = set()
         """Sizes that may fit."""
         if self._newcomers is None:
@@ -176,7 +199,7 @@ class AdmissionPass:
                     if name in waiting.of_partial_jobs:
                         self._push(name)
                         sizes.add(size_of(self._cluster.state.deployment(name)))
-                elif self._may_fit(_index_of(unit), unit.head):
+                elif self._may_fit(index_of(unit), unit.head):
                     self._push(unit.head.name)
                     sizes.update(unit.sizes)
             for name in waiting.of_partial_jobs if self._candidates else ():
@@ -195,33 +218,22 @@ class AdmissionPass:
                 if any(is_rival(size, sizes) for size in each)
             }
         for priority in sorted(waiting.blocking_sizes.priorities):
-            self._push(_PriorityClass(priority), is_candidate=False)
+            self._push(PriorityClass(priority), is_candidate=False)
 
     def _first_blocking(
         self, queues: "Mapping[float, Queue]"
     ) -> tuple[float, float, DeploymentId] | None:
         """The last three criteria of the lowest key of those that have waited long enough, whether
         or not they could ever get GPUs."""
-        first = self._earliest([(expected_s, queue[0]) for expected_s, queue in queues.items()])
+        firsts = [(expected_s, queue[0]) for expected_s, queue in queues.items()]
+        first = earliest(self._cluster.settings, firsts, self._now)
         if first is None or not self._cluster.settings.policy.backfills or first[0] == -math.inf:
             return first
         return None
 
-    def _earliest(
-        self, firsts: Sequence[tuple[float, tuple[float, DeploymentId]]]
-    ) -> tuple[float, float, DeploymentId] | None:
-        """The last three criteria of one owner's lowest key, given the first of each length."""
-        found = None
-        for expected_s, (created_at, name) in firsts:
-            ratio = waiting_ratio(self._cluster.settings, created_at, expected_s, self._now)
-            end = -ratio, created_at, name
-            if found is None or end < found:
-                found = end
-        return found
-
     def _push(
         self,
-        entry: _PriorityClass | Owner | _Closed | DeploymentId,
+        entry: Entry,
         *,
         is_candidate: bool = True,
     ) -> None:
@@ -229,14 +241,14 @@ class AdmissionPass:
         self._entries.append((entry, is_candidate))
         self._candidates += is_candidate
 
-    def _key_of(self, entry: _PriorityClass | Owner | _Closed | DeploymentId) -> AdmissionKey:
+    def _key_of(self, entry: Entry) -> AdmissionKey:
         """The key of a deployment; for what is closed, the lowest possible key."""
-        if isinstance(entry, _PriorityClass):
+        if isinstance(entry, PriorityClass):
             return True, -entry.priority, -math.inf, -math.inf, -math.inf, ""
         if isinstance(entry, Owner):
             share = self._share(entry.tenant)
             return True, -entry.priority, share, -math.inf, -math.inf, ""
-        if isinstance(entry, _Closed):
+        if isinstance(entry, Closed):
             tenant, priority = entry.owner
             return True, -priority, self._share(tenant), *entry.first
         deployment = self._cluster.state.deployment(entry)
@@ -251,10 +263,17 @@ class AdmissionPass:
             share = self._shares[tenant] = tenant_share(self._cluster, tenant, self._now)
         return share
 
-    def _open_class(self, reached: _PriorityClass) -> None:
+    def _open_class(self, reached: PriorityClass) -> None:
         # Whoever has a head has a request, which may block others once it has waited long enough.
-        for owner in self._cluster.waiting.blocking_sizes.priorities.get(reached.priority, ()):
-            self._push(owner, is_candidate=False)
+        known = self._cluster.waiting.blocking_sizes.priorities.get(reached.priority, {})
+        owners = self._unopened_owners.pop(reached.priority, None) or list(reversed(known))
+        for _ in range(min(OWNERS_AT_ONCE, len(owners))):
+            self._push(owners.pop(), is_candidate=False)
+            self._steps += 1
+        if owners:
+            # The next entry of the heap again, so that the pass may be interrupted here.
+            self._unopened_owners[reached.priority] = owners
+            self._push(reached, is_candidate=False)
 
     def _closed_sizes(self, owner: Owner) -> list[tuple[bool, Sizes]]:
         """(is blocking, sizes) of the owner's closed queues that matter in this pass."""
@@ -267,8 +286,10 @@ class AdmissionPass:
 
     def _open_owner(self, owner: Owner) -> None:
         waiting = self._cluster.waiting
-        for is_blocking, sizes in self._closed_sizes(owner):
-            if is_blocking and self._is_covered(sizes):
+        closed = self._closed_sizes(owner)
+        self._steps += len(closed)
+        for is_blocking, sizes in closed:
+            if is_blocking and is_covered(sizes, self._blocking):
                 continue
             if is_blocking:
                 requests = waiting.blocking_requests.get(sizes, {}).get(owner, {})
@@ -279,11 +300,10 @@ class AdmissionPass:
                 continue
             else:
                 indexes = waiting.heads.get(sizes, {}).get(owner, {})
-                first = self._earliest(
-                    [(key.expected_s, index.least) for key, index in indexes.items()]
-                )
+                firsts = [(key.expected_s, index.least) for key, index in indexes.items()]
+                first = earliest(self._cluster.settings, firsts, self._now)
             if first is not None:
-                self._push(_Closed(is_blocking, sizes, owner, first), is_candidate=False)
+                self._push(Closed(is_blocking, sizes, owner, first), is_candidate=False)
 
     def _open(self, is_blocking: bool, sizes: Sizes, owner: Owner) -> None:
         if is_blocking:
@@ -296,7 +316,7 @@ class AdmissionPass:
             return
         self._candidates -= 1
         for key in self._cluster.waiting.heads.get(sizes, {}).get(owner, ()):
-            self._push_next_head(_IndexId(sizes, owner, key))
+            self._push_next_head(IndexId(sizes, owner, key))
 
     def _mark_if_full(self, sizes: Sizes) -> bool:
         """Whether no deployment of these sizes waits or may fit; if so, mark the sizes as full."""
@@ -316,7 +336,7 @@ class AdmissionPass:
             for size in sizes
         )
 
-    def _push_next_head(self, where: _IndexId) -> None:
+    def _push_next_head(self, where: IndexId) -> None:
         """Push the next head of an index that may fit."""
         sizes, owner, key = where
         index = self._cluster.waiting.heads.get(sizes, {}).get(owner, {}).get(key)
@@ -325,6 +345,7 @@ class AdmissionPass:
             return
         head = index.first(bound, self._passed.get(where))
         while head is not None and not self._is_next(where, head):
+            self._steps += 1
             head = index.first(bound, head)
         if head is None:
             self._exhausted[where] = None
@@ -332,7 +353,7 @@ class AdmissionPass:
             self._heads[head.name] = where, head
             self._push(head.name)
 
-    def _is_next(self, where: _IndexId, head: Head) -> bool:
+    def _is_next(self, where: IndexId, head: Head) -> bool:
         """Whether a head may fit and has not been reached yet."""
         if head.name in self._seen or not self._may_fit(where, head):
             return False
@@ -340,26 +361,17 @@ class AdmissionPass:
 
     def _reopen(self, node_type: str, workers: int) -> None:
         """Consider queues again that were full, because there is a new group to join."""
-
-        def may_join(sizes: Sizes) -> bool:
-            return any(
-                size.shares
-                and size.workers == workers
-                and node_types_compatible(size.node_type, node_type)
-                for size in sizes
-            )
-
-        for sizes in [each for each in self._full if may_join(each)]:
+        for sizes in [each for each in self._full if may_join(each, node_type, workers)]:
             del self._full[sizes]
             self._candidates += self._unopened[sizes]
             for owner in self._skipped.pop(sizes, ()):
                 for key in self._cluster.waiting.heads.get(sizes, {}).get(owner, ()):
-                    self._push_next_head(_IndexId(sizes, owner, key))
-        for where in [each for each in self._exhausted if may_join(each.sizes)]:
+                    self._push_next_head(IndexId(sizes, owner, key))
+        for where in [each for each in self._exhausted if may_join(each.sizes, node_type, workers)]:
             del self._exhausted[where]
             self._push_next_head(where)
 
-    def _bound(self, where: _IndexId) -> FitBound | None:
+    def _bound(self, where: IndexId) -> FitBound | None:
         """The fit bound of an index, given the blocking requests and the searches so far; None:
         nothing fits."""
         sizes, searches_max = where.sizes, self._cluster.settings.config.searches_max
@@ -374,11 +386,11 @@ class AdmissionPass:
                     takes_free[at] = False
         if len(sizes) > 1:
             return self._bounds.of_gang(sizes, tuple(takes_free))
-        searches = self._cluster.state.searches.get(_size_key(sizes[0]), 0)
+        searches = self._cluster.state.searches.get(size_key(sizes[0]), 0)
         joins = not where.key.has_profile or searches < searches_max
         return self._bounds.of(sizes[0], takes_free=takes_free[0], joins=joins)
 
-    def _may_fit(self, where: _IndexId, head: Head) -> bool:
+    def _may_fit(self, where: IndexId, head: Head) -> bool:
         """Whether the head of a queue may fit."""
         bound = self._bound(where)
         if bound is None or not bound.may_fit(head.duty, head.state_bytes):
@@ -389,14 +401,10 @@ class AdmissionPass:
         allowed = modes(cluster, cluster.state.deployment(head.name), self._now)
         return allowed != (PlacementMode.DEDICATED,)
 
-    def _is_covered(self, sizes: Sizes) -> bool:
-        """Whether equal requests are blocking already."""
-        return all((size.node_type, size.workers) in self._blocking for size in sizes)
-
     def _push_next_blocker(self, sizes: Sizes, owner: Owner) -> None:
         """Push the first deployment of one owner that blocks others; it stands for all with equal
         requests."""
-        if self._is_covered(sizes):
+        if is_covered(sizes, self._blocking):
             return
         cluster = self._cluster
         found: list[tuple[AdmissionKey, DeploymentId]] = []
@@ -427,7 +435,8 @@ class AdmissionPass:
             job = cluster.state.job(deployment.job)
             keys = tuple(equivalence_key(each, job, allowed[each.deployment]) for each in gang)
             if keys not in self._failed and self._failed.isdisjoint((key,) for key in keys):
-                if place_all(cluster, gang, allowed, now):
+                self._steps += SEARCH_STEPS
+                if place_all(cluster, gang, allowed, self._placed_at):
                     self._note_placed(gang)
                     return True
                 self._failed.add(keys)
@@ -466,7 +475,7 @@ class AdmissionPass:
             # With a known need a smaller state may need more of a GPU than a larger one.
             self._bounds.note_refusal(size, gang[0].state_bytes)
         if gang[0].trace is not None:
-            searches, key = self._cluster.state.searches, _size_key(size)
+            searches, key = self._cluster.state.searches, size_key(size)
             searches[key] = searches.get(key, 0) + 1
 
     def _may_try(self, gang: Sequence[Deployment]) -> bool:
@@ -480,19 +489,11 @@ class AdmissionPass:
             return False
         unit = cluster.waiting.unit_of(first.deployment)
         if unit is not None:
-            return self._may_fit(_index_of(unit), unit.head)
+            return self._may_fit(index_of(unit), unit.head)
         if len(gang) > 1:
             return True
         size = size_of(first)
-        searches = cluster.state.searches.get(_size_key(size), 0)
+        searches = cluster.state.searches.get(size_key(size), 0)
         if first.trace is None or searches < cluster.settings.config.searches_max:
             return True
         return first.state_bytes <= self._bounds.of(size, joins=False).free_state_bytes
-
-
-def _index_of(unit: Unit) -> _IndexId:
-    return _IndexId(unit.sizes, unit.owner, unit.queue_key)
-
-
-def _size_key(size: Size) -> str:
-    return f"{size.node_type}/{size.workers}"

@@ -17,7 +17,9 @@ in the order of submission while they wait, and are never sorted again.
 """
 
 import math
+from collections.abc import Sequence
 
+from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.fit.feasibility import is_possible
 from plexrl.scheduler.admission.fit.succession import takes_a_place
 from plexrl.scheduler.admission.queues.waiting import expected_step
@@ -53,6 +55,19 @@ def waiting_ratio(settings: Settings, created_at: float, expected_s: float, now:
     if now >= starves_at(created_at, settings.config.starvation_bound_s):
         return math.inf
     return ratio_of(now - created_at, expected_s)
+
+
+def earliest(
+    settings: Settings, firsts: Sequence[tuple[float, tuple[float, DeploymentId]]], now: float
+) -> tuple[float, float, DeploymentId] | None:
+    """The last three criteria of one owner's lowest key, given (creation time, name) of the first
+    deployment of each expected length; None: there is none."""
+    found = None
+    for expected_s, (created_at, name) in firsts:
+        end = -waiting_ratio(settings, created_at, expected_s, now), created_at, name
+        if found is None or end < found:
+            found = end
+    return found
 
 
 def blocks_others(cluster: Cluster, deployment: Deployment, now: float) -> bool:

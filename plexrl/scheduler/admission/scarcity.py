@@ -72,3 +72,17 @@ def is_rival(size: "Size", others: "Iterable[Size]") -> bool:
         if other.workers == size.workers and node_types_compatible(other.node_type, size.node_type):
             return True
     return False
+
+
+def may_join(sizes: "Iterable[Size]", node_type: str, workers: int) -> bool:
+    """Whether a deployment of these sizes may share a group of that node type and size."""
+    for size in sizes:
+        is_group = size.workers == workers and node_types_compatible(size.node_type, node_type)
+        if size.shares and is_group:
+            return True
+    return False
+
+
+def is_covered(sizes: "Iterable[Size]", blocking: set[tuple[str, int]]) -> bool:
+    """Whether requests equal to these sizes are blocking already."""
+    return all((size.node_type, size.workers) in blocking for size in sizes)

@@ -1,6 +1,7 @@
 """The cluster as the core's steps see it: state, settings, and the indexes derived from both."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -14,6 +15,9 @@ from plexrl.scheduler.placement.contention.contention import Contention, Residen
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, HeldTime, Job, State
 
+if TYPE_CHECKING:
+    from plexrl.scheduler.admission.admission_pass import AdmissionPass
+
 
 @dataclass(slots=True)
 class Cluster:
@@ -25,6 +29,8 @@ class Cluster:
     """The groups' GPUs and time. Derived from the state, as all below."""
     waiting: Waiting = field(default_factory=Waiting)
     """Deployments without GPUs."""
+    admission: "AdmissionPass | None" = None
+    """The admission pass that was interrupted; at most one."""
     fillers: dict[DeploymentId, None] = field(default_factory=dict)
     """Preemptible deployments without a group."""
     relocating: dict[DeploymentId, None] = field(default_factory=dict)
@@ -65,6 +71,7 @@ class Cluster:
         self.state.history, self.state.ended_jobs = config.history, config.ended_jobs
         self.inventory = Inventory(config, self.settings.policy, self.state)
         self.waiting.clear()
+        self.drop_pass()
         self.fillers.clear()
         self.relocating.clear()
         self._held.clear()
@@ -80,6 +87,11 @@ class Cluster:
                     self.wait(deployment)
             elif deployment.has_gpus:
                 self._count_held(self.state.job(deployment.job).tenant, deployment, +1)
+
+    def drop_pass(self) -> None:
+        """Drop the interrupted admission pass: its timer begins a new one over all deployments."""
+        self.admission = None
+        self.waiting.deferred_retry, self.waiting.deferred_newcomers = False, []
 
     def wait(self, deployment: Deployment) -> None:
         """Put the deployment into the queues for GPUs, after all others."""

@@ -66,11 +66,12 @@ RANGES: dict[str, tuple[float, float]] = {
     "ended_jobs": _COUNT,
     "profiles": _COUNT,
     "searches_max": _COUNT,
+    "admission_steps": _COUNT,
 }
 """Minimum and maximum of every number in `SchedulerConfig`."""
 
-LATER_BOUNDS = ("tenant_live_jobs_max",)
-"""Bounds that older versions lacked: a replay must not refuse what those versions accepted."""
+LATER_BOUNDS = ("tenant_live_jobs_max", "admission_steps")
+"""Bounds that older versions lacked: a replay must decide as those versions did."""
 
 PLANNING = (
     *("policy", "ordering", "anticipation", "horizon_slots", "period_tolerance", "load_max"),
@@ -210,6 +211,9 @@ class SchedulerConfig:
     searches_max: int = 16
     """Failed searches for waiting jobs of one size before no more are made until capacity becomes
     free. A search takes a millisecond, and a backlog may be long."""
+    admission_steps: int | None = 10_000
+    """Steps of an admission pass in one event, of some microseconds each; a search counts as 100.
+    The rest of the pass follows at once, between other events. None: no limit."""
     tls: TlsFiles | None = None
     """Certificate for `tls://` addresses; None: there are only Unix sockets."""
     tenants: tuple[tuple[str, str], ...] = ()

@@ -126,7 +126,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 if steps.name("timer", str(what)):
                     _look_again(context, what, now)
         while True:
-            if waiting.must_retry or waiting.newcomers:
+            if waiting.must_retry or waiting.newcomers or waiting.must_continue:
                 _place(context, steps, now)
             if dirty:
                 _advance_groups(context, steps, now)
@@ -134,7 +134,10 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 _end_cycles(context, steps, now)
             if dirty or waiting.must_retry or waiting.newcomers:
                 continue
-            if not (cluster.detached and waiting and _preempt(context, steps, now)):
+            # While a pass is interrupted, GPUs may be free for whoever waits.
+            if not cluster.detached or not waiting or cluster.admission is not None:
+                break
+            if not _preempt(context, steps, now):
                 break
         if len(state.ended) > state.ended_jobs and steps.begin("forgetting"):
             forget_ended(state, context.settings)
@@ -157,9 +160,11 @@ def _preempt(context: Context, steps: _Steps, now: float) -> bool:
 def _place(context: Context, steps: _Steps, now: float) -> None:
     if steps.begin(PLACEMENT):
         place_waiting(context, now)
-        break_deadlocks(context, now)
+        if context.cluster.admission is None:
+            break_deadlocks(context, now)
     else:
         context.cluster.waiting.take_newcomers()
+        context.cluster.drop_pass()
 
 
 def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
@@ -196,7 +201,9 @@ def _look_again(context: Context, what: Subject, now: float) -> None:
             effects.touch(GroupId(name))
         case TimerKind.DEADLINE:
             deadline_passed(state, effects, OperationId(name), now)
-        case TimerKind.PLACEMENT:
+        case TimerKind.ADMISSION if context.cluster.admission is not None:
+            context.cluster.waiting.must_continue = True
+        case TimerKind.PLACEMENT | TimerKind.ADMISSION:
             context.cluster.waiting.retry_all_if_any()
         case TimerKind.PROFILE:
             look_for_profile(context.cluster, effects, DeploymentId(name), now)

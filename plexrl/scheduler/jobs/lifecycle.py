@@ -138,7 +138,7 @@ def end_deployment(
 def place_waiting(context: Context, now: float) -> None:
     """Place all deployments that admission chooses, and start their workers."""
     state, effects = context.state, context.effects
-    for deployment in (*admit(context.cluster, now), *place_fillers(context.cluster, now)):
+    for deployment in (*admit(context.cluster, effects, now), *place_fillers(context.cluster, now)):
         effects.touch(deployment.group)
         job = state.job(deployment.job)
         if deployment.processes.incarnation:

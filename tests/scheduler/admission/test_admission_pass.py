@@ -162,7 +162,7 @@ def test_few_deployments_of_a_backlog_without_equal_ones_are_considered(policy: 
     cluster.send(ev.JobFinished(job=placed[0].job, outcome="completed"))
     assert len(context.cluster.waiting) > 80
     looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
-    assert looks.run() == []
+    assert looks.run(cluster.now) == []
     assert len(looks._seen) <= 6
 
 
@@ -180,7 +180,7 @@ def test_capacity_for_a_blocking_deployment_is_not_offered_to_the_backlog() -> N
     context = cluster.core._context
     assert len(context.cluster.waiting) == 51, "three GPUs are free, and kept for the large job"
     looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
-    assert looks.run() == []
+    assert looks.run(cluster.now) == []
     assert len(looks._seen) <= 2
 
 
@@ -240,7 +240,7 @@ def test_few_gangs_of_a_backlog_are_considered(policy: str) -> None:
     for pause_s in (0.0, cluster.config.starvation_bound_s):
         cluster.pass_time(pause_s)
         looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
-        assert looks.run() == []
+        assert looks.run(cluster.now) == []
         assert len(looks._seen) <= 20
     placed = {each.job for each in context.state.deployments.values() if each.group}
     cluster.send(ev.JobFinished(job=placed.pop(), outcome="completed"))
@@ -269,6 +269,6 @@ def test_a_pass_opens_no_queues_of_tenants_it_does_not_reach() -> None:
         ev.JobFinished(job="j0", outcome="completed"), cluster.now
     )
     looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
-    assert len(looks.run()) == 1
+    assert len(looks.run(cluster.now)) == 1
     opened = [entry for entry, _ in looks._entries if isinstance(entry, Owner)]
     assert len(opened) <= 2

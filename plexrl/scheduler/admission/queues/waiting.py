@@ -182,6 +182,14 @@ class Waiting:
         self.must_retry = False
         """Capacity may have become free: the pass of this event considers all deployments, not only
         the newcomers."""
+        self.must_continue = False
+        """The interrupted pass is to go on in this event."""
+        self.deferred_newcomers: list[DeploymentId] = []
+        """Newcomers since the pass was interrupted, for the pass after it."""
+        self.deferred_retry = False
+        """Whether the pass after the interrupted one considers all deployments."""
+        self.changes = 0
+        """Counts entries into the queues and departures from them."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._units
@@ -214,13 +222,26 @@ class Waiting:
 
     def take_newcomers(self) -> list[DeploymentId]:
         """Begin a pass: the newcomers are none any more, and no retry is due."""
-        newcomers, self.newcomers, self.must_retry = self.newcomers, [], False
+        newcomers, self.newcomers = self.newcomers, []
+        self.must_retry = self.must_continue = False
         return newcomers
+
+    def defer(self, newcomers: Sequence[DeploymentId], *, must_retry: bool) -> None:
+        """Leave these newcomers, and a retry of all if there must be one, to the next pass."""
+        self.deferred_newcomers += newcomers
+        self.deferred_retry = self.deferred_retry or must_retry
+
+    def take_deferred(self) -> None:
+        """The interrupted pass has ended: what was deferred is due in this event."""
+        self.newcomers += self.deferred_newcomers
+        self.must_retry = self.must_retry or self.deferred_retry
+        self.deferred_newcomers, self.deferred_retry = [], False
 
     def enter(self, deployment: Deployment, job: Job) -> None:
         """Register a waiting deployment, in no queue yet. If it waits already, it leaves its
         queues."""
         name = deployment.deployment
+        self.changes += 1
         if name in self._units:
             self._take_out(name)
             return
@@ -266,12 +287,14 @@ class Waiting:
 
     def mark_partial(self, name: DeploymentId) -> None:
         """Take a deployment out of the queues, because its job has got GPUs; it still waits."""
+        self.changes += 1
         self._take_out(name)
         self.of_partial_jobs[name] = None
 
     def remove(self, name: DeploymentId) -> None:
         """Remove a deployment that has got GPUs or whose job has ended."""
         if name in self._units:
+            self.changes += 1
             self._take_out(name)
             del self._units[name]
             self.displaced.pop(name, None)

@@ -13,6 +13,8 @@ from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
 class TimerKind(StrEnum):
     """What a timer names."""
 
+    ADMISSION = "admission"
+    """The admission pass that was interrupted."""
     DEADLINE = "deadline"
     """An operation's deadline."""
     GROUP = "group"
@@ -45,6 +47,7 @@ class Subject(NamedTuple):
 Timer = tuple[float, Subject]
 """(time in seconds, what is looked at then)."""
 
+ADMISSION = Subject(TimerKind.ADMISSION, "")
 PLACEMENT = Subject(TimerKind.PLACEMENT, "")
 
 
