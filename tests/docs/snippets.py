@@ -146,9 +146,11 @@ class Prepared:
         if self._job is None:
             return
         for value in self.names.values():
-            if not isinstance(value, DEPLOYMENTS) or value.status()["state"] == "stopped":
+            if not isinstance(value, DEPLOYMENTS):
                 continue
-            if value.deployment.startswith(f"{self._job.job}/"):
+            # Deployments of the snippet's own jobs have ended with these.
+            is_of_job = value.deployment.startswith(f"{self._job.job}/")
+            if is_of_job and value.status()["state"] != "stopped":
                 value.barrier().result(ANSWER_S)
         self._job.finish()
 

@@ -126,6 +126,7 @@ def _reserved(
     hours_held = 0.0
     for held, hours in sorted(nodes_held, reverse=True):
         hours_held += hours
-        if hours_held * prices.on_demand > paid_hours * price:
+        # Costs that differ by rounding alone are equal.
+        if hours_held * prices.on_demand > paid_hours * price * (1 + 1e-9):
             return held
     return 0

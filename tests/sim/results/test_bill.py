@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
@@ -68,6 +68,13 @@ def slow_cost(stretches: Sequence[Stretch], scenario: Scenario, drain_s: int, no
     return cost
 
 
+@example(
+    stretches=[(0, 6, frozenset(NAMES[:1]))],
+    reserved=1.5,
+    on_demand=1.75,
+    horizon_s=7,
+    rollout_cost=0.0,
+)
 @given(
     stretches=STRETCHES,
     reserved=st.none() | PRICE,
