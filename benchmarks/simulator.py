@@ -4,9 +4,8 @@
 
 Parts: speed, memory, fidelity (minutes, with a live cluster), eta, packing, valleys, cluster,
 pareto, rollout_gpus, and drain, which takes hours and so is only run by name; by default all the
-others. Everything runs through the scheduler's own core. `--full` takes the three months as they
-are (minutes a policy) instead of extrapolating from some events (speed, memory) or taking samples
-(drain)."""
+others. Everything runs through the scheduler's own core. `--full` adds three months of full groups
+to speed and memory (minutes), and takes whole traces instead of samples (drain)."""
 
 import sys
 

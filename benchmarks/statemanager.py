@@ -2,7 +2,7 @@
 
     python benchmarks/statemanager.py [--quick] [--json] [part …]
 
-Parts: host, switches, nvme, pulls, plans, control, replicas, checkpoints, optimizer, delta; all by
+Parts: switches, nvme, pulls, plans, control, replicas, checkpoints, optimizer, delta; all by
 default. Baselines are taken in turns with what is measured: plain memory copies between memory
 files, `fio`, `iperf3`, a bare echo between two processes, plain writes, torch's AdamW.
 """
@@ -25,7 +25,6 @@ from benchmarks.state import (
 from plexrl.process.tuning import tuned
 
 PARTS = {
-    "host": host.measure_copies,
     "switches": host.measure_switches,
     "nvme": nvme.measure,
     "pulls": pulls.measure,

@@ -86,24 +86,33 @@ class Memcpy:
         for address in self._addresses:
             ctypes.memset(address, 1, nbytes)
 
-    def work(self, threads: int, block_bytes: int = BLOCK_BYTES) -> Work:
+    def work(self, threads: int) -> Work:
         """A copy of everything in blocks, on so many threads."""
-        target, source = self._addresses
-        block_bytes = min(block_bytes, -(-self.nbytes // threads))
+        return lambda: timed(lambda: self._copy(self._addresses[0], threads))
+
+    def fresh_work(self, threads: int) -> Work:
+        """The same into a new memory file, which is given back at the end."""
+
+        def copy() -> None:
+            with _memory_file(self.nbytes) as mapped:
+                self._copy(address_of(mapped), threads)
+
+        return lambda: timed(copy)
+
+    def _copy(self, target: int, threads: int) -> None:
+        source = self._addresses[1]
+        block_bytes = min(BLOCK_BYTES, -(-self.nbytes // threads))
 
         def run(first: int) -> None:
             for start in range(first * block_bytes, self.nbytes, threads * block_bytes):
                 count = min(block_bytes, self.nbytes - start)
                 ctypes.memmove(target + start, source + start, count)
 
-        def copy() -> None:
-            if threads == 1:
-                run(0)
-                return
-            pool = self._pools[threads]
-            wait([pool.submit(run, index) for index in range(threads)])
-
-        return lambda: timed(copy)
+        if threads == 1:
+            run(0)
+            return
+        pool = self._pools[threads]
+        wait([pool.submit(run, index) for index in range(threads)])
 
 
 def _memory_file(nbytes: int) -> mmap.mmap:

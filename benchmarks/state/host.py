@@ -1,6 +1,4 @@
-"""Between an arena and the host tier: the copy itself, and whole switches as a worker sees them."""
-
-from dataclasses import replace
+"""Between an arena and the host tier: whole switches, as a worker sees them."""
 
 import numpy as np
 
@@ -11,75 +9,14 @@ from benchmarks.state.rig import (
     Rank,
     Rows,
     daemon,
-    fill_randomly,
-    folders,
-    manifest_of,
     row,
     tensors,
 )
-from plexrl.statemanager.device.cpu.device import CpuDevice
-from plexrl.statemanager.store.store import Store
 
-TENSOR_BYTES = 4 * MIB
-STATE_BYTES = sized(512 * MIB, quick=8 * MIB)
-BASELINE_BLOCKS = (4 * MIB, 64 * MIB, STATE_BYTES)
-"""The largest as one piece for each thread."""
 SWITCH_MIB = sized((1, 4, 16, 64, 256, 512), quick=(1, 4))
 LARGE_MIB = sized(256, quick=4)
 """From this size on a switch is compared with plain copies."""
 SWITCHES = sized(9, quick=1)
-COPIES = sized(15, quick=1)
-
-
-def measure_copies() -> tuple[Rows, Figures]:
-    """The store's own moves of resident memory, without a daemon around it."""
-    rows: Rows = []
-    figures: Figures = {}
-    memcpy = Memcpy(STATE_BYTES)
-    for threads in (1, 2):
-        with folders(data_threads=threads) as config:
-            store = Store(config)
-            try:
-                plain = {
-                    f"memcpy {block // MIB} MiB": memcpy.work(threads, block)
-                    for block in BASELINE_BLOCKS
-                }
-                found = in_turns({**plain, **_moves(store)}, COPIES)
-            finally:
-                store.close()
-        best = min(plain, key=found.best_s)
-        for move in ("put", "load"):
-            ratio = found.ratio(move, best)
-            usual = found.usual_ratio(move, best)
-            figures[f"host_{move}_ratio_{threads}"] = ratio
-            figures[f"host_{move}_ratio_{threads}_usual"] = usual
-            rate = f"{STATE_BYTES / found.best_s(move) / GB:.1f} GB/s, {ratio:.2f}"
-            name = f"{move} of {STATE_BYTES // MIB} MiB in host, {threads} threads, of memcpy"
-            rows.append(row(name, rate, f"{usual:.2f}", "≥ 0.9"))
-        figures[f"memcpy_gb_s_{threads}"] = STATE_BYTES / found.best_s(best) / GB
-    figures["host_copy_ratio"] = min(
-        figures[f"host_{move}_ratio_{threads}"] for move in ("put", "load") for threads in (1, 2)
-    )
-    rows.append(row("host_copy_ratio, the worst of these", f"{figures['host_copy_ratio']:.2f}"))
-    return rows, figures
-
-
-def _moves(store: Store) -> dict[str, Work]:
-    devices = CpuDevice()
-    loan = devices.allocate(STATE_BYTES, device=0, uid=0)
-    fill_randomly(loan, STATE_BYTES)
-    slices = tensors(STATE_BYTES // TENSOR_BYTES, TENSOR_BYTES)
-    manifest = manifest_of(slices)
-    latest = [manifest]
-
-    def put() -> float:
-        before = latest[0]
-        latest[0] = replace(before, seq=before.seq + 1)
-        took = timed(lambda: store.put(latest[0], loan))
-        store.drop([before.name])
-        return took
-
-    return {"put": put, "load": lambda: timed(lambda: store.load(latest[0].name, "it", loan))}
 
 
 def measure_switches() -> tuple[Rows, Figures]:
@@ -94,7 +31,8 @@ def measure_switches() -> tuple[Rows, Figures]:
             rank = Rank(served, tensors(max(1, size // 4), min(4, size) * MIB))
             works = _switches(rank)
             if size >= LARGE_MIB:
-                works["memcpy"] = Memcpy(size * MIB).work(2)
+                plain = Memcpy(size * MIB)
+                works |= {"memcpy": plain.work(2), "fresh": plain.fresh_work(2)}
             found = in_turns(works, SWITCHES)
             for move, times in medians.items():
                 times.append(1e3 * found.median_s(move))
@@ -111,6 +49,10 @@ def measure_switches() -> tuple[Rows, Figures]:
                 name = f"whole {move} of {size} MiB, of a plain copy"
                 best = f"{found.ratio(move, 'memcpy'):.2f}"
                 rows.append(row(name, best, f"{ratios[move][-1]:.2f}", "≥ 0.9"))
+                usual = f"{found.usual_ratio(move, 'fresh'):.2f}"
+                rows.append(
+                    row(f"{name} to new memory", f"{found.ratio(move, 'fresh'):.2f}", usual)
+                )
             rank.client.close()
     for move, way in (("offload", "out"), ("load", "in")):
         figures[f"switch_{way}_ratio"] = min(ratios[move])
