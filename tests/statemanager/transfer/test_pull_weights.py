@@ -173,7 +173,7 @@ def test_a_pull_of_a_shard_that_is_missing_names_the_key(start_daemon: StartDaem
 
 def test_a_pull_needs_an_arena(daemon: Daemon, make_shard: MakeShard) -> None:
     shard = make_shard(daemon, registered=False)
-    with pytest.raises(InvalidRequestError, match="needs an arena in CPU memory"):
+    with pytest.raises(InvalidRequestError, match="needs an arena: register one first"):
         shard.client.pull(sources=[], source="job/actor", seq=1, wants=shard.slices)
 
 
