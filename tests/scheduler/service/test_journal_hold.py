@@ -39,6 +39,18 @@ def own_postgres() -> Iterator[PostgresServer]:
     server.close()
 
 
+def stop_outside_of_transactions(process: SchedulerProcess, url: str) -> None:
+    """A process that is stopped in a write to SQLite keeps the database locked."""
+    while True:
+        process.send(signal.SIGSTOP)
+        try:
+            lease_has_expired(url)
+        except sa.exc.OperationalError:
+            process.send(signal.SIGCONT)
+        else:
+            return
+
+
 @contextmanager
 def scheduler(folder: Path, journal: str, **changes: Any) -> Iterator[SchedulerProcess]:
     process = SchedulerProcess(folder, "a", journal, **changes)
@@ -273,7 +285,7 @@ def test_a_leader_without_a_rival_goes_on_with_an_expired_lease(
 
         # From its first renewal on, the scheduler itself sees how long its lease lasts.
         asyncio.run(until(is_renewed, process))
-        process.send(signal.SIGSTOP)
+        stop_outside_of_transactions(process, journal_url)
 
         # Longer than the lease lasts, by the only clock that counts for it.
         asyncio.run(until(lambda: asyncio.to_thread(lease_has_expired, journal_url), process))
