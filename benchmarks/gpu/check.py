@@ -46,6 +46,9 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "rl": (170, ["-m", "benchmarks.gpu.rl", "--json"]),
 }
 """(seconds at most, arguments of Python), in the order in which they run."""
+TOTAL_S = 520
+"""All parts and probes together; with the installation of the wheels (60 s at most) under ten
+minutes. A part that has no time left is timed out."""
 NO_GPU = 3
 
 Plain = dict[str, Any]
@@ -89,10 +92,10 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def part(name: str) -> Plain:
+def part(name: str, left_s: float) -> Plain:
     """The result of one part, with its figures or counts."""
     seconds, words = PARTS[name]
-    found = run(words, seconds)
+    found = run(words, max(0.0, min(seconds, left_s)))
     if counts := re.findall(r"(\d+) (passed|failed|skipped|error)", found["output"]):
         found["counts"] = {what: int(count) for count, what in counts}
         if found["outcome"] == "passed" and not found["counts"].get("passed"):
@@ -110,6 +113,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "gpu_check.json"
+    ends_at = time.monotonic() + TOTAL_S
     probe, torch = run(["-c", PROBE], 30), run(["-c", TORCH], 45)
     has_gpu = probe["outcome"] == "passed"
     body: Plain = {
@@ -123,7 +127,7 @@ def main() -> None:
     }
     file.write_text(json.dumps(body, indent=1))
     for name in PARTS:
-        body["parts"][name] = found = part(name)
+        body["parts"][name] = found = part(name, ends_at - time.monotonic())
         body["ok"] = has_gpu and all(each["outcome"] == "passed" for each in body["parts"].values())
         file.write_text(json.dumps(body, indent=1))
         sys.stdout.write(f"{name}: {found['outcome']} in {found['seconds']} s\n")
