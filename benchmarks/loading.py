@@ -3,9 +3,9 @@
     python -m benchmarks.loading [--quick]
 
 Four `fsdp` ranks of a 2 GB model (float32) in safetensors files: a dense one, and one with experts,
-which its files hold one by one. For each rank, the peak of its memory
-while the model is loaded, less what it had before (`VmHWM`), divided by the size of its shard of
-the parameters. For comparison, ranks that build the whole model and then keep their shard.
+which its files hold one by one. For each rank, the peak of its memory while the model is loaded,
+less what it had before (`VmHWM`), divided by the size of its shard of the parameters. For
+comparison, ranks that build the whole model and then keep their shard.
 """
 
 import json

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from plexrl.errors import CorruptStateError
+from plexrl.process.garbage_collection import trim_heap
 from plexrl.statemanager.checkpoint.format.published_names import published_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -65,6 +66,8 @@ class WeightFiles:
     def forget(self) -> None:
         """Close the files."""
         self._open, self._read_bytes = None, 0
+        # glibc keeps it in pieces that are too small for the next parameter.
+        trim_heap()
 
     def _opened(self, file: Path) -> Any:
         if self._open is None or self._open[0] != file:
