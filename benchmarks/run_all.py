@@ -40,7 +40,7 @@ NOT_RUN = {
     **dict.fromkeys(
         (
             f"simulating/{name}.py"
-            for name in ("fidelity", "eta", "cluster", "pareto", "rollout_gpus")
+            for name in ("fidelity", "eta", "cluster", "pareto", "rollout_gpus", "valleys")
         ),
         "a part of benchmarks/simulator.py",
     ),
