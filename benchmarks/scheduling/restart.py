@@ -49,7 +49,8 @@ def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
 
 def _write(path: str) -> tuple[SchedulerConfig, int]:
     """A journal of a million events, with snapshots on the way, the last one just not due."""
-    settings = config(policy="pack", residents_max=RESIDENTS)
+    # The jobs submit more than the cluster works off.
+    settings = config(policy="pack", residents_max=RESIDENTS, tenant_operations_max=4 * JOBS)
     drive = Drive(SchedulerCore(settings))
     journal = SqlJournal(path)
     journal.acquire("benchmark", 3600.0)
