@@ -25,7 +25,7 @@ from plexrl.statemanager.device.cuda.device import CudaDevices
 from plexrl.statemanager.device.cuda.driver import CudaDriver
 from plexrl.statemanager.device.memory import Run
 from tests.statemanager.emulated_cuda import EmulatedCuda
-from tests.statemanager.memory_files import memory_file_bytes
+from tests.statemanager.memory_files import NewSegments
 
 
 class HostBlock:
@@ -89,7 +89,7 @@ class CpuRig:
     def __init__(self, bytes_max: int | None = None) -> None:
         self._bytes_max = bytes_max
         self.backend: DeviceBackend = self.another_backend()
-        self._taken_before = memory_file_bytes("plexrl-segment", pid=os.getpid())
+        self._segments = NewSegments()
 
     def another_backend(self) -> CpuDevice:
         return CpuDevice(bytes_max=self._bytes_max)
@@ -106,7 +106,7 @@ class CpuRig:
         return bytes(arena.buffer[offset : offset + nbytes])
 
     def taken_bytes(self) -> int:
-        return memory_file_bytes("plexrl-segment", pid=os.getpid()) - self._taken_before
+        return self._segments.nbytes()
 
     def name(self) -> str:
         return "cpu"

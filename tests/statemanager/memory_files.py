@@ -8,6 +8,24 @@ from pathlib import Path
 def memory_file_bytes(name: str, *, pid: int | None = None) -> int:
     """Memory of all memory files whose names begin with `name` and that any process of this
     user (or the one of that id) has open or mapped."""
+    return sum(_memory_files(name, pid).values())
+
+
+class NewSegments:
+    """Segments that this process makes, opens or maps from now on. Those of earlier tests do not
+    count, because their arenas keep mappings until they are collected."""
+
+    def __init__(self) -> None:
+        self._old = _memory_files("plexrl-segment", os.getpid()).keys()
+
+    def nbytes(self) -> int:
+        """Their memory."""
+        found = _memory_files("plexrl-segment", os.getpid())
+        return sum(nbytes for inode, nbytes in found.items() if inode not in self._old)
+
+
+def _memory_files(name: str, pid: int | None) -> dict[int, int]:
+    """Bytes by inode."""
     mark = f"memfd:{name}"
     found: dict[int, int] = {}
     processes = Path("/proc").iterdir() if pid is None else [Path(f"/proc/{pid}")]
@@ -17,7 +35,7 @@ def memory_file_bytes(name: str, *, pid: int | None = None) -> int:
             if process.name.isdigit() and process.stat().st_uid == os.getuid():
                 found |= _open_files(process, mark)
                 found |= _mapped_files(process, mark)
-    return sum(found.values())
+    return found
 
 
 def _open_files(process: Path, mark: str) -> dict[int, int]:

@@ -15,7 +15,7 @@ from plexrl.statemanager.device.segments import segment_sizes
 from plexrl.statemanager.protocol.messages import Attach, Detach
 from tests.examples import examples
 from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon, wait_until
-from tests.statemanager.memory_files import memory_file_bytes
+from tests.statemanager.memory_files import NewSegments
 
 KILLS = examples(15)
 
@@ -168,8 +168,7 @@ def test_killed_workers_leave_no_memory_behind(
 ) -> None:
     """The capacity fits the live workers, so a leaked allocation would cause a refusal."""
     chance = random.Random(50)
-    # Arenas of earlier tests keep mappings until they are collected.
-    before = memory_file_bytes("plexrl-segment", pid=os.getpid())
+    segments = NewSegments()
     elements = MIB // 8
     daemon = start_daemon(device_bytes=3 * MIB)
     observer = make_shard(daemon, registered=False)
@@ -196,7 +195,7 @@ def test_killed_workers_leave_no_memory_behind(
     assert usage["idle_bytes"] <= 3 * MIB
     # Freed memory is uncounted at once, and destroyed soon after.
     wait_until(lambda: daemon.segment_bytes() == usage["idle_bytes"])
-    assert memory_file_bytes("plexrl-segment", pid=os.getpid()) <= before
+    assert segments.nbytes() == 0
 
 
 def test_segments_are_few_and_hold_the_arena() -> None:

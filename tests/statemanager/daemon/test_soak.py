@@ -13,13 +13,13 @@ import pytest
 from tests.examples import examples
 from tests.free_ports import free_port
 from tests.statemanager.conftest import MIB, StartDaemon, wait_until
-from tests.statemanager.memory_files import memory_file_bytes
+from tests.statemanager.memory_files import NewSegments
 from tests.statemanager.soak import Soak, leftovers
 from tests.statemanager.soak_worker import STATE_BYTES
 
 
 def soak(start_daemon: StartDaemon, folder: Path, *, kills: int, seed: int) -> None:
-    memory = memory_file_bytes("plexrl-segment", pid=os.getpid())
+    segments = NewSegments()
     daemons = [
         start_daemon(
             # Neither host tier can hold all versions, so versions are spilled and promoted.
@@ -52,7 +52,7 @@ def soak(start_daemon: StartDaemon, folder: Path, *, kills: int, seed: int) -> N
         assert not Path(daemon.config.listen).exists()
     assert [path.name for path in leftovers(*daemons) if path.name != "ticket.key"] == []
     # Daemons and workers have ended, so only this process can hold memory.
-    assert memory_file_bytes("plexrl-segment", pid=os.getpid()) == memory
+    assert segments.nbytes() == 0
 
 
 def test_a_short_soak(start_daemon: StartDaemon, tmp_path: Path) -> None:

@@ -12,17 +12,12 @@ from plexrl.statemanager.device.cpu.device import SEALS, CpuDevice
 from plexrl.statemanager.device.filled_allocation import allocate_filled
 from tests.statemanager.conftest import wait_until
 from tests.statemanager.device_rigs import read, segments, write
-from tests.statemanager.memory_files import memory_file_bytes
+from tests.statemanager.memory_files import NewSegments
 
 MIB = 1 << 20
 F_SEAL_FUTURE_WRITE = 0x10
 """Linux value; the `fcntl` module lacks it."""
 UID, OTHER_UID = 1000, 1001
-
-
-def taken_bytes() -> int:
-    """Memory of all segments of this process."""
-    return memory_file_bytes("plexrl-segment", pid=os.getpid())
 
 
 def inode(segment_fd: int) -> int:
@@ -128,7 +123,7 @@ def test_a_returned_segment_is_out_of_the_arenas_reach_and_comes_back_with_its_c
 def test_a_kept_mapping_does_not_keep_memory_that_the_daemon_gave_up() -> None:
     """Neither an idle segment that is evicted, nor one of another worker that died."""
     device = CpuDevice()
-    before = taken_bytes()
+    taken = NewSegments()
     first, second = CpuArena(MIB), CpuArena(MIB)
     for arena in (first, second):
         loan = allocate_filled(device, MIB, device=0, uid=UID)
@@ -138,13 +133,13 @@ def test_a_kept_mapping_does_not_keep_memory_that_the_daemon_gave_up() -> None:
             device.recycle(loan)
     device.free(loan, is_unmapped=True)
     second.detach()
-    wait_until(lambda: taken_bytes() == before)
+    wait_until(lambda: taken.nbytes() == 0)
     loan = allocate_filled(device, MIB, device=0, uid=UID)
     first.attach(segments(loan), keep_contents=False)
     first.detach()
     device.recycle(loan)
     device.close()
-    assert taken_bytes() == before
+    assert taken.nbytes() == 0
     first.close()
     second.close()
 
