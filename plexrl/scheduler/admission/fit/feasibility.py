@@ -8,7 +8,7 @@ block others from free GPUs, so in doubt the answer is no.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from plexrl.scheduler.context.cluster import Cluster
@@ -67,20 +67,13 @@ def fits(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
     return holds(0)
 
 
-def least_needs(
-    settings: Settings, deployments: Sequence[Deployment], kinds: Iterable[NodeKind] = ()
-) -> list[Need]:
-    """A lower bound of the GPUs for `deployments`: all that may share a group do. Those of one size
-    that would not take turns on a GPU of any of `kinds` get GPUs of their own."""
+def least_needs(settings: Settings, deployments: Sequence[Deployment]) -> list[Need]:
+    """A lower bound of the GPUs for `deployments`: all that may share a group do, whatever memory
+    they need."""
     sharing: dict[int, list[Deployment]] = {}
     for each in deployments:
         if each.shares and settings.anybody_shares:
             sharing.setdefault(each.workers, []).append(each)
-    known = list(kinds)
-    for workers, members in list(sharing.items()):
-        room = [least_memory(k.gpu_kind, members) <= k.gpu_memory_bytes for k in known]
-        if known and not any(room):
-            del sharing[workers]
     joined = {each.deployment for members in sharing.values() for each in members}
     alone = [each for each in deployments if each.deployment not in joined]
     found = [need_of(each) for each in alone]

@@ -3,6 +3,7 @@
 from plexrl.errors import CapacityError, ModelDoesNotFitError, UnavailableError
 from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.admission.fit.feasibility import fits, least_needs
+from plexrl.scheduler.admission.fit.sharing_search import fit_in_groups
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.needs import need_of, suits
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind, fabric_note
@@ -96,10 +97,22 @@ def _check_together(cluster: Cluster, job: Job, deployment: Deployment) -> None:
     others = map(cluster.state.deployment, job.deployments)
     everything = [*(each for each in others if not each.preemptible), deployment]
     free = {kind: gpus for kind, (gpus, _) in cluster.inventory.sizes().items()}
-    needs = least_needs(cluster.settings, everything, free)
+    gpus = sum(free.values())
+    needs = least_needs(cluster.settings, everything)
     if fits(free, needs):
-        return
-    workers, gpus = sum(need.workers for need in needs), sum(free.values())
+        if fit_in_groups(cluster.settings, free, everything):
+            return
+        workers = sum(each.workers for each in everything)
+        raise CapacityError(
+            f"deployment {deployment.deployment!r} does not fit beside the others of job "
+            f"{job.job!r}: with GPUs of their own they take {workers}, the cluster has {gpus}, and "
+            "too few of them can take turns on GPUs of one kind, because one has to fit beside "
+            f"what the others keep there{fabric_note(free)}: ask for fewer workers, a larger tp, "
+            "or add nodes",
+            workers=workers,
+            gpus=gpus,
+        )
+    workers = sum(need.workers for need in needs)
     raise CapacityError(
         f"deployment {deployment.deployment!r} asks for {deployment.workers} GPUs, and so job "
         f"{job.job!r} for {workers} GPUs at once in {len(needs)} groups; the cluster has {gpus}, "
