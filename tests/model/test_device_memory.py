@@ -145,12 +145,14 @@ def test_adapters_need_the_base_and_little_else() -> None:
     assert adapters.gradients < 0.2 * whole.gradients
 
 
-def test_a_cache_is_its_budget_or_what_the_engine_chooses() -> None:
-    spec = deployment("rollout", "torch", model(), kv_cache_bytes=1 << 20)
-    assert state_terms(spec).kv_cache == 1 << 20
-    # 2 values x 3 layers x 2 heads x 16 x 4 bytes for each of 512 tokens of 256 samples.
+def test_a_cache_has_the_blocks_of_its_budget_or_what_the_engine_chooses() -> None:
+    # 2 values x 3 layers x 2 heads x 16 x 4 bytes for each of 16 tokens.
+    block = 2 * 3 * 2 * 16 * 4 * 16
+    spec = deployment("rollout", "torch", model(), kv_cache_bytes=100 * block - 1)
+    assert state_terms(spec).kv_cache == (99 + 1) * block
+    # 512 tokens of 256 samples.
     default = state_terms(replace(spec, kv_cache_bytes=None)).kv_cache
-    assert default == 2 * 3 * 2 * 16 * 4 * 512 * 256
+    assert default == (32 * 256 + 1) * block
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

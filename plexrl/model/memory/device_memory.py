@@ -78,7 +78,7 @@ def device_memory(spec: DeploymentSpec) -> DeviceMemory:
     terms = (
         *_state(state),
         MemoryTerm(name="gathered parameters", nbytes=state.gathered, is_allocated=True),
-        MemoryTerm(name="KV cache", nbytes=state.kv_cache, is_allocated=True),
+        MemoryTerm(name="KV cache", nbytes=state.kv_cache),
         MemoryTerm(name=ACTIVATIONS, nbytes=activation_bytes(spec), is_allocated=True),
         MemoryTerm(name="CUDA context", nbytes=CONTEXT_BYTES, stays=True),
         MemoryTerm(name="communication", nbytes=groups * COMMUNICATOR_BYTES, stays=True),

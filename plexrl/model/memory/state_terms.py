@@ -141,16 +141,20 @@ def _forward(spec: DeploymentSpec) -> StateTerms:
 
 def _rollout(spec: DeploymentSpec) -> StateTerms:
     """Each tensor rank has its part of the weights for the smallest group. With adapters both the
-    frozen and the merged weights are kept. The KV cache is the budget, or as the engine chooses."""
+    frozen and the merged weights are kept. The KV cache has the blocks of the budget, or as
+    many as the engine chooses."""
     weights = parameter_count(spec.model) * WEIGHT_BYTES[spec.dtype] // spec.shares
     if spec.lora is not None:
         weights = 2 * weights + adapter_parameter_count(spec.model, spec.lora) * 4
-    cache = spec.kv_cache_bytes
-    if cache is None:
-        block_tokens = BLOCK_TOKENS[spec.backend]
-        row = -(-spec.max_sequence_tokens // block_tokens) * block_tokens * kv_token_bytes(spec)
-        cache = min(max(KV_BYTES, row), spec.max_concurrent_samples * row)
-    return StateTerms(weights=weights, kv_cache=cache)
+    block_tokens = BLOCK_TOKENS[spec.backend]
+    block = block_tokens * kv_token_bytes(spec)
+    row = -(-spec.max_sequence_tokens // block_tokens)
+    if spec.kv_cache_bytes is None:
+        blocks = min(max(KV_BYTES // block, row), spec.max_concurrent_samples * row)
+    else:
+        blocks = spec.kv_cache_bytes // block
+    # One more is for padding.
+    return StateTerms(weights=weights, kv_cache=(blocks + 1) * block)
 
 
 # Parameters

@@ -196,6 +196,14 @@ class Registry:
             found = sorted(self._registrations.items(), key=lambda item: item[0])
         return {shard: 0 if (own := r.allocation) is None else own.nbytes for shard, r in found}
 
+    def state_bytes(self) -> int:
+        """State in device memory, which an offload of all ranks would save."""
+        with self._lock:
+            held = [r for r in self._registrations.values() if r.allocation is not None]
+        return sum(
+            piece.nbytes for r in held for piece in r.slices if piece.arena_offset < r.arena_bytes
+        )
+
 
 def check_slices(slices: Sequence[StateSlice], arena_bytes: int) -> None:
     """Refuse slices that do not fit an arena of `arena_bytes`.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.memory.state_terms import state_terms
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.daemon.server import Server
@@ -42,12 +43,12 @@ from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.device import CPU, WorkerDevice
 from plexrl.worker.state.state_mover import StateMover
-from tests.statemanager.emulated_cuda import EmulatedCuda
+from tests.statemanager.emulated_cuda import GRANULARITY, EmulatedCuda
 from tests.statemanager.emulated_gpu import EmulatedGpu
 from tests.worker.training.cases import QWEN2
 from tests.worker.training.ranks import ADAM, LOSS, batch
 
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 TRAINER = DeploymentSpec(model=QWEN2, kind="train", backend="fsdp", workers=1)
 ENGINE = DeploymentSpec(
     model=QWEN2, kind="rollout", backend="torch", workers=1, max_sequence_tokens=16
@@ -170,15 +171,31 @@ class Rank:
         self.run(OperationKind.FORWARD_BACKWARD, params, micro_batches=2, denominator=9.0)
         self.run(OperationKind.OPTIM_STEP, ADAM)
 
-    def generate(self) -> np.ndarray[Any, Any]:
+    def submit(self) -> None:
+        """Begin to generate six tokens."""
         sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, seed=1)
         params = GenerateParams(samples_per_prompt=1, sampling=sampling)
         arrays = {"tokens": np.array([3, 4, 5], np.int32), "lengths": np.array([3], np.int32)}
         backend: Any = self.backend
         backend.submit(_call(OperationKind.GENERATE, params, arrays), None)
+
+    def step(self) -> np.ndarray[Any, Any] | None:
+        """Draw one token; returns the log-probabilities with the last one."""
+        backend: Any = self.backend
+        for _, result in backend.step():
+            return np.asarray(result.arrays["logprobs"])
+        return None
+
+    def generate(self) -> np.ndarray[Any, Any]:
+        self.submit()
         while True:
-            for _, result in backend.step():
-                return np.asarray(result.arrays["logprobs"])
+            drawn = self.step()
+            if drawn is not None:
+                return drawn
+
+    def stats(self) -> Any:
+        backend: Any = self.backend
+        return backend.stats()
 
     def logprobs(self) -> np.ndarray[Any, Any]:
         arrays = {name: batch(3)[name] for name in ("tokens", "lengths")}
@@ -255,6 +272,42 @@ def test_an_engine_draws_from_memory_that_comes_and_goes(daemon: Daemon) -> None
     rank.close()
     wanted = Rank.of(on_cpu(ENGINE, lambda _: None)).generate()
     assert all(np.array_equal(each, wanted) for each in drawn)
+
+
+def test_a_kv_cache_comes_and_goes_with_the_weights_and_is_never_copied(daemon: Daemon) -> None:
+    """The cache is many times as large as the weights."""
+    spec = replace(ENGINE, kv_cache_bytes=12 * MIB)
+    terms = state_terms(spec)
+    rank = Rank(spec, daemon.config, EmulatedGpu(daemon.another_driver()))
+    rank.move(OperationKind.LOAD, 0)
+    assert daemon.taken_bytes() == rank.backend.arena.nbytes
+    needed = terms.weights + terms.kv_cache
+    assert needed <= rank.backend.arena.nbytes <= needed + GRANULARITY + 64 * KIB
+    wanted = rank.generate()
+    moved = rank.move(OperationKind.OFFLOAD, 1)
+    assert daemon.taken_bytes() == 0
+    assert moved["bytes_moved"] <= terms.weights + 64 * KIB
+    loaded = rank.move(OperationKind.LOAD, 1)
+    assert loaded["bytes_moved"] == moved["bytes_moved"]
+    assert np.array_equal(rank.generate(), wanted)
+    rank.close()
+
+
+def test_generations_that_an_offload_interrupts_are_computed_again(daemon: Daemon) -> None:
+    rank = Rank(ENGINE, daemon.config, EmulatedGpu(daemon.another_driver()))
+    rank.move(OperationKind.LOAD, 0)
+    wanted = rank.generate()
+    rank.submit()
+    for _ in range(3):
+        assert rank.step() is None
+    rank.move(OperationKind.OFFLOAD, 0)
+    rank.move(OperationKind.LOAD, 0)
+    drawn = None
+    while drawn is None:
+        drawn = rank.step()
+    assert np.array_equal(drawn, wanted)
+    assert rank.stats().tokens_recomputed == 5
+    rank.close()
 
 
 def test_a_rollout_draws_from_what_a_trainer_on_the_same_gpu_published(daemon: Daemon) -> None:

@@ -54,7 +54,7 @@ def allocate_arena(
 def prefault_for_offload(caller: Caller) -> None:
     """Prefault host pages for the state of all arenas, which moves to the host tier later."""
     services = caller.services
-    services.store.expect_writes(sum(services.registry.resident_bytes().values()))
+    services.store.expect_writes(services.registry.state_bytes())
 
 
 def _attach(caller: Caller, request: Attach, _: Sequence[int]) -> Reply:

@@ -17,7 +17,7 @@ from plexrl.worker.models import LaidOutModel, device_name, lay_out_model, named
 from plexrl.worker.process.backend import BackendCall, BackendResult, Emit, EmitRow, RolloutBackend
 from plexrl.worker.rollout.engine.engine import Engine
 from plexrl.worker.rollout.engine.forward.joined_linear import arena_order
-from plexrl.worker.rollout.engine.forward.selection import probe
+from plexrl.worker.rollout.engine.forward.selection import cache_size, probe
 from plexrl.worker.rollout.engine.tensor_parallel import EngineCalls, LeadingEngine, RankGroup
 from plexrl.worker.rollout.engine.tensor_parallel.switch_groups import SwitchGroups
 from plexrl.worker.rollout.engine.tensor_parallel.switching import SwitchingEngine, SwitchingLeader
@@ -25,7 +25,14 @@ from plexrl.worker.rollout.generation import Generation
 from plexrl.worker.rollout.merged_adapters import MergedAdapters
 from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine
 from plexrl.worker.rollout.shards import box_of
-from plexrl.worker.state.arena_tensors import ARENA_DTYPES, ArenaLayout, ShardBox, view
+from plexrl.worker.state.arena_tensors import (
+    ARENA_DTYPES,
+    TORCH_DTYPES,
+    ArenaLayout,
+    ShardBox,
+    span,
+    view,
+)
 from plexrl.worker.state.checkpoint_files import load_for, recorded_trainer_step
 from plexrl.worker.state.device import CPU, WorkerDevice
 
@@ -37,7 +44,11 @@ EngineT = TypeVar("EngineT", bound=RolloutEngine)
 
 
 class EngineBackend(RolloutBackend, Generic[EngineT]):
-    """One worker's engine. Subclasses choose the kind of engine with `_arrange` and `_start`."""
+    """One worker's engine. Subclasses choose the kind of engine with `_arrange` and `_start`.
+
+    On a GPU the arena ends with a range for the KV cache. No slice refers to it, so its memory
+    comes and goes with that of the weights, and its content is never copied.
+    """
 
     def __init__(
         self,
@@ -104,6 +115,8 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         if self._spec.lora is not None:
             shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
             self._adapters = MergedAdapters(self._spec.lora, layout, shapes, dtype)
+        self._cache_offset = layout.nbytes
+        layout.skip(self._cache_bytes(laid_out.model), "U8")
         self.arena = self._device.make_arena(layout.nbytes)
         self._slices = tuple(layout.slices)
         self._pulled = self._slices if self._adapters is None else self._adapters.slices
@@ -246,6 +259,11 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         """The model's parameters by name, in arena order, with the elements to reserve for each, if
         they are more than its own."""
 
+    def _cache_bytes(self, model: "nn.Module") -> int:
+        """Memory to reserve in the arena for the KV cache. The model may be on `meta`."""
+        del model
+        return 0
+
     @abstractmethod
     def _start(self, model: "nn.Module") -> EngineT:
         """The engine, on a model whose weights are in the arena."""
@@ -333,7 +351,24 @@ class TorchRolloutBackend(EngineBackend[Engine | SwitchingEngine]):
         with laid_out.streamed(at_once=at_once):
             self._probed = probe(laid_out.model)
 
+    def _cache_bytes(self, model: "nn.Module") -> int:
+        if not self._device.uuid:
+            # Pages of the CPU are taken as the cache fills.
+            return 0
+        spec, groups = self._spec, self._groups
+        engines = 1 if groups is None else groups.count(groups.smallest)
+        return cache_size(
+            model,
+            TORCH_DTYPES[ARENA_DTYPES[spec.dtype]],
+            tp=spec.shares,
+            slots=-(-spec.max_concurrent_samples // engines),
+            sequence_tokens_max=spec.max_sequence_tokens,
+            kv_bytes_max=spec.kv_cache_bytes,
+        ).nbytes
+
     def _start(self, model: "nn.Module") -> Engine | SwitchingEngine:
+        nbytes = self._cache_bytes(model)
+        memory = span(self.arena, self._cache_offset, nbytes, "U8") if nbytes else None
         if self._groups is not None:
             return SwitchingEngine(
                 model,
@@ -342,6 +377,7 @@ class TorchRolloutBackend(EngineBackend[Engine | SwitchingEngine]):
                 sequence_tokens_max=self._spec.max_sequence_tokens,
                 kv_bytes_max=self._spec.kv_cache_bytes,
                 probed=self._probed,
+                cache_memory=memory,
             )
         return Engine(
             model,
@@ -350,6 +386,7 @@ class TorchRolloutBackend(EngineBackend[Engine | SwitchingEngine]):
             kv_bytes_max=self._spec.kv_cache_bytes,
             ranks=self._ranks,
             probed=self._probed,
+            cache_memory=memory,
         )
 
     def set_tp(self, tp: int, kv: str) -> EngineStats:

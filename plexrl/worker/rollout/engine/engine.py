@@ -24,7 +24,7 @@ from plexrl.model.memory.kv_cache import BLOCK_TOKENS
 from plexrl.worker.rollout.engine.batch_scheduler import BatchScheduler
 from plexrl.worker.rollout.engine.blocks import BlockPool
 from plexrl.worker.rollout.engine.forward.selection import (
-    cache_shape,
+    cache_size,
     probe,
     select_forward,
     verify_forward,
@@ -54,7 +54,6 @@ from plexrl.worker.rollout.rollout_engine import (
     EngineStats,
     RolloutEngine,
     RowLength,
-    block_count,
     end_tokens,
 )
 from plexrl.worker.rollout.sampling import RowSampling, draw
@@ -86,12 +85,14 @@ class Engine(RolloutEngine):
         step_tokens_max: int = STEP_TOKENS_MAX,
         ranks: RankGroup | None = None,
         probed: torch.Tensor | None = None,
+        cache_memory: torch.Tensor | None = None,
     ) -> None:
         """The engine reads the model's parameters in place, at every step.
 
         `ranks`: the tensor-parallel group. The engines of all its ranks make the same calls in the
         same order. The parameters are then this rank's parts, and `probed` is the result of `probe`
-        on the whole model. `kv_bytes_max` is the KV-cache budget of each rank.
+        on the whole model. `kv_bytes_max` is the KV-cache budget of each rank, and `cache_memory`
+        is memory of `cache_size` bytes for it, which may be taken away after `drop_cache`.
 
         Raises:
             InvalidRequestError: the budget does not hold one sequence, or the engine would compute
@@ -102,23 +103,29 @@ class Engine(RolloutEngine):
         self._forward = select_forward(model, sequence_tokens_max, ranks)
         self._tp = 1 if ranks is None else ranks.size
         self.meter.begin(self._tp)
-        layers, kv_heads, head_size = cache_shape(model, self._tp)
         wanted = probe(model) if probed is None else probed
         verify_forward(self._forward, model, wanted, self._tp)
-        self._block_bytes = 2 * layers * kv_heads * head_size * block_tokens * self._dtype.itemsize
-        blocks_max = -(-sequence_tokens_max // block_tokens)
-        self._blocks = block_count(
-            kv_bytes_max, self._block_bytes, block_tokens, sequence_tokens_max, slots
+        size = cache_size(
+            model,
+            self._dtype,
+            tp=self._tp,
+            slots=slots,
+            sequence_tokens_max=sequence_tokens_max,
+            kv_bytes_max=kv_bytes_max,
+            block_tokens=block_tokens,
         )
+        self._blocks, self._block_bytes = size.blocks, size.block_bytes
+        blocks_max = -(-sequence_tokens_max // block_tokens)
         self._block_tokens = block_tokens
         self._kv = KvPool(
-            layers=layers,
-            heads=kv_heads,
-            head_size=head_size,
-            blocks=self._blocks + 1,
+            layers=size.layers,
+            heads=size.heads,
+            head_size=size.head_size,
+            blocks=size.blocks + 1,
             block_tokens=block_tokens,
             dtype=self._dtype,
             device=self._device,
+            memory=cache_memory,
         )
         self._pool = BlockPool(self._blocks + 1, block_tokens)
         self._rows = SlotTable(slots, sequence_tokens_max, blocks_max)

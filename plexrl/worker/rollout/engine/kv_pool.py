@@ -5,13 +5,43 @@ N rows of W blocks each, L = W·S positions.
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSize:
+    """Sizes of one rank's cache."""
+
+    layers: int
+    heads: int
+    """Key-value heads."""
+    head_size: int
+    blocks: int
+    """Blocks for tokens; one more is for padding."""
+    block_tokens: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """One block of all layers."""
+        values = 2 * self.layers * self.heads * self.head_size * self.block_tokens
+        return values * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """All blocks, with the one for padding."""
+        return (self.blocks + 1) * self.block_bytes
+
+
 class KvPool:
-    """The blocks, by number. Memory is allocated at first use; pages as they are written."""
+    """The blocks, by number.
+
+    The memory is lent, or else the pool's own: then it is allocated at first use, and its pages as
+    they are written. Lent memory keeps its address, so that CUDA graphs may refer to it.
+    """
 
     def __init__(
         self,
@@ -23,7 +53,10 @@ class KvPool:
         block_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        memory: torch.Tensor | None = None,
     ) -> None:
+        """`memory`: lent memory of at least `nbytes`, as bytes. Absent: the pool has its own."""
+        self._memory = memory
         self._heads = heads
         self._shape = (layers, 2 * heads, blocks, block_tokens, head_size)
         self._dtype = dtype
@@ -49,7 +82,8 @@ class KvPool:
 
     def take_memory(self, other: "KvPool") -> None:
         """Take the memory of `other`, which has as many values in fewer, or more, heads and blocks.
-        Its content stays as it is; `other` has no memory afterwards."""
+        Its content stays as it is; `other` has no memory afterwards. Both have been lent the same
+        memory, or none."""
         memory = other._pool
         other.clear()
         self._use(None if memory is None else memory.view(self._shape))
@@ -61,10 +95,16 @@ class KvPool:
         return list(self._pool)
 
     def prepare(self) -> None:
-        """Allocate the memory if it is not. It is zeroed: a masked position has weight 0, and 0·NaN
+        """Get the memory after `clear`. It is zeroed: a masked position has weight 0, and 0·NaN
         would be NaN."""
-        if self._pool is None:
+        if self._pool is not None:
+            return
+        if self._memory is None:
             self._use(_zeros(self._shape, self._dtype, self._device))
+            return
+        # The last content may be that of weights that were not finite.
+        pool = self._memory[: self.nbytes].view(self._dtype).view(self._shape)
+        self._use(pool.zero_())
 
     def _use(self, pool: torch.Tensor | None) -> None:
         self._pool = pool
@@ -76,7 +116,8 @@ class KvPool:
         self._by_token, self._by_block = list(flat), list(rows)
 
     def clear(self) -> None:
-        """Free the memory."""
+        """Forget the content, and free the memory unless it is lent. Lent memory may be taken away
+        until the next `prepare`."""
         self._pool = None
         self._by_block, self._by_token = [], []
 

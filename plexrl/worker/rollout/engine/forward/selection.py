@@ -3,6 +3,7 @@
 Shapes: R wanted tokens, V vocabulary.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,12 +12,14 @@ import torch
 from torch import nn
 
 from plexrl.errors import InvalidRequestError
+from plexrl.model.memory.kv_cache import BLOCK_TOKENS
 from plexrl.model.spec import ARCHITECTURES
 from plexrl.worker.rollout.engine.forward.llama import LlamaForward
 from plexrl.worker.rollout.engine.forward.module import ModuleForward
-from plexrl.worker.rollout.engine.kv_pool import KvPool
+from plexrl.worker.rollout.engine.kv_pool import CacheSize, KvPool
 from plexrl.worker.rollout.engine.step_batch import StepBatch, Work, build_batch
 from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
+from plexrl.worker.rollout.rollout_engine import block_count
 
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings whose frequencies do not depend on the length of the input."""
@@ -82,6 +85,31 @@ def cache_shape(model: nn.Module, ranks: int = 1) -> tuple[int, int, int]:
             f"{kv_heads} key-value heads cannot be divided among {ranks} workers: choose a divisor"
         )
     return config.num_hidden_layers, kv_heads // ranks, head_size
+
+
+def cache_size(
+    model: nn.Module,
+    dtype: torch.dtype,
+    *,
+    tp: int,
+    slots: int,
+    sequence_tokens_max: int,
+    kv_bytes_max: int | None,
+    block_tokens: int = BLOCK_TOKENS["torch"],
+) -> CacheSize:
+    """The cache of each of `tp` ranks, for keys and values of `dtype`; the model may be on `meta`.
+    Other arguments as of `Engine`, which raises the same errors."""
+    layers, heads, head_size = cache_shape(model, tp)
+    size = CacheSize(
+        layers=layers,
+        heads=heads,
+        head_size=head_size,
+        blocks=0,
+        block_tokens=block_tokens,
+        dtype=dtype,
+    )
+    blocks = block_count(kv_bytes_max, size.block_bytes, block_tokens, sequence_tokens_max, slots)
+    return replace(size, blocks=blocks)
 
 
 @torch.inference_mode()

@@ -83,6 +83,7 @@ class SwitchingEngine(RolloutEngine):
         block_tokens: int = BLOCK_TOKENS["torch"],
         step_tokens_max: int = STEP_TOKENS_MAX,
         probed: torch.Tensor,
+        cache_memory: torch.Tensor | None = None,
     ) -> None:
         """As `Engine`. The parameters are this rank's share for the smallest groups. All groups
         together have `slots`, and each rank has `kv_bytes_max`.
@@ -106,6 +107,7 @@ class SwitchingEngine(RolloutEngine):
                 step_tokens_max=step_tokens_max,
                 ranks=None if size == 1 else group,
                 probed=probed,
+                cache_memory=cache_memory,
             )
             made.meter = self._last
             # Twice the ranks have half the heads, and so twice the blocks in the same memory. One
