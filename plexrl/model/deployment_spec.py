@@ -42,6 +42,8 @@ class DeploymentSpec:
     kv_cache_bytes: int | None = None
     """Rollout: budget of each worker's KV cache in device memory, in addition to the weights.
     Samples that do not fit wait and are recomputed. Absent: the engine's default."""
+    cuda_graphs: bool = True
+    """Rollout: decode steps on GPUs are captured as CUDA graphs and replayed."""
     preemptible: bool = False
     """Rollout: its generations are interrupted and continued."""
     layers_on_device: int | None = None

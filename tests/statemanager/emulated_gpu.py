@@ -1,11 +1,12 @@
 """A worker's GPU on the emulated driver: torch computes on the CPU, in that driver's memory."""
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
 from plexrl.statemanager.device.cuda.arena import CudaArena
-from plexrl.worker.state.device import GpuDevice
+from plexrl.worker.state.device import Capture, GpuDevice
 from tests.statemanager.emulated_cuda import EmulatedCuda
 
 
@@ -24,6 +25,24 @@ class EmulatedArena(CudaArena):
         return memoryview(self._memory).cast("B")
 
 
+class EmulatedGraphs:
+    """Runs the work again at each replay: with the same tensors, as a graph with the same
+    addresses."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        self.captured += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            work()
+
+        return replay
+
+
 class EmulatedGpu(GpuDevice):
     """As `GpuDevice`, for a process with one emulated driver."""
 
@@ -32,6 +51,7 @@ class EmulatedGpu(GpuDevice):
     def __init__(self, driver: EmulatedCuda) -> None:
         super().__init__(driver.uuids()[0], driver)
         self.driver = driver
+        self.capture = EmulatedGraphs()
 
     @property
     def torch_device(self) -> torch.device:
@@ -39,6 +59,9 @@ class EmulatedGpu(GpuDevice):
 
     def make_arena(self, nbytes: int) -> EmulatedArena:
         return EmulatedArena(self.driver, nbytes, uuid=self.uuid)
+
+    def step_capture(self) -> Capture:
+        return self.capture
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()

@@ -160,6 +160,7 @@ class Job(JobReader):
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
         kv_cache_bytes: int | None = None,
+        cuda_graphs: bool = True,
         lora: "LoraSpec | None" = None,
         parallelism: Parallelism | None = None,
         tp_sizes: Sequence[int] = (),
@@ -182,6 +183,9 @@ class Job(JobReader):
 
         `kv_cache_bytes` bounds each worker's KV cache, in addition to the weights. Samples that do
         not fit are preempted and recomputed later; results count them in `metrics["preemptions"]`.
+
+        On GPUs the steps that draw one token for each sample are captured as CUDA graphs and
+        replayed, which is quicker; `cuda_graphs=False` runs them kernel by kernel.
 
         The weights are in `dtype` (`float32`, `bfloat16`); a sync casts the trainer's weights as
         torch does.
@@ -213,6 +217,7 @@ class Job(JobReader):
             "max_sequence_tokens": max_sequence_tokens,
             "max_concurrent_samples": max_concurrent_samples,
             "kv_cache_bytes": kv_cache_bytes,
+            "cuda_graphs": cuda_graphs,
             "parallelism": parallelism,
             "tp_sizes": tp_sizes,
             "node_type": node_type,
@@ -241,6 +246,7 @@ class Job(JobReader):
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
         kv_cache_bytes: int | None = None,
+        cuda_graphs: bool = True,
         lora: "LoraSpec | None" = None,
         parallelism: Parallelism | None = None,
         tp_sizes: Sequence[int] = (),
@@ -266,7 +272,7 @@ class Job(JobReader):
         them failed; 0: as many as a batch has, and at least 8.
 
         `backend`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`, `kv_cache_bytes`,
-        `lora`, `parallelism`, `tp_sizes`, `node_type`, `shares_gpus` and `trace`
+        `cuda_graphs`, `lora`, `parallelism`, `tp_sizes`, `node_type`, `shares_gpus` and `trace`
         are as in `rollout_deployment`, for each instance. No two of them share a group.
 
         Raises:
@@ -286,6 +292,7 @@ class Job(JobReader):
                 max_sequence_tokens=max_sequence_tokens,
                 max_concurrent_samples=max_concurrent_samples,
                 kv_cache_bytes=kv_cache_bytes,
+                cuda_graphs=cuda_graphs,
                 lora=lora,
                 parallelism=parallelism,
                 tp_sizes=tp_sizes,

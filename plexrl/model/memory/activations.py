@@ -12,6 +12,7 @@ from typing import Final
 
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.dimensions import Dimensions
+from plexrl.model.memory.kv_cache import GATHERED_BYTES_MAX
 from plexrl.model.spec import WEIGHT_BYTES
 from plexrl.wire.operations import MICRO_BATCH_TOKENS
 
@@ -40,6 +41,23 @@ def activation_bytes(spec: DeploymentSpec) -> int:
     if spec.activation_checkpointing:
         kept = layers * sizes.hidden + of_layer
     return tokens * (kept * each + vocabulary * (each + 2 * FLOAT32))
+
+
+def graph_bytes(spec: DeploymentSpec) -> int:
+    """Activations of captured decode steps, which stay for the next replay: the keys and values
+    that a layer gathers, one layer, and logits, with memory of their own for each number of rows.
+    Rows are padded to powers of two. With `tp_sizes` each size has its own."""
+    if spec.kind != "rollout" or spec.backend != "torch" or not spec.cuda_graphs:
+        return 0
+    sizes, each = spec.model.dimensions, WEIGHT_BYTES[spec.dtype]
+    found = 0
+    for tp in spec.tp_sizes or (spec.layout.tp,):
+        rows = 1 << (spec.max_concurrent_samples - 1).bit_length()
+        context = rows * spec.max_sequence_tokens * 2 * -(-sizes.kv_heads // tp) * sizes.head_dim
+        layer = rows * layer_elements(sizes, tp)
+        logits = 3 * rows * sizes.vocabulary
+        found += min(GATHERED_BYTES_MAX, context * each) + (layer + logits) * each
+    return found
 
 
 def layer_elements(sizes: Dimensions, tp: int) -> int:

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.model.memory.activations import activation_bytes
+from plexrl.model.memory.activations import activation_bytes, graph_bytes
 from plexrl.model.memory.state_terms import StateTerms, state_terms
 
 MIB: Final = 1 << 20
@@ -80,6 +80,7 @@ def device_memory(spec: DeploymentSpec) -> DeviceMemory:
         MemoryTerm(name="gathered parameters", nbytes=state.gathered, is_allocated=True),
         MemoryTerm(name="KV cache", nbytes=state.kv_cache),
         MemoryTerm(name=ACTIVATIONS, nbytes=activation_bytes(spec), is_allocated=True),
+        MemoryTerm(name="CUDA graphs", nbytes=graph_bytes(spec), stays=True, is_allocated=True),
         MemoryTerm(name="CUDA context", nbytes=CONTEXT_BYTES, stays=True),
         MemoryTerm(name="communication", nbytes=groups * COMMUNICATOR_BYTES, stays=True),
     )

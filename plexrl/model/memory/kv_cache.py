@@ -11,6 +11,10 @@ multiples of 32."""
 KV_BYTES = 1 << 30
 """Default budget of the KV cache, unless all slots need less or one sequence needs more."""
 
+GATHERED_BYTES_MAX = 256 << 20
+"""Keys and values of one layer that a decode step in a CUDA graph may copy together. Longer steps
+run without a graph: their kernels take longer than their launches."""
+
 
 def kv_token_bytes(spec: DeploymentSpec) -> int:
     """Cache bytes per token on each worker. The model must be one that `parameter_count`

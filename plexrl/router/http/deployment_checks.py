@@ -82,6 +82,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         max_sequence_tokens=body.max_sequence_tokens,
         max_concurrent_samples=body.max_concurrent_samples,
         kv_cache_bytes=body.kv_cache_bytes,
+        cuda_graphs=body.cuda_graphs,
         layers_on_device=body.layers_on_device,
         preemptible=body.preemptible,
     )
@@ -107,6 +108,12 @@ def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) 
             f"layers_on_device is for reference and reward deployments; a {body.kind} deployment "
             "has all layers on the device: leave it out",
             parameter="layers_on_device",
+        )
+    if body.kind != "rollout" and not body.cuda_graphs:
+        raise InvalidRequestError(
+            f"cuda_graphs is for rollout deployments; a {body.kind} deployment captures nothing: "
+            "leave it out",
+            parameter="cuda_graphs",
         )
     if body.kind != "rollout" and body.shares_gpus:
         raise InvalidRequestError(

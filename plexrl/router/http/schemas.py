@@ -267,6 +267,9 @@ class DeploymentRequest(_Strict):
         lt=2**63,
         description="rollout: KV cache of each worker; absent: the engine's own default",
     )
+    cuda_graphs: bool = Field(
+        default=True, description="rollout: capture decode steps on GPUs as CUDA graphs"
+    )
     layers_on_device: int | None = Field(
         None,
         strict=True,

@@ -3,7 +3,8 @@
 A worker sees one GPU only, so that is `cuda:0` in every worker; its UUID names it everywhere else.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from plexrl.process.startup import show_only_gpu
 from plexrl.statemanager.client.arena import Arena
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     import torch
 
     from plexrl.statemanager.device.cuda.driver import CudaDriver
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Captures the work that a call starts on the device; the result starts the same work again."""
 
 
 class WorkerDevice:
@@ -38,6 +42,10 @@ class WorkerDevice:
     def place(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """A tensor of the CPU, on the device; the copy may still be under way."""
         return tensor
+
+    def step_capture(self) -> Capture | None:
+        """Captures steps of an engine; None: they run as they are."""
+        return None
 
     def wait(self) -> None:
         """Wait for all work of this process on the device, before another process reads its
@@ -79,6 +87,9 @@ class GpuDevice(WorkerDevice):
     def place(self, tensor: "torch.Tensor") -> "torch.Tensor":
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
+    def step_capture(self) -> Capture | None:
+        return CudaGraphs()
+
     def wait(self) -> None:
         self._driver.enter(0)
         self._driver.synchronize()
@@ -98,6 +109,26 @@ class GpuDevice(WorkerDevice):
         found = int(torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
         return found
+
+
+class CudaGraphs:
+    """Captures work as CUDA graphs that share the memory of their activations: one runs at a
+    time, and leaves its results in memory that is not theirs."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        """See `Capture`. Work of these shapes has run before, so that libraries are ready."""
+        import torch
+
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process, such as NCCL's, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
 
 
 CPU = WorkerDevice()

@@ -293,6 +293,33 @@ def test_a_kv_cache_comes_and_goes_with_the_weights_and_is_never_copied(daemon: 
     rank.close()
 
 
+def test_captured_steps_outlive_an_offload(daemon: Daemon) -> None:
+    device = EmulatedGpu(daemon.another_driver())
+    rank = Rank(ENGINE, daemon.config, device)
+    rank.move(OperationKind.LOAD, 0)
+    drawn = [rank.generate(), rank.generate()]
+    captured, replayed = device.capture.captured, device.capture.replayed
+    assert captured > 0
+    rank.move(OperationKind.OFFLOAD, 0)
+    rank.move(OperationKind.LOAD, 0)
+    drawn.append(rank.generate())
+    assert device.capture.captured == captured
+    assert device.capture.replayed > replayed
+    rank.close()
+    wanted = Rank.of(on_cpu(ENGINE, lambda _: None)).generate()
+    assert all(np.array_equal(each, wanted) for each in drawn)
+
+
+def test_steps_are_captured_only_if_the_deployment_wants_it(daemon: Daemon) -> None:
+    device = EmulatedGpu(daemon.another_driver())
+    rank = Rank(replace(ENGINE, cuda_graphs=False), daemon.config, device)
+    rank.move(OperationKind.LOAD, 0)
+    for _ in range(3):
+        rank.generate()
+    assert device.capture.captured == 0
+    rank.close()
+
+
 def test_generations_that_an_offload_interrupts_are_computed_again(daemon: Daemon) -> None:
     rank = Rank(ENGINE, daemon.config, EmulatedGpu(daemon.another_driver()))
     rank.move(OperationKind.LOAD, 0)

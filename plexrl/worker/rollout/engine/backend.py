@@ -369,6 +369,7 @@ class TorchRolloutBackend(EngineBackend[Engine | SwitchingEngine]):
     def _start(self, model: "nn.Module") -> Engine | SwitchingEngine:
         nbytes = self._cache_bytes(model)
         memory = span(self.arena, self._cache_offset, nbytes, "U8") if nbytes else None
+        capture = self._device.step_capture() if self._spec.cuda_graphs else None
         if self._groups is not None:
             return SwitchingEngine(
                 model,
@@ -378,6 +379,7 @@ class TorchRolloutBackend(EngineBackend[Engine | SwitchingEngine]):
                 kv_bytes_max=self._spec.kv_cache_bytes,
                 probed=self._probed,
                 cache_memory=memory,
+                capture=capture,
             )
         return Engine(
             model,
@@ -387,6 +389,7 @@ class TorchRolloutBackend(EngineBackend[Engine | SwitchingEngine]):
             ranks=self._ranks,
             probed=self._probed,
             cache_memory=memory,
+            capture=capture,
         )
 
     def set_tp(self, tp: int, kv: str) -> EngineStats:

@@ -23,7 +23,10 @@ from torch import nn
 from plexrl.model.memory.kv_cache import BLOCK_TOKENS
 from plexrl.worker.rollout.engine.batch_scheduler import BatchScheduler
 from plexrl.worker.rollout.engine.blocks import BlockPool
+from plexrl.worker.rollout.engine.forward.decode_graphs import DecodeGraphs
+from plexrl.worker.rollout.engine.forward.llama import LlamaForward
 from plexrl.worker.rollout.engine.forward.selection import (
+    Forward,
     cache_size,
     probe,
     select_forward,
@@ -57,6 +60,7 @@ from plexrl.worker.rollout.rollout_engine import (
     end_tokens,
 )
 from plexrl.worker.rollout.sampling import RowSampling, draw
+from plexrl.worker.state.device import Capture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,7 @@ class Engine(RolloutEngine):
         ranks: RankGroup | None = None,
         probed: torch.Tensor | None = None,
         cache_memory: torch.Tensor | None = None,
+        capture: Capture | None = None,
     ) -> None:
         """The engine reads the model's parameters in place, at every step.
 
@@ -93,6 +98,7 @@ class Engine(RolloutEngine):
         same order. The parameters are then this rank's parts, and `probed` is the result of `probe`
         on the whole model. `kv_bytes_max` is the KV-cache budget of each rank, and `cache_memory`
         is memory of `cache_size` bytes for it, which may be taken away after `drop_cache`.
+        `capture` captures decode steps, whose weights and cache must keep their addresses.
 
         Raises:
             InvalidRequestError: the budget does not hold one sequence, or the engine would compute
@@ -100,11 +106,14 @@ class Engine(RolloutEngine):
         """
         super().__init__(end_tokens(model.config), sequence_tokens_max)
         self._device, self._dtype = weight_device(model)
-        self._forward = select_forward(model, sequence_tokens_max, ranks)
+        self._forward: Forward = select_forward(model, sequence_tokens_max, ranks)
         self._tp = 1 if ranks is None else ranks.size
         self.meter.begin(self._tp)
         wanted = probe(model) if probed is None else probed
         verify_forward(self._forward, model, wanted, self._tp)
+        if capture is not None and isinstance(self._forward, LlamaForward):
+            # Modules of other models may wait for the device.
+            self._forward = DecodeGraphs(self._forward, capture)
         size = cache_size(
             model,
             self._dtype,

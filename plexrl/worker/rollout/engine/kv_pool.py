@@ -71,6 +71,26 @@ class KvPool:
         return self._heads
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self._shape[3]
+
+    @property
+    def position_bytes(self) -> int:
+        """Key and value of one token in one layer."""
+        return 2 * self._heads * self._shape[-1] * self._dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of keys and values."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the memory."""
+        return self._device
+
+    @property
     def blocks(self) -> int:
         """Blocks, with the one for padding."""
         return self._shape[2]

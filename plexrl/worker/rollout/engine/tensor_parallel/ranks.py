@@ -111,10 +111,12 @@ class RankGroup:
         """Embeddings `[T, X]`; this rank computes with `rows` of the embedding matrix."""
         share, extent = self._vocabulary_extents(vocabulary)
         local_T = token_T - (self.share * share + self.part * extent)
-        here_T = (local_T >= 0) & (local_T < len(rows))
-        hidden_TX = torch.zeros((len(token_T), rows.shape[1]), dtype=rows.dtype, device=rows.device)
-        hidden_TX[here_T] = rows[local_T[here_T]]
-        return self.all_reduce(hidden_TX)
+        if not len(rows):
+            return self.all_reduce(rows.new_zeros((len(token_T), rows.shape[1])))
+        # Without an index by booleans, whose size the CPU would wait for.
+        elsewhere_T = (local_T < 0) | (local_T >= len(rows))
+        hidden_TX = rows.index_select(0, local_T.clamp(0, len(rows) - 1))
+        return self.all_reduce(hidden_TX.masked_fill_(elsewhere_T[:, None], 0.0))
 
     def gather_logits(self, own_RV: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """Logits `[R, V]` of the whole vocabulary, from every rank's part."""

@@ -52,6 +52,7 @@ from plexrl.worker.rollout.rollout_engine import (
     RowLength,
     end_tokens,
 )
+from plexrl.worker.state.device import Capture
 
 KV_WAYS = ("migrate", "recompute")
 """How unfinished samples get their keys and values in new groups: from the ranks of their old
@@ -84,6 +85,7 @@ class SwitchingEngine(RolloutEngine):
         step_tokens_max: int = STEP_TOKENS_MAX,
         probed: torch.Tensor,
         cache_memory: torch.Tensor | None = None,
+        capture: Capture | None = None,
     ) -> None:
         """As `Engine`. The parameters are this rank's share for the smallest groups. All groups
         together have `slots`, and each rank has `kv_bytes_max`.
@@ -108,6 +110,7 @@ class SwitchingEngine(RolloutEngine):
                 ranks=None if size == 1 else group,
                 probed=probed,
                 cache_memory=cache_memory,
+                capture=capture,
             )
             made.meter = self._last
             # Twice the ranks have half the heads, and so twice the blocks in the same memory. One
