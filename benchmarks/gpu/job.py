@@ -81,6 +81,10 @@ class GpuJob:
         """Bytes that were moved."""
         return self._client.load(seq=seq, token=1).bytes_moved
 
+    def note_peak(self, nbytes: int) -> None:
+        """As `StateManagerClient.note_peak`."""
+        self._client.note_peak(nbytes)
+
     def check(self, seed: int) -> None:
         """Compare samples, the ends among them, with what `fill` wrote.
 

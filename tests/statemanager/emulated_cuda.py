@@ -41,7 +41,7 @@ class EmulatedCuda:
         pin_bytes_max: int = 1 << 40,
     ) -> None:
         """`pin_bytes_max`: no call may pin more."""
-        self._name = name
+        self.name = name
         self._devices = devices
         self._device_bytes = device_bytes
         self._pin_bytes_max = pin_bytes_max
@@ -64,10 +64,19 @@ class EmulatedCuda:
         self._local.device = device
 
     def uuids(self) -> tuple[str, ...]:
-        return tuple(f"GPU-{self._name}-{device}" for device in range(self._devices))
+        return tuple(f"GPU-{self.name}-{device}" for device in range(self._devices))
 
     def memory_info(self) -> tuple[int, int]:
         return self._device_bytes - self.taken_bytes(self._entered()), self._device_bytes
+
+    def process_bytes(self, uuid: str) -> dict[int, int] | None:
+        device = self.uuids().index(uuid)
+        found = {
+            int(process.name): memory_file_bytes(f"{self.name}-{device}-", pid=int(process.name))
+            for process in Path("/proc").iterdir()
+            if process.name.isdigit()
+        }
+        return {pid: nbytes for pid, nbytes in found.items() if nbytes}
 
     def granularity(self, device: int) -> int:
         return GRANULARITY if device < self._devices else 0
@@ -77,7 +86,7 @@ class EmulatedCuda:
         self._check(nbytes > 0 and nbytes % GRANULARITY == 0, "cuMemCreate")
         if self.taken_bytes(device) + nbytes > self._device_bytes:
             raise driver_error("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY")
-        fd = os.memfd_create(f"{self._name}-{device}-", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(f"{self.name}-{device}-", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, nbytes)
         # A GPU's memory holds what was there before.
         os.pwrite(fd, b"\xa5" * nbytes, 0)
@@ -205,7 +214,7 @@ class EmulatedCuda:
 
     def taken_bytes(self, device: int) -> int:
         """Physical memory of the device that any process has open or mapped."""
-        return memory_file_bytes(f"{self._name}-{device}-")
+        return memory_file_bytes(f"{self.name}-{device}-")
 
     def fail_next(self, call: str) -> None:
         """The next call of this method fails, and has done nothing."""
@@ -228,7 +237,7 @@ class EmulatedCuda:
         with suppress(OSError):
             target = str(Path(f"/proc/self/fd/{fd}").readlink())
             for device in range(self._devices):
-                if f"memfd:{self._name}-{device}-" in target:
+                if f"memfd:{self.name}-{device}-" in target:
                     return device
         return -1
 

@@ -26,6 +26,7 @@ from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.holding import hold, is_held, requeue
 from plexrl.scheduler.operations.operations import complete, fail, finish
 from plexrl.scheduler.operations.replay import retire_log
+from plexrl.scheduler.operations.unreturned_memory import restart_holders
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, publish_first, republish
 from plexrl.scheduler.placement.relocation import cancel_move
 from plexrl.scheduler.state import group_lock
@@ -143,6 +144,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
             end_job(context, context.state.job(deployment.job), JobTrigger.FAILED, reason, now)
         elif event.state_intact:
             _move_called_off(context, deployment, operation, now, error.message)
+            restart_holders(context, _group_of(state, deployment), error, now)
         else:
             restart(context, deployment, error.message, now)
         return

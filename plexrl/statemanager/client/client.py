@@ -242,6 +242,7 @@ class StateManagerClient:
                 sources=tuple(sources),
                 cast=cast,
                 previous_seq=previous_seq,
+                working_bytes=self._link.working_bytes,
             )
             answer = self._link.borrow_device(request, keep_contents=False)
         except CorruptStateError:
@@ -384,6 +385,10 @@ class StateManagerClient:
             LOG.info("no replica of version %d of %s: %s", seq, source, error)
             return None, 0.0
         return int(answer["bytes_moved"]) if answer["held"] else None, float(answer["seconds"])
+
+    def note_peak(self, nbytes: int) -> None:
+        """Record device memory that was used outside of the arena: loads ask for the largest."""
+        self._link.working_bytes = max(self._link.working_bytes, nbytes)
 
     def forget_pulled(self) -> None:
         """Record that the arena's weights were written, so that the next pull is a full one."""

@@ -49,6 +49,8 @@ class RankLink:
         """Registered arena; absent before the first registration."""
         self.host: HostArena | None = None
         """Registered host arena; absent: all state is on the device."""
+        self.working_bytes = 0
+        """As in `Load`."""
         self._base: WorkerArena | None = None
         """Arena with shared frozen weights; absent: none."""
 
@@ -89,7 +91,8 @@ class RankLink:
         if self._registration is not None and self.arena is not None:
             if self.arena.is_attached:
                 return
-            self.borrow_device(Attach(token=self._registration.token), keep_contents=True)
+            request = Attach(token=self._registration.token, working_bytes=self.working_bytes)
+            self.borrow_device(request, keep_contents=True)
 
     def borrow_device(self, request: Attach | Load, *, keep_contents: bool) -> Answer:
         """Send a request whose answer may lend memory, and attach it; returns the answer."""

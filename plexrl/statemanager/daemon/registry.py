@@ -190,6 +190,12 @@ class Registry:
         with self._lock:
             return sum(each.pulled.get(source, 0) for each in self._registrations.values())
 
+    def on_device(self, device: int) -> list[Registration]:
+        """The ranks of a device, in the order of their names."""
+        with self._lock:
+            found = sorted(self._registrations.items(), key=lambda item: item[0])
+        return [registration for _, registration in found if registration.device == device]
+
     def resident_bytes(self) -> dict[Shard, int]:
         """Device memory of each arena."""
         with self._lock:

@@ -11,7 +11,7 @@ them; the addresses stay reserved. Invariants of every backend:
 - An allocation that fails changes nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -108,6 +108,11 @@ class DeviceBackend(Protocol):
 
     def usage(self, device: int) -> DeviceUsage:
         """Current memory usage. Raises DeviceError: the device can no longer be used."""
+        ...
+
+    def process_bytes(self, device: int) -> Mapping[int, int] | None:
+        """Device memory of each process but this one, by process id; None: unknown. Takes up to
+        seconds."""
         ...
 
     def register_host(self, address: int, nbytes: int) -> None:

@@ -93,12 +93,16 @@ class Load(Request, frozen=True, kw_only=True):
     """Whether elements may change their dtype."""
     previous_seq: int = 0
     """As in `Save`."""
+    working_bytes: int = 0
+    """Device memory outside of the arena that the rank's framework needed at most; 0: unknown."""
 
 
 class Attach(Request, frozen=True, kw_only=True):
     """Lend the arena zeroed memory; descriptors as for `Load`."""
 
     token: int
+    working_bytes: int = 0
+    """As in `Load`."""
 
 
 class BorrowBase(Request, frozen=True, kw_only=True):

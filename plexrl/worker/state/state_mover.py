@@ -60,8 +60,10 @@ class StateMover:
         self.arrival = Arrival(backend, client)
 
     def take_peak_bytes(self) -> int:
-        """As `WorkerDevice.take_peak_bytes`."""
-        return self._device.take_peak_bytes()
+        """As `WorkerDevice.take_peak_bytes`; later loads need as much free memory."""
+        found = self._device.take_peak_bytes()
+        self._client.note_peak(found)
+        return found
 
     def move(self, command: RunCommand) -> Plain:
         """Carry out a command whose kind is one of `MOVES`; returns measurements.

@@ -52,7 +52,10 @@ def test_a_full_device_refuses_the_next_job_and_changes_nothing(
     before = second.fill(2)
     with pytest.raises(DeviceMemoryFullError, match="offload another job") as refused:
         second.register()
-    assert refused.value.details["bytes_max"] == MIB
+    assert refused.value.details["needed_bytes"] == MIB
+    assert refused.value.details["holders"] == [
+        {"deployment": "a/actor", "rank": 0, "lent_bytes": MIB, "process_bytes": 0}
+    ]
     assert np.array_equal(second.contents, before)
     assert np.array_equal(first.contents, expected)
     first.offload(1)

@@ -18,7 +18,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.device.cuda import host_pinning
 from plexrl.statemanager.device.cuda.arena import ArenaBytes, CudaArena
-from plexrl.statemanager.device.cuda.bindings import BoundDriver
+from plexrl.statemanager.device.cuda.bindings import BoundDriver, bytes_by_process
 from plexrl.statemanager.device.cuda.device import (
     CUDA_SEGMENT_BYTES_MAX,
     CudaDevices,
@@ -199,6 +199,12 @@ def test_an_arena_has_a_cuda_array_interface(driver: EmulatedCuda) -> None:
     assert shown["data"] == (arena.address, False)
     assert shown["version"] == 3
     del arena
+
+
+def test_memory_of_processes_is_read_from_the_tools_rows() -> None:
+    rows = "GPU-a, 12, 300\nGPU-b, 13, 1\nGPU-a, 14, [N/A]\n\nGPU-a, 12, 1\n"
+    assert bytes_by_process(rows, "GPU-a") == {12: 301 * MIB}
+    assert bytes_by_process("", "GPU-a") == {}
 
 
 def test_every_call_reports_a_missing_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,17 +4,20 @@ The daemon and two jobs share emulated devices; what runs beside the driver is w
 It proves our calls, not the hardware: `tests/gpu` does that where there is a GPU.
 """
 
+import multiprocessing
+import os
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from benchmarks.gpu.job import GpuJob
-from plexrl.errors import DeviceMemoryFullError, InvalidRequestError
+from plexrl.errors import DeviceMemoryFullError, DeviceMemoryHeldError, InvalidRequestError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.daemon.config import StateManagerConfig
@@ -29,7 +32,8 @@ from tests.statemanager.emulated_cuda import EmulatedCuda
 
 MIB = 1 << 20
 STATE = 5 * MIB
-SWITCHES = 20
+DEVICE_BYTES = STATE * 3 // 2
+SWITCHES = 8
 
 
 class Node(NamedTuple):
@@ -43,7 +47,7 @@ class Node(NamedTuple):
 def node(tmp_path: Path) -> Iterator[Node]:
     """A daemon in this process, whose device fits one and a half states."""
     name = f"daemon-{uuid.uuid4().hex[:8]}"
-    drivers = [EmulatedCuda(name, device_bytes=STATE * 3 // 2) for _ in range(2)]
+    drivers = [EmulatedCuda(name, device_bytes=DEVICE_BYTES) for _ in range(2)]
     drivers[1].enter(0)
     with tempfile.TemporaryDirectory(prefix="plexrl-", dir="/dev/shm") as host_dir:
         config = StateManagerConfig(
@@ -91,6 +95,63 @@ def test_two_jobs_alternate_on_a_device_for_one(node: Node) -> None:
         job.close()
     del jobs, job, leaving, coming
     wait_until(lambda: node.daemon.taken_bytes(0) == 0)
+
+
+def refusal(load: Callable[[], object]) -> tuple[str, Mapping[str, Any]]:
+    """Message and details. Not the error, which would keep the arena."""
+    try:
+        load()
+    except DeviceMemoryHeldError as error:
+        return error.message, error.details
+    raise AssertionError("it was not refused")
+
+
+def keep_memory(pipe: Connection, name: str, listen: str, key: TicketKey, kept: int) -> None:
+    """A worker that offloads its state, and keeps other device memory until it is told to end."""
+    driver = EmulatedCuda(name, device_bytes=DEVICE_BYTES)
+    driver.enter(0)
+    job = GpuJob(driver, listen, key, "keeper", MIB)
+    job.fill()
+    driver.create(0, kept)
+    job.offload(1)
+    pipe.send(os.getpid())
+    pipe.recv()
+
+
+def test_a_load_without_enough_free_memory_names_who_kept_it(node: Node) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    kept = 3 * MIB
+    given = (theirs, node.worker.name, node.listen, node.key, kept)
+    keeper = multiprocessing.get_context("spawn").Process(target=keep_memory, args=given)
+    keeper.start()
+    pid = ours.recv()
+    job = GpuJob(node.worker, node.listen, node.key, "job", STATE)
+    message, details = refusal(job.fill)
+    for part in (
+        "'job/actor'",
+        "'keeper/actor' has offloaded",
+        f"process {pid} still holds {kept}",
+    ):
+        assert part in message
+    assert details["free_bytes"] == DEVICE_BYTES - kept
+    assert details["holders"] == [
+        {"deployment": "keeper/actor", "rank": 0, "lent_bytes": 0, "process_bytes": kept}
+    ]
+    ours.send("end")
+    keeper.join()
+    job.fill()
+    job.close()
+
+
+def test_a_load_needs_room_for_what_the_framework_used_before(node: Node) -> None:
+    job = GpuJob(node.worker, node.listen, node.key, "job", STATE)
+    job.fill()
+    job.offload(1)
+    job.note_peak(DEVICE_BYTES - STATE + 1)
+    message, _ = refusal(lambda: job.load(1))
+    assert f"{DEVICE_BYTES - STATE + 1} to work" in message
+    assert node.daemon.taken_bytes(0) == 0, "nothing was lent"
+    job.close()
 
 
 def test_a_job_that_ends_frees_its_memory(node: Node) -> None:

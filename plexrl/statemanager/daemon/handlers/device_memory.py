@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-from plexrl.errors import ConflictError, DeviceMemoryFullError
+from plexrl.errors import ConflictError, DeviceMemoryFullError, DeviceMemoryHeldError
 from plexrl.statemanager.daemon.handlers.caller import WORKERS, Caller, Reply, handles
 from plexrl.statemanager.daemon.registry import Registration
 from plexrl.statemanager.device.backend import DeviceAllocation
 from plexrl.statemanager.device.filled_allocation import Fill, allocate_filled
-from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache, WeightsKey
+from plexrl.statemanager.device.frozen_weights import WeightsKey
+from plexrl.statemanager.device.memory_holders import Need, Resident, held_error
 from plexrl.statemanager.protocol.messages import (
     Answer,
     Attach,
@@ -18,16 +19,58 @@ from plexrl.statemanager.protocol.messages import (
 )
 
 
+def check_free_memory(caller: Caller, registration: Registration, working_bytes: int) -> None:
+    """Measure the device's free memory before the rank is let in.
+
+    Idle frozen weights are evicted if it is too little. `working_bytes`: as in `Load`.
+
+    Raises:
+        DeviceMemoryHeldError: the arena and the rank's work do not fit; the holders are named.
+    """
+    needed_bytes = registration.arena_bytes + working_bytes
+    while True:
+        usage = registration.devices.usage(registration.device)
+        if usage.free_bytes is None or usage.free_bytes + usage.idle_bytes >= needed_bytes:
+            return
+        if not caller.services.frozen_weights.evict_idle(registration.device):
+            raise _held_error(caller, registration, working_bytes)
+
+
+def _held_error(
+    caller: Caller, registration: Registration, working_bytes: int
+) -> DeviceMemoryHeldError:
+    """The refusal for want of memory on the rank's device."""
+    device, devices = registration.device, registration.devices
+    usage = devices.usage(device)
+    residents = [
+        Resident(
+            each.deployment,
+            each.rank,
+            each.pid,
+            0 if (own := each.allocation) is None else own.nbytes,
+        )
+        for each in caller.services.registry.on_device(device)
+    ]
+    return held_error(
+        Need(registration.description, device, registration.arena_bytes, working_bytes),
+        (usage.free_bytes or 0) + usage.idle_bytes,
+        residents,
+        devices.process_bytes(device),
+        max(0, usage.lent_bytes - sum(each.lent_bytes for each in residents)),
+    )
+
+
 def allocate_arena(
-    registration: Registration, frozen_weights: FrozenWeightsCache, fill: Fill | None = None
+    caller: Caller, registration: Registration, working_bytes: int, fill: Fill | None = None
 ) -> Reply:
     """Allocate and fill memory for the rank's arena; return what the worker needs to map it.
 
-    Idle frozen weights are evicted when the device is full.
+    Idle frozen weights are evicted when the device is full. `working_bytes`: as in `Load`.
 
     Raises:
-        DeviceMemoryFullError: other arenas use the memory; nothing has changed.
+        DeviceMemoryHeldError: others use the memory; nothing has changed.
     """
+    frozen_weights = caller.services.frozen_weights
     while True:
         try:
             allocation = allocate_filled(
@@ -38,10 +81,10 @@ def allocate_arena(
                 fill=fill,
             )
             break
-        except DeviceMemoryFullError:
+        except DeviceMemoryFullError as error:
             # Raised before anything is filled.
             if not frozen_weights.evict_idle(registration.device):
-                raise
+                raise _held_error(caller, registration, working_bytes) from error
     try:
         fds = allocation.descriptors()
     except BaseException:
@@ -60,10 +103,11 @@ def prefault_for_offload(caller: Caller) -> None:
 def _attach(caller: Caller, request: Attach, _: Sequence[int]) -> Reply:
     registration = caller.registered()
     with registration.exclusive():
-        caller.services.fencing.admit(registration.group, request.token)
         if registration.allocation is not None:
             raise ConflictError(f"{registration.description} already has device memory: detach it")
-        reply = allocate_arena(registration, caller.services.frozen_weights)
+        check_free_memory(caller, registration, request.working_bytes)
+        caller.services.fencing.admit(registration.group, request.token)
+        reply = allocate_arena(caller, registration, request.working_bytes)
     prefault_for_offload(caller)
     return reply
 

@@ -17,7 +17,11 @@ from plexrl.statemanager.daemon.handlers.caller import (
     move_report,
     names_of,
 )
-from plexrl.statemanager.daemon.handlers.device_memory import allocate_arena, prefault_for_offload
+from plexrl.statemanager.daemon.handlers.device_memory import (
+    allocate_arena,
+    check_free_memory,
+    prefault_for_offload,
+)
 from plexrl.statemanager.daemon.handlers.host_memory import is_in_host, open_host
 from plexrl.statemanager.daemon.registry import Registration
 from plexrl.statemanager.device.backend import DeviceAllocation
@@ -72,6 +76,8 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
     rank = caller.registered()
     started = time.perf_counter()
     with rank.exclusive():
+        if rank.allocation is None:
+            check_free_memory(caller, rank, request.working_bytes)
         caller.services.fencing.admit(rank.group, request.token)
         if rank.host is not None:
             caller.services.store.host_allocations.release_all(rank.host)
@@ -83,7 +89,7 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
 
         allocated = Reply({})
         if rank.allocation is None:
-            allocated = allocate_arena(rank, caller.services.frozen_weights, fill)
+            allocated = allocate_arena(caller, rank, request.working_bytes, fill)
             prefault_for_offload(caller)
         else:
             fill(rank.allocation)

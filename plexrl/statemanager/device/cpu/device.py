@@ -13,7 +13,7 @@ read each other's memory anyway, and it is cleared before it is sent.
 import fcntl
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from plexrl.errors import (
@@ -220,6 +220,10 @@ class CpuDevice:
                 idle_bytes=idle_bytes,
                 free_bytes=None if self._bytes_max is None else self._bytes_max - used_bytes,
             )
+
+    def process_bytes(self, device: int) -> Mapping[int, int] | None:  # noqa: ARG002
+        """See `DeviceBackend.process_bytes`; workers have device memory in their arenas only."""
+        return {}
 
     def register_host(self, address: int, nbytes: int) -> None:
         """See `DeviceBackend.register_host`; no effect, because CPU copies need no pinning."""

@@ -1,11 +1,14 @@
 """The CUDA driver through NVIDIA's `cuda-bindings` (extra `cuda`)."""
 
+import subprocess
 import threading
 from typing import Any
 from uuid import UUID
 
 from plexrl.errors import DeviceUnavailableError
 from plexrl.statemanager.device.cuda.driver import driver_error
+
+TOOL_TIMEOUT_S = 10.0
 
 
 def load_bindings() -> Any:
@@ -26,6 +29,17 @@ def load_bindings() -> Any:
 def uuid_text(sixteen: bytes) -> str:
     """A UUID as NVIDIA's tools print it."""
     return f"GPU-{UUID(bytes=bytes(sixteen))}"
+
+
+def bytes_by_process(rows: str, uuid: str) -> dict[int, int]:
+    """Memory by process id of one device, from the rows `UUID, id, MiB` of `nvidia-smi`."""
+    found: dict[int, int] = {}
+    for row in rows.splitlines():
+        fields = [field.strip() for field in row.split(",")]
+        # A process of another user has "[N/A]" in place of its memory.
+        if len(fields) == 3 and fields[0] == uuid and fields[1].isdigit() and fields[2].isdigit():
+            found[int(fields[1])] = found.get(int(fields[1]), 0) + (int(fields[2]) << 20)
+    return found
 
 
 class BoundDriver:
@@ -50,6 +64,21 @@ class BoundDriver:
     def memory_info(self) -> tuple[int, int]:
         free, total = self._call("cuMemGetInfo")
         return int(free), int(total)
+
+    def process_bytes(self, uuid: str) -> dict[int, int] | None:
+        """See `CudaDriver.process_bytes`; by `nvidia-smi`."""
+        query = ["--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(
+                ["nvidia-smi", *query],
+                capture_output=True,
+                text=True,
+                timeout=TOOL_TIMEOUT_S,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return bytes_by_process(done.stdout, uuid)
 
     def granularity(self, device: int) -> int:
         self._initialise()

@@ -12,7 +12,7 @@ daemon runs no kernels.
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -258,6 +258,13 @@ class CudaDevices:
         with self._lock:
             lent_bytes = self._lent_bytes.get(device, 0)
         return DeviceUsage(lent_bytes=lent_bytes, idle_bytes=0, free_bytes=free_bytes)
+
+    def process_bytes(self, device: int) -> Mapping[int, int] | None:
+        """See `DeviceBackend.process_bytes`. What a process has borrowed may be counted, too."""
+        found = self._driver.process_bytes(self._driver.uuids()[device])
+        if found is None:
+            return None
+        return {pid: nbytes for pid, nbytes in found.items() if pid != os.getpid()}
 
     def register_host(self, address: int, nbytes: int) -> None:
         self._driver.enter(0)

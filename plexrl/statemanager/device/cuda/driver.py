@@ -28,6 +28,11 @@ class CudaDriver(Protocol):
         """(free, total) bytes of the entered device."""
         ...
 
+    def process_bytes(self, uuid: str) -> dict[int, int] | None:
+        """Memory of that device by process id, as the driver's tools report it; None: they do not
+        answer. Processes of other containers have the host's ids."""
+        ...
+
     def granularity(self, device: int) -> int:
         """Granularity of allocation sizes and address ranges, in bytes."""
         ...

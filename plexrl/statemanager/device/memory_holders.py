@@ -1,0 +1,89 @@
+"""Who holds a device's memory when a load finds too little of it free. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from plexrl.errors import DeviceMemoryHeldError
+
+SHOWN_MAX = 8
+"""Holders that a message names; the details have all."""
+
+
+class Resident(NamedTuple):
+    """A registered rank on the device."""
+
+    deployment: str
+    rank: int
+    pid: int
+    """Id of its process; 0: unknown."""
+    lent_bytes: int
+    """Memory lent to its arena; 0: it is offloaded."""
+
+
+class Need(NamedTuple):
+    """What a rank needs of a device."""
+
+    who: str
+    device: int
+    arena_bytes: int
+    """Its arena, if that has no memory yet."""
+    working_bytes: int
+    """What its framework used at most outside of the arena; 0: not measured yet."""
+
+
+def held_error(
+    need: Need,
+    free_bytes: int,
+    residents: Sequence[Resident],
+    process_bytes: Mapping[int, int] | None,
+    shared_bytes: int,
+) -> DeviceMemoryHeldError:
+    """The refusal of a load, which names all that hold memory of the device, largest first.
+
+    `free_bytes` is measured. `process_bytes`: memory of each process on the device, as the driver's
+    tools report it, without the daemon's own; None: unknown. `shared_bytes`: frozen weights in use.
+    """
+    measured_bytes = process_bytes or {}
+    found: list[tuple[int, str]] = []
+    holders: list[dict[str, object]] = []
+    for each in residents:
+        measured = measured_bytes.get(each.pid, 0)
+        if not each.lent_bytes and not measured:
+            continue
+        holders.append(
+            {
+                "deployment": each.deployment,
+                "rank": each.rank,
+                "lent_bytes": each.lent_bytes,
+                "process_bytes": measured,
+            }
+        )
+        who = f"rank {each.rank} of {each.deployment!r}"
+        if each.lent_bytes:
+            found.append((each.lent_bytes, f"{who} has not offloaded {each.lent_bytes} bytes"))
+        else:
+            text = f"{who} has offloaded, but its process {each.pid} still holds {measured} bytes"
+            found.append((measured, text))
+    known = {each.pid for each in residents}
+    strangers = {pid: nbytes for pid, nbytes in measured_bytes.items() if pid not in known}
+    found += [
+        (nbytes, f"process {pid}, which is no worker here, holds {nbytes} bytes")
+        for pid, nbytes in strangers.items()
+    ]
+    if shared_bytes:
+        found.append((shared_bytes, f"frozen weights in use have {shared_bytes} bytes"))
+    texts = [text for _, text in sorted(found, key=lambda item: (-item[0], item[1]))]
+    if process_bytes is None:
+        texts.append("what processes hold besides is unknown, because nvidia-smi does not tell")
+    needed = need.arena_bytes + need.working_bytes
+    reasons = "; ".join(texts[:SHOWN_MAX])
+    return DeviceMemoryHeldError(
+        f"{need.who} needs {needed} bytes of device {need.device} ({need.arena_bytes} of state, "
+        f"{need.working_bytes} to work), and {free_bytes} are free: {reasons}: "
+        "offload another job, or end what holds the memory",
+        needed_bytes=needed,
+        free_bytes=free_bytes,
+        device=need.device,
+        holders=holders,
+        strangers={str(pid): nbytes for pid, nbytes in strangers.items()},
+    )
