@@ -51,7 +51,6 @@
     ├── DeviceError                    500  device            (a device driver's call failed)
     │   ├── DeviceUnavailableError     503  device_unavailable (no such device)
     │   └── DeviceMemoryFullError      507  device_memory_full
-    │       └── DeviceMemoryHeldError  507  device_memory_held (`details` names the holders)
     └── StorageError                   507  storage
         ├── JournalUnavailableError    503  journal_unavailable (no answer from the database)
         ├── StorageFullError           507  storage_full      (retry when there is space)
@@ -402,19 +401,11 @@ class DeviceUnavailableError(DeviceError):
 
 
 class DeviceMemoryFullError(DeviceError):
-    """Other deployments use too much device memory. Retry after they have offloaded."""
+    """Others use too much device memory: `details["holders"]` are a refused load's, each with
+    `deployment`, `rank`, `lent_bytes`, and `process_bytes`. Retry after they have offloaded."""
 
     code = "device_memory_full"
     status = 507
-
-
-class DeviceMemoryHeldError(DeviceMemoryFullError):
-    """Too little device memory was measured to be free, before any was lent. `details["holders"]`
-    are the workers that hold some: each with `deployment`, `rank`, `lent_bytes`, which are not
-    offloaded, and `process_bytes` of its process (0: unknown). `details["strangers"]` has the bytes
-    of other processes by their ids."""
-
-    code = "device_memory_held"
 
 
 class StorageError(PlexRLError):

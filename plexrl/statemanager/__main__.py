@@ -62,6 +62,7 @@ def main() -> None:
         config.device,
         bytes_max=config.device_bytes,
         prefault_bytes=config.device_prefault_bytes,
+        idle_bytes_max=config.device_idle_bytes,
     )
     # Only a GPU needs pinned host memory, which allocates all of its pages at once.
     pins = config.device == DeviceKind.CUDA

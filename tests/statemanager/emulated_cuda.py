@@ -12,18 +12,16 @@ is taken is read from the kernel's tables of all processes, so a leak cannot hid
 import fcntl
 import mmap
 import os
+import random
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from plexrl.statemanager.device.cuda.driver import driver_error
+from plexrl.statemanager.device.cuda.driver import DeviceCopy, driver_error
 from plexrl.statemanager.device.mapping import map_file, map_zero, move, set_zero, unmap
 from tests.statemanager.memory_files import memory_file_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 GRANULARITY = 1 << 16
 """Smaller than a GPU's 2 MiB, so that small arenas have several units."""
@@ -52,7 +50,10 @@ class EmulatedCuda:
         self._mapped: dict[int, int] = {}
         self._accessible: set[int] = set()
         self._read_only: set[int] = set()
-        self._streams: dict[int, list[Callable[[], object]]] = {}
+        self._streams: dict[int, list[tuple[int, int, Callable[[], object]]]] = {}
+        """Work that was started and not waited for: the device memory that it uses, and itself."""
+        self.batches: list[int] = []
+        """Copies of each batch."""
         self.pinned: dict[int, int] = {}
         self.broken = False
         """Whether every copy fails from now on, as on a device that fell off its bus."""
@@ -140,8 +141,10 @@ class EmulatedCuda:
         self._mapped[address] = nbytes
 
     def unmap(self, address: int, nbytes: int) -> None:
-        self._check(not any(self._streams.values()), "cuMemUnmap")
         end = address + nbytes
+        for work in list(self._streams.values()):
+            uses = [at < end and address < at + length for at, length, _ in list(work)]
+            self._check(not any(uses), "cuMemUnmap")
         while address < end:
             length = self._mapped.get(address, 0)
             self._check(0 < length <= end - address, "cuMemUnmap")
@@ -173,23 +176,41 @@ class EmulatedCuda:
 
     def copy_to_host(self, host: int, address: int, nbytes: int, stream: int) -> None:
         self._check_copy("cuMemcpyDtoHAsync", address, nbytes, host)
-        self._streams[stream].append(lambda: move(host, address, nbytes))
+        self._start(stream, address, nbytes, lambda: move(host, address, nbytes))
 
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: int) -> None:
         self._check_copy("cuMemcpyHtoDAsync", address, nbytes, host)
         self._check_writable("cuMemcpyHtoDAsync", address, nbytes)
-        self._streams[stream].append(lambda: move(address, host, nbytes))
+        self._start(stream, address, nbytes, lambda: move(address, host, nbytes))
+
+    def copy_batch(self, copies: Sequence[DeviceCopy], stream: int, *, to_host: bool) -> None:
+        hosts = [(copy[0] if to_host else copy[1], copy[2]) for copy in copies]
+        for host, nbytes in hosts:
+            pinned = any(at <= host < at + length for at, length in self.pinned.items())
+            self._check(pinned and nbytes > 0, "cuMemcpyBatchAsync")
+        self.batches.append(len(copies))
+        # The order within a batch is not defined.
+        for target, source, nbytes in random.sample(list(copies), len(copies)):
+            if to_host:
+                self.copy_to_host(target, source, nbytes, stream)
+            else:
+                self.copy_to_device(target, source, nbytes, stream)
 
     def set_zero(self, address: int, nbytes: int, stream: int) -> None:
         self._check_copy("cuMemsetD8Async", address, nbytes, None)
         self._check_writable("cuMemsetD8Async", address, nbytes)
-        self._streams[stream].append(lambda: set_zero(address, nbytes))
+        self._start(stream, address, nbytes, lambda: set_zero(address, nbytes))
+
+    def _start(self, stream: int, address: int, nbytes: int, work: Callable[[], object]) -> None:
+        self._check(stream in self._streams, "cuMemcpyAsync")
+        self._streams[stream].append((address, nbytes, work))
 
     def synchronize_stream(self, stream: int) -> None:
         self._entered()
         self._check(stream in self._streams, "cuStreamSynchronize")
         while self._streams[stream]:
-            self._streams[stream].pop(0)()
+            self._streams[stream][0][2]()
+            del self._streams[stream][0]
 
     def synchronize(self) -> None:
         self._entered()

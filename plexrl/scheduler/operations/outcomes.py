@@ -8,6 +8,7 @@ from plexrl.errors import (
     is_storage_full,
 )
 from plexrl.ids import FencingToken
+from plexrl.scheduler.admission.reclaim.unreturned_memory import keepers
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
@@ -26,7 +27,6 @@ from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.holding import hold, is_held, requeue
 from plexrl.scheduler.operations.operations import complete, fail, finish
 from plexrl.scheduler.operations.replay import retire_log
-from plexrl.scheduler.operations.unreturned_memory import restart_holders
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, publish_first, republish
 from plexrl.scheduler.placement.relocation import cancel_move
 from plexrl.scheduler.state import group_lock
@@ -144,7 +144,8 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
             end_job(context, context.state.job(deployment.job), JobTrigger.FAILED, reason, now)
         elif event.state_intact:
             _move_called_off(context, deployment, operation, now, error.message)
-            restart_holders(context, _group_of(state, deployment), error, now)
+            for keeper, reason in keepers(state, _group_of(state, deployment), error):
+                restart(context, keeper, reason, now, counts=False)
         else:
             restart(context, deployment, error.message, now)
         return

@@ -45,6 +45,9 @@ class StateManagerConfig:
     device_prefault_bytes: int = 0
     """Device memory of a CPU node to prefault at start: the first use of a page costs several times
     a copy."""
+    device_idle_bytes: int | None = None
+    """Memory per GPU to keep after an offload, for the next load of the same user; absent: half of
+    the GPU's memory. All that the next load does not take is released before it starts."""
     host_prefault_bytes: int = 0
     """Host-tier memory to prefault at start, in the background; 0: none, and the first moves are
     slow."""
@@ -138,6 +141,8 @@ class StateManagerConfig:
                 raise InvalidRequestError(f"{name} must not be negative")
         if self.device_bytes is not None and self.device_bytes < 1:
             raise InvalidRequestError("device_bytes must be at least 1, or absent")
+        if self.device_idle_bytes is not None and self.device_idle_bytes < 0:
+            raise InvalidRequestError("device_idle_bytes must not be negative")
         if self.device_prefault_bytes < 0:
             raise InvalidRequestError("device_prefault_bytes must not be negative")
 

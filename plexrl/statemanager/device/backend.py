@@ -98,6 +98,10 @@ class DeviceBackend(Protocol):
         worker has ended."""
         ...
 
+    def release_idle(self, device: int) -> None:
+        """Release what is kept for workers of that device, which are all gone."""
+        ...
+
     def index_of(self, uuid: str) -> int:
         """Index of the device with that UUID, for the other methods.
 

@@ -9,9 +9,14 @@ from plexrl.statemanager.device.cuda.device import CudaDevices
 
 
 def open_devices(
-    kind: DeviceKind, *, bytes_max: int | None = None, prefault_bytes: int = 0
+    kind: DeviceKind,
+    *,
+    bytes_max: int | None = None,
+    prefault_bytes: int = 0,
+    idle_bytes_max: int | None = None,
 ) -> DeviceBackend:
-    """The backend of that kind. The default capacity of a CPU node is the machine's memory.
+    """The backend of that kind; `idle_bytes_max` is for GPUs only. The default capacity of a
+    CPU node is the machine's memory.
 
     Raises:
         DeviceUnavailableError: this node has no device of that kind.
@@ -22,4 +27,4 @@ def open_devices(
         return CpuDevice(bytes_max=bytes_max, prefault_bytes=prefault_bytes)
     driver = BoundDriver()
     driver.enter(0)
-    return CudaDevices(driver, bytes_max=bytes_max)
+    return CudaDevices(driver, bytes_max=bytes_max, idle_bytes_max=idle_bytes_max)

@@ -233,6 +233,7 @@ def test_every_call_reports_a_missing_driver(monkeypatch: pytest.MonkeyPatch) ->
         lambda: bound.destroy_stream(1),
         lambda: bound.copy_to_host(4096, 4096, 1, 1),
         lambda: bound.copy_to_device(4096, 4096, 1, 1),
+        lambda: bound.copy_batch([(4096, 4096, 1)] * 2, 1, to_host=True),
         lambda: bound.set_zero(4096, 1, 1),
         lambda: bound.synchronize_stream(1),
         lambda: bound.synchronize(),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.gpu.job import GpuJob
-from plexrl.errors import DeviceMemoryFullError, DeviceMemoryHeldError, InvalidRequestError
+from plexrl.errors import DeviceMemoryFullError, InvalidRequestError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.daemon.config import StateManagerConfig
@@ -101,7 +101,7 @@ def refusal(load: Callable[[], object]) -> tuple[str, Mapping[str, Any]]:
     """Message and details. Not the error, which would keep the arena."""
     try:
         load()
-    except DeviceMemoryHeldError as error:
+    except DeviceMemoryFullError as error:
         return error.message, error.details
     raise AssertionError("it was not refused")
 

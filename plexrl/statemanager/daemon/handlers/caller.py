@@ -1,11 +1,11 @@
 """The client of a connection, the services of the daemon, and the rows of the handler table."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from plexrl.errors import AuthenticationError, OverloadedError, PermissionDeniedError
+from plexrl.errors import AuthenticationError, DeviceError, OverloadedError, PermissionDeniedError
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.daemon.fencing import Fencing
@@ -131,6 +131,11 @@ class Caller:
         self.services.frozen_weights.forget(self.weights_user)
         if self.registration is not None:
             self.services.registry.remove(self.registration)
+            device = self.registration.device
+            if not self.services.registry.on_device(device):
+                # A device that fails has no memory to give.
+                with suppress(DeviceError):
+                    self.services.devices.release_idle(device)
 
 
 class Reply(NamedTuple):

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from plexrl.errors import ConflictError, DeviceMemoryFullError, DeviceMemoryHeldError
+from plexrl.errors import ConflictError, DeviceMemoryFullError
 from plexrl.statemanager.daemon.handlers.caller import WORKERS, Caller, Reply, handles
+from plexrl.statemanager.daemon.memory_holders import Need, Resident, held_error
 from plexrl.statemanager.daemon.registry import Registration
 from plexrl.statemanager.device.backend import DeviceAllocation
 from plexrl.statemanager.device.filled_allocation import Fill, allocate_filled
 from plexrl.statemanager.device.frozen_weights import WeightsKey
-from plexrl.statemanager.device.memory_holders import Need, Resident, held_error
 from plexrl.statemanager.protocol.messages import (
     Answer,
     Attach,
@@ -25,7 +25,7 @@ def check_free_memory(caller: Caller, registration: Registration, working_bytes:
     Idle frozen weights are evicted if it is too little. `working_bytes`: as in `Load`.
 
     Raises:
-        DeviceMemoryHeldError: the arena and the rank's work do not fit; the holders are named.
+        DeviceMemoryFullError: the arena and the rank's work do not fit; the holders are named.
     """
     needed_bytes = registration.arena_bytes + working_bytes
     while True:
@@ -38,7 +38,7 @@ def check_free_memory(caller: Caller, registration: Registration, working_bytes:
 
 def _held_error(
     caller: Caller, registration: Registration, working_bytes: int
-) -> DeviceMemoryHeldError:
+) -> DeviceMemoryFullError:
     """The refusal for want of memory on the rank's device."""
     device, devices = registration.device, registration.devices
     usage = devices.usage(device)
@@ -68,7 +68,7 @@ def allocate_arena(
     Idle frozen weights are evicted when the device is full. `working_bytes`: as in `Load`.
 
     Raises:
-        DeviceMemoryHeldError: others use the memory; nothing has changed.
+        DeviceMemoryFullError: others use the memory; nothing has changed.
     """
     frozen_weights = caller.services.frozen_weights
     while True:

@@ -207,6 +207,9 @@ class CpuDevice:
                     self._ending_bytes -= segment.nbytes
                     self._ended.notify_all()
 
+    def release_idle(self, device: int) -> None:
+        """See `DeviceBackend.release_idle`; prefaulted memory is kept for the next workers."""
+
     def index_of(self, uuid: str) -> int:
         raise DeviceUnavailableError(f"this StateManager has CPU memory only, and no GPU {uuid!r}")
 

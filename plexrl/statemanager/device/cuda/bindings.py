@@ -1,14 +1,19 @@
 """The CUDA driver through NVIDIA's `cuda-bindings` (extra `cuda`)."""
 
+import logging
 import subprocess
 import threading
+from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
-from plexrl.errors import DeviceUnavailableError
-from plexrl.statemanager.device.cuda.driver import driver_error
+from plexrl.errors import DeviceError, DeviceUnavailableError
+from plexrl.statemanager.device.cuda.driver import DeviceCopy, driver_error
+
+LOG = logging.getLogger(__name__)
 
 TOOL_TIMEOUT_S = 10.0
+BATCH_COPIES_MAX = 1024
 
 
 def load_bindings() -> Any:
@@ -50,6 +55,8 @@ class BoundDriver:
         self._lock = threading.Lock()
         self._contexts: dict[int, Any] = {}
         self._initialised = False
+        self._has_batches = True
+        """Whether `cuMemcpyBatchAsync` (drivers from CUDA 13.0 on) has not failed yet."""
 
     def enter(self, device: int) -> None:
         self._call("cuCtxSetCurrent", self._context(device))
@@ -139,6 +146,39 @@ class BoundDriver:
 
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: int) -> None:
         self._call("cuMemcpyHtoDAsync", address, host, nbytes, stream)
+
+    def copy_batch(self, copies: Sequence[DeviceCopy], stream: int, *, to_host: bool) -> None:
+        """See `CudaDriver.copy_batch`. A driver without batches gets one call for each copy."""
+        if len(copies) > 1 and self._has_batches:
+            try:
+                for start in range(0, len(copies), BATCH_COPIES_MAX):
+                    self._copy_at_once(copies[start : start + BATCH_COPIES_MAX], stream)
+                return
+            except (DeviceError, TypeError) as error:
+                # Copies of a part that was started are repeated, with the same result.
+                LOG.warning("copies are started one by one, because batches fail: %s", error)
+                self._has_batches = False
+        for target, source, nbytes in copies:
+            if to_host:
+                self.copy_to_host(target, source, nbytes, stream)
+            else:
+                self.copy_to_device(target, source, nbytes, stream)
+
+    def _copy_at_once(self, copies: Sequence[DeviceCopy], stream: int) -> None:
+        api = self._api
+        how = api.CUmemcpyAttributes()
+        how.srcAccessOrder = api.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._call(
+            "cuMemcpyBatchAsync",
+            [api.CUdeviceptr(target) for target, _, _ in copies],
+            [api.CUdeviceptr(source) for _, source, _ in copies],
+            [nbytes for _, _, nbytes in copies],
+            len(copies),
+            [how],
+            [0],
+            1,
+            stream,
+        )
 
     def set_zero(self, address: int, nbytes: int, stream: int) -> None:
         self._call("cuMemsetD8Async", address, 0, nbytes, stream)

@@ -4,9 +4,13 @@ Addresses, handles and streams are integers. A failed call raises the error that
 builds from the driver's result. `enter` sets the context of the calling thread.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from plexrl.errors import DeviceError, DeviceMemoryFullError, DeviceUnavailableError
+
+DeviceCopy = tuple[int, int, int]
+"""Target address, source address and bytes of a copy between host and device."""
 
 
 class CudaDriver(Protocol):
@@ -95,6 +99,11 @@ class CudaDriver(Protocol):
 
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: int) -> None:
         """Start a copy; it is complete after the stream is synchronised."""
+        ...
+
+    def copy_batch(self, copies: Sequence[DeviceCopy], stream: int, *, to_host: bool) -> None:
+        """Start copies between the device and pinned host memory, in any order among each other;
+        all are complete after the stream is synchronised."""
         ...
 
     def set_zero(self, address: int, nbytes: int, stream: int) -> None:

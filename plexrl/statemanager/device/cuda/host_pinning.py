@@ -27,6 +27,9 @@ class HostPinning:
         self._ranges: dict[int, list[tuple[int, int]]] = {}
         """(address, bytes) of the pinned pieces of each range, by the range's address."""
         self._starts: tuple[int, ...] = ()
+        """Where pinned pieces begin or end."""
+        self._pinned: frozenset[int] = frozenset()
+        """Those of them where a pinned piece begins."""
         self._warned = False
 
     def add(self, address: int, nbytes: int) -> None:
@@ -73,6 +76,12 @@ class HostPinning:
             yield address, count
             address, nbytes, index = address + count, nbytes - count, index + 1
 
+    def is_pinned(self, address: int) -> bool:
+        """Whether a piece that `split` returned is pinned, by its address."""
+        starts = self._starts
+        index = bisect_right(starts, address)
+        return index > 0 and starts[index - 1] in self._pinned
+
     def _pin(self, address: int, nbytes: int) -> list[tuple[int, int]]:
         pieces: list[tuple[int, int]] = []
         size = PIN_BYTES_MAX
@@ -102,5 +111,6 @@ class HostPinning:
             for start, nbytes in pieces
             for edge in (start, start + nbytes)
         }
+        self._pinned = frozenset(start for pieces in self._ranges.values() for start, _ in pieces)
         # Replaced as a whole, because `split` reads it without the lock.
         self._starts = tuple(sorted(edges))

@@ -11,13 +11,11 @@ from typing import Final
 
 import msgspec
 
-from plexrl.errors import DeviceMemoryHeldError, PlexRLError
+from plexrl.errors import DeviceMemoryFullError, PlexRLError
 from plexrl.model.memory.device_memory import CONTEXT_BYTES
-from plexrl.scheduler.context.context import Context
-from plexrl.scheduler.jobs.lifecycle import restart
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.records import Deployment, Group
+from plexrl.scheduler.state.records import Deployment, Group, State
 
 KEPT_FACTOR: Final = 2
 """How much more than its estimate a process may keep: contexts differ between drivers and GPUs."""
@@ -30,19 +28,22 @@ class _Holder(msgspec.Struct, frozen=True):
     process_bytes: int
 
 
-def restart_holders(context: Context, group: Group, error: PlexRLError, now: float) -> None:
-    """Restart the members of the group that kept memory, if a load was refused for want of it."""
-    if error.code != DeviceMemoryHeldError.code:
-        return
+def keepers(state: State, group: Group, error: PlexRLError) -> list[tuple[Deployment, str]]:
+    """The members of the group that kept memory, if a load was refused for want of it, and why each
+    is to be restarted."""
+    if error.code != DeviceMemoryFullError.code:
+        return []
     holders = _holders(error)
+    found: list[tuple[Deployment, str]] = []
     for name in [*group.members, *group.fillers]:
-        member = context.state.deployment(name)
+        member = state.deployment(name)
         if member.state is not WpgState.READY or member.residency is not Residency.OFFLOADED:
             continue
         kept = max([each.process_bytes for each in holders if each.deployment == name], default=0)
         if kept > KEPT_FACTOR * _kept_bytes(member):
             reason = f"it is offloaded, but its process still holds {kept} bytes of device memory"
-            restart(context, member, reason, now, counts=False)
+            found.append((member, reason))
+    return found
 
 
 def _kept_bytes(deployment: Deployment) -> int:

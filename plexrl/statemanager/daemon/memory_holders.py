@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from plexrl.errors import DeviceMemoryHeldError
+from plexrl.errors import DeviceMemoryFullError
 
 SHOWN_MAX = 8
 """Holders that a message names; the details have all."""
@@ -37,7 +37,7 @@ def held_error(
     residents: Sequence[Resident],
     process_bytes: Mapping[int, int] | None,
     shared_bytes: int,
-) -> DeviceMemoryHeldError:
+) -> DeviceMemoryFullError:
     """The refusal of a load, which names all that hold memory of the device, largest first.
 
     `free_bytes` is measured. `process_bytes`: memory of each process on the device, as the driver's
@@ -77,7 +77,7 @@ def held_error(
         texts.append("what processes hold besides is unknown, because nvidia-smi does not tell")
     needed = need.arena_bytes + need.working_bytes
     reasons = "; ".join(texts[:SHOWN_MAX])
-    return DeviceMemoryHeldError(
+    return DeviceMemoryFullError(
         f"{need.who} needs {needed} bytes of device {need.device} ({need.arena_bytes} of state, "
         f"{need.working_bytes} to work), and {free_bytes} are free: {reasons}: "
         "offload another job, or end what holds the memory",

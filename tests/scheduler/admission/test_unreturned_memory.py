@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from plexrl.errors import DeviceMemoryHeldError
+from plexrl.errors import DeviceMemoryFullError
 from plexrl.model.memory.device_memory import CONTEXT_BYTES
-from plexrl.scheduler.operations.unreturned_memory import KEPT_FACTOR
+from plexrl.scheduler.admission.reclaim.unreturned_memory import KEPT_FACTOR
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
@@ -39,7 +39,7 @@ def refuse(cluster: FakeCluster, **holder: object) -> list[cmd.Command]:
     (load,) = cluster.runs
     cluster.runs.clear()
     held = {"deployment": "a/actor", "rank": 0, "lent_bytes": 0, "process_bytes": 0, **holder}
-    error = DeviceMemoryHeldError("a/actor holds it", holders=[held])
+    error = DeviceMemoryFullError("a/actor holds it", holders=[held])
     return cluster.send(
         ev.OperationFailed(
             operation=load.operation,
