@@ -40,10 +40,11 @@ PYTEST = [
 ]
 PARTS: dict[str, tuple[int, list[str]]] = {
     "device": (90, [*PYTEST, "tests/statemanager"]),
-    "workers": (70, [*PYTEST, "tests/gpu/test_gpu_workers.py"]),
-    "switches": (120, [*PYTEST, "tests/gpu/test_gpu_switches.py"]),
-    "benchmark": (110, ["-m", "benchmarks.gpu.switch", "--json"]),
-    "rl": (170, ["-m", "benchmarks.gpu.rl", "--json"]),
+    "workers": (60, [*PYTEST, "tests/gpu/test_gpu_workers.py"]),
+    "engines": (60, [*PYTEST, "tests/gpu/test_gpu_engines.py"]),
+    "switches": (110, [*PYTEST, "tests/gpu/test_gpu_switches.py"]),
+    "benchmark": (100, ["-m", "benchmarks.gpu.switch", "--json"]),
+    "rl": (150, ["-m", "benchmarks.gpu.rl", "--json"]),
 }
 """(seconds at most, arguments of Python), in the order in which they run."""
 TOTAL_S = 520

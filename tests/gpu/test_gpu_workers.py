@@ -1,46 +1,16 @@
 """A trainer and an engine on a real GPU, in memory that the StateManager lends and takes back."""
 
-import shutil
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from benchmarks.gpu.switch import GIB, start_daemon
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.process.backend import Backend
 from plexrl.worker.state.device import GpuDevice
 from tests.statemanager.device.test_emulated_workers import ENGINE, REFERENCE, TRAINER, Rank, on_cpu
-from tests.statemanager.device_rigs import real_driver
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def device(tmp_path: Path) -> Iterator[GpuDevice]:
-    driver = real_driver()
-    torch.cuda.set_device(0)
-    store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
-    dist.init_process_group(GpuDevice.collectives, store=store, rank=0, world_size=1)
-    yield GpuDevice(driver.uuids()[0], driver)
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def node(device: GpuDevice) -> Iterator[StateManagerConfig]:
-    assert device.free_bytes(), "tests without a GPU are skipped before a daemon starts"
-    directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
-    daemon, config = start_daemon(directory, GIB)
-    yield config
-    daemon.terminate()
-    daemon.wait()
-    shutil.rmtree(directory)
-    shutil.rmtree(config.host_dir)
 
 
 def test_a_trainer_takes_the_same_steps_as_on_the_cpu(

@@ -120,16 +120,23 @@ class Rank:
     """A backend on a device, and its moves."""
 
     def __init__(
-        self, spec: DeploymentSpec, node: StateManagerConfig, device: WorkerDevice
+        self, spec: DeploymentSpec, node: StateManagerConfig, device: WorkerDevice, rank: int = 0
     ) -> None:
-        self.backend: Backend = make_backend(spec, 0, 1, Path("/nowhere"), device)
-        claims = Claims(role=Role.WORKER, job="job", deployment=f"job/{spec.kind}")
+        count = spec.layout.world_size
+        self.backend: Backend = make_backend(spec, rank, count, Path("/nowhere"), device)
+        claims = Claims(
+            role=Role.WORKER,
+            job="job",
+            deployment=f"job/{spec.kind}",
+            rank=rank,
+            world_size=count,
+        )
         key = read_ticket_key(node.ticket_key_path)
         self._client = StateManagerClient(
             node.listen,
             deployment=claims.deployment,
-            rank=0,
-            world_size=1,
+            rank=rank,
+            world_size=count,
             ticket=key.mint(claims),
         )
         self._mover = StateMover(self.backend, self._client, f"group-{spec.kind}", device)

@@ -1,0 +1,44 @@
+"""What the ranks of a tensor-parallel engine run, each in a process of its own."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from plexrl.model.parallelism import Parallelism
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.wire.operations import OperationKind
+from plexrl.worker.state.device import open_device
+from tests.statemanager.device.test_emulated_workers import ENGINE, Rank
+from tests.worker.rollout.engine.engine_ranks import follow
+
+
+def run(
+    rank: int, uuids: tuple[str, ...], node: StateManagerConfig, folder: str, graphs: bool
+) -> None:
+    """Generate, be offloaded, be loaded and generate; the leader leaves `drawn.npy`. A rank with an
+    empty UUID is on the CPU."""
+    device = open_device(uuids[rank])
+    count = len(uuids)
+    store = dist.FileStore(f"{folder}/store", count)  # type: ignore[attr-defined]
+    dist.init_process_group(device.collectives, store=store, rank=rank, world_size=count)
+    layout = Parallelism(tp=count)
+    spec = replace(ENGINE, workers=count, parallelism=layout, cuda_graphs=graphs)
+    made = Rank(spec, node, device, rank)
+    backend: Any = made.backend
+    drawn = []
+    for _ in range(2):
+        made.move(OperationKind.LOAD, 0)
+        if rank:
+            follow(backend.engine, backend.ranks, lambda: None)
+        else:
+            drawn += [made.generate() for _ in range(3)]
+            backend.calls.send("close")
+        made.move(OperationKind.OFFLOAD, 0)
+        dist.barrier()
+    if rank == 0:
+        np.save(Path(folder) / "drawn.npy", np.array(drawn))
+    made.close()
+    dist.destroy_process_group()
