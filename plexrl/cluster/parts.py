@@ -21,6 +21,9 @@ from plexrl.wire.links.credentials import Identity, Role, TlsFiles
 
 LOG = logging.getLogger(__name__)
 
+GPU_MEMORY_BYTES = 2 * GIB
+"""Memory of a virtual GPU, if the operator gives none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
@@ -196,7 +199,7 @@ def node_parts(
             "statemanager": socket,
             "ticket_key_file": ticket_key,
             "gpus": config.gpus,
-            "gpu_memory_bytes": options.gpu_memory_bytes,
+            "gpu_memory_bytes": options.gpu_memory_bytes or GPU_MEMORY_BYTES,
             "host_memory_bytes": options.host_memory_bytes,
             "nvme_bytes": options.nvme_bytes,
             "node_type": config.node_type,

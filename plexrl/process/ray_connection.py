@@ -18,6 +18,8 @@ FRAME_HEAD_BYTES = 9
 NAME_CHARACTERS_MAX = 32
 """Longest node name. A node's sockets are in a folder of its name, and their paths must be
 short."""
+GPU = "GPU"
+"""Ray's resource of GPUs."""
 ACCELERATOR = "accelerator_type:"
 """Prefix of the Ray resource that names a node's type of GPUs."""
 
@@ -83,7 +85,7 @@ def usable_nodes(places_per_node: int | None) -> list[RayNode]:
 
 def usable(described: Sequence[dict[str, Any]], places_per_node: int | None) -> list[RayNode]:
     """The usable ones of the nodes that Ray describes."""
-    resource = "GPU" if places_per_node is None else "CPU"
+    resource = GPU if places_per_node is None else "CPU"
     found: dict[str, RayNode] = {}
     for each in sorted(described, key=lambda each: str(each["NodeID"])):
         has = int(each["Resources"].get(resource, 0)) if each["Alive"] else 0

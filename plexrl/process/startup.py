@@ -28,6 +28,15 @@ def show_only_gpu(uuid: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = uuid
 
 
+def visible_parts() -> tuple[str, ...]:
+    """The parts of GPUs (MIG) that `CUDA_VISIBLE_DEVICES` names. If there are any, the driver shows
+    no whole GPU."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if not named[0].startswith("MIG-"):
+        return ()
+    return tuple([each.strip() for each in named])
+
+
 def load_config(path: Path, kind: type[ConfigT]) -> ConfigT:
     """The configuration of type `kind` in the JSON file at `path`; unknown fields are refused.
 

@@ -104,8 +104,9 @@ class ClusterOptions:
     """Number of virtual nodes, each with a StateManager and an agent. 0: only nodes that join."""
     gpus_per_node: int = 4
     """Number of virtual GPUs of each node; each takes one worker process of a deployment."""
-    gpu_memory_bytes: int = 2 * GIB
-    """Memory of each GPU; a model whose state is larger is refused."""
+    gpu_memory_bytes: int | None = None
+    """Memory of each GPU; a model whose state is larger is refused. Absent: 2 GiB, and with Ray
+    that of the machine's GPUs."""
     host_memory_bytes: int = 2 * GIB
     """Bound on each node's host tier."""
     nvme_bytes: int = 64 * GIB

@@ -4,18 +4,21 @@ They are counted in a process of their own, because initialising the CUDA driver
 and its context would be inherited.
 """
 
-import json
+import re
 import subprocess
 import sys
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from plexrl.errors import CapacityError
-from plexrl.statemanager.device.cuda.bindings import uuid_text
+from plexrl.process.startup import visible_parts
+from plexrl.statemanager.device.cuda.bindings import device_names
 
 TIMEOUT_S = 60.0
 MIB = 1 << 20
+PART_NAME: Final = re.compile(r" MIG \d+g\.")
+"""In the name that the driver gives a part of a GPU, such as `NVIDIA H200 MIG 1g.18gb`."""
 
 
 class Gpus(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,9 +28,20 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     """Memory of the smallest."""
     uuids: tuple[str, ...] = ()
-    """UUID of each, as `GPU-…`; empty: they are virtual, and workers compute on the CPU."""
+    """UUID of each, as `GPU-…` or `MIG-…`; empty: they are virtual, and workers compute on the CPU.
+    """
     kind: str = ""
     """Name of the smallest, such as `NVIDIA H200`; empty: they are virtual."""
+
+
+class _Device(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU as the driver or `nvidia-smi` lists it."""
+
+    memory_bytes: int
+    uuid: str
+    """Empty: it is a part of a GPU (MIG) or divided into parts, and CUDA cannot find it by a name.
+    """
+    name: str
 
 
 NONE = Gpus(count=0, memory_bytes=0)
@@ -35,82 +49,126 @@ NONE = Gpus(count=0, memory_bytes=0)
 
 def find_gpus() -> Gpus:
     """The GPUs of this machine, by the CUDA driver or, without `cuda-bindings`, by `nvidia-smi`.
-    None of them is used."""
-    for command in (
-        [sys.executable, "-m", "plexrl.cluster.node.gpus"],
-        ["nvidia-smi", "--query-gpu=memory.total,uuid,name", "--format=csv,noheader,nounits"],
-    ):
-        found = _counted(command)
-        if found.count:
-            return found
-    return NONE
+    None of them is used.
+
+    Raises:
+        CapacityError: some are divided (MIG), and `CUDA_VISIBLE_DEVICES` does not name one part.
+    """
+    return _usable(_devices())
 
 
 def required_gpus(given: int | None) -> Gpus:
     """The machine's GPUs or, with a number that the operator gave, as many virtual ones.
 
     Raises:
-        CapacityError: the machine has none, and no number was given.
+        CapacityError: the machine has none, and no number was given; or as `find_gpus`.
     """
-    found = find_gpus()
+    found = _devices()
     if given is not None:
-        return Gpus(count=given, memory_bytes=found.memory_bytes if given <= found.count else 0)
-    if not found.count:
+        return Gpus(count=given, memory_bytes=_least(found) if given <= len(found) else 0)
+    if not found:
         raise CapacityError(
             "no NVIDIA GPU was found on this machine: install its driver and plexrl[cuda], or give "
             "the number of workers that share the CPU with --gpus"
         )
-    return found
+    return _usable(found)
 
 
-def _counted(command: list[str]) -> Gpus:
+def first_gpus(count: int) -> Gpus:
+    """The first `count` GPUs of this machine, or as many virtual ones if it has none: what Ray
+    counts are real GPUs unless the operator told Ray otherwise.
+
+    Args:
+        count: GPUs of the Ray node.
+
+    Raises:
+        CapacityError: the machine has GPUs, but fewer; or as `find_gpus`.
+    """
+    found = _devices()
+    if not found:
+        return Gpus(count=count, memory_bytes=0)
+    if len(found) < count:
+        raise CapacityError(
+            f"Ray counts {count} GPUs on this machine, and its driver shows {len(found)}: start "
+            f"the Ray node with --num-gpus {len(found)}, or let its CUDA_VISIBLE_DEVICES name all",
+            workers=count,
+            gpus=len(found),
+        )
+    return _usable(found[:count])
+
+
+def _usable(found: list[_Device]) -> Gpus:
+    if not all(each.uuid for each in found):
+        raise CapacityError(
+            "GPUs of this machine are divided into parts (MIG), of which CUDA gives a process one: "
+            "start the node with CUDA_VISIBLE_DEVICES=MIG-… (`nvidia-smi -L` lists them; plexrl "
+            "needs cuda-bindings to use one), with one node, --data-dir and --ports for each part; "
+            "or end the division with `nvidia-smi -mig 0`"
+        )
+    return Gpus(
+        count=len(found),
+        memory_bytes=_least(found),
+        uuids=tuple([each.uuid for each in found]),
+        kind=min([(each.memory_bytes, each.name) for each in found], default=(0, ""))[1],
+    )
+
+
+def _least(found: list[_Device]) -> int:
+    return min([each.memory_bytes for each in found], default=0)
+
+
+def _devices() -> list[_Device]:
+    query = "--query-gpu=memory.total,mig.mode.current,uuid,name"
+    return _by_process([sys.executable, "-m", "plexrl.cluster.node.gpus"]) or _by_process(
+        ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    )
+
+
+def _by_process(command: list[str]) -> list[_Device]:
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
         )
         if command[0] == sys.executable:
-            return msgspec.json.decode(done.stdout, type=Gpus)
-        rows = [line.split(", ", 2) for line in done.stdout.splitlines()]
-        sizes = [int(size) * MIB for size, _, _ in rows]
+            return msgspec.json.decode(done.stdout, type=list[_Device])
+        return [_from_row(line) for line in done.stdout.splitlines()]
     except (OSError, subprocess.SubprocessError, ValueError, msgspec.MsgspecError):
-        return NONE
-    uuids = tuple(uuid.strip() for _, uuid, _ in rows)
-    names = [name.strip() for _, _, name in rows]
-    return Gpus(
-        count=len(sizes),
-        memory_bytes=min(sizes, default=0),
-        uuids=uuids,
-        kind=_smallest(sizes, names),
-    )
+        return []
 
 
-def _smallest(sizes: list[int], names: list[str]) -> str:
-    """The name of the GPU with the least memory."""
-    return min(zip(sizes, names, strict=True), default=(0, ""))[1]
+def _from_row(line: str) -> _Device:
+    """A GPU as `nvidia-smi` prints it, which lists no parts."""
+    size, mode, uuid, name = line.split(", ", 3)
+    shown = "" if mode == "Enabled" else uuid.strip()
+    return _Device(memory_bytes=int(size) * MIB, uuid=shown, name=name.strip())
 
 
-def _by_driver() -> dict[str, Any]:
-    """Count with the CUDA driver; nothing if there is none."""
+def _by_driver() -> list[_Device]:
+    """List with the CUDA driver; nothing if there is none."""
     try:
         from cuda.bindings import driver
     except ImportError:
-        return {"count": 0, "memory_bytes": 0}
+        return []
     try:
         _check(driver.cuInit(0))
         count = _check(driver.cuDeviceGetCount())
         devices = [_check(driver.cuDeviceGet(index)) for index in range(count)]
         sizes = [int(_check(driver.cuDeviceTotalMem(device))) for device in devices]
         names = [_check(driver.cuDeviceGetName(256, device)) for device in devices]
-        uuids = [uuid_text(_check(driver.cuDeviceGetUuid(device)).bytes) for device in devices]
+        uuids = [_check(driver.cuDeviceGetUuid(device)).bytes for device in devices]
     except (RuntimeError, OSError):
-        return {"count": 0, "memory_bytes": 0}
-    kind = _smallest(sizes, [name.split(b"\0")[0].decode() for name in names])
-    return {
-        "count": len(sizes),
-        "memory_bytes": min(sizes, default=0),
-        "uuids": uuids,
-        "kind": kind,
-    }
+        return []
+    parts = visible_parts()
+    shown = device_names(uuids) if len(parts) <= count else ("",) * count
+    texts = [name.split(b"\0")[0].decode() for name in names]
+    return [
+        _Device(
+            memory_bytes=size,
+            uuid=uuid if parts or not PART_NAME.search(name) else "",
+            name=name,
+        )
+        for size, uuid, name in zip(sizes, shown, texts, strict=True)
+    ]
 
 
 def _check(answer: tuple[Any, ...]) -> Any:
@@ -121,4 +179,4 @@ def _check(answer: tuple[Any, ...]) -> Any:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_by_driver()))
+    sys.stdout.buffer.write(msgspec.json.encode(_by_driver()))

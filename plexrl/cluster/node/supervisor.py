@@ -8,9 +8,10 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
-from plexrl.cluster.config.options import GIB, ClusterOptions
+from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.data_dir.folder import make_data_dir, try_lock
 from plexrl.cluster.join.client import HeadClient, join
 from plexrl.cluster.join.tokens import JoinToken
@@ -40,8 +41,6 @@ JOIN_S = 20.0
 RETRY_S = 1.0
 RETRY_S_MAX = 30.0
 RENEWAL_CHECK_S_MAX = 3600.0
-GPU_MEMORY_BYTES = 2 * GIB
-"""Memory of a virtual GPU, if neither the operator nor the machine says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +83,23 @@ class OwnAgent(Protocol):
 class NodeSupervisor:
     """Owns the processes of one node."""
 
-    def __init__(self, options: NodeOptions, entry: Entry, agent: OwnAgent | None = None) -> None:
-        """`agent` runs in place of an agent's process; the node ends with it."""
+    def __init__(
+        self,
+        options: NodeOptions,
+        entry: Entry,
+        agent: OwnAgent | None = None,
+        find_gpus: Callable[[], Gpus] | None = None,
+    ) -> None:
+        """A node that does not run yet.
+
+        Args:
+            options: its options.
+            entry: how it joins.
+            agent: runs in place of an agent's process; the node ends with it.
+            find_gpus: finds the GPUs, in place of `required_gpus` of the options.
+        """
         self._agent = agent
+        self._find_gpus = find_gpus or partial(required_gpus, options.gpus)
         self._options = options
         self._gpu_uuids: tuple[str, ...] = ()
         self._gpu_kind = ""
@@ -106,7 +119,7 @@ class NodeSupervisor:
             UnavailableError: the head does not answer the first request to join, or a part did not
                 start.
         """
-        gpus = await asyncio.to_thread(required_gpus, self._options.gpus)
+        gpus = await asyncio.to_thread(self._find_gpus)
         self._gpu_uuids, self._gpu_kind = gpus.uuids, gpus.kind
         cluster = self._cluster_options(gpus)
         check_shared_memory(cluster)
@@ -313,7 +326,7 @@ class NodeSupervisor:
     def _cluster_options(self, gpus: Gpus) -> ClusterOptions:
         """The options by which `node_parts` sizes a node."""
         options = self._options
-        memory = options.gpu_memory_bytes or gpus.memory_bytes or GPU_MEMORY_BYTES
+        memory = options.gpu_memory_bytes or gpus.memory_bytes or None
         return ClusterOptions(
             data_dir=self._folders.data,
             gpus_per_node=gpus.count,

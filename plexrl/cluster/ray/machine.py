@@ -9,14 +9,17 @@ import asyncio
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plexrl.cluster.join.tokens import parse_token
+from plexrl.cluster.node.gpus import first_gpus
 from plexrl.cluster.node.options import NodeOptions
 from plexrl.cluster.node.supervisor import Entry, NodeSupervisor
 from plexrl.errors import UnavailableError
 from plexrl.process.children.part import Part
+from plexrl.process.ray_connection import GPU
 from plexrl.process.startup import parse_config
 from plexrl.wire.links.address import TlsAddress, parse_address
 from plexrl.worker.agent.agent import Agent
@@ -42,15 +45,25 @@ class RayMachineActor:
         """Join the head, unless the machine has joined before, and start the StateManager and the
         agent; returns when the scheduler has accepted the node.
 
+        Args:
+            options: those of the node, with the GPUs that Ray counts.
+            head: address of the join service.
+            token: admits this node.
+            group: Ray's reservation of the GPUs.
+            resource: Ray's name of what is reserved, `GPU` or `CPU`.
+
         Raises:
-            PlexRLError: the head refuses the node, or a part does not start.
+            PlexRLError: the head refuses the node, a part does not start, or Ray counts more GPUs
+                than the machine has.
         """
         address = parse_address(head)
         assert isinstance(address, TlsAddress)
         # `~` is the home directory of Ray's user on this machine.
         options = replace(options, data_dir=options.data_dir.expanduser().absolute())
         entry = Entry(head=address, token=parse_token(token))
-        supervisor = NodeSupervisor(options, entry, _AgentHere(group, resource))
+        assert options.gpus is not None
+        find = partial(first_gpus, options.gpus) if resource == GPU else None
+        supervisor = NodeSupervisor(options, entry, _AgentHere(group, resource), find)
         up = asyncio.Event()
         self._running = asyncio.create_task(supervisor.run(self._stop, lambda _: up.set()))
         waiting = asyncio.create_task(_set(up))

@@ -14,6 +14,7 @@ import asyncio
 import importlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.join.head import Head
 from plexrl.cluster.join.tokens import create_token
 from plexrl.cluster.node.options import NodeOptions
-from plexrl.cluster.parts import NodeConfig, node_parts
+from plexrl.cluster.parts import NodeConfig
 from plexrl.cluster.ray.options import RayOptions
 from plexrl.errors import PlexRLError, UnavailableError
 from plexrl.process.children.restart_log import PartRecord
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-LOCAL_ACTOR = ("plexrl.worker.agent.ray.node", "RayNodeActor")
+LOCAL_ACTOR = ("plexrl.cluster.ray.node", "RayNodeActor")
 MACHINE_ACTOR = ("plexrl.cluster.ray.machine", "RayMachineActor")
 """Modules and classes of the actors, by name: only the machines of the nodes load them."""
 TOKEN_TTL_S = 600.0
@@ -208,18 +209,19 @@ class _NodeActor:
             )
             .remote()
         )
-        arguments = self._here() if self._head is None else await self._joining(self._head)
+        arguments = self._here if self._head is None else await self._joining(self._head)
         await self._call(
             self._actor.start.remote(*arguments, self._group, node.resource), START_TIMEOUT_S
         )
         self._started = True
 
+    @property
     def _here(self) -> tuple[Any, ...]:
         """What an actor of this machine needs."""
         node = self._node
         config = NodeConfig(node=node.node, gpus=node.gpus, node_type=node.node_type)
-        statemanager, agent = node_parts(self._options, self._folders, config)
-        return self._folders, statemanager, agent.config
+        # The password of the event broker stays here: others may use Ray.
+        return replace(self._options, events=None), self._folders, config
 
     async def _joining(self, head: Head) -> tuple[Any, ...]:
         """What an actor of another machine needs: its options, and a token."""

@@ -31,7 +31,10 @@ class LocalCluster:
         int | None,
         typer.Option(help="Worker slots on each node; default: 4, or with --ray its GPUs."),
     ] = None
-    gpu_memory: Annotated[str, typer.Option(help="Memory of each GPU, as 80GiB or 80.")] = "2GiB"
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of each GPU, as 80GiB or 80; default: 2GiB, with --ray its own."),
+    ] = None
     host_memory: Annotated[str, typer.Option(help="Size of each node's host tier.")] = "2GiB"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from uuid import UUID
 
 from plexrl.errors import DeviceError, DeviceUnavailableError
+from plexrl.process.startup import visible_parts
 from plexrl.statemanager.device.cuda.driver import DeviceCopy, driver_error
 
 LOG = logging.getLogger(__name__)
@@ -31,9 +32,16 @@ def load_bindings() -> Any:
     return driver
 
 
-def uuid_text(sixteen: bytes) -> str:
-    """A UUID as NVIDIA's tools print it."""
-    return f"GPU-{UUID(bytes=bytes(sixteen))}"
+def device_names(uuids: Sequence[bytes]) -> tuple[str, ...]:
+    """Names by which `CUDA_VISIBLE_DEVICES` finds the devices of this process.
+
+    Args:
+        uuids: 16 bytes of each device, in the driver's order.
+    """
+    parts = visible_parts()
+    if parts:
+        return parts[: len(uuids)]
+    return tuple([f"GPU-{UUID(bytes=bytes(each))}" for each in uuids])
 
 
 def bytes_by_process(rows: str, uuid: str) -> dict[int, int]:
@@ -66,7 +74,7 @@ class BoundDriver:
         handles = [
             self._call("cuDeviceGet", index) for index in range(self._call("cuDeviceGetCount"))
         ]
-        return tuple(uuid_text(self._call("cuDeviceGetUuid", each).bytes) for each in handles)
+        return device_names([self._call("cuDeviceGetUuid", each).bytes for each in handles])
 
     def memory_info(self) -> tuple[int, int]:
         free, total = self._call("cuMemGetInfo")

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plexrl.process.ray_connection import GPU
 from plexrl.process.tuning import tuned
 from plexrl.worker.agent.launcher import STOP_GRACE_S, last_line
 from plexrl.worker.agent.ray.worker import RayWorkerActor
@@ -41,7 +42,7 @@ class RayLauncher:
     def __init__(self, group: "PlacementGroup", resource: str, run_dir: Path) -> None:
         """`run_dir` is a folder for sockets on this node."""
         self._group = group
-        self._share = {"num_gpus": SHARE} if resource == "GPU" else {"num_cpus": SHARE}
+        self._share = {"num_gpus": SHARE} if resource == GPU else {"num_cpus": SHARE}
         self._run_dir = run_dir
 
     def warm_up(self) -> None:

@@ -7,17 +7,21 @@ and the workers, its own actors. They all die with it.
 import asyncio
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from plexrl.cluster.config.options import ClusterOptions
+from plexrl.cluster.node.gpus import first_gpus
+from plexrl.cluster.parts import NodeConfig, node_parts, scheduler_address
 from plexrl.errors import UnavailableError
 from plexrl.process.children.part import Part
 from plexrl.process.children.processes import PartProcesses
 from plexrl.process.folders.folders import Folders
 from plexrl.process.folders.private_folder import make_private_folder, remove_private_folder
 from plexrl.process.plain_text import PlainFormatter
+from plexrl.process.ray_connection import GPU
 from plexrl.process.startup import LOG_FORMAT, parse_config
-from plexrl.wire.links.address import UnixAddress, parse_address
 from plexrl.worker.agent.agent import Agent
 from plexrl.worker.agent.ray.launcher import RayLauncher
 from plexrl.worker.config import AgentConfig
@@ -40,20 +44,32 @@ class RayNodeActor:
 
     async def start(
         self,
+        options: ClusterOptions,
         folders: Folders,
-        statemanager: Part,
-        agent: dict[str, Any],
+        node: NodeConfig,
         group: "PlacementGroup",
         resource: str,
     ) -> None:
         """Start the StateManager, then the agent; returns when the scheduler has accepted the node.
 
+        Args:
+            options: those of the cluster.
+            folders: the cluster's, on this machine.
+            node: the node, with the GPUs that Ray counts.
+            group: Ray's reservation of them.
+            resource: Ray's name of what is reserved, `GPU` or `CPU`.
+
         Raises:
+            CapacityError: Ray counts more GPUs than the machine has, or they are divided (MIG).
             UnavailableError: one of them does not start, or the scheduler cannot be reached.
         """
-        config = parse_config(json.dumps(agent), AgentConfig, "the node's configuration")
+        _check_machine(folders)
+        statemanager, agent = await asyncio.to_thread(
+            parts_here, options, folders, node, has_gpus=resource == GPU
+        )
+        config = parse_config(json.dumps(agent.config), AgentConfig, "the node's configuration")
         run_dir = Path(config.run_dir)
-        _make_folders(config, folders, run_dir)
+        _make_folders(folders, run_dir)
         self._leftovers = (run_dir, Path(statemanager.config["host_dir"]))
         _log_to(folders.data / "logs" / f"agent-{config.node}.log")
         self._processes, self._statemanager = PartProcesses(folders), statemanager
@@ -91,15 +107,39 @@ class RayNodeActor:
             remove_private_folder(folder)
 
 
-def _make_folders(config: AgentConfig, folders: Folders, run_dir: Path) -> None:
-    local = [each for each in map(parse_address, config.scheduler) if isinstance(each, UnixAddress)]
-    # Not the sockets: the scheduler may be starting at this moment.
-    if not all(Path(each.path).parent.is_dir() for each in local):
+def parts_here(
+    options: ClusterOptions, folders: Folders, node: NodeConfig, *, has_gpus: bool
+) -> tuple[Part, Part]:
+    """The node's StateManager and agent, on the GPUs of this machine.
+
+    Args:
+        options: those of the cluster.
+        folders: the cluster's, on this machine.
+        node: the node, with the GPUs that Ray counts.
+        has_gpus: whether its workers have GPUs; if not, they share the CPUs.
+
+    Raises:
+        CapacityError: as `first_gpus`.
+    """
+    if has_gpus:
+        gpus = first_gpus(node.gpus)
+        memory = options.gpu_memory_bytes or gpus.memory_bytes or None
+        options = replace(options, gpu_memory_bytes=memory)
+        node = replace(node, gpu_uuids=gpus.uuids, gpu_kind=gpus.kind)
+    return node_parts(options, folders, node)
+
+
+def _check_machine(folders: Folders) -> None:
+    # Not the socket: the scheduler may be starting at this moment.
+    if not folders.run.is_dir():
         raise UnavailableError(
-            f"the folder of the scheduler's Unix socket {local[0].path} does not exist on this "
-            "node, so the scheduler runs on another machine: let Ray's machines join it with "
-            "`plexrl up --ray … --tls --host 0.0.0.0`"
+            f"the folder of the scheduler's Unix socket {scheduler_address(folders)} does not "
+            "exist on this node, so the scheduler runs on another machine: let Ray's machines join "
+            "it with `plexrl up --ray … --tls --host 0.0.0.0`"
         )
+
+
+def _make_folders(folders: Folders, run_dir: Path) -> None:
     # The parents first: their owner could replace the folders in them.
     for folder in (folders.data, folders.run):
         make_private_folder(folder)
