@@ -4,8 +4,9 @@
 
 Two processes take turns on device 0. Reports offload and load against `cuMemcpyAsync` between
 pinned host memory and the device, what a switch of a tiny state costs (the fixed part), and the
-device's free memory after every switch. Needs an NVIDIA GPU, and memory for both states in
-/dev/shm; without a GPU it says so and measures nothing.
+device's free memory after every switch. Where `cuda-checkpoint` is installed, it is compared too:
+its switch over ours. Needs an NVIDIA GPU, and memory for both states in /dev/shm; without a GPU it
+says so and measures nothing.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.gpu import cuda_checkpoint
 from benchmarks.gpu.job import Reply, serve_job
 from benchmarks.report import report
 from benchmarks.sizes import sized
@@ -198,6 +200,8 @@ def main() -> None:
         daemon.wait()
         shutil.rmtree(directory)
         shutil.rmtree(node.host_dir)
+    suspended_s = cuda_checkpoint.switch_s(nbytes)
+    switch_s = statistics.median(turn[0] for turn in large)
     offload = nbytes / statistics.median(turn[1] for turn in large) / 1e9
     load = nbytes / statistics.median(turn[2] for turn in large) / 1e9
     free = [turn[3] for turn in large]
@@ -209,6 +213,7 @@ def main() -> None:
         "offload_ratio": offload / to_host,
         "load_ratio": load / to_device,
         "fixed_switch_ms": 1e3 * statistics.median(turn[0] for turn in tiny),
+        **({} if suspended_s is None else {"cuda_checkpoint_ratio": suspended_s / switch_s}),
         "state_bytes": nbytes,
         "free_bytes_first": free[0],
         "free_bytes_last": free[-1],
