@@ -81,9 +81,9 @@ class GpuJob:
         """Bytes that were moved."""
         return self._client.load(seq=seq, token=1).bytes_moved
 
-    def note_peak(self, nbytes: int) -> None:
-        """As `StateManagerClient.note_peak`."""
-        self._client.note_peak(nbytes)
+    def expect_use(self, nbytes: int) -> None:
+        """As `StateManagerClient.expect_use`."""
+        self._client.expect_use(nbytes)
 
     def check(self, seed: int) -> None:
         """Compare samples, the ends among them, with what `fill` wrote.

@@ -4,9 +4,10 @@
 
 Two processes take turns on device 0. Reports offload and load against `cuMemcpyAsync` between
 pinned host memory and the device, what a switch of a tiny state costs (the fixed part), and the
-device's free memory after every switch. Where `cuda-checkpoint` is installed, it is compared too:
-its switch over ours. Needs an NVIDIA GPU, and memory for both states in /dev/shm; without a GPU it
-says so and measures nothing.
+device's free memory after every switch. Fixed part and load are measured again with no returned
+memory kept for the next load, and many small copies as batches and with one call for each. Where
+`cuda-checkpoint` is installed, it is compared too: its switch over ours. Needs an NVIDIA GPU, and
+memory for both states in /dev/shm; without a GPU it says so and measures nothing.
 """
 
 import argparse
@@ -41,6 +42,10 @@ SPARE_BYTES = sized(2 * GIB, quick=GIB // 4)
 """Free space of the host tier in addition to the two states."""
 COPY_BYTES = sized(4 * GIB, quick=GIB // 4)
 REPEATS = 5
+SWITCHES_RELEASED = 20
+"""Switches with no returned memory kept; the time of a check is short."""
+BATCH_COPIES = sized(8192, quick=1024)
+BATCH_PIECE_BYTES = 16 << 10
 
 
 class Job:
@@ -101,6 +106,44 @@ def plain_rates(driver: BoundDriver) -> tuple[float, float]:
     return to_host, to_device
 
 
+def batch_ratio(driver: BoundDriver) -> float:
+    """How many times as long one call for each of many small pinned copies takes as a batch."""
+    driver.enter(0)
+    total = BATCH_COPIES * BATCH_PIECE_BYTES
+    host = map_zero(2 * total)
+    driver.register_host(host, 2 * total)
+    stream, handle = driver.create_stream(), driver.create(0, 2 * total)
+    address = driver.reserve(2 * total)
+    driver.map(address, 2 * total, handle)
+    driver.allow_access(0, address, 2 * total)
+    # Every second piece, so that neighbours cannot be joined.
+    copies = [
+        (address + start, host + start, BATCH_PIECE_BYTES)
+        for start in range(0, 2 * total, 2 * BATCH_PIECE_BYTES)
+    ]
+
+    def each() -> None:
+        for target, source, nbytes in copies:
+            driver.copy_to_device(target, source, nbytes, stream)
+
+    def seconds(begin: Callable[[], None]) -> float:
+        found = []
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            begin()
+            driver.synchronize_stream(stream)
+            found.append(time.perf_counter() - started)
+        return min(found)
+
+    one_by_one = seconds(each)
+    batched = seconds(lambda: driver.copy_batch(copies, stream, to_host=False))
+    driver.unmap(address, 2 * total)
+    driver.release(handle)
+    driver.unreserve(address, 2 * total)
+    driver.unregister_host(host)
+    return one_by_one / batched
+
+
 def state_bytes_max() -> int:
     """How large each of two states may be, so that both fit into the host tier in /dev/shm.
 
@@ -149,6 +192,7 @@ def start_daemon(
     *,
     device: DeviceKind = DeviceKind.CUDA,
     device_bytes: int | None = None,
+    device_idle_bytes: int | None = None,
 ) -> tuple[subprocess.Popen[str], StateManagerConfig]:
     """A StateManager with its host tier made ready, and its configuration."""
     config = StateManagerConfig(
@@ -161,6 +205,7 @@ def start_daemon(
         nvme_bytes=GIB,
         device=device,
         device_bytes=device_bytes,
+        device_idle_bytes=device_idle_bytes,
         persist_on_exit=False,
     )
     path = directory / "config.json"
@@ -190,16 +235,27 @@ def main() -> None:
         return
     nbytes = min(wanted.state_gib * GIB, state_bytes_max())
     to_host, to_device = plain_rates(driver)
-    directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
-    daemon, node = start_daemon(directory, 2 * nbytes + SPARE_BYTES)
-    try:
-        tiny = take_turns(node, "tiny", TINY_BYTES, wanted.switches, driver)
-        large = take_turns(node, "large", nbytes, wanted.switches, driver)
-    finally:
-        daemon.terminate()
-        daemon.wait()
-        shutil.rmtree(directory)
-        shutil.rmtree(node.host_dir)
+    batches = batch_ratio(driver)
+
+    def turns(
+        count: int, idle_bytes: int | None, *sizes: int
+    ) -> list[list[tuple[float, float, float, int]]]:
+        """As `take_turns` for each size, with a StateManager that keeps `idle_bytes`."""
+        directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
+        room = 2 * max(sizes) + SPARE_BYTES
+        daemon, node = start_daemon(directory, room, device_idle_bytes=idle_bytes)
+        try:
+            return [take_turns(node, f"job{size}-", size, count, driver) for size in sizes]
+        finally:
+            daemon.terminate()
+            daemon.wait()
+            shutil.rmtree(directory)
+            shutil.rmtree(node.host_dir)
+
+    tiny, large = turns(wanted.switches, None, TINY_BYTES, nbytes)
+    tiny_released, large_released = turns(
+        min(wanted.switches, SWITCHES_RELEASED), 0, TINY_BYTES, nbytes
+    )
     suspended_s = cuda_checkpoint.switch_s(nbytes)
     switch_s = statistics.median(turn[0] for turn in large)
     offload = nbytes / statistics.median(turn[1] for turn in large) / 1e9
@@ -214,6 +270,10 @@ def main() -> None:
         "load_ratio": load / to_device,
         "fixed_switch_ms": 1e3 * statistics.median(turn[0] for turn in tiny),
         **({} if suspended_s is None else {"cuda_checkpoint_ratio": suspended_s / switch_s}),
+        "fixed_switch_ms_released": 1e3 * statistics.median(turn[0] for turn in tiny_released),
+        "load_released_ratio": statistics.median(turn[2] for turn in large_released)
+        / statistics.median(turn[2] for turn in large),
+        "batch_ratio": batches,
         "state_bytes": nbytes,
         "free_bytes_first": free[0],
         "free_bytes_last": free[-1],

@@ -386,9 +386,10 @@ class StateManagerClient:
             return None, 0.0
         return int(answer["bytes_moved"]) if answer["held"] else None, float(answer["seconds"])
 
-    def note_peak(self, nbytes: int) -> None:
-        """Record device memory that was used outside of the arena: loads ask for the largest."""
-        self._link.working_bytes = max(self._link.working_bytes, nbytes)
+    def expect_use(self, nbytes: int) -> None:
+        """Announce how much device memory will be allocated besides the arena, after the next load:
+        the load is refused if that is not free. 0: unknown."""
+        self._link.working_bytes = nbytes
 
     def forget_pulled(self) -> None:
         """Record that the arena's weights were written, so that the next pull is a full one."""

@@ -94,7 +94,7 @@ class Load(Request, frozen=True, kw_only=True):
     previous_seq: int = 0
     """As in `Save`."""
     working_bytes: int = 0
-    """Device memory outside of the arena that the rank's framework needed at most; 0: unknown."""
+    """Device memory outside of the arena that the rank's framework will allocate; 0: unknown."""
 
 
 class Attach(Request, frozen=True, kw_only=True):

@@ -63,6 +63,10 @@ class WorkerDevice:
         are not in it, because their memory is mapped from the StateManager's."""
         return 0
 
+    def kept_bytes(self) -> int:
+        """Memory that the framework's allocator has now, as of CUDA graphs; 0: not measured."""
+        return 0
+
 
 class GpuDevice(WorkerDevice):
     """The only GPU that this process sees."""
@@ -109,6 +113,11 @@ class GpuDevice(WorkerDevice):
         found = int(torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
         return found
+
+    def kept_bytes(self) -> int:
+        import torch
+
+        return int(torch.cuda.memory_reserved())
 
 
 class CudaGraphs:

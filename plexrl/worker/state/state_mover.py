@@ -57,12 +57,14 @@ class StateMover:
         self.is_resident = False
         # Never reset: such a process ends soon.
         self._is_split = False
+        self._peak_bytes = 0
+        """The largest peak of the framework's allocator so far."""
         self.arrival = Arrival(backend, client)
 
     def take_peak_bytes(self) -> int:
         """As `WorkerDevice.take_peak_bytes`; later loads need as much free memory."""
         found = self._device.take_peak_bytes()
-        self._client.note_peak(found)
+        self._peak_bytes = max(self._peak_bytes, found)
         return found
 
     def move(self, command: RunCommand) -> Plain:
@@ -125,6 +127,8 @@ class StateMover:
         if not self._is_laid_out:
             self._backend.lay_out()
             self._is_laid_out = True
+        # What the allocator still has is not free, and is not allocated again.
+        self._client.expect_use(max(0, self._peak_bytes - self._device.kept_bytes()))
         measured: Plain = {}
         # Version 0 is not loaded: any process that materialises the model gets the same bits.
         is_stored = command.seq > 0 or self._was_offloaded

@@ -147,7 +147,7 @@ def test_a_load_needs_room_for_what_the_framework_used_before(node: Node) -> Non
     job = GpuJob(node.worker, node.listen, node.key, "job", STATE)
     job.fill()
     job.offload(1)
-    job.note_peak(DEVICE_BYTES - STATE + 1)
+    job.expect_use(DEVICE_BYTES - STATE + 1)
     message, _ = refusal(lambda: job.load(1))
     assert f"{DEVICE_BYTES - STATE + 1} to work" in message
     assert node.daemon.taken_bytes(0) == 0, "nothing was lent"

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from plexrl.errors import DeviceMemoryFullError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.memory.state_terms import state_terms
 from plexrl.statemanager.client.client import StateManagerClient
@@ -152,6 +153,9 @@ class Rank:
         command = RunCommand(operation="o", kind=kind, token=1, seq=seq, keep_seq=seq)
         return self._mover.move(command)
 
+    def take_peak_bytes(self) -> int:
+        return self._mover.take_peak_bytes()
+
     def sync(self, seq: int, source: str, *, delta: bool) -> dict[str, Any]:
         """Pull what the trainer published as `seq`."""
         command = RunCommand(
@@ -264,6 +268,33 @@ def test_a_trainer_computes_in_memory_that_comes_and_goes(daemon: Daemon) -> Non
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
+
+
+class BusyGpu(EmulatedGpu):
+    """A GPU on which torch's allocator needs the whole device, and keeps some of it."""
+
+    kept = 0
+
+    def take_peak_bytes(self) -> int:
+        return self.driver.memory_info()[1]
+
+    def kept_bytes(self) -> int:
+        return self.kept
+
+
+def test_a_load_needs_free_memory_for_what_the_framework_allocated_before(daemon: Daemon) -> None:
+    device = BusyGpu(daemon.another_driver())
+    rank = Rank(TRAINER, daemon.config, device)
+    rank.move(OperationKind.LOAD, 0)
+    rank.take_peak_bytes()
+    rank.move(OperationKind.OFFLOAD, 1)
+    with pytest.raises(DeviceMemoryFullError, match="rank 0 of 'job/train' needs"):
+        rank.move(OperationKind.LOAD, 1)
+    assert daemon.taken_bytes() == 0, "nothing was lent"
+    device.kept = device.take_peak_bytes()
+    rank.move(OperationKind.LOAD, 1)
+    rank.train()
+    rank.close()
 
 
 def test_an_engine_draws_from_memory_that_comes_and_goes(daemon: Daemon) -> None:
