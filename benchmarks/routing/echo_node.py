@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from plexrl.errors import PlexRLError
-from plexrl.wire.framing import recv_frame, send_frame
+from plexrl.wire.framing import recv_frame_or_file, send_frame
 from plexrl.wire.rpc import Handler, Peer
 from plexrl.wire.tensors import encode_body
 from plexrl.worker.process.server import StagedPayload
@@ -28,10 +28,10 @@ Plain = dict[str, Any]
 HEADER_LENGTH = struct.Struct("<Q")
 
 
-def tokens_of(payload: bytearray) -> int:
+def tokens_of(payload: bytearray | memoryview) -> int:
     """Of a batch, by the header of its safetensors file."""
     (length,) = HEADER_LENGTH.unpack_from(payload)
-    header = json.loads(payload[HEADER_LENGTH.size : HEADER_LENGTH.size + length])
+    header = json.loads(bytes(payload[HEADER_LENGTH.size : HEADER_LENGTH.size + length]))
     return int(header["tokens"]["shape"][0])
 
 
@@ -53,7 +53,7 @@ def answer(connection: socket.socket) -> None:
     try:
         staged = StagedPayload()
         while True:
-            header, received = recv_frame(connection)
+            header, received = recv_frame_or_file(connection)
             payload = staged.payload_of(header, received)
             if payload is None:
                 continue

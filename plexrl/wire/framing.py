@@ -5,9 +5,16 @@
 Both lengths are little-endian. The payload is opaque here; tensors are encoded as safetensors
 (`plexrl.wire.tensors`). Workers and the StateManager use blocking sockets with one thread per
 connection; router, scheduler and node agent use asyncio streams.
+
+On a Unix socket a payload that is a whole file can be passed by its descriptor, which comes with
+the frame's first byte. The frame has no payload bytes then, its header has the file's size under
+`FILE_KEY`, and the receiver maps the file in place of a copy.
 """
 
 import asyncio
+import mmap
+import os
+import socket
 import struct
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -21,12 +28,35 @@ PAYLOAD_BYTES_MAX = 16 << 30
 UNSEEN_BYTES_MAX = 64 << 20
 """Most memory allocated for an announced length; above it, memory grows with the received data."""
 
+FILE_KEY = "payload_file"
+"""Header key of a payload that is passed as a file: its size in bytes."""
+
+FILES_MAX = 4
+"""Most descriptors that are taken with one part of a frame; a frame has one."""
+
 _LENGTHS = struct.Struct("<IQ")
 HEAD_BYTES = _LENGTHS.size
 """Size of the two lengths."""
 
 Header = dict[str, Any]
 Buffer = bytes | bytearray | memoryview
+
+
+class MappedFile(mmap.mmap):
+    """All bytes of a file that is not empty, to read; with a descriptor of the file."""
+
+    descriptor = -1
+
+    @classmethod
+    def of(cls, descriptor: int) -> "MappedFile":
+        """Map a file; the caller keeps its own `descriptor`. Raises `OSError`."""
+        mapped = cls(descriptor, 0, prot=mmap.PROT_READ)
+        mapped.descriptor = os.dup(descriptor)
+        return mapped
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 class Stream(Protocol):
@@ -79,6 +109,33 @@ def recv_head(sock: Stream, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> tu
     """
     body, payload_bytes = _recv_head(sock, payload_bytes_max)
     return decode_header(body), payload_bytes
+
+
+def recv_frame_or_file(sock: Stream) -> tuple[Header, bytearray | memoryview]:
+    """As `recv_frame`, for a peer that may pass payloads as files on a Unix socket.
+
+    Such a payload is a private mapping: it can be written, and the file does not change.
+    """
+    if not isinstance(sock, socket.socket) or sock.family != socket.AF_UNIX:
+        return recv_frame(sock)
+    lengths, files = _recv_with_files(sock)
+    try:
+        header_bytes, payload_bytes = decode_lengths(lengths)
+        body = _recv_exactly(sock, header_bytes)
+        payload = _recv_exactly(sock, payload_bytes)
+        header = decode_header(body)
+        size = header.get(FILE_KEY)
+        if size is None:
+            return header, payload
+        if len(files) != 1 or os.fstat(files[0]).st_size != size:
+            raise InvalidRequestError(
+                f"a frame announces a file of {size} bytes, and {len(files)} files came with it: "
+                "send one file of that size"
+            )
+        return header, memoryview(mmap.mmap(files[0], size, access=mmap.ACCESS_COPY))
+    finally:
+        for file in files:
+            os.close(file)
 
 
 async def write_frame(
@@ -147,6 +204,23 @@ def _check_lengths(header_bytes: int, payload_bytes: int, payload_bytes_max: int
             header_bytes=header_bytes,
             payload_bytes=payload_bytes,
         )
+
+
+def _recv_with_files(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """A frame's lengths, and the descriptors that came with them, which the caller closes."""
+    lengths, files = b"", list[int]()
+    try:
+        while len(lengths) < HEAD_BYTES:
+            part, found, _, _ = socket.recv_fds(sock, HEAD_BYTES - len(lengths), FILES_MAX)
+            files += found
+            if not part:
+                raise ConnectionLostError("the peer closed the connection")
+            lengths += part
+    except BaseException:
+        for file in files:
+            os.close(file)
+        raise
+    return lengths, files
 
 
 def _recv_exactly(sock: Stream, size: int) -> bytearray:

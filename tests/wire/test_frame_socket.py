@@ -1,6 +1,7 @@
 """Frames on a loop's own socket: whole, in order, and never waiting for a peer that is gone."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
@@ -10,8 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from plexrl.errors import ConnectionLostError
-from plexrl.wire.framing import recv_frame, send_frame
+from plexrl.errors import ConnectionLostError, InvalidRequestError
+from plexrl.wire.framing import (
+    FILE_KEY,
+    MappedFile,
+    encode_head,
+    recv_frame,
+    recv_frame_or_file,
+    send_frame,
+)
 from plexrl.wire.links.credentials import Role
 from plexrl.wire.links.dial import BlockingSocket
 from plexrl.wire.links.frame_socket import FrameSocket
@@ -106,3 +114,91 @@ def test_both_directions_end_with_the_peer(pair: Pair) -> None:
             await ours.send({}, [bytes(32 << 20)])
 
     talk_over(pair, talk)
+
+
+def mapped(path: Path, body: bytes) -> memoryview:
+    """A new file of these bytes, as the blob store maps it."""
+    path.write_bytes(body)
+    with path.open("rb") as file:
+        return memoryview(MappedFile.of(file.fileno()))
+
+
+def test_a_payload_that_is_a_whole_file_arrives_also_when_the_file_is_gone(
+    pair: Pair, tmp_path: Path
+) -> None:
+    path, body = tmp_path / "payload", os.urandom(9 << 20)
+    payload = mapped(path, body)
+    path.unlink()
+
+    async def talk(ours: FrameSocket, theirs: BlockingSocket) -> None:
+        # A part of a file, and a file beside other bytes, are sent as bytes.
+        cases = ([payload], [payload[1:]], [b"x", payload], [payload])
+
+        def receive() -> list[bytes]:
+            return [bytes(recv_frame_or_file(theirs)[1]) for _ in cases]
+
+        receiving = asyncio.create_task(asyncio.to_thread(receive))
+        for case in cases:
+            await ours.send({"a": 1}, case)
+        assert await receiving == [b"".join(case) for case in cases]
+
+    talk_over(pair, talk)
+
+
+def test_only_a_unix_socket_passes_a_file_and_its_receiver_may_write_the_payload(
+    pair: Pair, tmp_path: Path
+) -> None:
+    body = os.urandom(1 << 16)
+    payload = mapped(tmp_path / "payload", body)
+
+    async def talk(ours: FrameSocket, theirs: BlockingSocket) -> None:
+        await ours.send({}, [payload])
+        header, got = recv_frame_or_file(theirs)
+        assert (FILE_KEY in header) == isinstance(theirs, socket.socket)
+        got[:4] = b"abcd"
+        assert bytes(got[4:]) == body[4:]
+        assert bytes(payload) == (tmp_path / "payload").read_bytes() == body
+
+    talk_over(pair, talk)
+
+
+def test_a_file_is_passed_once_the_peer_reads_again(tmp_path: Path) -> None:
+    body = os.urandom(3 << 20)
+    payload = mapped(tmp_path / "payload", body)
+
+    async def talk(ours: FrameSocket, theirs: BlockingSocket) -> None:
+        sent = 0
+        # Single bytes fill what is left by a larger piece.
+        for size in (1 << 20, 1):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sent += left.send(bytes(size))
+        sending = asyncio.create_task(ours.send({}, [payload]))
+        await asyncio.sleep(0)
+        assert not sending.done()
+
+        def read() -> bytes:
+            unread = sent
+            while unread:
+                unread -= len(theirs.recv(unread)) if isinstance(theirs, socket.socket) else 0
+            return bytes(recv_frame_or_file(theirs)[1])
+
+        assert await asyncio.to_thread(read) == body
+        await sending
+
+    left, right = socket.socketpair()
+    with right:
+        talk_over((left, right), talk)
+
+
+@pytest.mark.parametrize("files", [0, 2])
+def test_a_frame_must_bring_the_file_that_it_announces(tmp_path: Path, files: int) -> None:
+    mapped(tmp_path / "payload", b"payload")
+    left, right = socket.socketpair()
+    with left, right, (tmp_path / "payload").open("rb") as file:
+        head = encode_head({FILE_KEY: 7}, 0)
+        socket.send_fds(left, [head], [file.fileno()] * files)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with pytest.raises(InvalidRequestError, match="announces a file of 7 bytes"):
+            recv_frame_or_file(right)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before

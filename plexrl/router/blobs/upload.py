@@ -1,7 +1,6 @@
 """Receives the body of a request: a small one in memory, a large one in a file."""
 
 import asyncio
-import mmap
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import xxhash
 
 from plexrl.errors import NO_SPACE, PayloadTooLargeError, StorageError, StorageFullError
+from plexrl.wire.framing import MappedFile
 from plexrl.wire.tensors import Body
 
 INLINE_BYTES_MAX = 2 << 20
@@ -98,8 +98,7 @@ def write_all(fd: int, chunks: Sequence[Body]) -> None:
 def map_file(path: Path) -> memoryview:
     """All bytes of a file that is not empty, memory-mapped. Raises `OSError`."""
     with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    return memoryview(mapped)
+        return memoryview(MappedFile.of(file.fileno()))
 
 
 class _UploadFile:

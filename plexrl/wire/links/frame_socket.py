@@ -2,23 +2,26 @@
 
 asyncio's streams copy data to their own buffers and transfer 64 KiB at a time. This module sends a
 payload from its own memory, part by part, and receives it into its final buffer. So it does over
-TLS: OpenSSL reads and writes these buffers itself, and the loop only waits for the descriptor.
+TLS: OpenSSL reads and writes these buffers itself, and the loop only waits for the descriptor. A
+payload that is a whole mapped file is not sent over a Unix socket at all, only its descriptor is.
 """
 
 import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from plexrl.errors import ConnectionLostError
 from plexrl.wire.framing import (
+    FILE_KEY,
     HEAD_BYTES,
     UNSEEN_BYTES_MAX,
     Buffer,
     Header,
+    MappedFile,
     decode_header,
     decode_lengths,
     encode_head,
@@ -120,11 +123,18 @@ class FrameSocket:
             ConnectionLostError: the peer is gone.
         """
         views = [memoryview(part).cast("B") for part in payload]
+        file = self._passed_file(views)
+        if file is not None:
+            header, views = {**header, FILE_KEY: len(file)}, []
         head = encode_head(header, sum(view.nbytes for view in views))
         if self._is_closed:
             raise ConnectionLostError("the connection is closed")
         try:
-            await self._stream.send(memoryview(head))
+            if file is None:
+                await self._stream.send(memoryview(head))
+            else:
+                assert isinstance(self._stream, _PlainStream)
+                await self._stream.send_with_file(memoryview(head), file.descriptor)
             for view in views:
                 for start in range(0, view.nbytes, SLICE_BYTES):
                     await self._stream.send(view[start : start + SLICE_BYTES])
@@ -144,6 +154,15 @@ class FrameSocket:
         if not self._is_closed:
             self._is_closed = True
             self._stream.close()
+
+    def _passed_file(self, views: Sequence[memoryview]) -> MappedFile | None:
+        """The file that is the whole payload, if the peer can get its descriptor."""
+        if len(views) != 1 or not isinstance(self._stream, _PlainStream):
+            return None
+        file = views[0].obj
+        if not isinstance(file, MappedFile) or views[0].nbytes != len(file):
+            return None
+        return file if self._stream.passes_files else None
 
     async def _exactly(self, size: int) -> bytearray:
         buffer = bytearray(min(size, UNSEEN_BYTES_MAX))
@@ -174,12 +193,37 @@ class _PlainStream:
         self._socket = connected
         self._loop = asyncio.get_running_loop()
         self._is_sending = self._is_closed = False
+        self.passes_files = connected.family == socket.AF_UNIX
 
     async def send(self, view: memoryview) -> None:
         """Send all bytes."""
+        await self._send(self._loop.sock_sendall(self._socket, view))
+
+    async def send_with_file(self, view: memoryview, descriptor: int) -> None:
+        """Send all bytes, the first of them with a descriptor; only if `passes_files`."""
+        await self._send(self._all_with_file(view, descriptor))
+
+    async def _all_with_file(self, view: memoryview, descriptor: int) -> None:
+        while True:
+            try:
+                sent = socket.send_fds(self._socket, [view], [descriptor])
+                break
+            except BlockingIOError:
+                await self._writable()
+        await self._loop.sock_sendall(self._socket, view[sent:])
+
+    async def _writable(self) -> None:
+        ready = asyncio.Event()
+        self._loop.add_writer(self._socket, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            self._loop.remove_writer(self._socket)
+
+    async def _send(self, sending: Coroutine[Any, Any, None]) -> None:
         self._is_sending = True
         try:
-            await self._loop.sock_sendall(self._socket, view)
+            await sending
         finally:
             self._is_sending = False
             if self._is_closed:

@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from plexrl.errors import InvalidRequestError, PlexRLError, WrongWorkerError
-from plexrl.wire.framing import Buffer, Header, recv_frame, send_frame
+from plexrl.wire.framing import Buffer, Header, recv_frame_or_file, send_frame
 from plexrl.wire.links.address import Address
 from plexrl.wire.links.credentials import Credentials, Role
 from plexrl.wire.links.dial import BlockingSocket, listen_blocking
 
 LOG = logging.getLogger(__name__)
 
+Payload = bytearray | memoryview
+"""Received bytes, or the mapping of a file that the router passed."""
 REQUESTS_MAX = 1024
 ACCEPT_RETRY_S = 0.1
 
@@ -65,7 +67,7 @@ class Request:
 
     connection: Connection
     header: dict[str, Any]
-    payload: bytearray
+    payload: Payload
 
 
 class StagedPayload:
@@ -79,9 +81,9 @@ class StagedPayload:
 
     def __init__(self) -> None:
         self._name = ""
-        self._payload = bytearray()
+        self._payload: Payload = bytearray()
 
-    def payload_of(self, header: Header, payload: bytearray) -> bytearray | None:
+    def payload_of(self, header: Header, payload: Payload) -> Payload | None:
         """The payload of a request that has come with `payload`; None: the frame was a `stage`.
 
         Raises:
@@ -147,7 +149,7 @@ class Server:
         staged = StagedPayload()
         try:
             while True:
-                header, payload = recv_frame(sock)
+                header, payload = recv_frame_or_file(sock)
                 if not self._is_mine(header):
                     connection.send({"reply": "refused", "error": self._refusal(header).to_wire()})
                     return

@@ -28,7 +28,7 @@ from plexrl.wire.tensors import decode_body, encode_body
 from plexrl.worker.process.backend import Backend, BackendCall, BackendResult, RolloutBackend
 from plexrl.worker.process.command import RunCommand, RunName
 from plexrl.worker.process.reply_cache import Reply, ReplyCache
-from plexrl.worker.process.server import Connection, Request
+from plexrl.worker.process.server import Connection, Payload, Request
 from plexrl.worker.rollout.control_requests import ControlRequests
 from plexrl.worker.rollout.token_streams import Log, RowLog, TokenLog, TokenStreams
 from plexrl.worker.state.state_mover import MOVES, StateMover
@@ -118,9 +118,7 @@ class Worker:
         else:
             connection.send(reply.header, reply.payload)
 
-    def _begin(
-        self, command: RunCommand, rank_params: Mapping[str, Any], payload: bytearray
-    ) -> None:
+    def _begin(self, command: RunCommand, rank_params: Mapping[str, Any], payload: Payload) -> None:
         name, kind = command.name, command.kind
         started = time.perf_counter()
         try:
@@ -162,7 +160,7 @@ class Worker:
         self,
         command: RunCommand,
         rank_params: Mapping[str, Any],
-        payload: bytearray,
+        payload: Payload,
         started: float,
     ) -> BackendResult | None:
         """The result of a run. None: a generation, which finishes in a later step."""
@@ -278,7 +276,7 @@ def _with_stream_order(result: BackendResult, log: Log | None) -> BackendResult:
     )
 
 
-def _call(command: RunCommand, rank_params: Mapping[str, Any], payload: bytearray) -> BackendCall:
+def _call(command: RunCommand, rank_params: Mapping[str, Any], payload: Payload) -> BackendCall:
     return BackendCall(
         operation=command.operation,
         kind=command.kind,
