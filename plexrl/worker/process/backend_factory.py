@@ -13,7 +13,9 @@ from plexrl.storage.model_folder import model_folder
 from plexrl.worker.process.backend import Backend, BackendCall
 from plexrl.worker.state.device import CPU, WorkerDevice
 
-ON_GPUS = frozenset({("train", "fsdp"), ("rollout", "torch"), ("forward", "torch")})
+ON_GPUS = frozenset(
+    {("train", "fsdp"), ("train", "deepspeed"), ("rollout", "torch"), ("forward", "torch")}
+)
 """Kinds and backends that compute on a GPU."""
 
 

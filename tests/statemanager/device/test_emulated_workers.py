@@ -51,6 +51,8 @@ from tests.worker.training.ranks import ADAM, LOSS, batch
 
 KIB, MIB = 1 << 10, 1 << 20
 TRAINER = DeploymentSpec(model=QWEN2, kind="train", backend="fsdp", workers=1)
+DEEPSPEED = replace(TRAINER, backend="deepspeed")
+DEEPSPEED_BF16 = replace(DEEPSPEED, compute_dtype="bfloat16")
 ENGINE = DeploymentSpec(
     model=QWEN2, kind="rollout", backend="torch", workers=1, max_sequence_tokens=16
 )
@@ -240,8 +242,11 @@ def on_cpu(spec: DeploymentSpec, run: Callable[[Backend], None]) -> Backend:
     return backend
 
 
-def test_a_trainer_computes_in_memory_that_comes_and_goes(daemon: Daemon) -> None:
-    rank = Rank(TRAINER, daemon.config, EmulatedGpu(daemon.another_driver()))
+@pytest.mark.parametrize("spec", [TRAINER, DEEPSPEED, DEEPSPEED_BF16], ids=lambda it: it.backend)
+def test_a_trainer_computes_in_memory_that_comes_and_goes(
+    daemon: Daemon, spec: DeploymentSpec
+) -> None:
+    rank = Rank(spec, daemon.config, EmulatedGpu(daemon.another_driver()))
     free = daemon.driver.memory_info()[0]
     rank.move(OperationKind.LOAD, 0)
     rank.train()
@@ -264,7 +269,7 @@ def test_a_trainer_computes_in_memory_that_comes_and_goes(daemon: Daemon) -> Non
         for _ in range(2):
             Rank.of(backend).train()
 
-    wanted = Rank.of(on_cpu(TRAINER, twice)).state()
+    wanted = Rank.of(on_cpu(spec, twice)).state()
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name

@@ -3,6 +3,7 @@
 Every rank computes with all parameters and keeps the state of one partition of them. The float32
 parameters, gradients and moments of the partition are in the rank's arenas, in DeepSpeed's layout
 (`partitions`). The parameters for computation are gathered when needed, and freed by an offload.
+They have no memory before that: each rank reads its own partition only.
 With `compute_dtype="bfloat16"` they are a cast, and gradients are summed in float32. With a host
 optimizer DeepSpeed's CPUAdam steps the state (`cpu_adam`).
 """
@@ -11,8 +12,6 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
@@ -20,16 +19,14 @@ from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.logprobs import token_logprobs
 from plexrl.worker.batches.packing import MicroBatch
-from plexrl.worker.models import named_parameters
-from plexrl.worker.state.host.optimizer import AdamKernel, adam_of_torch
+from plexrl.worker.models import lay_out_model, named_parameters
+from plexrl.worker.state.arena_tensors import ShardBox
+from plexrl.worker.state.host.optimizer import adam_of_torch
 from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.deepspeed.partitions import Partitions, partition
 from plexrl.worker.training.flat_state import FlatState
 from plexrl.worker.training.model import LossOfBatch, TrainingModel
-
-if TYPE_CHECKING:
-    from plexrl.worker.state.arena_tensors import ShardBox
 
 
 class DeepSpeedModel(TrainingModel):
@@ -44,31 +41,41 @@ class DeepSpeedModel(TrainingModel):
             InvalidRequestError: DeepSpeed is not installed, or its kernel for an optimizer in host
                 memory cannot be compiled.
         """
-        zero = _zero()
-        zero.connect()
-        spec = self._rank.spec
+        spec, dp_rank = self._rank.spec, self._rank.coordinates.dp
+        self._library = _zero()
+        self._library.connect(self._rank.device)
         kernel = CpuAdam().update if spec.optimizer == "host" else adam_of_torch
-        self._model = self._build_model()
+        self._laid_out = lay_out_model(spec.model)
+        self._model = self._keep_configuration(self._laid_out.model)
         if spec.activation_checkpointing:
             checkpoint_activations(self._model.model.layers)
-        parameters = dict(named_parameters(self._model))
-        cut = partition(
-            {name: tuple(parameter.shape) for name, parameter in parameters.items()},
-            self._rank.layout.dp,
+        shapes = {name: tuple(each.shape) for name, each in named_parameters(self._model)}
+        self._cut = partition(shapes, self._rank.layout.dp)
+        self._state = FlatState(
+            _shards(self._cut, dp_rank),
+            optimizer=spec.optimizer,
+            lead=_lead(self._cut, dp_rank),
+            kernel=kernel,
+            make_arena=self._rank.device.make_arena,
         )
-        dp_rank = self._rank.coordinates.dp
-        self._state = _state(cut, dp_rank, spec.optimizer, kernel)
-        for box in cut.boxes(dp_rank):
+
+    def materialise(self) -> None:
+        for box in self._cut.boxes(self._rank.coordinates.dp):
             home = self._state.parameter(box.name, box.elements)
-            home.copy_(parameters[box.name].detach()[box.index].flatten())
+            home.copy_(self._laid_out.read(box.name, box.index).flatten())
+        self._laid_out.replace_parameters(
+            {name: self._placeholder(*shape) for name, shape in self._cut.shapes.items()}
+        )
+        self._laid_out.forget()
+        parameters = dict(named_parameters(self._model))
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-            parameter.data = parameter.data.to(getattr(torch, spec.compute_dtype))
-        self._zero = zero.ArenaZeroOptimizer(
-            _with_gaps(cut, parameters),
+        self._zero = self._library.ArenaZeroOptimizer(
+            self._with_gaps(parameters),
             partition=self._state.parameters,
             gradient=self._state.gradients,
         )
+        self._zero.release()
 
     def before_offload(self) -> None:
         """Free the gathered parameters."""
@@ -102,6 +109,20 @@ class DeepSpeedModel(TrainingModel):
     def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
         return token_logprobs(self._model(**batch.model_inputs).logits, batch)
 
+    def _placeholder(self, *shape: int) -> torch.Tensor:
+        """A parameter for DeepSpeed to move into its buffer: a single number takes memory."""
+        device = self._rank.device.torch_device
+        dtype = getattr(torch, self._rank.spec.compute_dtype)
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+    def _with_gaps(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+        gaps = {name: nn.Parameter(self._placeholder(size)) for name, size in self._cut.gaps()}
+        found = []
+        for name, parameter in parameters.items():
+            found += [gaps[name]] if name in gaps else []
+            found.append(parameter)
+        return found + ([gaps[None]] if None in gaps else [])
+
 
 def _zero() -> ModuleType:
     try:
@@ -115,25 +136,17 @@ def _zero() -> ModuleType:
         ) from error
 
 
-def _state(cut: Partitions, index: int, optimizer: str, kernel: AdamKernel) -> FlatState:
-    """Memory for partition `index`, with every parameter at the offset that DeepSpeed gives it."""
+def _shards(cut: Partitions, index: int) -> dict[str, ShardBox]:
+    """What partition `index` holds, with every parameter at the offset that DeepSpeed gives it."""
     boxes = cut.boxes(index)
     ends = [*(box.start for box in boxes[1:]), cut.size]
-    shards: dict[str, ShardBox] = {
+    return {
         box.name: replace(box, reserve=end - box.start)
         for box, end in zip(boxes, ends, strict=True)
     }
-    lead = boxes[0].start if boxes else cut.size
-    return FlatState(shards, optimizer=optimizer, lead=lead, kernel=kernel)
 
 
-def _with_gaps(cut: Partitions, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-    gaps = dict(cut.gaps())
-    found = []
-    for name, parameter in parameters.items():
-        if name in gaps:
-            found.append(nn.Parameter(torch.zeros(gaps[name], dtype=parameter.dtype)))
-        found.append(parameter)
-    if None in gaps:
-        found.append(nn.Parameter(torch.zeros(gaps[None], dtype=parameter.dtype)))
-    return found
+def _lead(cut: Partitions, index: int) -> int:
+    """Elements of the gap that partition `index` begins with."""
+    boxes = cut.boxes(index)
+    return boxes[0].start if boxes else cut.size

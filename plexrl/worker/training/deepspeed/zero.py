@@ -20,11 +20,26 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
 from plexrl.model.memory.state_terms import BUCKET_ELEMENTS_MAX
+from plexrl.worker.state.device import WorkerDevice
+
+
+class OnlyGpu(CUDA_Accelerator):  # type: ignore[misc]  # deepspeed is untyped
+    """The only GPU that this process sees. It is made visible by its UUID, which DeepSpeed's own
+    way to read free memory takes for a number."""
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Free bytes of the device."""
+        return torch.cuda.mem_get_info(device_index)[0]
+
+
+ACCELERATORS = {"cpu": CPU_Accelerator, "cuda": OnlyGpu}
+"""DeepSpeed's view of each kind of device."""
 
 
 class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deepspeed is untyped
@@ -37,13 +52,13 @@ class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deeps
         partition: torch.Tensor,
         gradient: torch.Tensor,
     ) -> None:
-        """Move `parameters` into one flat buffer.
+        """Move `parameters` into one flat buffer, without their values: `gather` fills it.
 
         `partition` holds this rank's part of their values. It and `gradient` are float32
-        `[elements / ranks]`, on the arena.
+        `[elements / ranks]`, on the arena, and on the device of `parameters`.
         """
         self._arena_gradient = gradient
-        elements = sum(parameter.numel() for parameter in parameters)
+        self._elements = elements = sum(parameter.numel() for parameter in parameters)
         super().__init__(
             # DeepSpeed reads only its parameter group; `step_by` steps.
             torch.optim.AdamW(parameters),
@@ -106,6 +121,13 @@ class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deeps
 
     # Called by DeepSpeed.
 
+    def flatten_dense_tensors_aligned(
+        self, tensor_list: Sequence[torch.Tensor], _alignment: int, **_options: object
+    ) -> torch.Tensor:
+        """Memory for all parameters. DeepSpeed would copy values, which `gather` writes anyway."""
+        dtype, device = tensor_list[0].dtype, self._arena_gradient.device
+        return torch.empty(self._elements, dtype=dtype, device=device)
+
     def _use_compact_grad_partition_buffer(self, _group_idx: int) -> bool:
         """Keep the gradients of this rank's partition in one flat buffer. DeepSpeed does so for
         bf16 only, and otherwise keeps the gradients of whole parameters."""
@@ -124,15 +146,17 @@ class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deeps
             parameter._hp_mapping = None
 
 
-def connect() -> None:
-    """Make DeepSpeed use the default process group, on the CPU.
+def connect(device: WorkerDevice) -> None:
+    """Make DeepSpeed use the default process group, and this device.
 
     Two parts that ZeRO never calls are disabled, because they need a compiler and up to a minute:
     reductions in shared memory, whose kernel DeepSpeed would compile here; and torch.compile of the
     Muon optimizer, which the first reduction imports for any optimizer.
     """
-    if get_accelerator().device_name() != "cpu":
-        set_accelerator(CPU_Accelerator())
+    # Without this DeepSpeed would choose a GPU wherever there is one.
+    accelerator = ACCELERATORS[device.torch_device.type]
+    if not isinstance(get_accelerator(), accelerator):
+        set_accelerator(accelerator())
     # The package's attributes hide some of these modules, so they are imported by name.
     backend, wrappers, compiler = (
         importlib.import_module(f"deepspeed.{name}")
@@ -141,7 +165,7 @@ def connect() -> None:
     with _replaced(compiler, "compile", lambda: lambda function: function):
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     with _replaced(backend, "build_shm_op", lambda: None):
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        deepspeed.init_distributed(dist_backend=device.collectives, auto_mpi_discovery=False)
     # torch deprecated the name that DeepSpeed uses; torch 2.11 has only the older one.
     wrappers.cdb.all_gather_function = getattr(
         dist, "all_gather_single", dist.all_gather_into_tensor
