@@ -32,6 +32,14 @@ class MicroBatch:
     """float32: sums over each row, over all ranks that share the row, by the names in
     `packed_batches.ROW_SUMS`. Empty for whole rows, or if there is no mask."""
 
+    host: "MicroBatch | None" = None
+    """The same batch on the CPU; absent: this one is there."""
+
+    @property
+    def on_host(self) -> "MicroBatch":
+        """The same batch on the CPU."""
+        return self.host or self
+
     @property
     def rows(self) -> int:
         return self.tokens_BL.shape[0]
@@ -45,6 +53,7 @@ class MicroBatch:
             per_token_BL={name: place(each) for name, each in self.per_token_BL.items()},
             targets_BL=None if self.targets_BL is None else place(self.targets_BL),
             row_sums_B={name: place(each) for name, each in self.row_sums_B.items()},
+            host=self.on_host,
         )
 
     @property

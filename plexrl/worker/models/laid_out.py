@@ -117,12 +117,12 @@ def lay_out_model(spec: ModelSpec) -> LaidOutModel:
     with refusals_explained():
         model: Any
         if spec.path is None:
-            with _parameters_on_meta(), InitialDraws() as draws:
+            with parameters_on_meta(), InitialDraws() as draws:
                 model = model_of_config(spec)
             if all(draws.knows(parameter) for _, parameter in named_parameters(model)):
                 return LaidOutModel(model, _Drawn(model, draws))
             return _whole(spec, "its initial weights are not drawn by torch's functions")
-        with _parameters_on_meta():
+        with parameters_on_meta():
             model = model_of_config(spec)
         files = WeightFiles(Path(spec.path))
         shapes = {name: tuple(each.shape) for name, each in named_parameters(model)}
@@ -139,12 +139,17 @@ class _Drawn:
     def __init__(self, model: nn.Module, draws: InitialDraws) -> None:
         self._parameters = dict(named_parameters(model))
         self._draws = draws
+        self._last: tuple[str, torch.Tensor] | None = None
+        """A framework may read a parameter in many boxes, one after the other."""
 
     def read(self, name: str, index: Index) -> torch.Tensor:
-        return self._draws.draw(self._parameters[name])[index]
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = (name, self._draws.draw(self._parameters[name]))
+        return self._last[1][index]
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        self._last = None
 
 
 class _Whole:
@@ -183,7 +188,9 @@ def _whole(spec: ModelSpec, reason: str) -> LaidOutModel:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
+    """In the block, modules get their parameters on `meta`."""
+
     def move(_: nn.Module, __: str, parameter: nn.Parameter | None) -> Any:
         # The memory was only reserved: nothing has been written to it.
         return None if parameter is None or parameter.is_meta else _on_meta(parameter)

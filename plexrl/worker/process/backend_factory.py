@@ -14,7 +14,13 @@ from plexrl.worker.process.backend import Backend, BackendCall
 from plexrl.worker.state.device import CPU, WorkerDevice
 
 ON_GPUS = frozenset(
-    {("train", "fsdp"), ("train", "deepspeed"), ("rollout", "torch"), ("forward", "torch")}
+    {
+        ("train", "fsdp"),
+        ("train", "megatron"),
+        ("train", "deepspeed"),
+        ("rollout", "torch"),
+        ("forward", "torch"),
+    }
 )
 """Kinds and backends that compute on a GPU."""
 

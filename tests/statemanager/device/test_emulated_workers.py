@@ -4,6 +4,7 @@ Torch computes on the CPU, in memory that the daemon lent over the emulated driv
 memory cannot be accessed. What each does must not differ by a bit from the same on the CPU.
 """
 
+import sys
 import tempfile
 import threading
 import uuid
@@ -52,6 +53,7 @@ from tests.worker.training.ranks import ADAM, LOSS, batch
 KIB, MIB = 1 << 10, 1 << 20
 TRAINER = DeploymentSpec(model=QWEN2, kind="train", backend="fsdp", workers=1)
 DEEPSPEED = replace(TRAINER, backend="deepspeed")
+MEGATRON = replace(TRAINER, backend="megatron")
 DEEPSPEED_BF16 = replace(DEEPSPEED, compute_dtype="bfloat16")
 ENGINE = DeploymentSpec(
     model=QWEN2, kind="rollout", backend="torch", workers=1, max_sequence_tokens=16
@@ -112,10 +114,15 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture(autouse=True)
-def one_rank(tmp_path: Path) -> Iterator[None]:
+def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("current_device", "current_stream", "synchronize"):
+        # Megatron's shims replace these for a whole process.
+        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
     store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
+    if "megatron.core.parallel_state" in sys.modules:
+        sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
     dist.destroy_process_group()
 
 
@@ -242,7 +249,12 @@ def on_cpu(spec: DeploymentSpec, run: Callable[[Backend], None]) -> Backend:
     return backend
 
 
-@pytest.mark.parametrize("spec", [TRAINER, DEEPSPEED, DEEPSPEED_BF16], ids=lambda it: it.backend)
+@pytest.mark.filterwarnings("ignore")  # of megatron-core, when it is imported
+@pytest.mark.parametrize(
+    "spec",
+    [TRAINER, DEEPSPEED, DEEPSPEED_BF16, MEGATRON],
+    ids=lambda spec: f"{spec.backend}-{spec.compute_dtype}",
+)
 def test_a_trainer_computes_in_memory_that_comes_and_goes(
     daemon: Daemon, spec: DeploymentSpec
 ) -> None:

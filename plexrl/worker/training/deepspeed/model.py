@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
+
 import torch
 from torch import nn
 

@@ -4,7 +4,8 @@ Megatron implements tensor, pipeline, data and expert parallelism, the reduction
 the all-gather of updated parameters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from megatron.core.distributed import (
 from plexrl.model.layout import check_cut, megatron_dimensions
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.packing import MicroBatch
+from plexrl.worker.models import lay_out_model
 from plexrl.worker.state.arena_tensors import ParameterPiece
 from plexrl.worker.training.activation_checkpointing import checkpoint_activations
-from plexrl.worker.training.megatron.cpu_shim import install_cpu_shim
 from plexrl.worker.training.megatron.groups import join_groups
-from plexrl.worker.training.megatron.network import make_network
+from plexrl.worker.training.megatron.network import make_network, place_parameters
 from plexrl.worker.training.megatron.parameter_pieces import is_replicated, pieces_by_parameter
 from plexrl.worker.training.megatron.pipeline import Pipeline
+from plexrl.worker.training.megatron.shims import buffers_in, install_shims
 from plexrl.worker.training.megatron.state import BufferParameter, BufferPlan, MegatronState
 from plexrl.worker.training.model import LossOfBatch, TrainingModel
 
@@ -44,36 +46,41 @@ class MegatronModel(TrainingModel):
             LayoutError: the layout cannot cut it.
         """
         layout, coordinates = self._rank.layout, self._rank.coordinates
-        model = self._build_model()
-        sizes = megatron_dimensions(model.config.to_dict())
-        check_cut(sizes, layout)
-        install_cpu_shim()
+        self._laid_out = lay_out_model(self._rank.spec.model)
+        model = self._keep_configuration(self._laid_out.model)
+        self._sizes = megatron_dimensions(model.config.to_dict())
+        check_cut(self._sizes, layout)
+        install_shims()
         join_groups(layout)
-        network = make_network(sizes, layout, coordinates, model.model.rotary_emb)
+        self._network = make_network(self._sizes, layout, coordinates, model.model.rotary_emb)
         if self._rank.spec.activation_checkpointing:
-            checkpoint_activations(network.decoder.layers)
-        self._chunk = DistributedDataParallel(
-            network.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=True,
-                pad_buckets_for_high_nccl_busbw=layout.dp * layout.cp > PADDED_FROM_RANKS,
-            ),
-            network,
-        )
-        self._buffers = [*self._chunk.buffers, *self._chunk.expert_parallel_buffers]
-        pieces = pieces_by_parameter(sizes, layout, coordinates)
-        names = {parameter: name for name, parameter in network.named_parameters()}
+            checkpoint_activations(self._network.decoder.layers)
+        # This one is on `meta`, and says where each parameter will be in the buffers.
+        _, buffers = self._distributed(lambda elements: torch.zeros(elements, device="meta"))
+        self._pieces = pieces_by_parameter(self._sizes, layout, coordinates)
+        names = {parameter: name for name, parameter in self._network.named_parameters()}
         self._state = MegatronState(
-            [self._plan(buffer, pieces, names) for buffer in self._buffers],
+            [self._plan(buffer, self._pieces, names) for buffer in buffers],
             reduces=layout.dp * layout.cp > 1
-            or (layout.pp > 1 and sizes.is_tied)
-            or (layout.tp > 1 and sizes.has_qk_norm),
+            or (layout.pp > 1 and self._sizes.is_tied)
+            or (layout.tp > 1 and self._sizes.has_qk_norm),
+            make_arena=self._rank.device.make_arena,
         )
-        self._move_in()
-        _copy_in(network, pieces, dict(model.named_parameters()))
+
+    def materialise(self) -> None:
+        self._state.bind()
+        place_parameters(self._network, self._rank.device.torch_device)
+        pairs = zip(self._state.parameters, self._state.scratch, strict=True)
+        memory = chain.from_iterable(pairs)
+        self._chunk, _ = self._distributed(lambda _: next(memory))
+        self._read_weights()
+        self._laid_out.forget()
+        layout, coordinates = self._rank.layout, self._rank.coordinates
         self._pipeline = Pipeline(
-            self._chunk, vocabulary=sizes.vocabulary, is_last=coordinates.pp == layout.pp - 1
+            self._chunk,
+            vocabulary=self._sizes.vocabulary,
+            is_last=coordinates.pp == layout.pp - 1,
+            place=self._rank.device.place,
         )
 
     def before_offload(self) -> None:
@@ -132,27 +139,28 @@ class MegatronModel(TrainingModel):
             return False
         return self._rank.coordinates.tp == 0 or not is_replicated(pieces)
 
-    def _move_in(self) -> None:
-        """Replace Megatron's buffers, and all views of them, by views of the arena."""
-        for index, buffer in enumerate(self._buffers):
-            buffer.param_data = self._state.parameters[index]
-            buffer.grad_data = self._state.scratch[index]
-            for parameter, (first, last, _) in buffer.param_index_map.items():
-                parameter.data = buffer.param_data[first:last].view(parameter.shape)
-                parameter.main_grad = buffer.grad_data[first:last].view(parameter.shape)
-            for bucket in buffer.buckets:
-                end = bucket.offset + bucket.grad_data.numel()
-                bucket.param_data = buffer.param_data[bucket.offset : end]
-                bucket.grad_data = buffer.grad_data[bucket.offset : end]
+    def _distributed(self, memory: Callable[[int], torch.Tensor]) -> tuple[Any, list[Any]]:
+        """Megatron's data parallelism with its buffers in `memory`, as for `buffers_in`, which the
+        network's parameters become views of. Returns it and the buffers."""
+        layout = self._rank.layout
+        with buffers_in(memory):
+            chunk = DistributedDataParallel(
+                self._network.config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=True,
+                    pad_buckets_for_high_nccl_busbw=layout.dp * layout.cp > PADDED_FROM_RANKS,
+                ),
+                self._network,
+            )
+        return chunk, [*chunk.buffers, *chunk.expert_parallel_buffers]
 
-
-def _copy_in(
-    network: Any, pieces: dict[str, tuple[ParameterPiece, ...]], source: dict[str, Any]
-) -> None:
-    """Copy the Hugging Face model's values to a rank's parameters."""
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            flat = parameter.data.view(-1)
-            for piece in pieces[name]:
-                home = flat[piece.start : piece.start + piece.elements]
-                home.copy_(source[piece.name][piece.index].reshape(-1))
+    def _read_weights(self) -> None:
+        """Read this rank's boxes of the Hugging Face model."""
+        homes = [
+            (piece, parameter.data.view(-1)[piece.start : piece.start + piece.elements])
+            for name, parameter in self._network.named_parameters()
+            for piece in self._pieces[name]
+        ]
+        for piece, home in sorted(homes, key=lambda each: each[0].name):
+            home.copy_(self._laid_out.read(piece.name, piece.index).reshape(-1))

@@ -1,6 +1,6 @@
 """One rank of Megatron's GPT model for a Hugging Face configuration, on packed rows.
 
-Its parameters are uninitialised; `plexrl.worker.training.megatron.model` fills them.
+Its parameters are on `meta`; `plexrl.worker.training.megatron.model` gives them memory and values.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.model.dimensions import Dimensions
 from plexrl.model.layout import padded_vocabulary
 from plexrl.model.parallelism import Coordinates, Parallelism
+from plexrl.worker.models import parameters_on_meta
 from plexrl.worker.training.megatron.attention import PackedAttention
 
 
@@ -60,16 +61,32 @@ def make_network(
         normalization="RMSNorm",
     )
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    return Network(
-        rotary.inv_freq.float(),
-        config=_transformer_config(sizes, layout),
-        transformer_layer_spec=spec,
-        vocab_size=padded_vocabulary(sizes, layout),
-        max_sequence_length=1,
-        pre_process=coordinates.pp == 0,
-        post_process=coordinates.pp == layout.pp - 1,
-        share_embeddings_and_output_weights=sizes.is_tied,
-    )
+    with parameters_on_meta():
+        return Network(
+            rotary.inv_freq.float(),
+            config=_transformer_config(sizes, layout),
+            transformer_layer_spec=spec,
+            vocab_size=padded_vocabulary(sizes, layout),
+            max_sequence_length=1,
+            pre_process=coordinates.pp == 0,
+            post_process=coordinates.pp == layout.pp - 1,
+            share_embeddings_and_output_weights=sizes.is_tied,
+        )
+
+
+def place_parameters(network: Network, device: torch.device) -> None:
+    """Replace the parameters by zeros on the device, each of which takes the memory of one number,
+    and move the buffers there. Megatron's attributes of parameters are kept."""
+    for module in network.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                zeros = torch.zeros((), dtype=parameter.dtype, device=device)
+                placed = torch.nn.Parameter(zeros.expand(parameter.shape))
+                placed.__dict__.update(parameter.__dict__)
+                module._parameters[name] = placed
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def _transformer_config(sizes: Dimensions, layout: Parallelism) -> TransformerConfig:
@@ -101,9 +118,9 @@ def _transformer_config(sizes: Dimensions, layout: Parallelism) -> TransformerCo
         qk_layernorm=sizes.has_qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # The values are copied from the Hugging Face model.
+        # Parameters are placed and read later; otherwise Megatron would allocate them on a GPU.
         perform_initialization=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,

@@ -3,7 +3,8 @@
 Shapes: B rows, L tokens of the longest row; T tokens of all rows.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import pad
@@ -35,6 +36,21 @@ class PackedRows:
     """Index in `[B, L]`, flattened, of the result of each of `predicts`."""
     shape_BL: tuple[int, int]
     row_map: RowMap
+
+    def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> "PackedRows":
+        """The same rows with all tensors where `place` puts them."""
+        positions_CT = self.row_map.positions_CT
+        if positions_CT is not None:
+            positions_CT = place(positions_CT)
+        return replace(
+            self,
+            tokens_T=place(self.tokens_T),
+            positions_T=place(self.positions_T),
+            targets_T=place(self.targets_T),
+            predicts=place(self.predicts),
+            result_index=place(self.result_index),
+            row_map=replace(self.row_map, positions_CT=positions_CT),
+        )
 
     def unpacked(self, values_T: torch.Tensor) -> torch.Tensor:
         """Results as `[B, L]`, 0 where there is none; with a graph."""

@@ -4,7 +4,7 @@ Shapes: B rows, L tokens of the longest row; T tokens of all rows; V size of a t
 the vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,18 +20,26 @@ from plexrl.worker.training.model import LossOfBatch
 class Pipeline:
     """One pipeline stage, with one tensor rank's part of the vocabulary."""
 
-    def __init__(self, chunk: Any, *, vocabulary: int, is_last: bool) -> None:
-        """`chunk` is Megatron's DistributedDataParallel; `vocabulary` is the size without
-        padding."""
+    def __init__(
+        self,
+        chunk: Any,
+        *,
+        vocabulary: int,
+        is_last: bool,
+        place: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """`chunk` is Megatron's DistributedDataParallel; `vocabulary` is the size without padding.
+        `place` copies a tensor to the device."""
         self._chunk = chunk
         self._vocabulary = vocabulary
         self._is_last = is_last
+        self._place = place
         self._context_rank = parallel_state.get_context_parallel_rank()
         self._context_ranks = parallel_state.get_context_parallel_world_size()
         self._run = get_forward_backward_func()
 
     def run(self, batches: Sequence[MicroBatch], loss: LossOfBatch | None) -> list[torch.Tensor]:
-        """Logprobs `[B, L]` of every micro-batch, on the CPU; zeros before the last stage.
+        """Logprobs `[B, L]` of every micro-batch, on its device; zeros before the last stage.
 
         With `loss`, gradients are added to every parameter's `main_grad`.
         """
@@ -50,15 +58,17 @@ class Pipeline:
             def finish(logits_1TV: torch.Tensor) -> tuple[Any, torch.Tensor, None]:
                 logprobs_T = self._logprobs(logits_1TV[0], packed_rows.targets_T)
                 logprobs_BL = packed_rows.unpacked(logprobs_T)
-                found.append(logprobs_BL.detach().cpu())
+                found.append(logprobs_BL.detach())
                 value = logprobs_BL if loss is None else loss(logprobs_BL, batch)
-                return value, torch.zeros((), dtype=torch.int), None
+                return value, torch.zeros((), dtype=torch.int, device=value.device), None
 
             return output, finish
 
         def packed() -> Iterator[tuple[MicroBatch, PackedRows]]:
             for batch in batches:
-                yield batch, pack_rows(batch, self._context_rank, self._context_ranks)
+                # Packed on the CPU: indices and lengths need no copy from the device.
+                rows = pack_rows(batch.on_host, self._context_rank, self._context_ranks)
+                yield batch, rows.placed(self._place)
 
         # A schedule takes one step function for the whole batch, and an iterator of micro-batches.
         with torch.set_grad_enabled(loss is not None):
@@ -71,7 +81,10 @@ class Pipeline:
                 micro_batch_size=1,
                 forward_only=loss is None,
             )
-        return found or [torch.zeros(batch.tokens_BL.shape) for batch in batches]
+        return found or [
+            batch.tokens_BL.new_zeros((), dtype=torch.float32).expand(batch.tokens_BL.shape)
+            for batch in batches
+        ]
 
     def _logprobs(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
         first = parallel_state.get_tensor_model_parallel_rank() * logits_TV.shape[1]

@@ -15,13 +15,14 @@ If nothing has to be reduced, gradients and scratch are the same memory. Megatro
 step is AdamW on flat ranges, so torch's kernel is used instead.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.arena_tensors import (
@@ -33,7 +34,7 @@ from plexrl.worker.state.arena_tensors import (
     whole_box,
 )
 from plexrl.worker.state.host.optimizer import adam_of_torch
-from plexrl.worker.training.flat_state import MOMENTS, STEP
+from plexrl.worker.training.flat_state import MOMENTS, STEP, sum_of_squares
 from plexrl.worker.training.megatron.parameter_pieces import cut
 
 
@@ -62,16 +63,26 @@ class BufferPlan:
 
 
 class MegatronState:
-    """The arena, its slices and the optimizer. Everything is zero at first."""
+    """The arena, its slices and the optimizer. Everything is zero at first. Only `slices` and
+    `arena` may be used before `bind`."""
 
     host_arena = None
 
-    def __init__(self, buffers: Sequence[BufferPlan], *, reduces: bool) -> None:
-        """Without `reduces`, a share is a whole bucket, and gradients and scratch share memory."""
+    def __init__(
+        self,
+        buffers: Sequence[BufferPlan],
+        *,
+        reduces: bool,
+        make_arena: Callable[[int], WorkerArena] = Arena,
+    ) -> None:
+        """Without `reduces`, a share is a whole bucket, and gradients and scratch share memory.
+        Only addresses are reserved: nothing is written."""
         self._buffers = buffers
         self._layout = ArenaLayout()
-        homes = [self._lay_out(plan, [(0, plan.elements)], StatePart.PARAMETER) for plan in buffers]
-        owned = {
+        self._homes = [
+            self._lay_out(plan, [(0, plan.elements)], StatePart.PARAMETER) for plan in buffers
+        ]
+        self._owned_starts = {
             name: [self._lay_out(plan, plan.shares, part, suffix) for plan in buffers]
             for name, part, suffix in (
                 ("grad", StatePart.GRADIENT, ""),
@@ -80,18 +91,25 @@ class MegatronState:
         }
         self._step_slice = self._layout.add(STEP, whole_box(()))
         self._scratch_start = self._layout.nbytes
-        scratch = owned["grad"]
+        self._scratch_starts = self._owned_starts["grad"]
         if reduces:
-            scratch = [self._layout.skip(plan.elements) for plan in buffers]
-        self.arena = Arena(self._layout.nbytes)
-        self.parameters = self._spans(homes, [plan.elements for plan in buffers])
-        self.scratch = self._spans(scratch, [plan.elements for plan in buffers])
+            self._scratch_starts = [self._layout.skip(plan.elements) for plan in buffers]
         self._reduces = reduces
-        sizes = [sum(last - first for first, last in plan.shares) for plan in buffers]
-        self._owned = {name: self._spans(starts, sizes) for name, starts in owned.items()}
+        self.arena = make_arena(self._layout.nbytes)
+
+    def bind(self) -> None:
+        """Make the tensors in the arena, which has memory now. They stay valid when the memory
+        comes and goes."""
+        whole_buffers = [plan.elements for plan in self._buffers]
+        shares = [sum(last - first for first, last in plan.shares) for plan in self._buffers]
+        self.parameters = self._spans(self._homes, whole_buffers)
+        self.scratch = self._spans(self._scratch_starts, whole_buffers)
+        self._owned = {
+            name: self._spans(starts, shares) for name, starts in self._owned_starts.items()
+        }
         self._counted = [
             flat[first:last]
-            for plan, flat in zip(buffers, self.gradients, strict=True)
+            for plan, flat in zip(self._buffers, self.gradients, strict=True)
             for first, last in _counted(plan)
         ]
 
@@ -121,7 +139,7 @@ class MegatronState:
 
     def squared_gradients(self) -> torch.Tensor:
         """Sum of squares over the gradients that this rank counts, a scalar."""
-        return torch.stack([part.square().sum() for part in self._counted]).sum()
+        return sum_of_squares(self._counted)
 
     def step(self, params: AdamParams) -> None:
         """One AdamW step of this rank's shares."""
