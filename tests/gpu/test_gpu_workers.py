@@ -4,19 +4,36 @@ import numpy as np
 import pytest
 import torch
 
+from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.process.backend import Backend
 from plexrl.worker.state.device import GpuDevice
-from tests.statemanager.device.test_emulated_workers import ENGINE, REFERENCE, TRAINER, Rank, on_cpu
+from tests.statemanager.device.test_emulated_workers import (
+    DEEPSPEED,
+    ENGINE,
+    MEGATRON,
+    REFERENCE,
+    TRAINER,
+    Rank,
+    on_cpu,
+)
 
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.filterwarnings("ignore")  # of the libraries, when they are imported
+@pytest.mark.parametrize(
+    "spec",
+    [TRAINER, DEEPSPEED, MEGATRON],
+    ids=lambda spec: spec.backend,
+)
 def test_a_trainer_takes_the_same_steps_as_on_the_cpu(
-    node: StateManagerConfig, device: GpuDevice
+    node: StateManagerConfig, device: GpuDevice, spec: DeploymentSpec
 ) -> None:
-    rank = Rank(TRAINER, node, device)
+    if spec.backend != "fsdp":
+        pytest.importorskip({"deepspeed": "deepspeed", "megatron": "megatron.core"}[spec.backend])
+    rank = Rank(spec, node, device)
     rank.move(OperationKind.LOAD, 0)
     rank.train()
     moved = rank.move(OperationKind.OFFLOAD, 1)
@@ -30,7 +47,9 @@ def test_a_trainer_takes_the_same_steps_as_on_the_cpu(
         for _ in range(2):
             Rank.of(backend).train()
 
+    # All backends agree on the CPU, and Megatron computes on the GPU wherever there is one.
     wanted = Rank.of(on_cpu(TRAINER, twice)).state()
+    assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.allclose(found[name], value, atol=1e-3), name
 

@@ -4,21 +4,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
+import torch
 import torch.distributed as dist
 
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.layout import megatron_state_bytes
 from plexrl.model.lora import LoraSpec
 from plexrl.model.memory.device_memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, device_memory
-from plexrl.model.memory.state_terms import StateTerms, state_terms, tensors
+from plexrl.model.memory.state_terms import StateTerms, state_terms
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ModelSpec, parameter_count
 from plexrl.statemanager.client.arena import Arena
 from plexrl.worker.process.backend_factory import make_backend
-from plexrl.worker.training.deepspeed.partitions import partition
+from plexrl.worker.training.deepspeed import model as deepspeed
 from plexrl.worker.training.fsdp.model import FsdpModel
 from plexrl.worker.training.model import TrainingRank
 
@@ -155,16 +157,59 @@ def test_a_cache_has_the_blocks_of_its_budget_or_what_the_engine_chooses() -> No
     assert default == (32 * 256 + 1) * block
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_zero_2_owns_one_of_equal_partitions(count: int) -> None:
-    spec = deployment("train", "deepspeed", model("qwen3_moe"), parallelism=Parallelism(dp=count))
-    shapes = {
-        f"{index}/{copy}": each.shape
-        for index, each in enumerate(tensors(spec.model.dimensions, "causal"))
-        for copy in range(each.count)
-    }
-    # What `DeepSpeedModel` lays out, with a few rows of padding.
-    assert state_terms(spec).weights == pytest.approx(4 * partition(shapes, count).size, rel=0.05)
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize(("count", "optimizer"), [(1, "device"), (1, "host"), (3, "device")])
+def test_deepspeed_s_arena_is_the_sum_of_its_terms(
+    architecture: str,
+    count: int,
+    optimizer: str,
+    fake_ranks: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_ranks(count)
+    # Its kernel is compiled, and steps no arena of this test.
+    monkeypatch.setattr(deepspeed, "CpuAdam", Mock())
+    layout = Parallelism(dp=count)
+    of = model(architecture)
+    spec = deployment("train", "deepspeed", of, parallelism=layout, optimizer=optimizer)
+    trainer = deepspeed.DeepSpeedModel(TrainingRank(spec=spec, rank=0))
+    trainer.lay_out()
+    # Every partition has the rows of padding that the largest cut of a parameter needs.
+    padding = 0 if count == 1 else 0.05 * trainer.arena.nbytes
+    wanted = pytest.approx(trainer.arena.nbytes, abs=4096 + padding)
+    assert in_arena(state_terms(spec)) == wanted
+
+
+def test_deepspeed_gathers_in_the_dtype_of_the_computation() -> None:
+    spec = deployment("train", "deepspeed", model())
+    whole, half = (
+        state_terms(replace(spec, compute_dtype=each)).gathered for each in ("float32", "bfloat16")
+    )
+    assert whole == 2 * half == 8 * parameter_count(spec.model)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Parallelism(), Parallelism(dp=2), Parallelism(dp=2, tp=2), Parallelism(dp=4, ep=2)],
+)
+@pytest.mark.filterwarnings("ignore")  # of megatron-core, when it is imported
+def test_megatron_s_arena_is_the_sum_of_its_terms(
+    layout: Parallelism, fake_ranks: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import parallel_state
+
+    from plexrl.worker.training.megatron.model import MegatronModel
+
+    for name in ("current_device", "current_stream", "synchronize"):
+        # Megatron's shims replace these for a whole process.
+        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
+    fake_ranks(layout.world_size)
+    of = model("qwen3_moe", moe_intermediate_size=32) if layout.ep > 1 else model("qwen2")
+    spec = deployment("train", "megatron", of, parallelism=layout)
+    trainer = MegatronModel(TrainingRank(spec=spec, rank=0))
+    trainer.lay_out()
+    parallel_state.destroy_model_parallel()
+    assert in_arena(state_terms(spec)) == pytest.approx(trainer.arena.nbytes, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -97,12 +97,13 @@ def _trained(spec: DeploymentSpec, shard: int, gathered: int) -> StateTerms:
 
 
 def _deepspeed(spec: DeploymentSpec) -> StateTerms:
-    """ZeRO-2: a rank owns an equal partition of the state; the model computes from a whole float32
-    copy, and gradients are reduced in a bucket. ZeRO-Offload: the moments are in host memory."""
-    parameters = parameter_count(spec.model)
+    """ZeRO-2: a rank owns an equal partition of the state; the model computes from a whole copy in
+    the dtype of the computation, in which gradients are reduced in a bucket. ZeRO-Offload: the
+    moments are in host memory."""
+    parameters, compute = parameter_count(spec.model), WEIGHT_BYTES[spec.compute_dtype]
     partition = _up(-(-parameters * 4 // spec.layout.dp))
-    bucket = min(parameters, BUCKET_ELEMENTS_MAX) * 4
-    return _trained(spec, partition, parameters * 4 + bucket)
+    bucket = min(parameters, BUCKET_ELEMENTS_MAX)
+    return _trained(spec, partition, (parameters + bucket) * compute)
 
 
 def _megatron(spec: DeploymentSpec) -> StateTerms:

@@ -53,8 +53,7 @@ def make_backend(
     if device.uuid and (spec.kind, spec.backend) not in ON_GPUS:
         raise InvalidRequestError(
             f"backend {spec.backend!r} of a {spec.kind} deployment computes on the CPU only: use "
-            "backend fsdp for train and torch for rollout and forward on this node, or join it "
-            "with --gpus"
+            "backend torch on this node, or join it with --gpus"
         )
     match spec.kind, spec.backend:
         case "train", _:

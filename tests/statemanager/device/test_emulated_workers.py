@@ -224,11 +224,16 @@ class Rank:
         return np.asarray(self.backend.run(call).arrays["logprobs"])
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{piece.key.part}/{piece.key.name}": view(self.backend.arena, piece).clone()
-            for piece in self.backend.slices()
-            if piece.key.part != StatePart.GRADIENT
-        }
+        """Whole tensors, which a backend may keep in several boxes."""
+        found: dict[str, torch.Tensor] = {}
+        for piece in self.backend.slices():
+            if piece.key.part == StatePart.GRADIENT:
+                continue
+            value, name = view(self.backend.arena, piece), f"{piece.key.part}/{piece.key.name}"
+            whole = found.setdefault(name, value.new_full(piece.global_shape, torch.nan))
+            ranges = zip(piece.offset, piece.shape, strict=True)
+            whole[tuple(slice(first, first + extent) for first, extent in ranges)] = value
+        return found
 
     def close(self) -> None:
         self._client.close()
