@@ -74,10 +74,7 @@ class CpuArena:
         """See `WorkerArena.detach`; afterwards the arena reads as zero."""
         if not self._is_read_only:
             # Read-only memory is shared with other arenas, which may need it after it is evicted.
-            for (start, _), segment in zip(
-                _address_ranges(self.segments, self.address), self.segments, strict=True
-            ):
-                self._returned.keep(segment, start)
+            self._returned.keep(self.segments, self.address)
         map_zero(self._reserved_bytes, self.address)
         _close(self.segments)
         self.segments = ()

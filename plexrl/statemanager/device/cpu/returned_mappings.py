@@ -8,6 +8,7 @@ meanwhile, and frees its pages for all when it no longer needs them.
 """
 
 import os
+from collections.abc import Sequence
 
 from plexrl.statemanager.device.backend import Segment
 from plexrl.statemanager.device.mapping import map_over, move_pages, reserve_aligned, unmap
@@ -27,17 +28,23 @@ class ReturnedMappings:
         self.nbytes = 0
         """Memory that is mapped."""
 
-    def keep(self, segment: Segment, address: int) -> None:
-        """Move a segment's pages away from `address`, if the kernel can, so that the caller may
-        replace the mapping there."""
-        parked = reserve_aligned(segment.nbytes)
-        try:
-            move_pages(address, segment.nbytes, parked)
-        except OSError:
-            unmap(parked, segment.nbytes)
+    def keep(self, segments: Sequence[Segment], address: int) -> None:
+        """Move the pages of adjacent segments away from `address`, if the kernel can, so that the
+        caller may replace the mappings there."""
+        nbytes = sum(segment.nbytes for segment in segments)
+        if not nbytes:
             return
-        self._kept[_file(segment)] = (parked, segment.nbytes)
-        self.nbytes += segment.nbytes
+        parked = reserve_aligned(nbytes)
+        end = parked + nbytes
+        for segment in segments:
+            try:
+                move_pages(address, segment.nbytes, parked)
+            except OSError:
+                unmap(parked, end - parked)
+                break
+            self._kept[_file(segment)] = (parked, segment.nbytes)
+            self.nbytes += segment.nbytes
+            address, parked = address + segment.nbytes, parked + segment.nbytes
         while self.nbytes > self._bytes_max:
             self._drop(next(iter(self._kept)))
 
