@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.sizes import sized
 from plexrl.statemanager.transfer.copy.mapped_memory import address_of
 
@@ -90,6 +92,17 @@ class Memcpy:
         """A copy of everything in blocks, on so many threads."""
         return lambda: timed(lambda: self._copy(self._addresses[0], threads))
 
+    def changed_work(self, threads: int) -> Work:
+        """The same of memory that was just changed, part of which the CPU's caches have to write
+        back yet."""
+        words = np.frombuffer(self._maps[1], dtype=np.uint32)
+
+        def copy() -> Seconds:
+            np.add(words, 1, out=words)
+            return timed(lambda: self._copy(self._addresses[0], threads))
+
+        return copy
+
     def fresh_work(self, threads: int) -> Work:
         """The same into a new memory file, which is given back at the end."""
 
@@ -127,11 +140,12 @@ def _memory_file(nbytes: int) -> mmap.mmap:
 def fio(directory: Path, kind: str, nbytes: int, depth: int) -> Work | None:
     """`fio` past the page cache in blocks of 4 MiB; None where it is not installed.
 
-    `kind` is `read` or `write`; a write is to a new file and synced at its end, as ours are.
+    `kind` is `read` or `write`; a write is to a new file and synced at its end, as ours are. A read
+    is of what the last write in `directory` wrote.
     """
     if shutil.which("fio") is None:
         return None
-    path = directory / f"fio.{kind}"
+    path = directory / "fio"
 
     def run() -> Seconds:
         if kind == "write":

@@ -72,7 +72,10 @@ def _round_trips() -> Figures:
     try:
         with daemon() as served, _echo() as bare:
             agent = served.client()
-            asks = {"bare_echo": bare, "control": partial(agent.request, Confirm())}
+            asks: dict[str, Callable[[], object]] = {
+                "bare_echo": bare,
+                "control": partial(agent.request, Confirm()),
+            }
             for _ in range(ROUNDS):
                 for place, core in zip(PLACES, (theirs, ours), strict=True):
                     os.sched_setaffinity(0, {core})
