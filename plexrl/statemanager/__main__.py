@@ -29,6 +29,7 @@ with rare_collections():
     from plexrl.statemanager.observe.health import Health
     from plexrl.statemanager.observe.http import ObservationServer
     from plexrl.statemanager.store.store import Store
+    from plexrl.statemanager.store.tiers.host.numa import nodes_near
     from plexrl.statemanager.transfer.transport.nixl import NixlLender
     from plexrl.statemanager.transfer.transport.tcp.server import TcpServer
 
@@ -70,6 +71,7 @@ def main() -> None:
         config,
         on_map=devices.register_host if pins else None,
         on_unmap=devices.unregister_host if pins else None,
+        memory_nodes=nodes_near(devices.pci_addresses()),
     )
 
     async def serve(stop: asyncio.Event) -> None:

@@ -67,6 +67,9 @@ class EmulatedCuda:
     def uuids(self) -> tuple[str, ...]:
         return tuple(f"GPU-{self.name}-{device}" for device in range(self._devices))
 
+    def pci_addresses(self) -> tuple[str, ...]:
+        return tuple(f"0000:{device + 0xAA:02X}:00.0" for device in range(self._devices))
+
     def memory_info(self) -> tuple[int, int]:
         return self._device_bytes - self.taken_bytes(self._entered()), self._device_bytes
 

@@ -85,6 +85,7 @@ def _show(found: dict[str, Any]) -> None:
         "used": lambda tier: size_text(found[f"{tier}_bytes"]),
         "bound": lambda tier: size_text(found[f"{tier}_bytes_max"]),
         "in use": lambda tier: f"{found[f'{tier}_bytes'] / found[f'{tier}_bytes_max']:.0%}",
+        "resident": lambda tier: _resident(found) if tier == "host" else "",
     }
     print_records(f"StateManager of {found['node']}", tiers, ("host", "nvme"))
     versions: Cells = {
@@ -108,6 +109,12 @@ def _show(found: dict[str, Any]) -> None:
     print_table("Tenants", ("tenant", "in host", "on NVMe"), tenants)
     moves: Cells = {"kind": "kind", "owner": "who", "for": lambda move: f"{move['seconds']:.1f} s"}
     print_records(f"Moves ({found['moves_waiting']} queued)", moves, found["moves"])
+
+
+def _resident(found: dict[str, Any]) -> str:
+    """Memory of the host tier that was used or prefaulted, of what is to be prefaulted."""
+    resident, wanted = found["host_resident_bytes"], found["host_prefault_bytes"]
+    return size_text(resident) + (f" of {size_text(wanted)}" if resident < wanted else "")
 
 
 def _fields(config: Path | None) -> dict[str, Any]:

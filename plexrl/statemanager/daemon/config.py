@@ -54,7 +54,8 @@ class StateManagerConfig:
     segment_bytes_max: int = 1 << 30
     """Maximum size of a host-tier segment file. Files start small and double up to it."""
     memory_node: int | None = None
-    """NUMA node that the host tier prefers; absent: interleave over all nodes."""
+    """NUMA node that the host tier prefers; absent: interleave over the nodes to which the GPUs are
+    attached, or over all."""
     data_threads: int | None = None
     """Threads per copy between memories; absent: one per core, at most 4."""
     nvme_queue_depth: int = 8

@@ -110,6 +110,10 @@ class DeviceBackend(Protocol):
         """
         ...
 
+    def pci_addresses(self) -> tuple[str, ...]:
+        """Address of each device on the PCI bus; none on a CPU node."""
+        ...
+
     def usage(self, device: int) -> DeviceUsage:
         """Current memory usage. Raises DeviceError: the device can no longer be used."""
         ...

@@ -47,7 +47,7 @@ class Health:
         ]
         if (
             # Allocations fail when the pool is full, which the catalog's count may not show.
-            self._store.pool_used_bytes() >= FULL * config.host_bytes
+            self._store.pool_bytes()[0] >= FULL * config.host_bytes
             and self._store.used_bytes(TierName.NVME) >= FULL * config.nvme_bytes
         ):
             found.append(

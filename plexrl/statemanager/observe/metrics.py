@@ -57,6 +57,10 @@ class DaemonCollector(Collector):
             bound.add_metric([tier.value], limit)
         yield used
         yield bound
+        _, resident = store.pool_bytes()
+        yield _gauge("host_resident_bytes", "Host tier used or prefaulted.", resident)
+        wanted = config.host_prefault_bytes
+        yield _gauge("host_prefault_bytes", "Host tier to prefault at start.", wanted)
         arenas = _labelled("arena_bytes", "Device memory of workers' arenas.", "job")
         by_job: Counter[str] = Counter()
         for (deployment, _), nbytes in self._services.registry.resident_bytes().items():

@@ -69,11 +69,12 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
         on_map: OnMap | None = None,
         on_unmap: OnMap | None = None,
+        memory_nodes: Sequence[int] = (),
     ) -> None:
         """Lock the directories of `config` and recover the versions in them.
 
-        `clock` is the clock of `expect_use`. `on_map` and `on_unmap` are called for memory that a
-        device may want pinned.
+        `clock` is that of `expect_use`. `on_map` and `on_unmap` are called for memory that a device
+        may want pinned; `memory_nodes` are near it, unless `config` names one.
 
         Raises:
             ConflictError: another daemon uses one of the directories.
@@ -85,7 +86,7 @@ class Store:
             host.directory,
             config.host_bytes,
             segment_bytes_max=config.segment_bytes_max,
-            memory_node=config.memory_node,
+            memory_nodes=memory_nodes if config.memory_node is None else (config.memory_node,),
             on_map=on_map,
             on_unmap=on_unmap,
         )
@@ -358,9 +359,9 @@ class Store:
         with self._catalog.lock:
             return self._catalog.used_bytes[tier]
 
-    def pool_used_bytes(self) -> int:
-        """Used bytes of the host tier's memory pool, including other files in the directory."""
-        return self._pool.used_bytes + self._pool.other_bytes
+    def pool_bytes(self) -> tuple[int, int]:
+        """(used with other files in the directory, used or prefaulted) of the host tier's pool."""
+        return self._pool.used_bytes + self._pool.other_bytes, self._pool.resident_bytes
 
     @property
     def replicas(self) -> ReplicaCounters:

@@ -153,6 +153,8 @@ def test_metrics_report_moves_refusals_and_versions(
     assert figures["version_bytes", ("job", "state", "", "host")] == nbytes
     assert figures["tier_bytes", ("host",)] >= nbytes
     assert figures["tier_bytes_max", ("nvme",)] == 256 * MIB
+    assert figures["host_resident_bytes", ()] >= nbytes
+    assert figures["host_prefault_bytes", ()] == 0
     assert figures["arena_bytes", ("job",)] == shard.arena.resident_bytes()
     assert figures["connections", ()] == 1
     assert figures["moves_running", ()] == figures["moves_waiting", ()] == 0

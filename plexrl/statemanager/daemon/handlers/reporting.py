@@ -50,6 +50,8 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
             "node": config.node,
             "host_bytes": store.used_bytes(TierName.HOST),
             "host_bytes_max": config.host_bytes,
+            "host_resident_bytes": store.pool_bytes()[1],
+            "host_prefault_bytes": config.host_prefault_bytes,
             "nvme_bytes": store.used_bytes(TierName.NVME),
             "nvme_bytes_max": config.nvme_bytes,
             "device": asdict(caller.services.devices.usage(0)),

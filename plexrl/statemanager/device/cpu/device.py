@@ -210,6 +210,9 @@ class CpuDevice:
     def release_idle(self, device: int) -> None:
         """See `DeviceBackend.release_idle`; prefaulted memory is kept for the next workers."""
 
+    def pci_addresses(self) -> tuple[str, ...]:
+        return ()
+
     def index_of(self, uuid: str) -> int:
         raise DeviceUnavailableError(f"this StateManager has CPU memory only, and no GPU {uuid!r}")
 

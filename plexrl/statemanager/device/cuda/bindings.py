@@ -70,11 +70,15 @@ class BoundDriver:
         self._call("cuCtxSetCurrent", self._context(device))
 
     def uuids(self) -> tuple[str, ...]:
+        return device_names([self._call("cuDeviceGetUuid", each).bytes for each in self._devices()])
+
+    def pci_addresses(self) -> tuple[str, ...]:
+        found = [self._call("cuDeviceGetPCIBusId", 32, each) for each in self._devices()]
+        return tuple([text.split(b"\0")[0].decode() for text in found])
+
+    def _devices(self) -> list[Any]:
         self._initialise()
-        handles = [
-            self._call("cuDeviceGet", index) for index in range(self._call("cuDeviceGetCount"))
-        ]
-        return device_names([self._call("cuDeviceGetUuid", each).bytes for each in handles])
+        return [self._call("cuDeviceGet", at) for at in range(self._call("cuDeviceGetCount"))]
 
     def memory_info(self) -> tuple[int, int]:
         free, total = self._call("cuMemGetInfo")

@@ -144,6 +144,9 @@ class CudaDevices:
             _, left = self._idle[device].take((), 0)
         self._release(left)
 
+    def pci_addresses(self) -> tuple[str, ...]:
+        return self._driver.pci_addresses()
+
     def index_of(self, uuid: str) -> int:
         found = self._driver.uuids()
         if uuid not in found:

@@ -28,6 +28,10 @@ class CudaDriver(Protocol):
         """UUIDs of the devices that this process sees, by index, as `GPU-…`."""
         ...
 
+    def pci_addresses(self) -> tuple[str, ...]:
+        """Address of each of these devices on the PCI bus, such as `0000:18:00.0`."""
+        ...
+
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the entered device."""
         ...

@@ -22,12 +22,14 @@ from hypothesis.stateful import (
 )
 
 from plexrl.errors import StateTierFullError
+from plexrl.statemanager.device.cuda.device import CudaDevices
 from plexrl.statemanager.store.tiers.host.free_ranges import FreeRanges, Piece, subrange
-from plexrl.statemanager.store.tiers.host.numa import memory_nodes, set_memory_policy
+from plexrl.statemanager.store.tiers.host.numa import memory_nodes, nodes_near, set_memory_policy
 from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.host.segment import HostSegment
 from tests.examples import examples
 from tests.statemanager.conftest import MIB, wait_until
+from tests.statemanager.emulated_cuda import EmulatedCuda
 
 PAGE = 4096
 TENANTS = ("", "ours", "theirs")
@@ -366,15 +368,27 @@ def test_memory_nodes_are_read_from_the_system(tmp_path: Path) -> None:
     assert memory_nodes(tmp_path / "absent") == ()
 
 
+def test_memory_nodes_near_gpus_are_those_of_their_pci_devices(tmp_path: Path) -> None:
+    nodes = {"0000:aa:00.0": "1", "0000:ab:00.0": "1", "0000:ac:00.0": "0", "0000:ad:00.0": "-1"}
+    for address, node in nodes.items():
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "numa_node").write_text(f"{node}\n")
+    gpus = CudaDevices(EmulatedCuda("numa", devices=2)).pci_addresses()
+    assert nodes_near(gpus, tmp_path) == (1,)
+    assert nodes_near(nodes, tmp_path) == (0, 1)
+    assert nodes_near(["0000:ad:00.0", "0000:ff:00.0"], tmp_path) == (), "neither is known"
+
+
 def test_a_preference_for_a_node_is_accepted_by_the_kernel(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The test passes two nodes, because the machine may have only one."""
     pool = HostPool(directory, MIB)
     [piece] = pool.alloc(MIB, "ours")
-    set_memory_policy(pool.address(piece), piece.nbytes, node=0, nodes=(0, 1))
+    set_memory_policy(pool.address(piece), piece.nbytes, preferred=(0,), nodes=(0, 1))
     assert not caplog.records
-    set_memory_policy(pool.address(piece), piece.nbytes, node=1 << 9, nodes=(0, 1 << 9))
+    far = 1 << 9
+    set_memory_policy(pool.address(piece), piece.nbytes, preferred=(far,), nodes=(0, far))
     assert "could not be preferred" in caplog.text
     pool.close()
 

@@ -61,7 +61,7 @@ class HostPool:
         bytes_max: int,
         *,
         segment_bytes_max: int = 1 << 30,
-        memory_node: int | None = None,
+        memory_nodes: Sequence[int] = (),
         on_map: OnMap | None = None,
         on_unmap: OnMap | None = None,
     ) -> None:
@@ -69,12 +69,12 @@ class HostPool:
         `remove_unclaimed` once.
 
         With `on_map`, all pages of a segment are allocated before the call, and stay, so that the
-        memory can be pinned.
+        memory can be pinned. `memory_nodes`: NUMA nodes of the memory; none: all.
         """
         self.bytes_max = bytes_max
         self._directory = directory
         self._segment_bytes_max = segment_bytes_max
-        self._memory_node = memory_node
+        self._memory_nodes = tuple(memory_nodes)
         self._on_map, self._on_unmap = on_map, on_unmap
         self._lock = threading.Lock()
         self._faulted = threading.Condition(self._lock)
@@ -255,7 +255,7 @@ class HostPool:
             return
         segment = HostSegment(self._directory, number)
         self._segments[number] = segment
-        set_memory_policy(segment.address, segment.nbytes, node=self._memory_node)
+        set_memory_policy(segment.address, segment.nbytes, preferred=self._memory_nodes)
         free = self._free[None]
         cold = FreeRanges([segment.whole])
         for piece in segment.touched():
@@ -376,6 +376,8 @@ class HostPool:
     def _create(self, nbytes: int, tenant: str | None) -> None:
         segment = HostSegment(self._directory, self._numbers, nbytes)
         segment.owner = tenant
+        # Before its pages are allocated, which then lie where they should.
+        set_memory_policy(segment.address, nbytes, preferred=self._memory_nodes)
         try:
             if self._on_map is not None:
                 segment.fallocate(segment.whole)
@@ -384,7 +386,6 @@ class HostPool:
             raise
         self._numbers += 1
         self._segments[segment.number] = segment
-        set_memory_policy(segment.address, nbytes, node=self._memory_node)
         free = self._free[tenant]
         (free.cold if self._on_map is None else free.warm).add(segment.whole)
         self._pin(segment)
