@@ -19,7 +19,6 @@ from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.packing import MicroBatch
-from plexrl.worker.models import build_model
 from plexrl.worker.state.device import CPU, WorkerDevice
 
 if TYPE_CHECKING:
@@ -114,19 +113,15 @@ class TrainingModel(ABC):
 
     @abstractmethod
     def lay_out(self) -> None:
-        """Make the model, and give all its state an address in the arenas.
+        """Make the model without its weights, and give all its state an address in the arenas.
+        Nothing is written to the arenas, which have no memory yet."""
 
-        On a GPU nothing is written to the arenas, which have no memory yet. On the CPU they are
-        private until they get memory, so a framework may build the whole model in them.
-        """
-
+    @abstractmethod
     def materialise(self) -> None:
         """Write this rank's initial weights to the arenas, which have memory and read as zero.
 
-        The same spec gives the same bits on every start and every layout. Nothing to do if
-        `lay_out` has written them.
+        The same spec gives the same bits on every start and every layout.
         """
-        return
 
     def slices(self) -> tuple[StateSlice, ...]:
         """All state in the arenas, in arena order. Offsets in host memory begin at
@@ -180,10 +175,6 @@ class TrainingModel(ABC):
     def _squared_gradients(self) -> torch.Tensor:
         """Sum of squares over the gradients that this rank counts, a scalar."""
         return self._state.squared_gradients()
-
-    def _build_model(self) -> Any:
-        """The whole Hugging Face model, on the CPU; its configurations are kept."""
-        return self._keep_configuration(build_model(self._rank.spec.model))
 
     def _keep_configuration(self, model: Any) -> Any:
         """Keep a Hugging Face model's configurations; returns the model."""

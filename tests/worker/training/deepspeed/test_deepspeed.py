@@ -26,6 +26,14 @@ def test_a_node_without_deepspeed_says_what_to_install(monkeypatch: pytest.Monke
         model.lay_out()
 
 
+def test_free_memory_of_a_gpu_that_is_visible_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    from plexrl.worker.training.deepspeed.zero import OnlyGpu
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5c8f2d10-0000-0000-0000-000000000000")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5, 9))
+    assert OnlyGpu().available_memory() == 5
+
+
 def test_zero_needs_no_compiler_and_an_offload_frees_what_is_derived(tmp_path: Path) -> None:
     mp.start_processes(  # type: ignore[no-untyped-call, attr-defined]
         ranks.without_a_compiler, args=(str(tmp_path),), start_method="forkserver"
