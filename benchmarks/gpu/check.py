@@ -41,7 +41,7 @@ PYTEST = [
 PARTS: dict[str, tuple[int, list[str]]] = {
     "device": (90, [*PYTEST, "tests/statemanager"]),
     "workers": (60, [*PYTEST, "tests/gpu/test_gpu_workers.py"]),
-    "engines": (60, [*PYTEST, "tests/gpu/test_gpu_engines.py"]),
+    "engines": (60, [*PYTEST, "tests/gpu/test_gpu_engines.py", "tests/gpu/test_gpu_vllm.py"]),
     "switches": (110, [*PYTEST, "tests/gpu/test_gpu_switches.py"]),
     "benchmark": (100, ["-m", "benchmarks.gpu.switch", "--json"]),
     "rl": (150, ["-m", "benchmarks.gpu.rl", "--json"]),

@@ -78,7 +78,12 @@ def device_memory(spec: DeploymentSpec) -> DeviceMemory:
     terms = (
         *_state(state),
         MemoryTerm(name="gathered parameters", nbytes=state.gathered, is_allocated=True),
-        MemoryTerm(name="KV cache", nbytes=state.kv_cache),
+        MemoryTerm(
+            name="KV cache",
+            nbytes=state.kv_cache,
+            # The built-in engine's is in the arena.
+            is_allocated=spec.backend == "vllm",
+        ),
         MemoryTerm(name=ACTIVATIONS, nbytes=activation_bytes(spec), is_allocated=True),
         MemoryTerm(name="CUDA graphs", nbytes=graph_bytes(spec), stays=True, is_allocated=True),
         MemoryTerm(name="CUDA context", nbytes=CONTEXT_BYTES, stays=True),

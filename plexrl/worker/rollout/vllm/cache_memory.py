@@ -1,7 +1,8 @@
 """Frees the memory of vLLM's KV cache while it is empty.
 
-vLLM's own sleep mode does nothing on CPUs but reports success. This module resizes the allocations
-themselves, and reports how much memory they hold.
+vLLM's own sleep mode does nothing on CPUs but reports success, and on GPUs it keeps the weights in
+memory of its own. This module resizes the allocations themselves, and reports how much memory they
+hold. On a GPU torch keeps freed memory until `WorkerDevice.free_cached`.
 """
 
 from typing import Any
@@ -39,4 +40,5 @@ class CacheMemory:
         for storage, nbytes in zip(self._storages, self._sizes, strict=True):
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
-                torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+                empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                empty.set_(storage).zero_()

@@ -46,11 +46,13 @@ def start_engine(
     sequence_tokens_max: int,
     kv_token_bytes: int,
     kv_bytes_max: int | None,
+    on_gpu: bool = False,
 ) -> StartedEngine:
     """An engine for models like `model`; the caller loads the weights later.
 
     `kv_token_bytes`: cache bytes per token. `kv_bytes_max`: budget of the cache, of which
-    no more than the need of all slots is used; by default `KV_BYTES`, or one sequence.
+    no more than the need of all slots is used; by default `KV_BYTES`, or one sequence. `on_gpu`:
+    the engine is on the GPU that this process sees.
 
     Raises:
         InvalidRequestError: vLLM cannot run the model here, or the budget does not hold one
@@ -75,6 +77,8 @@ def start_engine(
                 max_num_batched_tokens=max(STEP_TOKENS_MAX, slots),
                 # vLLM reserves one block as the null block.
                 kv_cache_memory_bytes=(blocks + 1) * block_bytes,
+                # So much of a GPU must be free at the start; it does not size the cache.
+                **({"gpu_memory_utilization": 0.01} if on_gpu else {}),
             )
 
 

@@ -57,6 +57,8 @@ class ArenaWeights:
             parameter = parameters[name]
             joint = _joint([homes[part.name] for part in parts], parameter.data)
             if joint is None:
+                if not parameter.untyped_storage().nbytes():
+                    parameter.data = torch.empty_like(parameter.data)
                 self._copied += [(name, part.start, homes[part.name]) for part in parts]
             else:
                 parameter.data = self._shared[name] = joint
@@ -118,6 +120,12 @@ def watch_loading(model: "nn.Module", weights: Mapping[str, torch.Tensor]) -> li
         )
     _check_cover(pieces, parameters, weights)
     return [piece for found in pieces.values() for piece in sorted(found, key=lambda p: p.start)]
+
+
+def free_memory(model: "nn.Module") -> None:
+    """Free the parameters' memory: `ArenaWeights` gives them that of the arena."""
+    for parameter in model.parameters():
+        parameter.untyped_storage().resize_(0)
 
 
 def _is_plain_copy(source: torch.Tensor, whole: torch.Tensor, into: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,14 @@ from torch import nn
 from plexrl.errors import InvalidRequestError, StaleWeightsError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart
+from plexrl.worker.rollout.vllm.cache_memory import CacheMemory
 from plexrl.worker.rollout.vllm.probe import check_logprobs, probe_tokens
-from plexrl.worker.rollout.vllm.weights import ArenaWeights, WeightPiece, watch_loading
+from plexrl.worker.rollout.vllm.weights import (
+    ArenaWeights,
+    WeightPiece,
+    free_memory,
+    watch_loading,
+)
 from plexrl.worker.state.arena_tensors import ArenaLayout, view, whole_box
 
 Loader = Callable[[Any, dict[str, torch.Tensor]], None]
@@ -70,6 +77,31 @@ def test_the_copies_of_a_load_say_where_each_weight_goes() -> None:
         ("ab", 0, "a", 3 * WIDE),
         ("ab", 3 * WIDE, "b", 2 * WIDE),
     ]
+
+
+@pytest.mark.parametrize("inputs", [WIDE, WIDE - 1])
+def test_parameters_whose_memory_was_freed_get_the_weights_again(inputs: int) -> None:
+    """With rows of 15 elements `a` and `b` are not next to each other in the arena."""
+    model, weights = Joined(inputs=inputs), some_weights(inputs)
+    pieces = watch_loading(model, weights)
+    free_memory(model)
+    assert not any(each.untyped_storage().nbytes() for each in model.parameters())
+    arena = ArenaWeights(model, in_arena(weights, pieces), pieces)
+    arena.check()
+    assert (arena.bytes_copied == 0) == (inputs == WIDE)
+    assert torch.equal(model.ab.data, torch.cat([weights["a"], weights["b"]]))
+    assert torch.equal(model.words.data[:6], weights["words"])
+
+
+def test_a_released_cache_holds_nothing_and_comes_back_zeroed() -> None:
+    layers = [torch.full((4, 8), 7.0) for _ in range(2)]
+    cache = CacheMemory(SimpleNamespace(kv_caches=[*layers, layers[0]]))
+    assert cache.held_bytes == cache.nbytes == 2 * 4 * 8 * 4
+    cache.release()
+    assert cache.held_bytes == 0
+    cache.ensure()
+    assert cache.held_bytes == cache.nbytes
+    assert not any(layer.any() for layer in layers)
 
 
 def test_joined_parameters_become_the_arena_itself() -> None:
