@@ -76,7 +76,10 @@ class Resources:
     gpu_memory: Annotated[
         str | None, typer.Option(help="Memory of each GPU, as 80GiB or 80; default: the machine's.")
     ] = None
-    host_memory: Annotated[str, typer.Option(help="Size of the host tier.")] = "2GiB"
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="Size of the host tier; default: half of the memory with GPUs, or 2GiB."),
+    ] = None
     nvme: Annotated[str, typer.Option(help="Size of the NVMe tier.")] = "64GiB"
     node_type: Annotated[str, typer.Option(help="Type of the node, such as h200.")] = ""
     block: Annotated[str, typer.Option(help="Location, such as row1/rack3.")] = ""
@@ -340,7 +343,7 @@ def _node_options(
         "name": joining.name,
         "gpus": resources.gpus,
         "gpu_memory_bytes": _size(resources.gpu_memory),
-        "host_memory_bytes": memory_size(resources.host_memory),
+        "host_memory_bytes": _size(resources.host_memory),
         "nvme_bytes": memory_size(resources.nvme),
         "node_type": resources.node_type,
         "block": resources.block,
