@@ -56,13 +56,13 @@ class EndlessStepsError(Exception):
 class _Steps:
     """The steps of one event: which one runs, and how many there were."""
 
-    _count = 0
-    _kind = ""
-    _subject = ""
+    __slots__ = ("_count", "_kind", "_repeated", "_skipped", "_state", "_subject")
 
     def __init__(self, state: State, skipped: frozenset[str]) -> None:
         self._state, self._skipped = state, skipped
-        self._repeated: dict[str, int] = {}
+        self._count = 0
+        self._kind = self._subject = ""
+        self._repeated: dict[str, int] | None = None
 
     @property
     def current(self) -> str:
@@ -89,6 +89,8 @@ class _Steps:
         return True
 
     def _check_bound(self) -> None:
+        if self._repeated is None:
+            self._repeated = {}
         repeated, current = self._repeated, self.current
         repeated[current] = repeated.get(current, 0) + 1
         state = self._state
@@ -114,9 +116,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     is_due = bool(timers) and timers[0][0] <= now
     must_forget = len(state.ended) > state.ended_jobs
     preempts = cluster.detached and waiting
-    if not (
-        dirty or is_due or must_forget or preempts or _has_steps(context.cluster, context.effects)
-    ):
+    if not (dirty or is_due or must_forget or preempts or _has_steps(cluster, effects)):
         return
     steps = _Steps(state, skipped)
     try:

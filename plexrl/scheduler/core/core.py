@@ -19,7 +19,7 @@ from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault, has_work, work_off
 from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.core.invariants import check
-from plexrl.scheduler.core.limits import check_numbers, within_limits
+from plexrl.scheduler.core.limits import check_numbers
 from plexrl.scheduler.core.lookups import (
     check_live,
     find_deployment,
@@ -147,7 +147,7 @@ class SchedulerCore:
             ev.WorkerExited: self._worker_exited,
             ev.OperationSubmitted: self._operation_submitted,
             ev.OperationCancelled: self._operation_cancelled,
-            ev.OperationFinished: self._operation_finished,
+            ev.OperationFinished: partial(run_finished, context),
             ev.OperationFailed: partial(run_failed, context),
             ev.TimerFired: self._timer_fired,
             ev.ServiceResumed: partial(excuse_silence, context.state),
@@ -270,44 +270,42 @@ class SchedulerCore:
         return None if waits or deployment.state in gone else deployment
 
     def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
-        context = self._context
-        deployment = self._deployment(event.deployment)
-        job = self._job(deployment.job)
+        context, state = self._context, self._state
+        deployment = find_deployment(state, event.deployment)
+        job = find_job(state, deployment.job)
         check_controller(job, event.controller)
-        known = context.state.operations.get(event.operation)
+        known = state.operations.get(event.operation)
         if known is not None:
             check_same(known, event)
-            if owner_of(context.state, known) is None:
+            if owner_of(state, known) is None:
                 raise ConflictError(
                     f"operation id {event.operation!r} was used by a former job: choose another"
                 )
             return
         check_live(job)
         check_not_ended(deployment)
-        check_budget(context.state, job.tenant, event.kind)
+        check_budget(state, job.tenant, event.kind)
         if event.kind not in USER_KINDS[deployment.kind]:
             raise InvalidRequestError(
                 f"{event.kind.value} is no operation of a {deployment.kind} deployment: "
                 f"{deployment.deployment!r} takes "
                 + ", ".join(sorted(kind.value for kind in USER_KINDS[deployment.kind]))
             )
-        source = None if event.source is None else self._deployment(event.source)
+        source = None if event.source is None else find_deployment(state, event.source)
         check_source(event, deployment, source)
         if source is not None:
             check_not_ended(source)
         check_deadline(event)
         if event.kind in HALTED:
-            check_not_halted([deployment] if source is None else [deployment, source])
-        check_room(context.state, context.settings, event, deployment, source)
+            check_not_halted(deployment)
+            if source is not None:
+                check_not_halted(source)
+        check_room(state, context.settings, event, deployment, source)
         seen(context, job, now)
-        operation = enqueue(context.state, context.effects, event, deployment, now)
-        record_estimate(context.state, context.settings, deployment, operation, now)
+        operation = enqueue(state, context.effects, event, deployment, now)
+        record_estimate(state, context.settings, deployment, operation, now)
         if event.deadline_s is not None:
             await_deadline(context.effects, operation)
-
-    def _operation_finished(self, event: ev.OperationFinished, now: float) -> None:
-        settings, effects = self._cluster.settings, self._effects
-        run_finished(self._state, settings, effects, within_limits(event), now)
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
         operation = self._operation(event.operation)

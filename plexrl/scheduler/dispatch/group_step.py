@@ -410,7 +410,11 @@ def _dispatch(
                 state, settings, group, holder, now
             ):
                 return
-        elif now >= holder.no_snapshot_until and _has_much_to_replay(state, settings, holder):
+        elif (
+            holder.replay.log
+            and now >= holder.no_snapshot_until
+            and _has_much_to_replay(state, settings, holder)
+        ):
             _snapshot(state, effects, group, holder, now)
             return
         _go_on_with_burst(state, settings, holder, head, now)
@@ -426,8 +430,9 @@ def _has_much_to_replay(state: State, settings: Settings, holder: Deployment) ->
     log, config = holder.replay.log, settings.config
     if len(log) >= config.snapshot_operations:
         return True
-    operations = state.operations
-    work_s = sum(operations[name].compute_s or 0.0 for name in log)
+    operations, work_s = state.operations, 0.0
+    for name in log:
+        work_s += operations[name].compute_s or 0.0
     return work_s >= config.snapshot_work_s
 
 
@@ -450,7 +455,7 @@ def _go_on_with_burst(
     """Add `head` to the holder's burst, or to a new one after a long pause."""
     idle_since = holder.burst.idle_since
     if holder.burst.started_at is not None and idle_since is not None and now > idle_since:
-        if now - idle_since > _gap_s_max(state, settings, holder):
+        if _is_after_burst(state, settings, holder, now - idle_since):
             end_burst(holder, now)
         elif head.submitted_at > idle_since:
             # An operation queued before the pause says nothing about the controller's pauses.
@@ -469,17 +474,17 @@ def _observe_pause(state: State, settings: Settings, holder: Deployment, head: O
     if ended_at is None or holder.burst.served_at > ended_at or head.submitted_at <= ended_at:
         return
     pause_s = head.submitted_at - ended_at
-    if pause_s <= _gap_s_max(state, settings, holder):
-        holder.estimates.observe_gap(pause_s)
-    else:
+    if _is_after_burst(state, settings, holder, pause_s):
         holder.estimates.observe_think(pause_s)
+    else:
+        holder.estimates.observe_gap(pause_s)
 
 
-def _gap_s_max(state: State, settings: Settings, deployment: Deployment) -> float:
-    """Maximum pause inside a burst."""
-    hold_s = settings.config.burst_hold_s
-    switch_s = round_trip_s(state, deployment)
-    return switch_s if switch_s > hold_s else hold_s
+def _is_after_burst(
+    state: State, settings: Settings, deployment: Deployment, pause_s: float
+) -> bool:
+    """Whether a pause is too long to be one inside a burst."""
+    return pause_s > settings.config.burst_hold_s and pause_s > round_trip_s(state, deployment)
 
 
 def _replay_next(

@@ -71,13 +71,15 @@ def response_ratio(candidate: Candidate, now: float, service_s: float | None = N
 def urgency(candidate: Candidate, now: float) -> float:
     """The urgency of a burst."""
     effective_s = _effective_s(candidate.service_s, candidate)
-    return urgency_of(max(0.0, now - candidate.arrived_at), effective_s, candidate.cycle_s)
+    waited_s = now - candidate.arrived_at
+    return urgency_of(waited_s if waited_s > 0.0 else 0.0, effective_s, candidate.cycle_s)
 
 
 def waits_since(candidate: Candidate) -> float:
     """Start of the wait that counts towards starvation: the arrival, or the last service if that
     was later. Operations left in the queue of a member that was just served do not starve."""
-    return max(candidate.arrived_at, candidate.served_at)
+    arrived_at, served_at = candidate.arrived_at, candidate.served_at
+    return served_at if served_at > arrived_at else arrived_at
 
 
 def starves_at(since: float, bound_s: float) -> float:
@@ -94,4 +96,5 @@ def guard_ends_at(
 
 
 def _effective_s(service_s: float, candidate: Candidate) -> float:
-    return max(service_s + candidate.setup_s, 1e-9)
+    effective_s = service_s + candidate.setup_s
+    return effective_s if effective_s > 1e-9 else 1e-9

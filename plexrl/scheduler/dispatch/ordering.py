@@ -169,6 +169,9 @@ def first(
     starvation_bound_s: float = math.inf,
 ) -> Candidate | None:
     """The candidate that goes next; None if there is none."""
-    return min(
-        candidates, key=lambda c: sort_key(ordering, c, now, starvation_bound_s), default=None
-    )
+    best, least = None, None
+    for each in candidates:
+        key = sort_key(ordering, each, now, starvation_bound_s)
+        if least is None or key < least:
+            best, least = each, key
+    return best

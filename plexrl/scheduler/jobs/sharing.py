@@ -153,5 +153,9 @@ def _fresh_s(job: Job, span: _Span) -> float:
 
 def _gpus(state: State, job: Job) -> int:
     """GPUs of the job's deployments that have some."""
-    deployments = [state.deployments[name] for name in job.deployments]
-    return sum([each.workers for each in deployments if each.has_gpus])
+    deployments, gpus = state.deployments, 0
+    for name in job.deployments:
+        deployment = deployments[name]
+        if deployment.has_gpus:
+            gpus += deployment.workers
+    return gpus

@@ -64,8 +64,9 @@ def bill(state: State, deployment: Deployment, operation: Operation) -> None:
         if operation.state is _FAILED:
             row.failed += 1
         row.gpu_seconds += gpu_seconds
-        # A snapshot cannot hold a sum above 64 bits.
-        row.tokens = min(row.tokens + operation.tokens, TOTAL_MAX)
+        if operation.tokens:
+            # A snapshot cannot hold a sum above 64 bits.
+            row.tokens = min(row.tokens + operation.tokens, TOTAL_MAX)
     tenant = None if payer_tenant is None else state.tenants.get(payer_tenant)
     if tenant is not None:
         tenant.gpu_seconds += gpu_seconds

@@ -10,7 +10,7 @@ job can end as completed.
 A cancellation is no failure.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any, TypedDict
 
 import msgspec
@@ -92,12 +92,11 @@ def halting_failure(deployment: Deployment) -> Failure | None:
     return deployment.unacknowledged[0] if deployment.unacknowledged else None
 
 
-def check_not_halted(deployments: Iterable[Deployment]) -> None:
-    """Raises `EarlierFailureError` if one of them has an unacknowledged failure that halts."""
-    for deployment in deployments:
-        for failure in deployment.unacknowledged:
-            if failure.halts:
-                raise earlier_failure(failure)
+def check_not_halted(deployment: Deployment) -> None:
+    """Raises `EarlierFailureError` if it has an unacknowledged failure that halts."""
+    for failure in deployment.unacknowledged:
+        if failure.halts:
+            raise earlier_failure(failure)
 
 
 def job_failure(state: State, job: Job) -> Failure | None:

@@ -60,7 +60,7 @@ def enqueue(
     state: State, effects: Effects, event: OperationSubmitted, deployment: Deployment, now: float
 ) -> Operation:
     """Queue a checked submission; for a sync, also the publish that it depends on."""
-    after = _publish_before(state, effects, event, now)
+    after = None if event.source is None else _publish_before(state, effects, event, now)
     operation = Operation(event.operation, event.deployment, event.kind, now, internal=False)
     operation.params_json = event.params_json
     operation.payload = event.payload
@@ -83,8 +83,9 @@ def enqueue(
 def _publish_before(
     state: State, effects: Effects, event: OperationSubmitted, now: float
 ) -> OperationId | None:
-    """The publish that a submission waits for; None if it needs none."""
-    if event.source is None or (event.published and has_published(state, event.source)):
+    """The publish that a sync waits for; None if it needs none."""
+    assert event.source is not None, f"{event.operation} pulls from nobody"
+    if event.published and has_published(state, event.source):
         return None
     name = publish_name(state, event.operation)
     enqueue_publish(state, effects, state.deployment(event.source), name, event.operation, now)
@@ -155,7 +156,8 @@ def start(
         operation.started_at = now
         note_start(deployment, operation, now)
         if deployment.is_profiled:
-            _wait_from_publish(state, deployment, operation)
+            if operation.after is not None:
+                _wait_from_publish(state, deployment, operation.after)
             if next_began(deployment, operation.kind, now):
                 effects.cycles_over[deployment.deployment] = None
             note_wait(state, group, deployment, now)
@@ -329,9 +331,9 @@ def _note_run(state: State, deployment: Deployment, operation: Operation, now: f
         deployment.burst.want(now)
 
 
-def _wait_from_publish(state: State, deployment: Deployment, operation: Operation) -> None:
+def _wait_from_publish(state: State, deployment: Deployment, name: OperationId) -> None:
     """A sync could not run before its trainer had published."""
-    publish = None if operation.after is None else state.operations.get(operation.after)
+    publish = state.operations.get(name)
     since = deployment.burst.wants_since
     if publish is not None and since is not None and publish.finished_at is not None:
         deployment.burst.want(max(since, publish.finished_at))
@@ -468,8 +470,9 @@ def _into_history(
     state: State, effects: Effects, deployment: Deployment, operation: Operation, now: float
 ) -> None:
     operation.finished_at = now
-    effects.discard(operation.partial)
-    operation.partial = None
+    if operation.partial is not None:
+        effects.discards.append(operation.partial)
+        operation.partial = None
     if operation.is_counted:
         ended(state, deployment, operation, now)
     if operation.source is not None:

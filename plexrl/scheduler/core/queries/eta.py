@@ -12,7 +12,7 @@ from plexrl.ids import OperationId
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, wants_the_group
 from plexrl.scheduler.dispatch.hrrs import Candidate
-from plexrl.scheduler.dispatch.ordering import sort_key
+from plexrl.scheduler.dispatch.ordering import SortKey, sort_key
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.demand.wait_intervals import interval
 from plexrl.scheduler.state.operation import Operation
@@ -81,18 +81,34 @@ def goes_before(
     state: State, settings: Settings, group: Group, deployment: Deployment, now: float
 ) -> list[Candidate]:
     """Waiting members that go before `deployment`, in order."""
-    own = sort_key(settings.ordering, candidate(state, group, deployment), now, _bound(settings))
-    found = []
+    return _before(state, settings, group, deployment, candidate(state, group, deployment), now)
+
+
+def _before(
+    state: State,
+    settings: Settings,
+    group: Group,
+    deployment: Deployment,
+    burst: Candidate,
+    now: float,
+) -> list[Candidate]:
+    """Waiting members that go before `burst`, that of `deployment`, in order."""
+    ordering, bound_s = settings.ordering, settings.config.starvation_bound_s
+    own = sort_key(ordering, burst, now, bound_s)
+    found: list[tuple[SortKey, Candidate]] = []
     for name in group.members:
         if name in (deployment.deployment, group.holder):
             continue
         rival = state.deployment(name)
         if not rival.queue or not wants_the_group(state, rival, now):
             continue
-        burst = candidate(state, group, rival)
-        if sort_key(settings.ordering, burst, now, _bound(settings)) < own:
-            found.append(burst)
-    return sorted(found, key=lambda each: sort_key(settings.ordering, each, now, _bound(settings)))
+        other = candidate(state, group, rival)
+        key = sort_key(ordering, other, now, bound_s)
+        if key < own:
+            found.append((key, other))
+    # Keys end in the member's name: no two are equal, so candidates are not compared.
+    found.sort()
+    return [other for _, other in found]
 
 
 def start_s(
@@ -101,14 +117,16 @@ def start_s(
     """Estimated seconds until the head of `deployment`'s queue starts on its group."""
     if group.holder == deployment.deployment:
         return under_way_s(state, deployment, now)
-    own = candidate(state, group, deployment)
     if group.incoming == deployment.deployment:
         holder = group.holder
         left_s = group_free_s(state, group, now) if holder is not None else 0.0
         return left_s + load_s(state, deployment)
+    own = candidate(state, group, deployment)
     ahead_s = sum(
-        each.service_s + each.setup_s
-        for each in goes_before(state, settings, group, deployment, now)
+        [
+            each.service_s + each.setup_s
+            for each in _before(state, settings, group, deployment, own, now)
+        ]
     )
     return group_free_s(state, group, now) + ahead_s + own.setup_s
 
@@ -145,10 +163,6 @@ def eta_quality(errors: EtaErrors) -> EtaQualityView:
         "ratios": dict(zip(bounds, accumulate(errors.ratios), strict=True)),
         "ratio_sum": errors.ratio_sum,
     }
-
-
-def _bound(settings: Settings) -> float:
-    return settings.config.starvation_bound_s
 
 
 def _left_s(state: State, name: OperationId, deployment: Deployment, now: float) -> float:

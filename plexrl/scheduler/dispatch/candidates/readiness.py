@@ -54,12 +54,14 @@ def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
         # The queue is in order of submission, including operations that a fault put back.
         arrived_at = head.submitted_at
         head_s = queued_s = estimates.operation_s(head.kind, head.tokens)
-        for name in queue[1:LOOK_AHEAD]:
-            operation = operations[name]
-            queued_s += estimates.operation_s(operation.kind, operation.tokens)
+        if len(queue) > 1:
+            for name in queue[1:LOOK_AHEAD]:
+                operation = operations[name]
+                queued_s += estimates.operation_s(operation.kind, operation.tokens)
         burst_s = estimates.burst_s(head.tokens)
-        if deployment.burst.ended_at is not None:
-            cycle_s = max(0.0, arrived_at - deployment.burst.ended_at) + max(queued_s, burst_s)
+        ended_at = deployment.burst.ended_at
+        if ended_at is not None:
+            cycle_s = max(0.0, arrived_at - ended_at) + max(queued_s, burst_s)
     job = state.jobs[deployment.job]
     return Candidate(
         name=deployment.deployment,
