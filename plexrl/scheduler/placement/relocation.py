@@ -43,7 +43,7 @@ from plexrl.scheduler.state.deployment.moves import MoveCause, Relocation
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages.commands import MigrateState, ReleaseState, StopWorkers
-from plexrl.scheduler.state.records import Deployment, State
+from plexrl.scheduler.state.records import Deployment, Group, State
 
 REPACK_WINDOW_S = 3600.0
 """Time in which a move must pay."""
@@ -105,26 +105,23 @@ def consider_relief(cluster: Cluster, deployment: Deployment, now: float) -> boo
         return False
     state, settings = cluster.state, cluster.settings
     part, bound = _waiting(deployment), waiting_bound(state, settings, deployment)
-    if not group.is_closed and part <= bound:
-        # The other members were checked at the end of their own cycles.
+    if part <= bound:
+        # Of an open group, the other members were checked at the end of their own cycles.
+        if group.is_closed and part < REOPEN_PART * bound and _may_reopen(state, settings, group):
+            group.is_closed = False
+            cluster.inventory.refresh(group)
+            cluster.waiting.retry_all()
         return False
-    worst, may_reopen = part - bound, True
-    for name in group.members:
-        member = state.deployment(name)
-        waits, allowed = _waiting(member), waiting_bound(state, settings, member)
-        worst = max(worst, waits - allowed)
-        may_reopen = may_reopen and waits < REOPEN_PART * allowed
-    if group.is_closed and may_reopen:
-        group.is_closed = False
-        cluster.inventory.refresh(group)
-        cluster.waiting.retry_all()
-    elif not group.is_closed and worst > 0.0 and len(group.members) > 1:
+    if not group.is_closed:
         group.is_closed = True
         cluster.inventory.refresh(group)
-    if worst <= 0.0 or len(group.members) < 2 or part - bound < worst:
-        return False
     record = deployment.placement
-    if record is None or now - record.at < cluster.settings.config.relief_after_s:
+    if record is None or now - record.at < settings.config.relief_after_s:
+        return False
+    members = map(state.deployment, group.members)
+    if len(group.members) < 2 or any(
+        _waiting(each) - waiting_bound(state, settings, each) > part - bound for each in members
+    ):
         return False
     if not may_move(cluster.settings, deployment, now):
         return False
@@ -418,6 +415,14 @@ def _reachable(
 
 def _has_state(deployment: Deployment) -> bool:
     return deployment.replay.durable_seq > 0 or deployment.residency == Residency.DEVICE
+
+
+def _may_reopen(state: State, settings: Settings, group: Group) -> bool:
+    """Whether all members wait for much less than their jobs accept."""
+    for member in map(state.deployment, group.members):
+        if _waiting(member) >= REOPEN_PART * waiting_bound(state, settings, member):
+            return False
+    return True
 
 
 def _waiting(deployment: Deployment) -> float:
