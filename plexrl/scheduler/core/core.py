@@ -19,7 +19,7 @@ from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault, has_work, work_off
 from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.core.invariants import check
-from plexrl.scheduler.core.limits import check_numbers
+from plexrl.scheduler.core.limits import check_numbers, within_limits
 from plexrl.scheduler.core.lookups import (
     check_live,
     find_deployment,
@@ -147,7 +147,7 @@ class SchedulerCore:
             ev.WorkerExited: self._worker_exited,
             ev.OperationSubmitted: self._operation_submitted,
             ev.OperationCancelled: self._operation_cancelled,
-            ev.OperationFinished: partial(run_finished, context),
+            ev.OperationFinished: self._operation_finished,
             ev.OperationFailed: partial(run_failed, context),
             ev.TimerFired: self._timer_fired,
             ev.ServiceResumed: partial(excuse_silence, context.state),
@@ -306,6 +306,9 @@ class SchedulerCore:
         record_estimate(state, context.settings, deployment, operation, now)
         if event.deadline_s is not None:
             await_deadline(context.effects, operation)
+
+    def _operation_finished(self, event: ev.OperationFinished, now: float) -> None:
+        run_finished(self._state, self.settings, self._effects, within_limits(event), now)
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
         operation = self._operation(event.operation)

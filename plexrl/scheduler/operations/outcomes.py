@@ -12,7 +12,6 @@ from plexrl.scheduler.admission.reclaim.unreturned_memory import keepers
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.core.limits import within_limits
 from plexrl.scheduler.dispatch.group_step import end_burst, load, successor
 from plexrl.scheduler.dispatch.switch_cost import HOST, observe_move, record_tier
 from plexrl.scheduler.jobs.lifecycle import (
@@ -53,10 +52,10 @@ _PUBLISH: Final = OperationKind.PUBLISH
 _SUSPENDS: Final = JobTrigger.OFFLOADED
 
 
-def run_finished(context: Context, event: OperationFinished, now: float) -> None:
+def run_finished(
+    state: State, settings: Settings, effects: Effects, event: OperationFinished, now: float
+) -> None:
     """Handle a completed run; a late report of another run changes nothing."""
-    state, settings, effects = context.state, context.settings, context.effects
-    event = within_limits(event)
     name = event.operation
     operation = state.operations.get(name)
     deployment = None if operation is None else _at_work(state, operation, event.token)
