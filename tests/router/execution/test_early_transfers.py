@@ -25,6 +25,7 @@ from plexrl.wire.framing import read_frame, write_frame
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.rpc import Peer
 from plexrl.wire.tensors import MEDIA_TYPE, encode_body
+from tests.small_disk import small_disk
 
 Plain = dict[str, Any]
 Found = TypeVar("Found")
@@ -235,5 +236,35 @@ def test_a_run_brings_its_payload_if_the_connection_was_lost_after_the_early_tra
             requested, payload = await around.run("second")
             assert ("staged" in requested, payload) == (False, batch(2))
             assert (await request).status_code == 202
+
+    asyncio.run(run())
+
+
+def test_a_full_disk_refuses_a_payload_before_it_is_sent_and_delays_the_result_of_one_that_was(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        with small_disk(tmp_path / "data", "8m") as disk:
+            async with surrounded(tmp_path) as around:
+                disk.fill()
+                refused = (await around.submit("second", batch(2))).json()
+                assert refused["error"]["code"] == "storage_full"
+                assert around.submitted.empty()
+                assert around.frames.empty(), "the worker received a payload that is not stored"
+                disk.free()
+                request = around.submit("second", batch(2))
+                submission = await soon(around.submitted.get())
+                header, payload = await soon(around.frames.get())
+                assert (header["request"], payload) == ("stage", batch(2))
+                disk.fill()
+                await around.accept("second", *submission)
+                running = asyncio.create_task(around.run("second"))
+                assert (await request).status_code == 202
+                await asyncio.wait({running}, timeout=0.2)
+                assert not running.done()
+                disk.free()
+                assert (await running)[0]["staged"] == submission[0]["payload"]
+                stored = [each.read_bytes() for each in disk.path.glob("blobs/second*.out")]
+                assert stored == [ANSWER]
 
     asyncio.run(run())
