@@ -5,13 +5,18 @@ that the application did not read must arrive within the same time after the res
 is anonymous until one of its requests has carried a valid key. An anonymous connection has no more
 than this time between requests and to read a response. A request that the application handles has
 no deadline here: long polls take as long as they need, and `request_limits` limits the body.
+
+Large parts of a body of declared length pass h11 by. That reads and updates h11's own count of the
+bytes left, for which h11 has no public name.
 """
 
 import asyncio
 from typing import TYPE_CHECKING, Any
 
 import h11
+from h11._readers import ContentLengthReader
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
@@ -20,6 +25,8 @@ from plexrl.router.http.server.connections import Connections
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+LARGE_PART_BYTES = 16 << 10
+"""Smaller parts of a body pass through h11."""
 STATE_KEY = "connection"
 """Key of a request's connection in `scope["state"]`."""
 
@@ -69,10 +76,31 @@ class GuardedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         was_busy = self._is_busy
-        super().data_received(data)
+        if not self._take_body(data):
+            super().data_received(data)
         if self._is_busy and not was_busy:
             self._connections.became_busy(self)
         self._watch()
+
+    def _take_body(self, data: bytes) -> bool:
+        """Take a part of a body, but not its end, past h11, which copies large parts five times."""
+        conn, cycle = self.conn, self.cycle
+        reader = conn._reader
+        if (
+            len(data) < LARGE_PART_BYTES
+            or conn.their_state is not h11.SEND_BODY
+            or conn.our_state is not h11.SEND_RESPONSE
+            or not isinstance(reader, ContentLengthReader)
+            or conn.trailing_data[0]
+            or len(data) >= reader._remaining
+        ):
+            return False
+        reader._remaining -= len(data)
+        cycle.body += data
+        if len(cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        cycle.message_event.set()
+        return True
 
     def on_response_complete(self) -> None:
         """Handle the end of a response."""
