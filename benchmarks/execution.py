@@ -4,7 +4,8 @@
 
 An operation is a `forward_backward` with a batch of 1 or 64 MB: a client uploads it, the router
 checks it, keeps it in the blob store and has it admitted by the scheduler, which journals it; a
-worker gets it whole and answers at once with a quarter of its bytes, which the client then fetches.
+worker gets it whole (on this machine a large one as a mapped file, each page of which it touches)
+and answers at once with a quarter of its bytes, which the client then fetches.
 All parts are real processes but for the model. The bare endpoint takes the same body and answers
 with the same number of bytes, keeping nothing. Both have the same clients, in a process of their
 own, and take turns; each line has all its rounds. Of many clients with 64 MB, 16 are served at a

@@ -3,7 +3,8 @@
     python -m benchmarks.routing.echo_node SCHEDULER_SOCKET FOLDER GPUS
 
 Speaks as a node agent and as its workers, over the sockets that real ones use. A worker takes its
-whole frame in, counts the tokens and answers with that many logprobs.
+whole frame in, touches each page of the payload, counts the tokens and answers with that many
+logprobs.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from plexrl.worker.process.server import StagedPayload
 
 Plain = dict[str, Any]
 HEADER_LENGTH = struct.Struct("<Q")
+PAGE_BYTES = 4096
 
 
 def tokens_of(payload: bytearray | memoryview) -> int:
@@ -57,6 +59,8 @@ def answer(connection: socket.socket) -> None:
             payload = staged.payload_of(header, received)
             if payload is None:
                 continue
+            # A payload that is passed as a file is in memory only once it is read.
+            np.frombuffer(payload, dtype=np.uint8)[::PAGE_BYTES].max(initial=0)
             command = header["command"]
             reply = {
                 "reply": "finished",
