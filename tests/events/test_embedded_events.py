@@ -33,7 +33,8 @@ def test_a_training_job_is_followed_from_its_start_to_its_end(
             assert ended["deployments"][0]["deployment"] == f"{job.job}/actor"
             states = events.states(name)
             assert states[0] == "QUEUED"
-            assert "PROFILING" in states
+            # Each message has the newest state, so a short one may have none.
+            assert {"PROFILING", "ADMITTED"} & set(states)
             assert events.state("site/one/nodes/node0")["gpus"] == 2
             followed = [json.loads(line) for line in until_ended(lines)]
             assert followed[-1] == {"topic": f"jobs/operator/{job.job}", "event": ended}

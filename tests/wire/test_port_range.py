@@ -15,7 +15,7 @@ def address(port: int) -> str:
 
 
 def test_a_port_is_taken_again_as_late_as_possible() -> None:
-    first = free_port()
+    first = free_port(3)
     ports = PortRange(HOST, range(first, first + 3))
     taken = [ports.take()]
     for _ in range(5):
@@ -25,7 +25,7 @@ def test_a_port_is_taken_again_as_late_as_possible() -> None:
 
 
 def test_a_port_of_another_process_and_taken_ones_are_passed_over() -> None:
-    first = free_port()
+    first = free_port(3)
     ports = PortRange(HOST, range(first, first + 3))
     with socket.create_server((HOST, first + 1)):
         found = {ports.take(), ports.take()}

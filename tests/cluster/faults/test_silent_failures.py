@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import plexrl
 from plexrl import errors
 from plexrl.cli.app import app
 from plexrl.cluster.embedded.start import EmbeddedCluster
-from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch
+from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=6)
 NOT_FINITE = 1e39
@@ -87,9 +88,12 @@ def test_a_loop_that_reads_no_futures_fails_loudly_when_it_diverges(
     assert error in ended.stderr
     job = cluster.attach_job(name, heartbeat=False)
     assert job.status()["state"] == "FAILED"
+    # The daemon goes on to write those of a job that has failed.
+    wait_until(
+        lambda: {each["state"] for each in job.checkpoints()} <= {"durable"},
+        "a checkpoint did not become durable",
+    )
     for checkpoint in job.checkpoints():
-        from safetensors.numpy import load_file
-
         saved = load_file(Path(checkpoint["path"]) / "model.safetensors")
         assert all(np.isfinite(tensor).all() for tensor in saved.values())
 

@@ -63,7 +63,9 @@ def driver(
     for each in (folder / "cuda", package):
         (each / "__init__.py").touch()
     (package / "driver.py").write_text(DRIVER.format(count=count, name=name))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
 

@@ -122,7 +122,7 @@ def _start_node(
     if shared_key.exists():
         shutil.copy(shared_key, key)
         key.chmod(0o600)
-    first = free_port()
+    first = free_port(PORTS_EACH)
     tls = as_plain(authority.files(Role.NODE, machine.name))
     machine.statemanager, _ = _start(
         stack,
