@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.certificates import TestAuthority
 
 ANY_PORT = TlsAddress("127.0.0.1", 0)
 EXPIRED = timedelta(seconds=-1)
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +143,10 @@ def test_a_unix_link_needs_no_certificate(tmp_path: Path) -> None:
 @contextmanager
 def _blocking_echo(
     credentials: Credentials, roles: Collection[Role]
-) -> Iterator[tuple[TlsAddress, list[Exception]]]:
+) -> Iterator[tuple[TlsAddress, Queue[Exception]]]:
     """A server with a thread per connection; yields its address and the refusals."""
     listener = listen_blocking(ANY_PORT, credentials, roles=roles)
-    refused: list[Exception] = []
+    refused: Queue[Exception] = Queue()
 
     def answer(accepted: socket.socket) -> None:
         try:
@@ -153,7 +155,7 @@ def _blocking_echo(
                 header, payload = recv_frame(sock)
                 send_frame(sock, {**header, "peer": str(peer)}, payload)
         except Exception as error:
-            refused.append(error)
+            refused.put(error)
 
     def accept() -> None:
         while True:
@@ -233,7 +235,7 @@ def test_a_client_without_a_certificate_is_refused_whatever_it_sends(ours: TestA
             secure.recv(1)
         secure.close()
 
-    assert isinstance(refused[0], AuthenticationError)
+    assert isinstance(refused.get(timeout=WAIT_S), AuthenticationError)
 
 
 @pytest.mark.parametrize("kind", ["role", "node", "cluster", "expired"])
@@ -345,7 +347,7 @@ def test_bytes_that_are_no_handshake_end_their_connection_only(
         sock, _ = connect_blocking(address, ours.credentials(Role.NODE, "a"), role=Role.SCHEDULER)
         sock.close()
 
-    assert isinstance(refused[0], AuthenticationError | OSError)
+    assert isinstance(refused.get(timeout=WAIT_S), AuthenticationError | OSError)
 
 
 def test_a_tls_socket_that_another_thread_closes_raises_an_os_error(ours: TestAuthority) -> None:
