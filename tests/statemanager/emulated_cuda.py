@@ -98,6 +98,7 @@ class EmulatedCuda:
         return self._hold(fd, nbytes)
 
     def release(self, handle: int) -> None:
+        self._fail_if_told("release")
         self._check(handle in self._handles, "cuMemRelease")
         fd, _ = self._handles.pop(handle)
         os.close(fd)
@@ -144,6 +145,7 @@ class EmulatedCuda:
         self._mapped[address] = nbytes
 
     def unmap(self, address: int, nbytes: int) -> None:
+        self._fail_if_told("unmap")
         end = address + nbytes
         for work in list(self._streams.values()):
             uses = [at < end and address < at + length for at, length, _ in list(work)]
@@ -239,6 +241,11 @@ class EmulatedCuda:
     def taken_bytes(self, device: int) -> int:
         """Physical memory of the device that any process has open or mapped."""
         return memory_file_bytes(f"{self.name}-{device}-")
+
+    @property
+    def handles_held(self) -> int:
+        """Handles of physical memory that this process has not released."""
+        return len(self._handles)
 
     def fail_next(self, call: str) -> None:
         """The next call of this method fails, and has done nothing."""

@@ -78,6 +78,25 @@ def test_a_failure_at_any_call_of_an_attach_leaves_nothing(driver: EmulatedCuda)
     del arena
 
 
+@pytest.mark.parametrize(("call", "left"), [("unmap", 0), ("release", 1)])
+def test_a_failure_at_a_call_of_a_return_keeps_no_other_handle(call: str, left: int) -> None:
+    driver = EmulatedCuda(f"calls-{uuid.uuid4().hex[:8]}")
+    driver.enter(0)
+    before, devices = CudaDevices(driver), CudaDevices(driver)
+    loans = [before.allocate(MIB, device=0, uid=0) for _ in range(2)]
+    fds = [segment.fd for loan in loans for segment in segments(loan)]
+    adopted = devices.adopt(fds, (MIB, MIB), device=0, uid=0)
+    for fd in fds:
+        os.close(fd)
+    for loan in loans:
+        before.free(loan)
+    driver.fail_next(call)
+    with pytest.raises(DeviceError):
+        devices.free(adopted)
+    assert driver.handles_held == left
+    assert devices.usage(0).lent_bytes == 0
+
+
 def test_memory_that_is_attached_for_reading_refuses_writes(driver: EmulatedCuda) -> None:
     devices = CudaDevices(driver)
     arena = CudaArena(driver, MIB)

@@ -76,11 +76,16 @@ class CudaAllocation:
         return found
 
     def end(self) -> list[IdleSegment]:
-        """Unmap the memory; returns its segments, which the caller keeps or releases."""
+        """Unmap the memory; returns its segments, which the caller keeps or releases. A failure
+        releases them."""
         self._check(0, 0)
         handles, self._handles = self._handles, ()
         self._driver.enter(self._device)
-        self._unmap.close()
+        with ExitStack() as undo:
+            for handle in handles:
+                undo.callback(self._driver.release, handle)
+            self._unmap.close()
+            undo.pop_all()
         return [
             IdleSegment(handle, nbytes, self._uid)
             for handle, nbytes in zip(handles, self.segment_bytes, strict=True)

@@ -202,8 +202,10 @@ class CudaDevices:
             return self._streams[device]
 
     def _release(self, segments: Sequence[IdleSegment]) -> None:
-        for segment in segments:
-            self._driver.release(segment.handle)
+        # All of them, even if one fails.
+        with ExitStack() as releases:
+            for segment in segments:
+                releases.callback(self._driver.release, segment.handle)
 
     def _map(
         self,
