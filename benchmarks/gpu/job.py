@@ -12,6 +12,7 @@ from plexrl.statemanager.device.cuda.arena import CudaArena
 from plexrl.statemanager.device.cuda.bindings import BoundDriver
 from plexrl.statemanager.device.cuda.driver import CudaDriver
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.protocol.messages import DeviceUse
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
 
@@ -82,8 +83,8 @@ class GpuJob:
         return self._client.load(seq=seq, token=1).bytes_moved
 
     def expect_use(self, nbytes: int) -> None:
-        """As `StateManagerClient.expect_use`."""
-        self._client.expect_use(nbytes)
+        """Announce memory that a framework will allocate beside the arena."""
+        self._client.expect_use(DeviceUse(working_bytes=nbytes))
 
     def check(self, seed: int) -> None:
         """Compare samples, the ends among them, with what `fill` wrote.

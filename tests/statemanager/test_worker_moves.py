@@ -106,7 +106,7 @@ def test_a_state_is_written_after_a_base_that_found_no_room_has_found_it(
     backend = WithBase(shard)
     mover = StateMover(backend, shard.client, shard.group)
     for _ in range(2):
-        with pytest.raises(DeviceMemoryFullError):
+        with pytest.raises(DeviceMemoryFullError, match=f"needs {2 * MIB} bytes"):
             mover.move(command(OperationKind.LOAD, 0, 1))
         assert not mover.is_resident
         assert shard.arena.resident_bytes() == 0

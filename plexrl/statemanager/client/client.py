@@ -34,6 +34,7 @@ from plexrl.statemanager.protocol.messages import (
     Adopt,
     Answer,
     BorrowBase,
+    DeviceUse,
     Load,
     Prefetch,
     Publish,
@@ -242,7 +243,7 @@ class StateManagerClient:
                 sources=tuple(sources),
                 cast=cast,
                 previous_seq=previous_seq,
-                working_bytes=self._link.working_bytes,
+                use=self._link.use,
             )
             answer = self._link.borrow_device(request, keep_contents=False)
         except CorruptStateError:
@@ -386,10 +387,10 @@ class StateManagerClient:
             return None, 0.0
         return int(answer["bytes_moved"]) if answer["held"] else None, float(answer["seconds"])
 
-    def expect_use(self, nbytes: int) -> None:
-        """Announce how much device memory will be allocated besides the arena, after the next load:
-        the load is refused if that is not free. 0: unknown."""
-        self._link.working_bytes = nbytes
+    def expect_use(self, use: DeviceUse) -> None:
+        """Announce what will be used of the device besides the arena after the next load: the load
+        is refused if that is not free."""
+        self._link.use = use
 
     def forget_pulled(self) -> None:
         """Record that the arena's weights were written, so that the next pull is a full one."""

@@ -20,6 +20,7 @@ from plexrl.statemanager.protocol.messages import (
     BaseIsWhole,
     BorrowBase,
     Detach,
+    DeviceUse,
     Load,
     Publish,
     Register,
@@ -49,7 +50,7 @@ class RankLink:
         """Registered arena; absent before the first registration."""
         self.host: HostArena | None = None
         """Registered host arena; absent: all state is on the device."""
-        self.working_bytes = 0
+        self.use = DeviceUse()
         """As in `Load`."""
         self._base: WorkerArena | None = None
         """Arena with shared frozen weights; absent: none."""
@@ -91,7 +92,7 @@ class RankLink:
         if self._registration is not None and self.arena is not None:
             if self.arena.is_attached:
                 return
-            request = Attach(token=self._registration.token, working_bytes=self.working_bytes)
+            request = Attach(token=self._registration.token, use=self.use)
             self.borrow_device(request, keep_contents=True)
 
     def borrow_device(self, request: Attach | Load, *, keep_contents: bool) -> Answer:

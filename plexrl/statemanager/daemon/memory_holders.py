@@ -25,10 +25,15 @@ class Need(NamedTuple):
 
     who: str
     device: int
-    arena_bytes: int
-    """Its arena, if that has no memory yet."""
+    state_bytes: int
+    """Its arena, and shared frozen weights that are not on the device."""
     working_bytes: int
-    """What its framework used at most outside of the arena; 0: not measured yet."""
+    """What its framework will allocate besides; 0: not measured yet."""
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.state_bytes + self.working_bytes
 
 
 def held_error(
@@ -75,13 +80,12 @@ def held_error(
     texts = [text for _, text in sorted(found, key=lambda item: (-item[0], item[1]))]
     if process_bytes is None:
         texts.append("what processes hold besides is unknown, because nvidia-smi does not tell")
-    needed = need.arena_bytes + need.working_bytes
     reasons = "; ".join(texts[:SHOWN_MAX])
     return DeviceMemoryFullError(
-        f"{need.who} needs {needed} bytes of device {need.device} ({need.arena_bytes} of state, "
-        f"{need.working_bytes} to work), and {free_bytes} are free: {reasons}: "
-        "offload another job, or end what holds the memory",
-        needed_bytes=needed,
+        f"{need.who} needs {need.nbytes} bytes of device {need.device} ({need.state_bytes} of "
+        f"state, {need.working_bytes} to work), and {free_bytes} are free: {reasons}: offload "
+        "another job, or end what holds the memory",
+        needed_bytes=need.nbytes,
         free_bytes=free_bytes,
         device=need.device,
         holders=holders,

@@ -99,7 +99,7 @@ class DeviceBackend(Protocol):
         ...
 
     def release_idle(self, device: int) -> None:
-        """Release what is kept for workers of that device, which are all gone."""
+        """Release what is kept for the next allocation on that device."""
         ...
 
     def index_of(self, uuid: str) -> int:

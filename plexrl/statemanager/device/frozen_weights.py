@@ -136,11 +136,21 @@ class FrozenWeightsCache:
         """Record that `user` disconnected; it may still have weights mapped."""
         self._forget(user, left=True)
 
-    def evict_idle(self, device: int) -> bool:
-        """Evict the least recently used idle entry of a device; returns False if none is idle."""
+    def has_memory(self, key: WeightsKey) -> bool:
+        """Whether a client that borrows the weights needs no more memory."""
         with self._lock:
-            entries = self._entries.values()
-            idle = [each for each in entries if each.key.device == device and not each.users]
+            entry = self._entries.get(key)
+            return entry is not None and entry.allocation is not None
+
+    def evict_idle(self, device: int, keep: WeightsKey | None = None) -> bool:
+        """Evict the least recently used idle entry of a device, but not `keep`; returns False if
+        there is none."""
+        with self._lock:
+            idle = [
+                each
+                for key, each in self._entries.items()
+                if key.device == device and key != keep and not each.users
+            ]
             if not idle:
                 return False
             oldest = min(idle, key=lambda entry: entry.used_at)

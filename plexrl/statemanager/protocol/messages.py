@@ -79,6 +79,28 @@ class Save(Request, frozen=True, kw_only=True):
     """An earlier version, kept only while there is free space; 0: none."""
 
 
+class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank is going to use of its device besides its arena. 0: unknown, or nothing."""
+
+    working_bytes: int = 0
+    """Memory that its framework will allocate."""
+    base_bytes: int = 0
+    """Size of the shared frozen weights that it borrows next (`BorrowBase`)."""
+    base_content: str = ""
+    """Their content, as in `BorrowBase`."""
+
+
+class MakeRoom(Request, frozen=True, kw_only=True):
+    """Have memory of a device freed that nobody uses, before a worker's framework allocates there
+    and the worker can tell the size of its arena. Refused like a load if `nbytes` are not free."""
+
+    is_answered_plainly: ClassVar[bool] = True
+    device_uuid: str
+    group: str
+    token: int
+    nbytes: int
+
+
 class Load(Request, frozen=True, kw_only=True):
     """Load version `seq` into the arena. An arena without memory is lent some: the answer has
     `segment_bytes` and carries the segments' descriptors.
@@ -93,16 +115,14 @@ class Load(Request, frozen=True, kw_only=True):
     """Whether elements may change their dtype."""
     previous_seq: int = 0
     """As in `Save`."""
-    working_bytes: int = 0
-    """Device memory outside of the arena that the rank's framework will allocate; 0: unknown."""
+    use: DeviceUse = DeviceUse()
 
 
 class Attach(Request, frozen=True, kw_only=True):
     """Lend the arena zeroed memory; descriptors as for `Load`."""
 
     token: int
-    working_bytes: int = 0
-    """As in `Load`."""
+    use: DeviceUse = DeviceUse()
 
 
 class BorrowBase(Request, frozen=True, kw_only=True):

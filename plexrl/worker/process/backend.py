@@ -98,6 +98,11 @@ class Backend(ABC):
         none."""
         return None
 
+    @property
+    def lay_out_bytes(self) -> int:
+        """Device memory that `lay_out` allocates outside of the arenas, at most."""
+        return 0
+
     @abstractmethod
     def lay_out(self) -> None:
         """Make the model, and give all its state an address in the arenas.

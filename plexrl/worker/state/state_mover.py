@@ -9,6 +9,7 @@ from plexrl.errors import ConflictError
 from plexrl.process.garbage_collection import trim_heap
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.reports import LoadReport, MoveReport
+from plexrl.statemanager.protocol.messages import DeviceUse, MakeRoom
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.process.backend import Backend
 from plexrl.worker.process.command import RunCommand
@@ -125,10 +126,8 @@ class StateMover:
         if self.is_resident:
             return {}
         if not self._is_laid_out:
-            self._backend.lay_out()
-            self._is_laid_out = True
-        # What the allocator still has is not free, and is not allocated again.
-        self._client.expect_use(max(0, self._peak_bytes - self._device.kept_bytes()))
+            self._lay_out(command.token)
+        self._client.expect_use(self._use())
         measured: Plain = {}
         # Version 0 is not loaded: any process that materialises the model gets the same bits.
         is_stored = command.seq > 0 or self._was_offloaded
@@ -144,6 +143,30 @@ class StateMover:
             measured["base_bytes_filled"] = base_bytes
         self.is_resident = True
         return measured
+
+    def _lay_out(self, token: int) -> None:
+        nbytes = self._backend.lay_out_bytes
+        if self._device.uuid and nbytes:
+            self._client.request(
+                MakeRoom(
+                    device_uuid=self._device.uuid, group=self._group, token=token, nbytes=nbytes
+                )
+            )
+        self._backend.lay_out()
+        # The arena takes the place of what was allocated: later loads need no memory for both.
+        self._device.take_peak_bytes()
+        self._is_laid_out = True
+
+    def _use(self) -> DeviceUse:
+        """What will be used of the device besides the arena."""
+        # What the allocator still has is not free, and is not allocated again.
+        working_bytes = max(0, self._peak_bytes - self._device.kept_bytes())
+        base = self._backend.frozen_base
+        if base is None:
+            return DeviceUse(working_bytes=working_bytes)
+        return DeviceUse(
+            working_bytes=working_bytes, base_bytes=base.arena.nbytes, base_content=base.content
+        )
 
     def _materialise(self, token: int) -> int | None:
         """Get memory for the arenas, then write the initial weights; returns as `_borrow_base`."""

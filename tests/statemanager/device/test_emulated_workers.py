@@ -130,10 +130,17 @@ class Rank:
     """A backend on a device, and its moves."""
 
     def __init__(
-        self, spec: DeploymentSpec, node: StateManagerConfig, device: WorkerDevice, rank: int = 0
+        self,
+        spec: DeploymentSpec,
+        node: StateManagerConfig,
+        device: WorkerDevice,
+        rank: int = 0,
+        *,
+        backend: Backend | None = None,
     ) -> None:
+        """`backend`: absent: that of the spec."""
         count = spec.layout.world_size
-        self.backend: Backend = make_backend(spec, rank, count, Path("/nowhere"), device)
+        self.backend = backend or make_backend(spec, rank, count, Path("/nowhere"), device)
         claims = Claims(
             role=Role.WORKER,
             job="job",

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plexrl.errors import ConflictError, DeviceMemoryFullError
+from plexrl.errors import ConflictError, DeviceMemoryFullError, StaleTokenError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.device.cpu.device import CpuDevice
 from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache, WeightsKey, WeightsMapping
+from plexrl.statemanager.protocol.messages import Attach, DeviceUse
 from tests.statemanager.conftest import DEADLINE_S, MIB, MakeShard, Shard, StartDaemon, wait_until
 
 
@@ -147,6 +148,47 @@ def test_idle_weights_are_evicted_and_filled_again(
     assert reader.borrow() == MIB
     assert reader.holds()
     assert reader.fills == 2
+
+
+def test_a_stale_worker_evicts_no_idle_weights(
+    start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
+) -> None:
+    daemon = start_daemon(device_bytes=2 * MIB)
+    former = make_shard(daemon, deployment="b/actor", elements=MIB // 4, token=1)
+    former.offload(1)
+    shard = make_shard(daemon, deployment="a/actor", elements=MIB // 8, token=2)
+    make_reader(shard).borrow()
+    shard.offload(1)
+    for move in (lambda: former.load(1), lambda: former.client.request(Attach(token=1))):
+        with pytest.raises(StaleTokenError):
+            move()
+        assert lent_bytes(shard) == MIB
+
+
+def test_a_load_counts_the_weights_that_are_borrowed_next_and_keeps_them(
+    start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
+) -> None:
+    daemon = start_daemon(device_bytes=3 * MIB)
+    shard = make_shard(daemon, deployment="a/actor", elements=MIB // 8)
+    reader = make_reader(shard)
+    shard.client.expect_use(
+        DeviceUse(working_bytes=MIB, base_bytes=MIB, base_content=reader.content)
+    )
+    shard.offload(1)
+    holder = make_shard(daemon, deployment="b/actor", elements=MIB // 8)
+    with pytest.raises(DeviceMemoryFullError, match=rf"needs {3 * MIB} .*{2 * MIB} of state"):
+        shard.load(1)
+    holder.offload(1)
+    shard.load(1)
+    reader.borrow()
+    shard.offload(1)
+    shard.load(1)
+    assert reader.borrow() == 0, "they were idle, and count once"
+    shard.offload(1)
+    holder.load(1)
+    with pytest.raises(DeviceMemoryFullError, match=f"needs {2 * MIB} "):
+        shard.load(1)
+    assert lent_bytes(shard) == 2 * MIB, "without them there would be no more room"
 
 
 def test_weights_that_do_not_fit_undo_the_load_before_them(

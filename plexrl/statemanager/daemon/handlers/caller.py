@@ -98,6 +98,19 @@ class Caller:
             raise AuthenticationError("the first request of a connection is Hello, with a ticket")
         return self.shown_claims
 
+    def check_group(self, group: str) -> None:
+        """Refuse a group other than the one that the ticket names.
+
+        Raises:
+            PermissionDeniedError: it is another one.
+        """
+        claims = self.claims
+        if claims.group and group != claims.group:
+            raise PermissionDeniedError(
+                f"the ticket of {claims.holder} names group {claims.group!r}, not {group!r}: have "
+                "the node agent restart the worker"
+            )
+
     def count_open(self) -> None:
         """Count one more leased version.
 

@@ -15,33 +15,57 @@ from plexrl.statemanager.protocol.messages import (
     BaseIsWhole,
     BorrowBase,
     Detach,
+    DeviceUse,
+    MakeRoom,
     ReturnBase,
 )
 
 
-def check_free_memory(caller: Caller, registration: Registration, working_bytes: int) -> None:
+def check_free_memory(caller: Caller, registration: Registration, use: DeviceUse) -> None:
     """Measure the device's free memory before the rank is let in.
 
-    Idle frozen weights are evicted if it is too little. `working_bytes`: as in `Load`.
+    Idle frozen weights are evicted if it is too little, but not those that the rank borrows next.
+    `use`: as in `Load`.
 
     Raises:
-        DeviceMemoryFullError: the arena and the rank's work do not fit; the holders are named.
+        DeviceMemoryFullError: the arena, the frozen weights and the rank's work do not fit; the
+            holders are named.
     """
-    needed_bytes = registration.arena_bytes + working_bytes
+    base = _base_key(caller, registration, use)
+    _make_room(caller, _need(caller, registration, use, base), base)
+
+
+def _make_room(caller: Caller, need: Need, keep: WeightsKey | None = None) -> None:
+    """Evict idle frozen weights except `keep` until there is free memory for `need`."""
+    services = caller.services
     while True:
-        usage = registration.devices.usage(registration.device)
-        if usage.free_bytes is None or usage.free_bytes + usage.idle_bytes >= needed_bytes:
+        usage = services.devices.usage(need.device)
+        if usage.free_bytes is None or usage.free_bytes + usage.idle_bytes >= need.nbytes:
             return
-        if not caller.services.frozen_weights.evict_idle(registration.device):
-            raise _held_error(caller, registration, working_bytes)
+        if not services.frozen_weights.evict_idle(need.device, keep):
+            raise _held_error(caller, need)
 
 
-def _held_error(
-    caller: Caller, registration: Registration, working_bytes: int
-) -> DeviceMemoryFullError:
-    """The refusal for want of memory on the rank's device."""
-    device, devices = registration.device, registration.devices
-    usage = devices.usage(device)
+def _base_key(caller: Caller, registration: Registration, use: DeviceUse) -> WeightsKey | None:
+    """The frozen weights that the rank borrows next; None: none."""
+    if not use.base_bytes:
+        return None
+    return _weights_key(caller, registration, use.base_content, use.base_bytes)
+
+
+def _need(
+    caller: Caller, registration: Registration, use: DeviceUse, base: WeightsKey | None
+) -> Need:
+    state_bytes = registration.arena_bytes
+    if base is not None and not caller.services.frozen_weights.has_memory(base):
+        state_bytes += base.nbytes
+    return Need(registration.description, registration.device, state_bytes, use.working_bytes)
+
+
+def _held_error(caller: Caller, need: Need) -> DeviceMemoryFullError:
+    """The refusal for want of memory on a device."""
+    devices = caller.services.devices
+    usage = devices.usage(need.device)
     residents = [
         Resident(
             each.deployment,
@@ -49,28 +73,29 @@ def _held_error(
             each.pid,
             0 if (own := each.allocation) is None else own.nbytes,
         )
-        for each in caller.services.registry.on_device(device)
+        for each in caller.services.registry.on_device(need.device)
     ]
     return held_error(
-        Need(registration.description, device, registration.arena_bytes, working_bytes),
+        need,
         (usage.free_bytes or 0) + usage.idle_bytes,
         residents,
-        devices.process_bytes(device),
+        devices.process_bytes(need.device),
         max(0, usage.lent_bytes - sum(each.lent_bytes for each in residents)),
     )
 
 
 def allocate_arena(
-    caller: Caller, registration: Registration, working_bytes: int, fill: Fill | None = None
+    caller: Caller, registration: Registration, use: DeviceUse, fill: Fill | None = None
 ) -> Reply:
     """Allocate and fill memory for the rank's arena; return what the worker needs to map it.
 
-    Idle frozen weights are evicted when the device is full. `working_bytes`: as in `Load`.
+    Idle frozen weights are evicted when the device is full, but not those that the rank borrows
+    next. `use`: as in `Load`.
 
     Raises:
         DeviceMemoryFullError: others use the memory; nothing has changed.
     """
-    frozen_weights = caller.services.frozen_weights
+    base = _base_key(caller, registration, use)
     while True:
         try:
             allocation = allocate_filled(
@@ -83,8 +108,8 @@ def allocate_arena(
             break
         except DeviceMemoryFullError as error:
             # Raised before anything is filled.
-            if not frozen_weights.evict_idle(registration.device):
-                raise _held_error(caller, registration, working_bytes) from error
+            if not caller.services.frozen_weights.evict_idle(registration.device, base):
+                raise _held_error(caller, _need(caller, registration, use, base)) from error
     try:
         fds = allocation.descriptors()
     except BaseException:
@@ -100,14 +125,24 @@ def prefault_for_offload(caller: Caller) -> None:
     services.store.expect_writes(services.registry.state_bytes())
 
 
+def _free_unused(caller: Caller, request: MakeRoom, _: Sequence[int]) -> Reply:
+    caller.check_group(request.group)
+    services = caller.services
+    device = services.devices.index_of(request.device_uuid)
+    services.fencing.admit(request.group, request.token)
+    _make_room(caller, Need(caller.claims.holder, device, 0, request.nbytes))
+    services.devices.release_idle(device)
+    return Reply({})
+
+
 def _attach(caller: Caller, request: Attach, _: Sequence[int]) -> Reply:
     registration = caller.registered()
     with registration.exclusive():
         if registration.allocation is not None:
             raise ConflictError(f"{registration.description} already has device memory: detach it")
-        check_free_memory(caller, registration, request.working_bytes)
         caller.services.fencing.admit(registration.group, request.token)
-        reply = allocate_arena(caller, registration, request.working_bytes)
+        check_free_memory(caller, registration, request.use)
+        reply = allocate_arena(caller, registration, request.use)
     prefault_for_offload(caller)
     return reply
 
@@ -123,7 +158,8 @@ def _detach(caller: Caller, _: Detach, __: Sequence[int]) -> Reply:
 
 def _borrow_weights(caller: Caller, request: BorrowBase, _: Sequence[int]) -> Reply:
     registration = caller.registered()
-    key, cache = _weights_key(caller, request), caller.services.frozen_weights
+    key = _weights_key(caller, registration, request.content, request.nbytes)
+    cache = caller.services.frozen_weights
     while True:
         # Another rank may take minutes to fill the weights. This rank can be released meanwhile, so
         # the wait is outside the registration's lock.
@@ -137,7 +173,7 @@ def _borrow_weights(caller: Caller, request: BorrowBase, _: Sequence[int]) -> Re
 
 
 def _weights_are_filled(caller: Caller, request: BaseIsWhole, _: Sequence[int]) -> Reply:
-    key = _weights_key(caller, request)
+    key = _weights_key(caller, caller.registered(), request.content, request.nbytes)
     if not caller.services.frozen_weights.mark_filled(key, caller.weights_user):
         raise ConflictError("this connection is not the one that fills these weights: borrow again")
     return Reply({})
@@ -148,15 +184,10 @@ def _return_weights(caller: Caller, _: ReturnBase, __: Sequence[int]) -> Reply:
     return Reply({})
 
 
-def _weights_key(caller: Caller, request: BorrowBase | BaseIsWhole) -> WeightsKey:
-    registration = caller.registered()
-    return WeightsKey(
-        caller.claims.tenant,
-        registration.uid,
-        registration.device,
-        request.content,
-        request.nbytes,
-    )
+def _weights_key(
+    caller: Caller, registration: Registration, content: str, nbytes: int
+) -> WeightsKey:
+    return WeightsKey(caller.claims.tenant, registration.uid, registration.device, content, nbytes)
 
 
 def _segments_answer(allocation: DeviceAllocation) -> Answer:
@@ -164,6 +195,7 @@ def _segments_answer(allocation: DeviceAllocation) -> Answer:
 
 
 ENTRIES = (
+    handles(MakeRoom, _free_unused, WORKERS),
     handles(Attach, _attach, WORKERS),
     handles(Detach, _detach, WORKERS),
     handles(BorrowBase, _borrow_weights, WORKERS),

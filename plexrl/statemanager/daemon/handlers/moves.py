@@ -76,9 +76,9 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
     rank = caller.registered()
     started = time.perf_counter()
     with rank.exclusive():
-        if rank.allocation is None:
-            check_free_memory(caller, rank, request.working_bytes)
         caller.services.fencing.admit(rank.group, request.token)
+        if rank.allocation is None:
+            check_free_memory(caller, rank, request.use)
         if rank.host is not None:
             caller.services.store.host_allocations.release_all(rank.host)
         results: list[_LoadResult] = []
@@ -89,7 +89,7 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
 
         allocated = Reply({})
         if rank.allocation is None:
-            allocated = allocate_arena(caller, rank, request.working_bytes, fill)
+            allocated = allocate_arena(caller, rank, request.use, fill)
             prefault_for_offload(caller)
         else:
             fill(rank.allocation)

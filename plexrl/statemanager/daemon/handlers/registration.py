@@ -142,9 +142,5 @@ def _check_ticket_matches(caller: Caller, request: Register) -> None:
             f"registered here: the ticket is for rank {claims.rank} of {claims.world_size} of "
             f"{claims.deployment!r}"
         )
-    if claims.group and request.group != claims.group:
-        raise PermissionDeniedError(
-            f"the ticket of {claims.holder} names group {claims.group!r}, not {request.group!r}: "
-            "have the node agent restart the worker"
-        )
+    caller.check_group(request.group)
     caller.services.incarnations.admit(claims)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import InvalidRequestError
+from plexrl.model.memory.device_memory import device_memory
 from plexrl.model.memory.kv_cache import kv_token_bytes
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.worker.models import LaidOutModel, named_parameters, whole_model
@@ -31,6 +32,12 @@ class VllmRolloutBackend(EngineBackend[VllmEngine]):
         """Use the loaded weights. Raises `StaleWeightsError` if vLLM does not compute with them."""
         del parts
         self.engine.weights_changed(self.engine.weights_seq)
+
+    @property
+    def lay_out_bytes(self) -> int:
+        """vLLM makes its model and its cache, and computes, before the arena is reserved."""
+        terms = device_memory(self._spec).terms
+        return sum(term.nbytes for term in terms if not term.stays)
 
     def _make_model(self) -> LaidOutModel:
         """vLLM's probe computes with the whole model."""

@@ -77,8 +77,9 @@ def start_engine(
                 max_num_batched_tokens=max(STEP_TOKENS_MAX, slots),
                 # vLLM reserves one block as the null block.
                 kv_cache_memory_bytes=(blocks + 1) * block_bytes,
-                # So much of a GPU must be free at the start; it does not size the cache.
-                **({"gpu_memory_utilization": 0.01} if on_gpu else {}),
+                # So much of a GPU must be free at the start; it does not size the cache. The
+                # StateManager has measured what is free.
+                **({"gpu_memory_utilization": 1e-6} if on_gpu else {}),
             )
 
 
@@ -87,6 +88,9 @@ def vllm_errors_explained() -> Iterator[None]:
     """Turn vLLM's errors about a model into `InvalidRequestError`."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        # It is the device's other users, not the model: the worker is restarted.
+        raise
     except (ValueError, RuntimeError) as error:
         raise InvalidRequestError(
             f"vLLM cannot run this model: {error}: use backend 'torch'"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import deployment_spec_from_json
@@ -24,6 +25,13 @@ def refusal_of(spec_json: str, folder: str) -> str:
     except InvalidRequestError as error:
         return error.message
     return "it was built"
+
+
+def test_missing_memory_is_no_fault_of_the_model() -> None:
+    from plexrl.worker.rollout.vllm.launch import vllm_errors_explained
+
+    with pytest.raises(torch.OutOfMemoryError), vllm_errors_explained():
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.parametrize(
