@@ -106,7 +106,7 @@ def test_logprobs_losses_and_accumulated_gradients_are_those_of_plain_torch(
 ) -> None:
     parameters = whole(records, step, "before", StatePart.PARAMETER)
     logprobs, losses, gradients = reference.gradients_of(
-        case.model, parameters, batches(step), LOSS
+        case.model, parameters, batches(step), LOSS, case.spec.compute_dtype
     )
     steps = [record["steps"][step] for record in records]
     for index, arrays in enumerate(batches(step)):
@@ -141,9 +141,10 @@ def test_a_step_is_adamw_by_clipped_gradients(records: Records, step: int) -> No
 
 def test_forward_gives_logprobs_in_the_order_of_the_batch(case: Case, records: Records) -> None:
     parameters = whole(records, 1, "after", StatePart.PARAMETER)
-    reference.set_parameters(case.model, parameters)
+    dtype = case.spec.compute_dtype
+    reference.set_parameters(case.model, parameters, dtype)
     with torch.no_grad():
-        _, wanted = reference.logprobs_of(case.model, batch(99))
+        _, wanted = reference.logprobs_of(case.model, batch(99), dtype)
     near(joined(case, batch(99), [record["forward"] for record in records]), wanted, case)
 
 
