@@ -59,8 +59,9 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         backend="megatron",
         kind="train",
         axes=("dp", "tp", "pp", "cp", "ep"),
-        optimizers=("device",),
+        optimizers=("device", "host"),
         packs=True,
+        compute_dtypes=("float32", "bfloat16"),
         checkpoints_activations=True,
     ),
     BackendCapabilities(

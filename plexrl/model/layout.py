@@ -20,7 +20,7 @@ from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.dimensions import Dimensions, dimensions
 from plexrl.model.memory.kv_cache import check_cache_budget
 from plexrl.model.parallelism import Parallelism
-from plexrl.model.spec import ARCHITECTURES, ModelSpec
+from plexrl.model.spec import ARCHITECTURES, WEIGHT_BYTES, ModelSpec
 
 ALIGNED_ELEMENTS = 16
 """A tensor's row must have a multiple of this many float32 elements, because a slice begins at a
@@ -219,17 +219,23 @@ def check_cut(sizes: Dimensions, layout: Parallelism) -> None:
             )
 
 
-def megatron_state_bytes(sizes: Dimensions, layout: Parallelism, parameters: int) -> int:
+def megatron_state_bytes(
+    sizes: Dimensions, layout: Parallelism, parameters: int, compute_dtype: str = "float32"
+) -> int:
     """State bytes of all ranks together, for a model with `parameters` parameters.
 
     Every replica holds all its parameters and a buffer to reduce their gradients. The gradients and
-    the two moments are sharded over the replicas.
+    the two moments are sharded over the replicas, and so are float32 parameters if the model
+    computes in another dtype.
     """
     expert_parameters = sizes.layers * sizes.experts * 3 * sizes.hidden * sizes.mlp
     replicas = layout.dp * layout.cp
-    replica_bytes = 8 if replicas > 1 or layout.pp > 1 else 4
+    replica_bytes = WEIGHT_BYTES[compute_dtype]
+    sharded_bytes = 12 if replica_bytes == 4 else 16
+    if replicas > 1 or layout.pp > 1:
+        replica_bytes += 4
     copies = (parameters - expert_parameters) * replicas + expert_parameters * layout.expert_dp
-    return replica_bytes * copies + 12 * parameters
+    return replica_bytes * copies + sharded_bytes * parameters
 
 
 def padded_vocabulary(sizes: Dimensions, layout: Parallelism) -> int:

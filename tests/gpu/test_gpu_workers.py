@@ -1,5 +1,7 @@
 """A trainer and an engine on a real GPU, in memory that the StateManager lends and takes back."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -31,8 +33,7 @@ pytestmark = pytest.mark.gpu
 def test_a_trainer_takes_the_same_steps_as_on_the_cpu(
     node: StateManagerConfig, device: GpuDevice, spec: DeploymentSpec
 ) -> None:
-    if spec.backend != "fsdp":
-        pytest.importorskip({"deepspeed": "deepspeed", "megatron": "megatron.core"}[spec.backend])
+    skip_without_library(spec)
     rank = Rank(spec, node, device)
     rank.move(OperationKind.LOAD, 0)
     rank.train()
@@ -52,6 +53,35 @@ def test_a_trainer_takes_the_same_steps_as_on_the_cpu(
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.allclose(found[name], value, atol=1e-3), name
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries, when they are imported
+@pytest.mark.parametrize(
+    "spec",
+    [replace(each, compute_dtype="bfloat16") for each in (TRAINER, DEEPSPEED, MEGATRON)],
+    ids=lambda spec: spec.backend,
+)
+def test_a_trainer_in_bfloat16_computes_after_a_switch_as_on_the_cpu(
+    node: StateManagerConfig, device: GpuDevice, spec: DeploymentSpec
+) -> None:
+    skip_without_library(spec)
+    rank = Rank(spec, node, device)
+    rank.move(OperationKind.LOAD, 0)
+    rank.move(OperationKind.OFFLOAD, 0)
+    rank.move(OperationKind.LOAD, 0)
+    wanted = Rank.of(on_cpu(TRAINER, lambda _: None)).logprobs()
+    assert np.allclose(rank.logprobs(), wanted, atol=0.03)
+    before = {name: value.clone() for name, value in rank.state().items()}
+    rank.train()
+    after = rank.state()
+    assert not any(torch.equal(before[name], value) for name, value in after.items())
+    rank.close()
+
+
+def skip_without_library(spec: DeploymentSpec) -> None:
+    """Skips a test whose backend is not installed."""
+    if spec.backend != "fsdp":
+        pytest.importorskip({"deepspeed": "deepspeed", "megatron": "megatron.core"}[spec.backend])
 
 
 def test_an_engine_draws_the_same_after_a_switch(

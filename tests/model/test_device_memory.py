@@ -192,9 +192,17 @@ def test_deepspeed_gathers_in_the_dtype_of_the_computation() -> None:
     "layout",
     [Parallelism(), Parallelism(dp=2), Parallelism(dp=2, tp=2), Parallelism(dp=4, ep=2)],
 )
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"compute_dtype": "bfloat16"}, {"optimizer": "host"}],
+    ids=["float32", "bfloat16", "host"],
+)
 @pytest.mark.filterwarnings("ignore")  # of megatron-core, when it is imported
 def test_megatron_s_arena_is_the_sum_of_its_terms(
-    layout: Parallelism, fake_ranks: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    layout: Parallelism,
+    fields: dict[str, str],
+    fake_ranks: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from megatron.core import parallel_state
 
@@ -205,7 +213,7 @@ def test_megatron_s_arena_is_the_sum_of_its_terms(
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
     fake_ranks(layout.world_size)
     of = model("qwen3_moe", moe_intermediate_size=32) if layout.ep > 1 else model("qwen2")
-    spec = deployment("train", "megatron", of, parallelism=layout)
+    spec = deployment("train", "megatron", of, parallelism=layout, **fields)
     trainer = MegatronModel(TrainingRank(spec=spec, rank=0))
     trainer.lay_out()
     parallel_state.destroy_model_parallel()
@@ -216,8 +224,9 @@ def test_megatron_s_arena_is_the_sum_of_its_terms(
     "layout",
     [Parallelism(), Parallelism(dp=2), Parallelism(dp=2, tp=2), Parallelism(dp=4, ep=2)],
 )
-def test_a_megatron_rank_has_its_part_of_the_state(layout: Parallelism) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_megatron_rank_has_its_part_of_the_state(layout: Parallelism, dtype: str) -> None:
     of = model("qwen3_moe" if layout.ep > 1 else "qwen2")
-    spec = deployment("train", "megatron", of, parallelism=layout)
-    whole = megatron_state_bytes(of.dimensions, layout, parameter_count(of))
+    spec = deployment("train", "megatron", of, parallelism=layout, compute_dtype=dtype)
+    whole = megatron_state_bytes(of.dimensions, layout, parameter_count(of), dtype)
     assert in_arena(state_terms(spec)) == pytest.approx(whole / layout.world_size, rel=0.02)

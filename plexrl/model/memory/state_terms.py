@@ -109,7 +109,9 @@ def _deepspeed(spec: DeploymentSpec) -> StateTerms:
 def _megatron(spec: DeploymentSpec) -> StateTerms:
     """ZeRO-1: every replica has all parameters of its pipeline stage and tensor part, and if
     something is reduced a gradient buffer of that size; gradients and moments are sharded over the
-    replicas. Experts have other replicas than dense layers (`plexrl.model.parallelism`)."""
+    replicas. If the model computes in another dtype, every replica has the parameters in that one,
+    and float32 parameters are sharded too. Experts have other replicas than dense layers
+    (`plexrl.model.parallelism`)."""
     layout, sizes = spec.layout, spec.model.dimensions
     experts = expert_parameters(sizes)
     # The first stage has the embedding and the last one the output layer, besides their layers.
@@ -121,11 +123,12 @@ def _megatron(spec: DeploymentSpec) -> StateTerms:
     replicas = layout.dp * layout.cp
     shares = (dense // replicas + own_experts // layout.expert_dp) * 4
     buffers = (dense + own_experts) * 4
+    compute = WEIGHT_BYTES[spec.compute_dtype]
     reduces = replicas > 1 or layout.pp > 1
     return StateTerms(
-        weights=buffers,
+        weights=buffers if compute == 4 else shares + buffers // 4 * compute,
         gradients=shares + (buffers if reduces else 0),
-        optimizer=2 * shares + ALIGNED_BYTES,
+        optimizer=2 * shares + ALIGNED_BYTES if spec.optimizer == "device" else 0,
     )
 
 

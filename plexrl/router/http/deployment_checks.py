@@ -151,7 +151,8 @@ def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
         # The frozen weights are on the device too, once for all adapters of the model.
         return parameters * WEIGHT_BYTES["float32"] + adapters * TRAIN_BYTES_PER_PARAMETER
     if spec.backend == "megatron":
-        return megatron_state_bytes(_dimensions(spec.model), spec.layout, parameters)
+        sizes = _dimensions(spec.model)
+        return megatron_state_bytes(sizes, spec.layout, parameters, spec.compute_dtype)
     if spec.kind == "train":
         return parameters * TRAIN_BYTES_PER_PARAMETER
     # With adapters, both the frozen weights and the merged weights are kept.

@@ -91,6 +91,10 @@ def test_state_bytes_count_what_megatron_replicates() -> None:
         bytes_per_parameter[spec.layout.describe()] = state_bytes(spec, count) // count
     # Parameters and reduction buffers on both data ranks, gradients and moments once.
     assert bytes_per_parameter == {"tp=2": 16, "dp=2": 28, "dp=2 tp=2 pp=2": 28}
+    # In bfloat16 both data ranks have a cast besides, and the parameters are there once.
+    body = request(backend="megatron", parallelism={"dp": 2}, compute_dtype="bfloat16")
+    spec, count = check_deployment(body)
+    assert state_bytes(spec, count) == (16 + 2 * (4 + 2)) * count
 
 
 def test_a_trainer_may_use_bf16_and_activation_checkpointing() -> None:

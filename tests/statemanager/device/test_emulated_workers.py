@@ -55,6 +55,7 @@ TRAINER = DeploymentSpec(model=QWEN2, kind="train", backend="fsdp", workers=1)
 DEEPSPEED = replace(TRAINER, backend="deepspeed")
 MEGATRON = replace(TRAINER, backend="megatron")
 DEEPSPEED_BF16 = replace(DEEPSPEED, compute_dtype="bfloat16")
+MEGATRON_BF16 = replace(MEGATRON, compute_dtype="bfloat16")
 ENGINE = DeploymentSpec(
     model=QWEN2, kind="rollout", backend="torch", workers=1, max_sequence_tokens=16
 )
@@ -264,7 +265,7 @@ def on_cpu(spec: DeploymentSpec, run: Callable[[Backend], None]) -> Backend:
 @pytest.mark.filterwarnings("ignore")  # of megatron-core, when it is imported
 @pytest.mark.parametrize(
     "spec",
-    [TRAINER, DEEPSPEED, DEEPSPEED_BF16, MEGATRON],
+    [TRAINER, DEEPSPEED, DEEPSPEED_BF16, MEGATRON, MEGATRON_BF16],
     ids=lambda spec: f"{spec.backend}-{spec.compute_dtype}",
 )
 def test_a_trainer_computes_in_memory_that_comes_and_goes(

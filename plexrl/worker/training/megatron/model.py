@@ -1,7 +1,11 @@
-"""The `megatron` training backend: a GPT model of megatron-core with all its state in one arena.
+"""The `megatron` training backend: a GPT model of megatron-core with all its state in arenas.
 
 Megatron implements tensor, pipeline, data and expert parallelism, the reduction of gradients, and
 the all-gather of updated parameters.
+
+With `compute_dtype="bfloat16"` Megatron's parameters, activations and messages between stages are
+bfloat16. Each data rank keeps its share of the parameters in float32, and steps that; gradients are
+summed and reduced in float32, and updated parameters are all-gathered in bfloat16.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +20,11 @@ from megatron.core.distributed import (
 )
 
 from plexrl.model.layout import check_cut, megatron_dimensions
+from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import lay_out_model
-from plexrl.worker.state.arena_tensors import ParameterPiece
+from plexrl.worker.state.arena_tensors import ParameterPiece, view
 from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.megatron.groups import join_groups
 from plexrl.worker.training.megatron.network import make_network, place_parameters
@@ -52,11 +57,15 @@ class MegatronModel(TrainingModel):
         check_cut(self._sizes, layout)
         install_shims()
         join_groups(layout)
-        self._network = make_network(self._sizes, layout, coordinates, model.model.rotary_emb)
+        dtype = getattr(torch, self._rank.spec.compute_dtype)
+        rotary = model.model.rotary_emb
+        self._network = make_network(self._sizes, layout, coordinates, rotary, dtype)
         if self._rank.spec.activation_checkpointing:
             checkpoint_activations(self._network.decoder.layers)
         # This one is on `meta`, and says where each parameter will be in the buffers.
-        _, buffers = self._distributed(lambda elements: torch.zeros(elements, device="meta"))
+        _, buffers = self._distributed(
+            lambda elements, dtype: torch.zeros(elements, dtype=dtype, device="meta")
+        )
         self._pieces = pieces_by_parameter(self._sizes, layout, coordinates)
         names = {parameter: name for name, parameter in self._network.named_parameters()}
         self._state = MegatronState(
@@ -64,6 +73,8 @@ class MegatronModel(TrainingModel):
             reduces=layout.dp * layout.cp > 1
             or (layout.pp > 1 and self._sizes.is_tied)
             or (layout.tp > 1 and self._sizes.has_qk_norm),
+            compute_dtype=self._rank.spec.compute_dtype,
+            optimizer=self._rank.spec.optimizer,
             make_arena=self._rank.device.make_arena,
         )
 
@@ -72,9 +83,10 @@ class MegatronModel(TrainingModel):
         place_parameters(self._network, self._rank.device.torch_device)
         pairs = zip(self._state.parameters, self._state.scratch, strict=True)
         memory = chain.from_iterable(pairs)
-        self._chunk, _ = self._distributed(lambda _: next(memory))
+        self._chunk, _ = self._distributed(lambda *_: next(memory))
         self._read_weights()
         self._laid_out.forget()
+        self._is_gathered = not self._state.casts
         layout, coordinates = self._rank.layout, self._rank.coordinates
         self._pipeline = Pipeline(
             self._chunk,
@@ -84,19 +96,22 @@ class MegatronModel(TrainingModel):
         )
 
     def before_offload(self) -> None:
-        """Nothing is derived from the arena."""
+        """Nothing outside of the arenas is derived from them."""
 
     def after_load(self, *, gradients_loaded: bool) -> None:
         self._state.clear_padding()
+        self._is_gathered = not self._state.casts
         if not gradients_loaded:
             self.zero_gradients()
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        self._gather_after_load()
         return self._pipeline.run(batches, None)
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], loss: LossOfBatch
     ) -> list[torch.Tensor]:
+        self._gather_after_load()
         self._state.start_backward()
         found = self._pipeline.run(batches, loss)
         finalize_model_grads([self._chunk])
@@ -104,12 +119,21 @@ class MegatronModel(TrainingModel):
         return found
 
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
-        if gradient_factor != 1.0:
-            for flat in self._state.gradients:
-                flat.mul_(gradient_factor)
-        self._state.step(params)
+        self._state.step(params, gradient_factor)
+        self._gather()
+
+    def _gather_after_load(self) -> None:
+        """Gather the parameters unless they are loaded or gathered. A load itself does not, because
+        another rank's load may fail, and a collective would wait for that rank."""
+        if not self._is_gathered:
+            self._gather()
+
+    def _gather(self) -> None:
+        """Give every data rank all parameters as they are in the shares."""
+        self._state.cast()
         for group in (*self._chunk.bucket_groups, *self._chunk.expert_parallel_bucket_groups):
             group.start_param_sync(force_sync=True)
+        self._is_gathered = True
 
     def _plan(
         self, buffer: Any, pieces: dict[str, tuple[ParameterPiece, ...]], names: dict[Any, str]
@@ -139,7 +163,9 @@ class MegatronModel(TrainingModel):
             return False
         return self._rank.coordinates.tp == 0 or not is_replicated(pieces)
 
-    def _distributed(self, memory: Callable[[int], torch.Tensor]) -> tuple[Any, list[Any]]:
+    def _distributed(
+        self, memory: Callable[[int, torch.dtype], torch.Tensor]
+    ) -> tuple[Any, list[Any]]:
         """Megatron's data parallelism with its buffers in `memory`, as for `buffers_in`, which the
         network's parameters become views of. Returns it and the buffers."""
         layout = self._rank.layout
@@ -157,10 +183,8 @@ class MegatronModel(TrainingModel):
 
     def _read_weights(self) -> None:
         """Read this rank's boxes of the Hugging Face model."""
-        homes = [
-            (piece, parameter.data.view(-1)[piece.start : piece.start + piece.elements])
-            for name, parameter in self._network.named_parameters()
-            for piece in self._pieces[name]
-        ]
-        for piece, home in sorted(homes, key=lambda each: each[0].name):
-            home.copy_(self._laid_out.read(piece.name, piece.index).reshape(-1))
+        found = [each for each in self.slices() if each.key.part == StatePart.PARAMETER]
+        for each in sorted(found, key=lambda each: each.key.name):
+            ends = zip(each.offset, each.shape, strict=True)
+            index = tuple(slice(first, first + extent) for first, extent in ends)
+            view(self.arena, each).copy_(self._laid_out.read(each.key.name, index))

@@ -40,9 +40,14 @@ class Network(GPTModel):  # type: ignore[misc]  # megatron-core has no types
 
 
 def make_network(
-    sizes: Dimensions, layout: Parallelism, coordinates: Coordinates, rotary: Any
+    sizes: Dimensions,
+    layout: Parallelism,
+    coordinates: Coordinates,
+    rotary: Any,
+    dtype: torch.dtype,
 ) -> Network:
-    """One rank's part of the model. `rotary` is the Hugging Face model's rotary embedding.
+    """One rank's part of the model. `rotary` is the Hugging Face model's rotary embedding, and
+    `dtype` that of parameters, activations and messages between pipeline stages.
 
     Raises:
         InvalidRequestError: the rotary embedding depends on the row's length.
@@ -62,9 +67,9 @@ def make_network(
     )
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     with parameters_on_meta():
-        return Network(
+        network = Network(
             rotary.inv_freq.float(),
-            config=_transformer_config(sizes, layout),
+            config=_transformer_config(sizes, layout, dtype),
             transformer_layer_spec=spec,
             vocab_size=padded_vocabulary(sizes, layout),
             max_sequence_length=1,
@@ -72,6 +77,10 @@ def make_network(
             post_process=coordinates.pp == layout.pp - 1,
             share_embeddings_and_output_weights=sizes.is_tied,
         )
+    for parameter in network.parameters():
+        # Megatron makes norms in float32.
+        parameter.data = parameter.data.to(dtype)
+    return network
 
 
 def place_parameters(network: Network, device: torch.device) -> None:
@@ -89,7 +98,9 @@ def place_parameters(network: Network, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def _transformer_config(sizes: Dimensions, layout: Parallelism) -> TransformerConfig:
+def _transformer_config(
+    sizes: Dimensions, layout: Parallelism, dtype: torch.dtype
+) -> TransformerConfig:
     experts: dict[str, Any] = {}
     if sizes.experts:
         experts = {
@@ -127,8 +138,9 @@ def _transformer_config(sizes: Dimensions, layout: Parallelism) -> TransformerCo
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         # Micro-batches differ in their number of tokens.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",

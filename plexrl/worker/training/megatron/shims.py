@@ -36,12 +36,14 @@ def install_shims() -> None:
 
 
 @contextmanager
-def buffers_in(memory: Callable[[int], torch.Tensor]) -> Iterator[None]:
-    """In the block, `memory` makes the flat float32 buffers of Megatron's data parallelism, which
-    read as zero, from their numbers of elements: for each buffer its parameters, its gradients."""
+def buffers_in(memory: Callable[[int, torch.dtype], torch.Tensor]) -> Iterator[None]:
+    """In the block, `memory` makes the flat buffers of Megatron's data parallelism, which read as
+    zero, from their numbers of elements and dtypes: for each its parameters, its gradients."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    param_and_grad_buffer.torch = _TorchWithZeros(lambda elements, **_: memory(elements))
+    param_and_grad_buffer.torch = _TorchWithZeros(
+        lambda elements, *, dtype, **_: memory(elements, dtype)
+    )
     try:
         yield
     finally:

@@ -1,31 +1,44 @@
-"""All state of one rank in its arena: Megatron's parameter buffers and their optimizer shards.
+"""All state of one rank in its arenas: Megatron's parameter buffers and their optimizer shards.
 
 Megatron's data parallelism keeps a rank's parameters in a buffer, and their gradients in another
 buffer with the same layout. Each data rank owns an equal share of every bucket of a buffer. The
-distributed optimizer steps the rank's shares and all-gathers the rest (ZeRO-1). Arena layout:
+distributed optimizer steps the rank's shares and all-gathers the rest (ZeRO-1). Arena layout, in
+float32:
 
     parameters          the buffers, the same on every data rank
     gradients           of the shares, reduced; accumulated over backward passes
-    exp_avg, exp_avg_sq of the shares
+    exp_avg, exp_avg_sq of the shares; with a host optimizer in host memory instead
     step
     scratch             of the buffers: gradients of one backward before reduction; no slice
 
+With another dtype of computation the parameters are those of the shares (Megatron's main
+parameters), and the buffers, which are a cast of all ranks' shares, follow the scratch:
+
+    casts               the buffers; no slice
+
 If nothing has to be reduced, gradients and scratch are the same memory. Megatron's
-`DistributedOptimizer` refuses CPU tensors and allocates its own shards. With float32 parameters its
-step is AdamW on flat ranges, so torch's kernel is used instead.
+`DistributedOptimizer` refuses CPU tensors and allocates its own shards, and its
+`HybridDeviceOptimizer` its own host memory, in which no version could be kept without a copy. Both
+step AdamW on flat ranges, so torch's kernel and `plexrl.worker.state.host.optimizer` are used
+instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 
+from plexrl.model.layout import ALIGNED_ELEMENTS
 from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.arena_tensors import (
+    ARENA_DTYPES,
     ArenaLayout,
     ParameterPiece,
     span,
@@ -33,7 +46,8 @@ from plexrl.worker.state.arena_tensors import (
     whole,
     whole_box,
 )
-from plexrl.worker.state.host.optimizer import adam_of_torch
+from plexrl.worker.state.host.optimizer import HostAdamW, adam_of_torch
+from plexrl.worker.state.host.transfer import Run
 from plexrl.worker.training.flat_state import MOMENTS, STEP, sum_of_squares
 from plexrl.worker.training.megatron.parameter_pieces import cut
 
@@ -62,47 +76,105 @@ class BufferPlan:
     """This rank's range of each bucket: offsets of its first element and behind its last one."""
 
 
-class MegatronState:
-    """The arena, its slices and the optimizer. Everything is zero at first. Only `slices` and
-    `arena` may be used before `bind`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """This rank's range of one bucket."""
 
-    host_arena = None
+    buffer: int
+    """Index of the bucket's buffer."""
+    first: int
+    """Offset of its first element in the buffer."""
+    last: int
+    """Offset behind its last element."""
+    start: int
+    """Offset of its first element among the buffer's shares, end to end."""
+
+    @property
+    def in_buffer(self) -> slice:
+        """Its elements in the buffer."""
+        return slice(self.first, self.last)
+
+    @property
+    def owned(self) -> slice:
+        """Its elements among the buffer's shares, end to end."""
+        return slice(self.start, self.start + self.last - self.first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HostPart:
+    """A parameter in a share whose moments are in host memory."""
+
+    share: _Share
+    at: int
+    """Offset of its first element in the share."""
+    pieces: Sequence[ParameterPiece]
+    offset: int
+    """Offset of its first element in each moment."""
+
+    @property
+    def room(self) -> int:
+        """Its elements and their padding. No other parameter is in the share's padding, because
+        parameters and shares begin at multiples of the arena's alignment."""
+        elements = self.pieces[-1].start + self.pieces[-1].elements - self.pieces[0].start
+        return -(-elements // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+
+
+class MegatronState:
+    """The arenas, their slices and the optimizer. Everything is zero at first. Only `slices` and
+    the arenas may be used before `bind`."""
 
     def __init__(
         self,
         buffers: Sequence[BufferPlan],
         *,
         reduces: bool,
+        compute_dtype: str = "float32",
+        optimizer: str = "device",
         make_arena: Callable[[int], WorkerArena] = Arena,
     ) -> None:
         """Without `reduces`, a share is a whole bucket, and gradients and scratch share memory.
-        Only addresses are reserved: nothing is written."""
+        `compute_dtype` is that of the buffers that Megatron computes from, `optimizer` the location
+        of the moments, `device` or `host`. Only addresses are reserved: nothing is written."""
         self._buffers = buffers
+        self._shares = [share for index, plan in enumerate(buffers) for share in _of(index, plan)]
+        self._compute_dtype = ARENA_DTYPES[compute_dtype]
         self._layout = ArenaLayout()
-        self._homes = [
-            self._lay_out(plan, [(0, plan.elements)], StatePart.PARAMETER) for plan in buffers
-        ]
-        self._owned_starts = {
-            name: [self._lay_out(plan, plan.shares, part, suffix) for plan in buffers]
-            for name, part, suffix in (
-                ("grad", StatePart.GRADIENT, ""),
-                *((moment, StatePart.OPTIMIZER, f"/{moment}") for moment in MOMENTS),
-            )
-        }
-        self._step_slice = self._layout.add(STEP, whole_box(()))
+        self.casts = compute_dtype != "float32"
+        if self.casts:
+            mains = self._lay_out_shares(StatePart.PARAMETER)
+        else:
+            self._homes = [
+                self._lay_out(plan, [(0, plan.elements)], StatePart.PARAMETER) for plan in buffers
+            ]
+        self._owned_starts = {"grad": self._lay_out_shares(StatePart.GRADIENT)}
+        if self.casts:
+            self._owned_starts["param"] = mains
+        if optimizer == "device":
+            for moment in MOMENTS:
+                starts = self._lay_out_shares(StatePart.OPTIMIZER, f"/{moment}")
+                self._owned_starts[moment] = starts
+            self._step_slice = self._layout.add(STEP, whole_box(()))
         self._scratch_start = self._layout.nbytes
         self._scratch_starts = self._owned_starts["grad"]
         if reduces:
             self._scratch_starts = [self._layout.skip(plan.elements) for plan in buffers]
+        if self.casts:
+            self._homes = [
+                self._layout.skip(each.elements, self._compute_dtype) for each in buffers
+            ]
         self._reduces = reduces
         self.arena = make_arena(self._layout.nbytes)
+        self.host_arena: HostArena | None = None
+        self._host_slices: list[StateSlice] = []
+        if optimizer == "host":
+            self._lay_out_host()
 
     def bind(self) -> None:
         """Make the tensors in the arena, which has memory now. They stay valid when the memory
         comes and goes."""
         whole_buffers = [plan.elements for plan in self._buffers]
         shares = [sum(last - first for first, last in plan.shares) for plan in self._buffers]
-        self.parameters = self._spans(self._homes, whole_buffers)
+        self.parameters = self._spans(self._homes, whole_buffers, self._compute_dtype)
         self.scratch = self._spans(self._scratch_starts, whole_buffers)
         self._owned = {
             name: self._spans(starts, shares) for name, starts in self._owned_starts.items()
@@ -116,7 +188,7 @@ class MegatronState:
     @property
     def slices(self) -> tuple[StateSlice, ...]:
         """All state, in arena order."""
-        return tuple(self._layout.slices)
+        return (*self._layout.slices, *self._host_slices)
 
     @property
     def gradients(self) -> list[torch.Tensor]:
@@ -133,22 +205,33 @@ class MegatronState:
         """Add the reduced gradients of this rank's shares from the scratch to the gradients."""
         if not self._reduces:
             return
-        for plan, flat, gradient in zip(self._buffers, self.scratch, self.gradients, strict=True):
-            for (first, last), start in zip(plan.shares, _share_starts(plan), strict=True):
-                gradient[start : start + last - first].add_(flat[first:last])
+        for share in self._shares:
+            gradient = self.gradients[share.buffer][share.owned]
+            gradient.add_(self.scratch[share.buffer][share.in_buffer])
+
+    def cast(self) -> None:
+        """Write this rank's shares of the buffers that Megatron computes from."""
+        if not self.casts:
+            return
+        for share in self._shares:
+            self.parameters[share.buffer][share.in_buffer].copy_(self._main(share))
 
     def squared_gradients(self) -> torch.Tensor:
         """Sum of squares over the gradients that this rank counts, a scalar."""
         return sum_of_squares(self._counted)
 
-    def step(self, params: AdamParams) -> None:
-        """One AdamW step of this rank's shares."""
+    def step(self, params: AdamParams, gradient_factor: float) -> None:
+        """One AdamW step of this rank's shares. Raises as `TrainingModel.step`."""
+        if self.host_arena is not None:
+            self._host_optimizer.step(params, gradient_factor)
+            return
+        if gradient_factor != 1.0:
+            for flat in self.gradients:
+                flat.mul_(gradient_factor)
         count = view(self.arena, self._step_slice).add_(1)
-        for index, plan in enumerate(self._buffers):
-            for (first, last), start in zip(plan.shares, _share_starts(plan), strict=True):
-                own = slice(start, start + last - first)
-                state = (self._owned[name][index][own] for name in ("grad", *MOMENTS))
-                adam_of_torch(params, count, self.parameters[index][first:last], *state)
+        for share in self._shares:
+            state = (self._owned[name][share.buffer][share.owned] for name in ("grad", *MOMENTS))
+            adam_of_torch(params, count, self._main(share), *state)
 
     def zero_gradients(self) -> None:
         """Set the gradients of this rank's shares to zero."""
@@ -159,12 +242,38 @@ class MegatronState:
         """Set the memory that no slice covers to zero: loads do not write it, but norms and
         optimizer steps read it. The next backward clears the scratch."""
         memory = whole(self.arena)
-        held = sorted((p.arena_offset, p.arena_offset + p.nbytes) for p in self.slices)
+        held = sorted((p.arena_offset, p.arena_offset + p.nbytes) for p in self._layout.slices)
         ends = [(0, 0), *held, (self._scratch_start, self._scratch_start)]
         for (_, last), (first, _) in pairwise(ends):
             memory[last:first].zero_()
 
+    def _main(self, share: _Share) -> torch.Tensor:
+        """The parameters that the optimizer steps, flat."""
+        if self.casts:
+            return self._owned["param"][share.buffer][share.owned]
+        return self.parameters[share.buffer][share.in_buffer]
+
+    @cached_property
+    def _host_optimizer(self) -> HostAdamW:
+        assert self.host_arena is not None
+        start = host_start(self.arena.nbytes)
+        runs = []
+        for part in self._host_parts:
+            own = slice(part.at, part.at + part.room)
+            gradient = self.gradients[part.share.buffer][part.share.owned]
+            runs.append(Run(self._main(part.share)[own], gradient[own], part.offset))
+        return HostAdamW(
+            self.host_arena,
+            runs,
+            moments=self._host_moments,
+            step=(self._step_slice.arena_offset - start) // 4,
+        )
+
     # Layout
+
+    def _lay_out_shares(self, part: StatePart, suffix: str = "") -> list[int]:
+        """Add a region with the shares of each buffer; returns their offsets in bytes."""
+        return [self._lay_out(plan, plan.shares, part, suffix) for plan in self._buffers]
 
     def _lay_out(
         self,
@@ -176,36 +285,80 @@ class MegatronState:
         """Add a region with a buffer's shares end to end; returns its offset in bytes."""
         begin_bytes = self._layout.nbytes
         for first, last in shares:
-            for each in plan.parameters:
-                begin, end = max(first, each.first), min(last, each.last)
-                for piece in cut(each.pieces, begin - each.first, end - each.first):
-                    offset = self._layout.nbytes + 4 * (each.first + piece.start - first)
-                    key = StateKey(part=part, name=piece.name + suffix)
-                    self._layout.place(key, piece, offset)
+            for at, pieces in _held(plan, first, last):
+                _place(self._layout, pieces, self._layout.nbytes + 4 * at, part, suffix)
             self._layout.skip(last - first)
         return begin_bytes
 
-    def _spans(self, starts: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
-        return [span(self.arena, start, size) for start, size in zip(starts, sizes, strict=True)]
+    def _lay_out_host(self) -> None:
+        """Reserve host memory for the moments and the step count, without the padding between
+        parameters, so that they are one extent of a version."""
+        self._host_parts: list[_HostPart] = []
+        elements = 0
+        for share in self._shares:
+            for at, pieces in _held(self._buffers[share.buffer], share.first, share.last):
+                part = _HostPart(share=share, at=at, pieces=pieces, offset=elements)
+                self._host_parts.append(part)
+                elements += part.room
+        self._host_moments = (0, elements)
+        start = host_start(self.arena.nbytes)
+        layout = ArenaLayout(start)
+        for moment in MOMENTS:
+            begin = layout.skip(elements)
+            for part in self._host_parts:
+                offset = begin + 4 * part.offset
+                _place(layout, part.pieces, offset, StatePart.OPTIMIZER, f"/{moment}")
+        self._step_slice = layout.add(STEP, whole_box(()))
+        self._host_slices = layout.slices
+        self.host_arena = HostArena(layout.nbytes - start)
+
+    def _spans(
+        self, starts: Sequence[int], sizes: Sequence[int], dtype: str = "F32"
+    ) -> list[torch.Tensor]:
+        return [
+            span(self.arena, start, size, dtype) for start, size in zip(starts, sizes, strict=True)
+        ]
 
 
-def _share_starts(plan: BufferPlan) -> list[int]:
-    """Offset of each share among all shares, end to end."""
-    starts = [0]
-    for first, last in plan.shares[:-1]:
-        starts.append(starts[-1] + last - first)
-    return starts
+def _of(index: int, plan: BufferPlan) -> Iterator[_Share]:
+    """The shares of a buffer, end to end."""
+    start = 0
+    for first, last in plan.shares:
+        yield _Share(buffer=index, first=first, last=last, start=start)
+        start += last - first
+
+
+def _held(plan: BufferPlan, first: int, last: int) -> Iterator[tuple[int, list[ParameterPiece]]]:
+    """For each parameter in a range of a buffer: the offset of its first element in the range, and
+    its boxes there, in order."""
+    for each in plan.parameters:
+        pieces = cut(each.pieces, max(first - each.first, 0), last - each.first)
+        if pieces:
+            yield each.first + pieces[0].start - first, pieces
+
+
+def _place(
+    layout: ArenaLayout,
+    pieces: Sequence[ParameterPiece],
+    offset: int,
+    part: StatePart,
+    suffix: str,
+) -> None:
+    """Add slices for boxes that lie end to end, from `offset` bytes on."""
+    for piece in pieces:
+        at = offset + 4 * (piece.start - pieces[0].start)
+        layout.place(StateKey(part=part, name=piece.name + suffix), piece, at)
 
 
 def _counted(plan: BufferPlan) -> Iterator[tuple[int, int]]:
     """Ranges of the shares, end to end, without the parameters that another rank counts."""
-    for (first, last), start in zip(plan.shares, _share_starts(plan), strict=True):
-        begin = first
+    for share in _of(0, plan):
+        begin, offset = share.first, share.start - share.first
         for each in plan.parameters:
-            if each.is_counted or each.last <= first or each.first >= last:
+            if each.is_counted or each.last <= share.first or each.first >= share.last:
                 continue
             if each.first > begin:
-                yield start + begin - first, start + each.first - first
-            begin = min(each.last, last)
-        if begin < last:
-            yield start + begin - first, start + last - first
+                yield offset + begin, offset + each.first
+            begin = min(each.last, share.last)
+        if begin < share.last:
+            yield offset + begin, offset + share.last
