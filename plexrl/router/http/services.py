@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
-from starlette.requests import ClientDisconnect
 
 from plexrl.errors import (
     ConnectionLostError,
@@ -136,25 +135,21 @@ class RouterServices:
         declared = self.body_bytes_max if body.content_length is None else body.content_length
         try:
             with self.uploads.admit(caller.tenant, min(declared, self.body_bytes_max)):
-                chunks = timed_chunks(request.stream(), body.timeout_s)
+                chunks = timed_chunks(body.chunks(), body.timeout_s)
                 upload = await self.blobs.receive(chunks, self.body_bytes_max)
-        except ClientDisconnect as error:
-            raise ConnectionLostError(
-                "the client disconnected before the end of its request"
-            ) from error
         except (OverloadedError, StorageFullError):
             # A client that is still sending does not read the response.
-            await self._drain(request, body.timeout_s)
+            await self._drain(body)
             raise
         try:
             yield upload
         finally:
             upload.drop()
 
-    async def _drain(self, request: Request, stall_s: float) -> None:
+    async def _drain(self, body: LimitedBody) -> None:
         left = self.body_bytes_max
-        with suppress(ClientDisconnect, ConnectionLostError, BodyRefusedError):
-            async for chunk in timed_chunks(request.stream(), stall_s):
+        with suppress(ConnectionLostError, BodyRefusedError):
+            async for chunk in timed_chunks(body.chunks(), body.timeout_s):
                 left -= len(chunk)
                 if left < 0:
                     return

@@ -6,7 +6,7 @@ size and in time. Routes that take large payloads stream them to disk and set th
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
@@ -80,6 +80,19 @@ class LimitedBody:
         self._check_size(self._bytes)
         self._is_whole = not message.get("more_body", False)
         return message
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The parts of the body that have not been received yet; none after its end.
+
+        Raises:
+            BodyRefusedError: as `receive`.
+            ConnectionLostError: the client disconnected before the end of the body.
+        """
+        while not self._is_whole:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionLostError("the client disconnected before the end of its request")
+            yield message.get("body", b"")
 
     def _check_size(self, size: int) -> None:
         if size > self._bytes_max:
