@@ -1,6 +1,7 @@
 """A job is refused only if no division of its deployments into groups fits the empty cluster."""
 
 from collections.abc import Iterator
+from copy import copy
 from typing import NamedTuple
 
 import pytest
@@ -8,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import CapacityError, ModelDoesNotFitError
+from plexrl.ids import DeploymentId
 from plexrl.model.memory.device_memory import DeviceMemory, MemoryTerm
+from plexrl.scheduler.admission.fit.feasibility import fits, least_needs
+from plexrl.scheduler.admission.fit.sharing_search import fit_in_groups
 from tests.scheduler.fake_cluster import FakeCluster
 
 GIB = 1 << 30
@@ -80,6 +84,23 @@ def test_three_that_cannot_all_take_turns_share_as_far_as_they_can() -> None:
     with pytest.raises(CapacityError, match="too few of them can take turns") as refused:
         deploy(cluster, "d", Asked(2, 9, 2))
     assert refused.value.details == {"workers": 8, "gpus": 4}
+
+
+@pytest.mark.parametrize("is_rollout", [True, False])
+def test_a_job_may_have_more_deployments_than_python_has_stack_frames(is_rollout: bool) -> None:
+    cluster = cluster_of({"x": Kind(1, 10, "NVIDIA H200")}, residents_max=2)
+    deploy(cluster, "a", Asked(1, 5, 0, is_rollout))
+    state = cluster.core._context.state
+    found = [copy(state.deployment(DeploymentId("j/a"))) for _ in range(1200)]
+    for index, each in enumerate(found):
+        each.deployment = DeploymentId(f"j/a{index}")
+    (kind,) = cluster.core._context.cluster.inventory.sizes()
+    least = 1200 if is_rollout else 600
+    for gpus, fit in ((least, True), (least - 1, False)):
+        needs = least_needs(cluster.core.settings, found)
+        assert fits({kind: gpus}, needs) == fit
+        if fit:
+            assert fit_in_groups(cluster.core.settings, {kind: gpus}, found)
 
 
 asked = st.builds(

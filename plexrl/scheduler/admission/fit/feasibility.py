@@ -8,9 +8,10 @@ block others from free GPUs, so in doubt the answer is no.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from plexrl.scheduler.admission.fit import backtracking
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.placement.capacity.needs import (
@@ -28,43 +29,33 @@ from plexrl.scheduler.state.records import Deployment, Job, Node, State
 if TYPE_CHECKING:
     from plexrl.ids import DeploymentId, NodeId, TenantId
 
-SEARCH_STEPS_MAX = 2000
-"""Search steps after which needs count as fitting. Kinds of nodes and needs are few."""
-
 
 def fits(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
     """Whether the free GPUs of each kind hold all `needs` at once; also true if the search takes
-    more than `SEARCH_STEPS_MAX` steps."""
+    too long. Kinds of nodes and needs are few."""
     left = dict(free)
     order = sorted(needs, reverse=True)
     wanted = [0] * (len(order) + 1)
     for at in range(len(order) - 1, -1, -1):
         wanted[at] = wanted[at + 1] + order[at].workers
-    steps = 0
 
-    def holds(at: int) -> bool:
-        nonlocal steps
-        steps += 1
-        if at == len(order) or steps > SEARCH_STEPS_MAX:
-            return True
+    def options(at: int) -> Iterator[bool]:
         if wanted[at] > sum(left.values()):
-            return False
+            return
         need = order[at]
         tried = set()
         for kind, gpus in left.items():
             # Nodes that share no group differ in their fabric only.
             equal = kind.node_type, kind.gpu_memory_bytes, kind.gpu_kind, gpus
             if gpus < need.workers or not suits(kind, need) or equal in tried:
+                yield False
                 continue
             tried.add(equal)
             left[kind] = gpus - need.workers
-            is_held = holds(at + 1)
+            yield True
             left[kind] = gpus
-            if is_held:
-                return True
-        return False
 
-    return holds(0)
+    return backtracking.is_possible(len(order), options)
 
 
 def least_needs(settings: Settings, deployments: Sequence[Deployment]) -> list[Need]:
