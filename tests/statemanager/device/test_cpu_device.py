@@ -144,6 +144,24 @@ def test_a_kept_mapping_does_not_keep_memory_that_the_daemon_gave_up() -> None:
     second.close()
 
 
+def test_an_arena_keeps_one_mapping_of_a_segment_that_came_back_with_new_contents() -> None:
+    device = CpuDevice()
+    arena = CpuArena(3 * MIB)
+    loan = allocate_filled(device, arena.nbytes, device=0, uid=UID)
+    for keep_contents in (False, True, True):
+        arena.attach(segments(loan), keep_contents=keep_contents)
+        arena.detach()
+        assert arena.returned_bytes() == 3 * MIB
+    arena.buffer[1] = 4
+    arena.attach(segments(loan), keep_contents=True)
+    arena.detach()
+    assert read(loan, 1, 1) == b"\x04"
+    arena.forget_returned()
+    assert arena.returned_bytes() == 0
+    device.recycle(loan)
+    device.close()
+
+
 def test_an_arena_bounds_the_mappings_that_it_keeps() -> None:
     device = CpuDevice()
     arena = CpuArena(MIB)

@@ -42,7 +42,11 @@ class ReturnedMappings:
             except OSError:
                 unmap(parked, end - parked)
                 break
-            self._kept[_file(segment)] = (parked, segment.nbytes)
+            file = _file(segment)
+            if file in self._kept:
+                # It was attached in between by a new mapping, which kept the arena's contents.
+                self._drop(file)
+            self._kept[file] = (parked, segment.nbytes)
             self.nbytes += segment.nbytes
             address, parked = address + segment.nbytes, parked + segment.nbytes
         while self.nbytes > self._bytes_max:
