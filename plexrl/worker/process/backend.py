@@ -105,17 +105,16 @@ class Backend(ABC):
 
     @abstractmethod
     def lay_out(self) -> None:
-        """Make the model, and give all its state an address in the arenas.
+        """Make the model without its weights, and give all its state an address in the arenas.
 
-        Called once per process, before any other method. On a GPU nothing is written to the arena,
-        which has no memory yet. On the CPU it is private until it gets memory, so the whole model
-        may be built in it.
+        Called once per process, before any other method. Nothing is written to the arenas, which
+        have no memory yet.
         """
 
     def materialise(self) -> None:
         """Write the initial weights to the arenas, which have memory and read as zero.
 
-        The same spec gives the same bits. Nothing to do if `lay_out` has written them.
+        The same spec gives the same bits.
         """
         return
 

@@ -31,9 +31,13 @@ def killed(data_dir: Path | None) -> Folders:
 
 @pytest.mark.slow
 def test_the_next_cluster_removes_files_of_killed_clusters_only(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = set(Path(tempfile.gettempdir()).glob("pymp-*"))
+    # Other tests have temporary files, too.
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     temporary = killed(None)
     lasting = killed(tmp_path / "lasting")
     living = start_embedded(tmp_path / "living", gpus_per_node=1)
@@ -52,7 +56,7 @@ def test_the_next_cluster_removes_files_of_killed_clusters_only(
             assert (folder / OWNER).exists()
     finally:
         living.close()
-    assert set(Path(tempfile.gettempdir()).glob("pymp-*")) == before
+    assert list(scratch.iterdir()) == []
 
 
 def test_folders_without_an_owner_or_with_a_live_owner_stay(tmp_path: Path) -> None:
