@@ -16,7 +16,7 @@ from plexrl.cluster.data_dir.folder import make_data_dir, try_lock
 from plexrl.cluster.join.client import HeadClient, join
 from plexrl.cluster.join.tokens import JoinToken
 from plexrl.cluster.node.gpus import Gpus, required_gpus
-from plexrl.cluster.node.host_memory import HOST_BYTES_MIN, default_host_bytes
+from plexrl.cluster.node.host_memory import default_host_bytes
 from plexrl.cluster.node.membership import Kept, NodeFolder
 from plexrl.cluster.node.options import NodeOptions, host_name
 from plexrl.cluster.parts import NodeConfig, NodeLinks, check_shared_memory, node_parts
@@ -321,19 +321,18 @@ class NodeSupervisor:
             ports=options.ports,
             fabric=options.fabric,
         )
-        cluster = replace(cluster, checkpoint_url=kept.checkpoint_url or None)
         return node_parts(cluster, self._folders, config, links)
 
     def _cluster_options(self, gpus: Gpus) -> ClusterOptions:
         """The options by which `node_parts` sizes a node."""
         options = self._options
         memory = options.gpu_memory_bytes or gpus.memory_bytes or None
-        by_default = default_host_bytes() if gpus.uuids else HOST_BYTES_MIN
+        host = options.host_memory_bytes
         return ClusterOptions(
             data_dir=self._folders.data,
             gpus_per_node=gpus.count,
             gpu_memory_bytes=memory,
-            host_memory_bytes=options.host_memory_bytes or by_default,
+            host_memory_bytes=default_host_bytes(gpus.uuids) if host is None else host,
             nvme_bytes=options.nvme_bytes,
             settings=options.settings,
         )

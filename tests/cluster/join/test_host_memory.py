@@ -7,6 +7,7 @@ import pytest
 from plexrl.cluster.node.host_memory import HOST_BYTES_MIN, default_host_bytes
 
 GIB = 1 << 30
+GPUS = ("GPU-a", "GPU-b")
 
 
 @pytest.fixture
@@ -27,23 +28,30 @@ def bound(root: Path, folder: str, file: str, text: str) -> None:
 
 
 def test_half_of_the_machine_without_control_groups(root: Path) -> None:
-    assert default_host_bytes(root) == 6 * GIB
+    assert default_host_bytes(GPUS, root) == 6 * GIB
 
 
 def test_the_least_bound_of_the_groups_above_counts(root: Path) -> None:
     bound(root, "pod/box", "memory.max", "max")
     bound(root, "pod", "memory.max", str(10 * GIB))
-    assert default_host_bytes(root) == 5 * GIB
+    assert default_host_bytes(GPUS, root) == 5 * GIB
     bound(root, "", "memory.max", str(8 * GIB))
-    assert default_host_bytes(root) == 4 * GIB
+    assert default_host_bytes(GPUS, root) == 4 * GIB
 
 
 def test_groups_of_version_1_count_too(root: Path) -> None:
     (root / "proc" / "self" / "cgroup").write_text("3:cpu:/a\n2:memory,hugetlb:/b\n")
     bound(root, "memory/b", "memory.limit_in_bytes", str(8 * GIB))
-    assert default_host_bytes(root) == 4 * GIB
+    assert default_host_bytes(GPUS, root) == 4 * GIB
 
 
 def test_a_small_machine_has_the_least_size(root: Path) -> None:
     bound(root, "pod", "memory.max", str(GIB))
-    assert default_host_bytes(root) == HOST_BYTES_MIN
+    assert default_host_bytes(GPUS, root) == HOST_BYTES_MIN
+
+
+@pytest.mark.parametrize("uuids", [(), ("MIG-a",)])
+def test_nodes_that_share_a_machine_do_not_take_half_of_it_each(
+    root: Path, uuids: tuple[str, ...]
+) -> None:
+    assert default_host_bytes(uuids, root) == HOST_BYTES_MIN
