@@ -36,8 +36,8 @@ class NodeOptions:
     """Memory of each GPU; absent: that of the machine's GPUs, or 2 GiB without GPUs."""
     host_memory_bytes: int | None = None
     """Bound on the host tier, in `/dev/shm`; absent: on a machine with GPUs half of the memory that
-    the node's control group may use, at most `/dev/shm`; without GPUs, and with a part of one (MIG),
-    2 GiB."""
+    the node's control group may use, at most `/dev/shm`; without GPUs, and with a part of one
+    (MIG), 2 GiB."""
     nvme_bytes: int = 64 * GIB
     """Bound on the NVMe tier, in `data_dir`."""
     node_type: str = ""

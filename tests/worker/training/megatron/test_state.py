@@ -1,4 +1,4 @@
-"""The gradient norm counts every gradient on one rank, also where a rank's share has none to count."""
+"""The gradient norm counts every gradient on one rank, also if a rank has none to count."""
 
 from collections.abc import Sequence
 
