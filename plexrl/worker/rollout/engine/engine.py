@@ -113,7 +113,7 @@ class Engine(RolloutEngine):
         verify_forward(self._forward, model, wanted, self._tp)
         if capture is not None and isinstance(self._forward, LlamaForward):
             # Modules of other models may wait for the device.
-            self._forward = DecodeGraphs(self._forward, capture)
+            self._forward = DecodeGraphs(self._forward, capture, ranks)
         size = cache_size(
             model,
             self._dtype,

@@ -1,6 +1,7 @@
 """What the ranks of the tensor-parallel tests run: functions a spawned process finds by name."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from plexrl.worker.rollout.engine import Engine, Generation, TorchRolloutBackend
 from plexrl.worker.rollout.engine.tensor_parallel import EngineCalls, LeadingEngine, RankGroup
 from plexrl.worker.rollout.rollout_engine import RolloutEngine
 from plexrl.worker.state.arena_tensors import view
+from plexrl.worker.state.device import CPU, Capture, WorkerDevice
+from tests.statemanager.emulated_gpu import EmulatedGraphs
 
 VOCABULARY = "0123456789abcdefgh"
 """With three special tokens 21, so that two ranks hold 11 and 10 rows."""
@@ -88,7 +91,23 @@ def drive(engine: Engine | Leader, pull: Callable[[], None]) -> dict[str, Genera
     return made
 
 
-def backend(rank: int, ranks: int, folder: Path) -> TorchRolloutBackend:
+class Captures(WorkerDevice):
+    """Captures steps, up to a limit."""
+
+    def __init__(self, count: int) -> None:
+        self.graphs = EmulatedGraphs()
+        self._count = count
+
+    def step_capture(self) -> Capture:
+        def capture(work: Callable[[], None]) -> Callable[[], None]:
+            if self.graphs.captured == self._count:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return self.graphs(work)
+
+        return capture
+
+
+def backend(rank: int, ranks: int, folder: Path, device: WorkerDevice = CPU) -> TorchRolloutBackend:
     spec = DeploymentSpec(
         model=OLD,
         kind="rollout",
@@ -98,7 +117,7 @@ def backend(rank: int, ranks: int, folder: Path) -> TorchRolloutBackend:
         max_concurrent_samples=8,
     )
     group = RankGroup(rank=rank, size=ranks)
-    made = TorchRolloutBackend(spec, folder, group)
+    made = TorchRolloutBackend(spec, folder, group, device=device)
     made.lay_out()
     made.materialise()
     return made
@@ -115,13 +134,20 @@ def pull(made: TorchRolloutBackend) -> None:
         view(made.arena, piece).copy_(new[piece.key.name].data[box])
 
 
-def run(rank: int, ranks: int, store: str, folder: str) -> None:
-    """One rank of a generation; the leader leaves `found.pt`."""
+def join(rank: int, ranks: int, store: str) -> RankGroup:
+    """This process as one of the ranks."""
     torch.set_num_threads(1)
     meeting = dist.FileStore(store, ranks)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", store=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    return RankGroup(rank=rank, size=ranks)
+
+
+def run(rank: int, ranks: int, store: str, folder: str) -> None:
+    """One rank of a generation; the leader leaves `found.pt`."""
+    group = join(rank, ranks, store)
     made = backend(rank, ranks, Path(folder))
-    group = RankGroup(rank=rank, size=ranks)
     if rank:
         follow(made.engine, group, lambda: pull(made))
     else:
@@ -142,6 +168,28 @@ def run(rank: int, ranks: int, store: str, folder: str) -> None:
         },
         Path(folder) / f"rank{rank}.pt",
     )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_captured(rank: int, ranks: int, store: str, folder: str) -> None:
+    """One rank of a generation whose steps are captured; the last rank can capture two only. The
+    leader leaves `tokens.pt`."""
+    group = join(rank, ranks, store)
+    device = Captures(2 if rank == ranks - 1 else 99)
+    made = backend(rank, ranks, Path(folder), device)
+    if rank:
+        follow(made.engine, group, lambda: None)
+    else:
+        engine = Leader(made.engine, EngineCalls(group))
+        drawn = generation("one", max_tokens=40)
+        engine.submit(drawn)
+        while engine.has_work:
+            engine.step()
+        engine.close()
+        torch.save(drawn.tokens, Path(folder) / "tokens.pt")
+    counts = (device.graphs.captured, device.graphs.replayed)
+    torch.save(counts, Path(folder) / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
 from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.rollout.engine import Engine
 from plexrl.worker.rollout.shards import box_of
 from tests.worker.rollout.engine import engine_ranks as ranks
 
@@ -54,6 +55,29 @@ def test_both_ranks_have_the_same_counts_and_half_of_the_weights(folder: Path) -
     for one in of:
         assert one["gathered"] == ["0", "1"]
         assert one["arena_bytes"] < 0.52 * whole, "norms are all that is on both"
+
+
+def test_ranks_replay_graphs_only_while_all_of_them_can_capture(tmp_path: Path) -> None:
+    """One with a graph would pad what is summed, and one without would not."""
+    mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+        ranks.run_captured,
+        args=(2, str(tmp_path / "store"), str(tmp_path)),
+        nprocs=2,
+        start_method="forkserver",
+    )
+    model = build_model(ranks.OLD)
+    engine = Engine(model, slots=8, sequence_tokens_max=ranks.SEQUENCE_TOKENS)
+    wanted = ranks.generation("one", max_tokens=40)
+    engine.submit(wanted)
+    while engine.has_work:
+        engine.step()
+    found = torch.load(tmp_path / "tokens.pt", weights_only=False)
+    assert [row.tolist() for row in found] == [row.tolist() for row in wanted.tokens]
+    (captured, replayed), (others, replayed_there) = [
+        torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)
+    ]
+    assert (captured, others) == (3, 2)
+    assert replayed == replayed_there > 2
 
 
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 9))

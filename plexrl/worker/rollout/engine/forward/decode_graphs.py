@@ -12,6 +12,7 @@ Shapes: T tokens, V vocabulary.
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -24,6 +25,7 @@ from plexrl.worker.rollout.engine.forward.decode_shapes import (
 )
 from plexrl.worker.rollout.engine.kv_pool import KvPool
 from plexrl.worker.rollout.engine.step_batch import StepBatch
+from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
 from plexrl.worker.state.device import Capture
 
 LOG = logging.getLogger(__name__)
@@ -58,15 +60,18 @@ class DecodeGraphs:
     Logits of a replayed step are valid until the next step.
     """
 
-    def __init__(self, forward: Forward, capture: Capture) -> None:
-        """`forward` must do the same work on the device for equal shapes, and not wait for it."""
+    def __init__(self, forward: Forward, capture: Capture, ranks: RankGroup | None = None) -> None:
+        """`forward` must do the same work on the device for equal shapes, and not wait for it.
+        `ranks`: the tensor-parallel group; its ranks make the same calls in the same order."""
         self._forward = forward
+        self._ranks = ranks
         self._capture: Capture | None = capture
         self._steps: OrderedDict[StepShape, _Step] = OrderedDict()
         self._seen: set[StepShape] = set()
-        """Shapes without a graph that occurred once. A graph costs about three steps."""
-        self._logits: dict[int, torch.Tensor] = {}
-        """Memory of the logits, by number of rows: graphs share it, since one runs at a time."""
+        """Shapes that occurred once since they had no graph. A graph costs about three steps."""
+        self._logits: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+        """Memory of the logits, by number of rows: graphs share it, since one runs at a time. It
+        is freed with the last of them."""
 
     def __call__(self, batch: StepBatch, pool: KvPool) -> torch.Tensor:
         """As `Forward`."""
@@ -91,26 +96,41 @@ class DecodeGraphs:
         return self._captured(shape, pool)
 
     def _captured(self, shape: StepShape, pool: KvPool) -> _Step | None:
-        assert self._capture is not None, "shapes are looked up only with it"
         inputs = PaddedStep(shape, pool.block_tokens, device=pool.device, dtype=pool.dtype)
         if len(self._steps) >= GRAPHS_MAX:
-            # The next capture can use the memory of its activations.
-            self._steps.popitem(last=False)
+            # The next capture can use the memory of its activations. With more shapes in turn than
+            # graphs, each would else be captured at every occurrence.
+            dropped, _ = self._steps.popitem(last=False)
+            self._seen.discard(dropped)
         logits_TV = self._logits_of(self._forward(inputs.batch, pool))
 
         def work() -> None:
             logits_TV.copy_(self._forward(inputs.batch, pool))
 
-        try:
-            replay = self._capture(work)
-        except RuntimeError as error:
-            # Whatever keeps this model from being captured, its steps can run as they are.
-            LOG.warning("decode steps run without CUDA graphs: capturing %s: %s", shape, error)
+        replay = self._replay_of(work, shape)
+        if replay is None:
             self._capture = None
             self._steps.clear()
             return None
         made = self._steps[shape] = _Step(inputs, logits_TV, replay)
         return made
+
+    def _replay_of(self, work: Callable[[], None], shape: StepShape) -> Callable[[], None] | None:
+        """Captured work. None: it could not be captured, here or on another rank. A step with a
+        graph is padded, so the collectives of ranks with and without one would not match."""
+        assert self._capture is not None, "shapes are looked up only with it"
+        replay, failure = None, ""
+        try:
+            replay = self._capture(work)
+        except RuntimeError as error:
+            # Whatever keeps this model from being captured, its steps can run as they are.
+            failure = f"{shape}: {error}"
+        failures = [failure] if self._ranks is None else self._ranks.gather(failure)
+        for rank, found in enumerate(failures):
+            if found:
+                LOG.warning("decode steps run without CUDA graphs: rank %d: %s", rank, found)
+                replay = None
+        return replay
 
     def _logits_of(self, found_TV: torch.Tensor) -> torch.Tensor:
         """Memory for the logits of all steps with so many rows."""

@@ -77,6 +77,9 @@ class PaddedStep:
         groups, start = [], 0
         for each in shape:
             mask_shape = (each.rows, 1, each.blocks * block_tokens)
+            mask_NQL = torch.full(mask_shape, -np.inf, dtype=dtype, device=device)
+            # A row that sees nothing may be NaN, which would stay in the block for padding.
+            mask_NQL[..., 0] = 0.0
             groups.append(
                 Group(
                     start=start,
@@ -85,7 +88,7 @@ class PaddedStep:
                     width=1,
                     blocks=each.blocks,
                     table_NW=torch.full((each.rows * each.blocks,), SCRAP, device=device),
-                    mask_NQL=torch.full(mask_shape, -np.inf, dtype=dtype, device=device),
+                    mask_NQL=mask_NQL,
                     lengths=np.ones(each.rows, dtype=np.int64),
                     spread_NQ=None,
                     real=None,
@@ -112,7 +115,6 @@ class PaddedStep:
             if sizes != self._filled:
                 table_NW.fill_(SCRAP)
                 mask_NL.fill_(-np.inf)
-                # A row that sees nothing would be NaN.
                 mask_NL[group.rows :, 0] = 0.0
             width = group.blocks * self._block_tokens
             table_NW[: group.rows, : group.blocks] = group.table_NW.view(group.rows, -1)
