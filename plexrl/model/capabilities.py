@@ -38,6 +38,8 @@ class BackendCapabilities:
     """Train: dtypes of computation with float32 parameters, the default first."""
     checkpoints_activations: bool = False
     """Train: it can recompute activations instead of keeping them."""
+    reduces_once: bool = False
+    """Train: it can reduce gradients once for all micro-batches of a call."""
     switches_tp: bool = False
     """Rollout: the size of its tensor-parallel groups can change while it generates."""
     architectures: tuple[str, ...] = ARCHITECTURES
@@ -53,6 +55,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         packs=False,
         compute_dtypes=("float32", "bfloat16"),
         checkpoints_activations=True,
+        reduces_once=True,
         adapter_axes=("dp",),
     ),
     BackendCapabilities(
@@ -63,6 +66,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         packs=True,
         compute_dtypes=("float32", "bfloat16"),
         checkpoints_activations=True,
+        reduces_once=True,
     ),
     BackendCapabilities(
         backend="deepspeed",
@@ -155,10 +159,15 @@ def check_adapters(capabilities: BackendCapabilities, layout: Parallelism) -> No
 
 
 def check_computation(
-    capabilities: BackendCapabilities, compute_dtype: str, *, activation_checkpointing: bool
+    capabilities: BackendCapabilities,
+    compute_dtype: str,
+    *,
+    activation_checkpointing: bool,
+    reduce_once: bool,
 ) -> None:
     """Raises `UnsupportedDtypeError` if the backend cannot train in this dtype, and
-    `InvalidRequestError` if it cannot recompute activations."""
+    `InvalidRequestError` if it cannot recompute activations, or reduce gradients once for all
+    micro-batches of a call."""
     if compute_dtype not in capabilities.compute_dtypes:
         raise UnsupportedDtypeError(
             f"backend {capabilities.backend!r} of a {capabilities.kind} deployment trains in "
@@ -172,6 +181,12 @@ def check_computation(
         raise InvalidRequestError(
             f"backend {capabilities.backend!r} of a {capabilities.kind} deployment has no "
             f"activation_checkpointing: leave it out, or train with {' or '.join(able)}"
+        )
+    if reduce_once and not capabilities.reduces_once:
+        able = [each.backend for each in BACKENDS if each.reduces_once]
+        raise InvalidRequestError(
+            f"backend {capabilities.backend!r} of a {capabilities.kind} deployment has no "
+            f"reduce_once: leave it out, or train with {' or '.join(able)}"
         )
 
 

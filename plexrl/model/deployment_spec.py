@@ -35,6 +35,9 @@ class DeploymentSpec:
     """Train: dtype of the computation, `float32` or `bfloat16`. Parameters are always float32."""
     activation_checkpointing: bool = False
     """Train: recompute a layer's activations in the backward pass instead of keeping them."""
+    reduce_once: bool = False
+    """Train: reduce gradients over data ranks once for all micro-batches of a call, instead of for
+    each micro-batch. Until then each rank has the gradients of its whole tensor part in float32."""
     max_sequence_tokens: int = 512
     """Longest row: prompt and completion together."""
     max_concurrent_samples: int = 256

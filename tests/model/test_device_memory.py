@@ -138,6 +138,9 @@ def test_each_setting_lowers_its_term() -> None:
     assert "optimizer" not in {t.name for t in device_memory(replace(spec, optimizer="host")).terms}
     halved = change(workers=2, parallelism=Parallelism(dp=2))
     assert halved["weights"] < 0.6 * known["weights"]
+    waiting = change(workers=2, parallelism=Parallelism(dp=2), reduce_once=True)
+    unreduced = waiting["gathered parameters"] - halved["gathered parameters"]
+    assert unreduced == 4 * parameter_count(spec.model)
 
 
 def test_adapters_need_the_base_and_little_else() -> None:

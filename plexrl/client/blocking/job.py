@@ -102,6 +102,7 @@ class Job(JobReader):
         lora: "LoraSpec | None" = None,
         compute_dtype: Dtype = "float32",
         activation_checkpointing: bool = False,
+        reduce_once: bool = False,
         max_sequence_tokens: int = 512,
         node_type: str = "",
         trace: DemandTrace | Mapping[str, object] | None = None,
@@ -128,7 +129,9 @@ class Job(JobReader):
 
         With `compute_dtype="bfloat16"` the model computes in that dtype; parameters, gradients and
         steps stay float32. `activation_checkpointing` recomputes each layer's activations in the
-        backward pass instead of keeping them: bit-identical, with less memory.
+        backward pass instead of keeping them: bit-identical, with less memory. With `reduce_once`
+        `fsdp` reduces gradients over the data ranks once for each `forward_backward` instead of for
+        each micro-batch: less communication, with 4 bytes a parameter more memory.
 
         Raises:
             ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
@@ -144,6 +147,7 @@ class Job(JobReader):
             "lora": lora,
             "compute_dtype": compute_dtype,
             "activation_checkpointing": activation_checkpointing,
+            "reduce_once": reduce_once,
             "max_sequence_tokens": max_sequence_tokens,
             "node_type": node_type,
             "trace": plain_trace(trace),

@@ -37,7 +37,8 @@ class StateTerms:
     gradients: int = 0
     optimizer: int = 0
     gathered: int = 0
-    """Copies of parameters in the form in which the model computes."""
+    """Copies of parameters in the form in which the model computes, and gradients that wait for a
+    reduction."""
     kv_cache: int = 0
 
 
@@ -78,10 +79,14 @@ def _fsdp(spec: DeploymentSpec) -> StateTerms:
     if parameters >= LAYERWISE_PARAMETERS:
         most = embedding_parameters(sizes) + PREFETCHED_LAYERS * layer_parameters(sizes)
     gathered = most // layout.tp * compute if copies else 0
+    trained = parameters
+    if spec.lora is not None:
+        trained = adapter_parameter_count(spec.model, spec.lora)
+    if spec.reduce_once and layout.dp > 1:
+        gathered += trained * 4 // layout.tp
     if spec.lora is None:
         return _trained(spec, shard, gathered)
-    adapters = adapter_parameter_count(spec.model, spec.lora) * 4 // layout.dp
-    found = _trained(spec, adapters, gathered)
+    found = _trained(spec, trained * 4 // layout.dp, gathered)
     return StateTerms(
         weights=shard + found.weights,
         gradients=found.gradients,

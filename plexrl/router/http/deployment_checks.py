@@ -58,6 +58,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         capabilities,
         body.compute_dtype,
         activation_checkpointing=body.activation_checkpointing,
+        reduce_once=body.reduce_once,
     )
     _check_kind(body, model, layout)
     lora = None
@@ -79,6 +80,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         lora=lora,
         compute_dtype=body.compute_dtype,
         activation_checkpointing=body.activation_checkpointing,
+        reduce_once=body.reduce_once,
         max_sequence_tokens=body.max_sequence_tokens,
         max_concurrent_samples=body.max_concurrent_samples,
         kv_cache_bytes=body.kv_cache_bytes,

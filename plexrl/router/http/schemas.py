@@ -258,6 +258,10 @@ class DeploymentRequest(_Strict):
     activation_checkpointing: bool = Field(
         False, description="train: recompute activations in the backward pass, to save memory"
     )
+    reduce_once: bool = Field(
+        False,
+        description="train: reduce gradients once a call, not for each micro-batch; takes memory",
+    )
     max_sequence_tokens: int = Field(512, strict=True, ge=2, le=1 << 22)
     max_concurrent_samples: int = Field(256, strict=True, ge=1, le=1 << 16)
     kv_cache_bytes: int | None = Field(

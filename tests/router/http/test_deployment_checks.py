@@ -106,6 +106,9 @@ def test_a_trainer_may_use_bf16_and_activation_checkpointing() -> None:
         check_deployment(request("rollout", compute_dtype="bfloat16"))
     with pytest.raises(InvalidRequestError, match=r"has no activation_checkpointing.*fsdp"):
         check_deployment(request("forward", activation_checkpointing=True))
+    assert check_deployment(request(reduce_once=True))[0].reduce_once
+    with pytest.raises(InvalidRequestError, match=r"'deepspeed'.*no reduce_once.*fsdp or megatron"):
+        check_deployment(request(backend="deepspeed", reduce_once=True))
 
 
 def test_a_rollout_deployment_runs_on_one_gpu_on_replicas_or_on_tensor_ranks() -> None:

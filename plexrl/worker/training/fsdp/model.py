@@ -6,7 +6,8 @@ the data-parallel ranks that have that part.
 
 A model that is gathered as a whole has its gradients reduced once for all micro-batches of a call.
 They all exist unreduced in each backward anyway, so the peak of memory stays. A model that is
-gathered layer by layer has them reduced for each micro-batch, so that only one layer's exist.
+gathered layer by layer has them reduced for each micro-batch, so that only one layer's exist;
+with `reduce_once` they are summed on each rank, in float32, and reduced in the last backward.
 
 With `compute_dtype="bfloat16"` parameters are cast when they are gathered. In the arena parameters,
 gradients (summed in float32) and optimizer state are float32.
@@ -42,8 +43,8 @@ class FsdpModel(TrainingModel):
 
     _state: FlatState
     _model: Any
-    _gathers_whole: bool
-    """All parameters are gathered together."""
+    _reduces_once: bool
+    """Gradients are reduced once for all micro-batches of a call."""
 
     def __init__(
         self, rank: TrainingRank, *, layerwise_parameters: int = LAYERWISE_PARAMETERS
@@ -118,7 +119,7 @@ class FsdpModel(TrainingModel):
     ) -> list[torch.Tensor]:
         values: list[torch.Tensor] = []
         for index, batch in enumerate(batches):
-            if self._gathers_whole:
+            if self._reduces_once:
                 self._model.set_requires_gradient_sync(index == len(batches) - 1)
             logprobs_BL = self._logprobs(batch)
             # FSDP averages gradients over ranks; the loss is a sum over ranks.
@@ -171,8 +172,10 @@ class FsdpModel(TrainingModel):
                 param_dtype=getattr(torch, spec.compute_dtype), reduce_dtype=torch.float32
             )
         size = sum(parameter.numel() for parameter in model.parameters())
-        self._gathers_whole = size < self._layerwise_parameters
-        if not self._gathers_whole:
+        gathers_whole = size < self._layerwise_parameters
+        # Without other data ranks a reduction is a copy, and its result takes no memory.
+        self._reduces_once = gathers_whole or (spec.reduce_once and self._rank.layout.dp > 1)
+        if not gathers_whole:
             for layer in model.model.layers:
                 fully_shard(layer, **options)
         fully_shard(model, **options)

@@ -21,23 +21,27 @@ from plexrl.worker.training.model import TrainingRank
 from tests.worker.training.cases import Case
 from tests.worker.training.ranks import ADAM, LOSS, batch
 
-LAYERWISE = (LAYERWISE_PARAMETERS, 1)
+LAYERWISE = ((LAYERWISE_PARAMETERS, False), (1, False), (1, True))
+"""Parameters from which a model is gathered layer by layer, and whether it reduces once."""
 STEPS = 2
+MICRO_BATCHES = 3
 
 
 class _Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's is untyped
-    """Counts reductions of gradients to their shards."""
+    """Counts reductions of gradients to their shards, and their bytes."""
 
-    count = 0
+    count = nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        self.count += "reduce_scatter" in str(func)
+        if "reduce_scatter" in str(func):
+            self.count += 1
+            self.nbytes += args[1].nbytes
         return func(*args, **(kwargs or {}))
 
 
 def train_both_ways(rank: int, case: Case, folder: str) -> None:
-    """The same steps with a model gathered at once and one gathered layer by layer."""
+    """The same steps with a model gathered at once and ones gathered layer by layer."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -47,43 +51,48 @@ def train_both_ways(rank: int, case: Case, folder: str) -> None:
     )
     # With activations computed again a layer is gathered a third time, for that.
     spec = replace(case.spec, activation_checkpointing=True)
-    place = TrainingRank(spec=spec, rank=rank)
-    both = [
-        TrainingBackend(place, FsdpModel(place, layerwise_parameters=least), Path(folder))
-        for least in LAYERWISE
-    ]
-    for made in both:
+    ways = []
+    for least, reduce_once in LAYERWISE:
+        place = TrainingRank(spec=replace(spec, reduce_once=reduce_once), rank=rank)
+        model = FsdpModel(place, layerwise_parameters=least)
+        ways.append(TrainingBackend(place, model, Path(folder)))
+    for made in ways:
         made.lay_out()
         made.materialise()
     for index in range(STEPS):
-        for made in both:
+        for made in ways:
             # The order of sums over micro-batches and ranks differs, hence one micro-batch.
             seed = 2 * index + case.layout.coordinates(rank).dp
             _run(made, OperationKind.FORWARD_BACKWARD, seed, micro_batches=1)
             made.before_offload()
             _run(made, OperationKind.OPTIM_STEP, 0)
-    kept = [_values(made, StatePart.PARAMETER) for made in both]
-    # Only one of them has parts of FSDP below the whole.
-    assert [len(_gathered_apart(made)) for made in both] == [1, 3]
-    assert kept[0].keys() == kept[1].keys()
-    assert all(torch.equal(value, kept[1][name]) for name, value in kept[0].items())
-    _check_reductions(both, case.layout.coordinates(rank).dp)
+    kept = [_values(made, StatePart.PARAMETER) for made in ways]
+    # Only the first has no parts of FSDP below the whole.
+    assert [len(_gathered_apart(made)) for made in ways] == [1, 3, 3]
+    for other in kept[1:]:
+        assert kept[0].keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in kept[0].items())
+    _check_reductions(ways, case.layout.coordinates(rank).dp)
     dist.barrier()
     # Gloo's threads now and then abort an interpreter that unwinds round them.
     os._exit(0)
 
 
-def _check_reductions(both: list[TrainingBackend], seed: int) -> None:
-    """A model gathered at once reduces its gradients once, to the sums of the other."""
-    counts = []
-    for made in both:
+def _check_reductions(ways: list[TrainingBackend], seed: int) -> None:
+    """Gradients of a model gathered at once, or that says so, are reduced once, to the sums of the
+    others."""
+    counts, sizes = [], []
+    for made in ways:
         with _Reductions() as seen:  # type: ignore[no-untyped-call]
-            _run(made, OperationKind.FORWARD_BACKWARD, seed, micro_batches=3)
+            _run(made, OperationKind.FORWARD_BACKWARD, seed, micro_batches=MICRO_BATCHES)
         counts.append(seen.count)
-    assert counts == [1, 3 * 3], "micro-batches times parts of FSDP"
-    once, each_time = (_values(made, StatePart.GRADIENT) for made in both)
-    for name, value in once.items():
-        torch.testing.assert_close(value, each_time[name], rtol=1e-5, atol=1e-6)
+        sizes.append(seen.nbytes)
+    assert counts == [1, MICRO_BATCHES * 3, 3], "micro-batches times parts of FSDP"
+    assert sizes[1] == MICRO_BATCHES * sizes[2], "float32 each time"
+    once, *others = (_values(made, StatePart.GRADIENT) for made in ways)
+    for other in others:
+        for name, value in once.items():
+            torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6)
 
 
 def _run(made: TrainingBackend, kind: OperationKind, seed: int, micro_batches: int = 1) -> None:
