@@ -258,7 +258,7 @@ def core_settings(config: SchedulerConfig) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if name not in PROCESS_SETTINGS}
 
 
-def planning(config: SchedulerConfig) -> dict[str, str | float | bool | None]:
+def planning(config: SchedulerConfig) -> dict[str, str | int | float | bool | None]:
     """The settings in `PLANNING`."""
     return {name: getattr(config, name) for name in PLANNING}
 

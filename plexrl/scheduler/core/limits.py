@@ -22,6 +22,9 @@ BYTES_MAX = 1 << 50
 TOKENS_MAX = 1 << 40
 """Tokens of one operation."""
 SECONDS_MAX = 1e15
+PRIORITY_MAX = 100
+WEIGHT_MAX = 1e6
+"""Weight of a tenant."""
 PORT_MAX = 65_535
 TOTAL_MAX = (1 << 62) - 1
 """Sums saturate here."""
@@ -32,6 +35,7 @@ _GPUS: Final = (0, GPUS_MAX)
 _BYTES: Final = (0, BYTES_MAX)
 _COUNT: Final = (0, COUNT_MAX)
 _SECONDS: Final = (0.0, SECONDS_MAX)
+_PRIORITY: Final = (-PRIORITY_MAX, PRIORITY_MAX)
 _ABOVE_0: Final = math.nextafter(0.0, 1.0)
 _BELOW_1: Final = math.nextafter(1.0, 0.0)
 
@@ -43,15 +47,18 @@ RANGES: Final[dict[type[ev.Event], tuple[_Range, ...]]] = {
         ("nvme_bytes", *_BYTES),
     ),
     ev.TenantConfigured: (
+        ("weight", _ABOVE_0, WEIGHT_MAX),
         ("jobs_max", *_COUNT),
         ("gpus_max", *_COUNT),
         ("gpu_seconds_max", *_SECONDS),
         ("live_jobs_max", *_COUNT),
         ("checkpoints_max", *_COUNT),
         ("checkpoint_bytes_max", 0, TOTAL_MAX),
+        ("priority_max", *_PRIORITY),
         ("slo", 0.0, _BELOW_1),
     ),
     ev.JobSubmitted: (
+        ("priority", *_PRIORITY),
         ("controller_timeout_s", _ABOVE_0, SECONDS_MAX),
         ("reattach_timeout_s", *_SECONDS),
         ("gang", *_COUNT),

@@ -3,7 +3,6 @@
 from plexrl.errors import (
     AuthenticationError,
     ConflictError,
-    InvalidRequestError,
     NotFoundError,
     QuotaExceededError,
 )
@@ -20,8 +19,6 @@ from plexrl.scheduler.state.records import Job, State
 from plexrl.scheduler.state.tenant import Tenant
 from plexrl.wire.operations import OperationKind
 
-WEIGHT_MAX = 1e6
-PRIORITY_MAX = 100
 KEY_ID_CHARACTERS = 12
 KEYS_MAX = 16
 """Valid keys of one tenant."""
@@ -105,17 +102,8 @@ def tenant_configured(state: State, event: TenantConfigured) -> None:
 
     Raises:
         NotFoundError: there is no such tenant.
-        InvalidRequestError: a number is out of range; nothing changed.
     """
     tenant = _tenant(state, event.tenant)
-    if not 0 < event.weight <= WEIGHT_MAX:
-        raise InvalidRequestError(
-            f"tenant {event.tenant!r}: the weight is above 0 and at most {WEIGHT_MAX:.0f}"
-        )
-    if not -PRIORITY_MAX <= event.priority_max <= PRIORITY_MAX:
-        raise InvalidRequestError(
-            f"tenant {event.tenant!r}: priority_max is between -{PRIORITY_MAX} and {PRIORITY_MAX}"
-        )
     tenant.weight = event.weight
     tenant.jobs_max = event.jobs_max
     tenant.gpus_max = event.gpus_max
@@ -151,11 +139,8 @@ def check_priority(state: State, name: TenantId, priority: int) -> None:
     """Refuse a priority class above the tenant's highest; operators may use all classes.
 
     Raises:
-        InvalidRequestError: there is no such class.
         QuotaExceededError: the class is above the tenant's highest.
     """
-    if not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
-        raise InvalidRequestError(f"priority is between -{PRIORITY_MAX} and {PRIORITY_MAX}")
     tenant = state.tenants.get(name)
     if tenant is None or tenant.is_operator or priority <= tenant.priority_max:
         return

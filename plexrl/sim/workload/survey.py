@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from plexrl.errors import CapacityError, InvalidRequestError
-from plexrl.scheduler.jobs.tenants import PRIORITY_MAX
+from plexrl.scheduler.core.limits import PRIORITY_MAX
 from plexrl.sim.workload.scenario import Pool
 from plexrl.traces import TraceJob
 

@@ -62,7 +62,7 @@ class History:
     now: float
     jobs: tuple[PastJob, ...]
     operations: tuple[PastOperation, ...]
-    planning: dict[str, str | float | bool | None] | None = None
+    planning: dict[str, str | int | float | bool | None] | None = None
     """Policy, ordering and other settings of its scheduler that a prediction needs; absent in
     recordings of earlier versions."""
     format: Literal["plexrl-history/1"] = "plexrl-history/1"

@@ -27,7 +27,7 @@ from plexrl.sim.fidelity.planning import named, planning_of
 from plexrl.sim.fidelity.recording import RecordedJob
 from plexrl.sim.fidelity.run_forecast import forecast_mix, forecast_run, profiles_in
 from plexrl.traces import TraceJob
-from plexrl.traces.convert.history import History, history_of, write_history
+from plexrl.traces.convert.history import History, history_of, read_history, write_history
 from tests.sim.fidelity.test_fidelity import simulated, some_job
 
 PACK = named("pack")
@@ -260,6 +260,15 @@ def test_a_recording_holds_the_planning_of_its_cluster_and_a_given_policy_replac
         planning_of([run, replace(run, planning=HELD)], None)
     with pytest.raises(InvalidRequestError, match="name the policy with --policy"):
         planning_of([replace(run, planning=None)], None)
+
+
+def test_the_numbers_of_a_recorded_planning_keep_their_types(tmp_path: Path) -> None:
+    write_history(tmp_path / "run.json", replace(PAIRS[0], planning=HELD))
+    read = read_history(tmp_path / "run.json").planning
+    assert read is not None
+    assert {name: type(value) for name, value in read.items()} == {
+        name: type(value) for name, value in HELD.items()
+    }
 
 
 def test_a_forecast_under_the_recorded_settings_is_that_of_the_policy_with_these_defaults() -> None:

@@ -270,7 +270,7 @@ class ClusterView(ClusterTotals):
     operations_pending: int
     held: list[HeldView]
     eta_quality: "EtaQualityView"
-    planning: dict[str, str | float | bool | None]
+    planning: dict[str, str | int | float | bool | None]
     """Settings that decide which jobs share and who goes next, by their names in
     `SchedulerConfig`."""
 
