@@ -11,12 +11,13 @@ the frame's first byte. The frame has no payload bytes then, its header has the 
 `FILE_KEY`, and the receiver maps the file in place of a copy.
 """
 
+import array
 import asyncio
 import mmap
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -31,9 +32,13 @@ UNSEEN_BYTES_MAX = 64 << 20
 FILE_KEY = "payload_file"
 """Header key of a payload that is passed as a file: its size in bytes."""
 
-FILES_MAX = 4
-"""Most descriptors that are taken with one part of a frame; a frame has one."""
+# Plain integers: an operation on the flags of `socket` costs more than the system call.
+CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+"""Flag of `recvmsg`: processes that start later do not inherit the received descriptors."""
 
+_TRUNCATED = int(socket.MSG_CTRUNC)
+_ANCILLARY_BYTES = socket.CMSG_SPACE(4 * array.array("i").itemsize)
+"""Room for four descriptors; a frame has one."""
 _LENGTHS = struct.Struct("<IQ")
 HEAD_BYTES = _LENGTHS.size
 """Size of the two lengths."""
@@ -138,6 +143,23 @@ def recv_frame_or_file(sock: Stream) -> tuple[Header, bytearray | memoryview]:
             os.close(file)
 
 
+def take_descriptors(
+    ancillary: Sequence[tuple[int, int, bytes]], flags: int, files: list[int]
+) -> None:
+    """Add the descriptors that came with one `recvmsg` to `files`.
+
+    Raises:
+        ConnectionLostError: some were lost.
+    """
+    for level, kind, passed in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers = array.array("i")
+            numbers.frombytes(passed[: len(passed) - len(passed) % numbers.itemsize])
+            files += numbers
+    if flags & _TRUNCATED:
+        raise ConnectionLostError("descriptors were lost: this process has too many files open")
+
+
 async def write_frame(
     writer: asyncio.StreamWriter, header: Mapping[str, Any], payload: Buffer = b""
 ) -> None:
@@ -211,8 +233,11 @@ def _recv_with_files(sock: socket.socket) -> tuple[bytes, list[int]]:
     lengths, files = b"", list[int]()
     try:
         while len(lengths) < HEAD_BYTES:
-            part, found, _, _ = socket.recv_fds(sock, HEAD_BYTES - len(lengths), FILES_MAX)
-            files += found
+            # Not `socket.recv_fds`, which ignores flags.
+            part, ancillary, flags, _ = sock.recvmsg(
+                HEAD_BYTES - len(lengths), _ANCILLARY_BYTES, CLOSE_ON_EXEC
+            )
+            take_descriptors(ancillary, flags, files)
             if not part:
                 raise ConnectionLostError("the peer closed the connection")
             lengths += part

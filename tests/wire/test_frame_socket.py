@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -202,3 +203,41 @@ def test_a_frame_must_bring_the_file_that_it_announces(tmp_path: Path, files: in
         with pytest.raises(InvalidRequestError, match="announces a file of 7 bytes"):
             recv_frame_or_file(right)
         assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_connection_whose_descriptors_were_lost_ends(tmp_path: Path) -> None:
+    mapped(tmp_path / "payload", b"payload")
+    left, right = socket.socketpair()
+    with left, right, (tmp_path / "payload").open("rb") as file:
+        socket.send_fds(left, [encode_head({FILE_KEY: 7}, 0)], [file.fileno()] * 9)
+        held = open_files(tmp_path / "payload")
+        with pytest.raises(ConnectionLostError, match="too many files open"):
+            recv_frame_or_file(right)
+        assert open_files(tmp_path / "payload") == held
+
+
+def test_a_process_that_starts_meanwhile_does_not_inherit_a_received_file(tmp_path: Path) -> None:
+    payload = mapped(tmp_path / "payload", b"payload")
+    left, right = socket.socketpair()
+    with left, right, ThreadPoolExecutor(1) as pool, (tmp_path / "payload").open("rb") as file:
+        head = encode_head({FILE_KEY: len(payload)}, 0)
+        held = open_files(tmp_path / "payload")
+        socket.send_fds(left, [head[:1]], [file.fileno()])
+        receiving = pool.submit(recv_frame_or_file, right)
+        while open_files(tmp_path / "payload") == held:
+            assert not receiving.done()
+        child = subprocess.run(
+            ["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True
+        )
+        left.sendall(head[1:])
+        assert bytes(receiving.result()[1]) == b"payload"
+        assert str(tmp_path / "payload") not in child.stdout
+
+
+def open_files(path: Path) -> int:
+    """How many of this process's descriptors are of a file."""
+    found = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += each.readlink() == path
+    return found

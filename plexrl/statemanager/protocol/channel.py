@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from plexrl.errors import ConnectionLostError, InvalidRequestError, PayloadTooLargeError
+from plexrl.wire.framing import CLOSE_ON_EXEC, take_descriptors
 
 BODY_BYTES_MAX = 64 << 20
 DESCRIPTORS_MAX = 1024
@@ -35,9 +36,6 @@ _HEAD = struct.Struct("<IHBx")
 _HEAD_BYTES = _HEAD.size
 _pack_head, _unpack_head = _HEAD.pack_into, _HEAD.unpack_from
 _ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_AT_ONCE * array.array("i").itemsize)
-# Plain integers: an operation on the flags of `socket` costs more than the system call.
-_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
-_TRUNCATED = int(socket.MSG_CTRUNC)
 _TIMEVAL = struct.Struct("@ll")
 
 
@@ -152,7 +150,7 @@ class Channel:
         fds: list[int] = []
         try:
             filled, ancillary, flags, _ = self._recvmsg_into(
-                self._target, _ANCILLARY_BYTES, _CLOSE_ON_EXEC
+                self._target, _ANCILLARY_BYTES, CLOSE_ON_EXEC
             )
             if filled > _HEAD_BYTES and not ancillary and not flags:
                 nbytes, announced, kind = _unpack_head(self._in)
@@ -212,7 +210,7 @@ class Channel:
         return view
 
     def _receive_into(self, target: memoryview | bytearray, fds: list[int]) -> int:
-        count, ancillary, flags, _ = self._recvmsg_into((target,), _ANCILLARY_BYTES, _CLOSE_ON_EXEC)
+        count, ancillary, flags, _ = self._recvmsg_into((target,), _ANCILLARY_BYTES, CLOSE_ON_EXEC)
         _take(count, ancillary, flags, fds)
         return count
 
@@ -221,13 +219,9 @@ def _take(
     count: int, ancillary: Sequence[tuple[int, int, bytes]], flags: int, fds: list[int]
 ) -> None:
     """Add the descriptors of one `recvmsg` to `fds`."""
-    for level, kind, passed in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            numbers = array.array("i")
-            numbers.frombytes(passed[: len(passed) - len(passed) % numbers.itemsize])
-            fds += numbers
-    if flags & _TRUNCATED or len(fds) > DESCRIPTORS_MAX:
-        raise ConnectionLostError("descriptors were lost: this process has too many files open")
+    take_descriptors(ancillary, flags, fds)
+    if len(fds) > DESCRIPTORS_MAX:
+        raise ConnectionLostError(f"more than {DESCRIPTORS_MAX} descriptors arrived")
     if count == 0:
         raise ConnectionLostError("the peer closed the connection")
 
