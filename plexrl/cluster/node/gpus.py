@@ -4,6 +4,7 @@ They are counted in a process of their own, because initialising the CUDA driver
 and its context would be inherited.
 """
 
+import logging
 import re
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import msgspec
 from plexrl.errors import CapacityError
 from plexrl.process.startup import visible_parts
 from plexrl.statemanager.device.cuda.bindings import device_names
+
+LOG = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
 MIB = 1 << 20
@@ -132,7 +135,10 @@ def _by_process(command: list[str]) -> list[_Device]:
         if command[0] == sys.executable:
             return msgspec.json.decode(done.stdout, type=list[_Device])
         return [_from_row(line) for line in done.stdout.splitlines()]
-    except (OSError, subprocess.SubprocessError, ValueError, msgspec.MsgspecError):
+    except FileNotFoundError:
+        return []
+    except (OSError, subprocess.SubprocessError, ValueError, msgspec.MsgspecError) as error:
+        LOG.warning("%s does not list the GPUs: %s", " ".join(command), error)
         return []
 
 

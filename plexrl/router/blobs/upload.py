@@ -124,7 +124,10 @@ class _UploadFile:
         await self._wait_for_write()
         os.close(self._fd)
         self._fd = -1
-        return map_file(self.path)
+        try:
+            return map_file(self.path)
+        except OSError as error:
+            raise write_error(self.path.parent, error) from error
 
     async def remove(self) -> None:
         """Remove the file, after the write that is running: its thread cannot be stopped."""

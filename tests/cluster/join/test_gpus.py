@@ -167,3 +167,12 @@ def test_a_divided_gpu_is_refused_without_the_bindings_of_cuda(
     nvidia_smi(tmp_path, monkeypatch, ("143771, Enabled, GPU-a, NVIDIA H200",))
     with pytest.raises(CapacityError, match="nvidia-smi -mig 0"):
         required_gpus(None)
+
+
+def test_a_machine_whose_gpus_cannot_be_listed_is_not_silently_one_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nvidia_smi(tmp_path, monkeypatch, ("Failed to initialize NVML: Unknown Error",))
+    assert first_gpus(2) == Gpus(count=2, memory_bytes=0)
+    assert "nvidia-smi --query-gpu=" in caplog.text
+    assert "does not list the GPUs" in caplog.text

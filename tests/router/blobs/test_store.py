@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -152,6 +153,26 @@ def test_an_upload_that_cannot_be_written_raises(tmp_path: Path) -> None:
     (tmp_path / "blobs").rmdir()
     with pytest.raises(StorageError, match="cannot be written"):
         asyncio.run(store.receive(arriving(bytes(2 * INLINE_BYTES_MAX)), 1 << 30))
+
+
+def test_an_upload_that_cannot_be_mapped_raises_and_leaves_no_file(tmp_path: Path) -> None:
+    store = DirectoryBlobStore(tmp_path / "blobs")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def without_descriptors() -> AsyncIterator[bytes]:
+        yield bytes(2 * INLINE_BYTES_MAX)
+        # The upload's file is open. Its mapping needs more.
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        yield b"end"
+
+    try:
+        with pytest.raises(StorageError, match="Too many open files"):
+            asyncio.run(store.receive(without_descriptors(), 1 << 30))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert list((tmp_path / "blobs").iterdir()) == []
 
 
 def test_a_full_disk_has_its_own_error_and_leaves_no_partial_file(tmp_path: Path) -> None:
