@@ -184,7 +184,7 @@ class MegatronState:
             for plan, flat in zip(self._buffers, self.gradients, strict=True)
             for first, last in _counted(plan)
         ]
-        # A share may lie within the last stage's copy of a tied embedding, which counts elsewhere.
+        # All of a share may count on another rank: of many ranks, one may have only norms.
         self._counted = self._counted or [self.gradients[0][:0]]
 
     @property

@@ -34,8 +34,7 @@ def squares(parameters: Sequence[BufferParameter], share: tuple[int, int]) -> fl
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_a_share_within_the_copy_of_a_tied_embedding_counts_nothing(rank: int) -> None:
-    """The last stage's copy of the embedding is most of a small model."""
+def test_a_share_within_what_other_ranks_count_counts_nothing(rank: int) -> None:
     parameters = [parameter(0, 60, is_counted=False), parameter(60, 20, is_counted=True)]
     assert squares(parameters, (20 * rank, 20 * rank + 20)) == (20.0 if rank == 3 else 0.0)
 
