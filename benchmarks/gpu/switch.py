@@ -5,7 +5,8 @@
 Two processes take turns on device 0. Reports offload and load against `cuMemcpyAsync` between
 pinned host memory and the device, what a switch of a tiny state costs (the fixed part), and the
 device's free memory after every switch. Fixed part and load are measured again with no returned
-memory kept for the next load, and many small copies as batches and with one call for each. Where
+memory kept for the next load, and many small copies as batches and with one call for each. An
+offload of two ranks with equal states is measured with digests and without. Where
 `cuda-checkpoint` is installed, it is compared too: its switch over ours. Needs an NVIDIA GPU, and
 memory for both states in /dev/shm; without a GPU it says so and measures nothing.
 """
@@ -20,13 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from benchmarks.gpu import cuda_checkpoint
 from benchmarks.gpu.job import Reply, serve_job
+from benchmarks.gpu.replicas import replica_figures
 from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.errors import DeviceUnavailableError
@@ -34,6 +37,7 @@ from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.cuda.bindings import BoundDriver
 from plexrl.statemanager.device.mapping import map_zero, set_zero
+from plexrl.worker.state.device import GpuDevice
 
 GIB = 1 << 30
 TINY_BYTES = 2 << 20
@@ -219,6 +223,20 @@ def start_daemon(
     return process, config
 
 
+@contextmanager
+def running_daemon(host_bytes: int, idle_bytes: int | None = None) -> Iterator[StateManagerConfig]:
+    """As `start_daemon`, until the block ends; `idle_bytes`: returned memory to keep."""
+    directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
+    daemon, node = start_daemon(directory, host_bytes, device_idle_bytes=idle_bytes)
+    try:
+        yield node
+    finally:
+        daemon.terminate()
+        daemon.wait()
+        shutil.rmtree(directory)
+        shutil.rmtree(node.host_dir)
+
+
 def main() -> None:
     """Measure and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -241,21 +259,15 @@ def main() -> None:
         count: int, idle_bytes: int | None, *sizes: int
     ) -> list[list[tuple[float, float, float, int]]]:
         """As `take_turns` for each size, with a StateManager that keeps `idle_bytes`."""
-        directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
-        room = 2 * max(sizes) + SPARE_BYTES
-        daemon, node = start_daemon(directory, room, device_idle_bytes=idle_bytes)
-        try:
+        with running_daemon(2 * max(sizes) + SPARE_BYTES, idle_bytes) as node:
             return [take_turns(node, f"job{size}-", size, count, driver) for size in sizes]
-        finally:
-            daemon.terminate()
-            daemon.wait()
-            shutil.rmtree(directory)
-            shutil.rmtree(node.host_dir)
 
     tiny, large = turns(wanted.switches, None, TINY_BYTES, nbytes)
     tiny_released, large_released = turns(
         min(wanted.switches, SWITCHES_RELEASED), 0, TINY_BYTES, nbytes
     )
+    with running_daemon(nbytes + SPARE_BYTES) as node:
+        replicas = replica_figures(node, GpuDevice(driver.uuids()[0], driver), nbytes // 4)
     suspended_s = cuda_checkpoint.switch_s(nbytes)
     switch_s = statistics.median(turn[0] for turn in large)
     offload = nbytes / statistics.median(turn[1] for turn in large) / 1e9
@@ -274,6 +286,7 @@ def main() -> None:
         "load_released_ratio": statistics.median(turn[2] for turn in large_released)
         / statistics.median(turn[2] for turn in large),
         "batch_ratio": batches,
+        **replicas,
         "state_bytes": nbytes,
         "free_bytes_first": free[0],
         "free_bytes_last": free[-1],

@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu.replicas import Replica
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.protocol.messages import ReplicatedSection
+from plexrl.statemanager.store.versions.versions import Extent, Section
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.process.backend import Backend
+from plexrl.worker.state.contents.device_digest import CHUNK_ROWS, ROW_BYTES, DeviceDigests
 from plexrl.worker.state.device import GpuDevice
 from tests.statemanager.device.test_emulated_workers import (
     DEEPSPEED,
@@ -123,3 +127,32 @@ def test_a_reference_computes_as_on_the_cpu(node: StateManagerConfig, device: Gp
     wanted = Rank.of(on_cpu(REFERENCE, lambda _: None)).logprobs()
     assert np.allclose(rank.logprobs(), wanted, atol=1e-3)
     rank.close()
+
+
+def test_a_digest_is_the_same_as_on_the_cpu(device: GpuDevice) -> None:
+    nbytes = 3 * CHUNK_ROWS * ROW_BYTES + 12_345
+    memory = torch.randint(256, (nbytes,), dtype=torch.uint8)
+    extents = [
+        Extent(arena_offset=start, file_offset=start, nbytes=end - start)
+        for start, end in ((0, 5_000_001), (5_000_192, nbytes))
+    ]
+    section = Section(start=0, nbytes=nbytes, share_key="key")
+    wanted = [ReplicatedSection(section=section, extents=tuple(extents))]
+    found = DeviceDigests().of_sections(memory.to(device.torch_device), wanted)
+    assert found == DeviceDigests().of_sections(memory, wanted)
+
+
+def test_two_replicas_are_stored_once_and_loaded_by_both(
+    node: StateManagerConfig, device: GpuDevice
+) -> None:
+    ranks = [Replica(node, device, rank, 64 << 20) for rank in range(2)]
+    for each in ranks:
+        each.move(OperationKind.LOAD, 0)
+        each.fill(1)
+    wanted = ranks[0].common.clone()
+    for kind in (OperationKind.OFFLOAD, OperationKind.LOAD):
+        for each in ranks:
+            each.move(kind, 1)
+    for each in ranks:
+        assert torch.equal(each.common, wanted)
+        each.close()

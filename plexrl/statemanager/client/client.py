@@ -15,12 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from plexrl.errors import (
-    CorruptStateError,
-    InvalidRequestError,
-    PlexRLError,
-    StateLostError,
-)
+from plexrl.errors import CorruptStateError, InvalidRequestError, PlexRLError, StateLostError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.client.rank_link import RankLink
@@ -175,10 +170,12 @@ class StateManagerClient:
         meta: Mapping[str, object] | None = None,
         next_use_s: float | None = None,
         previous_seq: int = 0,
+        digests: Mapping[str, str] | None = None,
     ) -> MoveReport:
         """Store `parts` as version `seq` and return the arena's memory.
 
-        `next_use_s`: expected time until the next load; absent: unknown.
+        `next_use_s`: expected time until the next load; absent: unknown. `digests`: by share key,
+        of what other ranks of this node may have saved; equal bytes are not copied again.
 
         Versions other than `seq` and `keep_seq` are dropped when this one is complete;
         `previous_seq` is dropped only when space is short. An arena that was loaded from or saved
@@ -190,7 +187,7 @@ class StateManagerClient:
             UnavailableError: the daemon did not come back in time; the arena is unchanged.
         """
         started = time.perf_counter()
-        report = self._save(seq, keep_seq, token, parts, meta, next_use_s, previous_seq)
+        report = self._save(seq, keep_seq, token, parts, meta, next_use_s, previous_seq, digests)
         self.give_back()
         # Returning pages takes time that the daemon does not measure.
         return replace(report, seconds=time.perf_counter() - started)
@@ -204,9 +201,10 @@ class StateManagerClient:
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None = None,
         previous_seq: int = 0,
+        digests: Mapping[str, str] | None = None,
     ) -> MoveReport:
         """As `offload`, but the arena keeps its memory and contents."""
-        return self._save(seq, keep_seq, token, parts, meta, previous_seq=previous_seq)
+        return self._save(seq, keep_seq, token, parts, meta, None, previous_seq, digests)
 
     def load(
         self,
@@ -261,8 +259,11 @@ class StateManagerClient:
             bytes_by_source=answer["bytes_by_source"],
         )
 
-    def publish(self, *, seq: int, token: int) -> MoveReport:
-        """Publish this shard's parameters and buffers, for other deployments to pull.
+    def publish(
+        self, *, seq: int, token: int, digests: Mapping[str, str] | None = None
+    ) -> MoveReport:
+        """Publish this shard's parameters and buffers, for other deployments to pull; `digests` as
+        in `offload`.
 
         Raises:
             StateTierFullError: no tier has free space.
@@ -270,7 +271,8 @@ class StateManagerClient:
         """
         self._check_whole()
         self._link.attach()
-        return msgspec.convert(self._call(Publish(seq=seq, token=token)), MoveReport)
+        request = Publish(seq=seq, token=token, digests=dict(digests or {}))
+        return msgspec.convert(self._link.call(request), MoveReport)
 
     def pull(
         self,
@@ -368,7 +370,7 @@ class StateManagerClient:
             source=source, seq=seq, addresses=remote, nbytes=self._wants[1].nbytes
         )
         try:
-            return bool(self._call(request)["arrived"])
+            return bool(self._link.call(request)["arrived"])
         except PlexRLError as error:
             LOG.info("version %d of %s is not fetched ahead: %s", seq, source, error)
             return True
@@ -380,7 +382,7 @@ class StateManagerClient:
         fetch. None: it has no replica."""
         request = Replicate(source=source, seq=seq, addresses=addresses, nbytes=nbytes)
         try:
-            answer = self._call(request)
+            answer = self._link.call(request)
         except PlexRLError as error:
             # Whatever keeps the node from a replica, the sources may serve this rank.
             LOG.info("no replica of version %d of %s: %s", seq, source, error)
@@ -398,12 +400,12 @@ class StateManagerClient:
 
     def usage(self) -> dict[str, Any]:
         """The node's tiers, versions and arenas, and its first device, in bytes."""
-        return self._call(Usage())
+        return self._link.call(Usage())
 
     def release(self, deployment: str, *, kept_ranks: tuple[int, ...] | None = None) -> None:
         """Drop every version and registration of a deployment, or with `kept_ranks` the versions of
         other ranks only."""
-        self._call(Release(deployment=deployment, kept_ranks=kept_ranks))
+        self._link.call(Release(deployment=deployment, kept_ranks=kept_ranks))
 
     def adopt(self, shard: StoredShard, fds: Sequence[int]) -> MoveReport:
         """Have the daemon store another daemon's version from its files. For the node agent.
@@ -414,7 +416,7 @@ class StateManagerClient:
             PermissionDeniedError: this client has registered an arena.
         """
         request = Adopt(manifest=shard.manifest, regions=shard.regions)
-        return msgspec.convert(self._call(request, fds), MoveReport)
+        return msgspec.convert(self._link.call(request, fds), MoveReport)
 
     def prefetch(
         self,
@@ -427,7 +429,7 @@ class StateManagerClient:
         once. With `sources`: that this node's ranks will pull it, as published, from there."""
         remote = tuple(filter(is_remote, map(nearest, sources)))
         if remote or not sources:
-            self._call(
+            self._link.call(
                 Prefetch(deployment=deployment, seq=seq, next_use_s=next_use_s, sources=remote)
             )
 
@@ -438,7 +440,7 @@ class StateManagerClient:
             PlexRLError: the daemon refused it.
             UnavailableError: the daemon did not come back in time.
         """
-        return self._call(request, fds)
+        return self._link.call(request, fds)
 
     def close(self) -> None:
         """Close the connection; the daemon drops the registration and keeps the versions."""
@@ -469,15 +471,16 @@ class StateManagerClient:
         token: int,
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None,
-        next_use_s: float | None = None,
-        previous_seq: int = 0,
+        next_use_s: float | None,
+        previous_seq: int,
+        digests: Mapping[str, str] | None,
     ) -> MoveReport:
         self._check_whole()
         self._link.attach()
         if self._link.host is not None:
             self._link.host.give_up()
         same_as = self.stamp(seq)
-        answer = self._call(
+        answer = self._link.call(
             Save(
                 seq=seq,
                 keep_seq=keep_seq,
@@ -487,13 +490,8 @@ class StateManagerClient:
                 same_as=same_as,
                 next_use_s=next_use_s,
                 previous_seq=previous_seq,
+                digests=dict(digests or {}),
             )
         )
         self._held = (seq, answer["stamp"])
-        return MoveReport(
-            bytes_moved=answer["bytes_moved"], seconds=answer["seconds"], tier=answer["tier"]
-        )
-
-    def _call(self, request: Request, fds: Sequence[int] = ()) -> Answer:
-        """As `RankLink.call`."""
-        return self._link.call(request, fds)
+        return msgspec.convert(answer, MoveReport)

@@ -114,6 +114,11 @@ class DaemonCollector(Collector):
             "Bytes not stored again, because another rank's bytes are equal.",
             value=replicas.shared_bytes,
         )
+        yield CounterMetricFamily(
+            "plexrl_statemanager_replica_uncopied_bytes",
+            "Bytes of these that stayed on their GPU, because digests were compared.",
+            value=replicas.uncopied_bytes,
+        )
 
     def _moves(self) -> Iterator[Metric]:
         seconds = HistogramMetricFamily(

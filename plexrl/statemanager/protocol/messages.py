@@ -5,17 +5,21 @@ The first request of a connection is `Hello`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
-from plexrl.statemanager.store.versions.versions import Manifest
+from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
 
 Answer = dict[str, Any]
+
+PUBLISHED_PARTS = (StatePart.BUFFER, StatePart.PARAMETER)
+"""What `Publish` stores."""
+Digest = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -77,6 +81,16 @@ class Save(Request, frozen=True, kw_only=True):
     """Expected time until the next load; absent: unknown."""
     previous_seq: int = 0
     """An earlier version, kept only while there is free space; 0: none."""
+    digests: dict[str, Digest] = {}
+    """Digests of sections that were computed on the device, by share key."""
+
+
+class ListReplicated(Request, frozen=True, kw_only=True):
+    """List the sections of a version of `parts` that other ranks of this node hold too, and that
+    are large enough for a digest. Answer: `sections`, each a `ReplicatedSection`."""
+
+    is_answered_plainly: ClassVar[bool] = True
+    parts: tuple[StatePart, ...]
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,11 +169,13 @@ class Detach(Request, frozen=True, kw_only=True):
 
 
 class Publish(Request, frozen=True, kw_only=True):
-    """Store parameters and buffers as the published version `seq`."""
+    """Store `PUBLISHED_PARTS` as the published version `seq`."""
 
     is_answered_plainly: ClassVar[bool] = True
     seq: int
     token: int
+    digests: dict[str, Digest] = {}
+    """As in `Save`."""
 
 
 class OpenPublished(Request, frozen=True, kw_only=True):
@@ -264,6 +280,14 @@ class Release(Request, frozen=True, kw_only=True):
     deployment: str
     kept_ranks: tuple[int, ...] | None = None
     """If present, only the versions of other ranks are dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatedSection:
+    """A section that several ranks hold, and its place in the caller's arena."""
+
+    section: Section
+    extents: tuple[Extent, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

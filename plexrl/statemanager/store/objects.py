@@ -40,6 +40,8 @@ class StoredObject:
     on_nvme: bool = False
     digests: bytes = b""
     """Digests of the blocks; empty until they are computed."""
+    device_digest: str = ""
+    """As in the section that it was made for."""
     references: dict[TierName, int] = field(
         default_factory=lambda: {TierName.HOST: 0, TierName.NVME: 0}
     )

@@ -2,6 +2,8 @@
 
 The first rank to save a replicated section claims its share key and writes the object. A later rank
 waits for the object, compares its own bytes with it, and shares the object if the bytes are equal.
+If both ranks computed digests on their devices, these are compared, and the later rank's bytes stay
+there.
 
 A version makes all its claims at once and waits only for earlier claims, so there is no deadlock.
 """
@@ -105,6 +107,8 @@ class ReplicaCounters:
     shared: int = 0
     shared_bytes: int = 0
     """Bytes that were not stored again."""
+    uncopied_bytes: int = 0
+    """Bytes of them that were not copied from their device either, because digests were equal."""
     different: int = 0
     """Sections whose bytes differ from the declared replica; they are stored separately."""
 
@@ -250,8 +254,13 @@ class Saver:
                 draft.held.append((found, tier))
         if tiers:
             try:
-                is_same = self._mover.is_same(found, draft.placed[index])
-                self._count_replica(found, is_same=is_same)
+                own = draft.manifest.sections[index].device_digest
+                has_digests = bool(own and found.device_digest)
+                if has_digests:
+                    is_same = own == found.device_digest
+                else:
+                    is_same = self._mover.is_same(found, draft.placed[index])
+                self._count_replica(found, is_same=is_same, has_digests=has_digests)
                 if is_same:
                     return
                 LOG.warning(
@@ -264,12 +273,16 @@ class Saver:
                 )
         draft.replace(index)
 
-    def _count_replica(self, found: StoredObject, *, is_same: bool) -> None:
+    def _count_replica(self, found: StoredObject, *, is_same: bool, has_digests: bool) -> None:
         with self._catalog.lock:
             known = self.replicas
             if is_same:
-                shared_bytes = known.shared_bytes + found.nbytes
-                known = replace(known, shared=known.shared + 1, shared_bytes=shared_bytes)
+                known = replace(
+                    known,
+                    shared=known.shared + 1,
+                    shared_bytes=known.shared_bytes + found.nbytes,
+                    uncopied_bytes=known.uncopied_bytes + found.nbytes * has_digests,
+                )
             else:
                 known = replace(known, different=known.different + 1)
             self.replicas = known
@@ -412,4 +425,9 @@ def new_object(manifest: Manifest, section: Section) -> StoredObject:
     """A pending object for a section."""
     # Unique, because the file of a dropped version of the same name may still be read.
     name = f"{manifest.file_name}.{uuid.uuid4().hex[:12]}"
-    return StoredObject(id=name, nbytes=section.nbytes, file_bytes=file_bytes(name, section.nbytes))
+    return StoredObject(
+        id=name,
+        nbytes=section.nbytes,
+        file_bytes=file_bytes(name, section.nbytes),
+        device_digest=section.device_digest,
+    )

@@ -13,6 +13,7 @@ from plexrl.statemanager.protocol.messages import DeviceUse, MakeRoom
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.process.backend import Backend
 from plexrl.worker.process.command import RunCommand
+from plexrl.worker.state.contents.replicas import ReplicaDigests
 from plexrl.worker.state.device import CPU, WorkerDevice
 from plexrl.worker.state.save_checkpoint import save_checkpoint
 from plexrl.worker.state.weight_sync import Arrival, SplitVersionError, sync_weights
@@ -61,6 +62,7 @@ class StateMover:
         self._peak_bytes = 0
         """The largest peak of the framework's allocator so far."""
         self.arrival = Arrival(backend, client)
+        self._replicas = ReplicaDigests(backend, client, device)
 
     def take_peak_bytes(self) -> int:
         """As `WorkerDevice.take_peak_bytes`; later loads need as much free memory."""
@@ -84,18 +86,21 @@ class StateMover:
             case OperationKind.OFFLOAD:
                 return self._offload(command)
             case OperationKind.SNAPSHOT:
+                parts = self._backend.live_parts()
                 return _plain(
                     self._client.snapshot(
                         seq=command.seq,
                         keep_seq=command.keep_seq,
                         token=command.token,
-                        parts=self._backend.live_parts(),
+                        parts=parts,
                         previous_seq=command.previous_seq,
+                        digests=self._replicas.of_state(parts, command.seq),
                     )
                 )
             case OperationKind.PUBLISH:
                 self._backend.check_weights()
-                report = self._client.publish(seq=command.seq, token=command.token)
+                digests = self._replicas.of_published()
+                report = self._client.publish(seq=command.seq, token=command.token, digests=digests)
                 return {**_plain(report), "trainer_step": self._backend.trainer_step}
             case _:
                 try:
@@ -217,15 +222,18 @@ class StateMover:
 
     def _offload(self, command: RunCommand) -> Plain:
         self._backend.before_offload()
+        parts = self._backend.live_parts()
+        digests = self._replicas.of_state(parts, command.seq)
         self._device.free_cached()
         before = self._memory()
         report = self._client.offload(
             seq=command.seq,
             keep_seq=command.keep_seq,
             token=command.token,
-            parts=self._backend.live_parts(),
+            parts=parts,
             next_use_s=command.next_use_s,
             previous_seq=command.previous_seq,
+            digests=digests,
         )
         self.is_resident = False
         self._was_offloaded = True

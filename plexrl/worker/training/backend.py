@@ -23,7 +23,7 @@ from plexrl.worker.batches.results import on_cpu
 from plexrl.worker.process.backend import Backend, BackendCall, BackendResult, SharedWeights
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.checkpoint_files import model_files, tokenizer_files
-from plexrl.worker.state.finite_weights import check_finite_weights
+from plexrl.worker.state.contents.finite_weights import check_finite_weights
 from plexrl.worker.training.flat_state import STEP
 from plexrl.worker.training.loading import fill_state
 from plexrl.worker.training.model import TrainingModel, TrainingRank

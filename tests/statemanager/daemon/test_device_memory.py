@@ -116,9 +116,9 @@ def test_a_failed_load_allocates_nothing(daemon: Daemon, make_shard: MakeShard) 
 def test_memory_is_allocated_once(daemon: Daemon, make_shard: MakeShard) -> None:
     shard = make_shard(daemon)
     with pytest.raises(ConflictError, match="already has device memory"):
-        shard.client._call(Attach(token=1))
-    shard.client._call(Detach())
-    shard.client._call(Detach())
+        shard.client.request(Attach(token=1))
+    shard.client.request(Detach())
+    shard.client.request(Detach())
     assert lent_bytes(shard) == 0
 
 

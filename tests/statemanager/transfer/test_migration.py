@@ -387,7 +387,7 @@ def test_a_worker_may_neither_open_nor_adopt(
         with pytest.raises(PermissionDeniedError, match="is for the node agent"):
             worker.client.adopt(shard, fds)
         with pytest.raises(PermissionDeniedError, match="is for the node agent"):
-            worker.client._call(OpenState(deployment=NAME, seq=1))
+            worker.client.request(OpenState(deployment=NAME, seq=1))
         close_all(fds)
     assert ranks_held(target) == {}
 
@@ -424,7 +424,7 @@ def test_a_manifest_that_cannot_be_is_refused(
         with pytest.raises(CorruptStateError, match="its data ends"):
             client.adopt(replace(shard, regions=()), fds)
         with pytest.raises(InvalidRequestError, match="regions refer to descriptors beyond"):
-            client._call(Adopt(manifest=shard.manifest, regions=shard.regions))
+            client.request(Adopt(manifest=shard.manifest, regions=shard.regions))
         close_all(fds)
     _check_empty(target)
 

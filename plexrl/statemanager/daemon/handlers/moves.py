@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,7 +26,14 @@ from plexrl.statemanager.daemon.handlers.host_memory import is_in_host, open_hos
 from plexrl.statemanager.daemon.registry import Registration
 from plexrl.statemanager.device.backend import DeviceAllocation
 from plexrl.statemanager.layout.keys import StatePart
-from plexrl.statemanager.protocol.messages import Load, Publish, Save
+from plexrl.statemanager.protocol.messages import (
+    PUBLISHED_PARTS,
+    ListReplicated,
+    Load,
+    Publish,
+    ReplicatedSection,
+    Save,
+)
 from plexrl.statemanager.store.store import StoredVersion
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind, version_name
@@ -34,7 +41,8 @@ from plexrl.statemanager.store.versions.versions import Manifest, VersionKind, v
 if TYPE_CHECKING:
     from plexrl.statemanager.device.memory import DeviceMemory
 
-PUBLISHED_PARTS = (StatePart.BUFFER, StatePart.PARAMETER)
+DIGESTED_BYTES_MIN = 32 << 20
+"""Smaller sections are copied and compared, which takes no longer than a digest takes to start."""
 
 
 def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
@@ -56,6 +64,7 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
             manifest = _manifest(
                 caller, rank, VersionKind.STATE, request.seq, request.parts, request.meta_json
             )
+            manifest = _with_digests(manifest, request.digests)
             manifest = replace(manifest, token=request.token)
             host = rank.host if is_in_host(manifest, rank) else None
             stored = store.put(manifest, memory, superseded, host)
@@ -174,6 +183,7 @@ def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
         caller.services.fencing.admit(rank.group, request.token)
         kind = VersionKind.PUBLISHED
         manifest = _manifest(caller, rank, kind, request.seq, PUBLISHED_PARTS, "{}")
+        manifest = _with_digests(manifest, request.digests)
         others = sorted(
             (v for v in _versions(caller, rank, kind) if v.manifest.seq != request.seq),
             key=lambda version: version.manifest.seq,
@@ -185,10 +195,24 @@ def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
         return Reply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
 
 
+def _list_replicated(caller: Caller, request: ListReplicated, _: Sequence[int]) -> Reply:
+    rank = caller.registered()
+    with rank.exclusive():
+        layout = caller.services.registry.layout(rank, request.parts)
+    sections = []
+    for section in layout.sections:
+        if section.share_key and section.nbytes >= DIGESTED_BYTES_MIN:
+            end = section.start + section.nbytes
+            inside = [e for e in layout.extents if section.start <= e.file_offset < end]
+            sections.append(ReplicatedSection(section=section, extents=tuple(inside)))
+    return Reply({"sections": sections})
+
+
 ENTRIES = (
     handles(Save, _save, WORKERS, is_move=True),
     handles(Load, _load, WORKERS, is_move=True),
     handles(Publish, _publish, WORKERS, is_move=True),
+    handles(ListReplicated, _list_replicated, WORKERS),
 )
 
 
@@ -247,6 +271,15 @@ def _manifest(
         sections=layout.sections,
         tenant=caller.claims.tenant,
     )
+
+
+def _with_digests(manifest: Manifest, digests: Mapping[str, str]) -> Manifest:
+    """The manifest with digests of sections, by share key."""
+    sections = [
+        replace(section, device_digest=digests.get(section.share_key, ""))
+        for section in manifest.sections
+    ]
+    return replace(manifest, sections=tuple(sections))
 
 
 def _find_unchanged(

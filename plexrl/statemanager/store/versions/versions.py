@@ -57,6 +57,9 @@ class Section:
     share_key: str = ""
     """Ranks with a section of the same key hold replicas of the same slices in the same layout;
     empty: no other rank holds them."""
+    device_digest: str = ""
+    """Digest of the bytes, which the rank computed on its device; empty: none. Sections of one
+    share key are equal if these are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

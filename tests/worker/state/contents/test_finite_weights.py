@@ -9,7 +9,7 @@ from plexrl.errors import NonFiniteWeightsError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart
 from plexrl.worker.state.arena_tensors import ArenaLayout, view, whole_box
-from plexrl.worker.state.finite_weights import check_finite_weights, first_non_finite
+from plexrl.worker.state.contents.finite_weights import check_finite_weights, first_non_finite
 
 
 def arena_with(**tensors: torch.Tensor) -> tuple[Arena, ArenaLayout]:

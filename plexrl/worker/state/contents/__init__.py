@@ -1,0 +1,1 @@
+"""What an arena holds, as its device computes it."""
