@@ -14,6 +14,7 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from plexrl.model.spec import tiny_qwen2
 from plexrl.wire.operations import SamplingParams
 from plexrl.worker.models import build_model
 from plexrl.worker.rollout.engine import Generation, TorchRolloutBackend
+from plexrl.worker.rollout.rollout_engine import RolloutEngine
 
 CONCURRENT = sized((1, 8, 32, 256), quick=(1, 2))
 BAR = sized(32, quick=2)
@@ -57,8 +59,8 @@ def even(count: int) -> list[Request]:
     return [([chance.randrange(3, 90) for _ in range(32)], 64) for _ in range(count)]
 
 
-def by_transformers(requests: list[Request]) -> tuple[float, list[list[int]]]:
-    """(seconds, answers)."""
+def by_transformers(model: Any, requests: list[Request]) -> tuple[float, list[list[int]]]:
+    """(seconds, answers) of one batch."""
     longest = max(len(prompt) for prompt, _ in requests)
     tokens = torch.zeros((len(requests), longest), dtype=torch.int64)
     mask = torch.zeros_like(tokens)
@@ -66,28 +68,21 @@ def by_transformers(requests: list[Request]) -> tuple[float, list[list[int]]]:
         tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
     start = time.perf_counter()
-    found = MODEL.generate(  # type: ignore[operator]
-        tokens,
-        attention_mask=mask,
+    found = model.generate(
+        tokens.to(model.device),
+        attention_mask=mask.to(model.device),
         max_new_tokens=max(count for _, count in requests),
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-    )
+    ).cpu()
     seconds = time.perf_counter() - start
     answers = found[:, longest:].tolist()
     return seconds, [answer[:count] for answer, (_, count) in zip(answers, requests, strict=True)]
 
 
-def by_engine(requests: list[Request], at_once: int) -> tuple[float, list[list[int]]]:
+def by_engine(engine: RolloutEngine, requests: list[Request]) -> tuple[float, list[list[int]]]:
     """(seconds, answers)."""
-    # Of the backend, so that the weights lie in an arena as they do in a worker.
-    backend = TorchRolloutBackend(
-        replace(SPEC, max_concurrent_samples=at_once, max_sequence_tokens=256), Path()
-    )
-    backend.lay_out()
-    backend.materialise()
-    engine = backend.engine
     made = [
         Generation(
             name=str(row),
@@ -108,11 +103,22 @@ def by_engine(requests: list[Request], at_once: int) -> tuple[float, list[list[i
     return seconds, [generation.tokens[0].tolist() for generation in made]
 
 
+def new_engine(at_once: int) -> RolloutEngine:
+    """An engine without a cache of earlier requests."""
+    # Of the backend, so that the weights lie in an arena as they do in a worker.
+    backend = TorchRolloutBackend(
+        replace(SPEC, max_concurrent_samples=at_once, max_sequence_tokens=256), Path()
+    )
+    backend.lay_out()
+    backend.materialise()
+    return backend.engine
+
+
 def in_batches(requests: list[Request], at_once: int) -> tuple[float, list[list[int]]]:
-    """`by_transformers`, batch after batch."""
+    """`generate`, batch after batch."""
     seconds, answers = 0.0, []
     for first in range(0, len(requests), at_once):
-        took, found = by_transformers(requests[first : first + at_once])
+        took, found = by_transformers(MODEL, requests[first : first + at_once])
         seconds += took
         answers += found
     return seconds, answers
@@ -121,12 +127,12 @@ def in_batches(requests: list[Request], at_once: int) -> tuple[float, list[list[
 def compare(requests: list[Request], at_once: int) -> tuple[float, float]:
     """Tokens per second of `generate` and of the engine."""
     wanted = in_batches(requests, at_once)[1]
-    found = by_engine(requests, at_once)[1]
+    found = by_engine(new_engine(at_once), requests)[1]
     assert found == wanted, "the engine's greedy tokens are not those of transformers"
     theirs = ours = float("inf")
     for _ in range(ROUNDS):
         theirs = min(theirs, in_batches(requests, at_once)[0])
-        ours = min(ours, by_engine(requests, at_once)[0])
+        ours = min(ours, by_engine(new_engine(at_once), requests)[0])
     tokens = sum(count for _, count in requests)
     return tokens / theirs, tokens / ours
 

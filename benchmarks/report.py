@@ -10,6 +10,7 @@ A benchmark that imports this prints its docstring with `--help`, and does not r
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -100,6 +101,8 @@ def machine() -> str:
 
 def commit() -> str:
     """The commit checked out, with a mark where files have changed since."""
+    if shutil.which("git") is None:
+        return "unknown"
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=ROOT,

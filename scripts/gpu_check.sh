@@ -27,7 +27,7 @@ packages=$(mktemp -d)
 trap 'rm -rf "$packages"' EXIT
 timeout 60 "$python" -m pip install --quiet --no-index --no-deps --no-compile \
     --disable-pip-version-check --target "$packages" "$kit"/*.whl
-export PYTHONPATH="$PWD:$packages" OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH="$PWD:$packages" OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
 status=0
 "$python" -m benchmarks.gpu.check "$out" || status=$?
 exit "$status"

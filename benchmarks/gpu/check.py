@@ -19,6 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bars import bars_of
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "cuda-bindings", "numpy", "msgspec", "pytest")
 TAIL = 4000
@@ -36,15 +38,17 @@ print(torch.cuda.get_device_name(0), torch.version.cuda)
 """
 PYTEST = [
     *("-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"),
-    "--continue-on-collection-errors",
+    # Libraries of other versions may warn, and a test that hangs leaves time for the others.
+    *("-W", "default", "--timeout", "45", "--continue-on-collection-errors"),
 ]
 PARTS: dict[str, tuple[int, list[str]]] = {
-    "device": (90, [*PYTEST, "tests/statemanager"]),
-    "workers": (60, [*PYTEST, "tests/gpu/test_gpu_workers.py"]),
+    "device": (90, [*PYTEST, "tests/statemanager/device"]),
+    "workers": (70, [*PYTEST, "tests/gpu/test_gpu_workers.py"]),
     "engines": (60, [*PYTEST, "tests/gpu/test_gpu_engines.py", "tests/gpu/test_gpu_vllm.py"]),
-    "switches": (110, [*PYTEST, "tests/gpu/test_gpu_switches.py"]),
-    "benchmark": (100, ["-m", "benchmarks.gpu.switch", "--json"]),
-    "rl": (150, ["-m", "benchmarks.gpu.rl", "--json"]),
+    "switches": (80, [*PYTEST, "--timeout", "75", "tests/gpu/test_gpu_switches.py"]),
+    "benchmark": (110, ["-m", "benchmarks.gpu.switch", "--json"]),
+    "rl": (160, ["-m", "benchmarks.gpu.rl", "--json"]),
+    "generation": (100, ["-m", "benchmarks.gpu.generation", "--json"]),
 }
 """(seconds at most, arguments of Python), in the order in which they run."""
 TOTAL_S = 520
@@ -78,7 +82,7 @@ def run(words: list[str], seconds: float) -> Plain:
         "outcome": outcome,
         "exit_status": process.returncode,
         "seconds": round(time.monotonic() - began, 1),
-        "output": output[-TAIL:],
+        "output": output,
     }
 
 
@@ -101,11 +105,20 @@ def part(name: str, left_s: float) -> Plain:
         found["counts"] = {what: int(count) for count, what in counts}
         if found["outcome"] == "passed" and not found["counts"].get("passed"):
             found["outcome"] = "skipped"
+    figures: dict[str, float] = {}
     for line in found["output"].splitlines():
         if line.startswith('{"figures"'):
-            found["figures"] = json.loads(line)["figures"]
+            figures |= json.loads(line)["figures"]
+    module = next((word for word in words if word.startswith("benchmarks.")), "")
+    if figures:
+        found["figures"] = figures
+        found["bars"] = {
+            each.figure: f"{each.bar}: {each.verdict(figures.get(each.figure))}"
+            for each in bars_of(f"{module.removeprefix('benchmarks.').replace('.', '/')}.py")
+        }
     if "no GPU here" in found["output"]:
         found["outcome"] = "skipped"
+    found["output"] = found["output"][-TAIL:]
     return found
 
 
@@ -132,6 +145,11 @@ def main() -> None:
         body["ok"] = has_gpu and all(each["outcome"] == "passed" for each in body["parts"].values())
         file.write_text(json.dumps(body, indent=1))
         sys.stdout.write(f"{name}: {found['outcome']} in {found['seconds']} s\n")
+        for figure, verdict in found.get("bars", {}).items():
+            sys.stdout.write(f"  {figure} {found['figures'].get(figure)}: bar {verdict}\n")
+        if found["outcome"] in ("failed", "timed out"):
+            sys.stdout.write(found["output"] + "\n")
+        sys.stdout.flush()
     sys.stdout.write(f"{'' if has_gpu else 'no GPU. '}Results: {file}\n")
     if not has_gpu:
         sys.exit(NO_GPU)

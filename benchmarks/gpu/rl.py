@@ -3,42 +3,41 @@
     python -m benchmarks.gpu.rl [--quick] [--cpu] [--json]
 
 Each job has a trainer (fsdp, GRPO) and a rollout (the built-in engine) of a random model of about
-half a billion parameters. Shared, each of the four has the device in turn, and device memory is
-capped so that the two trainers do not fit at once; weights go from trainer to rollout by publish
-and pull. Alone, a job keeps both on the device. Losses and gradient norms must agree. Reports also
-the engine's tokens per second beside `transformers.generate` with the same prompts. `--cpu` runs
-the same code without a GPU, which is quick together with `--quick`.
+half a billion parameters. Shared, each of the four has the device in turn; weights go from trainer
+to rollout by publish and pull. The rest of the device's memory is occupied, so that the states of
+both jobs are larger than what is left. Alone, a job keeps both its parts on the device. Losses and
+gradient norms must be equal, or the run fails. `--cpu` runs the same code without a GPU, which is
+quick together with `--quick`.
 """
 
 import argparse
-import dataclasses
-import json
-import os
-import shutil
+import gc
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from benchmarks.gpu.switch import GIB, start_daemon
+from benchmarks.gpu.part import (
+    Part,
+    Place,
+    backend_call,
+    open_place,
+    random_model,
+    state_manager,
+)
+from benchmarks.gpu.switch import GIB
 from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.errors import DeviceUnavailableError
 from plexrl.losses import grpo
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.model.spec import ModelSpec, tiny_qwen2
-from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.cuda.bindings import BoundDriver
-from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.operations import (
     AdamParams,
     ForwardBackwardParams,
@@ -48,96 +47,31 @@ from plexrl.wire.operations import (
     SyncWeightsParams,
 )
 from plexrl.wire.tensors import Arrays
-from plexrl.worker.process.backend import Backend, BackendCall, RolloutBackend
-from plexrl.worker.process.backend_factory import make_backend
-from plexrl.worker.process.command import RunCommand
-from plexrl.worker.state.device import WorkerDevice, open_device
-from plexrl.worker.state.state_mover import StateMover
+from plexrl.worker.process.backend import RolloutBackend
 
 VOCABULARY = "0123456789abcdefghijklmnopqrstuvwxyz"
 STEPS = sized(4, quick=2)
 PROMPTS, SAMPLES = sized(16, quick=2), sized(8, quick=2)
 PROMPT_TOKENS = 16
 RESPONSE_TOKENS = sized(112, quick=6)
-HOST_BYTES = sized(28 * GIB, quick=GIB // 4)
+MICRO_BATCH_ROWS = 8
+HOST_BYTES = sized(14 * GIB, quick=GIB // 8)
+"""Of the host tier, for each job."""
+KV_CACHE_BYTES = sized(4 * GIB, quick=None)
+"""Enough for all samples at once."""
 LOSS = grpo()
 ADAM = AdamParams(learning_rate=1e-5, grad_clip_norm=1.0)
-MODEL = sized(
-    {
-        "hidden_size": 1536,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 13,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "max_position_embeddings": 512,
-    },
-    quick={},
-)
-
-
-def model(seed: int) -> ModelSpec:
-    """A random model."""
-    small = tiny_qwen2(VOCABULARY, seed=seed)
-    return dataclasses.replace(small, config_json=json.dumps({**small.config, **MODEL}))
-
-
-class Part:
-    """A trainer or a rollout: a backend, and the moves of its state."""
-
-    def __init__(self, spec: DeploymentSpec, job: str, node: StateManagerConfig) -> None:
-        self.backend: Backend = make_backend(spec, 0, 1, Path("/nowhere"), DEVICE.get())
-        claims = Claims(role=Role.WORKER, job=job, deployment=f"{job}/{spec.kind}")
-        key = read_ticket_key(node.ticket_key_path)
-        self.client = StateManagerClient(
-            node.listen,
-            deployment=claims.deployment,
-            rank=0,
-            world_size=1,
-            ticket=key.mint(claims),
-        )
-        self.mover = StateMover(self.backend, self.client, "group", DEVICE.get())
-        self.seq = 0
-
-    def move(self, kind: OperationKind, **fields: Any) -> dict[str, Any]:
-        """Carry out a move of the present version."""
-        command = RunCommand(
-            operation="o", kind=kind, token=1, seq=self.seq, keep_seq=self.seq, **fields
-        )
-        return self.mover.move(command)
-
-    def run(self, kind: OperationKind, params: object, arrays: Arrays, **rank: Any) -> Any:
-        """The result of an operation that writes to the state."""
-        found = self.backend.run(_call(kind, params, arrays, self.seq, **rank))
-        self.mover.written()
-        return found
-
-    def close(self) -> None:
-        """Release all resources."""
-        self.client.close()
-        self.backend.arena.close()
-
-
-class _Device:
-    """The device of this process."""
-
-    def __init__(self) -> None:
-        self._device: WorkerDevice | None = None
-
-    def open(self, uuid: str) -> None:
-        self._device = open_device(uuid)
-
-    def get(self) -> WorkerDevice:
-        assert self._device is not None, "main opens it first"
-        return self._device
-
-
-DEVICE = _Device()
+SEEDS = (1, 2)
+DIFFERENCE_MAX = 1e-6
+"""Of a loss or gradient norm. All kernels of the training are deterministic, so 0 is expected."""
 
 
 class Job:
     """A GRPO loop: generate, reward, train, sync."""
 
-    def __init__(self, name: str, seed: int, node: StateManagerConfig, *, shares: bool) -> None:
+    def __init__(
+        self, name: str, seed: int, node: StateManagerConfig, place: Place, *, shares: bool
+    ) -> None:
         self._node = node
         self._name = name
         self._shares = shares
@@ -145,16 +79,23 @@ class Job:
             3, 3 + len(VOCABULARY), (PROMPTS, PROMPT_TOKENS), dtype=np.int32
         )
         common: dict[str, Any] = {
-            "model": model(seed),
+            "model": random_model(VOCABULARY, seed),
             "workers": 1,
             "max_sequence_tokens": PROMPT_TOKENS + RESPONSE_TOKENS,
         }
-        self.trainer = Part(DeploymentSpec(kind="train", backend="fsdp", **common), name, node)
-        self.rollout = Part(DeploymentSpec(kind="rollout", backend="torch", **common), name, node)
+        trainer = DeploymentSpec(kind="train", backend="fsdp", **common)
+        rollout = DeploymentSpec(
+            kind="rollout", backend="torch", kv_cache_bytes=KV_CACHE_BYTES, **common
+        )
+        self.trainer = Part(trainer, name, node, place.device)
+        self.rollout = Part(rollout, name, node, place.device)
         self.figures: list[float] = []
         """Loss and gradient norm of each step."""
-        self.generate_s: list[float] = []
-        self.tokens = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Of both parts."""
+        return self.trainer.state_bytes + self.rollout.state_bytes
 
     def step(self) -> None:
         """One step of RL; a job that shares leaves the device after each part."""
@@ -162,7 +103,7 @@ class Job:
             if self.trainer.seq:
                 self._sync()
             drawn = self._generate()
-        with self._resident(self.trainer):
+        with self._resident(self.trainer), deterministic():
             self._train(drawn)
 
     def _sync(self) -> None:
@@ -186,12 +127,9 @@ class Job:
         params = GenerateParams(samples_per_prompt=SAMPLES, sampling=sampling)
         lengths = np.full(PROMPTS, PROMPT_TOKENS, np.int32)
         arrays = {"tokens": self._prompts.reshape(-1), "lengths": lengths}
-        started = time.perf_counter()
-        backend.submit(_call(OperationKind.GENERATE, params, arrays, self.rollout.seq), None)
+        backend.submit(backend_call(OperationKind.GENERATE, params, arrays, self.rollout.seq), None)
         while True:
             for _, result in backend.step():
-                self.generate_s.append(time.perf_counter() - started)
-                self.tokens += len(result.arrays["tokens"])
                 return result.arrays
 
     def _train(self, drawn: Arrays) -> None:
@@ -218,7 +156,7 @@ class Job:
             OperationKind.FORWARD_BACKWARD,
             ForwardBackwardParams(loss=LOSS),
             arrays,
-            micro_batches=max(1, rows // 16),
+            micro_batches=max(1, rows // MICRO_BATCH_ROWS),
             denominator=float(inside.sum()),
         )
         self.figures.append(float(found.result["sums"]["loss"]))
@@ -240,31 +178,45 @@ class Job:
         self.rollout.close()
 
 
-def _call(
-    kind: OperationKind, params: object, arrays: Arrays, seq: int, **rank: Any
-) -> BackendCall:
-    return BackendCall(
-        operation="o", kind=kind, params=params, rank_params=rank, arrays=arrays, seq=seq
-    )
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """No kernel whose result depends on timing. It raises RuntimeError where there is no other."""
+    import torch
+
+    # It would also write to memory that is not initialised, which takes time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @contextmanager
 def jobs_on(
-    seeds: list[int], kind: DeviceKind, device_bytes: int | None, *, shares: bool
+    place: Place, seeds: tuple[int, ...], device_bytes: int | None, *, shares: bool
 ) -> Iterator[list[Job]]:
-    """Jobs of these seeds, on a StateManager of their own."""
-    directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
-    daemon, node = start_daemon(directory, HOST_BYTES, device=kind, device_bytes=device_bytes)
-    try:
-        jobs = [Job(f"job{seed}", seed, node, shares=shares) for seed in seeds]
+    """Jobs of these seeds, on a StateManager of their own. Their memory is free afterwards."""
+    with state_manager(place, HOST_BYTES * len(seeds), device_bytes) as node:
+        jobs = [Job(f"job{seed}", seed, node, place, shares=shares) for seed in seeds]
         yield jobs
-        for job in jobs:
-            job.close()
-    finally:
-        daemon.terminate()
-        daemon.wait()
-        shutil.rmtree(directory)
-        shutil.rmtree(node.host_dir, ignore_errors=True)
+        while jobs:
+            jobs.pop().close()
+    # Graphs of an engine refer to it.
+    gc.collect()
+    place.device.free_cached()
+
+
+@contextmanager
+def memory_of(place: Place, nbytes: int) -> Iterator[int | None]:
+    """Occupy the device's memory but for `nbytes`. Without a GPU, the bound for a StateManager."""
+    if place.kind == DeviceKind.CPU:
+        yield nbytes
+        return
+    driver = BoundDriver()
+    driver.enter(0)
+    grain = driver.granularity(0)
+    handle = driver.create(0, (driver.memory_info()[0] - nbytes) // grain * grain)
+    yield None
+    driver.release(handle)
 
 
 def seconds_of(jobs: list[Job]) -> float:
@@ -278,25 +230,28 @@ def seconds_of(jobs: list[Job]) -> float:
     return (time.perf_counter() - started) / (STEPS - 1) / len(jobs)
 
 
-def transformers_rate() -> float:
-    """Tokens per second of `transformers.generate` with the prompts of a job."""
-    import torch
-
-    from plexrl.worker.models import build_model
-
-    device = DEVICE.get().torch_device
-    made: Any = build_model(model(1)).to(device)
-    rows = torch.randint(3, 3 + len(VOCABULARY), (PROMPTS * SAMPLES, PROMPT_TOKENS)).to(device)
-    options = {"max_new_tokens": RESPONSE_TOKENS, "min_new_tokens": RESPONSE_TOKENS}
-    with torch.inference_mode():
-        for _ in range(2):
-            started = time.perf_counter()
-            found = made.generate(
-                rows, attention_mask=torch.ones_like(rows), do_sample=True, **options
-            ).cpu()
-    taken_s = time.perf_counter() - started
-    assert found.shape[1] == PROMPT_TOKENS + RESPONSE_TOKENS
-    return PROMPTS * SAMPLES * RESPONSE_TOKENS / taken_s
+def measure(place: Place) -> dict[str, float]:
+    """The figures."""
+    alone_s, alone, state_bytes = 0.0, [], 0
+    for seed in SEEDS:
+        with jobs_on(place, (seed,), None, shares=False) as jobs:
+            alone_s += seconds_of(jobs) / len(SEEDS)
+            alone.append(jobs[0].figures)
+            state_bytes += jobs[0].state_bytes
+    device_bytes = state_bytes * 9 // 10
+    with (
+        memory_of(place, device_bytes) as bound,
+        jobs_on(place, SEEDS, bound, shares=True) as jobs,
+    ):
+        shared_s = seconds_of(jobs)
+        shared = [job.figures for job in jobs]
+    return {
+        "step_s_alone": alone_s,
+        "step_s_shared": shared_s,
+        "gpu_seconds_ratio": shared_s / alone_s,
+        "figures_difference_max": float(np.abs(np.array(shared) - np.array(alone)).max()),
+        "states_of_device": state_bytes / device_bytes,
+    }
 
 
 def main() -> None:
@@ -306,48 +261,16 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="the same without a GPU")
     parser.add_argument("--json", action="store_true")
     wanted = parser.parse_args()
-    uuid, kind = "", DeviceKind.CPU
-    if not wanted.cpu:
-        try:
-            uuid, kind = BoundDriver().uuids()[0], DeviceKind.CUDA
-        except (DeviceUnavailableError, IndexError) as error:
-            sys.stdout.write(f"no GPU here, so nothing was measured: {error}\n")
-            return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    DEVICE.open(uuid)
-    import torch
-    import torch.distributed as dist
-
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)  # type: ignore[attr-defined]
-        dist.init_process_group(DEVICE.get().collectives, store=store, rank=0, world_size=1)
-        alone_s, alone, rate = 0.0, [], 0.0
-        state_bytes: list[int] = []
-        for seed in (1, 2):
-            with jobs_on([seed], kind, None, shares=False) as jobs:
-                alone_s += seconds_of(jobs) / 2
-                alone += [job.figures for job in jobs]
-                state_bytes += [job.trainer.backend.arena.nbytes for job in jobs]
-                rate = PROMPTS * SAMPLES * RESPONSE_TOKENS / min(jobs[0].generate_s)
-        cap = max(state_bytes) * 3 // 2
-        with jobs_on([1, 2], kind, cap, shares=True) as jobs:
-            shared_s = seconds_of(jobs)
-            shared = [job.figures for job in jobs]
-        beside = transformers_rate()
-        dist.destroy_process_group()
-    figures = {
-        "step_s_alone": alone_s,
-        "step_s_shared": shared_s,
-        "gpu_seconds_ratio": shared_s / alone_s,
-        "figures_difference_max": float(np.abs(np.array(shared) - np.array(alone)).max()),
-        "states_of_device": sum(state_bytes) / cap,
-        "engine_tokens_s": rate,
-        "transformers_tokens_s": beside,
-        "engine_ratio": rate / beside,
-    }
+    try:
+        with open_place(cpu=wanted.cpu) as place:
+            figures = measure(place)
+    except DeviceUnavailableError as error:
+        sys.stdout.write(f"no GPU here, so nothing was measured: {error}\n")
+        return
     rows = [[name, f"{value:.6g}"] for name, value in figures.items()]
     report(f"Two RL jobs in turns, {STEPS} steps each", ["figure", "value"], rows, figures)
+    if figures["figures_difference_max"] > DIFFERENCE_MAX:
+        sys.exit("losses or gradient norms of jobs in turns are not those of the jobs alone")
 
 
 if __name__ == "__main__":
