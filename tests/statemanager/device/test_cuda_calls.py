@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -224,6 +225,48 @@ def test_memory_of_processes_is_read_from_the_tools_rows() -> None:
     rows = "GPU-a, 12, 300\nGPU-b, 13, 1\nGPU-a, 14, [N/A]\n\nGPU-a, 12, 1\n"
     assert bytes_by_process(rows, "GPU-a") == {12: 301 * MIB}
     assert bytes_by_process("", "GPU-a") == {}
+
+
+class RdmaApi:
+    """The driver's functions for a device with or without GPUDirect RDMA, which may also refuse to
+    create memory for it; the types are the real ones."""
+
+    def __init__(self, *, supported: bool, refused: bool = False) -> None:
+        self._real = pytest.importorskip("cuda.bindings.driver")
+        self._supported, self._refused = supported, refused
+        self.created: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._real, name)
+
+    def cuDeviceGet(self, device: int) -> tuple[object, int]:
+        return self._real.CUresult.CUDA_SUCCESS, device
+
+    def cuDeviceGetAttribute(self, wanted: object, device: int) -> tuple[object, int]:
+        names = self._real.CUdevice_attribute
+        assert wanted == names.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+        return self._real.CUresult.CUDA_SUCCESS, int(self._supported and device == 0)
+
+    def cuMemCreate(self, nbytes: int, props: Any, flags: int) -> tuple[object, int]:
+        flag = props.allocFlags.gpuDirectRDMACapable
+        if flag and self._refused:
+            return self._real.CUresult.CUDA_ERROR_NOT_SUPPORTED, 0
+        self.created.append(flag)
+        return self._real.CUresult.CUDA_SUCCESS, nbytes + flags
+
+
+@pytest.mark.parametrize(
+    ("supported", "refused", "flag"), [(True, False, 1), (False, False, 0), (True, True, 0)]
+)
+def test_memory_allows_gpudirect_rdma_where_the_device_does(
+    monkeypatch: pytest.MonkeyPatch, supported: bool, refused: bool, flag: int
+) -> None:
+    api = RdmaApi(supported=supported, refused=refused)
+    bound = BoundDriver()
+    monkeypatch.setattr(bound, "_api", api)
+    assert [bound.create(0, MIB), bound.create(0, 2 * MIB)] == [MIB, 2 * MIB]
+    bound.create(1, MIB)
+    assert api.created == [flag, flag, 0]
 
 
 def test_every_call_reports_a_missing_driver(monkeypatch: pytest.MonkeyPatch) -> None:

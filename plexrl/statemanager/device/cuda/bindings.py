@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
-from plexrl.errors import DeviceError, DeviceUnavailableError
+from plexrl.errors import DeviceError, DeviceMemoryFullError, DeviceUnavailableError
 from plexrl.process.startup import visible_parts
 from plexrl.statemanager.device.cuda.driver import DeviceCopy, driver_error
 
@@ -65,6 +65,8 @@ class BoundDriver:
         self._initialised = False
         self._has_batches = True
         """Whether `cuMemcpyBatchAsync` (drivers from CUDA 13.0 on) has not failed yet."""
+        self._allows_rdma: dict[int, bool] = {}
+        """Whether a device's memory may be created for GPUDirect RDMA."""
 
     def enter(self, device: int) -> None:
         self._call("cuCtxSetCurrent", self._context(device))
@@ -106,6 +108,17 @@ class BoundDriver:
         return int(self._call("cuMemGetAllocationGranularity", self._props(device), smallest))
 
     def create(self, device: int, nbytes: int) -> int:
+        """See `CudaDriver.create`. Network cards can reach the memory (GPUDirect RDMA) if device
+        and driver support that."""
+        try:
+            return int(self._call("cuMemCreate", nbytes, self._props(device), 0))
+        except (DeviceMemoryFullError, DeviceUnavailableError):
+            raise
+        except DeviceError as error:
+            if not self._supports_rdma(device):
+                raise
+            LOG.warning("memory of device %d is created without GPUDirect RDMA: %s", device, error)
+            self._allows_rdma[device] = False
         return int(self._call("cuMemCreate", nbytes, self._props(device), 0))
 
     def release(self, handle: int) -> None:
@@ -234,7 +247,16 @@ class BoundDriver:
         props.requestedHandleTypes = self._fd_type
         props.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         props.location.id = device
+        props.allocFlags.gpuDirectRDMACapable = int(self._supports_rdma(device))
         return props
+
+    def _supports_rdma(self, device: int) -> bool:
+        if device not in self._allows_rdma:
+            attributes = self._api.CUdevice_attribute
+            wanted = attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+            handle = self._call("cuDeviceGet", device)
+            self._allows_rdma[device] = bool(self._call("cuDeviceGetAttribute", wanted, handle))
+        return self._allows_rdma[device]
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call a driver function; returns None, one value or a tuple.
