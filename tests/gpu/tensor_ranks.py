@@ -7,25 +7,26 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.model.parallelism import Parallelism
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.state.device import open_device
-from tests.statemanager.device.test_emulated_workers import ENGINE, Rank
+from tests.statemanager.device.test_emulated_workers import Rank
 from tests.worker.rollout.engine.engine_ranks import follow
 
 
 def run(
-    rank: int, uuids: tuple[str, ...], node: StateManagerConfig, folder: str, graphs: bool
+    rank: int, uuids: tuple[str, ...], node: StateManagerConfig, folder: str, spec_json: str
 ) -> None:
     """Generate, be offloaded, be loaded and generate; the leader leaves `drawn.npy`. A rank with an
-    empty UUID is on the CPU."""
+    empty UUID is on the CPU. `spec_json`: the deployment of one rank."""
     device = open_device(uuids[rank])
     count = len(uuids)
     store = dist.FileStore(f"{folder}/store", count)  # type: ignore[attr-defined]
     dist.init_process_group(device.collectives, store=store, rank=rank, world_size=count)
     layout = Parallelism(tp=count)
-    spec = replace(ENGINE, workers=count, parallelism=layout, cuda_graphs=graphs)
+    spec = replace(deployment_spec_from_json(spec_json), workers=count, parallelism=layout)
     made = Rank(spec, node, device, rank)
     backend: Any = made.backend
     drawn = []

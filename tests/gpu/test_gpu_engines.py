@@ -114,9 +114,12 @@ def test_an_offload_frees_the_cache_and_copies_none_of_it(
 def test_two_ranks_draw_over_nccl_what_one_draws(
     node: StateManagerConfig, tmp_path: Path, graphs: bool
 ) -> None:
-    uuids = real_driver().uuids()[:2]
+    uuids, spec = real_driver().uuids()[:2], replace(ENGINE, cuda_graphs=graphs)
     mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-        tensor_ranks.run, args=(uuids, node, str(tmp_path), graphs), nprocs=2, start_method="spawn"
+        tensor_ranks.run,
+        args=(uuids, node, str(tmp_path), spec.to_json()),
+        nprocs=2,
+        start_method="spawn",
     )
     wanted = Rank.of(on_cpu(ENGINE, lambda _: None)).generate()
     for found in np.load(tmp_path / "drawn.npy"):

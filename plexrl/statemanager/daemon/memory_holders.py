@@ -80,7 +80,7 @@ def held_error(
     texts = [text for _, text in sorted(found, key=lambda item: (-item[0], item[1]))]
     if process_bytes is None:
         texts.append("what processes hold besides is unknown, because nvidia-smi does not tell")
-    reasons = "; ".join(texts[:SHOWN_MAX])
+    reasons = "; ".join(texts[:SHOWN_MAX]) or "nothing else holds any"
     return DeviceMemoryFullError(
         f"{need.who} needs {need.nbytes} bytes of device {need.device} ({need.state_bytes} of "
         f"state, {need.working_bytes} to work), and {free_bytes} are free: {reasons}: offload "

@@ -148,6 +148,10 @@ class Backend(ABC):
         deployment, after `trainer_step` steps of the trainer's optimizer."""
         del seq, trainer_step
 
+    def gather_at_start(self, value: str) -> list[str]:
+        """As `gather`, over all ranks that must call `lay_out` together; before it."""
+        return self.gather(value)
+
     @abstractmethod
     def gather(self, value: str) -> list[str]:
         """All-gather of one string per rank, in rank order."""

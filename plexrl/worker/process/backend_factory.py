@@ -56,9 +56,11 @@ def make_backend(
             from plexrl.worker.rollout.vllm.installation import require_vllm
 
             require_vllm()
+            from plexrl.worker.rollout.engine.tensor_parallel import rank_group
             from plexrl.worker.rollout.vllm.backend import VllmRolloutBackend
 
-            return VllmRolloutBackend(spec, checkpoint_url, device=device)
+            ranks = rank_group(spec.layout, rank)
+            return VllmRolloutBackend(spec, checkpoint_url, ranks, device)
         case "forward", "torch":
             from plexrl.worker.forward.backend import ForwardBackend
 

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 from collections import deque
+from typing import Any
 
 import msgspec
 
@@ -19,7 +20,7 @@ from plexrl.worker.process.backend import Backend
 from plexrl.worker.process.command import RunCommand, RunName
 from plexrl.worker.process.server import REQUESTS_MAX, Request
 from plexrl.worker.process.worker import Worker
-from plexrl.worker.rollout.engine.backend import TorchRolloutBackend
+from plexrl.worker.rollout.engine.backend import EngineBackend
 from plexrl.worker.rollout.engine.tensor_parallel import (
     EngineCall,
     EngineCalls,
@@ -37,7 +38,7 @@ LEADER_LOST = "leader_lost"
 
 def make_worker(backend: Backend, mover: StateMover, requests: "queue.Queue[Request]") -> Worker:
     """The worker for this rank."""
-    if isinstance(backend, TorchRolloutBackend) and backend.ranks is not None:
+    if isinstance(backend, EngineBackend) and backend.ranks is not None:
         if backend.calls is not None:
             return LeadingWorker(backend, mover, requests, backend.calls)
         return FollowingWorker(backend, mover, requests, backend.ranks)
@@ -67,7 +68,7 @@ class FollowingWorker(Worker):
 
     def __init__(
         self,
-        backend: TorchRolloutBackend,
+        backend: EngineBackend[Any],
         mover: StateMover,
         requests: "queue.Queue[Request]",
         ranks: RankGroup,

@@ -208,7 +208,11 @@ class Worker:
             finished = generator.step()
         except Exception as cause:
             LOG.exception("generation failed")
-            error = ExecutionError("generation failed on the worker: see `plexrl logs`")
+            error: PlexRLError = ExecutionError(
+                "generation failed on the worker: see `plexrl logs`"
+            )
+            if isinstance(cause, PlexRLError):
+                error = cause
             # A generation without a reply is repeated by the restarted workers.
             if not self._is_peer_loss(cause):
                 for name, _ in list(self._generations.values()):

@@ -15,6 +15,7 @@ from plexrl.worker.process.backend import Backend
 from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.contents.replicas import ReplicaDigests
 from plexrl.worker.state.device import CPU, WorkerDevice
+from plexrl.worker.state.rank_agreement import on_all_ranks
 from plexrl.worker.state.save_checkpoint import save_checkpoint
 from plexrl.worker.state.weight_sync import Arrival, SplitVersionError, sync_weights
 
@@ -61,14 +62,18 @@ class StateMover:
         self._is_split = False
         self._peak_bytes = 0
         """The largest peak of the framework's allocator so far."""
+        self._outside_bytes = 0
+        """Device memory that `lay_out` took, neither for the arena nor by the framework's
+        allocator: buffers of communication libraries."""
         self.arrival = Arrival(backend, client)
         self._replicas = ReplicaDigests(backend, client, device)
 
     def take_peak_bytes(self) -> int:
-        """As `WorkerDevice.take_peak_bytes`; later loads need as much free memory."""
+        """As `WorkerDevice.take_peak_bytes`, and what the framework holds outside of its allocator;
+        later loads need as much free memory as the first."""
         found = self._device.take_peak_bytes()
         self._peak_bytes = max(self._peak_bytes, found)
-        return found
+        return found + self._outside_bytes
 
     def move(self, command: RunCommand) -> Plain:
         """Carry out a command whose kind is one of `MOVES`; returns measurements.
@@ -152,15 +157,24 @@ class StateMover:
     def _lay_out(self, token: int) -> None:
         nbytes = self._backend.lay_out_bytes
         if self._device.uuid and nbytes:
-            self._client.request(
-                MakeRoom(
-                    device_uuid=self._device.uuid, group=self._group, token=token, nbytes=nbytes
-                )
+            request = MakeRoom(
+                device_uuid=self._device.uuid, group=self._group, token=token, nbytes=nbytes
             )
+            # Ranks of one engine start it together, or none does.
+            gather = self._backend.gather_at_start
+            on_all_ranks(gather, lambda: str(self._client.request(request)))
+        before = self._taken_elsewhere()
         self._backend.lay_out()
+        self._outside_bytes = max(0, self._taken_elsewhere() - before)
         # The arena takes the place of what was allocated: later loads need no memory for both.
         self._device.take_peak_bytes()
         self._is_laid_out = True
+
+    def _taken_elsewhere(self) -> int:
+        """Memory of the device that the framework's allocator has not, up to a constant. While a
+        group's lock is held, no other member takes or frees any."""
+        free_bytes = self._device.free_bytes()
+        return 0 if free_bytes is None else -free_bytes - self._device.kept_bytes()
 
     def _use(self) -> DeviceUse:
         """What will be used of the device besides the arena."""

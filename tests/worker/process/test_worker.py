@@ -1,4 +1,5 @@
-"""A sync begins when the version that it pulls is on the node; until then, tokens are drawn."""
+"""A sync begins when the version that it pulls is on the node; until then, tokens are drawn. What a
+failed step tells."""
 
 import json
 import queue
@@ -12,12 +13,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from plexrl.errors import ExecutionError, StaleWeightsError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import tiny_qwen2
 from plexrl.statemanager.transfer.pull import PullMode
 from plexrl.wire.framing import recv_frame
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import encode_body
+from plexrl.worker.process.backend import BackendResult
 from plexrl.worker.process.command import RunCommand
 from plexrl.worker.process.server import Connection, Request
 from plexrl.worker.process.worker import Worker
@@ -41,6 +44,17 @@ PULLED = SimpleNamespace(
 )
 
 
+class Rollout(TorchRolloutBackend):
+    """A rollout whose next step may fail."""
+
+    fault: Exception | None = None
+
+    def step(self) -> list[tuple[str, BackendResult]]:
+        if self.fault is not None:
+            raise self.fault
+        return super().step()
+
+
 class Node:
     """The StateManager's client of a rollout's rank, and the worker around it."""
 
@@ -55,7 +69,7 @@ class Node:
             max_sequence_tokens=TOKENS + 2,
             max_concurrent_samples=2,
         )
-        self.backend = TorchRolloutBackend(spec, folder)
+        self.backend = Rollout(spec, folder)
         self.backend.lay_out()
         self.backend.materialise()
         mover = StateMover(self.backend, cast("StateManagerClient", self), "g")
@@ -128,6 +142,11 @@ class Node:
                 assert header["reply"] == "finished", header
                 return dict(header["result"])
 
+    def error(self) -> dict[str, Any]:
+        header, _ = recv_frame(self._socket)
+        assert header["reply"] == "failed", header
+        return dict(header["error"])
+
     def close(self) -> None:
         self._socket.close()
         self._there.close()
@@ -175,3 +194,20 @@ def test_a_sync_of_another_version_waits_for_no_fetch(node: Node) -> None:
     node.until(lambda: node.drawn_at_pull is not None)
     assert cast("int", node.drawn_at_pull) < TOKENS
     assert not node.asked
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (StaleWeightsError("old weights"), StaleWeightsError.code),
+        (ValueError("?"), ExecutionError.code),
+    ],
+)
+def test_a_step_that_fails_ends_the_worker_and_its_generations_say_why(
+    node: Node, fault: Exception, code: str
+) -> None:
+    node.generate()
+    node.backend.fault = fault
+    with pytest.raises(SystemExit):
+        node.worker.run_once(block=False)
+    assert node.error()["code"] == code

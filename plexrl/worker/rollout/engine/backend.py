@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Collection
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -100,27 +100,21 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
     def _lay_out(self, laid_out: LaidOutModel) -> None:
         """Reserve the arena, with a slice for each weight and adapter."""
         layout = ArenaLayout()
-        self._boxes: dict[str, ShardBox] = {}
-        named = dict(named_parameters(laid_out.model))
-        reserved = self._arrange(laid_out.model)
-        parameters = {name: named[name] for name in reserved}
+        self._boxes = self._arrange(laid_out.model)
         dtype = ARENA_DTYPES[self._spec.dtype]
-        share = (0, 1) if self._ranks is None else (self._ranks.share, self._ranks.shares)
-        for name, parameter in parameters.items():
-            shape = tuple(parameter.shape)
-            self._boxes[name] = replace(box_of(name, shape, *share), reserve=reserved[name])
-            layout.add(StateKey(part=StatePart.PARAMETER, name=name), self._boxes[name], dtype)
+        for name, box in self._boxes.items():
+            layout.add(StateKey(part=StatePart.PARAMETER, name=name), box, dtype)
         parameter_slices = tuple(layout.slices)
         self._adapters: MergedAdapters | None = None
         if self._spec.lora is not None:
-            shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+            shapes = {name: box.global_shape for name, box in self._boxes.items()}
             self._adapters = MergedAdapters(self._spec.lora, layout, shapes, dtype)
         self._cache_offset = layout.nbytes
         layout.skip(self._cache_bytes(laid_out.model), "U8")
         self.arena = self._device.make_arena(layout.nbytes)
         self._slices = tuple(layout.slices)
         self._pulled = self._slices if self._adapters is None else self._adapters.slices
-        self._pieces_by_name = dict(zip(parameters, parameter_slices, strict=True))
+        self._pieces_by_name = dict(zip(self._boxes, parameter_slices, strict=True))
 
     def slices(self) -> tuple[StateSlice, ...]:
         """The parameters."""
@@ -255,9 +249,8 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         """Hook after the weights were written, while the model still has its own parameters."""
 
     @abstractmethod
-    def _arrange(self, model: "nn.Module") -> dict[str, int]:
-        """The model's parameters by name, in arena order, with the elements to reserve for each, if
-        they are more than its own."""
+    def _arrange(self, model: "nn.Module") -> dict[str, ShardBox]:
+        """This rank's boxes of the model's parameters, by name, in arena order."""
 
     def _cache_bytes(self, model: "nn.Module") -> int:
         """Memory to reserve in the arena for the KV cache. The model may be on `meta`."""
@@ -342,8 +335,10 @@ class TorchRolloutBackend(EngineBackend[Engine | SwitchingEngine]):
         super().__init__(spec, checkpoint_url, everyone, device)
         self._groups = groups
 
-    def _arrange(self, model: "nn.Module") -> dict[str, int]:
-        return dict.fromkeys(arena_order(dict(named_parameters(model))), 0)
+    def _arrange(self, model: "nn.Module") -> dict[str, ShardBox]:
+        named = dict(named_parameters(model))
+        share = (0, 1) if self._ranks is None else (self._ranks.share, self._ranks.shares)
+        return {name: box_of(name, tuple(named[name].shape), *share) for name in arena_order(named)}
 
     def _before_engine(self, laid_out: LaidOutModel) -> None:
         # Other models may use a module's parameters without calling the module.

@@ -16,6 +16,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
 from plexrl.errors import StaleWeightsError
+from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
 from plexrl.worker.rollout.generation import (
     ABORT,
     LENGTH,
@@ -30,6 +31,7 @@ from plexrl.worker.rollout.vllm.launch import TOKENS, StartedEngine
 from plexrl.worker.rollout.vllm.probe import check_logprobs
 from plexrl.worker.rollout.vllm.sampling import draw_arguments
 from plexrl.worker.rollout.vllm.weights import ArenaWeights
+from plexrl.worker.state.rank_agreement import on_all_ranks
 
 PROBE = "probe"
 PROBE_STEPS_MAX = 4
@@ -65,9 +67,11 @@ class VllmEngine(RolloutEngine):
         dtype: torch.dtype,
         probe: list[int],
         wanted: Callable[[list[int]], torch.Tensor],
+        ranks: RankGroup | None = None,
     ) -> None:
         """`ends`: the model's end tokens. `wanted` computes the probe's logprobs `[tokens - 1]`
-        from the current weights, without vLLM.
+        from the current weights, without vLLM. `ranks`: this rank's tensor-parallel group; absent:
+        the engine has the whole model.
 
         Raises:
             StaleWeightsError: vLLM's logprobs differ from those of `wanted`.
@@ -84,10 +88,13 @@ class VllmEngine(RolloutEngine):
         self._wanted = wanted
         self._rows: dict[str, _Row] = {}
         """By vLLM's request id, oldest first."""
+        self._ranks = ranks
         self._refusal: StaleWeightsError | None = None
+        self._is_verified = False
         self._updates = 0
         self.weights_seq = 0
-        self._verify()
+        if ranks is None:
+            self._verify()
 
     def submit(self, generation: Generation) -> None:
         """As `RolloutEngine`.
@@ -116,6 +123,7 @@ class VllmEngine(RolloutEngine):
         Raises:
             StaleWeightsError: vLLM does not compute with the new weights. Running generations end
                 with the tokens drawn so far, and new ones are refused until an update succeeds.
+                With several ranks the next step raises it: another rank may have failed to load.
         """
         self.weights_seq = weights_seq
         # The salt of new requests, so that none reuses the cache of previous weights.
@@ -123,14 +131,9 @@ class VllmEngine(RolloutEngine):
         if recompute_kv:
             self._llm.reset_prefix_cache(reset_running_requests=True)
         self.weights.refresh()
-        try:
+        self._is_verified = False
+        if self._ranks is None:
             self._verify()
-        except StaleWeightsError as error:
-            self._refusal = error
-            for name in list(self._generations):
-                self.abort(name)
-            raise
-        self._refusal = None
 
     def drop_cache(self) -> None:
         self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -157,6 +160,7 @@ class VllmEngine(RolloutEngine):
             blocks=scheduler.blocks,
             blocks_held=scheduler.blocks_held,
             blocks_kept=scheduler.blocks_kept,
+            tp=1 if self._ranks is None else self._ranks.size,
         )
 
     def lengths(self) -> list[RowLength]:
@@ -182,6 +186,8 @@ class VllmEngine(RolloutEngine):
             self._add(generation, row)
 
     def _pass(self) -> None:
+        if not self._is_verified:
+            self._verify()
         self._cache.ensure()
         self._steps += 1
         began = time.perf_counter()
@@ -269,15 +275,42 @@ class VllmEngine(RolloutEngine):
         self._end_row(generation, row.row, code)
 
     def _verify(self) -> None:
-        """Raises `StaleWeightsError` unless vLLM computes with the current weights."""
-        self.weights.check()
+        """Refuse generations unless vLLM computes with the current weights, on all ranks alike.
+
+        Raises:
+            StaleWeightsError: it does not.
+        """
+        try:
+            self._compare()
+        except StaleWeightsError as error:
+            self._refusal = error
+            for name in list(self._generations):
+                self.abort(name)
+            raise
+        self._refusal, self._is_verified = None, True
+
+    def _compare(self) -> None:
+        self._agree(self.weights.check)
         found = self._probe_logprobs()
         if found is None:
             # Samples that kept their cache left no free block; they are recomputed.
             self._llm.reset_prefix_cache(reset_running_requests=True)
             found = self._probe_logprobs()
         assert found is not None, "an empty cache has enough blocks for the probe"
-        check_logprobs(found, self._wanted(self._probe), self._dtype)
+        logprobs, wanted = found, self._wanted(self._probe)
+        self._agree(lambda: check_logprobs(logprobs, wanted, self._dtype))
+
+    def _agree(self, check: Callable[[], None]) -> None:
+        """Run a check; if it raises on one rank, it raises on all."""
+
+        def attempt() -> str:
+            check()
+            return ""
+
+        if self._ranks is None:
+            check()
+        else:
+            on_all_ranks(self._ranks.gather, attempt)
 
     def _probe_logprobs(self) -> torch.Tensor | None:
         """vLLM's logprobs of the probe, run without other requests. None: no free block."""

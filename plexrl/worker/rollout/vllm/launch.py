@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import vllm.envs
 import vllm.model_executor.layers.utils as gemm
 from vllm import EngineArgs
@@ -16,6 +17,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from plexrl.errors import InvalidRequestError
 from plexrl.model.memory.kv_cache import BLOCK_TOKENS
+from plexrl.worker.rollout.engine.tensor_parallel import is_lost_rank_error
 from plexrl.worker.rollout.rollout_engine import STEP_TOKENS_MAX, block_count
 from plexrl.worker.rollout.vllm.sampling import RowDraw
 from plexrl.worker.rollout.vllm.scheduler import CountingScheduler
@@ -24,6 +26,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 TOKENS = BLOCK_TOKENS["vllm"]
+
+EXTERNAL = "external_launcher"
+"""vLLM's name for ranks that it has not started itself."""
+
+_OF_RANKS: dict[str, Any] = {
+    "distributed_executor_backend": EXTERNAL,
+    # It needs to see the GPUs of all ranks.
+    "disable_custom_all_reduce": True,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +49,21 @@ class StartedEngine:
     """vLLM's model runner, which holds the KV cache."""
 
 
+class RankExecutor(UniProcExecutor):  # type: ignore[misc]  # vLLM is not installed for type checks
+    """The model of one tensor-parallel rank, in this process.
+
+    Each rank has a whole engine. All engines plan the same steps, because they get the same calls
+    and draw from the same gathered logits.
+    """
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        """vLLM uses the process group that exists, and `cuda:0`. From the first value it only makes
+        a name for shared memory, which ranks with different names do without: a killed rank would
+        leave it behind."""
+        rank = dist.get_rank()
+        return f"rank:{rank}", rank, 0
+
+
 def start_engine(
     model: "nn.Module",
     *,
@@ -47,8 +73,12 @@ def start_engine(
     kv_token_bytes: int,
     kv_bytes_max: int | None,
     on_gpu: bool = False,
+    tp: int = 1,
 ) -> StartedEngine:
     """An engine for models like `model`; the caller loads the weights later.
+
+    `tp`: ranks of each tensor-parallel group. If there are several, the default process group
+    exists, and all of its ranks call this.
 
     `kv_token_bytes`: cache bytes per token. `kv_bytes_max`: budget of the cache, of which
     no more than the need of all slots is used; by default `KV_BYTES`, or one sequence. `on_gpu`:
@@ -80,6 +110,8 @@ def start_engine(
                 # So much of a GPU must be free at the start; it does not size the cache. The
                 # StateManager has measured what is free.
                 **({"gpu_memory_utilization": 1e-6} if on_gpu else {}),
+                **(_OF_RANKS if tp > 1 else {}),
+                tensor_parallel_size=tp,
             )
 
 
@@ -92,6 +124,8 @@ def vllm_errors_explained() -> Iterator[None]:
         # It is the device's other users, not the model: the worker is restarted.
         raise
     except (ValueError, RuntimeError) as error:
+        if is_lost_rank_error(error):
+            raise
         raise InvalidRequestError(
             f"vLLM cannot run this model: {error}: use backend 'torch'"
         ) from error
@@ -118,9 +152,11 @@ def _start(directory: str, **options: Any) -> StartedEngine:
         **options,
     )
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    # On CPUs vLLM would start a separate process, whose weights are not accessible.
-    config.parallel_config.distributed_executor_backend = "uni"
-    llm = LLMEngine(config, UniProcExecutor, log_stats=False, multiprocess_mode=False)
+    alone = arguments.tensor_parallel_size == 1
+    # On CPUs vLLM would start separate processes, whose weights are not accessible.
+    config.parallel_config.distributed_executor_backend = "uni" if alone else EXTERNAL
+    executor = UniProcExecutor if alone else RankExecutor
+    llm = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
     core = llm.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     return StartedEngine(llm=llm, scheduler=core.scheduler, model=runner.model, runner=runner)

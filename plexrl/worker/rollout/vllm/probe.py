@@ -1,16 +1,23 @@
 """Checks that vLLM computes with the current weights, by the logprobs of a few tokens.
 
 Equal tensors do not prove which memory a kernel reads; equal logprobs do. The check detects a
-kernel with a packed copy of previous weights, and a model that vLLM implements differently.
+kernel with a packed copy of previous weights, and a model that vLLM implements differently. If the
+weights lie on several ranks, each module's are gathered while it computes.
 
 Shapes: L tokens, V vocabulary.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
+import torch.distributed as dist
 
 from plexrl.errors import StaleWeightsError
+from plexrl.worker.models.weight_files import Index
+from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
+from plexrl.worker.state.arena_tensors import ShardBox
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,3 +58,45 @@ def check_logprobs(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype
             error=error,
             allowed=allowed,
         )
+
+
+class GatheredWeights:
+    """Whole weights whose boxes are in the arenas of several ranks: `Weights` of
+    `plexrl.worker.models`, with the arena's device and dtype.
+
+    Every rank reads the same weights in the same order, because each read is a collective.
+    """
+
+    def __init__(
+        self, ranks: RankGroup, own: Mapping[str, torch.Tensor], boxes: Mapping[str, ShardBox]
+    ) -> None:
+        """`own`: this rank's boxes, whose places in the whole are `boxes`."""
+        self._ranks = ranks
+        self._own = own
+        self._boxes = boxes
+        self._all_boxes: list[dict[str, ShardBox]] = []
+        """Of each rank; empty before the first read."""
+
+    def read(self, name: str, index: Index) -> torch.Tensor:
+        """See `Weights.read`."""
+        if not self._all_boxes:
+            texts = self._ranks.gather(msgspec.json.encode(self._boxes).decode())
+            self._all_boxes = [
+                msgspec.json.decode(each, type=dict[str, ShardBox]) for each in texts
+            ]
+        own, boxes = self._own[name], [each[name] for each in self._all_boxes]
+        if all(box.shape == box.global_shape for box in boxes):
+            return own[index]
+        padded = own.new_zeros(max(box.elements for box in boxes))
+        padded[: own.numel()] = own.reshape(-1)
+        # As bytes, which every backend sends.
+        parts = [torch.empty_like(padded) for _ in boxes]
+        received = [part.view(torch.uint8) for part in parts]
+        dist.all_gather(received, padded.view(torch.uint8), group=self._ranks.process_group)
+        whole = own.new_empty(boxes[0].global_shape)
+        for box, part in zip(boxes, parts, strict=True):
+            whole[box.index] = part[: box.elements].view(box.shape)
+        return whole[index]
+
+    def forget(self) -> None:
+        """Nothing is kept."""

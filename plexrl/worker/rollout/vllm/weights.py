@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plexrl.errors import InvalidRequestError, StaleWeightsError
-from plexrl.worker.state.arena_tensors import joined
+from plexrl.worker.state.arena_tensors import ShardBox, joined, whole_box
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPiece:
-    """A whole weight of the model, as part of one of vLLM's parameters."""
+    """A box of a weight of the model, as part of one of vLLM's parameters."""
 
     parameter: str
     """vLLM's name of the parameter."""
@@ -34,7 +34,8 @@ class WeightPiece:
     """Offset in vLLM's parameter, in elements."""
     name: str
     """The model's name of the weight, as in its checkpoints."""
-    elements: int
+    box: ShardBox
+    """The whole weight, or this rank's part of it."""
 
 
 class ArenaWeights:
@@ -91,8 +92,11 @@ class ArenaWeights:
                 raise _stale(f"{name} computes with a packed copy of its weight")
 
 
-def watch_loading(model: "nn.Module", weights: Mapping[str, torch.Tensor]) -> list[WeightPiece]:
-    """Have vLLM's `model` load `weights`; returns every parameter's pieces, in vLLM's order.
+def watch_loading(
+    model: "nn.Module", weights: Mapping[str, torch.Tensor], *, divides: bool = False
+) -> list[WeightPiece]:
+    """Have vLLM's `model` load `weights`, whose values do not matter; returns every parameter's
+    pieces, in vLLM's order. `divides`: the model is one rank's part.
 
     Raises:
         InvalidRequestError: vLLM changes a weight while it copies it, or a parameter is not made of
@@ -112,12 +116,11 @@ def watch_loading(model: "nn.Module", weights: Mapping[str, torch.Tensor]) -> li
             continue
         name = sources.get(_memory(source), "a tensor computed from weights")
         whole = weights.get(name)
-        if whole is None or not _is_plain_copy(source, whole, into):
+        box = None if whole is None else _copied_box(source, whole, into)
+        if box is None or not (divides or box.shape == box.global_shape):
             raise _cannot_share(f"{owner} takes part of {name}, or changes it")
         start = int(into.storage_offset() - parameters[owner].storage_offset())
-        pieces[owner].append(
-            WeightPiece(parameter=owner, start=start, name=name, elements=source.numel())
-        )
+        pieces[owner].append(WeightPiece(parameter=owner, start=start, name=name, box=box))
     _check_cover(pieces, parameters, weights)
     return [piece for found in pieces.values() for piece in sorted(found, key=lambda p: p.start)]
 
@@ -128,13 +131,22 @@ def free_memory(model: "nn.Module") -> None:
         parameter.untyped_storage().resize_(0)
 
 
-def _is_plain_copy(source: torch.Tensor, whole: torch.Tensor, into: torch.Tensor) -> bool:
-    """Whether a whole weight is copied bit by bit, in order, to contiguous memory."""
-    return (
-        source.is_contiguous()
-        and into.is_contiguous()
-        and source.numel() == into.numel() == whole.numel()
-        and source.dtype == into.dtype
+def _copied_box(source: torch.Tensor, whole: torch.Tensor, into: torch.Tensor) -> ShardBox | None:
+    """The box of a contiguous weight that is copied bit by bit, in order, to contiguous memory;
+    None: something else is done."""
+    same = source.numel() == into.numel() and source.dtype == into.dtype
+    if not same or not into.is_contiguous():
+        return None
+    if source.is_contiguous() and source.numel() == whole.numel():
+        return whole_box(tuple(whole.shape))
+    if source.stride() != whole.stride():
+        return None
+    rest, offset = int(source.storage_offset() - whole.storage_offset()), []
+    for stride in whole.stride():
+        first, rest = divmod(rest, stride)
+        offset.append(first)
+    return ShardBox(
+        global_shape=tuple(whole.shape), offset=tuple(offset), shape=tuple(source.shape)
     )
 
 
@@ -148,7 +160,7 @@ def _check_cover(
         for piece in sorted(found, key=lambda p: p.start):
             if piece.start != end:
                 raise _cannot_share(f"{owner} has a gap, or is loaded twice, at element {end}")
-            end += piece.elements
+            end += piece.box.elements
         # The rest of a parameter may be padding of the vocabulary.
         if not found or end > parameters[owner].numel():
             raise _cannot_share(f"{owner} is not filled by weights")

@@ -20,7 +20,7 @@ def test_a_missing_vllm_is_refused_with_the_line_that_installs_it(tmp_path: Path
     assert "vllm" not in sys.modules
 
 
-@pytest.mark.parametrize("layout", [Parallelism(tp=2), Parallelism(dp=2, tp=2)])
+@pytest.mark.parametrize("layout", [Parallelism(pp=2), Parallelism(dp=2, cp=2)])
 def test_layouts_that_it_does_not_run_are_refused_before_a_worker_starts(
     layout: Parallelism,
 ) -> None:

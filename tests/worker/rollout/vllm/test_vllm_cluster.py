@@ -63,17 +63,20 @@ def largest_difference(
     )
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(
+    ("dtype", "tp", "tolerance"), [("float32", 1, 1e-4), ("bfloat16", 1, 0.1), ("float32", 2, 1e-4)]
+)
 def test_every_sync_brings_the_trainers_logprobs(
-    job: plexrl.Job, dtype: Literal["float32", "bfloat16"], tolerance: float
+    job: plexrl.Job, dtype: Literal["float32", "bfloat16"], tp: int, tolerance: float
 ) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=3, hidden=128)
-    actor = job.train_deployment(f"actor-{dtype}", model)
+    actor = job.train_deployment(f"actor-{dtype}-{tp}", model)
     rollout = job.rollout_deployment(
-        f"rollout-{dtype}",
+        f"rollout-{dtype}-{tp}",
         model,
         backend="vllm",
         dtype=dtype,
+        parallelism=plexrl.Parallelism(tp=tp),
         max_sequence_tokens=40,
         max_concurrent_samples=8,
     )
@@ -90,14 +93,18 @@ def test_replicas_draw_what_one_torch_engine_draws(job: plexrl.Job) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=4, hidden=128)
     sampling = plexrl.SamplingParams(max_tokens=10, seed=5, ignore_eos=True)
     drawn = []
-    for backend, replicas in (("torch", 1), ("vllm", 2)):
+    for backend, layout in (
+        ("torch", plexrl.Parallelism()),
+        ("vllm", plexrl.Parallelism(dp=2)),
+        ("vllm", plexrl.Parallelism(dp=2, tp=2)),
+    ):
         rollout = job.rollout_deployment(
-            f"by-{backend}",
+            f"by-{backend}-{layout.tp}",
             model,
             backend=backend,
             max_sequence_tokens=40,
-            parallelism=plexrl.Parallelism(dp=replicas),
+            parallelism=layout,
         )
         found = rollout.generate(PROMPTS, n=2, sampling=sampling).result(LIMIT_S)
         drawn.append([sample.tokens for samples in found.samples for sample in samples])
-    assert drawn[0] == drawn[1]
+    assert drawn[0] == drawn[1] == drawn[2]

@@ -20,7 +20,7 @@ from plexrl.worker.rollout.vllm.weights import (
     free_memory,
     watch_loading,
 )
-from plexrl.worker.state.arena_tensors import ArenaLayout, view, whole_box
+from plexrl.worker.state.arena_tensors import ArenaLayout, ShardBox, view, whole_box
 
 Loader = Callable[[Any, dict[str, torch.Tensor]], None]
 WIDE = 16
@@ -72,10 +72,31 @@ def in_arena(
 
 def test_the_copies_of_a_load_say_where_each_weight_goes() -> None:
     pieces = watch_loading(Joined(), some_weights())
-    assert [(p.parameter, p.start, p.name, p.elements) for p in pieces] == [
-        ("words", 0, "words", 6 * WIDE),
-        ("ab", 0, "a", 3 * WIDE),
-        ("ab", 3 * WIDE, "b", 2 * WIDE),
+    assert [(p.parameter, p.start, p.name, p.box) for p in pieces] == [
+        ("words", 0, "words", whole_box((6, WIDE))),
+        ("ab", 0, "a", whole_box((3, WIDE))),
+        ("ab", 3 * WIDE, "b", whole_box((2, WIDE))),
+    ]
+
+
+def _second_of_two(model: Any, named: dict[str, torch.Tensor]) -> None:
+    """`a` is divided by rows, `b` by columns, and `words` has no row left for this rank."""
+    model.ab.data[:1].copy_(named["a"].narrow(0, 2, 1))
+    model.ab.data.view(-1)[WIDE : 2 * WIDE].view(2, WIDE // 2).copy_(named["b"].chunk(2, dim=1)[1])
+    model.words.data[:0].copy_(named["words"].narrow(0, 6, 0))
+
+
+def test_the_copies_of_a_divided_model_say_which_box_a_rank_has() -> None:
+    pieces = watch_loading(Joined(_second_of_two), some_weights(), divides=True)
+    assert [(p.parameter, p.start, p.name, p.box) for p in pieces] == [
+        ("words", 0, "words", ShardBox(global_shape=(6, WIDE), offset=(6, 0), shape=(0, WIDE))),
+        ("ab", 0, "a", ShardBox(global_shape=(3, WIDE), offset=(2, 0), shape=(1, WIDE))),
+        (
+            "ab",
+            WIDE,
+            "b",
+            ShardBox(global_shape=(2, WIDE), offset=(0, WIDE // 2), shape=(2, WIDE // 2)),
+        ),
     ]
 
 
