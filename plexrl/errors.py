@@ -401,8 +401,8 @@ class DeviceUnavailableError(DeviceError):
 
 
 class DeviceMemoryFullError(DeviceError):
-    """Others use too much device memory: `details["holders"]` are a refused load's, each with
-    `deployment`, `rank`, `lent_bytes`, and `process_bytes`. Retry after they have offloaded."""
+    """Others use too much device memory. `details` of a refused load: its `rank`; `holders`, each
+    with `deployment`, `rank`, `lent_bytes`, `process_bytes`; bytes of other processes."""
 
     code = "device_memory_full"
     status = 507

@@ -265,7 +265,8 @@ class History:
             ev.OperationFailed(
                 operation=run.operation,
                 token=run.token,
-                error_json=f'{{"code": "{code}", "message": "no", "details": {{}}}}',
+                error_json=self.memory.refusal(run)
+                or f'{{"code": "{code}", "message": "no", "details": {{}}}}',
                 state_intact=is_intact,
             )
         )

@@ -2,7 +2,12 @@
 
 import random
 
+import msgspec
+
+from plexrl.errors import DeviceMemoryFullError
 from plexrl.model.memory.device_memory import DeviceMemory, MemoryTerm
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
 
@@ -18,6 +23,25 @@ class RandomMemory:
     def deploy(self, name: str, kind: str, workers: int, **fields: object) -> None:
         """As `FakeCluster.deploy`, with a need of memory."""
         self._cluster.deploy(name, kind, workers, memory=self._draw(), **fields)
+
+    def refusal(self, run: cmd.RunOperation) -> str | None:
+        """The error of a load whose rank 0 finds its GPU full, because of the processes of
+        deployments or of one that is no worker; None: the load, or other run, fails otherwise."""
+        chance = self._chance
+        if run.kind is not OperationKind.LOAD or chance.random() < 0.4:
+            return None
+        found = [
+            {
+                "deployment": name,
+                "rank": 0,
+                "lent_bytes": 0,
+                "process_bytes": chance.choice((0, 1 << 40)),
+            }
+            for name in sorted(self._cluster.wpgs)
+        ]
+        strangers = {"4242": 1 << 40} if chance.random() < 0.5 else {}
+        error = DeviceMemoryFullError("full", rank=0, holders=found, strangers=strangers)
+        return msgspec.json.encode(error.to_wire()).decode()
 
     def _draw(self) -> DeviceMemory | None:
         """What a new deployment needs on GPUs of 1 GiB; some would not fit beside others."""

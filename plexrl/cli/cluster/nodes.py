@@ -97,7 +97,7 @@ def nodes(context: typer.Context, access: Access, output: Output) -> None:
 
 def show_nodes(found: list[dict[str, Any]], output: Output) -> None:
     """Print two tables, because one with all columns is wider than a terminal. There is no second
-    one if nothing is known of where the nodes are."""
+    one if nothing is known of where the nodes are. A third one has what holds their GPUs up."""
     cells: Cells = {
         "node": "node",
         "alive": lambda each: _yes(each["alive"]),
@@ -113,6 +113,16 @@ def show_nodes(found: list[dict[str, Any]], output: Output) -> None:
             title: partial(_text, name) for title, name in _PLACE.items()
         }
         print_records("Where they are", places, found)
+    foreign = [row for each in found for row in each.get("foreign_memory", ())]
+    if foreign and not output.as_json:
+        rows: Cells = {
+            "node": "node",
+            "GPU": "gpu",
+            "process": "pid",
+            "holds": lambda row: _gib(row["nbytes"]),
+            "since": lambda row: local_time(row["since"]),
+        }
+        print_records("Memory that loads wait for, of processes that are no workers", rows, foreign)
 
 
 _PLACE = {"address": "host", "fabric": "fabric", "type": "node_type", "block": "block"}

@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from plexrl.errors import ExecutionError, PlexRLError, StorageFullError, StoreUnavailableError
+from plexrl.errors import (
+    DeviceMemoryFullError,
+    ExecutionError,
+    PlexRLError,
+    StorageFullError,
+    StoreUnavailableError,
+)
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.store import PAYLOAD_SUFFIX, RESULT_SUFFIX, BlobStore
 from plexrl.router.dispatch.continuation import unfinished_rows
@@ -347,7 +353,7 @@ class Executor:
             self._report(
                 "operation_failed",
                 command,
-                error_json=json.dumps(failed[0]["error"]),
+                error_json=json.dumps(_cause(failed)),
                 state_intact=intact,
             )
             return
@@ -436,6 +442,14 @@ class Executor:
         self.scheduler.report(
             method, {"operation": command.operation, "token": command.token, **fields}
         )
+
+
+def _cause(failed: "Sequence[Plain]") -> Plain:
+    """The error to report of ranks that failed. A lack of device memory goes first: others may have
+    failed because a rank was refused, and the scheduler mends it."""
+    errors: list[Plain] = [reply["error"] for reply in failed]
+    lacking = [each for each in errors if each.get("code") == DeviceMemoryFullError.code]
+    return (lacking or errors)[0]
 
 
 def _unfinished_rows(body: "Sequence[Body]") -> int:

@@ -86,7 +86,12 @@ from plexrl.scheduler.jobs.tenants import (
 )
 from plexrl.scheduler.operations.cancellation import await_deadline, cancel, stop_rows
 from plexrl.scheduler.operations.failures import check_not_halted, failure_view, job_failure
-from plexrl.scheduler.operations.holding import HeldView, held_view
+from plexrl.scheduler.operations.holding import (
+    ForeignMemoryView,
+    HeldView,
+    foreign_memory_view,
+    held_view,
+)
 from plexrl.scheduler.operations.operations import enqueue
 from plexrl.scheduler.operations.outcomes import run_failed, run_finished
 from plexrl.scheduler.operations.submission.backpressure import check_room
@@ -441,6 +446,10 @@ class SchedulerCore:
     def held_deployments(self) -> list[HeldView]:
         """Deployments whose work waits for free memory or disk space, with the reason."""
         return held_view(self._state, self._state.deployments)
+
+    def foreign_memory(self) -> list[ForeignMemoryView]:
+        """Memory of GPUs for which work waits, and which processes hold that are no workers."""
+        return foreign_memory_view(self._state, self._state.deployments)
 
     def unreferenced_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
         """The payloads that neither an unfinished operation nor a recovery needs."""

@@ -16,8 +16,10 @@ from plexrl.errors import (
     StorageFullError,
     UnavailableError,
 )
-from plexrl.ids import DeploymentId, OperationId
+from plexrl.ids import DeploymentId, NodeId, OperationId
+from plexrl.scheduler.admission.reclaim.unreturned_memory import foreign_memory, message_for
 from plexrl.scheduler.context.effects import Effects
+from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -42,6 +44,18 @@ class HeldView(TypedDict):
     """Runs in a row that met a condition."""
 
 
+class ForeignMemoryView(TypedDict):
+    """Memory of a GPU that a process holds which is no worker, and for which runs wait."""
+
+    node: NodeId
+    gpu: int
+    pid: int
+    """Id of the process, as the node's StateManager sees it."""
+    nbytes: int
+    since: float
+    """When a run first met it, in seconds on the scheduler's clock."""
+
+
 def is_held(error: PlexRLError, *, state_intact: bool) -> bool:
     """Whether a run that ended with `error` is retried."""
     return state_intact and isinstance(error, CONDITIONS)
@@ -56,8 +70,7 @@ def hold(
     now: float,
 ) -> None:
     """Retry a run, which is no longer in flight, after a back-off."""
-    deployment.backoff.report(error.code, error.message, now)
-    deployment.backoff.retry_later(now)
+    delay(state, deployment, error, now)
     assert deployment.group is not None, f"{operation.operation} ran without a group"
     effects.wake(deployment.backoff.until, timers.group_step(deployment.group))
     effects.touch(deployment.group)
@@ -65,6 +78,19 @@ def hold(
     deployment.cycles.abandon()
     if operation.operation not in deployment.replay.replaying:
         requeue(state, deployment, operation, now)
+
+
+def delay(
+    state: State,
+    deployment: Deployment,
+    error: PlexRLError,
+    now: float,
+    longest_s: float = BACKOFF_S_MAX,
+) -> None:
+    """Report the condition that a run met, and delay the next one, by at most `longest_s`."""
+    message, foreign = message_for(state, deployment, error), foreign_memory(deployment, error)
+    deployment.backoff.report(error.code, message, now, foreign)
+    deployment.backoff.retry_later(now, longest_s)
 
 
 def requeue(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
@@ -89,21 +115,51 @@ def renew_token(state: State, group: Group, operation: Operation) -> None:
 
 def held_view(state: State, names: Iterable[DeploymentId]) -> list[HeldView]:
     """The deployments among `names` that retry runs, with the reason."""
-    found: list[HeldView] = []
-    for name in names:
-        deployment = state.deployment(name)
-        wants = deployment.queue or deployment.running
-        if deployment.backoff.code and wants and deployment.state is not WpgState.STOPPED:
-            found.append(
-                {
-                    "deployment": name,
-                    "code": deployment.backoff.code,
-                    "message": deployment.backoff.reason,
-                    "since": deployment.backoff.since,
-                    "tries": deployment.backoff.tries,
-                }
-            )
-    return found
+    return [
+        {
+            "deployment": deployment.deployment,
+            "code": deployment.backoff.code,
+            "message": deployment.backoff.reason,
+            "since": deployment.backoff.since,
+            "tries": deployment.backoff.tries,
+        }
+        for deployment in _held(state, names)
+    ]
+
+
+def foreign_memory_view(state: State, names: Iterable[DeploymentId]) -> list[ForeignMemoryView]:
+    """The foreign memory for which deployments among `names` wait, by node, GPU and process."""
+    found: dict[tuple[NodeId, int, int], ForeignMemoryView] = {}
+    for deployment in _held(state, names):
+        since = deployment.backoff.since
+        for each in deployment.backoff.foreign:
+            key = each.node, each.gpu, each.pid
+            known = found.get(key)
+            found[key] = {
+                "node": each.node,
+                "gpu": each.gpu,
+                "pid": each.pid,
+                "nbytes": each.nbytes,
+                "since": since if known is None else min(since, known["since"]),
+            }
+    return [found[key] for key in sorted(found)]
+
+
+def foreign_text(each: ForeignMemoryView) -> str:
+    """For people; without the node."""
+    return (
+        f"process {each['pid']}, which is no worker, holds {each['nbytes']} bytes of GPU "
+        f"{each['gpu']}"
+    )
+
+
+def _held(state: State, names: Iterable[DeploymentId]) -> list[Deployment]:
+    deployments = map(state.deployment, names)
+    return [
+        each
+        for each in deployments
+        if each.backoff.code and (each.queue or each.running) and each.state is not WpgState.STOPPED
+    ]
 
 
 def _place(state: State, queue: list[OperationId], operation: Operation) -> int:

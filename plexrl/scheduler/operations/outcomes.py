@@ -3,17 +3,20 @@
 from typing import Final
 
 from plexrl.errors import (
+    DeviceMemoryFullError,
     InvalidRequestError,
     NonFiniteWeightsError,
+    PlexRLError,
     is_storage_full,
 )
 from plexrl.ids import FencingToken
 from plexrl.scheduler.admission.reclaim.unreturned_memory import keepers
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.group_step import end_burst, load, successor
-from plexrl.scheduler.dispatch.switch_cost import HOST, observe_move, record_tier
+from plexrl.scheduler.dispatch.switch_cost import HOST, observe_move, record_tier, round_trip_s
 from plexrl.scheduler.jobs.lifecycle import (
     end_job,
     granted,
@@ -24,13 +27,14 @@ from plexrl.scheduler.jobs.retention import owner_of
 from plexrl.scheduler.jobs.usage import meter_run
 from plexrl.scheduler.operations.cancellation import early_end, is_over
 from plexrl.scheduler.operations.failures import read_error
-from plexrl.scheduler.operations.holding import hold, is_held, requeue
+from plexrl.scheduler.operations.holding import delay, hold, is_held, requeue
 from plexrl.scheduler.operations.operations import complete, fail, finish
 from plexrl.scheduler.operations.replay import retire_log
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, publish_first, republish
 from plexrl.scheduler.placement.relocation import cancel_move
 from plexrl.scheduler.state import group_lock
 from plexrl.scheduler.state.deployment import wpg
+from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
@@ -42,6 +46,10 @@ from plexrl.wire.operations import OperationKind
 
 BACK_OFF_S = 2.0
 """Back-off after a context switch that failed."""
+
+REFUSED_LOAD_FACTOR = 10.0
+"""Longest pause between two refused loads, as a multiple of a switch there and back, in a group
+with other members: each attempt takes the GPUs from them."""
 
 SNAPSHOT_BACK_OFF_S = 30.0
 """Back-off after a snapshot that found no free space; training continues meanwhile."""
@@ -130,25 +138,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         restart_when_there_is_room(context, deployment, error.message, now)
         return
     if deployment.moving is not None and deployment.moving.operation == event.operation:
-        if error.code in LOST_CODES and operation.kind == OperationKind.LOAD:
-            if fall_back(context.state, deployment):
-                restart(context, deployment, error.message, now, counts=False)
-                return
-            reason = (
-                f"the state of {deployment.deployment!r} cannot be loaded, nor recomputed from "
-                f"the operations that were kept: {error.message}"
-            )
-            end_job(context, context.state.job(deployment.job), JobTrigger.FAILED, reason, now)
-        elif operation.kind == OperationKind.LOAD and isinstance(error, InvalidRequestError):
-            # The model or layout is invalid, or a library is not installed.
-            reason = f"{deployment.deployment!r} cannot be built: {error.message}"
-            end_job(context, context.state.job(deployment.job), JobTrigger.FAILED, reason, now)
-        elif event.state_intact:
-            _move_called_off(context, deployment, operation, now, error.message)
-            for keeper, reason in keepers(state, _group_of(state, deployment), error):
-                restart(context, keeper, reason, now, counts=False)
-        else:
-            restart(context, deployment, error.message, now)
+        _move_failed(context, deployment, operation, error, now, is_intact=event.state_intact)
         return
     command = deployment.running[event.operation]
     if command.replay:
@@ -182,6 +172,59 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         # Workers that report non-finite weights are intact; only their state is not.
         counts = not isinstance(error, NonFiniteWeightsError)
         restart(context, deployment, error.message, now, counts=counts)
+
+
+def _move_failed(
+    context: Context,
+    deployment: Deployment,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
+    *,
+    is_intact: bool,
+) -> None:
+    state = context.state
+    group = _group_of(state, deployment)
+    is_load = operation.kind == OperationKind.LOAD
+    if is_load and error.code in LOST_CODES:
+        if fall_back(state, deployment):
+            restart(context, deployment, error.message, now, counts=False)
+            return
+        reason = (
+            f"the state of {deployment.deployment!r} cannot be loaded, nor recomputed from "
+            f"the operations that were kept: {error.message}"
+        )
+        end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
+    elif is_load and isinstance(error, InvalidRequestError):
+        # The model or layout is invalid, or a library is not installed.
+        reason = f"{deployment.deployment!r} cannot be built: {error.message}"
+        end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
+    else:
+        if is_intact:
+            _move_called_off(context.cluster, context.effects, deployment, operation, error, now)
+        elif isinstance(error, DeviceMemoryFullError):
+            # Some ranks had memory and have loaded. No fault of this deployment refused the others.
+            restart(context, deployment, error.message, now, counts=False)
+            delay(
+                state,
+                deployment,
+                error,
+                now,
+                _longest_pause_s(state, group, deployment, operation.kind),
+            )
+        else:
+            restart(context, deployment, error.message, now)
+        for keeper, reason in keepers(state, group, error):
+            restart(context, keeper, reason, now, counts=False)
+
+
+def _longest_pause_s(
+    state: State, group: Group, deployment: Deployment, kind: OperationKind
+) -> float:
+    """Longest pause between two refused moves of this kind."""
+    if kind != OperationKind.LOAD or len(group.members) + len(group.fillers) == 1:
+        return BACKOFF_S_MAX
+    return max(BACKOFF_S_MAX, REFUSED_LOAD_FACTOR * round_trip_s(state, deployment))
 
 
 def _at_work(state: State, operation: Operation, token: FencingToken) -> Deployment | None:
@@ -220,6 +263,8 @@ def _move_finished(
     finish(state, effects, deployment, operation, event, now)
     kind = operation.kind
     if kind == _LOAD:
+        if deployment.backoff.code == DeviceMemoryFullError.code:
+            deployment.backoff.clear()
         observe_move(state, deployment, operation, event)
         wpg.end_load(deployment)
         deployment.switch_times.end(now)
@@ -281,17 +326,19 @@ def _hand_over(
 
 
 def _move_called_off(
-    context: Context,
+    cluster: Cluster,
+    effects: Effects,
     deployment: Deployment,
     operation: Operation,
+    error: PlexRLError,
     now: float,
-    reason: str,
 ) -> None:
     """A move changed nothing. The deployment that needed it waits for a back-off."""
-    group = _group_of(context.state, deployment)
+    state = cluster.state
+    group = _group_of(state, deployment)
     deployment.moving = None
     change_operation(operation, OperationTrigger.FAILED)
-    del context.state.operations[operation.operation]
+    del state.operations[operation.operation]
     held_back = deployment
     if operation.kind == OperationKind.LOAD:
         deployment.switch_times.end(now)
@@ -302,22 +349,27 @@ def _move_called_off(
         if operation.kind == OperationKind.OFFLOAD:
             wpg.refuse_offload(deployment)
             if group.incoming is not None:
-                held_back = context.state.deployment(group.incoming)
+                held_back = state.deployment(group.incoming)
                 held_back.switch_times.end(now)
                 group_lock.end_switch(group)
-    context.effects.touch(group.group)
+    effects.touch(group.group)
     if operation.kind == OperationKind.SNAPSHOT:
         deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         return
     if deployment.moves.planned is not None:
-        cancel_move(context.cluster, deployment, now)
+        cancel_move(cluster, deployment, now)
         for node in deployment.nodes:
-            context.effects.wake(deployment.moves.not_before, timers.node_check(node))
+            effects.wake(deployment.moves.not_before, timers.node_check(node))
         if operation.kind == OperationKind.OFFLOAD and held_back is deployment:
             # No member waits for the group: the holder continues.
             return
-    held_back.backoff.wait(now + BACK_OFF_S, reason)
-    context.effects.wake(held_back.backoff.until, timers.group_step(group.group))
+    if held_back.queue and is_held(error, state_intact=True):
+        delay(
+            state, held_back, error, now, _longest_pause_s(state, group, held_back, operation.kind)
+        )
+    else:
+        held_back.backoff.wait(now + BACK_OFF_S, error.message)
+    effects.wake(held_back.backoff.until, timers.group_step(group.group))
 
 
 def _published(

@@ -24,6 +24,7 @@ class Need(NamedTuple):
     """What a rank needs of a device."""
 
     who: str
+    rank: int
     device: int
     state_bytes: int
     """Its arena, and shared frozen weights that are not on the device."""
@@ -88,6 +89,7 @@ def held_error(
         needed_bytes=need.nbytes,
         free_bytes=free_bytes,
         device=need.device,
+        rank=need.rank,
         holders=holders,
         strangers={str(pid): nbytes for pid, nbytes in strangers.items()},
     )

@@ -65,3 +65,12 @@ def test_json_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     nodes = [node("gpu1", host="203.0.113.1")]
     show_nodes(nodes, Output(as_json=True))
     assert json.loads(capsys.readouterr().out) == nodes
+
+
+def test_memory_that_no_worker_holds_is_shown_by_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    held = {"node": "gpu1", "gpu": 3, "pid": 4242, "nbytes": 20 * GIB, "since": 0.0}
+    lines = shown(capsys, [node("gpu1", foreign_memory=[held]), node("gpu2", foreign_memory=[])])
+    assert ["gpu1", "3", "4242", "20.0", "GiB"] in [line.split()[:5] for line in lines]
+    assert "no workers" in "\n".join(lines)

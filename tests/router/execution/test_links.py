@@ -1,6 +1,7 @@
 """The router's connections survive faults of the scheduler and of workers."""
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -9,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from plexrl.errors import ConflictError, StorageFullError, UnavailableError
+from plexrl.errors import (
+    ConflictError,
+    ConnectionLostError,
+    DeviceMemoryFullError,
+    StorageFullError,
+    UnavailableError,
+)
 from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, JobId, OperationId
 from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.router.execution.deployment_specs import DeploymentSpecs
@@ -409,3 +416,28 @@ def test_partial_failure_keeps_state_intact_only_for_unchanging_kinds(
             return report  # type: ignore[no-any-return]
 
     assert asyncio.run(run())["state_intact"] is intact
+
+
+def test_a_lack_of_device_memory_is_the_cause_of_what_other_ranks_report(tmp_path: Path) -> None:
+    async def run() -> Plain:
+        async with (
+            executor_at(tmp_path, tmp_path / "blobs") as (executor, reports),
+            worker_at(tmp_path / "w0") as (heard0, connections0),
+            worker_at(tmp_path / "w1") as (heard1, connections1),
+        ):
+            command = run_of(OperationKind.LOAD, str(tmp_path / "w0"), str(tmp_path / "w1"))
+            await executor.on_run(None, command)  # type: ignore[arg-type]
+            await in_time(heard0.get())
+            await in_time(heard1.get())
+            failed: Plain = {"operation": "o", "token": 1, "reply": "failed"}
+            lost = ConnectionLostError("rank 1 does not answer").to_wire()
+            full = DeviceMemoryFullError("no room", rank=1).to_wire()
+            await connections0[0].send({**failed, "error": lost, "state_intact": False}, ())
+            await connections1[0].send({**failed, "error": full, "state_intact": True}, ())
+            method, report = await in_time(reports.get())
+            assert method == "operation_failed"
+            return report  # type: ignore[no-any-return]
+
+    report = asyncio.run(run())
+    assert json.loads(report["error_json"])["details"] == {"rank": 1}
+    assert not report["state_intact"]

@@ -223,7 +223,7 @@ def test_an_offload_that_finds_no_room_is_called_off_and_tried_again_later(
     )
     assert cluster.runs == []
     explanation = cluster.explanation_of("b:1")
-    assert explanation["rule"] == "backoff"
+    assert explanation["rule"] == "held"
     assert "no room" in explanation["reason"]
     cluster.settle()
     assert cluster.state_of("b:1") == "finished"

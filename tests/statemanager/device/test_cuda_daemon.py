@@ -107,7 +107,8 @@ def refusal(load: Callable[[], object]) -> tuple[str, Mapping[str, Any]]:
 
 
 def keep_memory(pipe: Connection, name: str, listen: str, key: TicketKey, kept: int) -> None:
-    """A worker that offloads its state, and keeps other device memory until it is told to end."""
+    """A worker that offloads its state and keeps other device memory; a process that is no worker
+    when it is told so, until it is told to end."""
     driver = EmulatedCuda(name, device_bytes=DEVICE_BYTES)
     driver.enter(0)
     job = GpuJob(driver, listen, key, "keeper", MIB)
@@ -115,6 +116,9 @@ def keep_memory(pipe: Connection, name: str, listen: str, key: TicketKey, kept: 
     driver.create(0, kept)
     job.offload(1)
     pipe.send(os.getpid())
+    pipe.recv()
+    job.close()
+    pipe.send("closed")
     pipe.recv()
 
 
@@ -137,6 +141,12 @@ def test_a_load_without_enough_free_memory_names_who_kept_it(node: Node) -> None
     assert details["holders"] == [
         {"deployment": "keeper/actor", "rank": 0, "lent_bytes": 0, "process_bytes": kept}
     ]
+    ours.send("leave")
+    assert ours.recv() == "closed"
+    message, details = refusal(job.fill)
+    assert f"process {pid}, which is no worker here, holds {kept} bytes" in message
+    assert (details["rank"], details["strangers"]) == (0, {str(pid): kept})
+    assert details["holders"] == []
     ours.send("end")
     keeper.join()
     job.fill()

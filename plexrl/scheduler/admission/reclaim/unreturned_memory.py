@@ -1,18 +1,20 @@
-"""Workers that kept device memory over their offload are restarted, when a load lacks it.
+"""What holds the device memory that a load lacks: workers that kept some, and other processes.
 
 A load measures the device's free memory before it is let in; the error of its refusal names what
 holds the rest. A member of the group whose state is offloaded needs no more than its context. If
 its process has kept much more, the process is restarted: its state is stored, so nothing is lost.
-Until it is loaded again it is not restarted for this reason again.
+Until it is loaded again it is not restarted for this reason again. Processes that are no workers
+are left alone: operators see them until the load succeeds.
 """
 
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 from plexrl.errors import DeviceMemoryFullError, PlexRLError
+from plexrl.ids import DeploymentId
 from plexrl.model.memory.device_memory import CONTEXT_BYTES
+from plexrl.scheduler.state.deployment.backoff import ForeignMemory
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Group, State
@@ -28,12 +30,46 @@ class _Holder(msgspec.Struct, frozen=True):
     process_bytes: int
 
 
+class _Refusal(msgspec.Struct, frozen=True):
+    """Details of `DeviceMemoryFullError`."""
+
+    rank: int = -1
+    """The rank that was refused; -1: unknown."""
+    holders: tuple[_Holder, ...] = ()
+    strangers: dict[int, int] = msgspec.field(default_factory=dict)
+    """Bytes by process."""
+
+
+def foreign_memory(deployment: Deployment, error: PlexRLError) -> tuple[ForeignMemory, ...]:
+    """The processes that are no workers and hold much of the GPU where a run of the deployment
+    ended with `error`. One that holds no more than a context may be a worker that starts."""
+    refusal = _read(error)
+    return tuple(
+        [
+            ForeignMemory(node=each.node, gpu=each.gpu, pid=pid, nbytes=nbytes)
+            for each in deployment.ranks
+            if each.rank == refusal.rank
+            for pid, nbytes in sorted(refusal.strangers.items())
+            if nbytes > KEPT_FACTOR * CONTEXT_BYTES
+        ]
+    )
+
+
+def message_for(state: State, deployment: Deployment, error: PlexRLError) -> str:
+    """The message as the tenant of `deployment` may read it: without the names of holders of other
+    tenants."""
+    message, tenant = error.message, state.job(deployment.job).tenant
+    for holder in _read(error).holders:
+        other = state.deployments.get(DeploymentId(holder.deployment))
+        if other is None or state.job(other.job).tenant != tenant:
+            message = message.replace(repr(holder.deployment), "another tenant's deployment")
+    return message
+
+
 def keepers(state: State, group: Group, error: PlexRLError) -> list[tuple[Deployment, str]]:
     """The members of the group that kept memory, if a load was refused for want of it, and why each
     is to be restarted."""
-    if error.code != DeviceMemoryFullError.code:
-        return []
-    holders = _holders(error)
+    holders = _read(error).holders
     found: list[tuple[Deployment, str]] = []
     for name in [*group.members, *group.fillers]:
         member = state.deployment(name)
@@ -51,8 +87,11 @@ def _kept_bytes(deployment: Deployment) -> int:
     return CONTEXT_BYTES if memory is None else max(CONTEXT_BYTES, memory.kept_bytes)
 
 
-def _holders(error: PlexRLError) -> Sequence[_Holder]:
+def _read(error: PlexRLError) -> _Refusal:
+    """The details of a refusal; of another error, or where they cannot be read, none."""
+    if error.code != DeviceMemoryFullError.code:
+        return _Refusal()
     try:
-        return msgspec.convert(error.details.get("holders", ()), tuple[_Holder, ...])
+        return msgspec.convert(error.details, _Refusal, str_keys=True)
     except msgspec.ValidationError:
-        return ()
+        return _Refusal()

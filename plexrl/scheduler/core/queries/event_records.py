@@ -20,6 +20,11 @@ from plexrl.events.records import (
     topic,
 )
 from plexrl.scheduler.operations.failures import earlier_failure, job_failure
+from plexrl.scheduler.operations.holding import (
+    ForeignMemoryView,
+    foreign_memory_view,
+    foreign_text,
+)
 from plexrl.scheduler.state.group_lock import lock_state
 from plexrl.scheduler.state.machines.job_states import FINAL, JobState
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -87,8 +92,10 @@ class ClusterRecords:
                 yield name, known if known is not None and is_known else _job(state, job)
             else:
                 yield topic("jobs", job.tenant, job.job), _job(state, job)
+        foreign = foreign_memory_view(state, state.deployments)
         for node in state.nodes.values():
-            yield topic("nodes", node.node), _node(node)
+            own = [each for each in foreign if each["node"] == node.node]
+            yield topic("nodes", node.node), _node(node, own)
         for group in state.groups.values():
             yield topic("groups", group.group), _group(group)
 
@@ -164,15 +171,16 @@ def _why(state: State, job: Job, deployments: list[Deployment]) -> str:
     return ""
 
 
-def _node(node: Node) -> NodeRecord:
+def _node(node: Node, foreign: list[ForeignMemoryView]) -> NodeRecord:
     if node.alive:
         state, why = "ready", ""
     elif node.lost_at is None:
         state, why = "expected", "its agent has not connected since the scheduler started"
     else:
         state, why = "lost", "the connection to its agent ended"
-    if node.alive and node.is_draining:
-        why = "an operator drains it"
+    if node.alive:
+        drain = ["an operator drains it"] if node.is_draining else []
+        why = "; ".join([*drain, *map(foreign_text, foreign)])
     return NodeRecord(
         state=state,
         since=None if node.alive else node.lost_at,

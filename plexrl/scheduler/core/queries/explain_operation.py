@@ -101,6 +101,8 @@ def _reason(
         )
     if deployment.state == WpgState.RECOVERING:
         why = f"moved ({deployment.moves.last_reason})" if deployment.moves.last_reason else "lost"
+        if deployment.backoff.code:
+            why = f"stopped ({deployment.backoff.reason})"
         return f"its workers were {why} and are starting again", "recovering", None
     if deployment.state == WpgState.MIGRATING:
         nodes = ", ".join(deployment.stored.awaited_nodes)

@@ -18,7 +18,7 @@ from plexrl.ids import (
 from plexrl.scheduler.admission.quotas import TenantLimits
 from plexrl.scheduler.core.queries.eta import EtaQualityView
 from plexrl.scheduler.operations.failures import ErrorView
-from plexrl.scheduler.operations.holding import HeldView
+from plexrl.scheduler.operations.holding import ForeignMemoryView, HeldView
 from plexrl.scheduler.placement.capacity.memory_view import MemoryView
 
 
@@ -237,6 +237,8 @@ class NodeView(TypedDict):
     operators only."""
     statemanager: NotRequired[str]
     """Address of its StateManager; for operators only."""
+    foreign_memory: NotRequired[list[ForeignMemoryView]]
+    """What loads on its GPUs wait for; for operators only."""
 
 
 class ClusterTotals(TypedDict):

@@ -32,7 +32,7 @@ from plexrl.scheduler.jobs.profiler import measured_waiting_part
 from plexrl.scheduler.jobs.retention import owner_of
 from plexrl.scheduler.jobs.tenants import key_id, live_jobs_bound
 from plexrl.scheduler.operations.failures import failure_view, halting_failure, job_failure
-from plexrl.scheduler.operations.holding import held_view
+from plexrl.scheduler.operations.holding import foreign_memory_view, held_view
 from plexrl.scheduler.placement.contention.service_level import bound_of, waiting_bound
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
@@ -201,6 +201,10 @@ def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> N
         view["groups"] = cluster.inventory.groups_on(node.node)
         view["host"] = node.host
         view["statemanager"] = node.statemanager
+        groups = [cluster.state.groups[name] for name in view["groups"]]
+        names = [name for group in groups for name in (*group.members, *group.fillers)]
+        found = foreign_memory_view(cluster.state, names)
+        view["foreign_memory"] = [each for each in found if each["node"] == node.node]
     return view
 
 

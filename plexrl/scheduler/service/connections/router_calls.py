@@ -15,6 +15,7 @@ from plexrl.scheduler.core import calls
 from plexrl.scheduler.core.calls import Answer, Ask, Plain, Report, Scope
 from plexrl.scheduler.core.lookups import unknown_deployment, unknown_job, unknown_operation
 from plexrl.scheduler.core.queries.checkpoint_reports import merged
+from plexrl.scheduler.operations.holding import foreign_text
 from plexrl.scheduler.service.connections.links import AgentLink
 from plexrl.scheduler.service.connections.tenant_calls import TenantCalls, check_operator
 from plexrl.scheduler.service.shell import Shell
@@ -85,6 +86,11 @@ class RouterCalls:
             message = f"{len(held)} deployments wait for memory: {reasons}"
             since = min(each["since"] for each in held)
             conditions.append({"code": "deployments_held", "message": message, "since": since})
+        if foreign := self._core.foreign_memory():
+            texts = "; ".join(f"{each['node']}: {foreign_text(each)}" for each in foreign[:10])
+            message = f"{texts}: end what is not needed, or drain the node"
+            since = min(each["since"] for each in foreign)
+            conditions.append({"code": "foreign_memory", "message": message, "since": since})
         return {"conditions": conditions}
 
     async def _eta_quality(self, _: calls.Nothing) -> Plain:

@@ -3,10 +3,24 @@
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
+from plexrl.ids import NodeId
+
 BACKOFF_S_MIN: Final = 1.0
 BACKOFF_S_MAX: Final = 15.0
 """Back-off before the first retry, doubled with each one that follows, and its bound: free space on
 a disk is noticed soon."""
+
+
+class ForeignMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a GPU that a process holds which is no worker."""
+
+    node: NodeId
+    gpu: int
+    pid: int
+    """Id of the process, as the node's StateManager sees it."""
+    nbytes: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,21 +34,26 @@ class Backoff:
     since: float = 0.0
     tries: int = 0
     """Runs in a row that met the condition."""
+    foreign: tuple[ForeignMemory, ...] = ()
+    """What the last run found on its GPUs; empty: nothing, or it met another condition."""
 
-    def report(self, code: str, reason: str, now: float) -> None:
+    def report(
+        self, code: str, reason: str, now: float, foreign: tuple[ForeignMemory, ...] = ()
+    ) -> None:
         """A run met a condition: operators see it."""
         if not self.code:
             self.since = now
         self.code = code
         self.reason = reason
+        self.foreign = foreign
 
     def explain(self, reason: str) -> None:
         """Set the reason alone: what delays the work is not a condition."""
         self.reason = reason
 
-    def retry_later(self, now: float) -> None:
-        """Wait longer than before the last retry."""
-        self.until = now + min(BACKOFF_S_MIN * 2.0 ** min(self.tries, 16), BACKOFF_S_MAX)
+    def retry_later(self, now: float, longest_s: float = BACKOFF_S_MAX) -> None:
+        """Wait longer than before the last retry, but at most `longest_s`."""
+        self.until = now + min(BACKOFF_S_MIN * 2.0 ** min(self.tries, 16), longest_s)
         self.tries += 1
 
     def wait(self, until: float, reason: str) -> None:
@@ -49,3 +68,4 @@ class Backoff:
             self.tries = 0
             self.since = 0.0
             self.until = 0.0
+            self.foreign = ()

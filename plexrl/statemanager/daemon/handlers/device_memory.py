@@ -59,7 +59,13 @@ def _need(
     state_bytes = registration.arena_bytes
     if base is not None and not caller.services.frozen_weights.has_memory(base):
         state_bytes += base.nbytes
-    return Need(registration.description, registration.device, state_bytes, use.working_bytes)
+    return Need(
+        registration.description,
+        registration.rank,
+        registration.device,
+        state_bytes,
+        use.working_bytes,
+    )
 
 
 def _held_error(caller: Caller, need: Need) -> DeviceMemoryFullError:
@@ -130,7 +136,8 @@ def _free_unused(caller: Caller, request: MakeRoom, _: Sequence[int]) -> Reply:
     services = caller.services
     device = services.devices.index_of(request.device_uuid)
     services.fencing.admit(request.group, request.token)
-    _make_room(caller, Need(caller.claims.holder, device, 0, request.nbytes))
+    claims = caller.claims
+    _make_room(caller, Need(claims.holder, claims.rank, device, 0, request.nbytes))
     services.devices.release_idle(device)
     return Reply({})
 
