@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from plexrl.cluster.config.options import GIB, ClusterOptions
+from plexrl.cluster.config.options import GIB, ClusterOptions, PartSettings
 from plexrl.cluster.join.head import ROLLOUT, SCHEDULER, Head, router_identity
 from plexrl.errors import InvalidRequestError
 from plexrl.process.children.part import Part
@@ -158,6 +158,20 @@ def rollout_part(
             "tls": None if head is None else asdict(head.files(ROLLOUT)),
             "data_dir": str(folders.data),
         },
+    )
+
+
+def options_of_nodes(options: ClusterOptions) -> ClusterOptions:
+    """What `node_parts` reads, without the rest: the journal's URL may have a password, and so may
+    those of brokers and collectors."""
+    given = options.settings
+    return ClusterOptions(
+        data_dir=options.data_dir,
+        gpu_memory_bytes=options.gpu_memory_bytes,
+        host_memory_bytes=options.host_memory_bytes,
+        nvme_bytes=options.nvme_bytes,
+        checkpoint_url=options.checkpoint_url,
+        settings=PartSettings(statemanager=given.statemanager, agent=given.agent),
     )
 
 

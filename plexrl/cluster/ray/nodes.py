@@ -14,7 +14,6 @@ import asyncio
 import importlib
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.join.head import Head
 from plexrl.cluster.join.tokens import create_token
 from plexrl.cluster.node.options import NodeOptions
-from plexrl.cluster.parts import NodeConfig
+from plexrl.cluster.parts import NodeConfig, options_of_nodes
 from plexrl.cluster.ray.options import RayOptions
 from plexrl.errors import PlexRLError, UnavailableError
 from plexrl.process.children.restart_log import PartRecord
@@ -164,7 +163,8 @@ class _NodeActor:
         node: RayNode,
         head: Head | None,
     ) -> None:
-        self._options = options
+        # Passwords stay here: others may use Ray, and see the arguments of actors.
+        self._options, self._network = options_of_nodes(options), options.network
         self._ray = ray
         self._head = head
         self._folders = folders
@@ -220,12 +220,11 @@ class _NodeActor:
         """What an actor of this machine needs."""
         node = self._node
         config = NodeConfig(node=node.node, gpus=node.gpus, node_type=node.node_type)
-        # The password of the event broker stays here: others may use Ray.
-        return replace(self._options, events=None), self._folders, config
+        return self._options, self._folders, config
 
     async def _joining(self, head: Head) -> tuple[Any, ...]:
         """What an actor of another machine needs: its options, and a token."""
-        options, node, network = self._options, self._node, self._options.network
+        options, node, network = self._options, self._node, self._network
         assert network is not None
         chosen = NodeOptions(
             data_dir=Path(self._ray.node_dir) / node.node,

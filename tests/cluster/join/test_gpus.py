@@ -2,18 +2,20 @@
 
 import asyncio
 import os
+import pickle
 from pathlib import Path
 
 import pytest
 
-from plexrl.cluster.config.options import ClusterOptions
+from plexrl.cluster.config.options import ClusterOptions, PartSettings
 from plexrl.cluster.join.tokens import VERSION
 from plexrl.cluster.node.gpus import MIB, Gpus, find_gpus, first_gpus, required_gpus
 from plexrl.cluster.node.options import NodeOptions
-from plexrl.cluster.parts import NodeConfig
+from plexrl.cluster.parts import NodeConfig, node_parts, options_of_nodes
 from plexrl.cluster.ray.machine import RayMachineActor
 from plexrl.cluster.ray.node import RayNodeActor, parts_here
 from plexrl.errors import CapacityError
+from plexrl.events.config import BrokerConfig
 from plexrl.process.folders.folders import Folders
 from plexrl.statemanager.device.cuda.bindings import device_names
 
@@ -108,6 +110,32 @@ def test_what_ray_counts_without_a_gpu_is_virtual() -> None:
 def on_ray(tmp_path: Path, gpus: int) -> tuple[ClusterOptions, Folders, NodeConfig]:
     options = ClusterOptions(data_dir=tmp_path / "data")
     return options, Folders.of(options.data_dir), NodeConfig(node="n", gpus=gpus)
+
+
+def test_ray_learns_of_a_node_what_it_needs_and_no_password(tmp_path: Path) -> None:
+    """All who use a Ray cluster can read the arguments of its actors."""
+    settings = PartSettings(
+        statemanager={"data_threads": 3},
+        agent={"cores": [1]},
+        scheduler={"secret": "hidden"},
+        router={"secret": "hidden"},
+    )
+    options = ClusterOptions(
+        data_dir=tmp_path / "data",
+        journal="postgresql://plexrl:hidden@db/journal",
+        otlp_endpoint="http://plexrl:hidden@host/v1/traces",
+        events=BrokerConfig(url="mqtt://plexrl@host", password="hidden"),
+        checkpoint_url="s3://bucket/checkpoints",
+        gpu_memory_bytes=5,
+        host_memory_bytes=6,
+        nvme_bytes=7,
+        settings=settings,
+    )
+    told = options_of_nodes(options)
+    assert b"hidden" in pickle.dumps(options)
+    assert b"hidden" not in pickle.dumps(told)
+    folders, node = Folders.of(options.data_dir), NodeConfig(node="n", gpus=1)
+    assert node_parts(told, folders, node) == node_parts(options, folders, node)
 
 
 @pytest.mark.usefixtures("two_gpus")
