@@ -20,6 +20,7 @@ from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.cuda.bindings import BoundDriver
+from plexrl.statemanager.device.cuda.driver import CudaDriver
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.operations import OperationKind
@@ -54,7 +55,13 @@ class Place:
     """The device of this process, as workers and StateManagers name it."""
 
     device: WorkerDevice
-    kind: DeviceKind
+    driver: CudaDriver | None
+    """None: the CPU."""
+
+    @property
+    def kind(self) -> DeviceKind:
+        """For the StateManager."""
+        return DeviceKind.CPU if self.driver is None else DeviceKind.CUDA
 
 
 @contextmanager
@@ -64,24 +71,20 @@ def open_place(*, cpu: bool) -> Iterator[Place]:
     Raises:
         DeviceUnavailableError: there is no GPU.
     """
-    uuid = "" if cpu else _first_gpu()
+    driver = None if cpu else BoundDriver()
+    uuids = ("",) if driver is None else driver.uuids()
+    if not uuids:
+        raise DeviceUnavailableError("the driver shows no GPU: see CUDA_VISIBLE_DEVICES")
     # cuBLAS is deterministic only with a workspace of its own. It reads this when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = open_device(uuid)
+    device = open_device(uuids[0])
     import torch.distributed as dist
 
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)  # type: ignore[attr-defined]
         dist.init_process_group(device.collectives, store=store, rank=0, world_size=1)
-        yield Place(device=device, kind=DeviceKind.CPU if cpu else DeviceKind.CUDA)
+        yield Place(device=device, driver=driver)
         dist.destroy_process_group()
-
-
-def _first_gpu() -> str:
-    uuids = BoundDriver().uuids()
-    if not uuids:
-        raise DeviceUnavailableError("the driver shows no GPU: see CUDA_VISIBLE_DEVICES")
-    return uuids[0]
 
 
 @contextmanager

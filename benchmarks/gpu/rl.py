@@ -36,8 +36,7 @@ from plexrl.errors import DeviceUnavailableError
 from plexrl.losses import grpo
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.statemanager.daemon.config import StateManagerConfig
-from plexrl.statemanager.device.backend import DeviceKind
-from plexrl.statemanager.device.cuda.bindings import BoundDriver
+from plexrl.statemanager.device.cuda.driver import CudaDriver
 from plexrl.wire.operations import (
     AdamParams,
     ForwardBackwardParams,
@@ -206,12 +205,11 @@ def jobs_on(
 
 
 @contextmanager
-def memory_of(place: Place, nbytes: int) -> Iterator[int | None]:
+def memory_of(driver: CudaDriver | None, nbytes: int) -> Iterator[int | None]:
     """Occupy the device's memory but for `nbytes`. Without a GPU, the bound for a StateManager."""
-    if place.kind == DeviceKind.CPU:
+    if driver is None:
         yield nbytes
         return
-    driver = BoundDriver()
     driver.enter(0)
     grain = driver.granularity(0)
     handle = driver.create(0, (driver.memory_info()[0] - nbytes) // grain * grain)
@@ -240,7 +238,7 @@ def measure(place: Place) -> dict[str, float]:
             state_bytes += jobs[0].state_bytes
     device_bytes = state_bytes * 9 // 10
     with (
-        memory_of(place, device_bytes) as bound,
+        memory_of(place.driver, device_bytes) as bound,
         jobs_on(place, SEEDS, bound, shares=True) as jobs,
     ):
         shared_s = seconds_of(jobs)

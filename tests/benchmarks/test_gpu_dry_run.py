@@ -4,13 +4,15 @@ import json
 import re
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
 from benchmarks import engine
-from benchmarks.gpu import check, cuda_checkpoint, generation
+from benchmarks.gpu import check, cuda_checkpoint, generation, rl
 from benchmarks.report import ROOT
+from tests.statemanager.emulated_cuda import EmulatedCuda
 
 
 def dry_run(name: str) -> dict[str, float]:
@@ -25,6 +27,22 @@ def test_jobs_that_take_turns_learn_the_same_as_alone() -> None:
     figures = dry_run("rl")
     assert figures["figures_difference_max"] == 0
     assert figures["states_of_device"] > 1
+
+
+def test_other_memory_of_a_gpu_is_occupied_meanwhile() -> None:
+    driver = EmulatedCuda(f"gpu-{uuid.uuid4().hex[:8]}", device_bytes=16 << 20)
+    driver.enter(0)
+    left = 5 << 20
+    with rl.memory_of(driver, left) as bound:
+        assert bound is None
+        assert left <= driver.memory_info()[0] < left + driver.granularity(0)
+    assert driver.memory_info()[0] == 16 << 20
+
+
+@pytest.mark.slow
+def test_two_jobs_of_a_cluster_share_a_gpu() -> None:
+    figures = dry_run("cluster")
+    assert figures["gpu_seconds_step_shared"] > 0
 
 
 def test_the_engine_gives_the_answers_of_transformers() -> None:

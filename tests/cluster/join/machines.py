@@ -128,8 +128,11 @@ class Machines:
         """A node's data directory."""
         return self._folder / name
 
-    def start_node(self, name: str, *arguments: str) -> Running:
-        """Start a node of one GPU, with a token at its first start; does not wait for it."""
+    def start_node(
+        self, name: str, *arguments: str, gpus: int | None = 1, host_memory: str = "256MiB"
+    ) -> Running:
+        """Start a node, with a token at its first start; does not wait for it. `gpus`: the number
+        of virtual GPUs; None: the machine's own."""
         number = self._numbers.setdefault(name, 3 + len(self._numbers))
         is_first = not (self.node_dir(name) / "node.json").exists()
         entry = (
@@ -140,8 +143,9 @@ class Machines:
         host = ("--host", f"127.0.0.{number}") if is_first else ()
         running = Running(
             self.node_dir(name),
-            *("node", "join", *entry, *host, "--gpus", "1", "--fabric", "trusted"),
-            *("--host-memory", "256MiB", *arguments),
+            *("node", "join", *entry, *host, "--fabric", "trusted"),
+            *(() if gpus is None else ("--gpus", str(gpus))),
+            *("--host-memory", host_memory, *arguments),
         )
         self.nodes[name] = running
         return running
