@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -119,10 +120,11 @@ def test_a_sum_names_what_stays_and_what_is_measured() -> None:
     assert memory.need_bytes == sum(term.nbytes for term in memory.terms)
     gathered = sum(t.nbytes for t in memory.terms if t.name == "gathered parameters")
     assert gathered == 4 * parameter_count(spec.model)
-    measured = memory.measured(gathered + 1000)
+    measured = memory.measured(gathered + 1000, 1 << 40)
     assert (measured.activations, measured.is_measured) == (1000, True)
     assert measured.need_bytes == memory.need_bytes - memory.activations + 1000
-    assert measured.measured(0).activations == 0
+    assert measured.measured(0, 1 << 40).activations == 0
+    assert measured.measured(gathered + 1000, measured.need_bytes - 400).activations == 600
 
 
 def test_each_setting_lowers_its_term() -> None:
@@ -181,6 +183,65 @@ def test_deepspeed_s_arena_is_the_sum_of_its_terms(
     padding = 0 if count == 1 else 0.05 * trainer.arena.nbytes
     wanted = pytest.approx(trainer.arena.nbytes, abs=4096 + padding)
     assert in_arena(state_terms(spec)) == wanted
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_deepspeed_s_start_allocates_what_is_counted(
+    count: int,
+    compute_dtype: str,
+    fake_ranks: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_ranks(count)
+    of = model("qwen2", hidden_size=256, intermediate_size=640)
+    layout = Parallelism(dp=count)
+    spec = deployment("train", "deepspeed", of, parallelism=layout, compute_dtype=compute_dtype)
+    trainer = deepspeed.DeepSpeedModel(TrainingRank(spec=spec, rank=0))
+    trainer.lay_out()
+    peaks: list[int] = []
+    make = trainer._library.ArenaZeroOptimizer
+
+    def watched(*args: Any, **options: Any) -> Any:
+        found, peak = watch_allocations(lambda: make(*args, **options))
+        peaks.append(peak)
+        return found
+
+    monkeypatch.setattr(trainer._library, "ArenaZeroOptimizer", watched)
+    trainer.materialise()
+    assert peaks == [pytest.approx(state_terms(spec).start, rel=0.03)]
+
+
+def watch_allocations(run: Callable[[], Any]) -> tuple[Any, int]:
+    """The result, and the most memory that torch had allocated meanwhile."""
+    options = {"activities": [torch.profiler.ProfilerActivity.CPU], "profile_memory": True}
+    with torch.profiler.profile(**options) as watch:
+        found = run()
+    events = watch.profiler.kineto_results.events()
+    changes = [each for each in events if each.name() == "[memory]"]
+    changes.sort(key=lambda each: each.start_ns())
+    return found, max(accumulate([each.nbytes() for each in changes], initial=0))
+
+
+def test_a_start_counts_where_it_needs_more_than_the_work_after_it() -> None:
+    # Its activations are nothing beside its parameters.
+    of = model("qwen2", hidden_size=2048, intermediate_size=6144, num_hidden_layers=24)
+    spec = deployment(
+        "train", "deepspeed", of, max_sequence_tokens=64, activation_checkpointing=True
+    )
+    memory = device_memory(spec)
+    terms = {term.name: term.nbytes for term in memory.terms}
+    later = terms["gathered parameters"] + terms["activations"]
+    assert terms["copies at the start"] == state_terms(spec).start - later > 0
+    assert memory.need_bytes == sum(terms.values())
+    peak = later + terms["copies at the start"] // 2
+    measured = memory.measured(peak, 1 << 40)
+    assert measured.need_bytes == memory.need_bytes, "a part of it is activations now"
+    small = memory.measured(peak, memory.need_bytes - 1000)
+    assert small.need_bytes == memory.need_bytes - 1000, "it has started there"
+    assert small.activations == measured.activations
+    larger = memory.measured(later + 2 * terms["copies at the start"], 1 << 40)
+    assert "copies at the start" not in {term.name for term in larger.terms}
 
 
 def test_deepspeed_gathers_in_the_dtype_of_the_computation() -> None:

@@ -2,6 +2,9 @@
 
 Terms are those of the rank that needs most. State terms are exact to the padding of tensors;
 activations are an estimate until a profile has measured them.
+
+Not counted: pinned memory for transfers, which is host memory; and memory that the StateManager
+keeps from an offload to the next load, because none is kept while a rank has memory.
 """
 
 from typing import Final
@@ -23,6 +26,7 @@ COMMUNICATOR_BYTES: Final = 256 * MIB
 receiving and sending. An estimate: NCCL uses fewer channels on most links."""
 
 ACTIVATIONS: Final = "activations"
+START: Final = "copies at the start"
 
 
 class MemoryTerm(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +46,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     terms: tuple[MemoryTerm, ...]
     is_measured: bool = False
     """The activations are a measured peak."""
+    start_bytes: int = 0
+    """What a process that starts allocates besides the state, before it computes."""
 
     @property
     def need_bytes(self) -> int:
@@ -58,13 +64,20 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
         """The term of that name."""
         return sum([term.nbytes for term in self.terms if term.name == ACTIVATIONS])
 
-    def measured(self, peak_bytes: int) -> "DeviceMemory":
+    def measured(self, peak_bytes: int, gpu_memory_bytes: int) -> "DeviceMemory":
         """The same with a measured peak of torch's allocator: activations are what the peak has
-        above the other terms that are allocated there."""
-        others = [term for term in self.terms if term.name != ACTIVATIONS]
+        above the other terms that are allocated there. It was measured on a GPU of that memory, so
+        no more than that is needed: contexts and buffers were estimated too high."""
+        others = [term for term in self.terms if term.name not in (ACTIVATIONS, START)]
         known = sum([term.nbytes for term in others if term.is_allocated])
-        found = MemoryTerm(name=ACTIVATIONS, nbytes=max(0, peak_bytes - known), is_allocated=True)
-        return DeviceMemory(terms=(*others, found), is_measured=True)
+        room = max(0, gpu_memory_bytes - sum([term.nbytes for term in others]))
+        activations = min(max(0, peak_bytes - known), room)
+        found = MemoryTerm(name=ACTIVATIONS, nbytes=activations, is_allocated=True)
+        return DeviceMemory(
+            terms=_with_start((*others, found), self.start_bytes, room - activations),
+            is_measured=True,
+            start_bytes=self.start_bytes,
+        )
 
 
 def device_memory(spec: DeploymentSpec) -> DeviceMemory:
@@ -89,7 +102,20 @@ def device_memory(spec: DeploymentSpec) -> DeviceMemory:
         MemoryTerm(name="CUDA context", nbytes=CONTEXT_BYTES, stays=True),
         MemoryTerm(name="communication", nbytes=groups * COMMUNICATOR_BYTES, stays=True),
     )
-    return DeviceMemory(terms=tuple([term for term in terms if term.nbytes]))
+    known = tuple([term for term in terms if term.nbytes])
+    return DeviceMemory(terms=_with_start(known, state.start), start_bytes=state.start)
+
+
+def _with_start(
+    terms: tuple[MemoryTerm, ...], start_bytes: int, room_bytes: int | None = None
+) -> tuple[MemoryTerm, ...]:
+    """With what the start needs beyond the memory in which the process computes later, but no more
+    than `room_bytes`."""
+    later = sum([term.nbytes for term in terms if term.is_allocated and not term.stays])
+    excess = max(0, start_bytes - later)
+    if room_bytes is not None:
+        excess = min(excess, room_bytes)
+    return (*terms, MemoryTerm(name=START, nbytes=excess)) if excess else terms
 
 
 def _state(state: StateTerms) -> tuple[MemoryTerm, ...]:

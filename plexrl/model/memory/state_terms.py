@@ -6,7 +6,7 @@ of 64 bytes, and FSDP pads each part to the rows of its largest one.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from plexrl.model.deployment_spec import DeploymentSpec
@@ -40,6 +40,8 @@ class StateTerms:
     """Copies of parameters in the form in which the model computes, and gradients that wait for a
     reduction."""
     kv_cache: int = 0
+    start: int = 0
+    """What a process that starts allocates besides the state, before it computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +106,16 @@ def _trained(spec: DeploymentSpec, shard: int, gathered: int) -> StateTerms:
 def _deepspeed(spec: DeploymentSpec) -> StateTerms:
     """ZeRO-2: a rank owns an equal partition of the state; the model computes from a whole copy in
     the dtype of the computation, in which gradients are reduced in a bucket. ZeRO-Offload: the
-    moments are in host memory."""
+    moments are in host memory. When a process starts, DeepSpeed copies the partition of that whole
+    copy, then casts the copy to float32, before the arena takes its place."""
     parameters, compute = parameter_count(spec.model), WEIGHT_BYTES[spec.compute_dtype]
     partition = _up(-(-parameters * 4 // spec.layout.dp))
     bucket = min(parameters, BUCKET_ELEMENTS_MAX)
-    return _trained(spec, partition, (parameters + bucket) * compute)
+    copies = partition if compute == 4 else partition + partition // 4 * compute
+    return replace(
+        _trained(spec, partition, (parameters + bucket) * compute),
+        start=parameters * compute + copies,
+    )
 
 
 def _megatron(spec: DeploymentSpec) -> StateTerms:

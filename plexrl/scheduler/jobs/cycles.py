@@ -53,10 +53,7 @@ def _use_peak(cluster: Cluster, deployment: Deployment, *, is_renewed: bool) -> 
         return
     if not (memory.is_measured or is_renewed):
         return
-    found = memory.measured(deployment.peak_bytes)
-    # It has run here, so it fits: contexts and buffers were estimated too high.
-    over = max(0, found.need_bytes - group.gpu_memory_bytes)
-    found = memory.measured(deployment.peak_bytes - over) if over else found
+    found = memory.measured(deployment.peak_bytes, group.gpu_memory_bytes)
     if memory.is_measured and found.activations <= memory.activations:
         return
     deployment.memory = found

@@ -197,6 +197,8 @@ class StateMover:
         except BaseException:
             self._client.give_back()
             raise
+        # Copies of the start are not made again: later loads need no memory for them.
+        self._device.take_peak_bytes()
         self._is_materialised = True
         return base_bytes
 
