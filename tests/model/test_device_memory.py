@@ -214,8 +214,8 @@ def test_deepspeed_s_start_allocates_what_is_counted(
 
 def watch_allocations(run: Callable[[], Any]) -> tuple[Any, int]:
     """The result, and the most memory that torch had allocated meanwhile."""
-    options = {"activities": [torch.profiler.ProfilerActivity.CPU], "profile_memory": True}
-    with torch.profiler.profile(**options) as watch:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as watch:
         found = run()
     events = watch.profiler.kineto_results.events()
     changes = [each for each in events if each.name() == "[memory]"]
@@ -225,7 +225,8 @@ def watch_allocations(run: Callable[[], Any]) -> tuple[Any, int]:
 
 def test_a_start_counts_where_it_needs_more_than_the_work_after_it() -> None:
     # Its activations are nothing beside its parameters.
-    of = model("qwen2", hidden_size=2048, intermediate_size=6144, num_hidden_layers=24)
+    sizes = {"hidden_size": 8192, "intermediate_size": 24576, "num_hidden_layers": 24}
+    of = model("qwen2", **sizes)
     spec = deployment(
         "train", "deepspeed", of, max_sequence_tokens=64, activation_checkpointing=True
     )

@@ -128,6 +128,10 @@ class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deeps
         dtype, device = tensor_list[0].dtype, self._arena_gradient.device
         return torch.empty(self._elements, dtype=dtype, device=device)
 
+    def initialize_optimizer_states(self) -> None:
+        """Nothing: gradients and moments are on the arena. DeepSpeed would allocate gradients of
+        the partition."""
+
     def _use_compact_grad_partition_buffer(self, _group_idx: int) -> bool:
         """Keep the gradients of this rank's partition in one flat buffer. DeepSpeed does so for
         bf16 only, and otherwise keeps the gradients of whole parameters."""
