@@ -129,7 +129,11 @@ def test_a_reference_computes_as_on_the_cpu(node: StateManagerConfig, device: Gp
     rank.close()
 
 
-def test_a_digest_is_the_same_as_on_the_cpu(device: GpuDevice) -> None:
+@pytest.mark.parametrize("has_tf32", [False, True])
+def test_a_digest_is_the_same_as_on_the_cpu(
+    device: GpuDevice, monkeypatch: pytest.MonkeyPatch, has_tf32: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", has_tf32)
     nbytes = 3 * CHUNK_ROWS * ROW_BYTES + 12_345
     memory = torch.randint(256, (nbytes,), dtype=torch.uint8)
     extents = [

@@ -3,16 +3,19 @@
 Ranks that hold replicas report digests to the StateManager, so that one rank's bytes are copied out
 for all of them. The arithmetic is that of integers, so a digest depends on the bytes alone:
 
-- The bytes are 16-bit words in rows of `ROW_WORDS`, and zeros to the end of the last row.
-- Each row becomes `LANES` sums of its words, each word times the 26-bit key of its place and lane.
-  No sum exceeds 2^52, so float64 represents all of them, in whatever order a device adds. The type
-  is float64 because GPUs multiply matrices of integers neither fast nor in all torch versions.
-- The sums, as int64, are the bytes of the next level, 128 times fewer. At each level the keys are
+- The bytes, from -128 to 127, stand in rows of `ROW_BYTES`, with zeros to the end of the last row.
+- Each row becomes `LANES` sums of its bytes, each byte times the 8-bit key of its place and lane.
+  Matrices of float32 are multiplied, because GPUs multiply matrices of integers neither fast nor in
+  all torch versions, and many have slow float64. Within a block of 1024 bytes no sum exceeds 2^24,
+  so float32 represents all of them, in whatever order a device adds. Bytes and keys are the same in
+  TF32 and bfloat16, so it makes no difference if a framework allows these for float32. The sums of
+  a row's blocks are added as integers.
+- The sums, as int32, are the bytes of the next level, 128 times fewer. At each level the keys are
   others. The digest is BLAKE2b of the first level that fits a row.
 
-With keys drawn at random, two rows that differ have equal sums in a lane with probability 2^-26 at
-most, because for any other keys at most one key of a word that differs makes them equal. The lanes
-are independent: 2^-208. The keys are constants, so this holds for data that was not made with them
+With keys drawn at random, two rows that differ have equal sums in a lane with probability 2^-8 at
+most, because for any other keys at most one key of a byte that differs makes them equal. The lanes
+are independent: 2^-256. The keys are constants, so this holds for data that was not made with them
 in mind. A rank could also report a false digest; it would damage the state of its own deployment
 only, because no other shares sections with it.
 """
@@ -27,12 +30,12 @@ from plexrl.statemanager.layout.layout import ExtentMap
 from plexrl.statemanager.protocol.messages import ReplicatedSection
 from plexrl.statemanager.store.versions.versions import Extent
 
-ROW_WORDS = 4096
-ROW_BYTES = 2 * ROW_WORDS
-LANES = 8
-KEY_BITS = 26
-CHUNK_ROWS = 2048
-"""Rows that are widened to float64 at a time, which takes four times their 16 MiB."""
+BLOCK_BYTES = 1024
+ROW_BLOCKS = 16
+ROW_BYTES = ROW_BLOCKS * BLOCK_BYTES
+LANES = 32
+CHUNK_ROWS = 1024
+"""Rows that are widened to float32 at a time, which takes four times their 16 MiB."""
 
 
 class DeviceDigests:
@@ -40,7 +43,7 @@ class DeviceDigests:
 
     def __init__(self) -> None:
         self._keys: list[torch.Tensor] = []
-        """Of each level: [words, lanes] float64."""
+        """Of each level: [blocks, bytes, lanes] int8."""
 
     def of_sections(
         self, memory: torch.Tensor, sections: Sequence[ReplicatedSection]
@@ -68,50 +71,49 @@ class DeviceDigests:
         return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=32).hexdigest()
 
     def _level(self, level: int, device: torch.device) -> torch.Tensor:
-        """A level's keys. [words, lanes] float64 on the device."""
+        """A level's keys. [blocks, bytes, lanes] float32 on the device."""
         while len(self._keys) <= level:
             self._keys.append(torch.from_numpy(_make_keys(len(self._keys))))
-        return self._keys[level].to(device)
+        return self._keys[level].to(device).float()
 
 
 def _row_sums(
     memory: torch.Tensor, extents: ExtentMap, start: int, nbytes: int, keys: torch.Tensor
 ) -> torch.Tensor:
-    """Sums of the rows of `nbytes` of the data from offset `start` on. [rows, lanes] int64."""
+    """Sums of the rows of `nbytes` of the data from offset `start` on. [rows, lanes] int32."""
     rows = -(-nbytes // ROW_BYTES)
-    sums = torch.empty((rows, LANES), dtype=torch.int64, device=memory.device)
-    buffer = keys.new_empty((min(rows, CHUNK_ROWS), ROW_WORDS))
+    sums = torch.empty((rows, LANES), dtype=torch.int32, device=memory.device)
+    buffer = keys.new_empty((min(rows, CHUNK_ROWS), ROW_BLOCKS, BLOCK_BYTES))
     for first in range(0, rows, CHUNK_ROWS):
-        words = buffer[: rows - first]
+        values = buffer[: rows - first]
         begin = start + first * ROW_BYTES
-        end = min(start + nbytes, begin + len(words) * ROW_BYTES)
-        _widen(memory, list(extents.overlaps(begin, end)), begin, words.view(-1))
-        sums[first : first + len(words)] = words @ keys
+        end = min(start + nbytes, begin + values.numel())
+        _widen(memory, list(extents.overlaps(begin, end)), begin, values.view(-1))
+        of_blocks = values.transpose(0, 1) @ keys
+        sums[first : first + len(values)] = of_blocks.int().sum(0, dtype=torch.int32)
     return sums
 
 
 def _widen(
-    memory: torch.Tensor, runs: Sequence[tuple[int, int, int]], begin: int, words: torch.Tensor
+    memory: torch.Tensor, runs: Sequence[tuple[int, int, int]], begin: int, values: torch.Tensor
 ) -> None:
-    """Fill `words` with the data from offset `begin` on.
+    """Fill `values` with the data from offset `begin` on.
 
     Args:
         memory: as in `of_sections`.
-        runs: (offset in the memory, offset in the data, bytes), both offsets even.
-        begin: an even offset in the data.
-        words: [words] float64.
+        runs: (offset in the memory, offset in the data, bytes).
+        begin: an offset in the data.
+        values: [bytes] float32.
     """
-    if sum(nbytes for _, _, nbytes in runs) < 2 * len(words):
-        words.zero_()
+    if sum(nbytes for _, _, nbytes in runs) < len(values):
+        values.zero_()
     for offset, at, nbytes in runs:
-        place, whole = (at - begin) // 2, nbytes // 2
-        words[place : place + whole] = memory[offset : offset + 2 * whole].view(torch.int16)
-        if nbytes % 2:
-            words[place + whole] = memory[offset + nbytes - 1]
+        place = at - begin
+        values[place : place + nbytes] = memory[offset : offset + nbytes].view(torch.int8)
 
 
-def _make_keys(level: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Keys of a level, from -2^25 to 2^25 - 1. [words, lanes]"""
+def _make_keys(level: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int8]]:
+    """Keys of a level. [blocks, bytes, lanes]"""
     stream = hashlib.shake_128(f"plexrl device digest, level {level}".encode())
-    drawn = np.frombuffer(stream.digest(4 * ROW_WORDS * LANES), dtype="<u4") >> (32 - KEY_BITS)
-    return drawn.reshape(ROW_WORDS, LANES).astype(np.float64) - (1 << KEY_BITS - 1)
+    drawn = np.frombuffer(stream.digest(ROW_BYTES * LANES), np.int8)
+    return drawn.reshape(ROW_BLOCKS, BLOCK_BYTES, LANES).copy()

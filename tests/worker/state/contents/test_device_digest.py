@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from plexrl.statemanager.protocol.messages import ReplicatedSection
 from plexrl.statemanager.store.versions.versions import Extent, Section
-from plexrl.worker.state.contents.device_digest import CHUNK_ROWS, ROW_BYTES, DeviceDigests
+from plexrl.worker.state.contents.device_digest import CHUNK_ROWS, LANES, ROW_BYTES, DeviceDigests
 
 ALIGNMENT = 256
 START = 8192
@@ -27,19 +27,18 @@ def oracle(contents: bytes) -> str:
     level = 0
     while True:
         stream = hashlib.shake_128(f"plexrl device digest, level {level}".encode())
-        drawn = struct.unpack("<32768I", stream.digest(4 * 32768))
-        keys = [[(key >> 6) - 2**25 for key in drawn[lane::8]] for lane in range(8)]
+        drawn = struct.unpack("<524288b", stream.digest(524288))
+        keys = [drawn[lane::32] for lane in range(32)]
         contents = contents.ljust(-(-len(contents) // ROW_BYTES) * ROW_BYTES, b"\0")
         sums: list[int] = []
         known: dict[bytes, list[int]] = {}
         for first in range(0, len(contents), ROW_BYTES):
             row = contents[first : first + ROW_BYTES]
             if row not in known:
-                words = struct.unpack("<4096h", row)
-                known[row] = [sum(map(operator.mul, words, lane)) for lane in keys]
+                values = struct.unpack("<16384b", row)
+                known[row] = [sum(map(operator.mul, values, lane)) for lane in keys]
             sums += known[row]
-        assert all(abs(each) <= 2**52 for each in sums)
-        contents = struct.pack(f"<{len(sums)}q", *sums)
+        contents = struct.pack(f"<{len(sums)}i", *sums)
         if len(contents) <= ROW_BYTES:
             return hashlib.blake2b(contents, digest_size=32).hexdigest()
         level += 1
@@ -93,8 +92,10 @@ def test_a_digest_is_that_of_the_bytes_wherever_they_lie(
 
 def test_several_levels_and_chunks_give_what_integers_give() -> None:
     numbers = np.random.default_rng(3)
-    # One of the rows has the largest sums.
-    kinds = [b"\x00\x80" * 4096, *(numbers.bytes(ROW_BYTES) for _ in range(4))]
+    drawn = hashlib.shake_128(b"plexrl device digest, level 0").digest(ROW_BYTES * LANES)
+    lane = np.frombuffer(drawn, np.int8)[::LANES]
+    largest = np.where(lane < 0, -128, 127).astype(np.int8)
+    kinds = [largest.tobytes(), *(numbers.bytes(ROW_BYTES) for _ in range(4))]
     chosen = numbers.integers(0, len(kinds), CHUNK_ROWS + 2)
     contents = b"".join(kinds[kind] for kind in chosen) + b"the last row"
     cut = 100 * ROW_BYTES + 256
