@@ -1,5 +1,6 @@
 """A trainer and an engine on a real GPU, in memory that the StateManager lends and takes back."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -129,11 +130,17 @@ def test_a_reference_computes_as_on_the_cpu(node: StateManagerConfig, device: Gp
     rank.close()
 
 
-@pytest.mark.parametrize("has_tf32", [False, True])
-def test_a_digest_is_the_same_as_on_the_cpu(
-    device: GpuDevice, monkeypatch: pytest.MonkeyPatch, has_tf32: bool
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", has_tf32)
+@pytest.fixture(params=["highest", "high"])
+def float32_precision(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a framework lets a GPU multiply float32 in: "high" is TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("float32_precision")
+def test_a_digest_is_the_same_as_on_the_cpu(device: GpuDevice) -> None:
     nbytes = 3 * CHUNK_ROWS * ROW_BYTES + 12_345
     memory = torch.randint(256, (nbytes,), dtype=torch.uint8)
     extents = [
