@@ -8,6 +8,7 @@ import pytest
 
 import plexrl
 from plexrl.cluster.embedded.start import start_embedded
+from tests.cluster.tools import kill_worker, wait_until
 from tests.worker.rollout.vllm.backends import MARKS, PROMPTS, VOCABULARY
 
 pytestmark = MARKS
@@ -87,6 +88,9 @@ def test_every_sync_brings_the_trainers_logprobs(
         assert largest_difference(actor, rollout, number) > 2 * tolerance, "it still has old ones"
         rollout.sync_weights(actor, in_flight=number == 1).result(LIMIT_S)
         assert largest_difference(actor, rollout, number) < tolerance
+    if tp > 1:
+        rollout.set_parallelism(plexrl.Parallelism(dp=2))
+        assert largest_difference(actor, rollout, 3) < tolerance
 
 
 def test_replicas_draw_what_one_torch_engine_draws(job: plexrl.Job) -> None:
@@ -108,3 +112,25 @@ def test_replicas_draw_what_one_torch_engine_draws(job: plexrl.Job) -> None:
         found = rollout.generate(PROMPTS, n=2, sampling=sampling).result(LIMIT_S)
         drawn.append([sample.tokens for samples in found.samples for sample in samples])
     assert drawn[0] == drawn[1] == drawn[2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_tensor_rank_changes_no_token(job: plexrl.Job, rank: int) -> None:
+    model = plexrl.tiny_qwen2(VOCABULARY, seed=4, hidden=128)
+    rollout = job.rollout_deployment(
+        f"rollout-{rank}",
+        model,
+        backend="vllm",
+        max_sequence_tokens=400,
+        parallelism=plexrl.Parallelism(tp=2),
+    )
+    sampling = plexrl.SamplingParams(max_tokens=380, seed=5, ignore_eos=True)
+    wanted = rollout.generate(PROMPTS, n=2, sampling=sampling).result(LIMIT_S)
+    running = rollout.generate(PROMPTS, n=2, sampling=sampling)
+    wait_until(lambda: rollout.status()["engines"][0]["running"] > 0, "nothing runs")
+    kill_worker(rollout, rank)
+    found = running.result(LIMIT_S)
+    assert [[each.tokens for each in row] for row in found.samples] == [
+        [each.tokens for each in row] for row in wanted.samples
+    ]
+    assert rollout.status()["incarnation"] == 2
