@@ -1,5 +1,6 @@
 """The `plexrl` command line: all commands and the entry point."""
 
+import io
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -113,6 +114,9 @@ def run_command(command: Callable[[], Any]) -> int:
 
 def main() -> None:
     """The console script."""
+    # Who reads followed output through a pipe gets each line when it is printed.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     sys.exit(run_command(app))
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -36,7 +35,6 @@ def events(broker: options.Events, below: Below = "", as_json: Json = False) -> 
                 write_text(json.dumps({"topic": event.topic, "event": found}) + "\n")
             else:
                 write_text(_line(event.topic, found) + "\n")
-            sys.stdout.flush()
 
     try:
         asyncio.run(follow())

@@ -1,7 +1,6 @@
 """`plexrl node`: tokens with which machines join, and the node of this machine."""
 
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -297,7 +296,6 @@ def join(
                 f"Node {running.node} serves {running.gpus} GPUs to {running.head}, at "
                 f"{running.host}. Ctrl-C ends it; its logs and state are in {running.data_dir}."
             )
-        sys.stdout.flush()
 
     run_node(options, entry, ready)
 
@@ -319,7 +317,6 @@ def leave(
     def progress(text: str) -> None:
         if not as_json:
             print_line(text)
-            sys.stdout.flush()
 
     node = leave_cluster(
         data_dir_at(data_dir), progress, timeout_s=_seconds(timeout), is_forced=force

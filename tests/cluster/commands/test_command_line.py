@@ -114,7 +114,8 @@ def commands(scene: Scene) -> list[list[str]]:
 
 def environment(scene: Scene) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    kept.pop("PLEXRL_URL", None)
+    for name in ("PLEXRL_URL", "PYTHONUNBUFFERED"):
+        kept.pop(name, None)
     return {**kept, "PLEXRL_DATA_DIR": str(scene.cluster.data_dir)}
 
 

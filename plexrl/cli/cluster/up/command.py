@@ -77,7 +77,6 @@ def up(
 def _print_endpoint(endpoint: "Endpoint", *, as_json: bool, has_docs: bool) -> None:
     if as_json:
         write_text(endpoint.to_json() + "\n")
-        sys.stdout.flush()
         return
     docs = f"  API documentation: {endpoint.url.partition(',')[0]}/docs\n"
     ca = f"  export PLEXRL_CA_FILE={endpoint.ca}\n" if endpoint.ca else ""
@@ -95,4 +94,3 @@ def _print_endpoint(endpoint: "Endpoint", *, as_json: bool, has_docs: bool) -> N
             f"\nTo make another machine a node, within {hours:g} h (`plexrl node token` prints "
             f"more):\n\n  {command}\n"
         )
-    sys.stdout.flush()
