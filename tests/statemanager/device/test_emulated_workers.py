@@ -47,7 +47,7 @@ from plexrl.worker.state.device import CPU, WorkerDevice
 from plexrl.worker.state.state_mover import StateMover
 from tests.statemanager.emulated_cuda import GRANULARITY, EmulatedCuda
 from tests.statemanager.emulated_gpu import EmulatedGpu
-from tests.worker.training.cases import QWEN2
+from tests.worker.training.cases import QWEN2, QWEN3_MOE
 from tests.worker.training.ranks import ADAM, LOSS, batch
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -56,6 +56,7 @@ DEEPSPEED = replace(TRAINER, backend="deepspeed")
 MEGATRON = replace(TRAINER, backend="megatron")
 DEEPSPEED_BF16 = replace(DEEPSPEED, compute_dtype="bfloat16")
 MEGATRON_BF16 = replace(MEGATRON, compute_dtype="bfloat16")
+MEGATRON_MOE = replace(MEGATRON, model=QWEN3_MOE)
 ENGINE = DeploymentSpec(
     model=QWEN2, kind="rollout", backend="torch", workers=1, max_sequence_tokens=16
 )
@@ -265,8 +266,8 @@ def on_cpu(spec: DeploymentSpec, run: Callable[[Backend], None]) -> Backend:
 @pytest.mark.filterwarnings("ignore")  # of megatron-core, when it is imported
 @pytest.mark.parametrize(
     "spec",
-    [TRAINER, DEEPSPEED, DEEPSPEED_BF16, MEGATRON, MEGATRON_BF16],
-    ids=lambda spec: f"{spec.backend}-{spec.compute_dtype}",
+    [TRAINER, DEEPSPEED, DEEPSPEED_BF16, MEGATRON, MEGATRON_BF16, MEGATRON_MOE],
+    ids=lambda spec: f"{spec.backend}-{spec.model.architecture}-{spec.compute_dtype}",
 )
 def test_a_trainer_computes_in_memory_that_comes_and_goes(
     daemon: Daemon, spec: DeploymentSpec

@@ -27,7 +27,7 @@ from plexrl.worker.models import lay_out_model
 from plexrl.worker.state.arena_tensors import ParameterPiece, view
 from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.megatron.groups import join_groups
-from plexrl.worker.training.megatron.network import make_network, place_parameters
+from plexrl.worker.training.megatron.network.gpt import make_network, place_parameters
 from plexrl.worker.training.megatron.parameter_pieces import is_replicated, pieces_by_parameter
 from plexrl.worker.training.megatron.pipeline import Pipeline
 from plexrl.worker.training.megatron.shims import buffers_in, install_shims

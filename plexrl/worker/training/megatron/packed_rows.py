@@ -3,13 +3,39 @@
 Shapes: B rows, L tokens of the longest row; T tokens of all rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import pad
 
 from plexrl.worker.batches.packing import MicroBatch
+
+LONG_ROW_TOKENS = 64
+"""From this length on the time of a row's attention is that of its tokens, not of the call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGroup:
+    """Rows of similar length, whose attention is one call of a kernel."""
+
+    shape: tuple[int, int]
+    """Rows, and tokens of the longest one."""
+    tokens: torch.Tensor
+    """int64: indices of their tokens in the packed micro-batch, row after row."""
+    places: torch.Tensor
+    """int64: the place of each of these tokens in `shape`, flattened. Rows begin at column 0."""
+
+    def padded(self, packed: torch.Tensor) -> torch.Tensor:
+        """Values `[T, ...]` of the micro-batch's tokens as `[*shape, ...]`, 0 where no token is."""
+        rest = packed.shape[1:]
+        flat = packed.new_zeros(self.shape[0] * self.shape[1], *rest)
+        values = packed.index_select(0, self.tokens)
+        return flat.index_copy(0, self.places, values).view(*self.shape, *rest)
+
+    def values(self, padded: torch.Tensor) -> torch.Tensor:
+        """Values of the tokens, in the order of `tokens`, out of `[*shape, ...]`."""
+        return padded.flatten(0, 1).index_select(0, self.places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +46,10 @@ class RowMap:
     """Tokens of each row on one context rank; the same on all of them. None is 0."""
     positions_CT: torch.Tensor | None
     """int64: each token's position in its row, for each of C context ranks; None: whole rows."""
+    groups: tuple[RowGroup, ...]
+    """All rows, if they are whole."""
+    order: torch.Tensor
+    """int64: for each token its place among those of the groups, end to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +69,12 @@ class PackedRows:
 
     def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> "PackedRows":
         """The same rows with all tensors where `place` puts them."""
-        positions_CT = self.row_map.positions_CT
-        if positions_CT is not None:
-            positions_CT = place(positions_CT)
+        row_map = self.row_map
+        positions_CT = row_map.positions_CT
+        groups = (
+            replace(each, tokens=place(each.tokens), places=place(each.places))
+            for each in row_map.groups
+        )
         return replace(
             self,
             tokens_T=place(self.tokens_T),
@@ -49,7 +82,12 @@ class PackedRows:
             targets_T=place(self.targets_T),
             predicts=place(self.predicts),
             result_index=place(self.result_index),
-            row_map=replace(self.row_map, positions_CT=positions_CT),
+            row_map=replace(
+                row_map,
+                positions_CT=None if positions_CT is None else place(positions_CT),
+                groups=tuple(groups),
+                order=place(row_map.order),
+            ),
         )
 
     def unpacked(self, values_T: torch.Tensor) -> torch.Tensor:
@@ -81,6 +119,9 @@ def pack_rows(batch: MicroBatch, context_rank: int = 0, context_ranks: int = 1) 
         rank_C1 = torch.arange(context_ranks)[:, None]
         late_C1 = 2 * context_ranks - 2 - rank_C1
         positions_CT = columns_T + chunk_T * torch.where(columns_T < chunk_T, rank_C1, late_C1)
+    lengths = tuple(length for length in lengths_B.tolist() if length)
+    groups = _groups(lengths) if context_ranks == 1 else ()
+    tokens = [each.tokens for each in groups]
     return PackedRows(
         tokens_T=batch.tokens_BL[valid_BL],
         positions_T=positions_CT[context_rank],
@@ -90,7 +131,44 @@ def pack_rows(batch: MicroBatch, context_rank: int = 0, context_ranks: int = 1) 
         result_index=has_target_BL.flatten().nonzero().squeeze(1) + 1,
         shape_BL=(valid_BL.shape[0], valid_BL.shape[1]),
         row_map=RowMap(
-            lengths=tuple(length for length in lengths_B.tolist() if length),
+            lengths=lengths,
             positions_CT=None if context_ranks == 1 else positions_CT,
+            groups=groups,
+            order=torch.cat(tokens).argsort() if tokens else torch.empty(0, dtype=torch.int64),
         ),
     )
+
+
+def _groups(lengths: Sequence[int]) -> tuple[RowGroup, ...]:
+    """All rows, in as few groups as waste little time on padding."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    rows: dict[tuple[int, int], list[int]] = {}
+    for row, length in enumerate(lengths):
+        rows.setdefault(_length_class(length), []).append(row)
+    found = []
+    for members in rows.values():
+        longest = max(lengths[row] for row in members)
+        found.append(
+            RowGroup(
+                shape=(len(members), longest),
+                tokens=_ranges([starts[row] for row in members], [lengths[row] for row in members]),
+                places=_ranges(
+                    [index * longest for index in range(len(members))],
+                    [lengths[row] for row in members],
+                ),
+            )
+        )
+    return tuple(found)
+
+
+def _length_class(length: int) -> tuple[int, int]:
+    """Equal for lengths whose rows are one group. Its longest row is less than twice as long as its
+    shortest, or less than 9/8 times if they are long: work grows with the square of the length."""
+    bits = length.bit_length()
+    return bits, length >> (bits - 4) if length >= LONG_ROW_TOKENS else 0
+
+
+def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """Consecutive numbers from each start on, end to end."""
+    pairs = zip(starts, lengths, strict=True)
+    return torch.cat([torch.arange(start, start + length) for start, length in pairs])

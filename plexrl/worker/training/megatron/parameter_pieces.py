@@ -5,7 +5,8 @@
     self_attention.linear_proj         o_proj, columns
     mlp.linear_fc1                     rows of gate_proj, rows of up_proj
     mlp.linear_fc2                     down_proj, columns
-    mlp.experts.local_experts.N        this rank's N-th expert, split like a dense MLP
+    mlp.experts.gate_up_EFH            gate_up_proj of this rank's experts
+    mlp.experts.down_EHF               down_proj of this rank's experts
     output_layer.weight                lm_head, or model.embed_tokens if the two are tied
 
 Every tensor rank has whole norms and routers. A tied embedding is on the first and on the last
@@ -115,28 +116,20 @@ def _experts(
         start=0,
     )
     yield "mlp.router.weight", (router,)
-    rank_experts, own = count // layout.ep, mlp // layout.tp
-    for local in range(rank_experts):
-        expert = coordinates.ep * rank_experts + local
-        fc1 = tuple(
-            ParameterPiece(
-                name=f"{names}.experts.gate_up_proj",
-                global_shape=(count, 2 * mlp, hidden),
-                offset=(expert, half * mlp + coordinates.tp * own, 0),
-                shape=(1, own, hidden),
-                start=half * own * hidden,
-            )
-            for half in range(2)
-        )
-        fc2 = ParameterPiece(
-            name=f"{names}.experts.down_proj",
-            global_shape=(count, hidden, mlp),
-            offset=(expert, 0, coordinates.tp * own),
-            shape=(1, hidden, own),
+    own = count // layout.ep
+    # A layout with tp is refused, so every expert is whole.
+    for here, there, shape in (
+        ("gate_up_EFH", "gate_up_proj", (2 * mlp, hidden)),
+        ("down_EHF", "down_proj", (hidden, mlp)),
+    ):
+        piece = ParameterPiece(
+            name=f"{names}.experts.{there}",
+            global_shape=(count, *shape),
+            offset=(coordinates.ep * own, 0, 0),
+            shape=(own, *shape),
             start=0,
         )
-        yield f"mlp.experts.local_experts.{local}.linear_fc1.weight", fc1
-        yield f"mlp.experts.local_experts.{local}.linear_fc2.weight", (fc2,)
+        yield f"mlp.experts.{here}", (piece,)
 
 
 def _qkv(

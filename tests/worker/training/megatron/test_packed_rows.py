@@ -1,13 +1,14 @@
 """Rows end to end, as Megatron's ranks run them."""
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.model.parallelism import Parallelism
 from plexrl.router.dispatch.plan import plan_batch
 from plexrl.worker.batches.packed_batches import packed_micro_batches
-from plexrl.worker.training.megatron.packed_rows import pack_rows
+from plexrl.worker.training.megatron.packed_rows import LONG_ROW_TOKENS, pack_rows
 from tests.worker.batches.test_packed_batches import batch
 
 
@@ -31,6 +32,33 @@ def test_every_token_has_its_position_and_the_token_it_predicts(
             predicting = each.tokens_T[each.predicts]
             assert (each.targets_T[each.predicts] == predicting + 1).all()
             assert len(each.result_index) == len(each.predicts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=12))
+def test_groups_of_similar_rows_hold_each_row_from_their_first_column_on(
+    lengths: list[int],
+) -> None:
+    arrays = batch(lengths)
+    plan = plan_batch(Parallelism(), lengths, micro_batch_tokens=400, packs=True)
+    for each in packed_micro_batches(plan.inputs(arrays)[0], 1):
+        packed = pack_rows(each)
+        rows = torch.split(packed.tokens_T, list(packed.row_map.lengths))
+        wanted = sorted(row.tolist() for row in rows)
+        found = []
+        for group in packed.row_map.groups:
+            padded = group.padded(packed.tokens_T)
+            own = [row[: 1 + int(row.nonzero().max())].tolist() for row in padded]
+            shortest, longest = len(min(own, key=len)), len(max(own, key=len))
+            assert longest == group.shape[1]
+            assert longest < (2 if shortest < LONG_ROW_TOKENS else 9 / 8) * shortest
+            found += own
+        assert sorted(found) == wanted
+        parts = [group.values(group.padded(packed.tokens_T)) for group in packed.row_map.groups]
+        assert torch.equal(torch.cat(parts)[packed.row_map.order], packed.tokens_T)
+        short = {len(row).bit_length() for row in wanted if len(row) < LONG_ROW_TOKENS}
+        long = sum(len(row) >= LONG_ROW_TOKENS for row in wanted)
+        assert len(parts) <= len(short) + long
 
 
 def test_a_micro_batch_without_rows_runs_one_token_of_padding() -> None:

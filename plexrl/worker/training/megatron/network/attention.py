@@ -1,11 +1,13 @@
 """Causal attention within each of several packed rows, across context-parallel ranks.
 
-It replaces Megatron's `DotProductAttention`, which needs padded rows and refuses context
-parallelism. Keys and values are all-gathered over the context ranks; the backward pass sums their
-gradients over the ranks.
+Whole rows of similar length are padded and computed in one call, for which torch has fused kernels
+on GPUs; their padding comes after every token of the row, so no token attends to it. This replaces
+Megatron's `DotProductAttention`, which needs padded rows and refuses context parallelism. There
+keys and values are all-gathered over the context ranks; the backward pass sums their gradients over
+the ranks.
 
-Shapes: T tokens of all rows on this rank, H query heads, G key heads, D their width, C context
-ranks.
+Shapes: T tokens of all rows on this rank, B rows of L tokens, H query heads, G key heads, D their
+width, C context ranks.
 """
 
 from typing import Any
@@ -35,22 +37,22 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Query `[T, 1, H, D]`, key and value `[T, 1, G, D]` to output `[T, 1, H·D]`."""
         query_THD, key_TGD, value_TGD = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        if attention_mask.positions_CT is None:
-            parts = self._whole_rows(query_THD, key_TGD, value_TGD, attention_mask)
-        else:
-            parts = self._shared_rows(query_THD, key_TGD, value_TGD, attention_mask)
-        return torch.cat(parts).flatten(1).unsqueeze(1)
+        attend = self._whole_rows if attention_mask.positions_CT is None else self._shared_rows
+        found_THD = attend(query_THD, key_TGD, value_TGD, attention_mask)
+        return found_THD.flatten(1).unsqueeze(1)
 
     def _whole_rows(
         self, query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, rows: RowMap
-    ) -> list[torch.Tensor]:
-        lengths = list(rows.lengths)
-        split = (torch.split(each, lengths) for each in (query_THD, key_TGD, value_TGD))
-        return [self._attend(*row, mask=None) for row in zip(*split, strict=True)]
+    ) -> torch.Tensor:
+        parts = []
+        for group in rows.groups:
+            padded = (group.padded(each) for each in (query_THD, key_TGD, value_TGD))
+            parts.append(group.values(self._attend(*padded, mask=None)))
+        return torch.cat(parts).index_select(0, rows.order)
 
     def _shared_rows(
         self, query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, rows: RowMap
-    ) -> list[torch.Tensor]:
+    ) -> torch.Tensor:
         positions_CT = rows.positions_CT
         assert positions_CT is not None, "the caller checks this"
         own = self._context.rank()
@@ -65,26 +67,27 @@ class PackedAttention(torch.nn.Module):
             # Padding comes after every token of its row, so no token attends to it.
             at = positions_CT[:, start:end]
             mask = at[own][:, None] >= at.flatten()[None, :]
-            parts.append(self._attend(query_THD[start:end], keys, values, mask=mask))
+            row = (each[None] for each in (query_THD[start:end], keys, values))
+            parts.append(self._attend(*row, mask=mask)[0])
             start = end
-        return parts
+        return torch.cat(parts)
 
     def _attend(
         self,
-        query_THD: torch.Tensor,
-        key_TGD: torch.Tensor,
-        value_TGD: torch.Tensor,
+        query_BLHD: torch.Tensor,
+        key_BLGD: torch.Tensor,
+        value_BLGD: torch.Tensor,
         *,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention output of one row, `[T, H, D]`; causal if there is no mask."""
-        found = scaled_dot_product_attention(
-            query_THD.transpose(0, 1)[None],
-            key_TGD.transpose(0, 1)[None],
-            value_TGD.transpose(0, 1)[None],
+        """Attention output `[B, L, H, D]`; causal if there is no mask."""
+        found_BHLD = scaled_dot_product_attention(
+            query_BLHD.transpose(1, 2),
+            key_BLGD.transpose(1, 2),
+            value_BLGD.transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
             scale=self._softmax_scale,
             enable_gqa=True,
         )
-        return found[0].transpose(0, 1)
+        return found_BHLD.transpose(1, 2)

@@ -16,7 +16,8 @@ from plexrl.model.dimensions import Dimensions
 from plexrl.model.layout import padded_vocabulary
 from plexrl.model.parallelism import Coordinates, Parallelism
 from plexrl.worker.models import parameters_on_meta
-from plexrl.worker.training.megatron.attention import PackedAttention
+from plexrl.worker.training.megatron.network.attention import PackedAttention
+from plexrl.worker.training.megatron.network.experts import GroupedExperts
 
 
 class Network(GPTModel):  # type: ignore[misc]  # megatron-core has no types
@@ -66,6 +67,8 @@ def make_network(
         normalization="RMSNorm",
     )
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    if sizes.experts:
+        spec.submodules.mlp.submodules.experts = GroupedExperts
     with parameters_on_meta():
         network = Network(
             rotary.inv_freq.float(),
