@@ -14,7 +14,8 @@ is measured later is slower. Of many clients with 64 MB, 16 are served at a time
 endpoint, which holds whole bodies in memory, does not fill the machine.
 
 `added_p50_ms` is for one client with 1 MB; `payload_ratio` compares bytes per second of 16 clients
-with 64 MB, `many_clients_ratio` operations per second of 256 and of 16 clients with 1 MB.
+with 64 MB; `many_clients_ratio` operations per second of 256 and of 16 clients with 1 MB, and
+`many_clients_vs_bare` that ratio divided by the bare endpoint's, which falls with clients too.
 `empty_op_p50_ms` is a barrier of one client from its submission to its result; the scheduler
 commits its acceptance and its end to SQLite (synchronous FULL) on the way.
 `engine_vs_transformers` is the measurement of `benchmarks/engine.py`.
@@ -164,8 +165,9 @@ def main() -> None:
     run_all(rows, figures)
     figures["added_p50_ms"] = figures["1x1mb_added_p50_ms"]
     figures["payload_ratio"] = figures[f"{MANY}x{LARGE_MB}mb_ratio"]
-    few, many = (figures[f"{each}x{SMALL_MB}mb_operations_per_s"] for each in (MANY, CLIENTS[-1]))
-    figures["many_clients_ratio"] = many / few
+    few, many = (f"{each}x{SMALL_MB}mb" for each in (MANY, CLIENTS[-1]))
+    for figure, each in (("ratio", "operations_per_s"), ("vs_bare", "ratio")):
+        figures[f"many_clients_{figure}"] = figures[f"{many}_{each}"] / figures[f"{few}_{each}"]
     sys.stderr.write("engine …\n")
     theirs, ours = engine.compare(engine.ragged(engine.BAR), engine.BAR)
     figures["engine_vs_transformers"] = ours / theirs
