@@ -243,6 +243,11 @@ class EmulatedCuda:
         return memory_file_bytes(f"{self.name}-{device}-")
 
     @property
+    def is_busy(self) -> bool:
+        """Whether work of this process was started and not waited for."""
+        return any(self._streams.values())
+
+    @property
     def handles_held(self) -> int:
         """Handles of physical memory that this process has not released."""
         return len(self._handles)

@@ -194,6 +194,8 @@ class StateMover:
         base_bytes = self._borrow_base(token)
         try:
             self._backend.materialise()
+            # A version that is loaded next is written by another process.
+            self._device.wait()
         except BaseException:
             self._client.give_back()
             raise
@@ -208,9 +210,13 @@ class StateMover:
         base = self._backend.frozen_base
         if base is None:
             return None
-        return self._client.borrow_base(
-            base.arena, content=base.content, token=token, fill=base.fill
-        )
+
+        def fill() -> None:
+            base.fill()
+            # Other processes read it next.
+            self._device.wait()
+
+        return self._client.borrow_base(base.arena, content=base.content, token=token, fill=fill)
 
     def _load_version(self, command: RunCommand) -> LoadReport:
         """Load into the arena. The arena is registered once per process; with host memory, at every
