@@ -214,8 +214,10 @@ def test_deepspeed_s_start_allocates_what_is_counted(
 
 def watch_allocations(run: Callable[[], Any]) -> tuple[Any, int]:
     """The result, and the most memory that torch had allocated meanwhile."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as watch:
+    # Without `acc_events` torch 2.12 warns that it keeps the events of one cycle only.
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as watch:
         found = run()
     events = watch.profiler.kineto_results.events()
     changes = [each for each in events if each.name() == "[memory]"]
