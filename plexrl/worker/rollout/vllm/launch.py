@@ -120,8 +120,8 @@ def vllm_errors_explained() -> Iterator[None]:
     """Turn vLLM's errors about a model into `InvalidRequestError`."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        # It is the device's other users, not the model: the worker is restarted.
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        # It is the device or its other users, not the model: the worker is restarted.
         raise
     except (ValueError, RuntimeError) as error:
         if is_lost_rank_error(error):

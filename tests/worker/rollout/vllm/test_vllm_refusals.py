@@ -27,11 +27,21 @@ def refusal_of(spec_json: str, folder: str) -> str:
     return "it was built"
 
 
-def test_missing_memory_is_no_fault_of_the_model() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+        RuntimeError("NCCL error: remote process exited or there was a network error"),
+    ],
+    ids=lambda error: str(error).partition(":")[0],
+)
+def test_what_a_device_or_another_rank_lacks_is_no_fault_of_the_model(error: Exception) -> None:
     from plexrl.worker.rollout.vllm.launch import vllm_errors_explained
 
-    with pytest.raises(torch.OutOfMemoryError), vllm_errors_explained():
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(type(error)) as raised, vllm_errors_explained():
+        raise error
+    assert raised.value is error
 
 
 @pytest.mark.parametrize(

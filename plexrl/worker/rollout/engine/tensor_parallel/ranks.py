@@ -242,7 +242,7 @@ def _without_results(generation: Generation) -> Generation:
 
 def is_lost_rank_error(error: BaseException) -> bool:
     """Whether a collective failed because other ranks are gone or do not answer."""
-    # gloo raises a plain RuntimeError; only its text names the source file.
+    # gloo, and NCCL as vLLM calls it, raise a plain RuntimeError; only its text names them.
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error)
+        isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL error" in str(error))
     )
