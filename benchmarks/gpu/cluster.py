@@ -6,8 +6,10 @@ A head, a node that has joined it, its workers and two controllers are processes
 users start them. Each job has a trainer and a rollout of a random model of about half a billion
 parameters, and all four share the GPU. A step generates, waits for its rewards, which take
 `REWARD_S` seconds as programs in a sandbox do, trains, and syncs the weights. One after the other,
-the GPU is idle while a job waits; at once, the other job has it meanwhile. `--cpu` runs the same
-without a GPU, which is quick together with `--quick`.
+the GPU is idle while a job waits; at once, the other job has it meanwhile. A job's trainer and
+rollout take turns in both cases, so the ratio does not count what turns cost a job that could keep
+both on the GPU: `benchmarks.gpu.rl` does. `--cpu` runs the same without a GPU, which is quick
+together with `--quick`.
 """
 
 import argparse

@@ -20,6 +20,7 @@ from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.batches.logprobs import token_logprobs
 from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack, unpack_rows
+from plexrl.worker.batches.results import on_cpu
 from plexrl.worker.forward.hosted_layers import ModelMemory
 from plexrl.worker.models import lay_out_model
 from plexrl.worker.process.backend import Backend, BackendCall, BackendResult
@@ -96,10 +97,10 @@ class ForwardBackend(Backend):
         with torch.inference_mode():
             if self._spec.model.head == "reward":
                 scores = [self._scores(batch) for batch in batches]
-                return BackendResult(arrays={"scores": unpack_rows(call.arrays, _on_cpu(scores))})
+                return BackendResult(arrays={"scores": unpack_rows(call.arrays, on_cpu(scores))})
             logprobs = [self._logprobs(batch) for batch in batches]
         tokens = len(call.arrays["tokens"]) if "tokens" in call.arrays else 0
-        return BackendResult(arrays={"logprobs": unpack(batches, _on_cpu(logprobs), tokens)})
+        return BackendResult(arrays={"logprobs": unpack(batches, on_cpu(logprobs), tokens)})
 
     def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
         return token_logprobs(self._model(**batch.model_inputs).logits, batch)
@@ -127,8 +128,3 @@ class ForwardBackend(Backend):
         on_all_ranks(self.gather, read_all)
         self._memory.write(read)
         return BackendResult(result={"trainer_step": recorded_trainer_step(path)})
-
-
-def _on_cpu(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Results of micro-batches, copied when all of them are computed."""
-    return [value.cpu() for value in values]
