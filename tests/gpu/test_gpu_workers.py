@@ -125,12 +125,16 @@ def test_a_rollout_draws_from_what_a_trainer_published(
     engine.close()
 
 
-def test_a_reference_computes_as_on_the_cpu(node: StateManagerConfig, device: GpuDevice) -> None:
-    rank = Rank(REFERENCE, node, device)
+@pytest.mark.parametrize("layers_on_device", [None, 1], ids=["all layers", "layers in host memory"])
+def test_a_reference_computes_as_on_the_cpu(
+    node: StateManagerConfig, device: GpuDevice, layers_on_device: int | None
+) -> None:
+    spec = replace(REFERENCE, layers_on_device=layers_on_device)
+    rank = Rank(spec, node, device)
     rank.move(OperationKind.LOAD, 0)
     rank.move(OperationKind.OFFLOAD, 0)
     rank.move(OperationKind.LOAD, 0)
-    wanted = Rank.of(on_cpu(REFERENCE, lambda _: None)).logprobs()
+    wanted = Rank.of(on_cpu(spec, lambda _: None)).logprobs()
     assert np.allclose(rank.logprobs(), wanted, atol=1e-3)
     rank.close()
 

@@ -5,7 +5,8 @@ The device has `slots` for some layers only. Layer i uses slot i modulo their nu
 layer has run, its slot gets the next layer that uses it: while a layer computes, the layers after
 it are copied. After the last layer come the first ones again, for the next micro-batch.
 
-Copies run in a thread, which releases the interpreter for the copy itself.
+Copies run in a thread, which releases the interpreter for the copy itself. On a GPU they have a
+stream of their own, because work on one stream never overlaps.
 """
 
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ class LayerStream:
         """The layer that each slot has, or gets by its copy."""
         self._copies: list[Future[None] | None] = [None] * len(slots)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="layers")
+        self._stream: torch.cuda.Stream | None = None
+        if slots[0].is_cuda:
+            self._stream = torch.cuda.Stream(slots[0].device)  # type: ignore[no-untyped-call]
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._before, index))
             layer.register_forward_hook(partial(self._after, index))
@@ -68,8 +72,16 @@ class LayerStream:
         slot = layer % len(self._slots)
         if self._held[slot] != layer:
             self._held[slot] = layer
-            self._copies[slot] = self._thread.submit(self._copy, layer, slot)
+            used = None if self._stream is None else torch.cuda.current_stream().record_event()
+            self._copies[slot] = self._thread.submit(self._copy, layer, slot, used)
 
-    def _copy(self, layer: int, slot: int) -> None:
-        hosted = self._hosted[layer]
-        self._slots[slot][: len(hosted)].copy_(hosted)
+    def _copy(self, layer: int, slot: int, used: torch.cuda.Event | None) -> None:
+        """Copy a layer to its slot; returns when it is there. `used`: the event after the work on
+        a GPU that was started before, which may still use the slot."""
+        target, hosted = self._slots[slot], self._hosted[layer]
+        if self._stream is None or used is None:
+            target[: len(hosted)].copy_(hosted)
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(used)
+            target[: len(hosted)].copy_(hosted)
