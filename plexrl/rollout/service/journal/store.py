@@ -17,7 +17,7 @@ size of the file is bounded by what is in flight.
 import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,7 @@ class RolloutStore:
         """Whether the lengths of responses are kept when their tokens are deleted."""
         self._identity: str | None = None
         make_private_folder(path.parent)
+        self._connections = ExitStack()
         try:
             self._writer = self._connect()
             self._writer.execute("PRAGMA journal_mode=WAL")
@@ -137,10 +138,13 @@ class RolloutStore:
                 "SELECT count(*), ifnull(sum(length(body)), 0) FROM events"
             ).fetchone()
         except sqlite3.Error as error:
+            self.close()
             raise StorageError(f"{path} cannot be used: {error}: see the disk") from error
 
     def _connect(self) -> sqlite3.Connection:
-        return sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        self._connections.callback(connection.close)
+        return connection
 
     @property
     def bytes(self) -> int:
@@ -324,8 +328,7 @@ class RolloutStore:
 
     def close(self) -> None:
         """Close the file."""
-        self._reader.close()
-        self._writer.close()
+        self._connections.close()
 
     def delete(self) -> None:
         """Close and delete the file."""
