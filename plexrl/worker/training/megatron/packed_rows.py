@@ -21,21 +21,22 @@ class RowGroup:
 
     shape: tuple[int, int]
     """Rows, and tokens of the longest one."""
-    tokens: torch.Tensor
-    """int64: indices of their tokens in the packed micro-batch, row after row."""
     places: torch.Tensor
-    """int64: the place of each of these tokens in `shape`, flattened. Rows begin at column 0."""
+    """int64: the place of each of their tokens in `shape`, flattened, row after row. Rows begin at
+    column 0."""
 
-    def padded(self, packed: torch.Tensor) -> torch.Tensor:
-        """Values `[T, ...]` of the micro-batch's tokens as `[*shape, ...]`, 0 where no token is."""
-        rest = packed.shape[1:]
-        flat = packed.new_zeros(self.shape[0] * self.shape[1], *rest)
-        values = packed.index_select(0, self.tokens)
-        return flat.index_copy(0, self.places, values).view(*self.shape, *rest)
+    def padded(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the tokens as `[*shape, ...]`, 0 where no token is."""
+        rest = values.shape[1:]
+        places = self.shape[0] * self.shape[1]
+        if len(values) < places:
+            values = values.new_zeros(places, *rest).index_copy(0, self.places, values)
+        return values.view(*self.shape, *rest)
 
     def values(self, padded: torch.Tensor) -> torch.Tensor:
-        """Values of the tokens, in the order of `tokens`, out of `[*shape, ...]`."""
-        return padded.flatten(0, 1).index_select(0, self.places)
+        """Values of the tokens out of `[*shape, ...]`."""
+        flat = padded.flatten(0, 1)
+        return flat if len(self.places) == len(flat) else flat.index_select(0, self.places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,10 @@ class RowMap:
     """int64: each token's position in its row, for each of C context ranks; None: whole rows."""
     groups: tuple[RowGroup, ...]
     """All rows, if they are whole."""
+    tokens: torch.Tensor
+    """int64: the indices of the groups' tokens, end to end."""
     order: torch.Tensor
-    """int64: for each token its place among those of the groups, end to end."""
+    """int64: the inverse, for each token its place among those of the groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +74,7 @@ class PackedRows:
         """The same rows with all tensors where `place` puts them."""
         row_map = self.row_map
         positions_CT = row_map.positions_CT
-        groups = (
-            replace(each, tokens=place(each.tokens), places=place(each.places))
-            for each in row_map.groups
-        )
+        groups = (replace(each, places=place(each.places)) for each in row_map.groups)
         return replace(
             self,
             tokens_T=place(self.tokens_T),
@@ -86,6 +86,7 @@ class PackedRows:
                 row_map,
                 positions_CT=None if positions_CT is None else place(positions_CT),
                 groups=tuple(groups),
+                tokens=place(row_map.tokens),
                 order=place(row_map.order),
             ),
         )
@@ -120,8 +121,7 @@ def pack_rows(batch: MicroBatch, context_rank: int = 0, context_ranks: int = 1) 
         late_C1 = 2 * context_ranks - 2 - rank_C1
         positions_CT = columns_T + chunk_T * torch.where(columns_T < chunk_T, rank_C1, late_C1)
     lengths = tuple(length for length in lengths_B.tolist() if length)
-    groups = _groups(lengths) if context_ranks == 1 else ()
-    tokens = [each.tokens for each in groups]
+    groups, tokens = _grouped(lengths if context_ranks == 1 else ())
     return PackedRows(
         tokens_T=batch.tokens_BL[valid_BL],
         positions_T=positions_CT[context_rank],
@@ -134,31 +134,25 @@ def pack_rows(batch: MicroBatch, context_rank: int = 0, context_ranks: int = 1) 
             lengths=lengths,
             positions_CT=None if context_ranks == 1 else positions_CT,
             groups=groups,
-            order=torch.cat(tokens).argsort() if tokens else torch.empty(0, dtype=torch.int64),
+            tokens=tokens,
+            order=tokens.argsort(),
         ),
     )
 
 
-def _groups(lengths: Sequence[int]) -> tuple[RowGroup, ...]:
-    """All rows, in as few groups as waste little time on padding."""
+def _grouped(lengths: Sequence[int]) -> tuple[tuple[RowGroup, ...], torch.Tensor]:
+    """All rows, in as few groups as waste little time on padding, and the groups' tokens."""
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     rows: dict[tuple[int, int], list[int]] = {}
     for row, length in enumerate(lengths):
         rows.setdefault(_length_class(length), []).append(row)
-    found = []
+    groups = []
     for members in rows.values():
-        longest = max(lengths[row] for row in members)
-        found.append(
-            RowGroup(
-                shape=(len(members), longest),
-                tokens=_ranges([starts[row] for row in members], [lengths[row] for row in members]),
-                places=_ranges(
-                    [index * longest for index in range(len(members))],
-                    [lengths[row] for row in members],
-                ),
-            )
-        )
-    return tuple(found)
+        own = [lengths[row] for row in members]
+        firsts = [index * max(own) for index in range(len(own))]
+        groups.append(RowGroup(shape=(len(own), max(own)), places=_ranges(firsts, own)))
+    order = [row for members in rows.values() for row in members]
+    return tuple(groups), _ranges([starts[row] for row in order], [lengths[row] for row in order])
 
 
 def _length_class(length: int) -> tuple[int, int]:
@@ -171,4 +165,5 @@ def _length_class(length: int) -> tuple[int, int]:
 def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
     """Consecutive numbers from each start on, end to end."""
     pairs = zip(starts, lengths, strict=True)
-    return torch.cat([torch.arange(start, start + length) for start, length in pairs])
+    ranges = [torch.arange(start, start + length) for start, length in pairs]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])

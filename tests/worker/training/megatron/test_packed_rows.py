@@ -45,17 +45,21 @@ def test_groups_of_similar_rows_hold_each_row_from_their_first_column_on(
         packed = pack_rows(each)
         rows = torch.split(packed.tokens_T, list(packed.row_map.lengths))
         wanted = sorted(row.tolist() for row in rows)
-        found = []
-        for group in packed.row_map.groups:
-            padded = group.padded(packed.tokens_T)
+        row_map = packed.row_map
+        split = torch.split(
+            packed.tokens_T[row_map.tokens], [len(group.places) for group in row_map.groups]
+        )
+        found, parts = [], []
+        for group, tokens in zip(row_map.groups, split, strict=True):
+            padded = group.padded(tokens)
+            parts.append(group.values(padded))
             own = [row[: 1 + int(row.nonzero().max())].tolist() for row in padded]
             shortest, longest = len(min(own, key=len)), len(max(own, key=len))
             assert longest == group.shape[1]
             assert longest < (2 if shortest < LONG_ROW_TOKENS else 9 / 8) * shortest
             found += own
         assert sorted(found) == wanted
-        parts = [group.values(group.padded(packed.tokens_T)) for group in packed.row_map.groups]
-        assert torch.equal(torch.cat(parts)[packed.row_map.order], packed.tokens_T)
+        assert torch.equal(torch.cat(parts)[row_map.order], packed.tokens_T)
         short = {len(row).bit_length() for row in wanted if len(row) < LONG_ROW_TOKENS}
         long = sum(len(row) >= LONG_ROW_TOKENS for row in wanted)
         assert len(parts) <= len(short) + long

@@ -44,10 +44,16 @@ class PackedAttention(torch.nn.Module):
     def _whole_rows(
         self, query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, rows: RowMap
     ) -> torch.Tensor:
+        counts = [len(group.places) for group in rows.groups]
+        # One selection for all groups: the gradient of each would be as large as the micro-batch.
+        split = (
+            torch.split(each.index_select(0, rows.tokens), counts)
+            for each in (query_THD, key_TGD, value_TGD)
+        )
         parts = []
-        for group in rows.groups:
-            padded = (group.padded(each) for each in (query_THD, key_TGD, value_TGD))
-            parts.append(group.values(self._attend(*padded, mask=None)))
+        for group, *own in zip(rows.groups, *split, strict=True):
+            found = self._attend(*(group.padded(each) for each in own), mask=None)
+            parts.append(group.values(found))
         return torch.cat(parts).index_select(0, rows.order)
 
     def _shared_rows(
