@@ -1,5 +1,6 @@
 """Memory that a worker's framework allocates on an emulated GPU before its arena is reserved."""
 
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,3 +119,30 @@ def test_a_framework_that_allocates_before_its_arena_finds_memory_and_is_counted
         other.move(OperationKind.LOAD, 1)
     rank.close()
     other.close()
+
+
+class OneOfTwo(AllocatingBackend):
+    """Its other rank may be refused."""
+
+    is_refused, is_laid_out = True, False
+
+    def lay_out(self) -> None:
+        self.is_laid_out = True
+        super().lay_out()
+
+    def gather_at_start(self, value: str) -> list[str]:
+        refusal = {"error": DeviceMemoryFullError("rank 1 needs more").to_wire()}
+        return [value, json.dumps(refusal) if self.is_refused else value]
+
+
+def test_a_framework_starts_only_if_there_is_memory_on_all_ranks(daemon: Daemon) -> None:
+    device = AllocatingGpu(daemon.another_driver())
+    backend = OneOfTwo(device, 5 * MIB, 6 * MIB)
+    rank = Rank(ENGINE, daemon.config, device, backend=backend)
+    with pytest.raises(DeviceMemoryFullError, match="rank 1 needs more"):
+        rank.move(OperationKind.LOAD, 0)
+    assert not backend.is_laid_out
+    backend.is_refused = False
+    rank.move(OperationKind.LOAD, 0)
+    assert backend.is_laid_out
+    rank.close()
