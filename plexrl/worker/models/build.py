@@ -56,6 +56,8 @@ def model_of_config(spec: ModelSpec) -> "nn.Module":
         config = AutoConfig.for_model(spec.architecture, **spec.config, **labels)
     else:
         config = AutoConfig.from_pretrained(spec.path, local_files_only=True, **labels)
+    # transformers 5.10 would leave the files' dtype there.
+    config.dtype = options["dtype"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = automatic_class(spec).from_config(config, **options)

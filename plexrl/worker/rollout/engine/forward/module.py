@@ -87,6 +87,9 @@ class _GroupLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         """No bound."""
         return -1
 
+    # transformers 5.10 knows it by this name.
+    get_max_cache_shape = get_max_length
+
 
 class _GroupCache(Cache):  # type: ignore[misc]  # transformers has no types
     """The cache that the decoder receives for one group."""
