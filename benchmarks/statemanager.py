@@ -22,7 +22,7 @@ from benchmarks.state import (
     replicas,
     rl_delta,
 )
-from plexrl.process.tuning import tuned
+from plexrl.process.memory.tuning import tuned
 
 PARTS = {
     "switches": host.measure_switches,

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.state.baselines import MIB
-from plexrl.process.tuning import tuned
+from plexrl.process.memory.tuning import tuned
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.reports import LoadReport, MoveReport

@@ -14,6 +14,7 @@ from pathlib import Path
 from plexrl.process.garbage_collection import rare_collections
 
 with rare_collections():
+    from plexrl.process.memory.numa import node_of
     from plexrl.process.startup import (
         load_config,
         parse_config,
@@ -29,7 +30,6 @@ with rare_collections():
     from plexrl.statemanager.observe.health import Health
     from plexrl.statemanager.observe.http import ObservationServer
     from plexrl.statemanager.store.store import Store
-    from plexrl.statemanager.store.tiers.host.numa import nodes_near
     from plexrl.statemanager.transfer.transport.nixl import NixlLender
     from plexrl.statemanager.transfer.transport.tcp.server import TcpServer
 
@@ -71,7 +71,7 @@ def main() -> None:
         config,
         on_map=devices.register_host if pins else None,
         on_unmap=devices.unregister_host if pins else None,
-        memory_nodes=nodes_near(devices.pci_addresses()),
+        device_nodes=[node_of(address) for address in devices.pci_addresses()],
     )
 
     async def serve(stop: asyncio.Event) -> None:

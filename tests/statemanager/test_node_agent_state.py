@@ -51,10 +51,11 @@ async def scheduler_of_agent(
     daemon: Daemon,
     reports: list[Plain] | None = None,
     addresses: list[str] | None = None,
+    ready: list[Plain] | None = None,
 ) -> AsyncIterator[asyncio.Queue[Peer]]:
     """An agent of the daemon's node; every connection that it makes to its scheduler, and in
-    `reports` what it reports of where state lies, in `addresses` where it says its StateManager is.
-    """
+    `reports` what it reports of where state lies, in `addresses` where it says its StateManager is,
+    in `ready` how far its host tier is."""
     peers: asyncio.Queue[Peer] = asyncio.Queue()
     addresses = [] if addresses is None else addresses
 
@@ -64,6 +65,11 @@ async def scheduler_of_agent(
             reports.extend(params["states"])
         return {}
 
+    async def host_memory_reported(_: Peer, params: Plain) -> Plain:
+        assert ready is not None, "nothing is prefaulted"
+        ready.append(params)
+        return {}
+
     async def hello(peer: Peer, params: Plain) -> Plain:
         assert nearest(params["statemanager"]) == daemon.config.listen
         addresses.append(params["statemanager"])
@@ -71,7 +77,8 @@ async def scheduler_of_agent(
         return {}
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await Peer(reader, writer, {"hello": hello, "state_reported": state_reported}).run()
+        reported = {"state_reported": state_reported, "host_memory_reported": host_memory_reported}
+        await Peer(reader, writer, {"hello": hello, **reported}).run()
 
     path = str(run_dir / "scheduler.sock")
     config = AgentConfig(
@@ -314,3 +321,27 @@ def test_nodes_that_share_no_machine_migrate_by_the_addresses_they_announced(
     moved = make_shard(target)
     moved.load(1)
     assert np.array_equal(moved.contents, expected)
+
+
+def test_the_scheduler_hears_how_much_of_the_host_tier_is_ready(
+    start_daemon: StartDaemon, make_shard: MakeShard, run_dir: Path
+) -> None:
+    """All but a version's header, which takes some of what was wanted."""
+    daemon = start_daemon(host_bytes=16 * MIB, host_prefault_bytes=16 * MIB)
+    make_shard(daemon).offload(1)
+    ready: list[Plain] = []
+
+    async def work() -> None:
+        async with (
+            scheduler_of_agent(run_dir, daemon, ready=ready) as peers,
+            asyncio.timeout(DEADLINE_S),
+        ):
+            await peers.get()
+            enough = 15 * MIB
+            await asyncio.to_thread(
+                wait_until, lambda: bool(ready) and ready[-1]["ready_bytes"] > enough
+            )
+            assert ready[-1]["node"] == daemon.config.node
+            assert ready[-1]["ready_bytes"] < ready[-1]["wanted_bytes"] == 16 * MIB
+
+    asyncio.run(work())

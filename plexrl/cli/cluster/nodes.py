@@ -104,7 +104,7 @@ def show_nodes(found: list[dict[str, Any]], output: Output) -> None:
         "draining": lambda each: _yes(each["is_draining"]),
         "GPUs reserved": _reserved,
         "per GPU": lambda each: _gib(each["gpu_memory_bytes"]),
-        "host tier": lambda each: _gib(each["host_memory_bytes"]),
+        "host tier": _host_tier,
         "NVMe tier": lambda each: _gib(each["nvme_bytes"]),
     }
     output.table(cells, found)
@@ -219,6 +219,13 @@ def _yes(holds: bool) -> str:
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.1f} GiB"
+
+
+def _host_tier(node: dict[str, Any]) -> str:
+    """Its size and, until that is done, how far its StateManager is in allocating it in advance."""
+    size = _gib(node["host_memory_bytes"])
+    ready, wanted = node.get("host_ready_bytes", 0), node.get("host_prefault_bytes", 0)
+    return f"{size}, {ready / wanted:.0%} ready" if ready < wanted else size
 
 
 def _reserved(node: dict[str, Any]) -> str:

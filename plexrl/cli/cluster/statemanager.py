@@ -33,7 +33,7 @@ def statemanager(
     config: ConfigFile = None,
 ) -> None:
     """Run a node's StateManager until SIGTERM or Ctrl-C."""
-    from plexrl.process.tuning import tuned
+    from plexrl.process.memory.tuning import tuned
 
     given: dict[str, Any] = {
         "node": node,

@@ -16,7 +16,7 @@ from typing import Any
 from plexrl.errors import InvalidRequestError, UnavailableError
 from plexrl.process.folders.operator_key import write_private
 from plexrl.process.lifeline import PARENT
-from plexrl.process.tuning import tuned
+from plexrl.process.memory.tuning import tuned
 
 LOG = logging.getLogger(__name__)
 

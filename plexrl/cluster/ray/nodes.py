@@ -27,8 +27,8 @@ from plexrl.cluster.ray.options import RayOptions
 from plexrl.errors import PlexRLError, UnavailableError
 from plexrl.process.children.restart_log import PartRecord
 from plexrl.process.folders.folders import Folders
+from plexrl.process.memory.tuning import tuned
 from plexrl.process.ray_connection import RayNode, none_usable, usable_nodes
-from plexrl.process.tuning import tuned
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -16,7 +16,7 @@ from plexrl.process.children.restart_log import PartRecord
 from plexrl.process.children.stalls import is_at_work
 from plexrl.process.folders.folders import Folders
 from plexrl.process.lifeline import PARENT
-from plexrl.process.tuning import tuned
+from plexrl.process.memory.tuning import tuned
 
 LOG = logging.getLogger(__name__)
 

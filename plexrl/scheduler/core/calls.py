@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from plexrl.errors import InvalidRequestError, from_wire
-from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, RouterId, TenantId
+from plexrl.ids import BlobRef, DeploymentId, JobId, NodeId, OperationId, RouterId, TenantId
 from plexrl.scheduler.state.messages.events import OperationFailed
 
 Plain = dict[str, Any]
@@ -49,6 +49,16 @@ class Authenticate:
     """Find the tenant of an API key."""
 
     key_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemoryReported:
+    """How much of a node's host tier its StateManager has allocated in advance. It is shown only,
+    so it is no event."""
+
+    node: NodeId
+    ready_bytes: int
+    wanted_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

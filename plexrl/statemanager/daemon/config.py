@@ -8,6 +8,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.protocol.network import TRUSTED
 from plexrl.statemanager.protocol.ticket_key import KEY_FILE
+from plexrl.statemanager.store.tiers.host.prefault.budget import default_prefault_bytes
 from plexrl.storage.location import check_location
 from plexrl.wire.links.credentials import TlsFiles
 
@@ -48,9 +49,9 @@ class StateManagerConfig:
     device_idle_bytes: int | None = None
     """Memory per GPU to keep after an offload, for the next load of the same user; absent: half of
     the GPU's memory. All that the next load does not take is released before it starts."""
-    host_prefault_bytes: int = 0
-    """Host-tier memory to prefault at start, in the background; 0: none, and the first moves are
-    slow."""
+    host_prefault_bytes: int | None = None
+    """Host-tier memory to allocate (and pin) in the background after the start; 0: none, and the
+    first moves are slow. Absent: 15/16 of the host tier on a node with GPUs, else none."""
     segment_bytes_max: int = 1 << 30
     """Maximum size of a host-tier segment file. Files start small and double up to it."""
     memory_node: int | None = None
@@ -146,6 +147,16 @@ class StateManagerConfig:
             raise InvalidRequestError("device_idle_bytes must not be negative")
         if self.device_prefault_bytes < 0:
             raise InvalidRequestError("device_prefault_bytes must not be negative")
+        if self.host_prefault_bytes is not None and self.host_prefault_bytes < 0:
+            raise InvalidRequestError("host_prefault_bytes must not be negative")
+
+    @property
+    def prefault_bytes(self) -> int:
+        """Host-tier memory to make ready."""
+        if self.host_prefault_bytes is not None:
+            return min(self.host_prefault_bytes, self.host_bytes)
+        has_gpus = self.device == DeviceKind.CUDA
+        return default_prefault_bytes(self.host_bytes, has_gpus=has_gpus)
 
     @property
     def ticket_key_path(self) -> Path:

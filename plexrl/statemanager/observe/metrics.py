@@ -59,7 +59,7 @@ class DaemonCollector(Collector):
         yield bound
         _, resident = store.pool_bytes()
         yield _gauge("host_resident_bytes", "Host tier used or prefaulted.", resident)
-        wanted = config.host_prefault_bytes
+        wanted = config.prefault_bytes
         yield _gauge("host_prefault_bytes", "Host tier to prefault at start.", wanted)
         arenas = _labelled("arena_bytes", "Device memory of workers' arenas.", "job")
         by_job: Counter[str] = Counter()

@@ -358,7 +358,9 @@ class Saver:
                 if tier == HOST and found in draft.donated:
                     found.pieces = (draft.donated[found],)
                 elif tier == HOST:
-                    found.pieces = self._pool.alloc(found.bytes_in(HOST), draft.manifest.tenant)
+                    manifest = draft.manifest
+                    near = self._pool.node_of(manifest.shard)
+                    found.pieces = self._pool.alloc(found.bytes_in(HOST), manifest.tenant, near)
             header = draft.header_bytes(tier)
             copied = {
                 o: placed for o, placed in written.items() if tier != HOST or o not in draft.donated

@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from plexrl.errors import ConflictError, QuotaExceededError, StateTierFullError
+from plexrl.errors import QuotaExceededError, StateTierFullError
+from plexrl.process.memory.numa import distinct
 from plexrl.statemanager.daemon.config import StateManagerConfig
-from plexrl.statemanager.device.memory import DeviceMemory, Run
+from plexrl.statemanager.device.memory import DeviceMemory
 from plexrl.statemanager.store.catalog import Catalog
 from plexrl.statemanager.store.objects import Version
 from plexrl.statemanager.store.recovery import recover
@@ -40,9 +41,8 @@ from plexrl.statemanager.store.versions.lease import Lease, describe_damage
 from plexrl.statemanager.store.versions.state_location import StateLocation, state_locations
 from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.transfer.copy.data_plane import DataPlane, OnMap
-from plexrl.statemanager.transfer.copy.mapped_memory import view_at
 from plexrl.statemanager.transfer.copy.mover import Mover
-from plexrl.statemanager.transfer.resumable_receive import ResumableReceive, VersionData
+from plexrl.statemanager.transfer.resumable_receive import DataMemory, ResumableReceive, VersionData
 
 LOG = logging.getLogger(__name__)
 
@@ -69,12 +69,13 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
         on_map: OnMap | None = None,
         on_unmap: OnMap | None = None,
-        memory_nodes: Sequence[int] = (),
+        device_nodes: Sequence[int | None] = (),
     ) -> None:
         """Lock the directories of `config` and recover the versions in them.
 
         `clock` is that of `expect_use`. `on_map` and `on_unmap` are called for memory that a device
-        may want pinned; `memory_nodes` are near it, unless `config` names one.
+        may want pinned. `device_nodes`: memory node of each device, where its ranks' memory is
+        allocated unless `config` names one node for all.
 
         Raises:
             ConflictError: another daemon uses one of the directories.
@@ -86,7 +87,9 @@ class Store:
             host.directory,
             config.host_bytes,
             segment_bytes_max=config.segment_bytes_max,
-            memory_nodes=memory_nodes if config.memory_node is None else (config.memory_node,),
+            memory_nodes=(
+                distinct(device_nodes) if config.memory_node is None else (config.memory_node,)
+            ),
             on_map=on_map,
             on_unmap=on_unmap,
         )
@@ -119,8 +122,15 @@ class Store:
         self._receiver.recover()
         self.host_allocations.recover()
         self._pool.remove_unclaimed()
-        if config.host_prefault_bytes:
-            self._pool.prefault(config.host_prefault_bytes)
+        self._device_nodes = tuple(device_nodes)
+        self._pool.prefault(config.prefault_bytes)
+
+    def place_rank(self, shard: tuple[str, int], device: int) -> int | None:
+        """Allocate a rank's memory near its device from now on; returns the device's memory node,
+        or None if it is unknown."""
+        node = self._device_nodes[device] if device < len(self._device_nodes) else None
+        self._pool.place_rank(shard, node)
+        return node
 
     def allocate_host(self, state: HostState) -> None:
         """Allocate host memory for a rank.
@@ -172,7 +182,7 @@ class Store:
             QuotaExceededError: the tenant's quota is too small.
         """
         whole = (Extent(arena_offset=0, file_offset=0, nbytes=manifest.nbytes),)
-        return self._put(manifest, _DataMemory(data, manifest.nbytes), whole, (), manifest.digest)
+        return self._put(manifest, DataMemory(data, manifest.nbytes), whole, (), manifest.digest)
 
     def receive(
         self, manifest: Manifest, digests: Sequence[bytes], data: VersionData
@@ -345,6 +355,7 @@ class Store:
         self.allocator.cancel_background(deployment)
         self._receiver.release(deployment)
         self.allocator.expect_use(deployment, None)
+        self._pool.forget_ranks(deployment)
         versions = self.find(lambda manifest: manifest.deployment == deployment)
         self.drop(version.manifest.name for version in versions)
 
@@ -468,21 +479,6 @@ class Store:
             with catalog.lock:
                 version.users -= 1
                 catalog.release(version.objects, tier)
-
-
-class _DataMemory:
-    """As `DeviceMemory`: another node's version."""
-
-    def __init__(self, data: VersionData, nbytes: int) -> None:
-        self._data = data
-        self.nbytes = nbytes
-
-    def read(self, runs: Sequence[Run]) -> None:
-        for run in runs:
-            self._data.read_data(run.offset, view_at(run.address, run.nbytes))
-
-    def write(self, runs: Sequence[Run]) -> None:
-        raise ConflictError(f"another node's version is immutable ({len(runs)} writes)")
 
 
 def _open_tiers(config: StateManagerConfig, faults: FaultPoints) -> dict[TierName, Tier]:

@@ -23,7 +23,8 @@ from typing import Protocol
 
 import msgspec
 
-from plexrl.errors import CorruptStateError, OperationCancelledError
+from plexrl.errors import ConflictError, CorruptStateError, OperationCancelledError
+from plexrl.statemanager.device.memory import Run
 from plexrl.statemanager.store.catalog import Catalog
 from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
 from plexrl.statemanager.store.saving import PIECE_TEXT_BYTES, new_object
@@ -43,6 +44,7 @@ from plexrl.statemanager.store.versions.versions import (
     padded,
 )
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES
+from plexrl.statemanager.transfer.copy.mapped_memory import view_at
 
 LOG = logging.getLogger(__name__)
 
@@ -59,6 +61,23 @@ class VersionData(Protocol):
     def read_data(self, start: int, target: memoryview) -> None:
         """Fill `target` with the data from offset `start` on."""
         ...
+
+
+class DataMemory:
+    """Another node's version, as `DeviceMemory`."""
+
+    def __init__(self, data: VersionData, nbytes: int) -> None:
+        self._data = data
+        self.nbytes = nbytes
+
+    def read(self, runs: Sequence[Run]) -> None:
+        """See `DeviceMemory.read`."""
+        for run in runs:
+            self._data.read_data(run.offset, view_at(run.address, run.nbytes))
+
+    def write(self, runs: Sequence[Run]) -> None:
+        """Raises ConflictError: a version is immutable."""
+        raise ConflictError(f"another node's version is immutable ({len(runs)} writes)")
 
 
 @dataclass(slots=True, eq=False)
@@ -219,8 +238,9 @@ class ResumableReceive:
                 catalog.release(held, HOST)
             raise
         try:
+            near = self._pool.node_of(manifest.shard)
             for found in own:
-                found.pieces = self._pool.alloc(found.bytes_in(HOST), manifest.tenant)
+                found.pieces = self._pool.alloc(found.bytes_in(HOST), manifest.tenant, near)
             arrival = self._written(manifest, objects, own, reserved, blocks)
         except BaseException:
             with catalog.lock:

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from plexrl.worker.agent.launcher import Launcher, WorkerProcess
 from plexrl.worker.agent.node_lease import CHECK_S, NodeLease, clock, machine
 from plexrl.worker.agent.node_state import NodeState
 from plexrl.worker.agent.scheduler_connection import SchedulerConnection
+from plexrl.worker.agent.state_watch import Changes
 from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
 from plexrl.worker.process.process_group import LOOPBACK, interface_of
 
@@ -134,7 +135,7 @@ class Agent:
         """The scheduler has accepted the node."""
         self._was_fenced = False
         self._connected.set()
-        return self._state.watch(self._report_states)
+        return self._state.watch(self._report_changes)
 
     async def _end_workers_with_lease(self) -> None:
         """End all workers whenever the lease has run out: the scheduler may give their work to
@@ -356,8 +357,13 @@ class Agent:
 
     # Reports
 
-    def _report_states(self, states: list[Plain]) -> None:
-        self._scheduler.report("state_reported", {"node": self._config.node, "states": states})
+    def _report_changes(self, changes: Changes) -> None:
+        node = self._config.node
+        if changes.states:
+            self._scheduler.report("state_reported", {"node": node, "states": changes.states})
+        if changes.host_memory is not None:
+            found = asdict(changes.host_memory)
+            self._scheduler.report("host_memory_reported", {"node": node, **found})
 
     def _report_worker(self, method: str, config: WorkerConfig, **params: str) -> None:
         names = ("deployment", "rank", "incarnation")

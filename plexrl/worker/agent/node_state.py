@@ -24,7 +24,7 @@ from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims
 from plexrl.statemanager.transfer.migration import migrate
 from plexrl.wire.rpc import Peer
-from plexrl.worker.agent.state_watch import StateWatch
+from plexrl.worker.agent.state_watch import Changes, StateWatch
 
 LOG = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class NodeState:
             except PlexRLError as error:
                 LOG.warning("versions of former ranks of %s stay here: %s", deployment, error)
 
-    async def watch(self, report: Callable[[list[Plain]], None]) -> None:
+    async def watch(self, report: Callable[[Changes], None]) -> None:
         """Call `report` with all locations of state, then with every change, until cancelled."""
         await asyncio.to_thread(self._watch.reset)
         while True:
@@ -111,8 +111,7 @@ class NodeState:
             except PlexRLError as error:
                 LOG.info("cannot query the locations of state now: %s", error)
             else:
-                if changes:
-                    report(changes)
+                report(changes)
             await asyncio.sleep(WATCH_S)
 
     async def migrate(self, peer: Peer, params: Plain) -> Plain:

@@ -1,14 +1,43 @@
-"""Computes the changes of the locations of state on a node, for reports to the scheduler."""
+"""Computes the changes of the locations of state on a node, and how far its host tier is ready, for
+reports to the scheduler."""
 
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.protocol.messages import Where
 
 Plain = dict[str, Any]
+READY_STEPS = 100
+"""Most reports while the host tier is made ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """How much of a host tier has been allocated in advance."""
+
+    ready_bytes: int
+    wanted_bytes: int
+
+    @property
+    def steps(self) -> int:
+        """How far it is, of `READY_STEPS`; all if nothing is wanted."""
+        if self.ready_bytes >= self.wanted_bytes:
+            return READY_STEPS
+        return self.ready_bytes * READY_STEPS // self.wanted_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What has changed since the last look."""
+
+    states: list[Plain]
+    """The deployments whose state has moved."""
+    host_memory: HostMemory | None
+    """Absent: it is as far as before."""
 
 
 class StateWatch:
@@ -20,9 +49,11 @@ class StateWatch:
         self._life, self._serial = "", 0
         self._on_nvme: set[str] = set()
         """Deployments that were reported to have state on NVMe."""
+        self._steps = READY_STEPS
+        """How far the host tier was reported to be."""
 
-    def changes(self) -> list[Plain]:
-        """The deployments whose state has moved since the last call.
+    def changes(self) -> Changes:
+        """What has changed since the last call.
 
         Raises:
             UnavailableError: the StateManager cannot be reached.
@@ -50,9 +81,17 @@ class StateWatch:
                     self._on_nvme.add(state["deployment"])
                 else:
                     self._on_nvme.discard(state["deployment"])
-            return reported
+            return Changes(states=reported, host_memory=self._readiness(answer))
 
     def reset(self) -> None:
         """Make the next call of `changes` return everything, for a new scheduler connection."""
         with self._lock:
             self._life, self._serial = "", 0
+            self._steps = READY_STEPS
+
+    def _readiness(self, answer: Plain) -> HostMemory | None:
+        found = HostMemory(
+            ready_bytes=answer["host_ready_bytes"], wanted_bytes=answer["host_prefault_bytes"]
+        )
+        before, self._steps = self._steps, found.steps
+        return None if found.steps == before else found

@@ -6,6 +6,7 @@ A worker sees one GPU only, so that is `cuda:0` in every worker; its UUID names 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from plexrl.process.memory.numa import work_near
 from plexrl.process.startup import show_only_gpu
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.device.backend import WorkerArena
@@ -145,7 +146,8 @@ CPU = WorkerDevice()
 
 def open_device(uuid: str) -> WorkerDevice:
     """The device of this process from now on; `uuid` empty: the CPU, and no library finds a GPU. No
-    CUDA call may precede.
+    CUDA call may precede. From then on the calling thread runs, and allocates host memory, on the
+    NUMA node of the GPU.
 
     Raises:
         DeviceUnavailableError: this process cannot use that GPU.
@@ -158,6 +160,9 @@ def open_device(uuid: str) -> WorkerDevice:
     from plexrl.statemanager.device.cuda.bindings import BoundDriver
 
     driver = BoundDriver()
+    # Before there is a context: its threads, and all later ones, are to stay there too.
+    for address in driver.pci_addresses()[:1]:
+        work_near(address)
     driver.enter(0)
     torch.cuda.set_device(0)
     return GpuDevice(uuid, driver)

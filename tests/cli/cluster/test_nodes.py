@@ -61,6 +61,21 @@ def test_a_tenant_sees_no_address(capsys: pytest.CaptureFixture[str]) -> None:
     assert ["gpu1", "-", "trusted", "-", "-"] in [line.split() for line in shown(capsys, [without])]
 
 
+def test_a_host_tier_shows_how_far_it_is_ready(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    wanted = 1440 * GIB
+    nodes = [
+        node("gpu-0117", host_prefault_bytes=wanted, host_ready_bytes=360 * GIB),
+        node("gpu-0118", host_prefault_bytes=wanted, host_ready_bytes=wanted),
+        node("gpu-0119"),
+    ]
+    lines = shown(capsys, nodes)
+    assert max(map(len, lines)) <= 80
+    assert [" 25% ready " in line for line in lines if "gpu-" in line] == [True, False, False]
+
+
 def test_json_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     nodes = [node("gpu1", host="203.0.113.1")]
     show_nodes(nodes, Output(as_json=True))

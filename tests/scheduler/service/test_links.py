@@ -227,3 +227,22 @@ def test_routers_are_told_which_workers_have_ended_and_which_live(tmp_path: Path
             assert ended == 2 * [("workers_gone", {**gone, "incarnation": 2})]
 
     run_live(talk)
+
+
+def test_what_a_host_tier_has_ready_is_shown_while_its_agent_is_connected(tmp_path: Path) -> None:
+    async def talk() -> None:
+        async with live(tmp_path) as cluster:
+            router = await cluster.router()
+            agent = await cluster.agent("n")
+            report = {"node": "n", "ready_bytes": 3, "wanted_bytes": 15}
+            await agent.call("host_memory_reported", report)
+            (view,) = (await router.call("list_nodes", OPERATOR))["nodes"]
+            assert (view["host_ready_bytes"], view["host_prefault_bytes"]) == (3, 15)
+            with pytest.raises(errors.PermissionDeniedError):
+                await agent.call("host_memory_reported", {**report, "node": "other"})
+            await cluster.leave(agent)
+            await until(lambda: not cluster.service.shell.agents.connected())
+            (view,) = (await router.call("list_nodes", OPERATOR))["nodes"]
+            assert "host_ready_bytes" not in view
+
+    run_live(talk)

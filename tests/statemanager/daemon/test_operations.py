@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 
 from plexrl.cli.app import app
 from plexrl.errors import InvalidRequestError, StaleTokenError, UnavailableError
+from plexrl.process.memory.tuning import tuned
 from plexrl.process.startup import load_config
-from plexrl.process.tuning import tuned
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.daemon.service_manager import ServiceManager
 from plexrl.statemanager.observe.health import Health

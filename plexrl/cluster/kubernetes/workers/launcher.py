@@ -26,7 +26,7 @@ from plexrl.cluster.kubernetes.workers.pods import (
     pod_group,
     worker_pod,
 )
-from plexrl.process.tuning import tuned
+from plexrl.process.memory.tuning import tuned
 from plexrl.worker.agent.launcher import last_line
 from plexrl.worker.config import WorkerConfig
 

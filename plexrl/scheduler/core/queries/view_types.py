@@ -222,6 +222,10 @@ class NodeView(TypedDict):
     """Of each GPU."""
     gpu_kind: str
     host_memory_bytes: int
+    host_ready_bytes: NotRequired[int]
+    """Host tier that has been allocated in advance; absent: nothing is to be, or is unknown."""
+    host_prefault_bytes: NotRequired[int]
+    """How much of it is to be."""
     nvme_bytes: int
     """Capacity of its NVMe tier."""
     node_type: str

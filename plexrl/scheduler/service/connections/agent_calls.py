@@ -6,6 +6,7 @@ from plexrl.errors import (
     PermissionDeniedError,
     UnknownDeploymentError,
 )
+from plexrl.scheduler.core import calls
 from plexrl.scheduler.core.calls import Plain, Report
 from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.state.messages import events as ev
@@ -29,6 +30,7 @@ class AgentCalls:
             "worker_ready": (ev.WorkerReady, self._worker_ready),
             "worker_exited": (ev.WorkerExited, self._worker_exited),
             "state_reported": (ev.StateReported, self._state_reported),
+            "host_memory_reported": (calls.HostMemoryReported, self._host_memory_reported),
         }
 
     async def _worker_ready(self, event: ev.WorkerReady) -> Plain:
@@ -46,6 +48,12 @@ class AgentCalls:
         if event.node != self.node:
             raise PermissionDeniedError(f"this is not the agent of node {event.node!r}")
         await self._shell.report(event)
+        return {}
+
+    async def _host_memory_reported(self, call: calls.HostMemoryReported) -> Plain:
+        if call.node != self.node:
+            raise PermissionDeniedError(f"this is not the agent of node {call.node!r}")
+        self._shell.agents.host_memory[call.node] = call
         return {}
 
     def _is_current(self, event: ev.WorkerReady | ev.WorkerExited) -> bool:

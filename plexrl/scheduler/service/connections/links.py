@@ -9,7 +9,7 @@ import logging
 import zlib
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import ConnectionLostError, NoAnswerError, PlexRLError
 from plexrl.ids import NodeId, RouterId
@@ -26,6 +26,9 @@ from plexrl.scheduler.state.messages.commands import (
     StopWorkers,
 )
 from plexrl.wire.rpc import Peer
+
+if TYPE_CHECKING:
+    from plexrl.scheduler.core.calls import HostMemoryReported
 
 LOG = logging.getLogger(__name__)
 
@@ -176,6 +179,8 @@ class AgentLinks:
     def __init__(self) -> None:
         self._links: dict[NodeId, AgentLink] = {}
         self._kept: dict[NodeId, deque[Queued]] = {}
+        self.host_memory: dict[NodeId, HostMemoryReported] = {}
+        """How far each connected node's host tier is ready; absent: wholly, or nothing is said."""
 
     def add(self, node: NodeId, peer: Peer) -> AgentLink:
         """Add an agent's connection; the caller runs the link's `run` while the connection lasts.
@@ -196,6 +201,7 @@ class AgentLinks:
         if self._links.get(link.node) is not link:
             return False
         del self._links[link.node]
+        self.host_memory.pop(link.node, None)
         for queued in link.releases():
             self._keep(link.node, queued)
         return True

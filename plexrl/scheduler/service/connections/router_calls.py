@@ -15,6 +15,7 @@ from plexrl.scheduler.core import calls
 from plexrl.scheduler.core.calls import Answer, Ask, Plain, Report, Scope
 from plexrl.scheduler.core.lookups import unknown_deployment, unknown_job, unknown_operation
 from plexrl.scheduler.core.queries.checkpoint_reports import merged
+from plexrl.scheduler.core.queries.view_types import NodeView
 from plexrl.scheduler.operations.holding import foreign_text
 from plexrl.scheduler.service.connections.links import AgentLink
 from plexrl.scheduler.service.connections.tenant_calls import TenantCalls, check_operator
@@ -111,7 +112,7 @@ class RouterCalls:
     async def _drain_node(self, scope: Scope, event: ev.NodeDrainChanged) -> Answer:
         check_operator(scope)
         await self._shell.request(event)
-        (view,) = [each for each in self._core.list_nodes() if each["node"] == event.node]
+        (view,) = [each for each in self._nodes(None) if each["node"] == event.node]
         return view
 
     async def _remove_node(self, scope: Scope, event: ev.NodeRemoved) -> Answer:
@@ -124,7 +125,16 @@ class RouterCalls:
         return {"groups": self._core.list_groups(self._now())}
 
     async def _list_nodes(self, scope: Scope, _: calls.Nothing) -> Plain:
-        return {"nodes": self._core.list_nodes(scope)}
+        return {"nodes": self._nodes(scope)}
+
+    def _nodes(self, scope: Scope) -> list[NodeView]:
+        views = self._core.list_nodes(scope)
+        for view in views:
+            found = self._shell.agents.host_memory.get(view["node"])
+            if found is not None:
+                view["host_ready_bytes"] = found.ready_bytes
+                view["host_prefault_bytes"] = found.wanted_bytes
+        return views
 
     async def _status(self, scope: Scope, _: calls.Nothing) -> Answer:
         view = self._core.status(self._now(), scope)

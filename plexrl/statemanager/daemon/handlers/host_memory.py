@@ -31,8 +31,9 @@ def check_slice_offsets(request: Register) -> None:
     check_slices(request.slices, start + request.host_bytes)
 
 
-def host_state(caller: Caller, request: Register) -> HostState | None:
-    """The host-memory record of a rank that registers; None if the rank wants no host memory."""
+def host_state(caller: Caller, request: Register, near: int | None) -> HostState | None:
+    """The host-memory record of a rank that registers; None if the rank wants no host memory.
+    `near`: memory node of its GPU."""
     if not request.host_bytes:
         return None
     return HostState(
@@ -40,6 +41,7 @@ def host_state(caller: Caller, request: Register) -> HostState | None:
         nbytes=padded(request.host_bytes),
         tenant=caller.claims.tenant,
         owner=f"{request.deployment} rank {request.rank}",
+        near=near,
     )
 
 

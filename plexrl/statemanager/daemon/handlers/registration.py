@@ -40,6 +40,7 @@ def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
     devices = services.devices
     device = devices.index_of(request.device_uuid) if request.device_uuid else request.device
     services.fencing.admit(request.group, request.token)
+    near = services.store.place_rank((request.deployment, request.rank), device)
     registration = Registration(
         deployment=request.deployment,
         rank=request.rank,
@@ -51,7 +52,7 @@ def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
         uid=caller.uid,
         pid=caller.pid,
         devices=devices,
-        host=host_state(caller, request),
+        host=host_state(caller, request, near),
         host_allocations=services.store.host_allocations,
     )
     previous = caller.registration

@@ -51,7 +51,7 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
             "host_bytes": store.used_bytes(TierName.HOST),
             "host_bytes_max": config.host_bytes,
             "host_resident_bytes": store.pool_bytes()[1],
-            "host_prefault_bytes": config.host_prefault_bytes,
+            "host_prefault_bytes": config.prefault_bytes,
             "nvme_bytes": store.used_bytes(TierName.NVME),
             "nvme_bytes_max": config.nvme_bytes,
             "device": asdict(caller.services.devices.usage(0)),
@@ -76,7 +76,15 @@ def _where(caller: Caller, request: Where, _: Sequence[int]) -> Reply:
     services = caller.services
     since = request.since if request.life == services.run_id else 0
     serial, states = services.store.state_locations(since)
-    return Reply({"life": services.run_id, "serial": serial, "states": msgspec.to_builtins(states)})
+    return Reply(
+        {
+            "life": services.run_id,
+            "serial": serial,
+            "states": msgspec.to_builtins(states),
+            "host_ready_bytes": services.store.pool_bytes()[1],
+            "host_prefault_bytes": services.config.prefault_bytes,
+        }
+    )
 
 
 ENTRIES = (

@@ -81,7 +81,9 @@ class Promoter:
                         catalog.acquire([found], HOST)
                         held.append(found)
                         continue
-                fetched[found] = self._pool.alloc(found.bytes_in(HOST), version.manifest.tenant)
+                near = self._pool.node_of(version.manifest.shard)
+                nbytes = found.bytes_in(HOST)
+                fetched[found] = self._pool.alloc(nbytes, version.manifest.tenant, near)
             where = {**{found: found.pieces or () for found in held}, **fetched}
             record = VersionRecord(
                 version.manifest,

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plexrl.process.memory.tuning import tuned
 from plexrl.process.ray_connection import GPU
-from plexrl.process.tuning import tuned
 from plexrl.worker.agent.launcher import STOP_GRACE_S, last_line
 from plexrl.worker.agent.ray.worker import RayWorkerActor
 from plexrl.worker.config import WorkerConfig

@@ -22,14 +22,11 @@ from hypothesis.stateful import (
 )
 
 from plexrl.errors import StateTierFullError
-from plexrl.statemanager.device.cuda.device import CudaDevices
 from plexrl.statemanager.store.tiers.host.free_ranges import FreeRanges, Piece, subrange
-from plexrl.statemanager.store.tiers.host.numa import memory_nodes, nodes_near, set_memory_policy
-from plexrl.statemanager.store.tiers.host.pool import HostPool
+from plexrl.statemanager.store.tiers.host.prefault.prefaulted_pool import PrefaultedPool
 from plexrl.statemanager.store.tiers.host.segment import HostSegment
 from tests.examples import examples
 from tests.statemanager.conftest import MIB, wait_until
-from tests.statemanager.emulated_cuda import EmulatedCuda
 
 PAGE = 4096
 TENANTS = ("", "ours", "theirs")
@@ -103,7 +100,7 @@ class PoolHistory(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.pool = HostPool(self.directory, self.bound, segment_bytes_max=self.segment)
+        self.pool = PrefaultedPool(self.directory, self.bound, segment_bytes_max=self.segment)
 
     def used(self) -> int:
         return sum(piece.nbytes for pieces in self.owned.values() for piece in pieces)
@@ -147,8 +144,8 @@ class PoolHistory(RuleBasedStateMachine):
     @rule(nbytes=st.integers(0, 20 * PAGE))
     def prefault(self, nbytes: int) -> None:
         self.pool.prefault(nbytes)
-        assert self.pool._prefaulting is not None
-        self.pool._prefaulting.join()
+        if self.pool._prefaulting is not None:
+            self.pool._prefaulting.join()
         room = (self.bound - self.aside) // PAGE * PAGE
         assert self.pool.resident_bytes >= min(nbytes // PAGE * PAGE, room)
 
@@ -200,7 +197,7 @@ def test_any_history_keeps_the_pools_invariants() -> None:
 
 
 def test_freed_memory_stays_resident_and_is_reused(directory: Path) -> None:
-    pool = HostPool(directory, 4 * MIB)
+    pool = PrefaultedPool(directory, 4 * MIB)
     first = pool.alloc(3 * MIB, "ours")
     pool.free(first)
     assert resident(directory) == 3 * MIB
@@ -209,7 +206,7 @@ def test_freed_memory_stays_resident_and_is_reused(directory: Path) -> None:
 
 
 def test_prefaulting_makes_memory_resident(directory: Path) -> None:
-    pool = HostPool(directory, 8 * MIB)
+    pool = PrefaultedPool(directory, 8 * MIB)
     pool.prefault(6 * MIB)
     wait_until(lambda: resident(directory) == 6 * MIB)
     wait_until(lambda: pool.used_bytes == 0)
@@ -219,7 +216,7 @@ def test_prefaulting_makes_memory_resident(directory: Path) -> None:
 
 def test_pinned_memory_is_resident_and_stays(directory: Path) -> None:
     told: list[tuple[str, int, int]] = []
-    pool = HostPool(
+    pool = PrefaultedPool(
         directory,
         4 * MIB,
         on_map=lambda address, nbytes: told.append(("map", address, nbytes)),
@@ -235,12 +232,12 @@ def test_pinned_memory_is_resident_and_stays(directory: Path) -> None:
 
 
 def test_a_truncated_segment_is_not_claimed(directory: Path) -> None:
-    pool = HostPool(directory, 4 * MIB)
+    pool = PrefaultedPool(directory, 4 * MIB)
     pieces = pool.alloc(MIB, "ours")
     pool.close()
     [path] = directory.iterdir()
     os.truncate(path, MIB // 2)
-    again = HostPool(directory, 4 * MIB)
+    again = PrefaultedPool(directory, 4 * MIB)
     assert not again.claim(pieces, "ours")
     assert again.used_bytes == 0
     again.close()
@@ -251,7 +248,7 @@ def open_files(directory: Path) -> set[Path]:
 
 
 def test_an_idle_segment_is_reassigned_cleared_and_resident(directory: Path) -> None:
-    pool = HostPool(directory, 4 * MIB)
+    pool = PrefaultedPool(directory, 4 * MIB)
     [piece] = pieces = pool.alloc(MIB, "ours")
     pool.view(piece)[:] = b"ours" * (MIB // 4)
     pool.free(pieces)
@@ -266,7 +263,7 @@ def test_an_idle_segment_is_reassigned_cleared_and_resident(directory: Path) -> 
 
 
 def test_a_segment_in_use_is_not_reassigned(directory: Path) -> None:
-    pool = HostPool(directory, 4 * MIB)
+    pool = PrefaultedPool(directory, 4 * MIB)
     [ours] = pool.alloc(PAGE, "ours")
     [theirs] = pool.alloc(PAGE, "theirs")
     [more] = pool.alloc(PAGE, "ours")
@@ -277,7 +274,7 @@ def test_a_segment_in_use_is_not_reassigned(directory: Path) -> None:
 def test_a_shared_segment_is_deleted_before_its_space_is_reassigned(
     directory: Path,
 ) -> None:
-    pool = HostPool(directory, MIB)
+    pool = PrefaultedPool(directory, MIB)
     [piece] = pieces = pool.alloc(MIB, "ours")
     pool.view(piece)[:] = b"ours" * (MIB // 4)
     kept = os.dup(pool.descriptor(piece.segment))
@@ -294,7 +291,7 @@ def test_a_shared_segment_is_deleted_before_its_space_is_reassigned(
 
 
 def test_a_shared_descriptor_is_read_only(directory: Path) -> None:
-    pool = HostPool(directory, MIB)
+    pool = PrefaultedPool(directory, MIB)
     [piece] = pool.alloc(PAGE, "ours")
     fd = pool.descriptor(piece.segment)
     with pytest.raises(PermissionError):
@@ -307,12 +304,12 @@ def test_a_shared_descriptor_is_read_only(directory: Path) -> None:
 
 
 def test_recovery_finds_the_segments_tenants_and_deletes_unclaimed_ones(directory: Path) -> None:
-    pool = HostPool(directory, 4 * MIB)
+    pool = PrefaultedPool(directory, 4 * MIB)
     ours, theirs = pool.alloc(PAGE, "ours"), pool.alloc(PAGE, "theirs")
     for piece in (*ours, *theirs):
         pool.view(piece)[:] = b"x" * PAGE
     pool.close()
-    again = HostPool(directory, 4 * MIB)
+    again = PrefaultedPool(directory, 4 * MIB)
     assert again.claim(ours, "ours")
     again.remove_unclaimed()
     assert len(open_files(directory)) == 1
@@ -325,13 +322,13 @@ def test_recovery_finds_the_segments_tenants_and_deletes_unclaimed_ones(director
 
 def test_unclaimed_pages_stay_during_recovery(directory: Path) -> None:
     """Each recovered header reserves capacity, which may be smaller than before."""
-    pool = HostPool(directory, 2 * MIB)
+    pool = PrefaultedPool(directory, 2 * MIB)
     versions = [pool.alloc(MIB, "ours") for _ in range(2)]
     for pieces in versions:
         for piece in pieces:
             pool.view(piece)[:] = b"full" * (piece.nbytes // 4)
     pool.close()
-    again = HostPool(directory, MIB)
+    again = PrefaultedPool(directory, MIB)
     for pieces in versions:
         assert again.claim(pieces, "ours")
         again.reserve_other(PAGE)
@@ -347,7 +344,7 @@ def test_unclaimed_pages_stay_during_recovery(directory: Path) -> None:
 
 def test_idle_pinned_memory_is_freed_for_another_tenant(directory: Path) -> None:
     pinned: dict[int, int] = {}
-    pool = HostPool(
+    pool = PrefaultedPool(
         directory, MIB, on_map=pinned.__setitem__, on_unmap=lambda at, _: pinned.__delitem__(at)
     )
     [piece] = pieces = pool.alloc(MIB, "ours")
@@ -361,40 +358,8 @@ def test_idle_pinned_memory_is_freed_for_another_tenant(directory: Path) -> None
     assert not pinned
 
 
-def test_memory_nodes_are_read_from_the_system(tmp_path: Path) -> None:
-    for name in ("node0", "node1", "node12", "has_cpu"):
-        (tmp_path / name).mkdir()
-    assert memory_nodes(tmp_path) == (0, 1, 12)
-    assert memory_nodes(tmp_path / "absent") == ()
-
-
-def test_memory_nodes_near_gpus_are_those_of_their_pci_devices(tmp_path: Path) -> None:
-    nodes = {"0000:aa:00.0": "1", "0000:ab:00.0": "1", "0000:ac:00.0": "0", "0000:ad:00.0": "-1"}
-    for address, node in nodes.items():
-        (tmp_path / address).mkdir()
-        (tmp_path / address / "numa_node").write_text(f"{node}\n")
-    gpus = CudaDevices(EmulatedCuda("numa", devices=2)).pci_addresses()
-    assert nodes_near(gpus, tmp_path) == (1,)
-    assert nodes_near(nodes, tmp_path) == (0, 1)
-    assert nodes_near(["0000:ad:00.0", "0000:ff:00.0"], tmp_path) == (), "neither is known"
-
-
-def test_a_preference_for_a_node_is_accepted_by_the_kernel(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The test passes two nodes, because the machine may have only one."""
-    pool = HostPool(directory, MIB)
-    [piece] = pool.alloc(MIB, "ours")
-    set_memory_policy(pool.address(piece), piece.nbytes, preferred=(0,), nodes=(0, 1))
-    assert not caplog.records
-    far = 1 << 9
-    set_memory_policy(pool.address(piece), piece.nbytes, preferred=(far,), nodes=(0, far))
-    assert "could not be preferred" in caplog.text
-    pool.close()
-
-
 def test_expected_writes_are_prefaulted(directory: Path) -> None:
-    pool = HostPool(directory, 4 * MIB)
+    pool = PrefaultedPool(directory, 4 * MIB)
     try:
         first = pool.alloc(MIB, "")
         pool.prefault_free(2 * MIB)
@@ -416,7 +381,7 @@ def test_pages_that_cannot_be_prefaulted_do_not_count_as_resident(
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no memory left")
 
-    pool = HostPool(directory, 4 * MIB)
+    pool = PrefaultedPool(directory, 4 * MIB)
     with monkeypatch.context() as patched:
         patched.setattr(HostSegment, "fallocate", fail)
         pool.prefault(2 * MIB)

@@ -60,6 +60,8 @@ class HostState:
     tenant: str
     owner: str
     """Deployment and rank."""
+    near: int | None = None
+    """Memory node of the rank's GPU; absent: unknown."""
     allocation: HostAllocation | None = None
     """Memory that the rank writes; absent since a version took it over."""
     snapshot: StoredObject | None = None
@@ -101,7 +103,7 @@ class HostAllocations:
         )
         self._allocator.reserve(allocation, nbytes, nbytes, host_only=True)
         try:
-            allocation.piece = self._pool.alloc_file(nbytes, state.owner)
+            allocation.piece = self._pool.alloc_file(nbytes, state.owner, state.near)
         except BaseException:
             with self._catalog.lock:
                 self._catalog.unreserve(HOST, nbytes)

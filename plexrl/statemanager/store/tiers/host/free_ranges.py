@@ -1,7 +1,7 @@
 """Free byte ranges of several segments, with neighbours merged. Pure."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 
@@ -59,11 +59,17 @@ class FreeRanges:
                 kept.append((end, last))
         self._ranges[piece.segment] = kept
 
-    def take(self, nbytes: int) -> list[Piece]:
-        """Remove and return up to `nbytes` bytes, in as few ranges as possible."""
+    def take(self, nbytes: int, preferred: Collection[int] = ()) -> list[Piece]:
+        """Remove and return up to `nbytes` bytes, in as few ranges as possible; from the segments
+        `preferred` first."""
+        found = self._take_from([one for one in self if one.segment in preferred], nbytes)
+        others = [one for one in self if one.segment not in preferred]
+        return found + self._take_from(others, nbytes - total_bytes(found))
+
+    def _take_from(self, pieces: list[Piece], nbytes: int) -> list[Piece]:
         found: list[Piece] = []
         # Longest first; the last piece comes from the shortest range that suffices.
-        pieces = sorted(self, key=lambda piece: (-piece.nbytes, piece))
+        pieces.sort(key=lambda piece: (-piece.nbytes, piece))
         for index, piece in enumerate(pieces):
             if nbytes <= 0:
                 break
@@ -88,6 +94,11 @@ class FreeMemory:
     def nbytes(self) -> int:
         """Sum of warm and cold bytes."""
         return self.warm.nbytes + self.cold.nbytes
+
+    def bytes_in(self, segments: Collection[int]) -> int:
+        """Sum of warm and cold bytes in some segments."""
+        pieces = [*self.warm, *self.cold]
+        return sum(piece.nbytes for piece in pieces if piece.segment in segments)
 
 
 def total_bytes(pieces: Iterable[Piece]) -> int:

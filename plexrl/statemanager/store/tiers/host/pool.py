@@ -17,9 +17,8 @@ Invariants:
   cleared. A shared segment is deleted instead, since a reader may have kept the descriptor.
 """
 
-import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -28,21 +27,13 @@ from plexrl.statemanager.store.tiers.host.free_ranges import (
     FreeMemory,
     FreeRanges,
     Piece,
-    chunks,
     total_bytes,
 )
-from plexrl.statemanager.store.tiers.host.numa import set_memory_policy
 from plexrl.statemanager.store.tiers.host.segment import SUFFIX, HostSegment
 from plexrl.statemanager.transfer.copy.data_plane import OnMap
-from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, populate
-
-LOG = logging.getLogger(__name__)
+from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
 
 SEGMENT_BYTES_MIN = 256 << 10
-PREFAULT_BYTES = 64 << 20
-"""Bytes to prefault at a time, so that `close` does not wait for all of them."""
-PREFAULT_SEGMENTS = 8
-"""Minimum number of prefaulted segments, so that several tenants can use them."""
 
 
 class Pinnable(Protocol):
@@ -77,8 +68,6 @@ class HostPool:
         self._memory_nodes = tuple(memory_nodes)
         self._on_map, self._on_unmap = on_map, on_unmap
         self._lock = threading.Lock()
-        self._faulted = threading.Condition(self._lock)
-        self._faulting_bytes = 0
         self._segments: dict[int, HostSegment] = {}
         self._free: dict[str | None, FreeMemory] = {None: FreeMemory()}
         """Free memory by tenant; `None`: of segments without a tenant."""
@@ -88,12 +77,13 @@ class HostPool:
         self._other_bytes = 0
         self._files_bytes = 0
         """Bytes of worker files, which are resident like segments."""
-        self._closing = threading.Event()
+        self._making_bytes = 0
+        """Bytes of a segment that is being made without the lock."""
         self._unmapped: list[Piece] = []
         """Resident ranges that this process has not mapped yet."""
-        self._prefaulting: threading.Thread | None = None
-        self._is_prefaulting = False
-        self._resident_bytes_wanted = self._free_bytes_wanted = 0
+        self._unpinned: list[Pinnable] = []
+        """Recovered memory that is to be pinned."""
+        self._rank_nodes: dict[tuple[str, int], int] = {}
         for path in sorted(directory.glob(f"*{SUFFIX}")):
             self._recover(path)
         self._is_recovering = bool(self._segments)
@@ -115,7 +105,7 @@ class HostPool:
     def resident_bytes(self) -> int:
         """Bytes in use or warm."""
         with self._lock:
-            return self._used_bytes + self._warm_bytes() - self._faulting_bytes
+            return self._used_bytes + self._warm_bytes()
 
     def claim(self, pieces: Sequence[Piece], tenant: str) -> bool:
         """Mark a tenant's ranges from a previous daemon as in use. Returns False, without effect,
@@ -148,23 +138,26 @@ class HostPool:
                     self._remove(segment)
             self._trim()
 
-    def alloc(self, nbytes: int, tenant: str) -> tuple[Piece, ...]:
-        """Allocate ranges of `nbytes` together. They may contain old data of the same tenant.
+    def alloc(self, nbytes: int, tenant: str, near: int | None = None) -> tuple[Piece, ...]:
+        """Allocate ranges of `nbytes` together, if possible on the memory node `near`. They may
+        contain old data of the same tenant.
 
         Raises:
             StateTierFullError: the capacity is reached or the file system is full.
         """
         nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
-            # Ranges that are being prefaulted count as in use, and become free soon.
-            self._faulted.wait_for(lambda: self._fits(nbytes) or not self._faulting_bytes)
+            self._await_space(nbytes, tenant)
             if not self._fits(nbytes):
                 raise self._full(nbytes, "its capacity is reached")
             free = self._free.setdefault(tenant, FreeMemory())
+            if near is not None:
+                self._reassign(nbytes - free.bytes_in(self._on_node(near)), tenant, near)
             self._reassign(nbytes - free.nbytes, tenant)
-            self._grow(nbytes - free.nbytes, tenant)
-            warm = free.warm.take(nbytes)
-            cold = free.cold.take(nbytes - total_bytes(warm))
+            self._grow(nbytes - free.nbytes, tenant, self._nodes_near(near))
+            preferred = self._on_node(near)
+            warm = free.warm.take(nbytes, preferred)
+            cold = free.cold.take(nbytes - total_bytes(warm), preferred)
             self._count_used((*warm, *cold))
             # Make room for the new pages: return other free pages to the system.
             self._trim()
@@ -177,6 +170,22 @@ class HostPool:
                 self._free_cold(cold)
             raise self._full(nbytes, str(error)) from error
         return (*warm, *cold)
+
+    def place_rank(self, shard: tuple[str, int], node: int | None) -> None:
+        """Remember the memory node of a rank's GPU, by deployment and rank; None: unknown."""
+        if node is None:
+            self._rank_nodes.pop(shard, None)
+        else:
+            self._rank_nodes[shard] = node
+
+    def forget_ranks(self, deployment: str) -> None:
+        """Forget where a deployment's ranks are."""
+        for shard in [shard for shard in list(self._rank_nodes) if shard[0] == deployment]:
+            self._rank_nodes.pop(shard, None)
+
+    def node_of(self, shard: tuple[str, int]) -> int | None:
+        """The memory node near which a rank's memory is allocated; None: any."""
+        return self._rank_nodes.get(shard)
 
     def free(self, pieces: Iterable[Piece]) -> None:
         """Free ranges; their pages stay."""
@@ -203,25 +212,8 @@ class HostPool:
         that gets it may keep it, and can read the segment's later contents."""
         return self._segments[segment].share_descriptor()
 
-    def prefault(self, nbytes: int) -> None:
-        """Prefault `nbytes` of the capacity, on a thread."""
-        with self._lock:
-            self._resident_bytes_wanted = nbytes
-            self._start_prefaulting()
-
-    def prefault_free(self, nbytes: int) -> None:
-        """Prefault up to `nbytes` of free memory, which will be written soon. No effect on pinned
-        segments, which are always resident."""
-        with self._lock:
-            self._free_bytes_wanted = nbytes
-            if self._on_map is None and self._bytes_to_prefault() > 0:
-                self._start_prefaulting()
-
     def close(self) -> None:
         """Unmap everything; the files stay. No range may be accessed any more."""
-        self._closing.set()
-        if self._prefaulting is not None:
-            self._prefaulting.join()
         for segment in self._segments.values():
             self._unpin(segment)
             segment.close()
@@ -253,9 +245,8 @@ class HostPool:
         if path.stat().st_size < PAGE_BYTES:
             path.unlink()
             return
-        segment = HostSegment(self._directory, number)
+        segment = HostSegment(self._directory, number, memory_nodes=self._memory_nodes)
         self._segments[number] = segment
-        set_memory_policy(segment.address, segment.nbytes, preferred=self._memory_nodes)
         free = self._free[None]
         cold = FreeRanges([segment.whole])
         for piece in segment.touched():
@@ -268,25 +259,27 @@ class HostPool:
             else:
                 segment.fallocate(piece)
                 free.warm.add(piece)
-        self._pin(segment)
+        if self._on_map is not None:
+            self._unpinned.append(segment)
 
     # The caller holds `_lock` in the following methods.
 
     def _fits(self, nbytes: int) -> bool:
-        return self._used_bytes + self._other_bytes + nbytes <= self.bytes_max
+        return self._used_bytes + self._other_bytes + self._making_bytes + nbytes <= self.bytes_max
 
-    def _start_prefaulting(self) -> None:
-        if not self._is_prefaulting and not self._closing.is_set():
-            self._is_prefaulting = True
-            self._prefaulting = threading.Thread(target=self._prefault, daemon=True)
-            self._prefaulting.start()
+    def _await_space(self, nbytes: int, tenant: str | None) -> None:
+        """Wait while background work holds space that a tenant's allocation (None: a file) needs;
+        here there is none."""
 
-    def _bytes_to_prefault(self) -> int:
-        """Bytes to prefault next."""
-        warm = self._warm_bytes()
-        wanted = max(self._resident_bytes_wanted - self._used_bytes, self._free_bytes_wanted)
-        free = self.bytes_max - self._used_bytes - warm - self._other_bytes
-        return min(wanted - warm, free, PREFAULT_BYTES) // PAGE_BYTES * PAGE_BYTES
+    def _on_node(self, node: int | None) -> frozenset[int]:
+        """Numbers of the segments on a memory node."""
+        if node is None:
+            return frozenset()
+        return frozenset(s.number for s in self._segments.values() if s.node == node)
+
+    def _nodes_near(self, near: int | None) -> tuple[int, ...]:
+        """Memory nodes of new memory: the node `near`, or all of the pool's."""
+        return (near,) if near is not None and near in self._memory_nodes else self._memory_nodes
 
     def _warm_bytes(self) -> int:
         return sum(one.warm.nbytes for one in self._free.values())
@@ -323,9 +316,14 @@ class HostPool:
                 target.add(piece)
         segment.owner = tenant
 
-    def _reassign(self, nbytes: int, tenant: str) -> None:
-        """Assign unused segments, of `nbytes` together, to a tenant."""
-        others = [s for s in self._segments.values() if s.owner != tenant and not s.used_bytes]
+    def _reassign(self, nbytes: int, tenant: str, near: int | None = None) -> None:
+        """Assign unused segments, of `nbytes` together, to a tenant. `near`: only segments of that
+        memory node; None: any."""
+        others = [
+            segment
+            for segment in self._segments.values()
+            if segment.owner != tenant and not segment.used_bytes and near in (None, segment.node)
+        ]
         # Unassigned segments first, then the smallest idle segment that suffices.
         others.sort(key=lambda s: (s.owner is not None, s.nbytes < nbytes, s.nbytes, s.number))
         for segment in others:
@@ -340,44 +338,61 @@ class HostPool:
             self._assign(segment, tenant)
             nbytes -= segment.nbytes
 
-    def _grow(self, nbytes: int, tenant: str | None, segment_bytes: int = 0) -> None:
-        """Create segments for `nbytes` more of a tenant; `segment_bytes` 0: choose their size."""
+    def _grow(
+        self,
+        nbytes: int,
+        tenant: str | None,
+        memory_nodes: Sequence[int],
+        segment_bytes: int = 0,
+    ) -> None:
+        """Create segments for `nbytes` more of a tenant, on memory nodes; `segment_bytes` 0: choose
+        their size."""
         while nbytes > 0:
-            total = sum(segment.nbytes for segment in self._segments.values()) + self._files_bytes
+            total = self._mapped_bytes()
             own = sum(s.nbytes for s in self._segments.values() if s.owner == tenant)
             # Doubling avoids many small files for many small versions.
             wanted = segment_bytes or max(nbytes, own, SEGMENT_BYTES_MIN)
             size = min(1 << (wanted - 1).bit_length(), self._segment_bytes_max)
             least = min(nbytes, self._segment_bytes_max)
             if tenant is not None:
-                total -= self._remove_idle_segments(total + size - self.bytes_max, tenant)
+                total -= self._remove_idle_segments(total + size - self.bytes_max, (tenant,))
             free = (self.bytes_max - total) // PAGE_BYTES * PAGE_BYTES
+            if self._on_map is not None and least > free:
+                free += self._remove_idle_files(least - free)
             if self._on_map is not None and least > free:
                 raise self._full(nbytes, "segments of other tenants are partly in use")
             size = max(min(size, free), least)
             try:
-                self._create(size, tenant)
+                self._create(size, tenant, memory_nodes)
             except OSError as error:
                 raise self._full(nbytes, str(error)) from error
             nbytes -= size
 
-    def _remove_idle_segments(self, nbytes: int, tenant: str) -> int:
-        """Delete unused segments of other tenants until `nbytes` are freed; returns the bytes
-        freed."""
+    def _mapped_bytes(self) -> int:
+        """Size of all segments and files."""
+        sizes = [segment.nbytes for segment in self._segments.values()]
+        return sum(sizes) + self._files_bytes + self._making_bytes
+
+    def _remove_idle_segments(self, nbytes: int, kept: Collection[str]) -> int:
+        """Delete unused segments, but those of the tenants `kept`, until `nbytes` are freed;
+        returns the bytes freed."""
         removed = 0
-        for segment in list(self._segments.values()):
+        idle = [s for s in self._segments.values() if s.owner not in kept and not s.used_bytes]
+        for segment in sorted(idle, key=lambda s: (s.owner is not None, s.number)):
             if removed >= nbytes:
                 break
-            if segment.owner not in (None, tenant) and not segment.used_bytes:
-                self._remove(segment)
-                removed += segment.nbytes
+            self._remove(segment)
+            removed += segment.nbytes
         return removed
 
-    def _create(self, nbytes: int, tenant: str | None) -> None:
-        segment = HostSegment(self._directory, self._numbers, nbytes)
+    def _remove_idle_files(self, nbytes: int) -> int:  # noqa: ARG002
+        """Delete unused files until `nbytes` are freed; returns the bytes freed. Here there are
+        none."""
+        return 0
+
+    def _create(self, nbytes: int, tenant: str | None, memory_nodes: Sequence[int]) -> None:
+        segment = HostSegment(self._directory, self._numbers, nbytes, memory_nodes=memory_nodes)
         segment.owner = tenant
-        # Before its pages are allocated, which then lie where they should.
-        set_memory_policy(segment.address, nbytes, preferred=self._memory_nodes)
         try:
             if self._on_map is not None:
                 segment.fallocate(segment.whole)
@@ -385,10 +400,14 @@ class HostPool:
             segment.remove()
             raise
         self._numbers += 1
-        self._segments[segment.number] = segment
-        free = self._free[tenant]
-        (free.cold if self._on_map is None else free.warm).add(segment.whole)
         self._pin(segment)
+        self._add(segment)
+
+    def _add(self, segment: HostSegment) -> None:
+        """Add a segment, all of it free."""
+        self._segments[segment.number] = segment
+        free = self._free[segment.owner]
+        (free.cold if self._on_map is None else free.warm).add(segment.whole)
 
     def _remove(self, segment: HostSegment) -> None:
         """Delete an unused segment."""
@@ -405,7 +424,9 @@ class HostPool:
             self._on_map(segment.address, segment.nbytes)
 
     def _unpin(self, segment: Pinnable) -> None:
-        if self._on_unmap is not None:
+        if segment in self._unpinned:
+            self._unpinned.remove(segment)
+        elif self._on_unmap is not None:
             self._on_unmap(segment.address, segment.nbytes)
 
     def _trim(self) -> None:
@@ -433,65 +454,3 @@ class HostPool:
             f"({why}): free space there or lower the tier's capacity; the state stays where it was",
             tier="host",
         )
-
-    # The caller holds no lock in the following methods.
-
-    def _prefault(self) -> None:
-        # Ranges of a previous daemon are resident, but not mapped yet.
-        with self._lock:
-            resident, self._unmapped = self._unmapped, []
-        for piece in resident:
-            self._map_resident(piece)
-        try:
-            while not self._closing.is_set():
-                cold = self._next_cold_pieces()
-                if not cold:
-                    return
-                is_touched = False
-                try:
-                    for piece in cold:
-                        self._fault_in(piece)
-                    is_touched = True
-                finally:
-                    with self._lock:
-                        (self._free_warm if is_touched else self._free_cold)(cold)
-                        self._trim()
-                        self._faulting_bytes = 0
-                        self._faulted.notify_all()
-        except (OSError, StateTierFullError) as error:
-            LOG.warning("the host tier is not completely prefaulted: %s", error)
-            with self._lock:
-                self._is_prefaulting = False
-
-    def _next_cold_pieces(self) -> list[Piece]:
-        """Cold ranges to prefault next. They count as in use meanwhile, so that the capacity is
-        respected."""
-        with self._lock:
-            nbytes = self._bytes_to_prefault()
-            if nbytes <= 0:
-                self._is_prefaulting = False
-                return []
-            wanted = -(-self._resident_bytes_wanted // PREFAULT_SEGMENTS)
-            segment_bytes = max(SEGMENT_BYTES_MIN, wanted or nbytes)
-            if not any(one.cold.nbytes for one in self._free.values()):
-                self._grow(min(nbytes, segment_bytes), None, segment_bytes)
-            # Unassigned segments first, because any tenant may use them.
-            owners = sorted(self._free.values(), key=lambda one: one is not self._free[None])
-            cold = next(one for one in owners if one.cold.nbytes).cold.take(nbytes)
-            self._count_used(cold)
-            self._faulting_bytes = total_bytes(cold)
-            return cold
-
-    def _map_resident(self, piece: Piece) -> None:
-        for chunk in chunks(piece, PREFAULT_BYTES):
-            with self._lock:
-                # Under the lock, because an unused segment can be deleted at any time.
-                if self._closing.is_set() or chunk.segment not in self._segments:
-                    return
-                populate(self.address(chunk), chunk.nbytes)
-
-    def _fault_in(self, piece: Piece) -> None:
-        for chunk in chunks(piece, PREFAULT_BYTES):
-            if self._closing.is_set():
-                return
-            self._segments[chunk.segment].fallocate(chunk)

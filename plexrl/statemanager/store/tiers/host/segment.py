@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from plexrl.statemanager.store.tiers.host.free_ranges import FreeRanges, Piece
@@ -14,15 +15,25 @@ SUFFIX = ".segment"
 class HostSegment(TierFile):
     """One segment file. Not thread-safe, except for the contents of its memory."""
 
-    def __init__(self, directory: Path, number: int, nbytes: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        number: int,
+        nbytes: int | None = None,
+        *,
+        memory_nodes: Sequence[int] = (),
+    ) -> None:
         """As `TierFile`, sparse."""
-        super().__init__(directory / f"{number:06d}{SUFFIX}", number, nbytes, sparse=True)
+        path = directory / f"{number:06d}{SUFFIX}"
+        super().__init__(path, number, nbytes, sparse=True, memory_nodes=memory_nodes)
         self.owner: str | None = None
         """Tenant of the segment's current or last contents; absent: none yet."""
         self.shared = nbytes is None
         """Whether another process may have the descriptor. A previous daemon may have shared that
         of an existing file."""
         self.used_bytes = 0
+        self.node = memory_nodes[0] if nbytes is not None and len(memory_nodes) == 1 else None
+        """Memory node of its pages; absent: unknown, or several."""
 
     def share_descriptor(self) -> int:
         """The segment's read-only descriptor, which the caller duplicates."""

@@ -1,9 +1,11 @@
 """A numbered file of the host tier, mapped in the daemon."""
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from plexrl.process.memory.numa import set_memory_policy
 from plexrl.statemanager.store.tiers.host.free_ranges import Piece
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, MappedFile
 
@@ -12,9 +14,16 @@ class TierFile:
     """A mapped file, and a read-only descriptor of it for other processes."""
 
     def __init__(
-        self, path: Path, number: int, nbytes: int | None, *, sparse: bool = False
+        self,
+        path: Path,
+        number: int,
+        nbytes: int | None,
+        *,
+        sparse: bool = False,
+        memory_nodes: Sequence[int] = (),
     ) -> None:
-        """Create a file of `nbytes` zeros; absent: map the existing file.
+        """Create a file of `nbytes` zeros; absent: map the existing file. Pages that it does not
+        have yet are allocated on `memory_nodes`; none: all.
 
         Raises:
             OSError: it failed; no new file is left behind.
@@ -24,11 +33,13 @@ class TierFile:
         flags = os.O_RDWR | os.O_CLOEXEC | (0 if nbytes is None else os.O_CREAT | os.O_EXCL)
         fd = os.open(path, flags, 0o600)
         try:
-            if nbytes is not None and sparse:
+            if nbytes is not None:
                 os.ftruncate(fd, nbytes)
-            elif nbytes is not None:
-                os.posix_fallocate(fd, 0, nbytes)
             self._file = MappedFile(fd, os.fstat(fd).st_size // PAGE_BYTES * PAGE_BYTES)
+            # Before pages are allocated, which then lie where they should.
+            set_memory_policy(self._file.address, self._file.nbytes, preferred=memory_nodes)
+            if nbytes is not None and not sparse:
+                os.posix_fallocate(fd, 0, nbytes)
             # Other users can neither write through this descriptor nor reopen it for writing.
             self.reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except (OSError, ValueError) as error:

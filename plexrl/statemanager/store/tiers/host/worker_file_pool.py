@@ -11,23 +11,24 @@ from typing import Any
 
 from plexrl.statemanager.store.tiers.host.free_ranges import Piece
 from plexrl.statemanager.store.tiers.host.ofd_locks import has_holder
-from plexrl.statemanager.store.tiers.host.pool import HostPool
+from plexrl.statemanager.store.tiers.host.prefault.prefaulted_pool import PrefaultedPool
 from plexrl.statemanager.store.tiers.host.worker_files import WorkerFile, WorkerFiles
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
 
 
-class WorkerFilePool(HostPool):
+class WorkerFilePool(PrefaultedPool):
     """As `HostPool`, and a piece may be a whole worker file. Thread-safe."""
 
     def __init__(self, directory: Path, bytes_max: int, **options: Any) -> None:
         """As `HostPool`. Existing files are idle until `claim` or `claim_held_files`."""
-        self._worker_files = WorkerFiles(directory)
+        self._worker_files = WorkerFiles(directory, options.get("memory_nodes", ()))
         super().__init__(directory, bytes_max, **options)
         for file in self._worker_files:
             self._numbers = max(self._numbers, file.number + 1)
             self._other_bytes += file.nbytes
             self._files_bytes += file.nbytes
-            self._pin(file)
+            if self._on_map is not None:
+                self._unpinned.append(file)
 
     @property
     def used_bytes(self) -> int:
@@ -49,25 +50,27 @@ class WorkerFilePool(HostPool):
                 return was_idle and pieces[0] == file.whole
         return super().claim(pieces, tenant)
 
-    def alloc_file(self, nbytes: int, owner: str) -> Piece:
-        """Allocate a whole file, rounded up to pages. It holds zeros, or what the same `owner` left
-        in it.
+    def alloc_file(self, nbytes: int, owner: str, near: int | None = None) -> Piece:
+        """Allocate a whole file, rounded up to pages, on the memory node `near`. It holds zeros, or
+        what the same `owner` left in it.
 
         Raises:
             StateTierFullError: the capacity is reached or the file system is full.
         """
         nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        nodes = self._nodes_near(near)
         with self._lock:
+            self._await_space(nbytes, None)
             if not self._fits(nbytes):
                 raise self._full(nbytes, "its capacity is reached")
-            file = self._worker_files.take_idle(nbytes, owner)
+            file = self._worker_files.take_idle(nbytes, owner, nodes)
             if file is not None:
                 return file.whole
             self._count(nbytes)
             try:
                 if self._on_map is not None:
                     self._evict_pinned_segments()
-                file = self._worker_files.make(self._numbers, nbytes, owner)
+                file = self._worker_files.make(self._numbers, nbytes, owner, nodes)
             except OSError as error:
                 self._count(-nbytes)
                 raise self._full(nbytes, str(error)) from error
@@ -147,6 +150,13 @@ class WorkerFilePool(HostPool):
             self._remove_file(self._worker_files.forget(file))
         super()._trim()
 
+    def _remove_idle_files(self, nbytes: int) -> int:
+        removed = 0
+        while removed < nbytes and (file := self._worker_files.first_idle()) is not None:
+            self._remove_file(self._worker_files.forget(file))
+            removed += file.nbytes
+        return removed
+
     def _count(self, nbytes: int) -> None:
         self._files_bytes += nbytes
         self._other_bytes += nbytes
@@ -155,9 +165,8 @@ class WorkerFilePool(HostPool):
 
     def _evict_pinned_segments(self) -> None:
         """Free pinned segments for a new file. Raises OSError: not enough are idle."""
-        excess = self._files_bytes - self.bytes_max
-        excess += sum(segment.nbytes for segment in self._segments.values())
-        if excess > 0 and excess > self._remove_idle_segments(excess, ""):
+        excess = self._mapped_bytes() - self.bytes_max
+        if excess > 0 and excess > self._remove_idle_segments(excess, ()):
             raise OSError("pinned segments are partly in use")
 
     def _remove_file(self, file: WorkerFile) -> None:

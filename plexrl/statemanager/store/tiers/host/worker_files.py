@@ -6,7 +6,7 @@ descriptor gives access to nothing but its own file.
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from plexrl.statemanager.store.tiers.host.ofd_locks import has_holder
@@ -20,8 +20,19 @@ class WorkerFile(TierFile):
     """One file, also mapped in the daemon, which accesses it only while no worker can write to
     it."""
 
-    def __init__(self, directory: Path, number: int, nbytes: int | None = None) -> None:
-        super().__init__(directory / f"{number:06d}{SUFFIX}", number, nbytes)
+    def __init__(
+        self,
+        directory: Path,
+        number: int,
+        nbytes: int | None = None,
+        *,
+        memory_nodes: Sequence[int] = (),
+    ) -> None:
+        """As `TierFile`, with all its pages."""
+        path = directory / f"{number:06d}{SUFFIX}"
+        super().__init__(path, number, nbytes, memory_nodes=memory_nodes)
+        self.memory_nodes = tuple(memory_nodes)
+        """Where its pages are; of an existing file this is a guess."""
         self.owner = ""
         """Last owner; empty if unknown."""
         self.is_idle = nbytes is None
@@ -35,8 +46,8 @@ class WorkerFile(TierFile):
 class WorkerFiles:
     """All worker files of a host tier, by number. Not thread-safe."""
 
-    def __init__(self, directory: Path) -> None:
-        """Open the existing files; all are idle."""
+    def __init__(self, directory: Path, memory_nodes: Sequence[int]) -> None:
+        """Open the existing files; all are idle, and count as being on `memory_nodes`."""
         self._directory = directory
         self._files: dict[int, WorkerFile] = {}
         for path in sorted(directory.glob(f"*{SUFFIX}")):
@@ -45,7 +56,7 @@ class WorkerFiles:
                 path.unlink()
                 continue
             number = int(path.name.removesuffix(SUFFIX))
-            self._files[number] = WorkerFile(directory, number)
+            self._files[number] = WorkerFile(directory, number, memory_nodes=memory_nodes)
 
     def __contains__(self, number: int) -> bool:
         return number in self._files
@@ -66,10 +77,11 @@ class WorkerFiles:
         """Bytes of all files."""
         return sum(file.nbytes for file in self._files.values())
 
-    def take_idle(self, nbytes: int, owner: str) -> WorkerFile | None:
-        """An idle file of exactly this size, with zeros or the contents that `owner` left; None if
-        there is none."""
+    def take_idle(self, nbytes: int, owner: str, memory_nodes: Sequence[int]) -> WorkerFile | None:
+        """An idle file of exactly this size on these memory nodes, with zeros or the contents that
+        `owner` left; None if there is none."""
         found = [file for file in self._files.values() if file.is_idle and file.nbytes == nbytes]
+        found = [file for file in found if file.memory_nodes == tuple(memory_nodes)]
         if not found:
             return None
         # A file of the same owner need not be cleared.
@@ -79,9 +91,10 @@ class WorkerFiles:
         file.is_idle, file.owner = False, owner
         return file
 
-    def make(self, number: int, nbytes: int, owner: str) -> WorkerFile:
-        """Create a file. Raises OSError: the file system is full."""
-        file = self._files[number] = WorkerFile(self._directory, number, nbytes)
+    def make(self, number: int, nbytes: int, owner: str, memory_nodes: Sequence[int]) -> WorkerFile:
+        """Create a file on memory nodes. Raises OSError: the file system is full."""
+        file = WorkerFile(self._directory, number, nbytes, memory_nodes=memory_nodes)
+        self._files[number] = file
         file.owner = owner
         return file
 
