@@ -204,7 +204,8 @@ def start_daemon(
         listen=str(directory / "s.sock"),
         host_dir=tempfile.mkdtemp(prefix="plexrl-gpu-", dir=SHARED_MEMORY),
         host_bytes=host_bytes,
-        host_prefault_bytes=host_bytes,
+        # The first turns allocate it; in the background it would disturb them.
+        host_prefault_bytes=0,
         nvme_dir=str(directory / "nvme"),
         nvme_bytes=GIB,
         device=device,

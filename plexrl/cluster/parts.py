@@ -9,6 +9,7 @@ from typing import Any
 
 from plexrl.cluster.config.options import GIB, ClusterOptions, PartSettings
 from plexrl.cluster.join.head import ROLLOUT, SCHEDULER, Head, router_identity
+from plexrl.cluster.node.host_memory import HOST_BYTES_MIN
 from plexrl.errors import InvalidRequestError
 from plexrl.process.children.part import Part
 from plexrl.process.folders.folders import SHARED_MEMORY, Folders
@@ -194,7 +195,7 @@ def node_parts(
             "node": node,
             "listen": socket,
             "host_dir": str(folders.shared_memory / node),
-            "host_bytes": options.host_memory_bytes,
+            "host_bytes": options.host_memory_bytes or HOST_BYTES_MIN,
             "nvme_dir": str(folders.data / "nodes" / node / "nvme"),
             "nvme_bytes": options.nvme_bytes,
             "checkpoint_url": options.checkpoint_url or str(folders.data / "checkpoints"),
@@ -214,7 +215,7 @@ def node_parts(
             "ticket_key_file": ticket_key,
             "gpus": config.gpus,
             "gpu_memory_bytes": options.gpu_memory_bytes or GPU_MEMORY_BYTES,
-            "host_memory_bytes": options.host_memory_bytes,
+            "host_memory_bytes": options.host_memory_bytes or HOST_BYTES_MIN,
             "nvme_bytes": options.nvme_bytes,
             "node_type": config.node_type,
             "block": config.block,
@@ -286,7 +287,7 @@ def check_shared_memory(options: ClusterOptions, folder: Path = SHARED_MEMORY) -
         return
     found = os.statvfs(folder)
     size = found.f_frsize * found.f_blocks
-    wanted = options.host_memory_bytes
+    wanted = options.host_memory_bytes or HOST_BYTES_MIN
     if wanted > size:
         raise InvalidRequestError(
             f"a host tier of {wanted / GIB:.2f} GiB does not fit into {folder}, which has "

@@ -107,8 +107,9 @@ class ClusterOptions:
     gpu_memory_bytes: int | None = None
     """Memory of each GPU; a model whose state is larger is refused. Absent: 2 GiB, and with Ray
     that of the machine's GPUs."""
-    host_memory_bytes: int = 2 * GIB
-    """Bound on each node's host tier."""
+    host_memory_bytes: int | None = None
+    """Bound on each node's host tier. Absent: 2 GiB, and on a Ray node with GPUs half of the memory
+    that its control group may use, at most `/dev/shm`."""
     nvme_bytes: int = 64 * GIB
     """Bound on each node's NVMe tier."""
     pin_workers: bool = False

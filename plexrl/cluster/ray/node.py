@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.node.gpus import first_gpus
+from plexrl.cluster.node.host_memory import default_host_bytes
 from plexrl.cluster.parts import NodeConfig, node_parts, scheduler_address
 from plexrl.errors import UnavailableError
 from plexrl.process.children.part import Part
@@ -123,8 +124,11 @@ def parts_here(
     """
     if has_gpus:
         gpus = first_gpus(node.gpus)
-        memory = options.gpu_memory_bytes or gpus.memory_bytes or None
-        options = replace(options, gpu_memory_bytes=memory)
+        options = replace(
+            options,
+            gpu_memory_bytes=options.gpu_memory_bytes or gpus.memory_bytes or None,
+            host_memory_bytes=options.host_memory_bytes or default_host_bytes(gpus.uuids),
+        )
         node = replace(node, gpu_uuids=gpus.uuids, gpu_kind=gpus.kind)
     return node_parts(options, folders, node)
 

@@ -35,7 +35,10 @@ class LocalCluster:
         str | None,
         typer.Option(help="Memory of each GPU, as 80GiB or 80; default: 2GiB, with --ray its own."),
     ] = None
-    host_memory: Annotated[str, typer.Option(help="Size of each node's host tier.")] = "2GiB"
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="Each node's host tier; default: 2GiB, with --ray half of its memory."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

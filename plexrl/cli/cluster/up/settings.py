@@ -81,7 +81,7 @@ def _fields(given: UpOptions) -> dict[str, Any]:
         "nodes": 1 if local.nodes is None else local.nodes,
         "gpus_per_node": GPUS_PER_NODE if local.gpus_per_node is None else local.gpus_per_node,
         "gpu_memory_bytes": None if local.gpu_memory is None else memory_size(local.gpu_memory),
-        "host_memory_bytes": memory_size(local.host_memory),
+        "host_memory_bytes": None if local.host_memory is None else memory_size(local.host_memory),
         "node_types": _names(topology.node_types),
         "blocks": _names(topology.blocks),
         **asdict(given.scheduling),
