@@ -4,6 +4,8 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -31,6 +33,7 @@ from plexrl.statemanager.store.tiers.host.prefault.budget import (
 )
 from plexrl.statemanager.store.tiers.host.prefault.idle_process import IdleProcess
 from plexrl.statemanager.store.tiers.host.prefault.prefaulted_pool import PrefaultedPool
+from plexrl.statemanager.store.tiers.host.segment import HostSegment
 from plexrl.statemanager.store.tiers.host.worker_file_pool import WorkerFilePool
 from tests.examples import examples
 from tests.statemanager.conftest import MIB, wait_until
@@ -311,3 +314,68 @@ def test_an_allocation_of_pages_can_be_ended(directory: Path) -> None:
     assert path.stat().st_size == 2 * MIB, "by another process"
     idle.end()
     ending.join()
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from plexrl.statemanager.store.tiers.host.prefault.idle_process import IdleProcess
+
+idle, path = IdleProcess(), Path(sys.argv[1])
+idle.allocate(path, 0, 4096)
+print(idle._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_process_ends_with_a_daemon_that_is_killed(directory: Path) -> None:
+    (directory / "file").touch()
+    command = [sys.executable, "-c", DIES, str(directory / "file")]
+    killed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    status = Path("/proc", killed.stdout.strip(), "stat")
+    # Whoever adopted it may leave it a zombie for a while.
+    wait_until(
+        lambda: not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    )
+
+
+def test_a_segment_that_a_killed_daemon_was_making_is_made_again(directory: Path) -> None:
+    half_made = HostSegment(directory, 0, MIB)
+    half_made.fallocate(Piece(0, 0, MIB // 4))
+    half_made.close()
+    pinned: dict[int, int] = {}
+    pool = PrefaultedPool(
+        directory,
+        2 * MIB,
+        segment_bytes_max=MIB,
+        on_map=pinned.__setitem__,
+        on_unmap=lambda at, _: pinned.__delitem__(at),
+    )
+    pool.remove_unclaimed()
+    assert not list(directory.iterdir())
+    pool.prefault(2 * MIB)
+    wait_until(lambda: pool.resident_bytes == 2 * MIB)
+    assert sum(pinned.values()) == 2 * MIB
+    pool.close()
+    assert not pinned
+
+
+def test_a_full_memory_file_system_ends_the_work_and_not_the_process(
+    directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = IdleProcess.allocate
+
+    def first_segment_only(idle: IdleProcess, path: Path, offset: int, nbytes: int) -> None:
+        if not path.name.startswith("000000"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(idle, path, offset, nbytes)
+
+    monkeypatch.setattr(IdleProcess, "allocate", first_segment_only)
+    pool = PrefaultedPool(directory, 4 * MIB, segment_bytes_max=MIB, on_map=lambda *_: None)
+    pool.prefault(4 * MIB)
+    wait_until(lambda: "not completely prefaulted" in caplog.text)
+    assert pool.resident_bytes == sum(path.stat().st_size for path in directory.iterdir())
+    assert pool.alloc(MIB // 4, "ours"), "what was made is of use"
+    pool.check()
+    pool.close()
