@@ -175,7 +175,7 @@ def test_effective_values_are_valid_toml_without_secrets() -> None:
     assert "hunter" not in text
     shown = tomllib.loads(text)
     assert shown["scheduler"]["load_max"] == 0.5
-    assert shown["cluster"]["host_memory_bytes"] == "2GiB"
+    assert shown["cluster"]["nvme_bytes"] == "64GiB"
     assert "network" not in shown
 
 
