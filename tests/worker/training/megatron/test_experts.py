@@ -64,7 +64,10 @@ def check_against_one_by_one(counts: list[int], dtype: torch.dtype, device: torc
 
 
 @settings(max_examples=20, deadline=None)
-@given(counts=st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
+# The gradient of a single token's probability is one sum, whose terms may cancel.
+@given(
+    counts=st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(lambda each: sum(each) > 1)
+)
 @example(counts=[0, 5, 0, 0, 1])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_grouped_experts_compute_what_each_computes_alone(
