@@ -14,9 +14,12 @@ from plexrl.cluster.node.options import NodeOptions
 from plexrl.cluster.parts import NodeConfig, node_parts, options_of_nodes
 from plexrl.cluster.ray.machine import RayMachineActor
 from plexrl.cluster.ray.node import RayNodeActor, parts_here
+from plexrl.cluster.ray.nodes import _NodeActor
+from plexrl.cluster.ray.options import RayOptions
 from plexrl.errors import CapacityError
 from plexrl.events.config import BrokerConfig
 from plexrl.process.folders.folders import Folders
+from plexrl.process.ray_connection import RayNode
 from plexrl.statemanager.device.cuda.bindings import device_names
 
 TWO = ("81559, [N/A], GPU-a, NVIDIA H100", "40960, Disabled, GPU-b, A100, MIG")
@@ -132,9 +135,12 @@ def test_ray_learns_of_a_node_what_it_needs_and_no_password(tmp_path: Path) -> N
         settings=settings,
     )
     told = options_of_nodes(options)
-    assert b"hidden" in pickle.dumps(options)
-    assert b"hidden" not in pickle.dumps(told)
     folders, node = Folders.of(options.data_dir), NodeConfig(node="n", gpus=1)
+    place = RayNode(node_id="0", node="n", address="127.0.0.1", gpus=1, resource="GPU")
+    sent = _NodeActor(options, RayOptions(address="auto"), folders, place, None)._here
+    assert b"hidden" in pickle.dumps(options)
+    assert b"hidden" not in pickle.dumps(sent)
+    assert sent[0] == told
     assert node_parts(told, folders, node) == node_parts(options, folders, node)
 
 
