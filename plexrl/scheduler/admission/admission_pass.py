@@ -51,9 +51,9 @@ from plexrl.scheduler.admission.scarcity import (
     is_covered,
     is_rival,
     may_join,
-    node_types_compatible,
 )
 from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.placement import modes
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment

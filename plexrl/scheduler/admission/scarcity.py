@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from plexrl.scheduler.admission.fit.feasibility import is_possible
 from plexrl.scheduler.admission.quotas import over_quota
+from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,11 +60,6 @@ def _is_eligible(cluster: "Cluster", deployment: "Deployment") -> bool:
     if len(job.deployments) < job.gang or over_quota(cluster, job, deployment.workers) is not None:
         return False
     return is_possible(cluster, deployment)
-
-
-def node_types_compatible(one_type: str, other_type: str) -> bool:
-    """Whether two requested node types may mean the same node; empty: any type."""
-    return "" in (one_type, other_type) or one_type == other_type
 
 
 def is_rival(size: "Size", others: "Iterable[Size]") -> bool:

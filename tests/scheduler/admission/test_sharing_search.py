@@ -37,8 +37,8 @@ class Kind(NamedTuple):
     gpu_kind: str
 
 
-def cluster_of(kinds: dict[str, Kind], **changes: object) -> FakeCluster:
-    cluster = FakeCluster(policy="pack", **changes)
+def cluster_of(kinds: dict[str, Kind], job: str = "j", **changes: object) -> FakeCluster:
+    cluster = FakeCluster(**{"policy": "pack", **changes})
     for name, kind in kinds.items():
         cluster.join_node(kind.gpus, name, node_type=name, gpu_kind=kind.gpu_kind)
         cluster.nodes[name] = type(cluster.nodes[name])(
@@ -52,7 +52,7 @@ def cluster_of(kinds: dict[str, Kind], **changes: object) -> FakeCluster:
         )
         cluster.join_node(node=name)
     cluster.join_router()
-    cluster.job("j")
+    cluster.job(job)
     return cluster
 
 

@@ -7,27 +7,24 @@ is yes. While it waits: would it get its GPUs if all other jobs ended now? Only 
 block others from free GPUs, so in doubt the answer is no.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from plexrl.scheduler.admission.fit import backtracking
+from plexrl.scheduler.admission.fit.rehearsal import Rehearsal, in_placement_order
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.placement.capacity.needs import (
     Need,
     fits_as_placed,
-    least_memory,
     need_of,
     suits,
 )
-from plexrl.scheduler.placement.capacity.node_pool import NodeKind, fabric_note, is_in_service
-from plexrl.scheduler.placement.contention.colocation import may_share
-from plexrl.scheduler.placement.policies import PlacementMode
-from plexrl.scheduler.state.records import Deployment, Job, Node, State
+from plexrl.scheduler.placement.capacity.node_pool import NodeKind, fabric_note
+from plexrl.scheduler.state.records import Deployment, Job, State
 
 if TYPE_CHECKING:
-    from plexrl.ids import DeploymentId, NodeId, TenantId
+    from plexrl.ids import NodeId, TenantId
 
 
 def fits(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
@@ -141,31 +138,14 @@ def count_impossible(cluster: Cluster, tenant: "TenantId | None") -> int:
 def fit_as_placed(
     cluster: Cluster, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
 ) -> bool:
-    """Whether `deployments` get GPUs one after the other, each GPUs of its own, except those that
-    are certain to share one group."""
-    order = sorted(deployments, key=lambda d: (-d.workers, d.created_at, d.deployment))
-    if fits_as_placed(free, [need_of(each) for each in order]):
-        return True
-    if not _may_pack(cluster, order):
-        for joining in (_paired(cluster, order), _siblings(cluster, order)):
-            left = [need_of(each) for each in order if each.deployment not in joining]
-            if joining and fits_as_placed(free, left):
-                return True
-        return False
-    found: list[Need] = []
-    groups: dict[tuple[int, str], int] = {}
-    rollouts: dict[tuple[int, str], int] = {}
-    for each in order:
-        key = each.workers, each.node_type
-        if each.shares:
-            # One group holds all of them, except that each rollout has another one.
-            rollouts[key] = rollouts.get(key, 0) + (each.kind == "rollout")
-            wanted = rollouts[key] if each.kind == "rollout" else 1
-            if groups.get(key, 0) >= wanted:
-                continue
-            groups[key] = groups.get(key, 0) + 1
-        found.append(need_of(each))
-    return fits_as_placed(free, found)
+    """Whether `deployments` get GPUs one after the other, those that are certain to share GPUs
+    together, as a `Rehearsal` finds."""
+    order = in_placement_order(deployments)
+    for turns_first in (False, True):
+        rehearsal = Rehearsal(cluster, free, turns_first=turns_first)
+        if all(rehearsal.place(each) for each in order):
+            return True
+    return False
 
 
 def gang_of(cluster: Cluster, deployment: Deployment) -> list[Deployment]:
@@ -174,75 +154,6 @@ def gang_of(cluster: Cluster, deployment: Deployment) -> list[Deployment]:
     if not job.gang:
         return [deployment]
     return [cluster.state.deployment(name) for name in job.deployments if name in cluster.waiting]
-
-
-def _may_pack(cluster: Cluster, deployments: Sequence[Deployment]) -> bool:
-    """Whether deployments of equal size are certain to share one group."""
-    if len(deployments) < 2:
-        return False
-    modes = cluster.settings.policy.modes(
-        has_profile=False, is_patience_over=False, is_scarce=False
-    )
-    if PlacementMode.PACKED not in modes:
-        return False
-    return _one_group_holds(cluster, [each for each in deployments if each.shares])
-
-
-def _siblings(cluster: Cluster, deployments: Sequence[Deployment]) -> set["DeploymentId"]:
-    """The deployments that are certain to have the group of another of these."""
-    if not cluster.settings.policy.repacks:
-        return set()
-    groups: dict[tuple[int, str], list[Deployment]] = {}
-    for each in deployments:
-        if each.shares and each.kind != "rollout":
-            groups.setdefault((each.workers, each.node_type), []).append(each)
-    found: set[DeploymentId] = set()
-    for members in groups.values():
-        if _one_group_holds(cluster, members):
-            found.update([each.deployment for each in members[1:]])
-    return found
-
-
-def _one_group_holds(cluster: Cluster, sharing: Sequence[Deployment]) -> bool:
-    config, nodes = cluster.settings.config, cluster.state.nodes.values()
-    duties = [cluster.inventory.duty_when_placed(each) for each in sharing]
-    usable = [node for node in nodes if is_in_service(node)]
-    tiers = min((node.host_memory_bytes + node.nvme_bytes for node in usable), default=0)
-    return (
-        len(sharing) <= config.residents_max
-        and math.fsum(duties) <= config.load_max
-        and sum(each.state_bytes for each in sharing) <= tiers
-        and _have_memory(usable, sharing)
-    )
-
-
-def _have_memory(nodes: Sequence[Node], sharing: Sequence[Deployment]) -> bool:
-    """Whether the GPUs of every node let these deployments work in turns."""
-    kinds = {(node.gpu_kind, node.gpu_memory_bytes) for node in nodes}
-    return all(least_memory(kind, sharing) <= memory for kind, memory in kinds)
-
-
-def _paired(cluster: Cluster, deployments: Sequence[Deployment]) -> set["DeploymentId"]:
-    """The rollouts that are certain to have the group of another of these deployments."""
-    if not cluster.settings.anybody_shares or cluster.settings.config.residents_max < 2:
-        return set()
-    nodes = [node for node in cluster.state.nodes.values() if is_in_service(node)]
-    tiers = min((node.host_memory_bytes + node.nvme_bytes for node in nodes), default=0)
-    found: dict[DeploymentId, DeploymentId] = {}
-    for rollout in deployments:
-        for other in deployments if rollout.kind == "rollout" else ():
-            if (
-                other.deployment not in found.values()
-                and (other.workers, other.node_type) == (rollout.workers, rollout.node_type)
-                and other.shares
-                and rollout.shares
-                and may_share(cluster, (other, rollout))
-                and other.state_bytes + rollout.state_bytes <= tiers
-                and _have_memory(nodes, (other, rollout))
-            ):
-                found[rollout.deployment] = other.deployment
-                break
-    return set(found)
 
 
 def _why(cluster: Cluster, job: Job, gang: Sequence[Deployment]) -> str:

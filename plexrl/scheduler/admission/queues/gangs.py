@@ -4,10 +4,11 @@ from typing import Final
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.fit.feasibility import gang_of
+from plexrl.scheduler.admission.fit.rehearsal import in_placement_order
 from plexrl.scheduler.admission.order import is_partial
 from plexrl.scheduler.admission.quotas import over_quota
-from plexrl.scheduler.admission.scarcity import node_types_compatible
 from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.placement import leave, modes, place
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, Job
@@ -37,10 +38,31 @@ def place_all(
     allowed: dict[DeploymentId, tuple[PlacementMode, ...]],
     now: float,
 ) -> bool:
-    """Put all deployments on groups by their allowed modes, or none."""
+    """Put all deployments on groups by their allowed modes, or none. If that fails, those that may
+    take turns with others of the job do so instead of taking GPUs of their own."""
+    turning = {name: tuple(sorted(found, key=_is_foreign)) for name, found in allowed.items()}
+    if not _place_in_order(cluster, gang, allowed, now) and (
+        turning == allowed or not _place_in_order(cluster, gang, turning, now)
+    ):
+        return False
+    for deployment in gang:
+        cluster.waiting.remove(deployment.deployment)
+        cluster.hold(deployment, +1, now)
+    return True
+
+
+def _is_foreign(mode: PlacementMode) -> bool:
+    return mode not in _OWN
+
+
+def _place_in_order(
+    cluster: Cluster,
+    gang: list[Deployment],
+    allowed: dict[DeploymentId, tuple[PlacementMode, ...]],
+    now: float,
+) -> bool:
     done: list[Deployment] = []
-    # The largest first, because it has the fewest choices.
-    for deployment in sorted(gang, key=lambda d: (-d.workers, d.created_at, d.deployment)):
+    for deployment in in_placement_order(gang):
         if place(cluster, deployment, now, only=allowed[deployment.deployment]) is None:
             for each in reversed(done):
                 leave(cluster, each, now)
@@ -49,9 +71,6 @@ def place_all(
                 each.placement = None
             return False
         done.append(deployment)
-    for deployment in gang:
-        cluster.waiting.remove(deployment.deployment)
-        cluster.hold(deployment, +1, now)
     return True
 
 

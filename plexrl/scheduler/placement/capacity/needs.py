@@ -43,6 +43,23 @@ def suits(kind: NodeKind, need: Need) -> bool:
     return kind.gpu_memory_bytes >= need.on(kind.gpu_kind)
 
 
+def placement_rank(deployment: "Deployment") -> tuple[bool, int, bool, int, int]:
+    """Sort key of deployments that get GPUs together: first those with the fewest choices."""
+    need = need_of(deployment)
+    return (
+        not need.node_type,
+        -need.workers,
+        deployment.shares,
+        -need.gpu_memory_bytes,
+        -need.device_bytes,
+    )
+
+
+def node_types_compatible(one_type: str, other_type: str) -> bool:
+    """Whether two requested node types may mean the same node; empty: any type."""
+    return "" in (one_type, other_type) or one_type == other_type
+
+
 def need_of(deployment: "Deployment") -> Need:
     """The GPUs that a deployment needs."""
     per_rank = -(-deployment.state_bytes // deployment.workers)

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from plexrl.scheduler.dispatch.switch_cost import moves_at_best_s
-from plexrl.scheduler.placement.capacity.needs import fits_as_placed, holds, need_of
+from plexrl.scheduler.placement.capacity.needs import (
+    fits_as_placed,
+    holds,
+    need_of,
+    node_types_compatible,
+    placement_rank,
+)
 from plexrl.scheduler.placement.contention.service_level import has_tight_bound, waiting_bound
 from plexrl.scheduler.placement.policies import PlacementMode
 
@@ -50,8 +56,8 @@ def may_share(cluster: "Cluster", members: Sequence["Deployment"]) -> bool:
         return False
     state = cluster.state
     all_of_job = [state.deployments[name] for name in state.jobs[members[0].job].deployments]
-    needs = sorted((need_of(each) for each in all_of_job if not each.preemptible), reverse=True)
-    return not fits_as_placed(cluster.inventory.in_service(), needs)
+    lasting = sorted((each for each in all_of_job if not each.preemptible), key=placement_rank)
+    return not fits_as_placed(cluster.inventory.in_service(), [need_of(each) for each in lasting])
 
 
 def takes_turns(members: Sequence["Deployment"]) -> bool:
@@ -96,7 +102,7 @@ def has_siblings(cluster: "Cluster", deployment: "Deployment") -> bool:
     """
     state = cluster.state
     return any(
-        _are_siblings(state.deployments[name], deployment)
+        are_siblings(state.deployments[name], deployment)
         for name in state.jobs[deployment.job].deployments
     )
 
@@ -106,7 +112,7 @@ def siblings_group(cluster: "Cluster", deployment: "Deployment") -> "Group | Non
     state = cluster.state
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
-        if other.group in (None, deployment.group) or not _are_siblings(other, deployment):
+        if other.group in (None, deployment.group) or not are_siblings(other, deployment):
             continue
         assert other.group is not None, "it was checked"
         group = state.groups[other.group]
@@ -120,14 +126,16 @@ def siblings_group(cluster: "Cluster", deployment: "Deployment") -> "Group | Non
     return None
 
 
-def _are_siblings(one: "Deployment", other: "Deployment") -> bool:
-    """Whether both may have one group; rollouts take turns with the training alone."""
+def are_siblings(one: "Deployment", other: "Deployment") -> bool:
+    """Whether these deployments of a job may have one group; rollouts take turns with the training
+    alone."""
     return (
         one is not other
         and one.shares
         and other.shares
         and "rollout" not in (one.kind, other.kind)
-        and (one.workers, one.node_type) == (other.workers, other.node_type)
+        and one.workers == other.workers
+        and node_types_compatible(one.node_type, other.node_type)
     )
 
 
@@ -155,7 +163,8 @@ def waiting_partners(cluster: "Cluster", deployment: "Deployment") -> list["Depl
             other.group is None
             and other.shares
             and not other.preemptible
-            and (other.workers, other.node_type) == (deployment.workers, deployment.node_type)
+            and other.workers == deployment.workers
+            and node_types_compatible(other.node_type, deployment.node_type)
             and may_share(cluster, (deployment, other))
         ):
             found.append(other)
