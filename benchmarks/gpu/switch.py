@@ -235,7 +235,8 @@ def running_daemon(host_bytes: int, idle_bytes: int | None = None) -> Iterator[S
         daemon.terminate()
         daemon.wait()
         shutil.rmtree(directory)
-        shutil.rmtree(node.host_dir)
+        # The StateManager removes it, unless it failed.
+        shutil.rmtree(node.host_dir, ignore_errors=True)
 
 
 def main() -> None:

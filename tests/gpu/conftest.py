@@ -1,7 +1,5 @@
 """A GPU and a StateManager for the tests of this folder."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.switch import GIB, start_daemon
+from benchmarks.gpu.switch import GIB, running_daemon
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.worker.state.device import GpuDevice
 from tests.statemanager.device_rigs import real_driver
@@ -28,10 +26,5 @@ def device(tmp_path: Path) -> Iterator[GpuDevice]:
 @pytest.fixture
 def node(device: GpuDevice) -> Iterator[StateManagerConfig]:
     assert device.free_bytes(), "tests without a GPU are skipped before a daemon starts"
-    directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
-    daemon, config = start_daemon(directory, GIB)
-    yield config
-    daemon.terminate()
-    daemon.wait()
-    shutil.rmtree(directory)
-    shutil.rmtree(config.host_dir)
+    with running_daemon(GIB) as config:
+        yield config
