@@ -154,12 +154,12 @@ def test_a_full_device_refuses_and_changes_nothing(rig_name: str) -> None:
         rig.poke(arena, 0, b"mine")
         before = rig.backend.usage(0)
         with pytest.raises(DeviceMemoryFullError, match="offload another job") as refused:
-            rig.backend.allocate(3 << 20, device=0, uid=UID)
-        assert refused.value.details["needed_bytes"] == 3 << 20
+            rig.backend.allocate(4 << 20, device=0, uid=UID)
+        assert refused.value.details["needed_bytes"] == 4 << 20
         assert rig.backend.usage(0) == before
         assert read(loan, 0, 4) == b"mine"
         give_back(rig, loan, arena)
-        rig.backend.free(rig.backend.allocate(3 << 20, device=0, uid=UID))
+        rig.backend.free(rig.backend.allocate(4 << 20, device=0, uid=UID))
 
 
 def test_a_restarted_daemon_adopts_its_workers_memory(rig: Rig) -> None:
