@@ -2,8 +2,8 @@
 
     python benchmarks/statemanager.py [--quick] [--json] [part …]
 
-Parts: switches, nvme, pulls, plans, control, replicas, checkpoints, optimizer, delta; all by
-default. Baselines are taken in turns with what is measured: plain memory copies between memory
+Parts: switches, overlap, nvme, pulls, plans, control, replicas, checkpoints, optimizer, delta; all
+by default. Baselines are taken in turns with what is measured: plain memory copies between memory
 files, `fio`, `iperf3`, a bare echo between two processes, plain writes, torch's AdamW.
 """
 
@@ -26,6 +26,7 @@ from plexrl.process.memory.tuning import tuned
 
 PARTS = {
     "switches": host.measure_switches,
+    "overlap": host.measure_overlap,
     "nvme": nvme.measure,
     "pulls": pulls.measure,
     "plans": plans.measure,

@@ -23,6 +23,9 @@ SAMPLE_BYTES = 4096
 Reply = tuple[str, float, int]
 """Error (empty: none), seconds that the client's call took, bytes that were moved."""
 
+Version = tuple[str, int]
+"""Deployment and sequence number."""
+
 
 class GpuJob:
     """An arena of `nbytes`, filled with one random block over and over."""
@@ -65,10 +68,15 @@ class GpuJob:
             self._driver.copy_to_device(address, host, count, self._stream)
         self._driver.synchronize_stream(self._stream)
 
-    def offload(self, seq: int) -> int:
-        """Bytes that were moved; the version's predecessor is dropped."""
+    def offload(self, seq: int, successor: Version = ("", 0)) -> int:
+        """Bytes that were moved; the version's predecessor is dropped. `successor`: what is loaded
+        next."""
         report = self._client.offload(
-            seq=seq, keep_seq=seq, token=1, parts=frozenset({StatePart.PARAMETER})
+            seq=seq,
+            keep_seq=seq,
+            token=1,
+            parts=frozenset({StatePart.PARAMETER}),
+            successor=successor,
         )
         return report.bytes_moved
 
@@ -79,8 +87,9 @@ class GpuJob:
         self._driver.destroy_stream(self._stream)
 
     def load(self, seq: int) -> int:
-        """Bytes that were moved."""
-        return self._client.load(seq=seq, token=1).bytes_moved
+        """Bytes that were moved, without those that were there already."""
+        report = self._client.load(seq=seq, token=1)
+        return report.bytes_moved - report.prefetched_bytes
 
     def expect_use(self, nbytes: int) -> None:
         """Announce memory that a framework will allocate beside the arena."""
@@ -109,10 +118,10 @@ class GpuJob:
 
 
 def serve_job(pipe: Connection, listen: str, key_file: str, name: str, nbytes: int) -> None:
-    """Execute the actions (action, seq) from the pipe until `end`."""
+    """Execute the actions (action, seq, successor) from the pipe until `end`."""
     job = GpuJob(BoundDriver(), listen, read_ticket_key(Path(key_file)), name, nbytes)
     while True:
-        action, seq = pipe.recv()
+        action, seq, successor = pipe.recv()
         started = time.perf_counter()
         error, moved = "", 0
         try:
@@ -120,7 +129,7 @@ def serve_job(pipe: Connection, listen: str, key_file: str, name: str, nbytes: i
                 case "fill":
                     job.fill()
                 case "offload":
-                    moved = job.offload(seq)
+                    moved = job.offload(seq, successor)
                 case "load":
                     moved = job.load(seq)
                 case "check":

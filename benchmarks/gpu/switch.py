@@ -6,7 +6,8 @@ Two processes take turns on device 0. Reports offload and load against `cuMemcpy
 pinned host memory and the device, what a switch of a tiny state costs (the fixed part), and the
 device's free memory after every switch. Fixed part and load are measured again with no returned
 memory kept for the next load, and many small copies as batches and with one call for each. An
-offload of two ranks with equal states is measured with digests and without. Where
+offload of two ranks with equal states is measured with digests and without. Switches whose offload
+names what is loaded next take turns with switches whose load begins after the offload. Where
 `cuda-checkpoint` is installed, it is compared too: its switch over ours. Needs an NVIDIA GPU, and
 memory for both states in /dev/shm; without a GPU it says so and measures nothing.
 """
@@ -60,16 +61,19 @@ class Job:
         self._pipe, theirs = context.Pipe()
         given = (theirs, node.listen, str(node.ticket_key_path), name, nbytes)
         # It ends with this process, whatever goes wrong here.
+        self.name = name
         self.process = context.Process(target=serve_job, args=given, daemon=True)
         self.process.start()
         # Else a job that dies would never be the end of what is read from the pipe.
         theirs.close()
         self.seq = 0
 
-    def ask(self, action: str) -> Reply:
-        """Execute an action; raises RuntimeError if the job reports an error."""
+    def ask(self, action: str, successor: "Job | None" = None) -> Reply:
+        """Execute an action; raises RuntimeError if the job reports an error. `successor`: the job
+        that is loaded after an offload."""
         self.seq += action == "offload"
-        self._pipe.send((action, self.seq))
+        version = ("", 0) if successor is None else (f"{successor.name}/actor", successor.seq)
+        self._pipe.send((action, self.seq, version))
         reply: Reply = self._pipe.recv()
         if reply[0]:
             raise RuntimeError(f"{action}: {reply[0]}")
@@ -77,7 +81,7 @@ class Job:
 
     def end(self) -> None:
         """Return when the process is gone."""
-        self._pipe.send(("end", 0))
+        self._pipe.send(("end", 0, ("", 0)))
         self.process.join()
 
 
@@ -190,6 +194,33 @@ def take_turns(
     return turns
 
 
+def overlapped_ratio(node: StateManagerConfig, nbytes: int, switches: int) -> tuple[float, float]:
+    """(time of an overlapped switch over one in sequence, part of its load that was copied during
+    the offload)."""
+    jobs = [Job(node, f"overlap{index}", nbytes) for index in range(2)]
+    for job in jobs:
+        job.ask("fill")
+        job.ask("offload")
+    jobs[0].ask("load")
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    before = []
+    for turn in range(2 * switches):
+        leaving, coming = jobs[turn % 2], jobs[1 - turn % 2]
+        # Each way there and back, then the other way.
+        overlaps = turn // 2 % 2 == 0
+        started = time.perf_counter()
+        leaving.ask("offload", coming if overlaps else None)
+        _, _, moved = coming.ask("load")
+        seconds[overlaps].append(time.perf_counter() - started)
+        if overlaps:
+            before.append(1.0 - moved / nbytes)
+        coming.ask("check")
+    for job in jobs:
+        job.end()
+    medians = {overlaps: statistics.median(found) for overlaps, found in seconds.items()}
+    return medians[True] / medians[False], statistics.median(before)
+
+
 def start_daemon(
     directory: Path,
     host_bytes: int,
@@ -270,6 +301,8 @@ def main() -> None:
     )
     with running_daemon(nbytes + SPARE_BYTES) as node:
         replicas = replica_figures(node, GpuDevice(driver.uuids()[0], driver), nbytes // 4)
+    with running_daemon(2 * nbytes + SPARE_BYTES) as node:
+        overlapped, before = overlapped_ratio(node, nbytes, min(wanted.switches, SWITCHES_RELEASED))
     suspended_s = cuda_checkpoint.switch_s(nbytes)
     switch_s = statistics.median(turn[0] for turn in large)
     offload = nbytes / statistics.median(turn[1] for turn in large) / 1e9
@@ -287,6 +320,8 @@ def main() -> None:
         "fixed_switch_ms_released": 1e3 * statistics.median(turn[0] for turn in tiny_released),
         "load_released_ratio": statistics.median(turn[2] for turn in large_released)
         / statistics.median(turn[2] for turn in large),
+        "overlapped_switch_ratio": overlapped,
+        "overlapped_switch_prefetched": before,
         "batch_ratio": batches,
         **replicas,
         "state_bytes": nbytes,

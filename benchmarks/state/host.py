@@ -1,5 +1,9 @@
 """Between an arena and the host tier: whole switches, as a worker sees them."""
 
+import statistics
+import time
+from functools import partial
+
 import numpy as np
 
 from benchmarks.sizes import sized
@@ -69,6 +73,54 @@ def measure_switches() -> tuple[Rows, Figures]:
         fit = f"{constant:.2f} ms + 1 / {figures[f'{move}_gb_s']:.1f} GB/s"
         rows.append(row(f"{move} against size: linear fit", fit))
     return rows, figures
+
+
+def measure_overlap() -> tuple[Rows, Figures]:
+    """Switches there and back between two jobs of one device that has room for both states, against
+    the same with the load after the offload. All of each state changes before it leaves."""
+    size = LARGE_MIB
+    slices = tensors(max(1, size // 4), min(4, size) * MIB)
+    prefetched: list[float] = []
+    with daemon(device_bytes=3 * size * MIB) as served:
+        ranks = [Rank(served, slices, deployment=name) for name in ("one/actor", "two/actor")]
+        seqs = [1, 1]
+        for rank in ranks:
+            rank.fill()
+            rank.offload(1)
+        ranks[0].load(1)
+
+        def there_and_back(*, overlapped: bool) -> float:
+            took_s = 0.0
+            for index in (0, 1):
+                leaving, coming = ranks[index], ranks[1 - index]
+                leaving.change()
+                seqs[index] += 1
+                successor = (coming.deployment, seqs[1 - index]) if overlapped else ("", 0)
+                took_s += timed(partial(leaving.offload, seqs[index], successor))
+                started = time.perf_counter()
+                report = coming.load(seqs[1 - index])
+                took_s += time.perf_counter() - started
+                if overlapped:
+                    prefetched.append(report.prefetched_bytes / report.bytes_moved)
+            return took_s
+
+        found = in_turns(
+            {
+                "overlapped": lambda: there_and_back(overlapped=True),
+                "sequential": lambda: there_and_back(overlapped=False),
+            },
+            SWITCHES,
+        )
+        for rank in ranks:
+            rank.client.close()
+    ratio = 1.0 / found.usual_ratio("overlapped", "sequential")
+    figures = {
+        "overlapped_switch_ratio": ratio,
+        "overlapped_switch_prefetched": statistics.median(prefetched),
+    }
+    what = f"overlapped switch of {size} MiB each way, of one in sequence"
+    best = f"{1.0 / found.ratio('overlapped', 'sequential'):.2f}"
+    return [row(what, best, f"{ratio:.2f}")], figures
 
 
 def _switches(rank: Rank) -> dict[str, Work]:

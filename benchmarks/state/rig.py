@@ -134,9 +134,9 @@ class Rank:
         """Store version `seq`, the one before it given up."""
         return self.client.snapshot(seq=seq, keep_seq=seq, token=1, parts=PARTS)
 
-    def offload(self, seq: int) -> MoveReport:
-        """As `snapshot`, and the memory is given back."""
-        return self.client.offload(seq=seq, keep_seq=seq, token=1, parts=PARTS)
+    def offload(self, seq: int, successor: tuple[str, int] = ("", 0)) -> MoveReport:
+        """As `snapshot`, and the memory is given back. `successor`: what is loaded next."""
+        return self.client.offload(seq=seq, keep_seq=seq, token=1, parts=PARTS, successor=successor)
 
     def load(self, seq: int) -> LoadReport:
         """Bring version `seq` back."""

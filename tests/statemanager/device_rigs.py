@@ -27,6 +27,9 @@ from plexrl.statemanager.device.memory import Run
 from tests.statemanager.emulated_cuda import EmulatedCuda
 from tests.statemanager.memory_files import NewSegments
 
+SEGMENT_BYTES_MAX = 256 << 10
+"""On the emulated driver an arena has several segments; a GPU's unit is larger."""
+
 
 class HostBlock:
     """Host memory for copies."""
@@ -128,7 +131,9 @@ class CudaRig:
         self._free_before, _ = driver.memory_info()
 
     def another_backend(self) -> CudaDevices:
-        return CudaDevices(self.driver, bytes_max=self._bytes_max)
+        return CudaDevices(
+            self.driver, bytes_max=self._bytes_max, segment_bytes_max=SEGMENT_BYTES_MAX
+        )
 
     def make_arena(self, nbytes: int) -> CudaArena:
         return CudaArena(self.driver, nbytes)

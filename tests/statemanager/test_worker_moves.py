@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from plexrl.errors import DeviceMemoryFullError, InvalidRequestError
 from plexrl.statemanager.client.arena import Arena
@@ -10,7 +11,15 @@ from plexrl.wire.operations import OperationKind
 from plexrl.worker.process.backend import Backend, BackendCall, BackendResult, SharedWeights
 from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.state_mover import StateMover
-from tests.statemanager.conftest import ALL_PARTS, MIB, Daemon, MakeShard, Shard, StartDaemon
+from tests.statemanager.conftest import (
+    ALL_PARTS,
+    MIB,
+    Daemon,
+    MakeShard,
+    Shard,
+    StartDaemon,
+    wait_until,
+)
 
 
 def command(kind: OperationKind, seq: int, token: int) -> RunCommand:
@@ -116,3 +125,27 @@ def test_a_state_is_written_after_a_base_that_found_no_room_has_found_it(
     assert shard.arena.resident_bytes() == MIB
     assert np.array_equal(shard.contents, backend.expected)
     backend.base.arena.close()
+
+
+def test_a_load_reports_what_the_offload_before_it_left_time_for(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    daemon = start_daemon(device_bytes=8 * MIB)
+    shards, movers = [], []
+    for name in ("a/actor", "b/actor"):
+        shard = make_shard(daemon, registered=False, deployment=name)
+        mover = StateMover(Bytes(shard.arena, shard.slices), shard.client, shard.group)
+        mover.move(command(OperationKind.LOAD, 0, 1))
+        shard.fill(1)
+        mover.move(command(OperationKind.OFFLOAD, 1, 1))
+        shards.append(shard)
+        movers.append(mover)
+    first = movers[0].move(command(OperationKind.LOAD, 1, 1))
+    assert (first["prefetched_bytes"], first["prefetch_s"]) == (0, 0.0)
+    successor = {"successor": "b/actor", "successor_seq": 1}
+    movers[0].move(replace(command(OperationKind.OFFLOAD, 2, 1), **successor))
+    wait_until(lambda: shards[0].agent.usage()["device"]["lent_bytes"] > 0)
+    second = movers[1].move(command(OperationKind.LOAD, 1, 1))
+    assert second["prefetched_bytes"] == second["bytes_moved"] == shards[1].contents.size
+    assert second["prefetch_s"] > 0.0
+    assert np.array_equal(shards[1].contents, shards[1].version(1))

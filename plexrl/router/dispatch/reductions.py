@@ -67,6 +67,9 @@ def gather_moves(results: Sequence[Mapping[str, Any]]) -> Plain:
         joined["seconds"] = max(float(result["seconds"]) for result in results)
         # The slowest tier of all ranks.
         joined["tier"] = max((str(result["tier"]) for result in results), key=TIERS.index)
+    if "prefetched_bytes" in joined:
+        joined["prefetched_bytes"] = sum(int(result["prefetched_bytes"]) for result in results)
+        joined["prefetch_s"] = max(float(result["prefetch_s"]) for result in results)
     if "bytes_wanted" in joined:
         joined |= _gathered_sync(results, int(joined["bytes_moved"]))
     if "trainer_step" in joined:
@@ -104,4 +107,9 @@ def state_moved(kind: OperationKind, result: Mapping[str, Any]) -> Plain | None:
     """The report to the scheduler on a load or offload; None for other kinds."""
     if kind not in (OperationKind.LOAD, OperationKind.OFFLOAD) or "bytes_moved" not in result:
         return None
-    return {"bytes_moved": result["bytes_moved"], "tier": result["tier"]}
+    return {
+        "bytes_moved": result["bytes_moved"],
+        "tier": result["tier"],
+        "prefetched_bytes": result.get("prefetched_bytes", 0),
+        "prefetch_s": result.get("prefetch_s", 0.0),
+    }

@@ -112,7 +112,7 @@ def within_limits(event: ev.OperationFinished) -> ev.OperationFinished:
         and 0.0 <= event.transfer_s <= SECONDS_MAX
         and 0 <= event.result_bytes <= BYTES_MAX
         and 0 <= event.peak_bytes <= BYTES_MAX
-        and (moved is None or 0 <= moved.bytes_moved <= BYTES_MAX)
+        and (moved is None or moved == _clipped(moved))
     ):
         return event
     return replace(
@@ -121,9 +121,17 @@ def within_limits(event: ev.OperationFinished) -> ev.OperationFinished:
         transfer_s=_seconds(event.transfer_s),
         result_bytes=bounded_bytes(event.result_bytes),
         peak_bytes=bounded_bytes(event.peak_bytes),
-        moved=None
-        if moved is None
-        else ev.StateMoved(bytes_moved=bounded_bytes(moved.bytes_moved), tier=moved.tier),
+        moved=None if moved is None else _clipped(moved),
+    )
+
+
+def _clipped(moved: ev.StateMoved) -> ev.StateMoved:
+    bytes_moved = bounded_bytes(moved.bytes_moved)
+    return ev.StateMoved(
+        bytes_moved=bytes_moved,
+        tier=moved.tier,
+        prefetched_bytes=min(bounded_bytes(moved.prefetched_bytes), bytes_moved),
+        prefetch_s=_seconds(moved.prefetch_s),
     )
 
 

@@ -82,23 +82,36 @@ def round_trip_s(state: "State", deployment: "Deployment") -> float:
 
 def switch_cost(state: "State", group: "Group", deployment: "Deployment") -> float:
     """Predicted seconds until the deployment's state is on the group's GPUs: 0 for the holder,
-    otherwise the holder's offload plus the deployment's load."""
+    otherwise the holder's offload plus the deployment's load, which overlap."""
     if group.holder == deployment.deployment:
         return 0.0
-    cost_s = load_s(state, deployment)
-    if group.holder is not None:
-        cost_s += offload_s(state, state.deployments[group.holder])
-    return cost_s
+    if group.holder is None:
+        return load_s(state, deployment)
+    holder = state.deployments[group.holder]
+    return offload_s(state, holder) + load_after_s(state, holder, deployment)
+
+
+def load_after_s(state: "State", leaving: "Deployment", deployment: "Deployment") -> float:
+    """Predicted seconds of a load from the end of the offload of `leaving` on. Links copy in both
+    directions at once, so a part of the load takes place during the offload."""
+    whole_s = load_s(state, deployment)
+    before_s = deployment.estimates.prefetched_part * whole_s
+    return whole_s - min(before_s, offload_s(state, leaving)) if before_s else whole_s
 
 
 def observe_move(
     state: "State", deployment: "Deployment", operation: "Operation", event: "OperationFinished"
 ) -> None:
     """Update the estimates with a finished load or offload. Ignores the first load of a new model,
-    which builds the model instead of moving state."""
+    which builds the model instead of moving state. The copies of a load count as a whole, also
+    those before it."""
     moved, kind, seconds = event.moved, operation.kind, event.compute_s
     if kind is _LOAD and operation.seq == 0 and (moved is None or not moved.bytes_moved):
         return
+    if kind is _LOAD and moved is not None and moved.bytes_moved:
+        seconds += moved.prefetch_s
+        if deployment.group is not None and state.groups[deployment.group].switched:
+            deployment.estimates.observe_prefetch(moved.prefetched_bytes / moved.bytes_moved)
     tier = HOST if moved is None else moved.tier
     if tier == NVME and kind is _LOAD:
         deployment.estimates.observe_nvme_load(seconds)

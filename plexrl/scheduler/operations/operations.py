@@ -252,8 +252,11 @@ def start_move(
     # The scheduler made it, so no caller waited.
     operation.queue_s = 0.0
     due_s: float | None = None
+    incoming: Deployment | None = None
     if kind == _OFFLOAD:
         due_s = next_use_s(deployment, now)
+        if group.incoming is not None and state.deployments[group.incoming].replay.durable_seq:
+            incoming = state.deployments[group.incoming]
     if cause is not None:
         operation.caused_by = cause.deployment
         operation.paid_by = state.jobs[cause.job].tenant
@@ -280,6 +283,9 @@ def start_move(
         deployment.replay.previous_seq,
         0,
         deployment.processes.incarnation,
+        None,
+        None if incoming is None else incoming.deployment,
+        0 if incoming is None else incoming.replay.durable_seq,
     )
     deployment.moving = command
     if state.routers:

@@ -273,6 +273,11 @@ class RecordedMoves(MoveCosts):
         del node_type, tier
         return self._offload.seconds(state_bytes / gpus)
 
+    def prefetched_part(self, node_type: str, leaving_bytes: float, coming_bytes: float) -> float:
+        """0: recorded loads begin at the end of the offload before them."""
+        del node_type, leaving_bytes, coming_bytes
+        return 0.0
+
 
 def simulated_cycles(
     trace: Sequence[TraceJob],

@@ -13,6 +13,8 @@ Sources of `NodeType`'s rates:
 - 20e9 bytes/s of NVMe: eight Gen 5 drives read 48 and write 26 (same source), and ServerlessLLM's
   store reaches about 20 on such a node. The lower rate serves both directions.
 - 50e9 bytes/s of network: one NIC of 400 Gbit/s per node, though such nodes have several.
+- A load copies during the offload before it as much as finds free GPU memory; its fixed part
+  follows the offload.
 - 0.5 s fixed: from the first rank's request to the last rank's answer. A warm switch needs well
   under 0.1 s outside its copies; the rest is for suspending and resuming communicators (NCCL frees
   10 GB a rank in milliseconds and destroys a process group in 0.9 s).
@@ -58,6 +60,18 @@ class MoveCosts:
     def offload_s(self, node_type: str, state_bytes: int, gpus: int, tier: str = HOST) -> float:
         """Duration of an offload to `tier`."""
         return self._move_s(self._types[node_type], state_bytes, gpus, tier)
+
+    def prefetched_part(self, node_type: str, leaving_bytes: float, coming_bytes: float) -> float:
+        """Part of a load that finds free GPU memory during the offload before it, by the bytes of
+        both states per GPU. 0 if a switch has a fixed duration, which then includes this."""
+        if self._half_s is not None or coming_bytes <= 0.0:
+            return 0.0
+        free_bytes = self._types[node_type].gpu_memory_bytes - leaving_bytes
+        return min(max(0.0, free_bytes / coming_bytes), 1.0)
+
+    def fixed_s(self, node_type: str) -> float:
+        """Seconds of each move that do not depend on its bytes."""
+        return self._types[node_type].move_fixed_s
 
     def migrate_s(self, node_type: str, state_bytes: int, gpus: int) -> float:
         """Duration of a migration into the host memory of new nodes."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from plexrl.errors import PlexRLError, StateLostError, StateTierFullError
-from plexrl.ids import DeploymentId, NodeId
+from plexrl.ids import DeploymentId, GroupId, NodeId
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.shell import VirtualShell
@@ -48,6 +48,8 @@ class NodeStates:
         self._send = send
         self._states = VirtualState(costs)
         self._away: set[NodeId] = set()
+        self._left: dict[GroupId, tuple[DeploymentId, DeploymentId]] = {}
+        """By group: the deployment of its last move, if that was an offload, and its successor."""
         for name, kind in node_types.items():
             self._states.add_node(NodeId(name), kind)
 
@@ -59,7 +61,10 @@ class NodeStates:
     def begin(self, command: cmd.RunOperation) -> Move | Refusal:
         """Begin a load, an offload or a snapshot."""
         name, now = command.deployment, self._shell.now
+        former = self._left.pop(command.group, None)
         if command.kind != _LOAD:
+            if command.successor is not None:
+                self._left[command.group] = name, command.successor
             move = self._states.offload(name, command.next_use_s, now)
             if move is None:
                 return self._refused(name, StateTierFullError(f"no tier can hold {name!r}"))
@@ -69,6 +74,8 @@ class NodeStates:
             move = self._states.load(name, now)
             if move is None:
                 return self._refused(name, StateLostError(f"the state of {name!r} is lost"))
+            if former is not None and former[1] == name and self._states.knows(former[0]):
+                move = self._states.overlap(former[0], move, name)
         return move
 
     def prefetch(self, command: cmd.PrefetchState) -> None:

@@ -121,6 +121,10 @@ class VirtualState:
         known.host_offload = Move(took_s=offload_s, moved=moved)
         self._update_in_place(known)
 
+    def knows(self, deployment: DeploymentId) -> bool:
+        """Whether the deployment has not ended."""
+        return deployment in self._states
+
     def build(self, deployment: DeploymentId) -> Move:
         """The first load, of initial weights; assumed to take as long as one from host memory."""
         built = self._states[deployment].host_load
@@ -177,6 +181,29 @@ class VirtualState:
             moved=StateMoved(bytes_moved=known.state_bytes, tier=tier),
             reports=tuple(reports),
         )
+
+    def overlap(self, leaving: DeploymentId, load: Move, deployment: DeploymentId) -> Move:
+        """A load of `deployment` right after the offload of `leaving`, which ended now: what
+        found free GPU memory was copied during it."""
+        ours, theirs = self._states[leaving], self._states[deployment]
+        assert theirs.host_load is not None, f"{deployment} loads without GPUs"
+        if load.moved.tier != HOST or ours.host_offload is None:
+            return load
+        kind = theirs.node_type
+        part = self._costs.prefetched_part(
+            kind, ours.state_bytes / ours.gpus, theirs.state_bytes / theirs.gpus
+        )
+        copied_s = part * max(0.0, load.took_s - self._costs.fixed_s(kind))
+        copied_s = min(copied_s, ours.host_offload.took_s)
+        if not copied_s:
+            return load
+        moved = StateMoved(
+            bytes_moved=load.moved.bytes_moved,
+            tier=HOST,
+            prefetched_bytes=round(part * load.moved.bytes_moved),
+            prefetch_s=copied_s,
+        )
+        return Move(took_s=load.took_s - copied_s, moved=moved)
 
     def prefetch(
         self,

@@ -171,11 +171,14 @@ class StateManagerClient:
         next_use_s: float | None = None,
         previous_seq: int = 0,
         digests: Mapping[str, str] | None = None,
+        successor: tuple[str, int] = ("", 0),
     ) -> MoveReport:
         """Store `parts` as version `seq` and return the arena's memory.
 
         `next_use_s`: expected time until the next load; absent: unknown. `digests`: by share key,
         of what other ranks of this node may have saved; equal bytes are not copied again.
+        `successor`: deployment and version that are loaded next on this group; free device memory
+        takes a part of it already during the offload.
 
         Versions other than `seq` and `keep_seq` are dropped when this one is complete;
         `previous_seq` is dropped only when space is short. An arena that was loaded from or saved
@@ -187,7 +190,9 @@ class StateManagerClient:
             UnavailableError: the daemon did not come back in time; the arena is unchanged.
         """
         started = time.perf_counter()
-        report = self._save(seq, keep_seq, token, parts, meta, next_use_s, previous_seq, digests)
+        report = self._save(
+            seq, keep_seq, token, parts, meta, next_use_s, previous_seq, digests, successor
+        )
         self.give_back()
         # Returning pages takes time that the daemon does not measure.
         return replace(report, seconds=time.perf_counter() - started)
@@ -250,14 +255,7 @@ class StateManagerClient:
         if answer["stamp"]:
             self._held = (seq, answer["stamp"])
         self._puller.forget()
-        return LoadReport(
-            bytes_moved=answer["bytes_moved"],
-            seconds=answer["seconds"],
-            tier=answer["tier"],
-            parts=frozenset(StatePart(part) for part in answer["parts"]),
-            meta=answer["meta"],
-            bytes_by_source=answer["bytes_by_source"],
-        )
+        return msgspec.convert(answer, LoadReport)
 
     def publish(
         self, *, seq: int, token: int, digests: Mapping[str, str] | None = None
@@ -474,6 +472,7 @@ class StateManagerClient:
         next_use_s: float | None,
         previous_seq: int,
         digests: Mapping[str, str] | None,
+        successor: tuple[str, int] = ("", 0),
     ) -> MoveReport:
         self._check_whole()
         self._link.attach()
@@ -491,6 +490,8 @@ class StateManagerClient:
                 next_use_s=next_use_s,
                 previous_seq=previous_seq,
                 digests=dict(digests or {}),
+                successor=successor[0],
+                successor_seq=successor[1],
             )
         )
         self._held = (seq, answer["stamp"])

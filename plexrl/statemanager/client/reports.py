@@ -27,6 +27,10 @@ class LoadReport(MoveReport):
     bytes_by_source: dict[str, int] = field(default_factory=dict)
     """For a load from another layout: address → bytes from there; the node's own address is empty.
     Empty for a load from the same layout."""
+    prefetched_bytes: int = 0
+    """Bytes of `bytes_moved` that were copied before the load, during another rank's offload."""
+    prefetch_s: float = 0.0
+    """Duration of those copies until the load was requested; `seconds` begins after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,8 @@ class StateManagerConfig:
     device: DeviceKind = DeviceKind.CPU
     """Device that workers compute on: GPUs, or host memory on a node without GPUs."""
     device_bytes: int | None = None
-    """Memory per device that may be allocated to workers; absent: all of it."""
+    """Memory per device that may be allocated to workers; absent: all of it. A CPU node copies a
+    state to its device ahead of a switch only if this is set."""
     device_prefault_bytes: int = 0
     """Device memory of a CPU node to prefault at start: the first use of a page costs several times
     a copy."""

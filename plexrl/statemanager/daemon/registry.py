@@ -20,6 +20,24 @@ Shard = tuple[str, int]
 """Deployment and rank."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchedArena:
+    """The first segments of an arena, filled from a version before its load."""
+
+    allocation: DeviceAllocation
+    stamp: str
+    """Stamp of the version."""
+    bytes_moved: int
+    """Bytes of the version that are there."""
+    began_at: float
+    """When the prefetch began, by `time.perf_counter`."""
+    seconds: float
+
+    def seconds_before(self, now: float) -> float:
+        """How much of its duration was before `now`."""
+        return min(self.seconds, max(0.0, now - self.began_at))
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Registration:
     """One rank's arena, and the device memory allocated to it.
@@ -40,6 +58,8 @@ class Registration:
     """Id of the worker process; 0: unknown."""
     allocation: DeviceAllocation | None = None
     """Device memory; absent while the state is off the device."""
+    prefetched: PrefetchedArena | None = None
+    """What the next load finds on the device; absent: nothing."""
     host: HostState | None = None
     """State that stays in host memory; absent: none."""
     host_allocations: HostAllocations | None = None
@@ -101,12 +121,43 @@ class Registration:
             self.ended = True
             if self.host is not None and self.host_allocations is not None:
                 self.host_allocations.release_all(self.host)
+            self.recycle_prefetched()
             if allocation is None:
                 return
             try:
                 self.devices.free(allocation, is_unmapped=_has_ended(self.pid))
             except DeviceError:
                 LOG.exception("device memory of %s could not be freed", self.description)
+
+    def take_prefetched(self) -> PrefetchedArena | None:
+        """What is prefetched; the caller owns its memory. The lock is held."""
+        prefetched, self.prefetched = self.prefetched, None
+        return prefetched
+
+    def drop_prefetched(self) -> None:
+        """Free the memory of what is prefetched, after the current move."""
+        with self.lock:
+            self.recycle_prefetched()
+
+    def try_drop_prefetched(self) -> bool:
+        """As `drop_prefetched` if no move runs; returns whether there was anything."""
+        if self.prefetched is None or not self.lock.acquire(blocking=False):
+            return False
+        try:
+            return self.recycle_prefetched()
+        finally:
+            self.lock.release()
+
+    def recycle_prefetched(self) -> bool:
+        """As `drop_prefetched`; the lock is held. Returns whether there was anything."""
+        prefetched = self.take_prefetched()
+        if prefetched is None:
+            return False
+        try:
+            self.devices.recycle(prefetched.allocation)
+        except DeviceError:
+            LOG.exception("prefetched memory of %s could not be freed", self.description)
+        return True
 
 
 def _has_ended(pid: int) -> bool:

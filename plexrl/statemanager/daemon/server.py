@@ -21,9 +21,10 @@ from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.daemon.fencing import Fencing
 from plexrl.statemanager.daemon.handlers.caller import Services
 from plexrl.statemanager.daemon.incarnations import Incarnations
+from plexrl.statemanager.daemon.memory.prefetch import ArenaPrefetcher
 from plexrl.statemanager.daemon.registry import Registry
 from plexrl.statemanager.daemon.session import Session
-from plexrl.statemanager.device.backend import DeviceBackend
+from plexrl.statemanager.device.backend import DeviceBackend, DeviceKind
 from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache
 from plexrl.statemanager.observe.counters import Counters
 from plexrl.statemanager.protocol.channel import Channel, Kind, close_all
@@ -61,13 +62,19 @@ class Server:
         self._config = config
         key = make_ticket_key(config.ticket_key_path)
         network = Network.of(config.tls, config.fabric)
+        registry = Registry()
         self.services = Services(
             config=config,
             store=store,
-            registry=Registry(),
+            registry=registry,
             fencing=Fencing(Path(config.host_dir) / "fencing.json"),
             relayouter=Relayouter(store, key, network),
             prefetcher=Prefetcher(store),
+            arena_prefetcher=ArenaPrefetcher(
+                store,
+                registry,
+                only_idle=config.device == DeviceKind.CPU and config.device_bytes is None,
+            ),
             replicas=Replicas(store, network, key, config.published_versions),
             checkpoints=CheckpointJobs(config),
             devices=devices,
@@ -132,6 +139,7 @@ class Server:
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
         self.services.prefetcher.close()
+        self.services.arena_prefetcher.close()
         self.services.replicas.close()
         self.services.earlier_versions.close()
         self.services.checkpoints.close(CHECKPOINTS_TIMEOUT_S)

@@ -76,6 +76,23 @@ class DeviceBackend(Protocol):
         """
         ...
 
+    def allocate_part(
+        self, nbytes: int, *, device: int, uid: int, bytes_max: int, bytes_wanted: int
+    ) -> DeviceAllocation | None:
+        """The first segments of what `allocate` would allocate: `bytes_max` at most, and no more
+        than hold the first `bytes_wanted`. None: no segment is that small. No worker has it until
+        `extend`. Raises as `allocate`."""
+        ...
+
+    def extend(self, part: DeviceAllocation, nbytes: int) -> DeviceAllocation:
+        """The whole arena of a part, which ends; its contents stay.
+
+        Raises:
+            DeviceMemoryFullError: the device has too little free memory; the part is as before.
+            DeviceError: the driver failed; the part has ended.
+        """
+        ...
+
     def adopt(
         self, fds: Sequence[int], segment_bytes: Sequence[int], *, device: int, uid: int
     ) -> DeviceAllocation:

@@ -10,18 +10,27 @@ Fill = Callable[[DeviceAllocation], Sequence[tuple[int, int]]]
 
 
 def allocate_filled(
-    backend: DeviceBackend, nbytes: int, *, device: int, uid: int, fill: Fill | None = None
+    backend: DeviceBackend,
+    nbytes: int,
+    *,
+    device: int,
+    uid: int,
+    fill: Fill | None = None,
+    part: DeviceAllocation | None = None,
 ) -> DeviceAllocation:
     """Allocate memory that is zero except for what `fill` writes.
 
     `fill` runs before the descriptors exist. So bytes that it writes are not cleared first, and no
-    worker sees a partial load.
+    worker sees a partial load. `part`: its first segments, as for `DeviceBackend.extend`.
 
     Raises:
         DeviceMemoryFullError: the device has too little free memory; nothing has changed.
-        PlexRLError: raised by `fill`; nothing has changed.
+        PlexRLError: raised by `fill`; nothing is allocated.
     """
-    allocation = backend.allocate(nbytes, device=device, uid=uid)
+    if part is None:
+        allocation = backend.allocate(nbytes, device=device, uid=uid)
+    else:
+        allocation = backend.extend(part, nbytes)
     try:
         was_clean = allocation.is_clean
         filled = fill(allocation) if fill is not None else ()

@@ -35,3 +35,28 @@ class DeviceMemory(Protocol):
     def write(self, runs: Sequence[Run]) -> None:
         """Copy from host memory to the arena. Raises as `read`."""
         ...
+
+
+class MemoryRange:
+    """As `DeviceMemory`, of which copies take only the bytes from `start` to `end`."""
+
+    def __init__(self, memory: DeviceMemory, start: int, end: int) -> None:
+        self._memory = memory
+        self.start = start
+        self._end = end
+        self.nbytes = memory.nbytes
+
+    def read(self, runs: Sequence[Run]) -> None:
+        self._memory.read(self._inside(runs))
+
+    def write(self, runs: Sequence[Run]) -> None:
+        self._memory.write(self._inside(runs))
+
+    def _inside(self, runs: Sequence[Run]) -> list[Run]:
+        found = []
+        for run in runs:
+            first = max(run.offset, self.start)
+            last = min(run.offset + run.nbytes, self._end)
+            if first < last:
+                found.append(Run(first, run.address + first - run.offset, last - first))
+        return found

@@ -28,6 +28,18 @@ def segment_sizes(nbytes: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def leading(sizes: Sequence[int], bytes_max: int, bytes_wanted: int) -> tuple[int, ...]:
+    """The first segments, of `bytes_max` at most together, as many as `bytes_wanted` need."""
+    found: list[int] = []
+    total = 0
+    for size in sizes:
+        if total >= bytes_wanted or total + size > bytes_max:
+            break
+        found.append(size)
+        total += size
+    return tuple(found)
+
+
 class AddressTable:
     """Addresses of an arena's bytes whose segments are mapped separately."""
 

@@ -83,6 +83,10 @@ class Save(Request, frozen=True, kw_only=True):
     """An earlier version, kept only while there is free space; 0: none."""
     digests: dict[str, Digest] = {}
     """Digests of sections that were computed on the device, by share key."""
+    successor: str = ""
+    """Deployment of the same group that is loaded after this rank's offload: its version
+    `successor_seq` is prefetched to the device meanwhile. Empty: none is known."""
+    successor_seq: int = 0
 
 
 class ListReplicated(Request, frozen=True, kw_only=True):

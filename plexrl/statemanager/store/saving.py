@@ -76,6 +76,8 @@ class _Draft:
     """Own objects whose bytes already are in the host tier."""
     manifest_bytes: int = 0
     """Size of the encoded manifest."""
+    on_copy: Callable[[], None] = lambda: None
+    """As for `Saver.save`."""
 
     def version(self) -> Version:
         """The version to store."""
@@ -144,14 +146,17 @@ class Saver:
         host_allowed: bool,
         digest_wanted: str | None = None,
         donated: DonatedSection | None = None,
+        on_copy: Callable[[], None] = lambda: None,
     ) -> Version:
-        """Store a version whose data lies in `memory` at `extents`.
+        """Store a version whose data lies in `memory` at `extents`. `on_copy` is called once the
+        version has its space in the host tier, before its bytes are copied.
 
         Raises:
             StateTierFullError: no tier has space, even after eviction.
             CorruptStateError: the data does not match `digest_wanted`.
         """
         draft = self._claim(manifest, memory, extents, donated)
+        draft.on_copy = on_copy
         self._faults.reach("put.claimed")
         try:
             for index, found in enumerate(draft.objects):
@@ -368,6 +373,8 @@ class Saver:
             used = header + sum(found.bytes_in(tier) for found in copied)
             if used > reserved:
                 raise _ReservationTooSmallError(used - reserved)
+            if tier == HOST:
+                draft.on_copy()
             for found, placed in copied.items():
                 if tier == HOST:
                     assert found.pieces is not None

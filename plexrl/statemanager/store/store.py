@@ -153,12 +153,13 @@ class Store:
         memory: DeviceMemory,
         superseded: Iterable[str] = (),
         host: HostState | None = None,
+        on_copy: Callable[[], None] = lambda: None,
     ) -> StoredVersion:
         """Store a version from an arena; replaces a version of the same name.
 
         `superseded` names versions that may be dropped if space is short. `host` is the rank's host
         memory, which holds the last section. If the version is stored in the host tier, it takes
-        this memory over, and the rank reads from the version from then on.
+        this memory over, which the rank then reads from the version. `on_copy`: as `Saver.save`.
 
         Raises:
             ConflictError: the rank can still write to its host memory, or has none.
@@ -170,11 +171,10 @@ class Store:
         if host is not None:
             donated = self.host_allocations.donate(host, len(manifest.sections) - 1)
             memory = self.host_allocations.joined_memory(host, memory)
-        return self._put(manifest, memory, manifest.extents, superseded, None, donated)
+        return self._put(manifest, memory, manifest.extents, superseded, None, donated, on_copy)
 
     def adopt(self, manifest: Manifest, data: VersionData) -> StoredVersion:
-        """Store another node's version, with its stamp and digest; replaces a version of the same
-        name.
+        """Store another node's version, with its stamp and digest; replaces one of the same name.
 
         Raises:
             CorruptStateError: the bytes do not match the digest.
@@ -421,20 +421,20 @@ class Store:
         superseded: Iterable[str],
         digest: str | None,
         donated: DonatedSection | None = None,
+        on_copy: Callable[[], None] = lambda: None,
     ) -> StoredVersion:
         superseded = frozenset(superseded)
         if manifest.nbytes and not manifest.sections:
             manifest = replace(manifest, sections=(Section(start=0, nbytes=manifest.nbytes),))
         with self._catalog.lock:
-            donated_bytes = (
-                donated.piece.nbytes if donated is not None and donated.piece is not None else 0
-            )
+            piece = None if donated is None else donated.piece
+            donated_bytes = 0 if piece is None else piece.nbytes
             # Expendable versions do not count against their own tenant.
             expendable = self.allocator.expendable_names(manifest.tenant)
             host_allowed = self.quotas.check(manifest, superseded | expendable, donated_bytes)
             manifest = replace(manifest, ordinal=self._catalog.next_ordinal())
             self.quotas.begin(manifest, superseded, host_allowed=host_allowed)
-        save = partial(self._saver.save, manifest, memory, extents, superseded)
+        save = partial(self._saver.save, manifest, memory, extents, superseded, on_copy=on_copy)
         try:
             version = save(host_allowed=host_allowed, digest_wanted=digest, donated=donated)
         finally:

@@ -35,6 +35,10 @@ class RunCommand(msgspec.Struct, frozen=True, kw_only=True):
     """`offload`: expected time until the state is needed again, in seconds; absent: unknown."""
     previous_seq: int = 0
     """An earlier complete version that is kept while there is space for it; 0: none."""
+    successor: str | None = None
+    """`offload`: deployment that is loaded next on these devices, at version `successor_seq`;
+    absent: unknown."""
+    successor_seq: int = 0
     trainer_step: int = 0
     """Optimizer steps in the weights: in the pulled ones for `sync_weights`, else in those that the
     worker has."""

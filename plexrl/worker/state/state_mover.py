@@ -148,6 +148,8 @@ class StateMover:
             report = self._load_version(command)
             self._backend.after_load(report.parts)
             measured = _plain(report)
+            measured["prefetched_bytes"] = report.prefetched_bytes
+            measured["prefetch_s"] = report.prefetch_s
             base_bytes = self._borrow_base(command.token) if base_bytes is None else base_bytes
         if base_bytes is not None:
             measured["base_bytes_filled"] = base_bytes
@@ -256,6 +258,7 @@ class StateMover:
             next_use_s=command.next_use_s,
             previous_seq=command.previous_seq,
             digests=digests,
+            successor=(command.successor or "", command.successor_seq),
         )
         self.is_resident = False
         self._was_offloaded = True

@@ -47,11 +47,15 @@ def test_metrics_do_not_depend_on_the_split() -> None:
 def test_every_rank_that_moved_memory_counts_once_and_the_slowest_sets_the_time() -> None:
     moved = gather_moves(
         [
-            {"bytes_moved": 3, "seconds": 0.5, "tier": "host", "memory_before": {"rss_bytes": 1}},
-            {"bytes_moved": 4, "seconds": 0.25, "tier": "nvme", "memory_before": {"rss_bytes": 2}},
+            {"bytes_moved": 3, "seconds": 0.5, "tier": "host", "memory_before": {"rss_bytes": 1}}
+            | {"prefetched_bytes": 2, "prefetch_s": 0.1},
+            {"bytes_moved": 4, "seconds": 0.25, "tier": "nvme", "memory_before": {"rss_bytes": 2}}
+            | {"prefetched_bytes": 0, "prefetch_s": 0.0},
         ]
     )
     assert moved == {
+        "prefetched_bytes": 2,
+        "prefetch_s": 0.1,
         "bytes_moved": 7,
         "seconds": 0.5,
         "tier": "nvme",

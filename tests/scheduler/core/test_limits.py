@@ -187,6 +187,8 @@ def test_sums_of_tokens_stay_writable() -> None:
         {"result_bytes": HUGE},
         {"result_bytes": -1},
         {"moved": ev.StateMoved(bytes_moved=HUGE, tier="host")},
+        {"moved": ev.StateMoved(bytes_moved=1, tier="host", prefetched_bytes=HUGE)},
+        {"moved": ev.StateMoved(bytes_moved=1, tier="host", prefetch_s=math.nan)},
     ],
     ids=str,
 )

@@ -31,7 +31,7 @@ class Old(NamedTuple):
 
 LATER_FIELDS: dict[type, tuple[str, ...]] = {
     cmd.LaunchWorkers: ("rendezvous",),
-    cmd.RunOperation: ("incarnation", "partial"),
+    cmd.RunOperation: ("incarnation", "partial", "successor", "successor_seq"),
     cmd.AbortOperation: ("incarnation", "token"),
 }
 """Fields of commands that version 1 did not have."""

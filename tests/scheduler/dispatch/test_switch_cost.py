@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
+from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s, switch_cost
 from plexrl.scheduler.state.demand.estimates import MOVE_BYTES_PER_S, MoveLaw
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import commands as cmd
@@ -89,11 +89,17 @@ def deploy(cluster: FakeCluster, name: str, state_bytes: int = 1000) -> str:
     return f"{name}/actor"
 
 
-def move(cluster: FakeCluster, run: cmd.RunOperation, seconds: float, tier: str) -> None:
-    """Execute a load or offload with this duration and tier."""
+def move(
+    cluster: FakeCluster, run: cmd.RunOperation, seconds: float, tier: str, before_s: float = 0.0
+) -> None:
+    """Execute a load or offload with this duration and tier. `before_s`: of its copies during the
+    offload before it."""
     cluster.execute(run, report=False)
     cluster.runs.remove(run)
-    moved = ev.StateMoved(bytes_moved=STATE, tier=tier)
+    before = round(STATE * before_s / (before_s + seconds)) if before_s else 0
+    moved = ev.StateMoved(
+        bytes_moved=STATE, tier=tier, prefetched_bytes=before, prefetch_s=before_s
+    )
     cluster.send(
         ev.OperationFinished(
             operation=run.operation, token=run.token, compute_s=seconds, moved=moved
@@ -229,3 +235,50 @@ def test_measured_moves_survive_a_restart(cluster: FakeCluster) -> None:
     before = [predicted(cluster, name) for name in (first, second)]
     cluster.restart_scheduler(restored=True)
     assert [predicted(cluster, name) for name in (first, second)] == before
+
+
+def test_an_offload_names_the_state_that_is_loaded_next(cluster: FakeCluster) -> None:
+    first, second = deploy(cluster, "a"), deploy(cluster, "b")
+    work(cluster, first, 0)
+    cluster.submit("b:0", second, "optim_step")
+    (offload,) = cluster.runs
+    assert (offload.kind, offload.successor) == (OperationKind.OFFLOAD, None), "it has no state"
+    work(cluster, second, 1)
+    cluster.submit("a:1", first, "optim_step")
+    (offload,) = cluster.runs
+    assert (offload.deployment, offload.successor, offload.successor_seq) == (second, first, 1)
+
+
+def test_a_switch_costs_less_than_its_moves_when_they_overlap(cluster: FakeCluster) -> None:
+    first, second = deploy(cluster, "a", STATE), deploy(cluster, "b", STATE)
+
+    def switch(index: int, before_s: float) -> None:
+        """To the other one: an offload of 2 s, and a load of 4 s in all."""
+        deployment = (first, second)[index % 2]
+        cluster.submit(f"{deployment}-{index}", deployment, "optim_step")
+        while cluster.runs:
+            run = cluster.runs[0]
+            if run.kind is OperationKind.LOAD and run.seq:
+                move(cluster, run, 4.0 - before_s, "host", before_s)
+            elif run.kind is OperationKind.OFFLOAD:
+                move(cluster, run, 2.0, "host")
+            else:
+                cluster.execute(run)
+        cluster.pass_time(60.0)
+
+    def cost() -> float:
+        state = cluster.core._context.state
+        (group,) = state.groups.values()
+        away = next(each for each in (first, second) if each != group.holder)
+        return switch_cost(state, group, state.deployments[DeploymentId(away)])
+
+    for index in range(20):
+        switch(index, 0.0)
+    assert cost() == pytest.approx(6.0)
+    for index in range(20, 80):
+        switch(index, 1.0)
+    assert cost() == pytest.approx(5.0, rel=1e-4), "a quarter of the load takes place before"
+    assert predicted(cluster, first) == pytest.approx((4.0, 2.0))
+    for index in range(80, 140):
+        switch(index, 3.0)
+    assert cost() == pytest.approx(4.0, rel=1e-4), "no more than the offload takes is hidden"

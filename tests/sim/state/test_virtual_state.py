@@ -1,5 +1,6 @@
 """States are evicted, loaded and lost as in the StateManagers."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -219,3 +220,33 @@ def test_the_laws_hold_whatever_happens(states: VirtualState, seed: int) -> None
         states.forget(name)
     states.check()
     assert all(states.states_on(node) == () for node in NODES)
+
+
+def test_a_load_after_an_offload_copies_what_finds_free_memory_before(
+    states: VirtualState,
+) -> None:
+    on_one_node(states, A, B, nbytes=40 * GB)
+    for name in (A, B):
+        offloaded(states, name, None, 0.0)
+    load = states.load(B, 1.0)
+    assert load is not None
+    # 141 GiB hold both states of 10 GB on each GPU.
+    beside = states.overlap(A, load, B)
+    assert beside.took_s == pytest.approx(load.took_s - 10 / 10)
+    assert beside.moved.prefetched_bytes == load.moved.bytes_moved
+    assert beside.moved.prefetch_s == pytest.approx(10 / 10)
+
+
+@pytest.mark.parametrize("gpu_memory", [0, 10 * GB, 14 * GB, 30 * GB])
+def test_an_overlap_is_bounded_by_memory_and_by_the_offload(gpu_memory: int) -> None:
+    kind = replace(KIND, gpu_memory_bytes=gpu_memory)
+    found = VirtualState(MoveCosts([Pool(nodes=1, node_type=kind)]))
+    found.add_node(NODES[0], kind)
+    found.launched(A, 10 * GB, [NODES[0]])
+    found.launched(B, 8 * GB, [NODES[0]])
+    for name in (A, B):
+        found.offload(name, None, 0.0)
+    load = found.load(B, 1.0)
+    assert load is not None
+    part = min(1.0, max(0.0, (gpu_memory - 10 * GB) / (8 * GB)))
+    assert found.overlap(A, load, B).took_s == pytest.approx(load.took_s - part * 8 / 10)

@@ -27,7 +27,7 @@ from plexrl.statemanager.device.cuda.device import CudaDevices
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
 from plexrl.statemanager.store.store import Store
-from tests.statemanager.conftest import wait_until
+from tests.statemanager.conftest import DEADLINE_S, wait_until
 from tests.statemanager.emulated_cuda import EmulatedCuda
 
 MIB = 1 << 20
@@ -39,15 +39,45 @@ SWITCHES = 8
 class Node(NamedTuple):
     listen: str
     key: TicketKey
-    daemon: EmulatedCuda
+    daemon: "MeetingCuda"
     worker: EmulatedCuda
+
+
+class MeetingCuda(EmulatedCuda):
+    """On demand, the first copy in each direction waits until the other one has begun, too."""
+
+    def __init__(self, name: str, *, device_bytes: int) -> None:
+        super().__init__(name, device_bytes=device_bytes)
+        self.meeting: threading.Barrier | None = None
+        self._to_meet: set[str] = set()
+
+    def expect_both(self) -> None:
+        self.meeting = threading.Barrier(2)
+        self._to_meet = {"to_host", "to_device"}
+
+    def copy_to_host(self, host: int, address: int, nbytes: int, stream: int) -> None:
+        super().copy_to_host(host, address, nbytes, stream)
+        self._meet("to_host")
+
+    def copy_to_device(self, address: int, host: int, nbytes: int, stream: int) -> None:
+        super().copy_to_device(address, host, nbytes, stream)
+        self._meet("to_device")
+
+    def _meet(self, direction: str) -> None:
+        """Called when the copy has begun; it is done when its stream is waited for."""
+        if self.meeting is not None and direction in self._to_meet:
+            self._to_meet.discard(direction)
+            self.meeting.wait(DEADLINE_S)
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     """A daemon in this process, whose device fits one and a half states."""
     name = f"daemon-{uuid.uuid4().hex[:8]}"
-    drivers = [EmulatedCuda(name, device_bytes=DEVICE_BYTES) for _ in range(2)]
+    drivers = (
+        MeetingCuda(name, device_bytes=DEVICE_BYTES),
+        EmulatedCuda(name, device_bytes=DEVICE_BYTES),
+    )
     drivers[1].enter(0)
     with tempfile.TemporaryDirectory(prefix="plexrl-", dir="/dev/shm") as host_dir:
         config = StateManagerConfig(
@@ -60,7 +90,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
             device=DeviceKind.CUDA,
         )
         Path(config.host_dir).mkdir()
-        devices = CudaDevices(drivers[0])
+        devices = CudaDevices(drivers[0], idle_bytes_max=0, segment_bytes_max=MIB)
         store = Store(config, on_map=devices.register_host, on_unmap=devices.unregister_host)
         server = Server(config, store, devices)
         thread = threading.Thread(target=server.serve)
@@ -90,6 +120,26 @@ def test_two_jobs_alternate_on_a_device_for_one(node: Node) -> None:
         leaving.offload(turn + 2)
         assert node.daemon.taken_bytes(0) == 0
         coming.load(turn + 1 if turn else 1)
+        assert STATE <= node.daemon.taken_bytes(0) < STATE + MIB
+    for job in jobs:
+        job.close()
+    del jobs, job, leaving, coming
+    wait_until(lambda: node.daemon.taken_bytes(0) == 0)
+
+
+def test_a_load_and_the_offload_before_it_copy_at_the_same_time(node: Node) -> None:
+    jobs = [GpuJob(node.worker, node.listen, node.key, f"job{index}", STATE) for index in range(2)]
+    for job in jobs:
+        job.fill()
+        job.offload(1)
+    jobs[0].load(1)
+    for turn in range(SWITCHES):
+        leaving, coming = jobs[turn % 2], jobs[1 - turn % 2]
+        node.daemon.expect_both()
+        leaving.offload(turn + 2, (f"job{1 - turn % 2}/actor", turn + 1))
+        assert node.daemon.taken_bytes(0) >= 2 * MIB, "what fits beside the other state is there"
+        assert coming.load(turn + 1) == STATE - 2 * MIB
+        coming.check(turn)
         assert STATE <= node.daemon.taken_bytes(0) < STATE + MIB
     for job in jobs:
         job.close()

@@ -39,6 +39,8 @@ from tests.statemanager.device_rigs import (
 KIB = 1 << 10
 ARENA_BYTES = 700 * KIB
 """Several segments on a CPU node, several units on an emulated GPU."""
+LARGE_BYTES = 5 << 20
+"""Several segments on a GPU too."""
 UID = 1000
 
 
@@ -133,6 +135,62 @@ def test_a_failed_fill_allocates_nothing(rig: Rig) -> None:
     with pytest.raises(StateLostError, match="no such version"):
         allocate_filled(rig.backend, ARENA_BYTES, device=0, uid=UID, fill=fill)
     assert rig.backend.usage(0).lent_bytes == 0
+
+
+def test_a_part_becomes_a_whole_arena_with_its_contents(rig: Rig) -> None:
+    arena = rig.make_arena(LARGE_BYTES)
+
+    def part_of(bytes_max: int, bytes_wanted: int = LARGE_BYTES) -> DeviceAllocation | None:
+        return rig.backend.allocate_part(
+            arena.nbytes, device=0, uid=UID, bytes_max=bytes_max, bytes_wanted=bytes_wanted
+        )
+
+    assert part_of(1) is None
+    assert part_of(LARGE_BYTES, bytes_wanted=0) is None
+    for bytes_max in (LARGE_BYTES - 1, 4 * LARGE_BYTES):
+        part = part_of(bytes_max)
+        assert part is not None
+        assert part.nbytes <= bytes_max
+        end = min(part.nbytes, arena.nbytes)
+        contents = random.Random(bytes_max).randbytes(end)
+        write(part, 0, contents)
+
+        def fill(whole: DeviceAllocation, end: int = end) -> Sequence[tuple[int, int]]:
+            write(whole, arena.nbytes - 1, b"z")
+            return [(0, end - 1), (arena.nbytes - 1, 1)]
+
+        loan = allocate_filled(rig.backend, arena.nbytes, device=0, uid=UID, fill=fill, part=part)
+        with pytest.raises(StateLostError):
+            read(part, 0, 1)
+        assert rig.backend.usage(0).lent_bytes == loan.nbytes
+        arena.attach(segments(loan), keep_contents=False)
+        found = rig.peek(arena, 0, arena.nbytes)
+        assert found[: end - 1] == contents[:-1]
+        assert not any(found[end - 1 : -1]), "the rest reads as zero"
+        assert found[-1:] == b"z"
+        give_back(rig, loan, arena)
+
+
+@pytest.mark.parametrize("rig_name", RIGS)
+def test_a_part_that_cannot_grow_stays_as_it_is(rig_name: str) -> None:
+    with rig_named(rig_name, bytes_max=2 * LARGE_BYTES) as rig:
+        other, arena = borrow(rig, LARGE_BYTES)
+        nbytes = LARGE_BYTES * 3 // 2
+        part = rig.backend.allocate_part(
+            nbytes, device=0, uid=UID, bytes_max=LARGE_BYTES, bytes_wanted=nbytes
+        )
+        assert part is not None
+        write(part, 0, b"mine")
+        before = rig.backend.usage(0)
+        with pytest.raises(DeviceMemoryFullError):
+            rig.backend.extend(part, nbytes)
+        assert rig.backend.usage(0) == before
+        assert read(part, 0, 4) == b"mine"
+        give_back(rig, other, arena)
+        whole = rig.backend.extend(part, nbytes)
+        assert read(whole, 0, 4) == b"mine"
+        rig.backend.recycle(whole)
+        assert rig.backend.usage(0).lent_bytes == 0
 
 
 def test_returned_memory_is_free_again(rig: Rig) -> None:

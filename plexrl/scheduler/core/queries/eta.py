@@ -13,7 +13,7 @@ from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, wants_the_group
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.ordering import SortKey, sort_key
-from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
+from plexrl.scheduler.dispatch.switch_cost import load_after_s, load_s, offload_s
 from plexrl.scheduler.state.demand.wait_intervals import interval
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import RATIO_BOUNDS, Deployment, EtaErrors, Group, State
@@ -118,9 +118,9 @@ def start_s(
     if group.holder == deployment.deployment:
         return under_way_s(state, deployment, now)
     if group.incoming == deployment.deployment:
-        holder = group.holder
-        left_s = group_free_s(state, group, now) if holder is not None else 0.0
-        return left_s + load_s(state, deployment)
+        assert group.holder is not None, "a group with an incoming member has a holder"
+        holder = state.deployment(group.holder)
+        return group_free_s(state, group, now) + load_after_s(state, holder, deployment)
     own = candidate(state, group, deployment)
     ahead_s = sum(
         [
@@ -170,6 +170,9 @@ def _left_s(state: State, name: OperationId, deployment: Deployment, now: float)
     began_at = operation.started_at if operation.started_at is not None else now
     if operation.kind == OperationKind.LOAD:
         whole_s = load_s(state, deployment)
+        group = state.group_of(deployment)
+        if group is not None and group.switched:
+            whole_s *= 1.0 - deployment.estimates.prefetched_part
     elif operation.kind == OperationKind.OFFLOAD:
         whole_s = offload_s(state, deployment)
     else:

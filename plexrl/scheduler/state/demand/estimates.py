@@ -40,6 +40,8 @@ class Estimates:
     """From the end of an operation to the arrival of the next one in the same burst."""
     nvme_load_seconds: float | None = None
     """Duration of a load from NVMe; `seconds_by_kind` has loads from host memory."""
+    prefetched_part: float = 0.0
+    """Part of a load that is copied during the offload before it; 0: none, or unknown."""
     think_seconds: float | None = None
     """From the end of a burst to the arrival of the next one."""
     think_deviation: float = 0.0
@@ -66,6 +68,10 @@ class Estimates:
     def observe_nvme_load(self, seconds: float) -> None:
         """Add a load from NVMe."""
         self.nvme_load_seconds = _blend(self.nvme_load_seconds, seconds)
+
+    def observe_prefetch(self, part: float) -> None:
+        """Add a load after an offload, of which this part had been copied before."""
+        self.prefetched_part = KEPT * self.prefetched_part + WEIGHT * part
 
     def observe_gap(self, seconds: float) -> None:
         """Add an idle time of the group inside a burst."""

@@ -135,6 +135,10 @@ class RunOperation(Command, frozen=True, gc=False):
     which refuses the run."""
     partial: BlobRef | None = None
     """`generate`: what its interrupted runs drew, which this run continues."""
+    successor: DeploymentId | None = None
+    """`offload`: the member that is loaded next, at version `successor_seq`; a part of its state is
+    prefetched to free device memory. None: there is none, or it has no stored state."""
+    successor_seq: int = 0
 
 
 class AbortOperation(Command, frozen=True, kw_only=True, omit_defaults=True):

@@ -364,6 +364,10 @@ class StateMoved(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of all ranks together."""
     tier: str
     """`host` or `nvme`: the slowest tier that a rank's state came from, or went to."""
+    prefetched_bytes: int = 0
+    """Bytes of these that a load found on the device, copied during the offload before it."""
+    prefetch_s: float = 0.0
+    """Duration of those copies."""
 
 
 class OperationFinished(Event, frozen=True, gc=False):

@@ -10,6 +10,7 @@ from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.daemon.fencing import Fencing
 from plexrl.statemanager.daemon.incarnations import Incarnations
+from plexrl.statemanager.daemon.memory.prefetch import ArenaPrefetcher
 from plexrl.statemanager.daemon.registry import Registration, Registry
 from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache
@@ -43,6 +44,7 @@ class Services:
     fencing: Fencing
     relayouter: Relayouter
     prefetcher: Prefetcher
+    arena_prefetcher: ArenaPrefetcher
     replicas: Replicas
     checkpoints: CheckpointJobs
     devices: DeviceBackend

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from plexrl.errors import ConflictError, DeviceMemoryFullError
 from plexrl.statemanager.daemon.handlers.caller import WORKERS, Caller, Reply, handles
-from plexrl.statemanager.daemon.memory_holders import Need, Resident, held_error
+from plexrl.statemanager.daemon.memory.holders import Need, Resident, held_error
 from plexrl.statemanager.daemon.registry import Registration
 from plexrl.statemanager.device.backend import DeviceAllocation
 from plexrl.statemanager.device.filled_allocation import Fill, allocate_filled
@@ -24,26 +24,48 @@ from plexrl.statemanager.protocol.messages import (
 def check_free_memory(caller: Caller, registration: Registration, use: DeviceUse) -> None:
     """Measure the device's free memory before the rank is let in.
 
-    Idle frozen weights are evicted if it is too little, but not those that the rank borrows next.
-    `use`: as in `Load`.
+    Idle frozen weights and other ranks' prefetched states are evicted if it is too little, but not
+    weights that the rank borrows next. `use`: as in `Load`.
 
     Raises:
         DeviceMemoryFullError: the arena, the frozen weights and the rank's work do not fit; the
             holders are named.
     """
     base = _base_key(caller, registration, use)
-    _make_room(caller, _need(caller, registration, use, base), base)
+    _make_room(caller, _need(caller, registration, use, base), base, registration)
 
 
-def _make_room(caller: Caller, need: Need, keep: WeightsKey | None = None) -> None:
-    """Evict idle frozen weights except `keep` until there is free memory for `need`."""
-    services = caller.services
+def _make_room(
+    caller: Caller,
+    need: Need,
+    keep: WeightsKey | None = None,
+    registration: Registration | None = None,
+) -> None:
+    """Evict what nobody uses until there is free memory for `need`, but not `keep` and what is
+    prefetched for `registration`, which counts as free."""
+    prefetched = None if registration is None else registration.prefetched
+    own_bytes = 0 if prefetched is None else prefetched.allocation.nbytes
     while True:
-        usage = services.devices.usage(need.device)
-        if usage.free_bytes is None or usage.free_bytes + usage.idle_bytes >= need.nbytes:
+        usage = caller.services.devices.usage(need.device)
+        free_bytes = usage.free_bytes
+        if free_bytes is None or free_bytes + usage.idle_bytes + own_bytes >= need.nbytes:
             return
-        if not services.frozen_weights.evict_idle(need.device, keep):
+        if not _evict(caller, need.device, keep, registration):
+            if registration is not None:
+                # The numbers are those of the device without the rank's state.
+                registration.recycle_prefetched()
             raise _held_error(caller, need)
+
+
+def _evict(
+    caller: Caller, device: int, keep: WeightsKey | None, registration: Registration | None
+) -> bool:
+    """Evict frozen weights or a prefetched state that nobody uses; false: there are none. `keep`
+    and `registration`: as for `_make_room`."""
+    services = caller.services
+    return services.frozen_weights.evict_idle(device, keep) or services.arena_prefetcher.evict(
+        device, registration
+    )
 
 
 def _base_key(caller: Caller, registration: Registration, use: DeviceUse) -> WeightsKey | None:
@@ -91,15 +113,19 @@ def _held_error(caller: Caller, need: Need) -> DeviceMemoryFullError:
 
 
 def allocate_arena(
-    caller: Caller, registration: Registration, use: DeviceUse, fill: Fill | None = None
+    caller: Caller,
+    registration: Registration,
+    use: DeviceUse,
+    fill: Fill | None = None,
+    part: DeviceAllocation | None = None,
 ) -> Reply:
     """Allocate and fill memory for the rank's arena; return what the worker needs to map it.
 
-    Idle frozen weights are evicted when the device is full, but not those that the rank borrows
-    next. `use`: as in `Load`.
+    What nobody uses is evicted as for `check_free_memory`. `use`: as in `Load`. `part`: the arena's
+    first segments, which were prefetched; they are freed if this fails.
 
     Raises:
-        DeviceMemoryFullError: others use the memory; nothing has changed.
+        DeviceMemoryFullError: others use the memory; nothing is allocated.
     """
     base = _base_key(caller, registration, use)
     while True:
@@ -110,12 +136,16 @@ def allocate_arena(
                 device=registration.device,
                 uid=registration.uid,
                 fill=fill,
+                part=part,
             )
             break
         except DeviceMemoryFullError as error:
             # Raised before anything is filled.
-            if not caller.services.frozen_weights.evict_idle(registration.device, base):
-                raise _held_error(caller, _need(caller, registration, use, base)) from error
+            if _evict(caller, registration.device, base, registration):
+                continue
+            if part is not None:
+                registration.devices.recycle(part)
+            raise _held_error(caller, _need(caller, registration, use, base)) from error
     try:
         fds = allocation.descriptors()
     except BaseException:
@@ -137,6 +167,7 @@ def _free_unused(caller: Caller, request: MakeRoom, _: Sequence[int]) -> Reply:
     device = services.devices.index_of(request.device_uuid)
     services.fencing.admit(request.group, request.token)
     claims = caller.claims
+    services.arena_prefetcher.drop_others(device, request.group, claims.deployment)
     _make_room(caller, Need(claims.holder, claims.rank, device, 0, request.nbytes))
     services.devices.release_idle(device)
     return Reply({})
@@ -144,10 +175,16 @@ def _free_unused(caller: Caller, request: MakeRoom, _: Sequence[int]) -> Reply:
 
 def _attach(caller: Caller, request: Attach, _: Sequence[int]) -> Reply:
     registration = caller.registered()
+    caller.services.fencing.admit(registration.group, request.token)
+    caller.services.arena_prefetcher.drop_others(
+        registration.device, registration.group, registration.deployment
+    )
     with registration.exclusive():
         if registration.allocation is not None:
             raise ConflictError(f"{registration.description} already has device memory: detach it")
         caller.services.fencing.admit(registration.group, request.token)
+        # The arena keeps its worker's contents, which are not those of a version.
+        registration.recycle_prefetched()
         check_free_memory(caller, registration, request.use)
         reply = allocate_arena(caller, registration, request.use)
     prefault_for_offload(caller)

@@ -23,8 +23,9 @@ from plexrl.statemanager.daemon.handlers.device_memory import (
     prefault_for_offload,
 )
 from plexrl.statemanager.daemon.handlers.host_memory import is_in_host, open_host
-from plexrl.statemanager.daemon.registry import Registration
+from plexrl.statemanager.daemon.registry import PrefetchedArena, Registration
 from plexrl.statemanager.device.backend import DeviceAllocation
+from plexrl.statemanager.device.memory import MemoryRange
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.statemanager.protocol.messages import (
     PUBLISHED_PARTS,
@@ -50,7 +51,11 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
     store = caller.services.store
     started = time.perf_counter()
     _check_json(request.meta_json)
-    with rank.exclusive_memory() as memory:
+    successor = request.successor, request.successor_seq
+    with (
+        rank.exclusive_memory() as memory,
+        caller.services.arena_prefetcher.during_offload(rank, *successor) as begin_prefetch,
+    ):
         caller.services.fencing.admit(rank.group, request.token)
         keep = {request.seq, request.keep_seq}
         versions = _versions(caller, rank, VersionKind.STATE)
@@ -67,7 +72,7 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
             manifest = _with_digests(manifest, request.digests)
             manifest = replace(manifest, token=request.token)
             host = rank.host if is_in_host(manifest, rank) else None
-            stored = store.put(manifest, memory, superseded, host)
+            stored = store.put(manifest, memory, superseded, host, begin_prefetch)
             moved = manifest.nbytes
             if host is not None and stored.tier == TierName.HOST:
                 moved = _bytes_without_last(manifest)
@@ -84,21 +89,26 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
 def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
     rank = caller.registered()
     started = time.perf_counter()
+    caller.services.fencing.admit(rank.group, request.token)
+    caller.services.arena_prefetcher.drop_others(rank.device, rank.group, rank.deployment)
     with rank.exclusive():
+        # Another holder may have been admitted while this one waited.
         caller.services.fencing.admit(rank.group, request.token)
         if rank.allocation is None:
             check_free_memory(caller, rank, request.use)
         if rank.host is not None:
             caller.services.store.host_allocations.release_all(rank.host)
+        prefetched = rank.take_prefetched()
         results: list[_LoadResult] = []
 
         def fill(allocation: DeviceAllocation) -> Sequence[tuple[int, int]]:
-            results.append(_load_version(caller, rank, request, allocation))
+            results.append(_load_version(caller, rank, request, allocation, prefetched))
             return results[0].ranges
 
         allocated = Reply({})
         if rank.allocation is None:
-            allocated = allocate_arena(caller, rank, request.use, fill)
+            part = None if prefetched is None else prefetched.allocation
+            allocated = allocate_arena(caller, rank, request.use, fill, part)
             prefault_for_offload(caller)
         else:
             fill(rank.allocation)
@@ -117,6 +127,8 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
                 "meta": json.loads(manifest.meta_json),
                 "stamp": loaded.stamp,
                 "bytes_by_source": loaded.bytes_by_source,
+                "prefetched_bytes": loaded.prefetched_bytes,
+                "prefetch_s": 0.0 if prefetched is None else prefetched.seconds_before(started),
             },
             fds,
         )
@@ -133,10 +145,16 @@ class _LoadResult(NamedTuple):
     ranges: Sequence[tuple[int, int]]
     """(offset, bytes) in the arena."""
     bytes_by_source: dict[str, int]
+    prefetched_bytes: int = 0
+    """Bytes of these that were in the arena before."""
 
 
 def _load_version(
-    caller: Caller, rank: Registration, request: Load, allocation: DeviceAllocation
+    caller: Caller,
+    rank: Registration,
+    request: Load,
+    allocation: DeviceAllocation,
+    prefetched: PrefetchedArena | None,
 ) -> _LoadResult:
     """Write a version to the arena: the rank's own version if its layout matches, else a relayout
     from the versions of all ranks."""
@@ -145,14 +163,21 @@ def _load_version(
     slices = frozenset(rank.slices)
     if any(slices >= set(v.manifest.slices) for v in store.find(lambda m: m.name == name)):
         what = f"version {request.seq} of {rank.deployment!r} rank {rank.rank}"
-        lease = store.load(
-            name, what, allocation, lambda manifest: _check_fits(manifest, rank), rank.host
-        )
+        rest = MemoryRange(allocation, 0, allocation.nbytes)
+        found_bytes = 0
+
+        def check(manifest: Manifest) -> None:
+            nonlocal found_bytes
+            _check_fits(manifest, rank)
+            if prefetched is not None and prefetched.stamp == manifest.stamp:
+                rest.start, found_bytes = prefetched.allocation.nbytes, prefetched.bytes_moved
+
+        lease = store.load(name, what, rest, check, rank.host)
         manifest = lease.manifest
         ranges = _on_device(rank, ((e.arena_offset, e.nbytes) for e in manifest.extents))
         reads_snapshot = rank.host is not None and rank.host.allocation is None
         nbytes = _bytes_without_last(manifest) if reads_snapshot else manifest.nbytes
-        return _LoadResult(manifest, nbytes, lease.tier, manifest.stamp, ranges, {})
+        return _LoadResult(manifest, nbytes, lease.tier, manifest.stamp, ranges, {}, found_bytes)
     memory: DeviceMemory = allocation
     if rank.host is not None:
         store.allocate_host(rank.host)

@@ -29,6 +29,7 @@ from plexrl.statemanager.device.segments import (
     SEGMENT_BYTES_MAX,
     SEGMENT_BYTES_MIN,
     AddressTable,
+    leading,
     segment_sizes,
 )
 
@@ -54,6 +55,14 @@ class CpuAllocation:
         self._table = AddressTable([(s.address, s.nbytes) for s in segments])
         self.nbytes = self._table.nbytes
         self.segment_bytes = tuple(segment.nbytes for segment in segments)
+
+    @property
+    def uid(self) -> int:
+        """User of the worker."""
+        self._check()
+        uid = self._segments[0].uid
+        assert uid is not None, "an allocation is for a user"
+        return uid
 
     @property
     def is_clean(self) -> bool:
@@ -130,27 +139,20 @@ class CpuDevice:
 
     def allocate(self, nbytes: int, *, device: int, uid: int) -> CpuAllocation:
         _check_device(device)
-        sizes = segment_sizes(nbytes)
-        with self._lock:
-            self._count_lent(sum(sizes))
-            found, missing = self._take_idle(sizes, uid)
-            surplus = self._take_surplus()
-        _discard(surplus)
-        try:
-            for size in missing:
-                found.append(_make(size))
-        except OSError as error:
-            with self._lock:
-                self._lent_bytes -= sum(sizes)
-                self._idle += found
-            raise DeviceMemoryFullError(
-                f"no memory for an arena of {nbytes} bytes ({error}): run fewer jobs on this node",
-                needed_bytes=nbytes,
-            ) from error
-        for segment in found:
-            segment.uid = uid
-        # Every arena has the same order, regardless of the segments' history.
-        return CpuAllocation(sorted(found, key=lambda s: -s.nbytes))
+        return CpuAllocation(self._segments_for(segment_sizes(nbytes), uid))
+
+    def allocate_part(
+        self, nbytes: int, *, device: int, uid: int, bytes_max: int, bytes_wanted: int
+    ) -> CpuAllocation | None:
+        _check_device(device)
+        sizes = leading(segment_sizes(nbytes), bytes_max, bytes_wanted)
+        return CpuAllocation(self._segments_for(sizes, uid)) if sizes else None
+
+    def extend(self, part: DeviceAllocation, nbytes: int) -> CpuAllocation:
+        assert isinstance(part, CpuAllocation)
+        rest = self._segments_for(segment_sizes(nbytes)[len(part.segment_bytes) :], part.uid)
+        # Sizes only fall, so the order is that of an arena that is allocated at once.
+        return CpuAllocation((*part.end(), *rest))
 
     def adopt(
         self, fds: Sequence[int], segment_bytes: Sequence[int], *, device: int, uid: int
@@ -242,6 +244,30 @@ class CpuDevice:
             idle, self._idle = self._idle, []
             self._ended.wait_for(lambda: not self._ending_bytes)
         _discard(idle)
+
+    def _segments_for(self, sizes: Sequence[int], uid: int) -> list[_Segment]:
+        """Segments of these sizes, in that order."""
+        with self._lock:
+            self._count_lent(sum(sizes))
+            found, missing = self._take_idle(sizes, uid)
+            surplus = self._take_surplus()
+        _discard(surplus)
+        try:
+            for size in missing:
+                found.append(_make(size))
+        except OSError as error:
+            with self._lock:
+                self._lent_bytes -= sum(sizes)
+                self._idle += found
+            raise DeviceMemoryFullError(
+                f"no memory for {sum(sizes)} bytes of an arena ({error}): run fewer jobs on this "
+                "node",
+                needed_bytes=sum(sizes),
+            ) from error
+        for segment in found:
+            segment.uid = uid
+        # Every arena has the same order, regardless of the segments' history.
+        return sorted(found, key=lambda s: -s.nbytes)
 
     def _count_lent(self, nbytes: int) -> None:
         if self._bytes_max is not None and self._lent_bytes + nbytes <= self._bytes_max:

@@ -46,6 +46,20 @@ class CudaAllocation:
         """Index of the memory's device."""
         return self._device
 
+    @property
+    def uid(self) -> int:
+        """User of the worker."""
+        return self._uid
+
+    @property
+    def segments(self) -> list[IdleSegment]:
+        """Its segments, in arena order."""
+        self._check(0, 0)
+        return [
+            IdleSegment(handle, nbytes, self._uid)
+            for handle, nbytes in zip(self._handles, self.segment_bytes, strict=True)
+        ]
+
     def read(self, runs: Sequence[Run]) -> None:
         """See `DeviceMemory.read`."""
         self._check_runs(runs)
@@ -78,18 +92,20 @@ class CudaAllocation:
     def end(self) -> list[IdleSegment]:
         """Unmap the memory; returns its segments, which the caller keeps or releases. A failure
         releases them."""
-        self._check(0, 0)
-        handles, self._handles = self._handles, ()
-        self._driver.enter(self._device)
+        segments = self.segments
         with ExitStack() as undo:
-            for handle in handles:
-                undo.callback(self._driver.release, handle)
-            self._unmap.close()
+            for segment in segments:
+                undo.callback(self._driver.release, segment.handle)
+            self.unmap()
             undo.pop_all()
-        return [
-            IdleSegment(handle, nbytes, self._uid)
-            for handle, nbytes in zip(handles, self.segment_bytes, strict=True)
-        ]
+        return segments
+
+    def unmap(self) -> None:
+        """Unmap the memory; its segments belong to another allocation from now on."""
+        self._check(0, 0)
+        self._handles = ()
+        self._driver.enter(self._device)
+        self._unmap.close()
 
     def _carry_out(self, copy: Callable[[], None]) -> None:
         try:

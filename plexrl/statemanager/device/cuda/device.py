@@ -27,6 +27,7 @@ from plexrl.statemanager.device.cuda.copy_streams import CopyStreams
 from plexrl.statemanager.device.cuda.driver import CudaDriver
 from plexrl.statemanager.device.cuda.host_pinning import HostPinning
 from plexrl.statemanager.device.cuda.idle_segments import IdleSegment, IdleSegments
+from plexrl.statemanager.device.segments import leading
 
 CUDA_SEGMENT_BYTES_MAX = 1 << 30
 """Largest segment: few descriptors per arena, and no unusually large driver allocation."""
@@ -39,11 +40,18 @@ class CudaDevices:
     kind = DeviceKind.CUDA
 
     def __init__(
-        self, driver: CudaDriver, *, bytes_max: int | None = None, idle_bytes_max: int | None = None
+        self,
+        driver: CudaDriver,
+        *,
+        bytes_max: int | None = None,
+        idle_bytes_max: int | None = None,
+        segment_bytes_max: int = CUDA_SEGMENT_BYTES_MAX,
     ) -> None:
         """`bytes_max`: capacity per device; absent: the device's memory. `idle_bytes_max`: returned
-        memory to keep per device; absent: half of the device's memory."""
+        memory to keep per device; absent: half of the device's memory. `segment_bytes_max`: largest
+        segment."""
         self._driver = driver
+        self._segment_bytes_max = segment_bytes_max
         self._bytes_max = bytes_max
         self._idle_bytes_max = idle_bytes_max
         self._pinning = HostPinning(driver)
@@ -51,13 +59,58 @@ class CudaDevices:
         self._streams: dict[int, CopyStreams] = {}
         self._lent_bytes: dict[int, int] = {}
         self._idle: dict[int, IdleSegments] = {}
+        self._parts: set[CudaAllocation] = set()
+        """Allocations that no worker has yet."""
 
     def allocate(self, nbytes: int, *, device: int, uid: int) -> CudaAllocation:
         """See `DeviceBackend.allocate`."""
+        self._enter(device)
+        sizes = self._sizes(nbytes, device)
+        return self._allocate(sizes, (), device, uid)
+
+    def allocate_part(
+        self, nbytes: int, *, device: int, uid: int, bytes_max: int, bytes_wanted: int
+    ) -> CudaAllocation | None:
+        self._enter(device)
+        sizes = self._sizes(nbytes, device)
+        sizes = leading(sizes, bytes_max, bytes_wanted)
+        if not sizes:
+            return None
+        part = self._allocate(sizes, (), device, uid)
+        with self._lock:
+            self._parts.add(part)
+        return part
+
+    def extend(self, part: DeviceAllocation, nbytes: int) -> CudaAllocation:
+        """See `DeviceBackend.extend`; the driver maps the part's memory a second time, with what is
+        added behind it, before the first mapping ends."""
+        assert isinstance(part, CudaAllocation)
+        self._enter(part.device)
+        sizes = self._sizes(nbytes, part.device)
+        rest = sizes[len(part.segment_bytes) :]
+        try:
+            whole = self._allocate(rest, part.segments, part.device, part.uid)
+        except DeviceMemoryFullError:
+            raise
+        except BaseException:
+            self.recycle(part)
+            raise
+        with self._lock:
+            self._parts.discard(part)
+        try:
+            part.unmap()
+        except BaseException:
+            self.free(whole)
+            raise
+        return whole
+
+    def _allocate(
+        self, sizes: Sequence[int], part: Sequence[IdleSegment], device: int, uid: int
+    ) -> CudaAllocation:
+        """Segments of these sizes, mapped behind those of `part`, which a failure leaves."""
         streams = self._enter(device)
-        unit = self._driver.granularity(device)
-        sizes = cuda_segment_sizes(nbytes, unit)
-        self._count_lent(device, sum(sizes))
+        added_bytes = sum(sizes)
+        self._count_lent(device, added_bytes)
         try:
             with ExitStack() as undo:
                 with self._lock:
@@ -66,16 +119,17 @@ class CudaDevices:
                     if segment is not None:
                         undo.callback(self._driver.release, segment.handle)
                 self._release(left)
-                handles: list[int] = []
+                handles = [segment.handle for segment in part]
                 for size, segment in zip(sizes, found, strict=True):
                     if segment is None:
                         handles.append(self._driver.create(device, size))
                         undo.callback(self._driver.release, handles[-1])
                     else:
                         handles.append(segment.handle)
-                return self._map(device, handles, sizes, streams, undo, uid)
+                whole = (*(segment.nbytes for segment in part), *sizes)
+                return self._map(device, handles, whole, streams, undo, uid)
         except BaseException:
-            self._count_returned(device, sum(sizes))
+            self._count_returned(device, added_bytes)
             raise
 
     def adopt(
@@ -120,13 +174,15 @@ class CudaDevices:
         """See `DeviceBackend.recycle`; its segments are kept for the next load, within a bound, if
         no other rank works on the device."""
         assert isinstance(allocation, CudaAllocation)
+        device = allocation.device
         try:
             returned = allocation.end()
         finally:
-            self._count_returned(allocation.device, allocation.nbytes)
+            self._count_returned(device, allocation.nbytes)
         with self._lock:
-            if not self._lent_bytes[allocation.device]:
-                returned = self._idle[allocation.device].put(returned)
+            self._parts.discard(allocation)
+            if self._lent_bytes[device] == sum(p.nbytes for p in self._parts if p.device == device):
+                returned = self._idle[device].put(returned)
         self._release(returned)
 
     def free(self, allocation: DeviceAllocation, *, is_unmapped: bool = False) -> None:  # noqa: ARG002
@@ -201,6 +257,10 @@ class CudaDevices:
                 self._streams[device] = CopyStreams(self._driver, self._pinning, device)
             return self._streams[device]
 
+    def _sizes(self, nbytes: int, device: int) -> tuple[int, ...]:
+        unit = self._driver.granularity(device)
+        return cuda_segment_sizes(nbytes, unit, self._segment_bytes_max)
+
     def _release(self, segments: Sequence[IdleSegment]) -> None:
         # All of them, even if one fails.
         with ExitStack() as releases:
@@ -257,8 +317,10 @@ class CudaDevices:
             self._lent_bytes[device] -= nbytes
 
 
-def cuda_segment_sizes(nbytes: int, unit: int) -> tuple[int, ...]:
-    """Multiples of `unit` whose sum exceeds `nbytes` by less than one unit."""
-    largest = CUDA_SEGMENT_BYTES_MAX // unit * unit
+def cuda_segment_sizes(
+    nbytes: int, unit: int, bytes_max: int = CUDA_SEGMENT_BYTES_MAX
+) -> tuple[int, ...]:
+    """Multiples of `unit` whose sum exceeds `nbytes` by less than one unit, the largest first."""
+    largest = max(1, bytes_max // unit) * unit
     whole, rest = divmod(max(1, -(-nbytes // unit)) * unit, largest)
     return (largest,) * whole + ((rest,) if rest else ())
