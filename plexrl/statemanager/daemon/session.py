@@ -109,4 +109,5 @@ class Session:
                     MoveKind(request=name, outcome=outcome, tier=answer.get("tier", "")),
                     nbytes=answer.get("bytes_moved", 0),
                     seconds=time.perf_counter() - started,
+                    prefetched_bytes=answer.get("prefetched_bytes", 0),
                 )

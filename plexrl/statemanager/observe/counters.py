@@ -54,13 +54,19 @@ class Counters:
         self._lock = threading.Lock()
         self._moves: dict[MoveKind, MoveCounters] = {}
         self._refused: Counter[str] = Counter()
+        self.prefetched_bytes = 0
+        """Bytes that loads found on their device."""
 
-    def count_move(self, kind: MoveKind, *, nbytes: int, seconds: float) -> None:
-        """Count a move that has ended, successful or not."""
+    def count_move(
+        self, kind: MoveKind, *, nbytes: int, seconds: float, prefetched_bytes: int = 0
+    ) -> None:
+        """Count a move that has ended, successful or not. `prefetched_bytes`: of these bytes, those
+        that were copied before."""
         with self._lock:
             counters = self._moves.setdefault(kind, MoveCounters())
             counters.seconds.add(seconds)
             counters.nbytes.add(nbytes)
+            self.prefetched_bytes += prefetched_bytes
 
     def count_refusal(self, code: str) -> None:
         """Count a refused request by its error code."""

@@ -139,6 +139,11 @@ class DaemonCollector(Collector):
             moved.add_metric(labels, _buckets(BYTES_BOUNDS, in_bytes[0]), in_bytes[1])
         yield seconds
         yield moved
+        yield CounterMetricFamily(
+            "plexrl_statemanager_prefetched_bytes",
+            "Bytes of loads that were copied to the device during the offload before.",
+            value=self._services.counters.prefetched_bytes,
+        )
 
 
 def exposition(collector: DaemonCollector) -> bytes:

@@ -7,7 +7,8 @@ filled. The load adds the remaining segments when the offload has freed its memo
 
 A prefetch changes nothing that a load relies on. Invariants:
 
-- It is a move of its rank: it holds the registration's lock, so a load waits for its end.
+- It is a move of its rank: it holds the registration's lock from the moment that it is wanted, so a
+  load waits for its end, and none begins after a load.
 - No worker has the memory before the load. A load of another version, or a version that was saved
   again since, writes all of it anew.
 - It ends with a failed offload, with a load of another deployment of the group, with its
@@ -61,8 +62,9 @@ class ArenaPrefetcher:
         def begin() -> None:
             if not begun and deployment:
                 begun.extend(
-                    (rank, self._threads.submit(self._prefetch, rank, seq))
+                    (rank, self._start(rank, seq))
                     for rank in self._successors(leaving, deployment)
+                    if rank.lock.acquire(blocking=False)
                 )
 
         try:
@@ -104,11 +106,23 @@ class ArenaPrefetcher:
             return ()
         return theirs[ours.index(leaving) :: len(ours)]
 
-    def _prefetch(self, rank: Registration, seq: int) -> None:
+    def _start(self, rank: Registration, seq: int) -> Future[None]:
+        """Prefetch on another thread; the rank's lock is held, and released at the end."""
         try:
-            with rank.exclusive():
-                if rank.allocation is None and rank.prefetched is None and rank.host is None:
-                    rank.prefetched = self._filled(rank, seq)
+            prefetch = self._threads.submit(self._prefetch, rank, seq)
+        except BaseException:
+            rank.lock.release()
+            raise
+        # Also if it is cancelled.
+        prefetch.add_done_callback(lambda _: rank.lock.release())
+        return prefetch
+
+    def _prefetch(self, rank: Registration, seq: int) -> None:
+        has_memory = rank.allocation is not None or rank.prefetched is not None
+        if rank.ended or has_memory or rank.host is not None:
+            return
+        try:
+            rank.prefetched = self._filled(rank, seq)
         except PlexRLError as error:
             LOG.info("%s is not prefetched to its device: %s", rank.description, error)
         except Exception:
@@ -132,7 +146,7 @@ class ArenaPrefetcher:
                 device=rank.device,
                 uid=rank.uid,
                 bytes_max=usage.idle_bytes + free_bytes - free_bytes // FREE_PART_LEFT,
-                bytes_wanted=max(e.arena_offset + e.nbytes for e in manifest.extents),
+                bytes_wanted=max((e.arena_offset + e.nbytes for e in manifest.extents), default=0),
             )
             if part is None:
                 return None

@@ -72,8 +72,10 @@ class CudaDevices:
         self, nbytes: int, *, device: int, uid: int, bytes_max: int, bytes_wanted: int
     ) -> CudaAllocation | None:
         self._enter(device)
-        sizes = self._sizes(nbytes, device)
-        sizes = leading(sizes, bytes_max, bytes_wanted)
+        if self._bytes_max is not None:
+            with self._lock:
+                bytes_max = min(bytes_max, self._bytes_max - self._lent_bytes.get(device, 0))
+        sizes = leading(self._sizes(nbytes, device), bytes_max, bytes_wanted)
         if not sizes:
             return None
         part = self._allocate(sizes, (), device, uid)
@@ -175,12 +177,13 @@ class CudaDevices:
         no other rank works on the device."""
         assert isinstance(allocation, CudaAllocation)
         device = allocation.device
+        with self._lock:
+            self._parts.discard(allocation)
         try:
             returned = allocation.end()
         finally:
             self._count_returned(device, allocation.nbytes)
         with self._lock:
-            self._parts.discard(allocation)
             if self._lent_bytes[device] == sum(p.nbytes for p in self._parts if p.device == device):
                 returned = self._idle[device].put(returned)
         self._release(returned)
