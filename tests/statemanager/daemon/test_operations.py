@@ -181,6 +181,19 @@ def test_metrics_distinguish_equal_and_different_replicas(
     assert figures["replica_shared_bytes_total", ()] == 2 * 4 * elements
 
 
+def test_metrics_count_what_loads_found_on_the_device(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    observed = Observed(start_daemon, device_bytes=8 * MIB)
+    coming = make_shard(observed.daemon, deployment="two/actor")
+    coming.offload(1)
+    leaving = make_shard(observed.daemon, deployment="one/actor")
+    leaving.offload(1, successor=(coming.deployment, 1))
+    # The load waits for the prefetch.
+    nbytes = coming.load(1).bytes_moved
+    assert observed.figures()["prefetched_bytes_total", ()] == nbytes
+
+
 def test_idle_http_clients_block_nobody() -> None:
     server = ObservationServer(0, list, lambda: b"figures")
     silent = socket.create_connection(("127.0.0.1", server.port))
