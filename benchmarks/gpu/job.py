@@ -118,8 +118,12 @@ class GpuJob:
 
 
 def serve_job(pipe: Connection, listen: str, key_file: str, name: str, nbytes: int) -> None:
+    """A process that does with an arena on device 0 what the pipe says."""
+    serve(pipe, GpuJob(BoundDriver(), listen, read_ticket_key(Path(key_file)), name, nbytes))
+
+
+def serve(pipe: Connection, job: GpuJob) -> None:
     """Execute the actions (action, seq, successor) from the pipe until `end`."""
-    job = GpuJob(BoundDriver(), listen, read_ticket_key(Path(key_file)), name, nbytes)
     while True:
         action, seq, successor = pipe.recv()
         started = time.perf_counter()

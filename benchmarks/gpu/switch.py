@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -194,10 +194,9 @@ def take_turns(
     return turns
 
 
-def overlapped_ratio(node: StateManagerConfig, nbytes: int, switches: int) -> tuple[float, float]:
+def overlapped_ratio(jobs: Sequence[Job], nbytes: int, switches: int) -> tuple[float, float]:
     """(time of an overlapped switch over one in sequence, part of its load that was copied during
-    the offload)."""
-    jobs = [Job(node, f"overlap{index}", nbytes) for index in range(2)]
+    the offload); the two jobs end."""
     for job in jobs:
         job.ask("fill")
         job.ask("offload")
@@ -302,7 +301,8 @@ def main() -> None:
     with running_daemon(nbytes + SPARE_BYTES) as node:
         replicas = replica_figures(node, GpuDevice(driver.uuids()[0], driver), nbytes // 4)
     with running_daemon(2 * nbytes + SPARE_BYTES) as node:
-        overlapped, before = overlapped_ratio(node, nbytes, min(wanted.switches, SWITCHES_RELEASED))
+        jobs = [Job(node, f"overlap{index}", nbytes) for index in range(2)]
+        overlapped, before = overlapped_ratio(jobs, nbytes, min(wanted.switches, SWITCHES_RELEASED))
     suspended_s = cuda_checkpoint.switch_s(nbytes)
     switch_s = statistics.median(turn[0] for turn in large)
     offload = nbytes / statistics.median(turn[1] for turn in large) / 1e9

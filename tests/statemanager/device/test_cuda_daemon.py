@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.gpu.job import GpuJob
+from benchmarks.gpu.job import GpuJob, serve
+from benchmarks.gpu.switch import Job, overlapped_ratio
 from plexrl.errors import DeviceMemoryFullError, InvalidRequestError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
@@ -144,6 +145,28 @@ def test_a_load_and_the_offload_before_it_copy_at_the_same_time(node: Node) -> N
     for job in jobs:
         job.close()
     del jobs, job, leaving, coming
+    wait_until(lambda: node.daemon.taken_bytes(0) == 0)
+
+
+class LocalJob(Job):
+    """As the benchmark's, on a thread of this process."""
+
+    def __init__(self, node: Node, name: str) -> None:
+        self.name, self.seq = name, 0
+        self._pipe, theirs = multiprocessing.Pipe()
+        job = GpuJob(node.worker, node.listen, node.key, name, STATE)
+        self._thread = threading.Thread(target=serve, args=(theirs, job))
+        self._thread.start()
+
+    def end(self) -> None:
+        self._pipe.send(("end", 0, ("", 0)))
+        self._thread.join()
+
+
+def test_the_benchmark_of_overlapped_switches_runs_on_an_emulated_gpu(node: Node) -> None:
+    ratio, before = overlapped_ratio([LocalJob(node, name) for name in "ab"], STATE, 2)
+    assert ratio > 0.0
+    assert before == pytest.approx(2 * MIB / STATE)
     wait_until(lambda: node.daemon.taken_bytes(0) == 0)
 
 
