@@ -22,7 +22,7 @@ KIB = 1 << 10
 STATE = 1792 * KIB
 """Three segments: 1 MiB, 512 KiB and 256 KiB."""
 FIRST = MIB
-"""What fits beside another state."""
+"""What fits beside another state; more is prefetched if that one has left before."""
 DEVICE = STATE + 3 * MIB // 2
 
 
@@ -54,14 +54,15 @@ def test_a_load_moves_only_what_was_not_copied_before(
 ) -> None:
     one, two = two_jobs(start_daemon(device_bytes=DEVICE), make_shard)
     switch(one, two, 2, 1)
-    assert lent_bytes(one) == FIRST, "as many segments as fitted beside the other state"
+    prefetched = lent_bytes(one)
+    assert prefetched >= FIRST
     loaded = two.load(1)
-    assert (loaded.prefetched_bytes, loaded.bytes_moved) == (FIRST, STATE)
+    assert (loaded.prefetched_bytes, loaded.bytes_moved) == (prefetched, STATE)
     assert loaded.prefetch_s > 0
     assert np.array_equal(two.contents, two.version(1))
     assert lent_bytes(one) == STATE
     switch(two, one, 3, 2)
-    assert one.load(2).prefetched_bytes == FIRST
+    assert one.load(2).prefetched_bytes >= FIRST
     assert np.array_equal(one.contents, one.version(2))
 
 
@@ -149,7 +150,7 @@ def test_a_stale_worker_ends_no_prefetch(start_daemon: StartDaemon, make_shard: 
     two.token = 2
     with pytest.raises(StaleTokenError):
         two.client.load(seq=1, token=0)
-    assert two.load(1).prefetched_bytes == FIRST
+    assert two.load(1).prefetched_bytes >= FIRST
     with pytest.raises(StaleTokenError):
         one.load(2)
 
