@@ -154,13 +154,14 @@ class LocalJob(Job):
     def __init__(self, node: Node, name: str) -> None:
         self.name, self.seq = name, 0
         self._pipe, theirs = multiprocessing.Pipe()
-        job = GpuJob(node.worker, node.listen, node.key, name, STATE)
-        self._thread = threading.Thread(target=serve, args=(theirs, job))
+        self._job = GpuJob(node.worker, node.listen, node.key, name, STATE)
+        self._thread = threading.Thread(target=serve, args=(theirs, self._job))
         self._thread.start()
 
     def end(self) -> None:
         self._pipe.send(("end", 0, ("", 0)))
         self._thread.join()
+        self._job.close()
 
 
 def test_the_benchmark_of_overlapped_switches_runs_on_an_emulated_gpu(node: Node) -> None:
