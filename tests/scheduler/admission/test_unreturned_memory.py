@@ -13,7 +13,7 @@ from plexrl.scheduler.operations.outcomes import REFUSED_LOAD_FACTOR
 from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.statemanager.daemon.memory_holders import Need, Resident, held_error
+from plexrl.statemanager.daemon.memory.holders import Need, Resident, held_error
 from tests.scheduler.fake_cluster import FakeCluster
 
 KEPT = KEPT_FACTOR * CONTEXT_BYTES
