@@ -274,7 +274,7 @@ class RecordedMoves(MoveCosts):
         return self._offload.seconds(state_bytes / gpus)
 
     def prefetched_part(self, node_type: str, leaving_bytes: float, coming_bytes: float) -> float:
-        """0: recorded loads begin at the end of the offload before them."""
+        """0: the mean of recorded loads includes how far they overlapped."""
         del node_type, leaving_bytes, coming_bytes
         return 0.0
 

@@ -3,6 +3,7 @@
 Shapes: N, Q, L as in `step_batch`; H key-value heads, D head size.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ class ModuleForward:
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
         self._cache = _GroupCache(model.config.num_hidden_layers)
+        # transformers before 5.24 knows it by the second name.
+        names = inspect.signature(self._decoder.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
 
     def __call__(self, batch: StepBatch, pool: KvPool) -> torch.Tensor:
         """As `Forward`."""
@@ -39,8 +43,8 @@ class ModuleForward:
             input_ids=token.view(group.rows, group.width),
             position_ids=position.view(group.rows, group.width),
             attention_mask=group.mask_NQL[:, None],
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_name: self._cache},
         )
         hidden: torch.Tensor = output.last_hidden_state.reshape(group.rows * group.width, -1)
         return hidden if group.real is None else hidden.index_select(0, group.real)
