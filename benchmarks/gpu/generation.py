@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks.engine import Request, by_engine, by_transformers, even, ragged
-from benchmarks.gpu.part import Part, Place, open_place, random_model, state_manager
-from benchmarks.gpu.switch import GIB
+from benchmarks.gpu.part import Part, Place, open_place, random_model
+from benchmarks.gpu.switch import GIB, running_daemon
 from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.errors import DeviceUnavailableError
@@ -63,7 +63,7 @@ def engine_run(backend: str, dtype: str, place: Place) -> Iterator[Run]:
         max_concurrent_samples=REQUESTS,
         kv_cache_bytes=KV_CACHE_BYTES,
     )
-    with state_manager(place, HOST_BYTES) as node:
+    with running_daemon(HOST_BYTES, device=place.kind) as node:
         part = Part(spec, backend, node, place.device)
         part.move(OperationKind.LOAD)
         rollout: Any = part.backend

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.switch import start_daemon
 from benchmarks.sizes import sized
 from plexrl.errors import DeviceUnavailableError
 from plexrl.model.deployment_spec import DeploymentSpec
@@ -85,22 +83,6 @@ def open_place(*, cpu: bool) -> Iterator[Place]:
         dist.init_process_group(device.collectives, store=store, rank=0, world_size=1)
         yield Place(device=device, driver=driver)
         dist.destroy_process_group()
-
-
-@contextmanager
-def state_manager(
-    place: Place, host_bytes: int, device_bytes: int | None = None
-) -> Iterator[StateManagerConfig]:
-    """A StateManager of the device, which lends at most `device_bytes`."""
-    directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
-    daemon, node = start_daemon(directory, host_bytes, device=place.kind, device_bytes=device_bytes)
-    try:
-        yield node
-    finally:
-        daemon.terminate()
-        daemon.wait()
-        shutil.rmtree(directory)
-        shutil.rmtree(node.host_dir, ignore_errors=True)
 
 
 class Part:

@@ -27,9 +27,8 @@ from benchmarks.gpu.part import (
     backend_call,
     open_place,
     random_model,
-    state_manager,
 )
-from benchmarks.gpu.switch import GIB
+from benchmarks.gpu.switch import GIB, running_daemon
 from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.errors import DeviceUnavailableError
@@ -194,7 +193,8 @@ def jobs_on(
     place: Place, seeds: tuple[int, ...], device_bytes: int | None, *, shares: bool
 ) -> Iterator[list[Job]]:
     """Jobs of these seeds, on a StateManager of their own. Their memory is free afterwards."""
-    with state_manager(place, HOST_BYTES * len(seeds), device_bytes) as node:
+    host_bytes = HOST_BYTES * len(seeds)
+    with running_daemon(host_bytes, device=place.kind, device_bytes=device_bytes) as node:
         jobs = [Job(f"job{seed}", seed, node, place, shares=shares) for seed in seeds]
         yield jobs
         while jobs:

@@ -228,7 +228,7 @@ def start_daemon(
     device_bytes: int | None = None,
     device_idle_bytes: int | None = None,
 ) -> tuple[subprocess.Popen[str], StateManagerConfig]:
-    """A StateManager with its host tier made ready, and its configuration."""
+    """A StateManager that is ready for calls, and its configuration."""
     config = StateManagerConfig(
         node="gpu",
         listen=str(directory / "s.sock"),
@@ -255,10 +255,23 @@ def start_daemon(
 
 
 @contextmanager
-def running_daemon(host_bytes: int, idle_bytes: int | None = None) -> Iterator[StateManagerConfig]:
-    """As `start_daemon`, until the block ends; `idle_bytes`: returned memory to keep."""
+def running_daemon(
+    host_bytes: int,
+    *,
+    device: DeviceKind = DeviceKind.CUDA,
+    device_bytes: int | None = None,
+    idle_bytes: int | None = None,
+) -> Iterator[StateManagerConfig]:
+    """A StateManager of the device, until the block ends. It lends at most `device_bytes`, and
+    keeps at most `idle_bytes` of returned memory."""
     directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
-    daemon, node = start_daemon(directory, host_bytes, device_idle_bytes=idle_bytes)
+    daemon, node = start_daemon(
+        directory,
+        host_bytes,
+        device=device,
+        device_bytes=device_bytes,
+        device_idle_bytes=idle_bytes,
+    )
     try:
         yield node
     finally:
@@ -291,7 +304,7 @@ def main() -> None:
         count: int, idle_bytes: int | None, *sizes: int
     ) -> list[list[tuple[float, float, float, int]]]:
         """As `take_turns` for each size, with a StateManager that keeps `idle_bytes`."""
-        with running_daemon(2 * max(sizes) + SPARE_BYTES, idle_bytes) as node:
+        with running_daemon(2 * max(sizes) + SPARE_BYTES, idle_bytes=idle_bytes) as node:
             return [take_turns(node, f"job{size}-", size, count, driver) for size in sizes]
 
     tiny, large = turns(wanted.switches, None, TINY_BYTES, nbytes)
