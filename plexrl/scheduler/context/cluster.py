@@ -69,6 +69,7 @@ class Cluster:
         """Use these settings, and derive the indexes again."""
         self.settings.change(config)
         self.state.history, self.state.ended_jobs = config.history, config.ended_jobs
+        self.state.overdue_s = config.operation_overdue_s
         self.inventory = Inventory(config, self.settings.policy, self.state)
         self.waiting.clear()
         self.drop_pass()
