@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,3 +119,16 @@ def test_a_removed_runtime_folder_is_made_again(
     weights, _ = trained_through(impatient, "", folder=folders.run)
     assert weights == undisturbed
     assert folders.run.is_dir()
+
+
+@pytest.mark.slow
+def test_a_stopped_rollout_service_is_replaced(impatient: EmbeddedCluster) -> None:
+    # It starts when somebody asks for it.
+    with socket.socket(socket.AF_UNIX) as asker:
+        asker.connect(str(Folders.of(impatient.data_dir).run / "rollout.sock"))
+        first = process_of(impatient, "plexrl.rollout").pid
+    # Until it serves it is not watched: a start has another limit.
+    log = impatient.data_dir / "logs" / "up.log"
+    wait_until(lambda: f"rollout runs as process {first}" in log.read_text(), "it does not serve")
+    os.kill(first, signal.SIGSTOP)
+    wait_until(lambda: process_of(impatient, "plexrl.rollout").pid != first, "it is not replaced")
