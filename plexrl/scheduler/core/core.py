@@ -193,17 +193,6 @@ class SchedulerCore:
         """A snapshot for `restore`; call it between events only."""
         return encode(self._context)
 
-    @property
-    def is_between_passes(self) -> bool:
-        """Whether no admission pass is interrupted. A snapshot does not hold one: the core that
-        reads it would begin the pass again."""
-        return self._cluster.admission is None
-
-    def drop_pass(self) -> None:
-        """Begin the interrupted admission pass again, as the reader of a snapshot does. Only for a
-        snapshot that leaves no earlier one to replay from."""
-        self._cluster.drop_pass()
-
     @classmethod
     def restore(cls, config: SchedulerConfig, body: bytes) -> "SchedulerCore":
         """The core that wrote the snapshot `body`: its decisions are the same. Its settings are
