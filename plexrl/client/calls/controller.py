@@ -30,7 +30,8 @@ LASTING = HALTED - {OperationKind.SYNC_WEIGHTS}
 class Controller:
     """One controller of one job. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, sent_bytes_max: int = SENT_BYTES_MAX) -> None:
+        """`sent_bytes_max`: bound on the batches that are kept, in case the cluster loses them."""
         self.token = uuid.uuid4().hex
         """Identifies this controller: the cluster accepts requests of the job's latest one only."""
         self._failure: Mapping[str, Any] | None = None
@@ -39,6 +40,7 @@ class Controller:
         self._last: dict[str, str] = {}
         self._sent: OrderedDict[str, Call] = OrderedDict()
         self._sent_bytes = 0
+        self._sent_bytes_max = sent_bytes_max
         self._lock = threading.Lock()
 
     @property
@@ -94,12 +96,12 @@ class Controller:
 
     def record_sent(self, operation: str, call: Call) -> None:
         """Keep a submission with a batch, in case the cluster loses the batch; the oldest ones go
-        beyond `SENT_BYTES_MAX`."""
+        beyond the bound."""
         with self._lock:
             self._forget_sent(operation)
             self._sent[operation] = call
             self._sent_bytes += len(call.content or b"")
-            while self._sent_bytes > SENT_BYTES_MAX:
+            while self._sent_bytes > self._sent_bytes_max:
                 self._forget_sent(next(iter(self._sent)))
 
     def sent(self, operation: str) -> Call | None:
