@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What the whole suite can be told."""
     parser.addoption("--fault-seed", default="1", help="of the moments and victims of fault runs")
     parser.addoption("--fault-seconds", default="240", help="of faults in tests/hosts")
+    parser.addoption("--fault-cuts", default="5", help="power cuts of each run in tests/faults")
     parser.addoption("--rollout-histories", default="10000", help="random ones in tests/rollout")
 
 
