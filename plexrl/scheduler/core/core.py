@@ -84,7 +84,8 @@ from plexrl.scheduler.jobs.tenants import (
     tenant_configured,
     tenant_created,
 )
-from plexrl.scheduler.operations.cancellation import await_deadline, cancel, stop_rows
+from plexrl.scheduler.operations.deadlines.cancellation import await_deadline, cancel, stop_rows
+from plexrl.scheduler.operations.deadlines.overdue import OverdueView, overdue_view, watch_all
 from plexrl.scheduler.operations.failures import check_not_halted, failure_view, job_failure
 from plexrl.scheduler.operations.holding import (
     ForeignMemoryView,
@@ -223,6 +224,7 @@ class SchedulerCore:
             self._cluster.inventory.node_changed(node)
         self._effects.timer_at = None
         excuse_silence(self._state, event, now)
+        watch_all(self._state, self._effects, now)
 
     def _take_settings(self, settings_json: str) -> None:
         try:
@@ -437,6 +439,19 @@ class SchedulerCore:
     def held_deployments(self) -> list[HeldView]:
         """Deployments whose work waits for free memory or disk space, with the reason."""
         return held_view(self._state, self._state.deployments)
+
+    def overdue(self, now: float) -> list[OverdueView]:
+        """Operations and moves that are far past their estimates."""
+        return overdue_view(self._state, self.settings, self._state.deployments, now)
+
+    def lost_nodes(self) -> list[tuple[NodeId, float]]:
+        """The nodes whose agents were lost, and when; without those that drain."""
+        nodes = self._state.nodes.values()
+        return [
+            (each.node, each.lost_at)
+            for each in nodes
+            if not each.alive and each.lost_at is not None and not each.is_draining
+        ]
 
     def foreign_memory(self) -> list[ForeignMemoryView]:
         """Memory of GPUs for which work waits, and which processes hold that are no workers."""
