@@ -165,7 +165,7 @@ def _place(context: Context, steps: _Steps, now: float) -> None:
             break_deadlocks(context, now)
     else:
         context.cluster.waiting.take_newcomers()
-        context.cluster.drop_pass()
+        context.cluster.admission = None
 
 
 def _advance_groups(context: Context, steps: _Steps, now: float) -> None:

@@ -97,6 +97,7 @@ from plexrl.scheduler.operations.operations import enqueue
 from plexrl.scheduler.operations.outcomes import run_failed, run_finished
 from plexrl.scheduler.operations.submission.backpressure import check_room
 from plexrl.scheduler.operations.submission.checks import check_deadline, check_same, check_source
+from plexrl.scheduler.operations.submission.lost_payloads import lost_payloads, replace_payload
 from plexrl.scheduler.placement.capacity.awaited_profiles import await_all_profiles
 from plexrl.scheduler.placement.nodes import (
     node_drain_changed,
@@ -194,17 +195,6 @@ class SchedulerCore:
         """A snapshot for `restore`; call it between events only."""
         return encode(self._context)
 
-    @property
-    def is_between_passes(self) -> bool:
-        """Whether no admission pass is interrupted. A snapshot does not hold one: the core that
-        reads it would begin the pass again."""
-        return self._cluster.admission is None
-
-    def drop_pass(self) -> None:
-        """Begin the interrupted admission pass again, as the reader of a snapshot does. Only for a
-        snapshot that leaves no earlier one to replay from."""
-        self._cluster.drop_pass()
-
     @classmethod
     def restore(cls, config: SchedulerConfig, body: bytes) -> "SchedulerCore":
         """The core that wrote the snapshot `body`: its decisions are the same. Its settings are
@@ -288,6 +278,7 @@ class SchedulerCore:
                 raise ConflictError(
                     f"operation id {event.operation!r} was used by a former job: choose another"
                 )
+            replace_payload(context.effects, deployment, known, event.payload)
             return
         check_live(job)
         check_not_ended(deployment)
@@ -465,6 +456,10 @@ class SchedulerCore:
     def foreign_memory(self) -> list[ForeignMemoryView]:
         """Memory of GPUs for which work waits, and which processes hold that are no workers."""
         return foreign_memory_view(self._state, self._state.deployments)
+
+    def lost_payloads(self, job: JobId) -> list[OperationId]:
+        """The operations whose payload the job's controller is to send again."""
+        return lost_payloads(self._state, self._job(job))
 
     def unreferenced_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
         """The payloads that neither an unfinished operation nor a recovery needs."""

@@ -115,11 +115,10 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
     if event.is_draining:
         reconcile_node(context, event.node, now)
         return
-    for name in sorted(cluster.relocating):
-        deployment = context.state.deployment(name)
+    for deployment in cluster.relocating_in_order():
         if event.node in deployment.nodes:
             deployment.moves.cancel()
-            del cluster.relocating[name]
+            del cluster.relocating[deployment.deployment]
             context.effects.touch(deployment.group)
 
 

@@ -255,7 +255,7 @@ class Shell:
     async def save(self) -> None:
         """Write a snapshot, so that the next start replays nothing. Call it after `run` has
         ended."""
-        is_consistent = self._consistent.is_set() and self.core.is_between_passes
+        is_consistent = self._consistent.is_set()
         await self._snapshots.finish(self._position, self._at, is_consistent=is_consistent)
 
     async def _process_batch(self, batch: list[_Item]) -> None:
@@ -289,8 +289,7 @@ class Shell:
         for item, refusal in zip(batch, refusals, strict=True):
             _settle(item, refusal)
         self._position, self._at = position, now
-        if self.core.is_between_passes:
-            self._snapshots.start_if_due(position, now)
+        self._snapshots.start_if_due(position, now)
         self._notify_final()
         if self.on_change is not None:
             self.on_change(commands)
@@ -367,8 +366,6 @@ class Shell:
             self._kept_reports.appendleft(_unawaited(ServiceResumed()))
         is_full = isinstance(error, JournalFullError)
         if is_full and not self._snapshots.is_busy() and self.outage.may_free_space():
-            # The pass cannot end before there is space for its next timer.
-            self.core.drop_pass()
             self._snapshots.free_space(self._position, self._at)
         await asyncio.sleep(HELD_RETRY_S)
 

@@ -172,6 +172,8 @@ class Deployment:
     spec_json: str
     created_at: float
     estimates: Estimates
+    serial: int = 0
+    """Number in the order of creation; breaks ties."""
     created_spec_json: str = ""
     """The specification that its controller creates it with; empty: `spec_json`."""
     state: WpgState = WpgState.WAITING
@@ -293,6 +295,8 @@ class Job:
     """One job."""
 
     job: JobId
+    serial: int = 0
+    """Number in the order of submission; breaks ties."""
     tenant: TenantId
     name: str
     controller_timeout_s: float
@@ -400,6 +404,8 @@ class State:
     timers_swept: int = 0
     """Timers that were left after the last removal of pointless ones."""
     groups_made: int = 0
+    jobs_made: int = 0
+    deployments_made: int = 0
     former_switches: int = 0
     """Context switches of groups that were removed."""
     moves_made: int = 0

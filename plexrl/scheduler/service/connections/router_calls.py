@@ -45,7 +45,7 @@ class RouterCalls:
             "explain_job": (calls.OneJob, self._explain_job),
             "submit_job": (calls.SubmitJob, self._submit_job),
             "finish_job": (ev.JobFinished, self._change_job),
-            "heartbeat": (ev.ControllerSeen, self._change_job),
+            "heartbeat": (ev.ControllerSeen, self._heartbeat),
             "attach_job": (ev.ControllerAttached, self._change_job),
             "acknowledge": (ev.FailureAcknowledged, self._acknowledge),
             "list_jobs": (calls.Nothing, self._list_jobs),
@@ -158,6 +158,10 @@ class RouterCalls:
         self._check_job(scope, event.job)
         await self._shell.request(event)
         return self._core.job_view(event.job, self._now())
+
+    async def _heartbeat(self, scope: Scope, event: ev.ControllerSeen) -> Plain:
+        view = await self._change_job(scope, event)
+        return {**view, "lost_payloads": self._core.lost_payloads(event.job)}
 
     async def _list_jobs(self, scope: Scope, _: calls.Nothing) -> Plain:
         return {"jobs": self._core.list_jobs(scope, self._now())}
