@@ -80,13 +80,15 @@ def test_a_worker_that_beats_lives_however_long_it_computes(run_dir: Path, daemo
 
 def test_a_stopped_statemanager_is_named(run_dir: Path, start_daemon: StartDaemon) -> None:
     stopped = start_daemon()
+    process = stopped.process
+    assert process is not None
 
     async def work() -> None:
         async with agent_of(run_dir, stopped, FakeLauncher(), part_stuck_s=STUCK_S) as scheduler:
-            os.kill(stopped.process.pid, signal.SIGSTOP)
+            os.kill(process.pid, signal.SIGSTOP)
             named = await condition(scheduler, "part_stuck")
             assert "the StateManager of node node0 does not answer" in named["message"]
-            os.kill(stopped.process.pid, signal.SIGCONT)
+            os.kill(process.pid, signal.SIGCONT)
             assert await scheduler.conditions.get() == []
 
     asyncio.run(work())
