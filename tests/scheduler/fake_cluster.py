@@ -69,6 +69,8 @@ class FakeCluster:
         self.nodes: dict[str, ev.NodeJoined] = {}
         self.timer_at: float | None = None
         self.has_router = False
+        self.hung: set[tuple[str, int]] = set()
+        """Runs and launches that were sent, and never end."""
         self.interrupted: set[tuple[str, int]] = set()
         """Runs that were told to stop, and are to be continued."""
         self.partials: dict[str, str] = {}

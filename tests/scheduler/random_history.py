@@ -38,6 +38,8 @@ BROKEN_CODES = ("execution_failed", "connection_lost", "state_lost", "state_tier
 QUIET_S = 5000.0
 """Timers further away than this are of no operation."""
 STEPS_MAX = 4000
+OVERDUE_S = 20.0
+"""What hangs is noticed while a history comes to rest."""
 
 
 class History:
@@ -66,6 +68,7 @@ class History:
             lost_nodes_return=chance.random() < 0.8,
             launch_attempts=chance.choice((3, 100)),
             relief_after_s=chance.choice((0.0, 60.0)),
+            operation_overdue_s=OVERDUE_S,
         )
         self.jobs = 0
         self.count = 0
@@ -92,7 +95,7 @@ class History:
             *((self.node, 4), (self.drain, 2), (self.kill, 2), (self.pass_time, 8)),
             *((self.end_job, 1), (self.restart, 1), (self.router, 1), (self.quota, 1)),
             *((self.cycle, 5), (self.leave_job, 2), (self.attach_job, 2), (self.relayout, 1)),
-            (self.end_deployment, 1),
+            *((self.end_deployment, 1), (self.hang, 2)),
         )
         whats = [what for what, _ in moves]
         weights = [weight for _, weight in moves]
@@ -274,6 +277,16 @@ class History:
     def lose_answer(self) -> None:
         if self.cluster.runs:
             self.cluster.execute(self.chance.choice(self.cluster.runs), report=False)
+
+    def hang(self) -> None:
+        """Workers never end a run, or never start."""
+        chance, cluster = self.chance, self.cluster
+        if cluster.runs and chance.random() < 0.7:
+            run = cluster.runs.pop(chance.randrange(len(cluster.runs)))
+            cluster.hung.add((run.operation, run.token))
+        elif cluster.launches:
+            launch = cluster.launches.pop(chance.randrange(len(cluster.launches)))
+            cluster.hung.add((launch.deployment, launch.incarnation))
 
     def report_again(self) -> None:
         """A report of before comes once more, now that it is not true any more."""
