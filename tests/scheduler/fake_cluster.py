@@ -334,6 +334,15 @@ class FakeCluster:
             )
         )
 
+    def hang(self, chance: random.Random) -> None:
+        """Workers never end a run, or never start."""
+        if self.runs and chance.random() < 0.7:
+            run = self.runs.pop(chance.randrange(len(self.runs)))
+            self.hung.add((run.operation, run.token))
+        elif self.launches:
+            launch = self.launches.pop(chance.randrange(len(self.launches)))
+            self.hung.add((launch.deployment, launch.incarnation))
+
     def execute(
         self, run: cmd.RunOperation, *, report: bool = True, trainer_step: int | None = None
     ) -> None:

@@ -38,8 +38,6 @@ BROKEN_CODES = ("execution_failed", "connection_lost", "state_lost", "state_tier
 QUIET_S = 5000.0
 """Timers further away than this are of no operation."""
 STEPS_MAX = 4000
-OVERDUE_S = 20.0
-"""What hangs is noticed while a history comes to rest."""
 
 
 class History:
@@ -68,7 +66,7 @@ class History:
             lost_nodes_return=chance.random() < 0.8,
             launch_attempts=chance.choice((3, 100)),
             relief_after_s=chance.choice((0.0, 60.0)),
-            operation_overdue_s=OVERDUE_S,
+            operation_overdue_s=20.0,
         )
         self.jobs = 0
         self.count = 0
@@ -97,16 +95,14 @@ class History:
             *((self.cycle, 5), (self.leave_job, 2), (self.attach_job, 2), (self.relayout, 1)),
             *((self.end_deployment, 1), (self.hang, 2)),
         )
-        whats = [what for what, _ in moves]
-        weights = [weight for _, weight in moves]
+        whats, weights = zip(*moves, strict=True)
         for _ in range(chance.choice((2, 4, 6))):
             self.submit_job()
         self.cycle()
         for _ in range(steps):
             (what,) = chance.choices(whats, weights)
             what()
-            found = stuck(self.cluster)
-            assert not found, f"after {what.__name__}: {found[0]}"
+            assert not (found := stuck(self.cluster)), f"after {what.__name__}: {found[0]}"
         self.quiesce()
 
     # What can happen
@@ -161,9 +157,8 @@ class History:
     def submit(self) -> None:
         if not self.deployments:
             return
-        chance = self.chance
+        chance, source = self.chance, None
         name = chance.choice(sorted(self.deployments))
-        source: str | None = None
         if self.deployments[name] == "rollout":
             kind = chance.choice(("generate", "sync_weights", "sync_weights", "barrier"))
             if kind == "sync_weights":
@@ -279,20 +274,12 @@ class History:
             self.cluster.execute(self.chance.choice(self.cluster.runs), report=False)
 
     def hang(self) -> None:
-        """Workers never end a run, or never start."""
-        chance, cluster = self.chance, self.cluster
-        if cluster.runs and chance.random() < 0.7:
-            run = cluster.runs.pop(chance.randrange(len(cluster.runs)))
-            cluster.hung.add((run.operation, run.token))
-        elif cluster.launches:
-            launch = cluster.launches.pop(chance.randrange(len(cluster.launches)))
-            cluster.hung.add((launch.deployment, launch.incarnation))
+        self.cluster.hang(self.chance)
 
     def report_again(self) -> None:
         """A report of before comes once more, now that it is not true any more."""
         if self.cluster.reports:
-            report = self.chance.choice(self.cluster.reports[-20:])
-            self.cluster.send(report)
+            self.cluster.send(self.chance.choice(self.cluster.reports[-20:]))
 
     def node(self) -> None:
         node = self.chance.choice(NODES)
