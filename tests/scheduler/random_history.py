@@ -157,8 +157,8 @@ class History:
     def submit(self) -> None:
         if not self.deployments:
             return
-        chance, source = self.chance, None
-        name = chance.choice(sorted(self.deployments))
+        name = (chance := self.chance).choice(sorted(self.deployments))
+        source: str | None = None
         if self.deployments[name] == "rollout":
             kind = chance.choice(("generate", "sync_weights", "sync_weights", "barrier"))
             if kind == "sync_weights":
