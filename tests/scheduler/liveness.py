@@ -32,8 +32,9 @@ class _Look:
         self._timers = {what for at, what in context.effects.timers if at > cluster.now - 1e-9}
         # Nothing ever comes due without a wake-up that the shell was asked for.
         self._is_awake = not context.effects.timers or context.effects.timer_at is not None
-        self._sent = {(run.operation, run.token) for run in cluster.runs}
-        self._launches = {(each.deployment, each.incarnation) for each in cluster.launches}
+        sent = {(run.operation, run.token) for run in cluster.runs}
+        launches = {(each.deployment, each.incarnation) for each in cluster.launches}
+        self._sent, self._launches = sent | cluster.hung, launches | cluster.hung
         self._migrations = {each.deployment for each in cluster.migrations}
 
     def stuck(self) -> Iterator[str]:

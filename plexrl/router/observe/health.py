@@ -73,6 +73,13 @@ class ClusterHealth:
 
     def parts(self) -> dict[str, PartHistory]:
         """The parts that have ended at least once since the cluster's start."""
+        return {
+            part: history
+            for part, history in self._recorded().items()
+            if history.restarts or history.down_since is not None
+        }
+
+    def _recorded(self) -> dict[str, PartHistory]:
         return {} if self._parts_file is None else read_parts(self._parts_file)
 
     async def conditions(self) -> list[Plain]:
@@ -84,13 +91,14 @@ class ClusterHealth:
         return await asyncio.shield(self._checking)
 
     async def _check(self) -> list[Plain]:
+        recorded = self._recorded()
         parts = [
             {
                 "code": "part_down",
                 "message": f"{part} ended and is being restarted",
                 "since": history.down_since,
             }
-            for part, history in self.parts().items()
+            for part, history in recorded.items()
             if history.down_since is not None
         ]
         parts += [
@@ -99,7 +107,7 @@ class ClusterHealth:
                 "message": f"{part} runs and does not answer: it is replaced if it goes on so",
                 "since": history.stuck_since,
             }
-            for part, history in self.parts().items()
+            for part, history in recorded.items()
             if history.stuck_since is not None
         ]
         scheduler = await self._scheduler_conditions()

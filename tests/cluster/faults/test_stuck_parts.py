@@ -1,18 +1,22 @@
 """A part or a worker that is stopped for ever is named, killed and replaced; no step is lost."""
 
+import asyncio
 import os
 import shutil
 import signal
-import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 import plexrl
+from plexrl import errors
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
+from plexrl.cluster.parts import rollout_address
 from plexrl.process.folders.folders import Folders
+from plexrl.router.execution.rollout_link import RolloutLink
 from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,
@@ -71,17 +75,22 @@ def trained_through(
     ):
         actor = job.train_deployment("actor", MODEL, workers=2)
         train(actor, 0).result()
+        stopped: psutil.Process | None = None
         if folder is not None:
-            shutil.rmtree(folder)
-        elif victim == "a rank":
-            os.kill(rank_process(actor, 1).pid, signal.SIGSTOP)
+            # Parts make it again while it is being removed, if it is removed in place.
+            shutil.rmtree(folder.rename(folder.with_name("gone")))
         else:
-            os.kill(process_of(impatient, victim).pid, signal.SIGSTOP)
+            is_rank = victim == "a rank"
+            stopped = rank_process(actor, 1) if is_rank else process_of(impatient, victim)
+            stopped.suspend()
         futures = [train(actor, step) for step in range(1, STEPS)]
         if named:
             wait_until(lambda: is_named(cluster, named), "no condition names it")
         for future in futures:
             future.result()
+        if stopped is not None:
+            wait_until(lambda: not stopped.is_running(), "it was not replaced")
+            wait_until(lambda: not cluster.status()["conditions"], "it does not serve")
         return checkpoint_weights(actor), actor.status()["incarnation"]
 
 
@@ -123,10 +132,15 @@ def test_a_removed_runtime_folder_is_made_again(
 
 @pytest.mark.slow
 def test_a_stopped_rollout_service_is_replaced(impatient: EmbeddedCluster) -> None:
-    # It starts when somebody asks for it.
-    with socket.socket(socket.AF_UNIX) as asker:
-        asker.connect(str(Folders.of(impatient.data_dir).run / "rollout.sock"))
-        first = process_of(impatient, "plexrl.rollout").pid
+    async def create() -> None:
+        """Starts the service, which refuses the order."""
+        link = RolloutLink(str(rollout_address(Folders.of(impatient.data_dir))), None)
+        with suppress(errors.PlexRLError):
+            await link.call("create", {"order": {}}, timeout_s=10)
+        await link.close()
+
+    asyncio.run(create())
+    first = process_of(impatient, "plexrl.rollout").pid
     # Until it serves it is not watched: a start has another limit.
     log = impatient.data_dir / "logs" / "up.log"
     wait_until(lambda: f"rollout runs as process {first}" in log.read_text(), "it does not serve")

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from plexrl.ids import DeploymentId
 from plexrl.scheduler.operations.deadlines.bounds import FACTOR, FIRST_FACTOR
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
@@ -37,8 +38,9 @@ def hang(cluster: FakeCluster, seconds: float) -> None:
 
 def hang_until_replaced(cluster: FakeCluster, name: str = "a/actor") -> float:
     """Nothing is reported until the workers are ended; returns after how long they are."""
-    before, began_at = cluster.core._context.state.deployments[name].processes.overruns, cluster.now
-    while cluster.core._context.state.deployments[name].processes.overruns == before:
+    processes = cluster.core._context.state.deployments[DeploymentId(name)].processes
+    before, began_at = processes.overruns, cluster.now
+    while processes.overruns == before:
         hang(cluster, LEAST_S / 10)
         assert cluster.now < began_at + 1e6, "it hangs for ever"
     return cluster.now - began_at

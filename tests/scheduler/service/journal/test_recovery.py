@@ -253,7 +253,7 @@ def test_core_settings_are_all_except_process_settings() -> None:
     assert set(core_settings(config())) == names - PROCESS_SETTINGS
     known = with_core_settings(config(), {"policy": "isolated", "of_a_later_version": 1})
     # What an earlier version wrote was decided without bounds that came later.
-    assert known == config(policy="isolated", admission_steps=None)
+    assert known == config(policy="isolated", admission_steps=None, operation_overdue_s=0.0)
     with pytest.raises(InvalidRequestError, match="settings in the journal"):
         with_core_settings(config(), {"history": "many"})
 
