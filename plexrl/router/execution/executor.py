@@ -257,6 +257,15 @@ class Executor:
         if current is not None and current.task is task:
             del self._runs[operation]
 
+    def unreachable(self) -> list[tuple[WorkerName, float]]:
+        """The workers to which requests wait for a connection, and since when, in seconds since the
+        epoch. They may live: the scheduler has not said that they are gone."""
+        return [
+            (worker, link.unreachable_since)
+            for worker, link in self._links.items()
+            if link.unreachable_since is not None
+        ]
+
     def link(self, worker: WorkerName, address: str) -> WorkerLink:
         """The connection to a worker; it is made on first use.
 

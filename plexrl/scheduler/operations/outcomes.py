@@ -26,7 +26,7 @@ from plexrl.scheduler.jobs.lifecycle import (
 )
 from plexrl.scheduler.jobs.retention import owner_of
 from plexrl.scheduler.jobs.usage import meter_run
-from plexrl.scheduler.operations.cancellation import early_end, is_over
+from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.holding import delay, hold, is_held, requeue
 from plexrl.scheduler.operations.operations import complete, fail, finish
