@@ -139,7 +139,10 @@ def run(machines: str, steps: Mapping[str, int] | None, seed: int, cuts: int) ->
         wanted = steps or {name: count + 2 for name, count in jobs.steps().items()}
         jobs.end_at(wanted)
         weights = jobs.weights()
-        say(f"{cuts} cuts, steps {wanted}")
+        # The SDK says so when the cluster asks for one again.
+        lost = jobs.printed().count("the cluster lost the payload of")
+        say(f"{cuts} cuts, steps {wanted}, {lost} payloads lost")
+        assert not lost
         return {"weights": weights, "steps": wanted}
 
 
