@@ -46,10 +46,10 @@ def make_ticket_key(path: Path) -> TicketKey:
         create_durably(own, secrets.token_bytes(KEY_BYTES))
         try:
             os.link(own, path)
-            flush(path.parent)
         except FileExistsError:
             # Another daemon that shares the key created it first.
             pass
         finally:
             own.unlink()
+        flush(path.parent)
     return read_ticket_key(path)
