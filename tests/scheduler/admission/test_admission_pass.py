@@ -11,6 +11,7 @@ from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.order import AdmissionKey, admission_key, blocks_others
 from plexrl.scheduler.admission.queues.gangs import allowed_modes, place_all, why_not_yet
 from plexrl.scheduler.admission.queues.pass_entries import OwnerEntry
+from plexrl.scheduler.admission.reservations import Reservation, is_rival_of, reserve
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
@@ -33,6 +34,8 @@ def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
     """The deployments that get GPUs if all are considered in order, without queues."""
     placed: list[DeploymentId] = []
     ahead: set[tuple[str, int]] = set()
+    heads: list[list[Deployment]] = []
+    reservations: list[Reservation] = []
     left = {name: cluster.state.deployment(name) for name in cluster.waiting}
 
     def turn(each: Deployment) -> AdmissionKey:
@@ -47,10 +50,18 @@ def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
         if why_not_yet(cluster, deployment) is not None:
             continue
         only = allowed_modes(cluster, gang, ahead, now)
-        if place_all(cluster, gang, only, now):
+        types = [each.node_type for each in gang]
+        if place_all(cluster, gang, only, reservations, now):
             placed += [each.deployment for each in gang]
         elif blocks_others(cluster, deployment, now):
-            ahead.update((each.node_type, each.workers) for each in gang)
+            if not cluster.settings.policy.backfills:
+                ahead.update((each.node_type, each.workers) for each in gang)
+            elif not any(is_rival_of(head, types) for head in heads):
+                heads.append(gang)
+                if reserve(cluster, deployment, now):
+                    reservations.append(Reservation(cluster, deployment.deployment, now))
+                else:
+                    ahead.update((each.node_type, each.workers) for each in gang)
     return placed
 
 
