@@ -43,8 +43,8 @@ from plexrl.scheduler.admission.queues.pass_entries import (
 )
 from plexrl.scheduler.admission.queues.pass_progress import PassProgress
 from plexrl.scheduler.admission.queues.queue_heads import Head
+from plexrl.scheduler.admission.queues.reservations import Reservations
 from plexrl.scheduler.admission.queues.waiting import Owner, Size, Sizes, size_of
-from plexrl.scheduler.admission.reservations import Reservations
 from plexrl.scheduler.admission.scarcity import is_covered, is_rival, may_join
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible

@@ -90,7 +90,7 @@ class Reservation:
 
 @dataclass(slots=True, kw_only=True)
 class ReservedStart:
-    """The reservation of a starving deployment (`admission.reservations`)."""
+    """The reservation of a starving deployment (`admission.queues.reservations`)."""
 
     at: float
     """When it has its GPUs, if running jobs end by their expected lengths."""

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.admission.reservations import RENEWALS_MAX
+from plexrl.scheduler.admission.queues.reservations import RENEWALS_MAX
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import events as ev
 from tests.examples import examples

@@ -8,8 +8,8 @@ from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.fit.rehearsal import in_placement_order
 from plexrl.scheduler.admission.order import is_partial
+from plexrl.scheduler.admission.queues.reservations import Reservation, expected_end
 from plexrl.scheduler.admission.quotas import over_quota
-from plexrl.scheduler.admission.reservations import Reservation, expected_end
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.placement import leave, modes, place
