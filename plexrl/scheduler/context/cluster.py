@@ -70,6 +70,7 @@ class Cluster:
         """Use these settings, and derive the indexes again."""
         self.settings.change(config)
         self.state.history, self.state.ended_jobs = config.history, config.ended_jobs
+        self.state.overdue_s = config.operation_overdue_s
         self.inventory = Inventory(config, self.settings.policy, self.state)
         self.waiting.clear()
         # The timer of an interrupted pass begins a new one over all deployments.

@@ -77,7 +77,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
             counts = was_at_work and not event.was_fenced
             restart(context, deployment, why, now, counts=counts)
         elif missing or not deployment.is_ready:
-            send_launch(state, effects, deployment)
+            send_launch(state, effects, deployment, now)
     for worker in event.workers:
         if (worker.deployment, worker.rank) not in wanted:
             effects.emit(

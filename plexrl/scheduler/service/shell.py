@@ -35,7 +35,7 @@ from plexrl.errors import (
     UnavailableError,
     UnknownOperationError,
 )
-from plexrl.ids import NodeId, OperationId
+from plexrl.ids import JobId, NodeId, OperationId
 from plexrl.process.conditions import Conditions
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault
 from plexrl.scheduler.core.core import SchedulerCore
@@ -85,7 +85,8 @@ class Clock:
     """Seconds since the epoch that never decrease, not even over restarts."""
 
     def __init__(self, not_before: float) -> None:
-        self._offset = max(time.time(), not_before) - time.monotonic()
+        self.started_at = max(time.time(), not_before)
+        self._offset = self.started_at - time.monotonic()
 
     def now(self) -> float:
         return time.monotonic() + self._offset
@@ -157,6 +158,8 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._migrating: set[asyncio.Task[None]] = set()
         self.outage = JournalOutage()
+        self.breached_since: dict[JobId, float] = {}
+        """When jobs over their service level were first seen so."""
         self._awaited: dict[OperationId, set[asyncio.Future[None]]] = {}
         self._ended_count, _ = core.ended_since(0)
 

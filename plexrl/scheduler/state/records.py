@@ -234,6 +234,8 @@ class Deployment:
     """What it needs on each GPU; None: unknown, its state only."""
     peak_bytes: int = 0
     """The largest reported peak of torch's allocator on one of its GPUs; 0: none was reported."""
+    watch_at: float = 0.0
+    """When its runs are looked at next (`operations.deadlines`); 0: nothing runs."""
 
     @property
     def is_ready(self) -> bool:
@@ -428,6 +430,10 @@ class State:
     with every event."""
     ended_jobs: int = 0
     """Number of ended jobs that are kept."""
+    overdue_s: float = 0.0
+    """The least bound of a run, likewise a setting; 0: runs have no bound."""
+    issued_at: float = 0.0
+    """When all runs were last sent again, or reports could arrive again: bounds count from then."""
 
     def job(self, name: JobId) -> Job:
         return self.jobs[name]
