@@ -275,7 +275,7 @@ def _isolated(scenario: Scenario) -> Scenario:
     return replace(scenario, policy=BASELINE)
 
 
-_SETTINGS = ("seed", "jitter", "staleness", "load", "switch")
+_SETTINGS = ("seed", "jitter", "staleness", "load", "switch", "starvation")
 
 
 def setting(scenario: Scenario, name: str) -> str:
@@ -286,6 +286,7 @@ def setting(scenario: Scenario, name: str) -> str:
         "staleness": scenario.behaviour.staleness,
         "load": scenario.load_max,
         "switch": scenario.switch_s,
+        "starvation": scenario.starvation_bound_s,
     }[name]
     if value is None:
         return ""

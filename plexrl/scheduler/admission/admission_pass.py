@@ -22,12 +22,7 @@ from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.bound import NO_FIT, FitBound
 from plexrl.scheduler.admission.fit.bound_cache import FitBoundCache
 from plexrl.scheduler.admission.fit.feasibility import gang_of, is_possible
-from plexrl.scheduler.admission.order import (
-    AdmissionKey,
-    admission_key,
-    blocks_others,
-    earliest,
-)
+from plexrl.scheduler.admission.order import AdmissionKey, admission_key, blocks_others, earliest
 from plexrl.scheduler.admission.queues.gangs import (
     allowed_modes,
     equivalence_key,
@@ -48,12 +43,9 @@ from plexrl.scheduler.admission.queues.pass_entries import (
 )
 from plexrl.scheduler.admission.queues.pass_progress import PassProgress
 from plexrl.scheduler.admission.queues.queue_heads import Head
+from plexrl.scheduler.admission.queues.reservations import Reservations
 from plexrl.scheduler.admission.queues.waiting import Owner, Size, Sizes, size_of
-from plexrl.scheduler.admission.scarcity import (
-    is_covered,
-    is_rival,
-    may_join,
-)
+from plexrl.scheduler.admission.scarcity import is_covered, is_rival, may_join
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.placement import modes
@@ -74,6 +66,7 @@ class AdmissionPass:
         self._bounds = FitBoundCache(cluster, progress.refused)
         self._placed: list[Deployment] = []
         self._placed_at, self._steps = progress.began_at, 0
+        self._reservations = Reservations(cluster, progress.reserved)
 
     @classmethod
     def begin(
@@ -96,6 +89,7 @@ class AdmissionPass:
         """Go on for about `steps_max` steps, or until `is_over`; returns what it placed."""
         waiting = self._cluster.waiting
         self._placed, self._placed_at, self._steps = [], now, 0
+        self._reservations.resume(now)
         if not self.progress.has_begun:
             self.progress.has_begun = True
             self._fill_heap()
@@ -171,7 +165,7 @@ class AdmissionPass:
                     sizes.update(each)
                     self.progress.unopened[each] = len(owners)
                     self.progress.candidates += len(owners)
-            for name in waiting.of_partial_jobs:
+            for name in sorted(waiting.of_partial_jobs):
                 self._push(name)
         else:
             for name in self.progress.newcomers:
@@ -183,13 +177,16 @@ class AdmissionPass:
                 elif self._may_fit(index_of(unit), unit.head):
                     self._push(unit.head.name)
                     sizes.update(unit.sizes)
-            for name in waiting.of_partial_jobs if self.progress.candidates else ():
+            for name in sorted(waiting.of_partial_jobs) if self.progress.candidates else ():
                 if blocks_others(self._cluster, self._cluster.state.deployment(name), self._now):
                     self._push(name, is_candidate=False)
         if not self.progress.candidates:
             return
-        # A blocking request keeps others from groups of its size, and from free GPUs.
-        any_free = any(self._bounds.of(size).free_state_bytes != NO_FIT for size in sizes)
+        # A blocking request keeps others from groups of its size, and from free GPUs; a reservation
+        # also keeps them from groups that end before it.
+        any_free = self._cluster.settings.config.reservations or any(
+            self._bounds.of(size).free_state_bytes != NO_FIT for size in sizes
+        )
         if any_free or waiting.of_partial_jobs:
             self.progress.blocking_sizes = None
         else:
@@ -271,7 +268,7 @@ class AdmissionPass:
         closed = self._closed_sizes(owner)
         self._steps += len(closed)
         for is_blocking, sizes in closed:
-            if is_blocking and is_covered(sizes, self.progress.blocking):
+            if is_blocking and self._is_covered(sizes):
                 continue
             if is_blocking:
                 requests = waiting.blocking_requests.get(sizes, {}).get(owner, {})
@@ -367,6 +364,10 @@ class AdmissionPass:
                     if workers == size.workers:
                         return None
                     takes_free[at] = False
+        for each in self._reservations.coming:
+            # All units of the index last at least so long.
+            if self._now + where.key.expected_s > each.at and not each.is_kept_beside(sizes):
+                takes_free = [False] * len(sizes)
         if len(sizes) > 1:
             return self._bounds.of_gang(sizes, tuple(takes_free))
         searches = self._cluster.state.searches.get(size_key(sizes[0]), 0)
@@ -387,7 +388,7 @@ class AdmissionPass:
     def _push_next_blocker(self, sizes: Sizes, owner: Owner) -> None:
         """Push the first deployment of one owner that blocks others; it stands for all with equal
         requests."""
-        if is_covered(sizes, self.progress.blocking):
+        if self._is_covered(sizes):
             return
         cluster = self._cluster
         found: list[tuple[AdmissionKey, DeploymentId]] = []
@@ -416,19 +417,33 @@ class AdmissionPass:
         if is_tried or self._may_try(gang):
             allowed = allowed_modes(cluster, gang, self.progress.blocking, now)
             job = cluster.state.job(deployment.job)
-            keys = tuple(equivalence_key(each, job, allowed[each.deployment]) for each in gang)
+            late = self._reservations.count_passed(job, now)
+            keys = tuple(
+                [equivalence_key(d, job, allowed[d.deployment], passes=late) for d in gang]
+            )
             failed = self.progress.failed
             if keys not in failed and not any((key,) in failed for key in keys):
                 self._steps += SEARCH_STEPS
-                if place_all(cluster, gang, allowed, self._placed_at):
+                coming = self._reservations.coming
+                if place_all(cluster, gang, allowed, coming, self._placed_at):
                     self._note_placed(gang)
                     return True
                 failed[keys] = None
                 self._note_failed_search(gang, allowed[deployment.deployment])
-        if blocks_others(cluster, deployment, now):
+        if (
+            blocks_others(cluster, deployment, now)
+            and not self._reservations.cover([each.node_type for each in gang])
+            and not self._reservations.add(deployment, now)
+        ):
             requests = [(each.node_type, each.workers) for each in gang]
             self.progress.blocking.update(dict.fromkeys(requests))
         return False
+
+    def _is_covered(self, sizes: Sizes) -> bool:
+        """Whether no request of these sizes needs to block others, because others do."""
+        if is_covered(sizes, self.progress.blocking):
+            return True
+        return self._reservations.cover([size.node_type for size in sizes])
 
     def _note_placed(self, gang: Sequence[Deployment]) -> None:
         cluster = self._cluster

@@ -114,6 +114,7 @@ class Cluster:
     def stop_waiting(self, name: DeploymentId) -> None:
         """Take the deployment out of all queues for GPUs, if it is in one."""
         self.waiting.remove(name)
+        self.state.reservations.pop(name, None)
         self.fillers.pop(name, None)
 
     def _line_up(self, deployments: list[Deployment], job: Job) -> None:

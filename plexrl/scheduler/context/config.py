@@ -71,17 +71,18 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Minimum and maximum of every number in `SchedulerConfig`."""
 
-LATER_BOUNDS: dict[str, float | None] = {
+LATER_SETTINGS: dict[str, float | bool | None] = {
     "tenant_live_jobs_max": None,
     "admission_steps": None,
     "operation_overdue_s": 0.0,
+    "reservations": False,
 }
-"""Bounds that older versions lacked, and what stands for none: a replay must decide as those
-versions did."""
+"""Settings that older versions lacked, as those versions decided: a replay must decide likewise."""
 
 PLANNING = (
     *("policy", "ordering", "anticipation", "horizon_slots", "period_tolerance", "load_max"),
-    *("overlap_max", "interference_weight", "starvation_bound_s", "starvation_ratio"),
+    *("overlap_max", "interference_weight", "starvation_bound_s", "reservations"),
+    "starvation_ratio",
     *("waiting_part_max", "relief_after_s", "profile_cycles", "drift_tolerance"),
     *("repack_interval_s", "cold_start_patience_s", "burst_hold_s", "burst_max_s"),
     "residents_max",
@@ -135,6 +136,10 @@ class SchedulerConfig:
     """λ: seconds of delayed start that weigh as much as one second of interference per cycle."""
     starvation_bound_s: float = 600.0
     """Wait for GPUs or for a group after which no other may go first."""
+    reservations: bool = True
+    """The first job that has waited for GPUs beyond `starvation_bound_s` has a reservation: jobs
+    behind it run meanwhile if, by expected lengths, they do not delay it. If off, they leave it all
+    free GPUs that it might get."""
     starvation_ratio: float = 2.0
     """Response ratio from which a burst starts even during another member's critical segment. 2: it
     has waited as long as the burst and its switches take."""
@@ -279,7 +284,7 @@ def with_core_settings(config: SchedulerConfig, settings: Mapping[str, Any]) -> 
     """`config` with the core settings that `core_settings` returned.
 
     Unknown settings are ignored. Missing settings keep the value of `config`, except
-    `LATER_BOUNDS`.
+    `LATER_SETTINGS`.
 
     Raises:
         InvalidRequestError: this version does not accept a value.
@@ -293,7 +298,7 @@ def with_core_settings(config: SchedulerConfig, settings: Mapping[str, Any]) -> 
             if name in known
         }
         if settings:
-            changes |= {n: none for n, none in LATER_BOUNDS.items() if n not in settings}
+            changes = {**LATER_SETTINGS, **changes}
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"the settings in the journal cannot be used: {error}") from error
     return replace(config, **changes)

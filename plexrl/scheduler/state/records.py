@@ -88,6 +88,16 @@ class Reservation:
     member yields to the others."""
 
 
+@dataclass(slots=True, kw_only=True)
+class ReservedStart:
+    """The reservation of a starving deployment (`admission.queues.reservations`)."""
+
+    at: float
+    """When it has its GPUs, if running jobs end by their expected lengths."""
+    renewals: int = 0
+    """How often the time has come without the GPUs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRecord:
     """How a deployment was placed on its group, for `explain`."""
@@ -315,6 +325,8 @@ class Job:
     """Number of deployments that get GPUs together or not at all; 0: each gets its own."""
     expected_s: float = 0.0
     """Length that the user expects; 0: unknown."""
+    placed_at: float | None = None
+    """When it got its first GPUs; None: not yet."""
     slo: float | None = None
     """Greatest waiting / (waiting + running) that it accepts, its tenant's at its submission if it
     named none; None: the cluster's `waiting_part_max`. 0: its deployments share with nobody."""
@@ -401,6 +413,8 @@ class State:
     eta_errors: EtaErrors = field(default_factory=EtaErrors)
     searches: dict[str, int] = field(default_factory=dict)
     """Number of failed searches of the groups' time since capacity became free, by size."""
+    reservations: dict[DeploymentId, ReservedStart] = field(default_factory=dict)
+    """Those of deployments that still wait."""
     timers_swept: int = 0
     """Timers that were left after the last removal of pointless ones."""
     groups_made: int = 0

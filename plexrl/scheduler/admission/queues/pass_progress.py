@@ -59,6 +59,8 @@ class PassProgress:
     seen: dict[DeploymentId, None] = field(default_factory=dict)
     blocking: dict[BlockingRequest, None] = field(default_factory=dict)
     """Requests that no deployment behind them may pass."""
+    reserved: dict[DeploymentId, None] = field(default_factory=dict)
+    """The first deployments that starve."""
     failed: dict[tuple[EquivalenceKey, ...], None] = field(default_factory=dict)
     gang_searches: int = 0
     """Number of gangs whose search failed in this pass."""

@@ -62,6 +62,8 @@ class EquivalenceClass(NamedTuple):
     owner: Owner
     expected_s: float
     """Expected length, rounded by `expected_step`."""
+    lasts_s: float
+    """Expected length: it decides whether a unit may pass a reservation."""
     demand: tuple[tuple[int, DemandTrace | None, DeviceMemory | None], ...]
     """(state bytes, trace, memory on a GPU) of each deployment, in the order of the sizes."""
     slo: float | None
@@ -255,7 +257,9 @@ class Waiting:
         needs = (duty, ordered[0].state_bytes) if len(ordered) == 1 else (0.0, 0)
         head = Head(first.created_at, first.serial, first.name, *needs)
         owner = Owner(job.tenant, job.priority)
-        equivalence = EquivalenceClass(owner, expected_step(job.expected_s), demand, job.slo)
+        equivalence = EquivalenceClass(
+            owner, expected_step(job.expected_s), job.expected_s, demand, job.slo
+        )
         unit = Unit(head, tuple(each.size for each in members), equivalence, tuple(members))
         for member in members:
             self._units[member.name] = unit
