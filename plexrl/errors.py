@@ -52,7 +52,8 @@
     │   ├── DeviceUnavailableError     503  device_unavailable (no such device)
     │   └── DeviceMemoryFullError      507  device_memory_full
     └── StorageError                   507  storage
-        ├── JournalUnavailableError    503  journal_unavailable (no answer from the database)
+        ├── StorageUnavailableError    503  storage_unavailable (retry when it is mended)
+        │   └── JournalUnavailableError 503 journal_unavailable (of the journal's disk or database)
         ├── StorageFullError           507  storage_full      (retry when there is space)
         │   ├── JournalFullError       507  journal_full
         │   └── StateTierFullError     507  state_tier_full
@@ -61,8 +62,7 @@
         ├── StateLostError             500  state_lost
         └── CorruptStateError          500  corrupt_state
 
-Over HTTP, a `Retry-After` header means: the request is valid, send it again later. The final error
-of an operation never has it. `code` and `status` are stable, `details` holds plain values.
+Over HTTP, `Retry-After` means: send the same request again later. `code` and `status` are stable.
 """
 
 import errno
@@ -243,8 +243,7 @@ class WrongWorkerError(ConflictError):
 
 
 class EarlierFailureError(ConflictError):
-    """An earlier operation failed, and the controller has not acknowledged the failure. `details`
-    names its `operation`, `deployment` and `kind`; `from_wire` sets `__cause__` to its error."""
+    """An earlier failure is not acknowledged. `details`: `operation`, `deployment`, `kind`."""
 
     code = "earlier_failure"
 
@@ -355,8 +354,7 @@ class StoreUnavailableError(UnavailableError):
 
 
 class NoAnswerError(UnavailableError):
-    """A part of the cluster did not answer in time. It may have carried out the request; the
-    request may be repeated with the same ids."""
+    """A part did not answer in time. It may have acted; repeat the request with the same ids."""
 
     code = "no_answer"
     status = 504
@@ -401,8 +399,7 @@ class DeviceUnavailableError(DeviceError):
 
 
 class DeviceMemoryFullError(DeviceError):
-    """Others use too much device memory. `details` of a refused load: its `rank`; `holders`, each
-    with `deployment`, `rank`, `lent_bytes`, `process_bytes`; bytes of other processes."""
+    """Others use too much device memory. `details` of a refused load: `rank`, `holders`."""
 
     code = "device_memory_full"
     status = 507
@@ -420,17 +417,22 @@ NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class StorageFullError(StorageError):
-    """A disk, a memory file system or a configured capacity is full. Nothing was changed: the same
-    request succeeds when there is space. Retry after `details["retry_after_s"]` seconds."""
+    """A disk or capacity is full; nothing was changed. Retry after `details["retry_after_s"]`."""
 
     code = "storage_full"
 
 
-class JournalUnavailableError(StorageError):
-    """The journal's database does not answer. The same request succeeds when it does."""
+class StorageUnavailableError(StorageError):
+    """A disk, mount or database fails or is away. The same request succeeds once it is mended."""
+
+    code = "storage_unavailable"
+    status = 503
+
+
+class JournalUnavailableError(StorageUnavailableError):
+    """The journal's database does not answer."""
 
     code = "journal_unavailable"
-    status = 503
 
 
 class JournalFullError(StorageFullError):
@@ -481,9 +483,9 @@ def _collect(root: type[PlexRLError]) -> dict[str, type[PlexRLError]]:
 _KINDS: dict[str, type[PlexRLError]] = _collect(PlexRLError)
 
 
-def is_storage_full(code: str) -> bool:
-    """Whether errors with this code mean that a storage is full."""
-    return issubclass(_KINDS.get(code, PlexRLError), StorageFullError)
+def is_storage_held(code: str) -> bool:
+    """Whether errors with this code mean a storage that is full, or fails until it is mended."""
+    return issubclass(_KINDS.get(code, PlexRLError), StorageFullError | StorageUnavailableError)
 
 
 def from_wire(body: object) -> PlexRLError:
@@ -492,8 +494,7 @@ def from_wire(body: object) -> PlexRLError:
         return PlexRLError("the other side failed without a reason: see its log")
     details = body.get("details")
     plain = {str(k): v for k, v in details.items()} if isinstance(details, Mapping) else {}
-    kind = _KINDS.get(str(body.get("code")), PlexRLError)
-    error = kind(str(body.get("message", "no message")))
+    error = _KINDS.get(str(body.get("code")), PlexRLError)(str(body.get("message", "no message")))
     error.details = plain
     if isinstance(error, EarlierFailureError):
         error.__cause__ = from_wire(plain.get("cause"))

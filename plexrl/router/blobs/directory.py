@@ -141,7 +141,8 @@ class DirectoryBlobStore:
                     write_all(file.fileno(), [each])
             part.rename(path)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
             raise write_error(self._directory, error) from error
 
     def _part_path(self, name: str) -> Path:

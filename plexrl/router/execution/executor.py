@@ -14,6 +14,7 @@ from plexrl.errors import (
     ExecutionError,
     PlexRLError,
     StorageFullError,
+    StorageUnavailableError,
     StoreUnavailableError,
 )
 from plexrl.ids import BlobRef
@@ -53,6 +54,9 @@ LOG = logging.getLogger(__name__)
 
 OTHER_RANKS_TIMEOUT_S = 5.0
 """How long the router waits for the other ranks once one has failed: a collective may hang."""
+
+STORE_AWAY = (StorageFullError, StorageUnavailableError, StoreUnavailableError)
+"""Errors of a store that ends once an operator acts."""
 
 STORE_RETRY_S = 1.0
 """Delay before the next try to store a result."""
@@ -417,7 +421,7 @@ class Executor:
                 try:
                     await self._blobs.write(ref, *body)
                     return
-                except (StorageFullError, StoreUnavailableError) as error:
+                except STORE_AWAY as error:
                     if command.operation not in self._unstored:
                         LOG.warning(
                             "the result of %s waits for its store: %s", command.operation, error
