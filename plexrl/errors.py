@@ -62,8 +62,7 @@
         ├── StateLostError             500  state_lost
         └── CorruptStateError          500  corrupt_state
 
-Over HTTP, `Retry-After` means: send the same request again later. `code` and `status` are stable.
-"""
+Over HTTP, `Retry-After` means: send the request again later. `code` and `status` are stable."""
 
 import errno
 from collections.abc import Mapping
@@ -492,10 +491,10 @@ def from_wire(body: object) -> PlexRLError:
     """The error that `to_wire` encoded; an unknown code becomes a plain `PlexRLError`."""
     if not isinstance(body, Mapping):
         return PlexRLError("the other side failed without a reason: see its log")
-    details = body.get("details")
-    plain = {str(k): v for k, v in details.items()} if isinstance(details, Mapping) else {}
+    found = body.get("details")
+    plain = {str(k): found[k] for k in found} if isinstance(found, Mapping) else {}
     error = _KINDS.get(str(body.get("code")), PlexRLError)(str(body.get("message", "no message")))
-    error.details = plain
+    error.details.update(plain)
     if isinstance(error, EarlierFailureError):
         error.__cause__ = from_wire(plain.get("cause"))
     return error

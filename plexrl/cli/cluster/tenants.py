@@ -197,4 +197,6 @@ def _gib(nbytes: int) -> str:
 
 
 def _hours(gpu_seconds: float) -> str:
-    return f"{gpu_seconds / 3600:.3f}"
+    # Three digits, whatever the size: a budget of one second is not 0.000 hours.
+    hours = gpu_seconds / 3600
+    return f"{hours:.3f}" if hours >= 1 or not hours else f"{hours:.3g}"

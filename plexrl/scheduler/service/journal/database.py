@@ -247,15 +247,17 @@ class Postgres:
         return getattr(error, "sqlstate", None) == POSTGRES_DISK_FULL
 
     def is_unavailable(self, error: BaseException | None) -> bool:
-        """Whether the server is stopped, starting or unreachable, or has dropped the connection. An
-        unknown database or user does not count."""
+        """Whether the server is stopped, starting, unreachable or read-only, or has dropped the
+        connection. An unknown database or user does not count."""
         import psycopg
 
-        if not isinstance(error, psycopg.OperationalError):
+        if not isinstance(error, psycopg.Error):
             return False
         state = error.sqlstate
         if state is not None:
             return state.startswith(POSTGRES_UNAVAILABLE)
+        if not isinstance(error, psycopg.OperationalError):
+            return False
         text = str(error)
         return "FATAL:" not in text or any(word in text for word in POSTGRES_UNAVAILABLE_TEXTS)
 
@@ -300,8 +302,8 @@ def translate(database: Database, error: Exception) -> StorageError:
         )
     if database.is_unavailable(cause):
         return JournalUnavailableError(
-            f"the journal {database.name} cannot be used now ({_one_line(cause)}): check its disk, "
-            "or that its server does answer; nothing was changed, it is tried again",
+            f"the journal {database.name} does not answer ({_one_line(cause)}): check its disk and "
+            "mount, or that its server runs; nothing was changed, it is tried again",
             path=database.name,
         )
     what = str(cause).strip() if not isinstance(error, SQLAlchemyError) or cause else str(error)
