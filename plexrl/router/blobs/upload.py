@@ -8,13 +8,12 @@ from pathlib import Path
 import xxhash
 
 from plexrl.errors import (
-    NO_SPACE,
     PayloadTooLargeError,
     StorageError,
     StorageFullError,
     StorageUnavailableError,
 )
-from plexrl.storage.disk_errors import AWAY
+from plexrl.process.folders.disk_errors import AWAY, NO_SPACE
 from plexrl.wire.framing import MappedFile
 from plexrl.wire.tensors import Body
 

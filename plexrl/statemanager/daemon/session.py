@@ -17,13 +17,13 @@ from plexrl.errors import (
     StateTierFullError,
     StorageUnavailableError,
 )
+from plexrl.process.folders.disk_errors import FAILING
 from plexrl.statemanager.daemon.handlers import HANDLERS
 from plexrl.statemanager.daemon.handlers.caller import AnyHandler, Caller, Reply, Services
 from plexrl.statemanager.observe.counters import MoveKind
 from plexrl.statemanager.protocol.channel import close_all
 from plexrl.statemanager.protocol.messages import Request
 from plexrl.statemanager.store.disk_space import is_full, write_error
-from plexrl.storage.disk_errors import FAILING
 
 LOG = logging.getLogger(__name__)
 

@@ -1,17 +1,16 @@
 """Errors of the file system: a full one is a temporary condition, not a failure."""
 
 import errno
-from contextlib import suppress
 from pathlib import Path
 
 from plexrl.errors import (
-    NO_SPACE,
     StateTierFullError,
     StorageError,
     StorageFullError,
     StorageUnavailableError,
 )
-from plexrl.storage.disk_errors import AWAY, FAILING
+from plexrl.process.folders.disk_errors import AWAY, FAILING, NO_SPACE
+from plexrl.process.folders.durable_files import write_durably
 
 _FULL = NO_SPACE | {errno.EFBIG, errno.ENOMEM}
 
@@ -36,20 +35,16 @@ def held_error(error: BaseException, what: str) -> StorageError | None:
 
 
 def replace_file(path: Path, contents: bytes) -> None:
-    """Replace a small file atomically.
+    """Replace a small file atomically and durably.
 
     Raises:
         StateTierFullError: the file system is full; the file is unchanged.
         StorageUnavailableError: the file system fails or is away; the file is unchanged.
         StorageError: the file cannot be written and is unchanged.
     """
-    part = path.with_suffix(".part")
     try:
-        part.write_bytes(contents)
-        part.rename(path)
+        write_durably(path, contents)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         raise write_error(f"the file {path}", error) from error
 
 

@@ -20,7 +20,8 @@ from plexrl.errors import (
     JournalUnavailableError,
     StorageError,
 )
-from plexrl.storage.disk_errors import AWAY
+from plexrl.process.folders.disk_errors import AWAY
+from plexrl.process.folders.durable_files import make_folders_durably
 
 SQLITE_BUSY_S = 5.0
 """How long a transaction waits for that of another process."""
@@ -316,7 +317,7 @@ def _one_line(error: BaseException | None) -> str:
 
 def _open_file(path: Path, bytes_max: int | None) -> Sqlite:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders_durably(path.parent)
     except OSError as error:
         kind = JournalUnavailableError if error.errno in AWAY else StorageError
         raise kind(f"the journal {path} cannot be created: {error}") from error

@@ -10,7 +10,8 @@ import os
 import tempfile
 from collections.abc import Sequence
 
-from plexrl.errors import NO_SPACE, StorageFullError, StorageUnavailableError
+from plexrl.errors import StorageFullError, StorageUnavailableError
+from plexrl.process.folders.disk_errors import NO_SPACE
 from plexrl.statemanager.checkpoint.places.place import Arrived, Range
 from plexrl.storage.object_store import RANGE_BYTES, ObjectStore
 

@@ -18,6 +18,7 @@ from plexrl.errors import (
     is_storage_held,
 )
 from plexrl.ids import BlobRef
+from plexrl.process.folders.disk_errors import AWAY, FAILING
 from plexrl.router.blobs import upload
 from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.router.http.error_responses import error_response
@@ -25,7 +26,6 @@ from plexrl.router.job_files.metrics_log import MetricsFiles
 from plexrl.scheduler.operations.holding import is_held
 from plexrl.scheduler.service.journal.database import Postgres, open_database, translate
 from plexrl.statemanager.store import disk_space
-from plexrl.storage.disk_errors import AWAY, FAILING
 from tests.small_disk import small_disk
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

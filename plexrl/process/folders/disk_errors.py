@@ -2,6 +2,9 @@
 
 import errno
 
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Values of `errno` that mean `StorageFullError`."""
+
 FAILING = frozenset({errno.EROFS, errno.EIO, errno.ESTALE})
 """Values of `errno` of a disk that fails, whatever was done with it."""
 
