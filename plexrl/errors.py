@@ -1,68 +1,68 @@
-"""All errors that a caller can get. Over HTTP, `Retry-After`: send the valid request again later.
+"""All errors that a caller can get, in one tree.
 
-PlexRLError
-├── InvalidRequestError            400  invalid_request
-│   ├── BatchShapeError            400  batch_shape
-│   ├── NoTokenCountsError         400  no_token_counts
-│   ├── TokenRangeError            400  token_out_of_vocabulary
-│   ├── NonFiniteInputError        400  non_finite_input
-│   ├── LayoutError                400  layout            (`details["field"]`: the axis)
-│   ├── TraceError                 400  trace             (`problems`: line, field, text)
-│   ├── ConfigError                400  invalid_config    (`problems`: path in the file, text)
-│   ├── ClockDifferenceError       400  clock_difference  (`difference_s`: of two machines)
-│   ├── UnsupportedModelError      400  unsupported_model (`details["supported"]`)
-│   └── UnsupportedDtypeError      400  unsupported_dtype
-├── AuthenticationError            401  unauthenticated
-│   └── JoinTokenError             401  join_token        (`reason`: used, expired, …)
-├── PermissionDeniedError          403  permission_denied
-├── QuotaExceededError             403  quota_exceeded
-├── NotFoundError                  404  not_found
-│   ├── UnknownJobError            404  unknown_job
-│   ├── UnknownDeploymentError     404  unknown_deployment
-│   ├── UnknownOperationError      404  unknown_operation
-│   └── CheckpointNotFoundError    404  unknown_checkpoint
-├── ConflictError                  409  conflict
-│   ├── JobEndedError              409  job_ended
-│   ├── NoGradientsError           409  no_gradients
-│   ├── StaleTokenError            409  stale_token
-│   ├── WrongWorkerError           409  wrong_worker      (the address is another worker's now)
-│   ├── EarlierFailureError        409  earlier_failure   (`__cause__`: that failure)
-│   ├── ControllerReplacedError    409  controller_replaced
-│   └── CheckpointExistsError      409  checkpoint_exists
-├── ModelDoesNotFitError           413  model_does_not_fit
-├── PayloadTooLargeError           413  payload_too_large
-├── CapacityError                  422  capacity
-├── NonFiniteGradientError         422  non_finite_gradient
-├── NonFiniteWeightsError          422  non_finite_weights
-├── OverloadedError                429  overloaded        (retry after `retry_after_s`)
-├── OperationCancelledError        499  operation_cancelled
-├── ExecutionError                 500  execution_failed
-│   ├── RolloutFailedError         500  rollout_failed    (no instance left, or only failures)
-│   └── StaleWeightsError          500  stale_weights     (an engine missed an update)
-├── ConnectionLostError            503  connection_lost   (no connection, or it broke)
-├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
-│   ├── LeaseHeldError             503  lease_held        (another scheduler leads)
-│   ├── StoreUnavailableError      503  store_unavailable (the object store does not answer)
-│   └── NoAnswerError              504  no_answer         (a part did not answer in time)
-├── DeadlineExceededError          504  deadline_exceeded
-├── SchedulerFaultError            500  scheduler_fault   (a bug; nothing was changed)
-├── InvariantError                 500  invariant         (a bug in a simulated run)
-├── SandboxError                   500  sandbox           (nothing is known about the program)
-├── DeviceError                    500  device            (a device driver's call failed)
-│   ├── DeviceUnavailableError     503  device_unavailable (no such device)
-│   └── DeviceMemoryFullError      507  device_memory_full
-└── StorageError                   507  storage
-    ├── StorageUnavailableError    503  storage_unavailable (retry when it is mended)
-    │   └── JournalUnavailableError 503 journal_unavailable (of the journal's disk or database)
-    ├── StorageFullError           507  storage_full      (retry when there is space)
-    │   ├── JournalFullError       507  journal_full
-    │   └── StateTierFullError     507  state_tier_full
-    ├── JournalMissingError        500  journal_missing   (state without its journal)
-    ├── LeaseLostError             503  lease_lost        (another scheduler took over)
-    ├── StateLostError             500  state_lost
-    └── CorruptStateError          500  corrupt_state
-        └── PayloadLostError       500  payload_lost      (`details["payload"]`)
-"""
+    PlexRLError
+    ├── InvalidRequestError            400  invalid_request
+    │   ├── BatchShapeError            400  batch_shape
+    │   ├── NoTokenCountsError         400  no_token_counts
+    │   ├── TokenRangeError            400  token_out_of_vocabulary
+    │   ├── NonFiniteInputError        400  non_finite_input
+    │   ├── LayoutError                400  layout            (`details["field"]`: the axis)
+    │   ├── TraceError                 400  trace             (`problems`: line, field, text)
+    │   ├── ConfigError                400  invalid_config    (`problems`: path in the file, text)
+    │   ├── ClockDifferenceError       400  clock_difference  (`difference_s`: of two machines)
+    │   ├── UnsupportedModelError      400  unsupported_model (`details["supported"]`)
+    │   └── UnsupportedDtypeError      400  unsupported_dtype
+    ├── AuthenticationError            401  unauthenticated
+    │   └── JoinTokenError             401  join_token        (`reason`: used, expired, …)
+    ├── PermissionDeniedError          403  permission_denied
+    ├── QuotaExceededError             403  quota_exceeded
+    ├── NotFoundError                  404  not_found
+    │   ├── UnknownJobError            404  unknown_job
+    │   ├── UnknownDeploymentError     404  unknown_deployment
+    │   ├── UnknownOperationError      404  unknown_operation
+    │   └── CheckpointNotFoundError    404  unknown_checkpoint
+    ├── ConflictError                  409  conflict
+    │   ├── JobEndedError              409  job_ended
+    │   ├── NoGradientsError           409  no_gradients
+    │   ├── StaleTokenError            409  stale_token
+    │   ├── WrongWorkerError           409  wrong_worker      (the address is another worker's now)
+    │   ├── EarlierFailureError        409  earlier_failure   (`__cause__`: that failure)
+    │   ├── ControllerReplacedError    409  controller_replaced
+    │   └── CheckpointExistsError      409  checkpoint_exists
+    ├── ModelDoesNotFitError           413  model_does_not_fit
+    ├── PayloadTooLargeError           413  payload_too_large
+    ├── CapacityError                  422  capacity
+    ├── NonFiniteGradientError         422  non_finite_gradient
+    ├── NonFiniteWeightsError          422  non_finite_weights
+    ├── OverloadedError                429  overloaded        (retry after `retry_after_s`)
+    ├── OperationCancelledError        499  operation_cancelled
+    ├── ExecutionError                 500  execution_failed
+    │   ├── RolloutFailedError         500  rollout_failed    (no instance left, or only failures)
+    │   └── StaleWeightsError          500  stale_weights     (an engine missed an update)
+    ├── ConnectionLostError            503  connection_lost   (no connection, or it broke)
+    ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
+    │   ├── LeaseHeldError             503  lease_held        (another scheduler leads)
+    │   ├── StoreUnavailableError      503  store_unavailable (the object store does not answer)
+    │   └── NoAnswerError              504  no_answer         (a part did not answer in time)
+    ├── DeadlineExceededError          504  deadline_exceeded
+    ├── SchedulerFaultError            500  scheduler_fault   (a bug; nothing was changed)
+    ├── InvariantError                 500  invariant         (a bug in a simulated run)
+    ├── SandboxError                   500  sandbox           (nothing is known about the program)
+    ├── DeviceError                    500  device            (a device driver's call failed)
+    │   ├── DeviceUnavailableError     503  device_unavailable (no such device)
+    │   └── DeviceMemoryFullError      507  device_memory_full
+    └── StorageError                   507  storage
+        ├── StorageUnavailableError    503  storage_unavailable (retry when it is mended)
+        │   └── JournalUnavailableError 503 journal_unavailable (of the journal's disk or database)
+        ├── StorageFullError           507  storage_full      (retry when there is space)
+        │   ├── JournalFullError       507  journal_full
+        │   └── StateTierFullError     507  state_tier_full
+        ├── JournalMissingError        500  journal_missing   (state without its journal)
+        ├── LeaseLostError             503  lease_lost        (another scheduler took over)
+        ├── StateLostError             500  state_lost
+        └── CorruptStateError          500  corrupt_state
+            └── PayloadLostError       500  payload_lost      (`details["payload"]`)
+Over HTTP, `Retry-After` means: send the valid request again later. A final error has none."""
 
 from collections.abc import Mapping
 from typing import ClassVar

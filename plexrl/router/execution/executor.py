@@ -15,15 +15,13 @@ from plexrl.errors import (
     DeviceMemoryFullError,
     ExecutionError,
     PlexRLError,
-    StorageFullError,
-    StorageUnavailableError,
-    StoreUnavailableError,
 )
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.store import (
     INLINE_BYTES_MAX,
     PAYLOAD_SUFFIX,
     RESULT_SUFFIX,
+    STORE_AWAY,
     BlobStore,
     digested_ref,
 )
@@ -62,9 +60,6 @@ LOG = logging.getLogger(__name__)
 
 OTHER_RANKS_TIMEOUT_S = 5.0
 """How long the router waits for the other ranks once one has failed: a collective may hang."""
-
-STORE_AWAY = (StorageFullError, StorageUnavailableError, StoreUnavailableError)
-"""Errors of a store that ends once an operator acts."""
 
 STORE_RETRY_S = 1.0
 """Delay before the next try to store a result."""

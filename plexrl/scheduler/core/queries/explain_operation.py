@@ -166,7 +166,7 @@ def _why_another_holds(
         return "the group's lock is about to be granted", rule, eta_s
     holder = state.deployment(group.holder)
     if late := _overdue(state, settings, holder, now):
-        who = name_for(state, holder.deployment, deployment)
+        who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
         return f"{who} has the group, and what it does there is {late}", "overdue", None
     if holder.preemptible and holder.moving is None:
         who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
