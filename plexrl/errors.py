@@ -52,7 +52,8 @@
     │   ├── DeviceUnavailableError     503  device_unavailable (no such device)
     │   └── DeviceMemoryFullError      507  device_memory_full
     └── StorageError                   507  storage
-        ├── JournalUnavailableError    503  journal_unavailable (no answer from the database)
+        ├── StorageUnavailableError    503  storage_unavailable (retry when it is mended)
+        │   └── JournalUnavailableError 503 journal_unavailable (of the journal's disk or database)
         ├── StorageFullError           507  storage_full      (retry when there is space)
         │   ├── JournalFullError       507  journal_full
         │   └── StateTierFullError     507  state_tier_full
@@ -61,13 +62,10 @@
         ├── StateLostError             500  state_lost
         └── CorruptStateError          500  corrupt_state
             └── PayloadLostError       500  payload_lost      (`details["payload"]`)
+Over HTTP, `Retry-After` means: send the valid request again later. A final error has none."""
 
-Over HTTP, `Retry-After` means: send the valid request again later. A final error never has it.
-"""
-
-import errno
 from collections.abc import Mapping
-from typing import ClassVar, Final
+from typing import ClassVar
 
 
 class PlexRLError(Exception):
@@ -412,21 +410,23 @@ class StorageError(PlexRLError):
     status = 507
 
 
-NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Values of `errno` that mean `StorageFullError`."""
-
-
 class StorageFullError(StorageError):
     """A disk or capacity is full. Nothing was changed: retry after `details["retry_after_s"]`."""
 
     code = "storage_full"
 
 
-class JournalUnavailableError(StorageError):
-    """The journal's database does not answer. The same request succeeds when it does."""
+class StorageUnavailableError(StorageError):
+    """A disk, mount or database fails or is away. The same request succeeds once it is mended."""
+
+    code = "storage_unavailable"
+    status = 503
+
+
+class JournalUnavailableError(StorageUnavailableError):
+    """The journal's database does not answer."""
 
     code = "journal_unavailable"
-    status = 503
 
 
 class JournalFullError(StorageFullError):
@@ -483,9 +483,9 @@ def _collect(root: type[PlexRLError]) -> dict[str, type[PlexRLError]]:
 _KINDS: dict[str, type[PlexRLError]] = _collect(PlexRLError)
 
 
-def is_storage_full(code: str) -> bool:
-    """Whether errors with this code mean that a storage is full."""
-    return issubclass(_KINDS.get(code, PlexRLError), StorageFullError)
+def is_storage_held(code: str) -> bool:
+    """Whether errors with this code mean a storage that is full, or fails until it is mended."""
+    return issubclass(_KINDS.get(code, PlexRLError), StorageFullError | StorageUnavailableError)
 
 
 def from_wire(body: object) -> PlexRLError:

@@ -45,7 +45,7 @@ class SoloCluster:
         endpoint = json.loads(self._supervisor.wait_for('"url"', START_S))
         self.environment = {
             "PLEXRL_URL": str(endpoint["url"]),
-            "PLEXRL_API_KEY": str(endpoint["api_key"]),
+            "PLEXRL_API_KEY": self.head.path(Path(endpoint["key_file"])).read_text(),
         }
 
     def ask(self, *words: str) -> Any:
@@ -54,7 +54,7 @@ class SoloCluster:
 
     def create_tenant(self, name: str) -> dict[str, str]:
         """A new tenant; returns the environment of its controllers."""
-        key = self.ask("tenants", "create", name)["api_key"]
+        key = self.ask("tenants", "create", name, "--show-key")["api_key"]
         return {**self.environment, "PLEXRL_API_KEY": str(key)}
 
     def checkpoint(self, path: str, file: str = "model.safetensors") -> bytes:
@@ -112,7 +112,7 @@ class HostCluster(SoloCluster):
 
     def start_nodes(self) -> None:
         """Let all other hosts join."""
-        token = self.ask("node", "token", "--uses", str(len(self.nodes)))["token"]
+        token = self.ask("node", "token", "--show-key", "--uses", str(len(self.nodes)))["token"]
         for node in self.nodes:
             self.start_node(node, token)
         for node in self.nodes:
@@ -149,7 +149,7 @@ class HostCluster(SoloCluster):
     def _take_endpoint(self, endpoint: Mapping[str, Any]) -> None:
         self.environment = {
             "PLEXRL_URL": str(endpoint["public_url"]),
-            "PLEXRL_API_KEY": str(endpoint["api_key"]),
+            "PLEXRL_API_KEY": self.head.path(Path(endpoint["key_file"])).read_text(),
             "PLEXRL_CA_FILE": str(endpoint["ca"]),
         }
         if self.client is not self.head:

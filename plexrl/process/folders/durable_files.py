@@ -12,6 +12,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 Contents = bytes | bytearray | memoryview
@@ -31,7 +32,8 @@ def write_durably(path: Path, *parts: Contents, mode: int = 0o644) -> None:
     try:
         rename_durably(part, path)
     except OSError:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise
 
 
@@ -46,7 +48,8 @@ def stage_durably(path: Path, *parts: Contents, mode: int = 0o644) -> Path:
     try:
         create_durably(part, *parts, mode=mode)
     except OSError:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise
     return part
 

@@ -12,7 +12,8 @@ import shutil
 import stat
 from pathlib import Path
 
-from plexrl.errors import NO_SPACE, PermissionDeniedError, StorageError, StorageFullError
+from plexrl.errors import PermissionDeniedError, StorageError, StorageFullError
+from plexrl.process.folders.disk_errors import NO_SPACE
 from plexrl.process.folders.durable_files import flush, make_folders_durably
 
 LOG = logging.getLogger(__name__)

@@ -160,7 +160,8 @@ class DirectoryBlobStore:
             part.rename(path)
             self._names.flush()
         except OSError as error:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
             raise write_error(self._directory, error) from error
 
     def _publish(self, part: Path, ref: BlobRef) -> None:

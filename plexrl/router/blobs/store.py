@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
-from plexrl.errors import PayloadLostError, UnknownOperationError
+from plexrl.errors import (
+    PayloadLostError,
+    StorageFullError,
+    StorageUnavailableError,
+    StoreUnavailableError,
+    UnknownOperationError,
+)
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.upload import INLINE_BYTES_MAX as INLINE_BYTES_MAX
 from plexrl.router.blobs.upload import Upload as Upload
@@ -24,6 +30,9 @@ PAYLOAD_SUFFIX = ".in"
 
 RESULT_SUFFIX = ".out"
 """Ends the name of every result."""
+
+STORE_AWAY = (StorageFullError, StorageUnavailableError, StoreUnavailableError)
+"""Errors of a store that pass once an operator acts."""
 
 RECENT_BYTES_MAX = 64 << 20
 """Bound on small blobs kept in memory."""

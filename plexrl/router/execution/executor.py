@@ -15,14 +15,13 @@ from plexrl.errors import (
     DeviceMemoryFullError,
     ExecutionError,
     PlexRLError,
-    StorageFullError,
-    StoreUnavailableError,
 )
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.store import (
     INLINE_BYTES_MAX,
     PAYLOAD_SUFFIX,
     RESULT_SUFFIX,
+    STORE_AWAY,
     BlobStore,
     digested_ref,
 )
@@ -436,7 +435,7 @@ class Executor:
                 try:
                     await self._blobs.write(ref, *body)
                     return
-                except (StorageFullError, StoreUnavailableError) as error:
+                except STORE_AWAY as error:
                     if command.operation not in self._unstored:
                         LOG.warning(
                             "the result of %s waits for its store: %s", command.operation, error

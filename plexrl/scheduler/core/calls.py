@@ -138,6 +138,7 @@ class ConfigureTenant:
     checkpoint_bytes_max: int | msgspec.UnsetType | None = msgspec.UNSET
     priority_max: int | msgspec.UnsetType = msgspec.UNSET
     slo: float | msgspec.UnsetType | None = msgspec.UNSET
+    model_roots: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_full
+from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_held
 from plexrl.ids import BlobRef, DeploymentId, JobId, NodeId, OperationId, TenantId
 from plexrl.scheduler.admission.admission import patience_ends
 from plexrl.scheduler.context.config import SchedulerConfig, with_core_settings
@@ -251,7 +251,7 @@ class SchedulerCore:
         if deployment is None:
             return
         reason = f"rank {event.rank}: {event.reason}"
-        if is_storage_full(event.code):
+        if is_storage_held(event.code):
             restart_when_there_is_room(self._context, deployment, reason, now)
         else:
             restart(self._context, deployment, reason, now)
@@ -346,12 +346,14 @@ class SchedulerCore:
         """The owner of an operation. Raises `UnknownOperationError`."""
         return self.tenant_of_deployment(self._operation(operation).deployment)
 
-    def operation_view(self, operation: OperationId, now: float) -> vt.PolledOperationView:
-        """One operation, with the first unacknowledged failure of its job as `job_failure`. Raises
-        `UnknownOperationError`."""
+    def operation_view(
+        self, operation: OperationId, now: float, *, sees_all: bool = False
+    ) -> vt.PolledOperationView:
+        """One operation, with the first unacknowledged failure of its job as `job_failure`; an
+        operator `sees_all`. Raises `UnknownOperationError`."""
         found = self._operation(operation)
         failure = job_failure(self._state, self._job(self._deployment(found.deployment).job))
-        view = operation_view(self._cluster, found, now)
+        view = operation_view(self._cluster, found, now, sees_all=sees_all)
         return {**view, "job_failure": failure_view(failure)}
 
     def check_controller(

@@ -113,6 +113,7 @@ def tenant_configured(state: State, event: TenantConfigured) -> None:
     tenant.checkpoints_max = event.checkpoints_max
     tenant.checkpoint_bytes_max = event.checkpoint_bytes_max
     tenant.slo = event.slo
+    tenant.model_roots = event.model_roots
 
 
 def check_budget(state: State, name: TenantId, kind: OperationKind | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Retry of runs that met a full disk, memory or queue, or an unavailable service.
+"""Retry of runs that met a full or failing disk, full memory, or an unavailable service.
 
 Such a run changed nothing and does not fail: the operation returns to the head of its queue, and is
 retried after a back-off. Other members may use the group meanwhile, except during a replay.
@@ -14,6 +14,7 @@ from plexrl.errors import (
     OverloadedError,
     PlexRLError,
     StorageFullError,
+    StorageUnavailableError,
     UnavailableError,
 )
 from plexrl.ids import DeploymentId, NodeId, OperationId
@@ -27,7 +28,10 @@ from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 
-CONDITIONS = (DeviceMemoryFullError, OverloadedError, StorageFullError, UnavailableError)
+CONDITIONS = (
+    *(DeviceMemoryFullError, OverloadedError),
+    *(StorageFullError, StorageUnavailableError, UnavailableError),
+)
 """Errors of conditions that pass: the same run may succeed later."""
 
 

@@ -8,7 +8,7 @@ from plexrl.errors import (
     NonFiniteWeightsError,
     PayloadLostError,
     PlexRLError,
-    is_storage_full,
+    is_storage_held,
 )
 from plexrl.ids import FencingToken
 from plexrl.scheduler.admission.reclaim.unreturned_memory import keepers
@@ -134,7 +134,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     meter_run(state, deployment, operation, now)
     error = read_error(event.error_json)
-    if is_storage_full(error.code) and not event.state_intact:
+    if is_storage_held(error.code) and not event.state_intact:
         # Some ranks may have done a part of it: all ranks repeat it from the state before.
         if deployment.moving is not None and operation.kind == OperationKind.SNAPSHOT:
             deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S

@@ -16,7 +16,6 @@ from typing import Any
 
 from plexrl.errors import (
     PlexRLError,
-    StorageFullError,
     from_wire,
 )
 from plexrl.process.children.pulse import BEAT_S, Pulse
@@ -25,7 +24,7 @@ from plexrl.process.startup import remove_socket
 from plexrl.statemanager.protocol.address import announced
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.tickets import Claims, Role
-from plexrl.statemanager.store.disk_space import is_full
+from plexrl.statemanager.store.disk_space import held_error
 from plexrl.wire.links.address import UNIX, TlsAddress, UnixAddress, parse_address
 from plexrl.wire.links.port_range import PortRange
 from plexrl.wire.rpc import Peer
@@ -452,4 +451,5 @@ class Agent:
 
 def _code_of(error: Exception) -> str:
     """Code of the `PlexRLError` for a failed start; empty: none."""
-    return StorageFullError.code if isinstance(error, OSError) and is_full(error) else ""
+    held = held_error(error, "the start failed")
+    return "" if held is None else held.code

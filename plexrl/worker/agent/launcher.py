@@ -145,15 +145,15 @@ def _main(config: WorkerConfig, ready: Connection) -> None:
     if agent is not None and not agent.is_alive():
         # The agent died after it requested this process, so nobody needs it.
         os._exit(EXIT_ORPHANED)
-    from plexrl.worker.process.start import full_at_start, run_worker
+    from plexrl.worker.process.start import held_at_start, run_worker
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         run_worker(config, ready)
     except (OSError, RuntimeError) as error:
-        full = full_at_start(error)
-        if full is not None:
-            ready.send(full.to_wire())
+        held = held_at_start(error)
+        if held is not None:
+            ready.send(held.to_wire())
         raise
 
 

@@ -8,13 +8,13 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from plexrl.errors import StorageFullError
+from plexrl.errors import StorageError, StorageFullError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.process.children.pulse import BEAT_S
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.protocol.address import announced
 from plexrl.statemanager.protocol.network import Network
-from plexrl.statemanager.store.disk_space import is_full
+from plexrl.statemanager.store.disk_space import held_error
 from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import Credentials
 from plexrl.worker.agent.node_lease import end_with_lease
@@ -31,14 +31,14 @@ LOG = logging.getLogger(__name__)
 NICENESS = 10
 
 
-def full_at_start(error: BaseException) -> StorageFullError | None:
-    """The error to report to the node agent if a full file system ended a worker before it was
-    ready; None: another cause."""
+def held_at_start(error: BaseException) -> StorageError | None:
+    """The error to report to the node agent if a full or failing file system ended a worker before
+    it was ready; None: another cause."""
     # A failed write inside torch raises RuntimeError; only its text names the cause.
     full_in_torch = isinstance(error, RuntimeError) and os.strerror(errno.ENOSPC) in str(error)
-    if full_in_torch or (isinstance(error, OSError) and is_full(error)):
+    if full_in_torch:
         return StorageFullError(f"a file system is full, so the worker cannot start: {error}")
-    return None
+    return held_error(error, "the worker cannot start")
 
 
 def run_worker(config: WorkerConfig, agent: Connection) -> None:

@@ -18,6 +18,7 @@ from plexrl.router.http.services import Services
 from plexrl.router.observe.health import SCHEDULER_TIMEOUT_S
 from plexrl.router.observe.metrics import (
     HealthCollector,
+    RefusedKeysCollector,
     ServiceLevelCollector,
     WaitCollector,
     metrics_text,
@@ -50,7 +51,9 @@ async def metrics(request: Request, services: Services) -> Response:
         reply = await services.scheduler.call("service_levels", {}, timeout_s=SCHEDULER_TIMEOUT_S)
         seen = [job for job in reply["jobs"] if caller and caller.scope in (None, job["tenant"])]
         found.append(ServiceLevelCollector(reply["jobs"], seen))
-    text = metrics_text(health, *found, await services.rollout_views.metrics())
+    keys = services.keys.refused
+    refused = RefusedKeysCollector(keys.count, keys.limited_count)
+    text = metrics_text(health, refused, *found, await services.rollout_views.metrics())
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

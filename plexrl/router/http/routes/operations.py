@@ -118,7 +118,7 @@ async def submit(
         if isinstance(checked.params, SyncWeightsParams):
             check_source(spec, await services.spec(checked.params.source, caller))
         if isinstance(checked.params, CheckpointParams) and checked.params.job is not None:
-            await services.checkpoint_access.check_job(checked.params.job, caller.rights)
+            await services.check_job(caller, checked.params.job)
         named = {"operation": operation, "deployment": deployment, "deadline_s": deadline_s}
         return await _submit(services, {**named, **caller.claim}, checked, upload)
 

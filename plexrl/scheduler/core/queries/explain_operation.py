@@ -33,7 +33,7 @@ class Explanation:
     `slo`, `quota`, `gang`, `impossible`, `turn`, `dependency`, `backoff`, `held`, `no room`,
     `switch`, `preemptible`, `router`, `running`, `overdue`, or the name of the ordering rule."""
     holder: str | None
-    """The holder of the group's lock; anonymous if it belongs to another tenant."""
+    """The holder of the group's lock; anonymous for a tenant if it belongs to another one."""
     eta_s: float | None
     """Estimated seconds until it starts, or until it ends if it runs; None if unknown, also once
     the estimate has passed."""
@@ -45,16 +45,19 @@ class Explanation:
     """Number of operations of the same deployment ahead of it."""
 
 
-def explain(cluster: Cluster, operation: Operation, now: float) -> Explanation | None:
-    """The explanation of an unfinished operation; None for a finished one."""
+def explain(
+    cluster: Cluster, operation: Operation, now: float, *, sees_all: bool = False
+) -> Explanation | None:
+    """The explanation of an unfinished operation for its tenant, or for an operator, who
+    `sees_all`; None for a finished one."""
     if operation.state.is_final:
         return None
     deployment = cluster.state.deployment(operation.deployment)
     group = cluster.state.group_of(deployment)
     holder = None
     if group is not None and group.holder is not None:
-        holder = name_for(cluster.state, group.holder, deployment)
-    reason, rule, eta_s = _reason(cluster, operation, deployment, group, now)
+        holder = name_for(cluster.state, group.holder, deployment, sees_all=sees_all)
+    reason, rule, eta_s = _reason(cluster, operation, deployment, group, now, sees_all)
     queue = deployment.queue
     position = queue.index(operation.operation) if operation.operation in queue else 0
     low_s = high_s = None
@@ -77,6 +80,7 @@ def _reason(
     deployment: Deployment,
     group: Group | None,
     now: float,
+    sees_all: bool,
 ) -> tuple[str, str, float | None]:
     state = cluster.state
     estimates = deployment.estimates
@@ -118,7 +122,7 @@ def _reason(
     if operation.after is not None:
         dependency = state.operations.get(operation.after)
         if dependency is not None and not dependency.state.is_final:
-            found = explain(cluster, dependency, now)
+            found = explain(cluster, dependency, now, sees_all=sees_all)
             eta_s = None if found is None else found.eta_s
             why = "" if found is None else f": {found.reason}"
             return f"the weights it pulls are not published yet{why}", "dependency", eta_s
@@ -138,11 +142,17 @@ def _reason(
             return "operations of its deployment that were submitted before it", "order", eta_s
     if deployment.preemptible:
         return _why_no_idle_time(state, group)
-    return _why_another_holds(state, cluster.settings, deployment, group, now, ahead)
+    return _why_another_holds(state, cluster.settings, deployment, group, now, ahead, sees_all)
 
 
 def _why_another_holds(
-    state: State, settings: Settings, deployment: Deployment, group: Group, now: float, ahead: float
+    state: State,
+    settings: Settings,
+    deployment: Deployment,
+    group: Group,
+    now: float,
+    ahead: float,
+    sees_all: bool,
 ) -> tuple[str, str, float | None]:
     eta_s = start_s(state, settings, group, deployment, now) + ahead
     if group.incoming == deployment.deployment and not _is_late(state, group, now):
@@ -156,18 +166,21 @@ def _why_another_holds(
         return "the group's lock is about to be granted", rule, eta_s
     holder = state.deployment(group.holder)
     if late := _overdue(state, settings, holder, now):
-        who = name_for(state, holder.deployment, deployment)
+        who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
         return f"{who} has the group, and what it does there is {late}", "overdue", None
     if holder.preemptible and holder.moving is None:
-        who = name_for(state, holder.deployment, deployment)
+        who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
         return f"{who} used the idle time of the group, and gives way", "preemptible", eta_s
     if holder.moving is not None:
         return "the group is being switched", "switch", eta_s
     before = goes_before(state, settings, group, deployment, now)
     if before:
-        names = [name_for(state, DeploymentId(each.name), deployment) for each in before]
+        names = [
+            name_for(state, DeploymentId(each.name), deployment, sees_all=sees_all)
+            for each in before
+        ]
         return f"{', '.join(names)} goes first by the rule {rule}", rule, eta_s
-    who = name_for(state, holder.deployment, deployment)
+    who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
     return f"{who} is in the middle of its burst", "burst", eta_s
 
 

@@ -128,19 +128,23 @@ def attempts(
     ]
 
 
-def name_for(state: State, name: DeploymentId, reader: Deployment) -> str:
-    """A deployment's name as the tenant of `reader` may see it."""
+def name_for(state: State, name: DeploymentId, subject: Deployment, *, sees_all: bool) -> str:
+    """A deployment's name in an explanation of `subject` for its tenant, or for an operator, who
+    `sees_all`."""
     owner = state.job(state.deployment(name).job).tenant
-    return name if owner == state.job(reader.job).tenant else "another tenant's job"
+    is_shown = sees_all or owner == state.job(subject.job).tenant
+    return name if is_shown else "another tenant's job"
 
 
-def near_groups(cluster: Cluster, deployment: Deployment, now: float) -> list[NearGroupView]:
+def near_groups(
+    cluster: Cluster, deployment: Deployment, now: float, *, sees_all: bool
+) -> list[NearGroupView]:
     """The other groups in which the deployment's trace fits best."""
     return [
         {
             "group": choice.group,
             "members": [
-                name_for(cluster.state, member, deployment)
+                name_for(cluster.state, member, deployment, sees_all=sees_all)
                 for member in cluster.state.groups[choice.group].members
             ],
             "shift_s": float(choice.shift_slots),

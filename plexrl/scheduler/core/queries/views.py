@@ -39,10 +39,12 @@ from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
 from plexrl.scheduler.state.tenant import Tenant
 
 
-def operation_view(cluster: Cluster, operation: Operation, now: float) -> OperationView:
+def operation_view(
+    cluster: Cluster, operation: Operation, now: float, *, sees_all: bool = False
+) -> OperationView:
     """One operation; while it waits, with the reason."""
     deployment = cluster.state.deployment(operation.deployment)
-    explanation = explain(cluster, operation, now)
+    explanation = explain(cluster, operation, now, sees_all=sees_all)
     return {
         "operation": operation.operation,
         "deployment": operation.deployment,

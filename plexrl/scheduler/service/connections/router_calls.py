@@ -202,12 +202,12 @@ class RouterCalls:
         if event.source is not None:
             self._check_deployment(scope, event.source)
         await self._shell.request(event)
-        return self._core.operation_view(event.operation, self._now())
+        return self._core.operation_view(event.operation, self._now(), sees_all=scope is None)
 
     async def _cancel_operation(self, scope: Scope, event: ev.OperationCancelled) -> Answer:
         self._check_operation(scope, event.operation)
         await self._shell.request(event)
-        return self._core.operation_view(event.operation, self._now())
+        return self._core.operation_view(event.operation, self._now(), sees_all=scope is None)
 
     async def _acknowledge(self, scope: Scope, event: ev.FailureAcknowledged) -> Plain:
         if event.operation is not None:
@@ -226,7 +226,7 @@ class RouterCalls:
         self._check_operation(scope, call.operation)
         if call.timeout_s > 0:
             await self._shell.wait_final(call.operation, min(call.timeout_s, WAIT_S_MAX))
-        return self._core.operation_view(call.operation, self._now())
+        return self._core.operation_view(call.operation, self._now(), sees_all=scope is None)
 
     async def _list_operations(self, scope: Scope, call: calls.ListOperations) -> Plain:
         limit = max(1, min(call.limit, LOG_PAGE_MAX))
