@@ -24,7 +24,7 @@ from plexrl.scheduler.jobs.lifecycle import (
     end_deployment,
     has_all_gpus,
     relayout,
-    restart,
+    restart_for_layout,
 )
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.tenants import check_gpus
@@ -119,7 +119,7 @@ def deployment_relaid(context: Context, event: DeploymentRelaid, now: float) -> 
     check_controller(find_live_job(context.state, deployment.job), event.controller)
     check_not_ended(deployment)
     if relayout(context.cluster.inventory, deployment, event):
-        restart(context, deployment, "it has another layout", now, counts=False)
+        restart_for_layout(context, deployment, now)
 
 
 def deployment_ended(context: Context, event: DeploymentEnded, now: float) -> None:

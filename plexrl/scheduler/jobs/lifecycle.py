@@ -18,7 +18,7 @@ from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
-from plexrl.scheduler.jobs.usage import meter
+from plexrl.scheduler.jobs.usage import bill_run, discard, meter
 from plexrl.scheduler.operations.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail, interrupt
 from plexrl.scheduler.operations.replay import drop_log, drop_past
@@ -245,6 +245,17 @@ def restart(
         launch(context.state, context.effects, deployment, now)
 
 
+def restart_for_layout(context: Context, deployment: Deployment, now: float) -> None:
+    """As `restart`, at the request of the controller: no fault, so its job pays for what is cut
+    off."""
+    meter(context.state, deployment, now)
+    moving = [] if deployment.moving is None else [deployment.moving]
+    for command in (*deployment.running.values(), *moving):
+        if not command.replay:
+            bill_run(context.state, deployment, context.state.operations[command.operation])
+    restart(context, deployment, "it has another layout", now, counts=False)
+
+
 def relayout(inventory: Inventory, deployment: Deployment, event: DeploymentRelaid) -> bool:
     """Divide a rollout's GPUs in another way. Returns whether it has processes, which are of the
     former layout.
@@ -300,8 +311,7 @@ def stop(
         operation = state.operations[name]
         change_operation(operation, OperationTrigger.REQUEUED)
         operation.started_at = None
-        # Work that a fault discarded is not billed.
-        operation.gpu_seconds = operation.kept_gpu_seconds
+        discard(operation)
     # These must not run again: cancelled, or past a deadline whose timer has fired.
     over = [name for name in interrupted if is_over(state.operations[name], now)]
     for name in over:
