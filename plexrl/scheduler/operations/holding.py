@@ -20,7 +20,7 @@ from plexrl.ids import DeploymentId, NodeId
 from plexrl.scheduler.admission.reclaim.unreturned_memory import foreign_memory, message_for
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.jobs.usage import discard
-from plexrl.scheduler.operations.queue_order import place_in_queue
+from plexrl.scheduler.operations.submission.queue_order import place_in_queue
 from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger

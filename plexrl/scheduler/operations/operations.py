@@ -24,9 +24,9 @@ from plexrl.scheduler.jobs.usage import bill, count_failure, meter
 from plexrl.scheduler.operations.failures import earlier_failure, failure_of, read_error
 from plexrl.scheduler.operations.gradients import gradients_after
 from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
-from plexrl.scheduler.operations.queue_order import position_in_queue
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
+from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted

@@ -404,7 +404,7 @@ def test_a_budget_sees_what_an_interrupted_and_a_running_operation_hold() -> Non
     cluster.pass_time(24.0)
     cluster.submit("d:3", "d/batch", "generate")
     cluster.pass_time(1.1)
-    with pytest.raises(QuotaExceededError, match="of its .* GPU-seconds"):
+    with pytest.raises(QuotaExceededError, match=r"of its .* GPU-seconds"):
         cluster.submit("d:4", "d/batch", "generate")
     with pytest.raises(QuotaExceededError):
         cluster.job("e", tenant="v")

@@ -9,7 +9,7 @@ from plexrl.scheduler.core.queries.eta import goes_before, start_s
 from plexrl.scheduler.core.queries.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s
 from plexrl.scheduler.dispatch.slack_guard import holds_back
-from plexrl.scheduler.operations.queue_order import position_in_queue
+from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.placement.evacuation import awaited
 from plexrl.scheduler.placement.relocation import is_stopping
 from plexrl.scheduler.state.demand.wait_intervals import interval

@@ -166,3 +166,11 @@ def test_work_that_has_slack_weighs_less() -> None:
         ),
     )
     assert [weight for _, _, weight in project(trace, HORIZON).segments] == [CRITICAL_WEIGHT, 1]
+
+
+def test_footprints_that_lie_nearly_a_slot_apart_may_share_one() -> None:
+    one = Footprint(horizon_slots=HORIZON, cycles=1, shift=0.0, segments=((0.0, 10.0625, 4),))
+    shares = Footprint(horizon_slots=HORIZON, cycles=1, shift=0.0, segments=((10.9375, 5.0, 4),))
+    apart = Footprint(horizon_slots=HORIZON, cycles=1, shift=0.0, segments=((11.0, 5.0, 4),))
+    for each, overlaps in ((shares, True), (apart, False)):
+        assert footprints_overlap(one, each) == footprints_overlap(each, one) == overlaps
