@@ -24,10 +24,11 @@ from plexrl.scheduler.jobs.lifecycle import (
     end_deployment,
     has_all_gpus,
     relayout,
-    restart_for_layout,
+    restart,
 )
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.tenants import check_gpus
+from plexrl.scheduler.jobs.usage import bill_cut_off
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.deployment.replay_log import ReplayLog
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -121,7 +122,8 @@ def deployment_relaid(context: Context, event: DeploymentRelaid, now: float) -> 
     check_controller(find_live_job(context.state, deployment.job), event.controller)
     check_not_ended(deployment)
     if relayout(context.cluster.inventory, deployment, event):
-        restart_for_layout(context, deployment, now)
+        bill_cut_off(context.state, deployment, now)
+        restart(context, deployment, "it has another layout", now, counts=False)
 
 
 def deployment_ended(context: Context, event: DeploymentEnded, now: float) -> None:

@@ -18,7 +18,7 @@ from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
-from plexrl.scheduler.jobs.usage import bill_run, discard, meter
+from plexrl.scheduler.jobs.usage import discard, meter
 from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail, interrupt
@@ -247,17 +247,6 @@ def restart(
     """Restart the WPG from its last complete version; other members use its group meanwhile."""
     if stop(context, deployment, reason, now, counts=counts):
         launch(context.state, context.effects, deployment, now)
-
-
-def restart_for_layout(context: Context, deployment: Deployment, now: float) -> None:
-    """As `restart`, at the request of the controller: no fault, so its job pays for what is cut
-    off."""
-    meter(context.state, deployment, now)
-    moving = [] if deployment.moving is None else [deployment.moving]
-    for command in (*deployment.running.values(), *moving):
-        if not command.replay:
-            bill_run(context.state, deployment, context.state.operations[command.operation])
-    restart(context, deployment, "it has another layout", now, counts=False)
 
 
 def relayout(inventory: Inventory, deployment: Deployment, event: DeploymentRelaid) -> bool:

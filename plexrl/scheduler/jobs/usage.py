@@ -84,6 +84,15 @@ def bill_run(state: State, deployment: Deployment, operation: Operation) -> Usag
     return row
 
 
+def bill_cut_off(state: State, deployment: Deployment, now: float) -> None:
+    """Bill what is in flight, which the deployment's controller cuts off: that is no fault."""
+    meter(state, deployment, now)
+    moving = [] if deployment.moving is None else [deployment.moving]
+    for command in (*deployment.running.values(), *moving):
+        if not command.replay:
+            bill_run(state, deployment, state.operations[command.operation])
+
+
 def discard(operation: Operation) -> None:
     """Bill a run to nobody."""
     operation.gpu_seconds = 0.0
