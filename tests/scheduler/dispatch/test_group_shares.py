@@ -179,3 +179,7 @@ def test_a_newcomer_begins_with_the_least_share_of_those_who_contend() -> None:
     members = [context.state.deployments[name] for name in group.members]
     settle_shares(context.state, context.settings, group, members, cluster.now)
     assert group.shares == {"a": 70.0, "b": 90.0, "c": 70.0}
+
+    # Once a tenant is alone, the shares of before mean nothing.
+    settle_shares(context.state, context.settings, group, members[:1], cluster.now)
+    assert not group.shares
