@@ -1,5 +1,6 @@
 """The cluster as the core's steps see it: state, settings, and the indexes derived from both."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ class Cluster:
     detached: dict[JobId, None] = field(default_factory=dict)
     """Live jobs without a controller that are not set aside."""
     _held: dict[TenantId, tuple[int, dict[JobId, int]]] = field(default_factory=dict)
+    _placed: dict[TenantId, dict[DeploymentId, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ended = [job for job in self.state.jobs.values() if job.state.is_final]
@@ -78,6 +80,7 @@ class Cluster:
         self.fillers.clear()
         self.relocating.clear()
         self._held.clear()
+        self._placed.clear()
         self.contentions.clear()
         for deployment in self.state.deployments.values():
             if deployment.ranks and not deployment.nodes:
@@ -88,8 +91,11 @@ class Cluster:
             if deployment.state == WpgState.WAITING:
                 if not self.state.job(deployment.job).is_set_aside:
                     self.wait(deployment)
-            elif deployment.has_gpus:
-                self._count_held(self.state.job(deployment.job).tenant, deployment, +1)
+            elif deployment.group is not None:
+                tenant = self.state.job(deployment.job).tenant
+                self._note_placed(tenant, deployment, +1)
+                if deployment.has_gpus:
+                    self._count_held(tenant, deployment, +1)
 
     def wait(self, deployment: Deployment) -> None:
         """Put the deployment into the queues for GPUs, after all others."""
@@ -127,9 +133,10 @@ class Cluster:
     def hold(self, deployment: Deployment, sign: int, now: float) -> None:
         """Add the deployment's GPUs to those that its tenant holds, or subtract them. A
         filler holds none."""
+        tenant = self.state.job(deployment.job).tenant
+        self._note_placed(tenant, deployment, sign)
         if deployment.preemptible:
             return
-        tenant = self.state.job(deployment.job).tenant
         held = self.state.held.get(tenant)
         if held is None:
             held = self.state.held[tenant] = HeldTime(at=now)
@@ -137,6 +144,19 @@ class Cluster:
         if sign > 0:
             held.waited_at = now
         self._count_held(tenant, deployment, sign)
+
+    def placed(self, tenant: TenantId) -> Iterable[DeploymentId]:
+        """The tenant's deployments that are on groups, fillers included."""
+        return self._placed.get(tenant, ())
+
+    def _note_placed(self, tenant: TenantId, deployment: Deployment, sign: int) -> None:
+        placed = self._placed.setdefault(tenant, {})
+        if sign > 0:
+            placed[deployment.deployment] = None
+        else:
+            del placed[deployment.deployment]
+            if not placed:
+                del self._placed[tenant]
 
     def relocating_in_order(self) -> list[Deployment]:
         """The deployments whose move waits, oldest first."""

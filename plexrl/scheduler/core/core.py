@@ -282,7 +282,7 @@ class SchedulerCore:
             return
         check_live(job)
         check_not_ended(deployment)
-        check_budget(state, job.tenant, event.kind)
+        check_budget(self._cluster, job.tenant, now, event.kind)
         if event.kind not in USER_KINDS[deployment.kind]:
             raise InvalidRequestError(
                 f"{event.kind.value} is no operation of a {deployment.kind} deployment: "

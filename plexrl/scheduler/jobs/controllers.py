@@ -66,7 +66,7 @@ def job_submitted(cluster: Cluster, effects: Effects, event: JobSubmitted, now: 
             take_over(cluster.state, effects, known, event.controller, now)
         return
     check_priority(cluster.state, event.tenant, event.priority)
-    check_budget(cluster.state, event.tenant)
+    check_budget(cluster, event.tenant, now)
     check_live_jobs(cluster, event.tenant)
     tenant = cluster.state.tenants.get(event.tenant)
     default_slo = None if tenant is None else tenant.slo

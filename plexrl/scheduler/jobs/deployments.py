@@ -28,6 +28,7 @@ from plexrl.scheduler.jobs.lifecycle import (
 )
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.tenants import check_gpus
+from plexrl.scheduler.jobs.usage import bill_cut_off
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.deployment.replay_log import ReplayLog
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -121,6 +122,7 @@ def deployment_relaid(context: Context, event: DeploymentRelaid, now: float) -> 
     check_controller(find_live_job(context.state, deployment.job), event.controller)
     check_not_ended(deployment)
     if relayout(context.cluster.inventory, deployment, event):
+        bill_cut_off(context.state, deployment, now)
         restart(context, deployment, "it has another layout", now, counts=False)
 
 

@@ -18,7 +18,7 @@ from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
-from plexrl.scheduler.jobs.usage import meter
+from plexrl.scheduler.jobs.usage import discard, meter
 from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail, interrupt
@@ -304,8 +304,7 @@ def stop(
         operation = state.operations[name]
         change_operation(operation, OperationTrigger.REQUEUED)
         operation.started_at = None
-        # Work that a fault discarded is not billed.
-        operation.gpu_seconds = operation.kept_gpu_seconds
+        discard(operation)
     # These must not run again: cancelled, or past a deadline whose timer has fired.
     over = [name for name in interrupted if is_over(state.operations[name], now)]
     for name in over:

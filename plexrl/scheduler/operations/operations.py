@@ -27,6 +27,7 @@ from plexrl.scheduler.operations.gradients import gradients_after
 from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
+from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
@@ -402,7 +403,7 @@ def fail_queued(
 ) -> None:
     """Fail an operation that is in its queue."""
     deployment = state.deployment(operation.deployment)
-    place = deployment.queue.index(operation.operation)
+    place = position_in_queue(state, deployment, operation)
     del deployment.queue[place]
     fail(state, effects, operation, error, now, place=place)
     effects.touch(deployment.group)
@@ -489,7 +490,7 @@ def _into_history(
     if operation.source is not None:
         # A move of the trainer may wait for it.
         effects.touch(state.deployment(operation.source).group)
-    if operation.started_at is not None:
+    if operation.started_at is not None or operation.interruptions:
         bill(state, deployment, operation)
     elif operation.state is _FAILED:
         count_failure(state, deployment, operation)

@@ -25,7 +25,7 @@ from plexrl.scheduler.jobs.lifecycle import (
     restart_when_there_is_room,
 )
 from plexrl.scheduler.jobs.retention import owner_of
-from plexrl.scheduler.jobs.usage import meter_run
+from plexrl.scheduler.jobs.usage import bill_run, discard, meter_run
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.holding import delay, hold, is_held, requeue
@@ -118,7 +118,7 @@ def _interrupted(
     effects.discard(operation.partial)
     operation.partial = event.result
     operation.interruptions += 1
-    operation.kept_gpu_seconds = operation.gpu_seconds
+    bill_run(state, deployment, operation)
     deployment.processes.succeed()
     deployment.backoff.clear()
     requeue(state, deployment, operation, now)
@@ -167,6 +167,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         if not is_over(operation, now):
             hold(context.state, effects, deployment, operation, error, now)
             return
+        discard(operation)
         error = early_end(operation, now)
     else:
         deployment.backoff.clear()
@@ -205,6 +206,7 @@ def _move_failed(
             f"the state of {deployment.deployment!r} cannot be loaded, nor recomputed from "
             f"the operations that were kept: {error.message}"
         )
+        discard(operation)
         end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
     elif is_load and isinstance(error, InvalidRequestError):
         # The model or layout is invalid, or a library is not installed.

@@ -76,7 +76,7 @@ class Operation:
     compute_s: float | None = None
     result_bytes: int = 0
     gpu_seconds: float = 0.0
-    """Seconds times GPUs so far."""
+    """Seconds times GPUs of its present run, so far; 0 once they are billed or discarded."""
     expected_at: float | None = None
     """Expected start, estimated at its arrival; None once it has started."""
     expected_within: tuple[float, float] | None = None
@@ -96,8 +96,6 @@ class Operation:
     """For a generation: runs that ended so."""
     partial: BlobRef | None = None
     """For a generation: what its interrupted runs drew."""
-    kept_gpu_seconds: float = 0.0
-    """The part of `gpu_seconds` of runs whose work is kept."""
     source_seq: int = 0
     """For a sync: the version that was published for it."""
     source_step: int = 0
@@ -170,7 +168,6 @@ class Operation:
         self.is_interrupted = False
         self.interruptions = 0
         self.partial = None
-        self.kept_gpu_seconds = 0.0
         self.source_seq = 0
         self.source_step = 0
         self.in_flight = False

@@ -48,6 +48,7 @@ def _join(cluster: Cluster, group: Group, deployment: Deployment, now: float) ->
     deployment.group = group.group
     deployment.ranks = group.gpus
     deployment.nodes = cluster.inventory.nodes(group)
+    cluster.hold(deployment, +1, now)
     cluster.inventory.reserve(deployment, strict=False)
     deployment.placement = PlacementRecord(
         at=now,

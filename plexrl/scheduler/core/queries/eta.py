@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from plexrl.ids import OperationId
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.dispatch.candidates.readiness import candidate, wants_the_group
+from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s, wants_the_group
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.ordering import SortKey, sort_key
 from plexrl.scheduler.dispatch.switch_cost import load_after_s, load_s, offload_s
@@ -62,16 +62,12 @@ def group_free_s(state: State, group: Group, now: float) -> float:
     if holder.moving is not None and holder.moving.kind == OperationKind.OFFLOAD:
         return _left_s(state, holder.moving.operation, holder, now)
     estimates = holder.estimates
-    queued_s = sum(
-        estimates.operation_s(operation.kind, operation.tokens)
-        for operation in (state.operations[name] for name in holder.queue)
-    )
     running_s = under_way_s(state, holder, now)
     burst_s = 0.0
     if holder.burst.started_at is not None:
         elapsed_s = now - holder.burst.started_at
         burst_s = max(0.0, estimates.burst_s(holder.burst.tokens) - elapsed_s)
-    return max(running_s + queued_s, burst_s)
+    return max(running_s + queued_s(state, holder, len(holder.queue)), burst_s)
 
 
 def under_way_s(state: State, deployment: Deployment, now: float) -> float:

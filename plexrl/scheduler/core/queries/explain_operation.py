@@ -7,9 +7,10 @@ from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.core.queries.eta import goes_before, overdue_s, start_s
 from plexrl.scheduler.core.queries.explain_placement import name_for, why_no_gpus
-from plexrl.scheduler.dispatch.candidates.readiness import candidate
+from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.operations.deadlines.bounds import runs
+from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.placement.evacuation import awaited
 from plexrl.scheduler.placement.relocation import is_stopping
 from plexrl.scheduler.state.demand.wait_intervals import interval
@@ -58,8 +59,7 @@ def explain(
     if group is not None and group.holder is not None:
         holder = name_for(cluster.state, group.holder, deployment, sees_all=sees_all)
     reason, rule, eta_s = _reason(cluster, operation, deployment, group, now, sees_all)
-    queue = deployment.queue
-    position = queue.index(operation.operation) if operation.operation in queue else 0
+    position = _position(cluster.state, deployment, operation)
     low_s = high_s = None
     if eta_s is not None and group is not None and rule not in OWN_WORK:
         low_s, high_s = interval(group.wait_errors, cluster.state.eta_errors.newest, eta_s)
@@ -118,7 +118,7 @@ def _reason(
         return f"its state is being copied to {nodes}", "migrating", None
     if deployment.moves.planned is not None and is_stopping(state, deployment):
         return f"it is about to be moved: {deployment.moves.planned.reason}", "relocation", None
-    ahead = _seconds_ahead(state, operation, deployment)
+    ahead = queued_s(state, deployment, _position(state, deployment, operation))
     if operation.after is not None:
         dependency = state.operations.get(operation.after)
         if dependency is not None and not dependency.state.is_final:
@@ -218,11 +218,8 @@ def _why_no_idle_time(state: State, group: Group) -> tuple[str, str, float | Non
     )
 
 
-def _seconds_ahead(state: State, operation: Operation, deployment: Deployment) -> float:
-    total = 0.0
-    for name in deployment.queue:
-        if name == operation.operation:
-            break
-        before = state.operations[name]
-        total += deployment.estimates.operation_s(before.kind, before.tokens)
-    return total
+def _position(state: State, deployment: Deployment, operation: Operation) -> int:
+    """Number of queued operations ahead of it; 0 if it is not queued."""
+    if operation.state != OperationState.PENDING:
+        return 0
+    return position_in_queue(state, deployment, operation)

@@ -317,7 +317,7 @@ class TenantView(TenantLimits):
     live_jobs_bound: int | None
     """Maximum number of live jobs, its own or the cluster's; None: no limit."""
     gpu_seconds: float
-    """GPU time used so far."""
+    """GPU time used so far, with what runs."""
     share: float
     """GPU-hours per weight, decayed; it decides the order of admission."""
 

@@ -31,6 +31,7 @@ from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
 from plexrl.scheduler.jobs.profiler import measured_waiting_part
 from plexrl.scheduler.jobs.retention import owner_of
 from plexrl.scheduler.jobs.tenants import key_id, live_jobs_bound
+from plexrl.scheduler.jobs.usage import used_gpu_seconds
 from plexrl.scheduler.operations.failures import failure_view, halting_failure, job_failure
 from plexrl.scheduler.operations.holding import foreign_memory_view, held_view
 from plexrl.scheduler.placement.contention.service_level import bound_of, waiting_bound
@@ -380,7 +381,7 @@ def tenant_view(cluster: Cluster, tenant: Tenant, now: float) -> TenantView:
         "jobs_running": jobs,
         "live_jobs": cluster.live_jobs.get(tenant.tenant, 0),
         "live_jobs_bound": live_jobs_bound(cluster.settings, tenant),
-        "gpu_seconds": tenant.gpu_seconds,
+        "gpu_seconds": used_gpu_seconds(cluster, tenant.tenant, now),
         "share": tenant_share(cluster, tenant.tenant, now),
     }
 

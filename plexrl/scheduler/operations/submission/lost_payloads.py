@@ -11,6 +11,7 @@ the operation fails. An operation that a recovery repeats has succeeded before, 
 from plexrl.errors import PayloadLostError, PlexRLError
 from plexrl.ids import BlobRef, OperationId
 from plexrl.scheduler.context.effects import Effects
+from plexrl.scheduler.jobs.usage import discard
 from plexrl.scheduler.operations.holding import requeue
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job, State
@@ -45,7 +46,7 @@ def draw_again(
         return False
     effects.discard(operation.partial)
     operation.partial = None
-    operation.kept_gpu_seconds = 0.0
+    discard(operation)
     del deployment.running[operation.operation]
     requeue(state, deployment, operation, now)
     effects.touch(deployment.group)
