@@ -21,6 +21,7 @@ from plexrl.errors import (
     ExecutionError,
     InvalidRequestError,
 )
+from plexrl.limits import check_numbers
 from plexrl.rewards.decisions.grading import (
     AttemptFailed,
     AttemptGraded,
@@ -70,14 +71,14 @@ class Graded(Generic[SampleT]):
         timeout_s: a call that takes longer has failed; None: no call does. It includes waiting
             for the sandbox.
         """
+        given = {"retries": retries, "at_once": at_once, "timeout_s": timeout_s}
+        check_numbers("grading", given)
         cpus = len(os.sched_getaffinity(0))
         self.settings = GradingSettings(
             on_failure=on_failure,
             retries=retries,
             at_once=2 * cpus if at_once is None else at_once,
         )
-        if timeout_s is not None and not timeout_s > 0.0:
-            raise InvalidRequestError(f"timeout_s is {timeout_s}: give seconds above 0, or None")
         self.reward = reward
         self.timeout_s = math.inf if timeout_s is None else timeout_s
 

@@ -15,6 +15,7 @@ from plexrl.client.data.batch_rows import split_rows
 from plexrl.client.data.results import Sample, WeightsSpan
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 from plexrl.rewards.scheduler import Graded, RewardScheduler
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ class BoundedRollout:
         size: "PartSize | None" = None,
     ) -> Generator[RolloutBatch]:
         """As `batches`, or as `parts` with a `size`; closing it ends the thread."""
+        check_numbers("rollout", {"steps": steps})
         batches = steps - int(self._order["first_batch"])
         feeder = _Feeder(self, iter(prompts), reward, batches * int(self._order["prompts"]))
         feeder.start()
@@ -354,9 +356,8 @@ class PartSize:
     prompts_min: int
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens_min", 0), ("prompts_min", 1)):
-            if (value := getattr(self, name)) < least:
-                raise InvalidRequestError(f"{name} is {value}: set it to {least} or more")
+        for name in ("tokens_min", "prompts_min"):
+            check_numbers("rollout", {name: getattr(self, name)})
 
     def is_reached(self, whole: "Sequence[Sequence[_TrainedRow]]") -> bool:
         """Whether prompts with these samples are enough."""

@@ -29,6 +29,7 @@ from plexrl.client.data.metric_rows import metrics_row
 from plexrl.client.data.rollout_policy import SYNCHRONOUS, RolloutPolicy, policy_fields
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.futures import wait_final
+from plexrl.limits import check_numbers
 from plexrl.model.parallelism import Parallelism
 from plexrl.wire.operations import SamplingParams
 from plexrl.wire.parameter_checks import check_parameters
@@ -286,6 +287,14 @@ class Job(JobReader):
             ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
         """
         check_parameters(sampling)
+        numbers = {
+            "instances": instances,
+            "prompts": prompts,
+            "samples": samples,
+            "first_batch": first_batch,
+            "failed_prompts_max": failed_prompts_max,
+        }
+        check_numbers("rollout", numbers)
         names = [f"{name}-{index}" for index in range(instances)]
         for each in names:
             self.rollout_deployment(

@@ -1,6 +1,5 @@
 """The SDK's requests as values, without I/O: blocking and `async` clients share them."""
 
-import math
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +16,7 @@ from plexrl.client.data.argument_checks import (
     plain_value,
     source_deployment,
 )
-from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 from plexrl.wire.operations import (
     LOSS_INPUTS,
     AdamParams,
@@ -214,9 +213,22 @@ def checked_deadline(deadline_s: float) -> float:
     Raises:
         InvalidRequestError: `deadline_s` is not a number above 0.
     """
-    if isinstance(deadline_s, int | float) and 0 < deadline_s < math.inf:
-        return float(deadline_s)
-    raise InvalidRequestError(f"the deadline is {deadline_s!r}: give a number of seconds above 0")
+    check_numbers("deadline", {"deadline_s": deadline_s})
+    return float(deadline_s)
+
+
+def pause(deployment: str, for_s: float) -> Call:
+    """Pause generations. Raises `InvalidRequestError`."""
+    check_numbers("pause", {"for_s": for_s})
+    body = {"for_s": float(for_s)}
+    return Call(method="POST", path=f"{deployment_path(deployment)}/pause", json=body)
+
+
+def switch_tp(deployment: str, tp: int, kv: str) -> Call:
+    """Continue generations in groups of `tp` ranks. Raises `InvalidRequestError`."""
+    check_numbers("switch", {"tp": tp})
+    body = {"tp": int(tp), "kv": kv}
+    return Call(method="POST", path=f"{deployment_path(deployment)}/tp", json=body)
 
 
 def barrier(deployment: str) -> Submission:
@@ -228,8 +240,9 @@ def create_job(name: str, job_id: str | None, options: dict[str, Any]) -> Call:
     """Submit a job.
 
     Raises:
-        InvalidRequestError: the name or the id is invalid.
+        InvalidRequestError: the name, the id or a number is invalid.
     """
+    check_numbers("job", options)
     if job_id is None:
         check_name("job", name)
         job_id = f"{name}-{uuid.uuid4().hex[:8]}"
@@ -247,8 +260,9 @@ def create_deployment(
 
     Raises:
         InvalidRequestError: the name is invalid, or `model` is not a model, or an option has a
-            wrong type.
+            wrong type, or a number is out of bounds.
     """
+    check_numbers("deployment", {k: v for k, v in options.items() if k != "tp_sizes"})
     check_name("deployment", name)
     check_model(model)
     body = {"name": name, "kind": kind, "model": model, **options, **checked_layout(options)}

@@ -2,22 +2,15 @@
 
 import re
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from plexrl.cluster.config.network import NODE_PORTS, check_fabric, check_host, check_ports
 from plexrl.cluster.config.options import GIB, PartSettings
-from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 
 DATA_DIR = Path("~/.plexrl-node")
 """Default data directory of a node. Not that of a cluster, since both may be on one machine."""
-RANGES = {
-    "gpus": (1, 65_536),
-    "gpu_memory_bytes": (1, 1 << 50),
-    "host_memory_bytes": (1, 1 << 50),
-    "nvme_bytes": (1, 1 << 50),
-}
-"""Least and greatest value of every number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +52,8 @@ class NodeOptions:
     """Further settings of the StateManager and the agent, from the configuration file."""
 
     def __post_init__(self) -> None:
-        for name, (least, most) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise InvalidRequestError(
-                    f"{name} is {value}: it must be at least {least} and at most {most}"
-                )
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        check_numbers("plexrl node join", own)
         if self.host:
             check_host("host", self.host)
         check_ports("ports", self.ports)

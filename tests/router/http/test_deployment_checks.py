@@ -51,7 +51,6 @@ def test_the_layout_and_the_number_of_workers_follow_from_one_another(
     ("fields", "field", "message"),
     [
         ({"workers": 3, "parallelism": {"dp": 4}}, "workers", "workers is 3, but dp=4 needs 4"),
-        ({"parallelism": {"dp": 0}}, "dp", "parallelism.dp is 0"),
         ({"parallelism": {"dp": 2, "ep": 3}}, "ep", "ep must divide dp·cp"),
         ({"parallelism": {"dp": 2, "cp": 2}}, "cp", "'fsdp' does not support cp.*fsdp: dp, tp"),
         ({"parallelism": {"tp": 4}}, "tp", "num_key_value_heads is 2.*use 2"),
