@@ -206,7 +206,6 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "eta_responses": _ETA,
         "instances_min": _count(0, 4096),
         "instances_max": _count(0, 4096),
-        "reward_tolerance": Bounds(0, 1e30),
         "steps": _RECORDS,
         "tokens_min": _RECORDS,
         "prompts_min": _count(1, RECORDS_MAX),

@@ -266,7 +266,10 @@ class RewardScheduler(Generic[SampleT]):
         for number in late:
             sample = self._samples.get(number)
             if sample is not None:
-                reason = f"the grader has not answered in {self._graded.timeout_s:g} s"
+                reason = (
+                    f"the grader has not answered in {self._graded.timeout_s:g} s about the prompt "
+                    f"{_short(sample.prompt)}"
+                )
                 sample.error = DeadlineExceededError(reason)
                 self._handle(AttemptTimedOut(sample=number, attempt=sample.attempt, reason=reason))
         return min(self._deadlines_s.values(), default=math.inf)
@@ -314,6 +317,10 @@ class RewardScheduler(Generic[SampleT]):
             if isinstance(found, Grade):
                 grade = found
             reward = found.score if isinstance(found, Grade) else found
+            if isinstance(reward, str | bytes):
+                raise InvalidRequestError(
+                    f"the reward is the text {reward[:40]!r}: return a number, a Grade or None"
+                )
             event = AttemptGraded(
                 sample=number, attempt=attempt, reward=None if reward is None else float(reward)
             )
@@ -326,6 +333,10 @@ class RewardScheduler(Generic[SampleT]):
             if sample.attempt == attempt and number in self._samples:
                 sample.grade, sample.error = grade, failed
             self._handle(event)
+
+
+def _short(prompt: list[int]) -> str:
+    return str(prompt) if len(prompt) <= 16 else f"{str(prompt[:16])[:-1]}, …]"
 
 
 def _as_exception(error: BaseException) -> Exception:

@@ -27,6 +27,8 @@ LOG = logging.getLogger(__name__)
 
 WAIT_S = 2.0
 """How long the cluster waits for news before it answers; bounds the time to stop, too."""
+REWARD_TIMEOUT_S = 300.0
+"""Default time limit of one call of a plain reward function."""
 HELD_BACK_S = 0.02
 """Interval at which it is asked whether the trainer has done its parts, while one waits."""
 PARTS_AHEAD = 2
@@ -96,6 +98,7 @@ class BoundedRollout:
         reward: RewardFunction | Graded[Sample],
         *,
         steps: int,
+        reward_timeout_s: float | None = REWARD_TIMEOUT_S,
     ) -> Iterator[RolloutBatch]:
         """Yield the batches up to number `steps` - 1 on which the model was not trained yet.
 
@@ -104,14 +107,16 @@ class BoundedRollout:
         work; there are more than `steps` batches need, because some may be dropped.
 
         `reward` runs in a thread while the model is trained; the loop ends with an error that it
-        raises. `rewards.Graded` grades several samples at a time, and chooses what an error means.
+        raises, or with `DeadlineExceededError`, which names the prompt, if one call takes longer
+        than `reward_timeout_s` seconds (300; None: without a bound). `rewards.Graded` grades
+        several samples at a time, chooses what an error means, and has a `timeout_s` of its own.
 
         Raises:
             RolloutFailedError: no instance is left, or too many prompts were dropped one after
                 another. Create the rollout again, with the same arguments, to continue.
             InvalidRequestError: there are too few prompts.
         """
-        return self._started(prompts, reward, steps)
+        return self._started(prompts, reward, steps, reward_timeout_s)
 
     def parts(
         self,
@@ -121,9 +126,11 @@ class BoundedRollout:
         steps: int,
         tokens_min: int = 0,
         prompts_min: int = 1,
+        reward_timeout_s: float | None = REWARD_TIMEOUT_S,
     ) -> Iterator[RolloutBatch]:
-        """Yield each batch of `batches`, whose arguments `prompts`, `reward` and `steps` are, in
-        parts (StreamRL §4.1). `is_last` tells that a part completes its batch.
+        """Yield each batch of `batches`, whose arguments `prompts`, `reward`, `steps` and
+        `reward_timeout_s` are, in parts (StreamRL §4.1). `is_last` tells that a part completes its
+        batch.
 
         A part comes as soon as the prompts whose samples all have rewards have `tokens_min` tokens,
         counting each sample with its prompt, and `prompts_min` prompts; the last one may have
@@ -137,17 +144,21 @@ class BoundedRollout:
         Raises as `batches`, and:
             ConflictError: the policy was changed, and excludes prompts of the earlier parts.
         """
-        return self._started(prompts, reward, steps, PartSize(tokens_min, prompts_min))
+        size = PartSize(tokens_min, prompts_min)
+        return self._started(prompts, reward, steps, reward_timeout_s, size)
 
     def _started(
         self,
         prompts: Iterable[Sequence[int]],
         reward: RewardFunction | Graded[Sample],
         steps: int,
+        reward_timeout_s: float | None,
         size: "PartSize | None" = None,
     ) -> Generator[RolloutBatch]:
         """As `batches`, or as `parts` with a `size`; closing it ends the thread."""
-        check_numbers("rollout", {"steps": steps})
+        check_numbers("rollout", {"steps": steps, "reward_timeout_s": reward_timeout_s})
+        if not isinstance(reward, Graded):
+            reward = Graded(reward, on_failure="raise", at_once=1, timeout_s=reward_timeout_s)
         batches = steps - int(self._order["first_batch"])
         feeder = _Feeder(self, iter(prompts), reward, batches * int(self._order["prompts"]))
         feeder.start()
@@ -249,14 +260,12 @@ class _Feeder(threading.Thread):
         self,
         rollout: BoundedRollout,
         prompts: Iterator[Sequence[int]],
-        reward: RewardFunction | Graded[Sample],
+        reward: Graded[Sample],
         needed: int,
     ) -> None:
         super().__init__(name=f"rollout-{rollout.name}", daemon=True)
         self._rollout = rollout
         self._prompts = prompts
-        if not isinstance(reward, Graded):
-            reward = Graded(reward, on_failure="raise", at_once=1, timeout_s=None)
         self._scheduler = RewardScheduler(reward)
         self._needed = needed
         """Prompts that are trained in the end."""

@@ -1,5 +1,6 @@
 """The SDK's requests as values, without I/O: blocking and `async` clients share them."""
 
+import logging
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,12 +41,13 @@ from plexrl.wire.parameter_checks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from plexrl.client.data.batch import Batch
     from plexrl.model.spec import ModelSpec
     from plexrl.wire.tensors import Arrays
 
+LOG = logging.getLogger(__name__)
 JSON = "application/json"
 
 
@@ -164,9 +166,34 @@ def generate(
         deployment,
         OperationKind.GENERATE,
         GenerateParams(samples_per_prompt=n, sampling=sampling, stream=stream),
-        results.generate_decoder(n),
+        _naming_cut_samples(results.generate_decoder(n), None if settings else sampling.max_tokens),
         {**Batch(prompts).arrays(()), **(settings or {})},
     )
+
+
+def _naming_cut_samples(decoder: results.Decoder, max_tokens: int | None) -> results.Decoder:
+    """`decoder`, with a warning of samples that ended before `max_tokens`, at the bound of the
+    deployment. None: the bound of each sample is not known."""
+
+    def decode(result: "Mapping[str, Any]", arrays: "Arrays") -> Any:
+        found = decoder(result, arrays)
+        samples = [each for group in found.samples for each in group]
+        cut = [
+            len(each.tokens)
+            for each in samples
+            if each.finish_reason == "length"
+            and max_tokens is not None
+            and len(each.tokens) < max_tokens
+        ]
+        if cut:
+            LOG.warning(
+                "%d of %d samples ended before max_tokens (%d), the shortest after %d: prompt and "
+                "completion together reached max_sequence_tokens of the deployment",
+                *(len(cut), len(samples), max_tokens, min(cut)),
+            )
+        return found
+
+    return decode
 
 
 def sync_weights(

@@ -19,7 +19,12 @@ from plexrl.errors import (
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.store import PAYLOAD_SUFFIX, RESULT_SUFFIX, BlobStore
 from plexrl.router.dispatch.continuation import unfinished_rows
-from plexrl.router.dispatch.reductions import gather_metrics, gather_moves, state_moved
+from plexrl.router.dispatch.reductions import (
+    gather_metrics,
+    gather_moves,
+    non_finite_error,
+    state_moved,
+)
 from plexrl.router.dispatch.run_parts import SPLIT_KINDS, RunParts, join, join_samples, split
 from plexrl.router.execution.early_transfers import EarlyTransfers, Workers
 from plexrl.router.execution.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
@@ -363,6 +368,12 @@ class Executor:
         # Every rank returns the same refusal: the ranks decide together.
         refusal = results[0].pop("error", None) if command.kind in MUTATING else None
         result, body = await self._joined(command, parts, finished)
+        if refusal is not None:
+            result, body = {}, ()
+        elif body and (spoilt := await asyncio.to_thread(_spoilt, command.kind, body)) is not None:
+            error_json = json.dumps(spoilt.to_wire())
+            self._report("operation_failed", command, error_json=error_json, state_intact=True)
+            return
         steps = [each["trainer_step"] for each in results if "trainer_step" in each]
         ref: BlobRef | None = None
         unfinished = 0
@@ -450,6 +461,11 @@ def _cause(failed: "Sequence[Plain]") -> Plain:
     errors: list[Plain] = [reply["error"] for reply in failed]
     lacking = [each for each in errors if each.get("code") == DeviceMemoryFullError.code]
     return (lacking or errors)[0]
+
+
+def _spoilt(kind: OperationKind, body: "Sequence[Body]") -> PlexRLError | None:
+    whole = body[0] if len(body) == 1 else b"".join(body)
+    return non_finite_error(kind, decode_body(whole)[1])
 
 
 def _unfinished_rows(body: "Sequence[Body]") -> int:

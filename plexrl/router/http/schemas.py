@@ -300,7 +300,13 @@ class DeploymentRequest(_Strict):
         False,
         description="train: reduce gradients once a call, not for each micro-batch; takes memory",
     )
-    max_sequence_tokens: Annotated[int, Limited("deployment", "max_sequence_tokens")] = 512
+    max_sequence_tokens: Annotated[int | None, Limited("deployment", "max_sequence_tokens")] = (
+        Field(
+            None,
+            description="longest row; absent: as many tokens as the model has positions, at most "
+            "8192, so that a sequence fits into kv_cache_bytes",
+        )
+    )
     max_concurrent_samples: Annotated[int, Limited("deployment", "max_concurrent_samples")] = 256
     kv_cache_bytes: Annotated[int | None, Limited("deployment", "kv_cache_bytes")] = Field(
         None,
