@@ -17,15 +17,23 @@ from plexrl.errors import (
     StoreUnavailableError,
 )
 from plexrl.ids import BlobRef
-from plexrl.router.blobs.store import PAYLOAD_SUFFIX, RESULT_SUFFIX, BlobStore
-from plexrl.router.dispatch.continuation import unfinished_rows
-from plexrl.router.dispatch.reductions import (
-    gather_metrics,
-    gather_moves,
-    non_finite_error,
-    state_moved,
+from plexrl.router.blobs.store import (
+    PAYLOAD_SUFFIX,
+    RESULT_SUFFIX,
+    BlobStore,
+    digested_ref,
 )
-from plexrl.router.dispatch.run_parts import SPLIT_KINDS, RunParts, join, join_samples, split
+from plexrl.router.dispatch.reductions import gather_metrics, gather_moves, state_moved
+from plexrl.router.dispatch.run_parts import (
+    SPLIT_KINDS,
+    RunParts,
+    digest_of,
+    join,
+    join_samples,
+    result_error,
+    split,
+    unfinished_samples,
+)
 from plexrl.router.execution.early_transfers import EarlyTransfers, Workers
 from plexrl.router.execution.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
 from plexrl.scheduler.state.messages.commands import (
@@ -42,7 +50,6 @@ from plexrl.wire.operations import (
     params_from_json,
 )
 from plexrl.wire.rpc import Peer
-from plexrl.wire.tensors import decode_body
 from plexrl.worker.process.server import WorkerName
 
 if TYPE_CHECKING:
@@ -254,6 +261,15 @@ class Executor:
         if current is not None and current.task is task:
             del self._runs[operation]
 
+    def unreachable(self) -> list[tuple[WorkerName, float]]:
+        """The workers to which requests wait for a connection, and since when, in seconds since the
+        epoch. They may live: the scheduler has not said that they are gone."""
+        return [
+            (worker, link.unreachable_since)
+            for worker, link in self._links.items()
+            if link.unreachable_since is not None
+        ]
+
     def link(self, worker: WorkerName, address: str) -> WorkerLink:
         """The connection to a worker; it is made on first use.
 
@@ -370,7 +386,7 @@ class Executor:
         result, body = await self._joined(command, parts, finished)
         if refusal is not None:
             result, body = {}, ()
-        elif body and (spoilt := await asyncio.to_thread(_spoilt, command.kind, body)) is not None:
+        elif body and (spoilt := await asyncio.to_thread(result_error, command.kind, body)):
             error_json = json.dumps(spoilt.to_wire())
             self._report("operation_failed", command, error_json=error_json, state_intact=True)
             return
@@ -380,11 +396,13 @@ class Executor:
         if body:
             run = self._runs.get(command.operation)
             if run is not None and run.is_interrupted:
-                unfinished = await asyncio.to_thread(_unfinished_rows, body)
-            ref = BlobRef(f"{command.operation}{RESULT_SUFFIX}")
+                unfinished = await asyncio.to_thread(unfinished_samples, body)
+            digest = await digest_of(body)
+            ref = digested_ref(command.operation, digest, RESULT_SUFFIX)
             if unfinished:
                 # Kept like a payload for as long as the operation may be continued.
-                ref = BlobRef(f"{command.operation}.{command.token}.partial{PAYLOAD_SUFFIX}")
+                stem = f"{command.operation}.{command.token}.partial"
+                ref = digested_ref(stem, digest, PAYLOAD_SUFFIX)
             await self._store(command, ref, body)
         compute_s = max(float(header["compute_s"]) for header, _ in finished)
         self._report(
@@ -461,15 +479,6 @@ def _cause(failed: "Sequence[Plain]") -> Plain:
     errors: list[Plain] = [reply["error"] for reply in failed]
     lacking = [each for each in errors if each.get("code") == DeviceMemoryFullError.code]
     return (lacking or errors)[0]
-
-
-def _spoilt(kind: OperationKind, body: "Sequence[Body]") -> PlexRLError | None:
-    whole = body[0] if len(body) == 1 else b"".join(body)
-    return non_finite_error(kind, decode_body(whole)[1])
-
-
-def _unfinished_rows(body: "Sequence[Body]") -> int:
-    return unfinished_rows(decode_body(b"".join(body))[1])
 
 
 def _workers(
