@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import plexrl
 from plexrl import losses, rewards
 from plexrl.cli.app import app
+from plexrl.cli.terminal.help import CommandGroup
 from plexrl.client.calls import requests
 from plexrl.client.data.argument_checks import check_lora, check_model, checked_layout
 from plexrl.client.data.demand import plain_trace
@@ -225,6 +226,7 @@ def test_every_number_of_a_query_or_path_is_in_the_table() -> None:
 def commands(group: Any, path: str = "plexrl") -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
+            assert isinstance(command, CommandGroup), f"{path} {name} does not check numbers"
             yield from commands(command, f"{path} {name}")
         else:
             yield f"{path} {name}", command

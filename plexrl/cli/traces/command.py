@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plexrl.cli.terminal.context import Access, Json, Output, print_line, print_table, write_json
+from plexrl.cli.terminal.help import CommandGroup
 from plexrl.cli.terminal.option_groups import given_options, with_option_groups
 from plexrl.cli.traces.checks import SUFFIXES, check_out, refuse
 from plexrl.cli.traces.tables import print_description, print_distributions
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from plexrl.traces.generate.distributions import Distribution
 
 traces_app = typer.Typer(
-    help="Traces of jobs: check, convert, describe, generate, record.", no_args_is_help=True
+    cls=CommandGroup,
+    help="Traces of jobs: check, convert, describe, generate, record.",
+    no_args_is_help=True,
 )
 
 DAY_S = 86_400.0

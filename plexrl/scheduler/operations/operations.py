@@ -314,7 +314,6 @@ def complete(
     kind = operation.kind
     if kind in MUTATING:
         waiting = gradients_after(kind, deployment.waiting_gradients)
-        # With an error it dropped all gradients.
         deployment.waiting_gradients = 0 if event.error_json else waiting
         if kind in SUPERSEDING:
             drop_log(state, effects, deployment)
