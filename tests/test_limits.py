@@ -376,7 +376,7 @@ def test_the_seed_of_a_model_is_a_whole_number(seed: Any) -> None:
         check_model(replace(MODEL, seed=seed))
 
 
-BODIES = {
+BODIES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "job": (schemas.JobRequest, {"job": "j", "name": "n"}),
     "tenant": (schemas.TenantSettings, {}),
     "deployment": (schemas.DeploymentRequest, {"name": "n", "kind": "train", "model": {}}),

@@ -331,7 +331,7 @@ class RolloutCoordinator:
             return []
         self.trajectories.rewarded(record, event.reward)
         if self.settings.dynamic_sampling:
-            members = self.trajectories.members(record.group)
+            members = list(self.trajectories.members(record.group))
             rewards = [each.reward for each in members if each.reward is not None]
             is_complete = len(rewards) == len(members) == self.settings.staleness.group_size
             if is_complete and are_equal(rewards):

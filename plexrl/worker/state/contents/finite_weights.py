@@ -66,5 +66,6 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_zeros((), dtype=torch.float32)
     if tensor.element_size() == 1:
         # Norms of float8 do not exist, and no value of it is too large.
-        return 0 * tensor.sum(dtype=torch.float32)
-    return torch.linalg.vector_norm(tensor, ord=torch.inf).float()
+        return tensor.sum(dtype=torch.float32).mul(0)
+    largest: torch.Tensor = torch.linalg.vector_norm(tensor, ord=torch.inf)
+    return largest.float()
