@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import LIMITS
 from plexrl.model.spec import ModelSpec
 
 ADAPTER_PREFIX = "base_model.model."
 """PEFT's prefix of the module's name in the names of its adapter."""
-ADAPTER_RANK_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +72,23 @@ def adapter_parameter_count(spec: ModelSpec, lora: LoraSpec) -> int:
     Raises:
         InvalidRequestError: rank or alpha is invalid, or the model lacks a target.
     """
-    if not 1 <= lora.rank <= ADAPTER_RANK_MAX:
-        raise InvalidRequestError(
-            f"lora.rank is {lora.rank}; it must be between 1 and {ADAPTER_RANK_MAX}"
-        )
-    if not lora.alpha > 0:
-        raise InvalidRequestError(f"lora.alpha is {lora.alpha}; it must be more than 0")
+    for name, bounds in LIMITS["lora"].items():
+        bounds.check(f"lora.{name}", getattr(lora, name))
     sizes = linear_sizes(spec)
     unknown = sorted(set(lora.targets) - set(sizes))
     if unknown or not lora.targets or len(set(lora.targets)) < len(lora.targets):
         raise InvalidRequestError(
             f"lora.targets is {list(lora.targets)}: name each layer that gets an adapter once; the "
             f"layers of this model that can have one are {', '.join(sizes)}"
+        )
+    smallest = min(lora.targets, key=lambda target: min(sizes[target]))
+    if lora.rank > min(sizes[smallest]):
+        inputs, outputs = sizes[smallest]
+        raise InvalidRequestError(
+            f"lora.rank is {lora.rank}, and {smallest} has {inputs} inputs and {outputs} outputs: "
+            f"rank {min(inputs, outputs)} can change all of it; lower the rank, or leave "
+            f"{smallest} out of lora.targets",
+            parameter="lora.rank",
         )
     layer = sum(sum(sizes[target]) for target in lora.targets)
     return spec.dimensions.layers * layer * lora.rank

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plexrl.errors import LayoutError
+from plexrl.limits import LIMITS
 
 Axis = Literal["dp", "tp", "pp", "cp", "ep", "expert_dp"]
 
@@ -60,12 +61,9 @@ class Parallelism:
 
     def __post_init__(self) -> None:
         for name in AXES:
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise LayoutError(
-                    f"parallelism.{name} is {size!r}: it must be a whole number, at least 1",
-                    field=name,
-                )
+            size, limit = getattr(self, name), LIMITS["layout"][name]
+            if not limit.holds(size):
+                raise LayoutError(f"parallelism.{name} is {size!r}: it must be {limit}", field=name)
         if self.dp * self.cp % self.ep:
             raise LayoutError(
                 f"parallelism.ep is {self.ep} and dp·cp is {self.dp * self.cp}: experts are spread "

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import msgspec
 
 from plexrl.errors import InvalidRequestError, UnsupportedModelError
+from plexrl.limits import check_numbers
 from plexrl.model.dimensions import MOE_ARCHITECTURES, Dimensions, dimensions
 from plexrl.model.tokenizer import check_vocabulary
 from plexrl.storage.model_folder import model_folder
-from plexrl.wire.parameter_checks import short
 
 TRAIN_BYTES_PER_PARAMETER = 16
 """fp32 parameter, gradient and the two AdamW moments."""
@@ -109,10 +109,11 @@ def tiny_qwen2(
         InvalidRequestError: `vocabulary` has a character twice, or a size is invalid.
     """
     check_vocabulary(vocabulary)
-    for name, size, unit in (("hidden", hidden, 8), ("layers", layers, 1)):
-        if not isinstance(size, int) or size < unit or size % unit:
-            what = f"a multiple of {unit}" if unit > 1 else "a whole number, at least 1"
-            raise InvalidRequestError(f"{name} is {short(size)}; it must be {what}", parameter=name)
+    check_numbers("model", {"seed": seed, "hidden": hidden, "layers": layers})
+    if hidden % 8:
+        raise InvalidRequestError(
+            f"hidden is {hidden}; it must be a multiple of 8", parameter="hidden"
+        )
     config = {
         "vocab_size": len(vocabulary) + 3,
         "hidden_size": hidden,

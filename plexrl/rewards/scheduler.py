@@ -21,6 +21,7 @@ from plexrl.errors import (
     ExecutionError,
     InvalidRequestError,
 )
+from plexrl.limits import check_numbers
 from plexrl.rewards.decisions.grading import (
     AttemptFailed,
     AttemptGraded,
@@ -70,14 +71,14 @@ class Graded(Generic[SampleT]):
         timeout_s: a call that takes longer has failed; None: no call does. It includes waiting
             for the sandbox.
         """
+        given = {"retries": retries, "at_once": at_once, "timeout_s": timeout_s}
+        check_numbers("grading", given)
         cpus = len(os.sched_getaffinity(0))
         self.settings = GradingSettings(
             on_failure=on_failure,
             retries=retries,
             at_once=2 * cpus if at_once is None else at_once,
         )
-        if timeout_s is not None and not timeout_s > 0.0:
-            raise InvalidRequestError(f"timeout_s is {timeout_s}: give seconds above 0, or None")
         self.reward = reward
         self.timeout_s = math.inf if timeout_s is None else timeout_s
 
@@ -265,7 +266,10 @@ class RewardScheduler(Generic[SampleT]):
         for number in late:
             sample = self._samples.get(number)
             if sample is not None:
-                reason = f"the grader has not answered in {self._graded.timeout_s:g} s"
+                reason = (
+                    f"the grader has not answered in {self._graded.timeout_s:g} s about the prompt "
+                    f"{_short(sample.prompt)}"
+                )
                 sample.error = DeadlineExceededError(reason)
                 self._handle(AttemptTimedOut(sample=number, attempt=sample.attempt, reason=reason))
         return min(self._deadlines_s.values(), default=math.inf)
@@ -313,6 +317,10 @@ class RewardScheduler(Generic[SampleT]):
             if isinstance(found, Grade):
                 grade = found
             reward = found.score if isinstance(found, Grade) else found
+            if isinstance(reward, str | bytes):
+                raise InvalidRequestError(
+                    f"the reward is the text {reward[:40]!r}: return a number, a Grade or None"
+                )
             event = AttemptGraded(
                 sample=number, attempt=attempt, reward=None if reward is None else float(reward)
             )
@@ -325,6 +333,10 @@ class RewardScheduler(Generic[SampleT]):
             if sample.attempt == attempt and number in self._samples:
                 sample.grade, sample.error = grade, failed
             self._handle(event)
+
+
+def _short(prompt: list[int]) -> str:
+    return str(prompt) if len(prompt) <= 16 else f"{str(prompt[:16])[:-1]}, …]"
 
 
 def _as_exception(error: BaseException) -> Exception:

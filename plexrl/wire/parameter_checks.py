@@ -4,14 +4,12 @@ The client checks before it sends a request, so that the error is raised at the 
 router checks again, because it trusts no client.
 """
 
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any, Final
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import LIMITS
 from plexrl.wire.operations import (
     LOSS_INPUTS,
     AdamParams,
@@ -25,87 +23,21 @@ from plexrl.wire.operations import (
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
-SAMPLES_MAX = 65_536
-COUNT_MAX = 2**31 - 1
-"""Largest count of tokens, samples and so on: engines count in 32 bits."""
-BYTES_MAX = 2**63 - 1
+RANGES = ("token_range", "sequence_range")
+STOPS = ("stop_token_ids", "stop_sequences")
 REDUCTIONS = ("token_mean", "sequence_mean", "sum", "sequence_sum")
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Lower and upper bound of a finite number."""
-
-    least: float
-    most: float = math.inf
-    is_open: bool = False
-    """The upper bound is exclusive."""
-    is_whole: bool = False
-    may_be_absent: bool = False
-
-    def check(self, name: str, value: object) -> None:
-        """Raises `InvalidRequestError` for a value out of bounds, naming the value and the
-        bounds."""
-        if value is None and self.may_be_absent:
-            return
-        kind = Integral if self.is_whole else Real
-        if isinstance(value, kind) and not isinstance(value, bool):
-            number = float(value) if not isinstance(value, Integral) else int(value)
-            inside = self.least <= number <= self.most and not (
-                self.is_open and number == self.most
-            )
-            if inside and math.isfinite(number):
-                return
-        raise InvalidRequestError(f"{name} is {value!r}; it must be {self}", parameter=name)
-
-    def __str__(self) -> str:
-        noun = "a whole number" if self.is_whole else "a finite number"
-        if self.most == math.inf:
-            return f"{noun}, at least {self.least:g}"
-        most = f"below {self.most:g}" if self.is_open else f"at most {self.most}"
-        return f"{noun}, at least {self.least:g} and {most}"
-
-
-_COUNT: Final = Bounds(1, COUNT_MAX, is_whole=True)
-_MAYBE_COUNT: Final = Bounds(1, COUNT_MAX, is_whole=True, may_be_absent=True)
-_MAYBE_ANY: Final = Bounds(-(2**63), 2**63 - 1, is_whole=True, may_be_absent=True)
-
-BOUNDS: Final[dict[type, dict[str, Bounds]]] = {
-    AdamParams: {
-        "learning_rate": Bounds(0),
-        "beta1": Bounds(0, 1, is_open=True),
-        "beta2": Bounds(0, 1, is_open=True),
-        "eps": Bounds(0),
-        "weight_decay": Bounds(0),
-        "grad_clip_norm": Bounds(0),
-        "divide_by": Bounds(1e-9),
-    },
-    LossSpec: {
-        "clip_low": Bounds(0),
-        "clip_high": Bounds(0),
-        "kl_coef": Bounds(0),
-        "weight_cap": Bounds(0, may_be_absent=True),
-    },
-    SamplingParams: {
-        "max_tokens": _COUNT,
-        "temperature": Bounds(0),
-        "top_p": Bounds(0, 1),
-        "top_k": Bounds(0, COUNT_MAX, is_whole=True),
-        "seed": Bounds(0, 2**63 - 1, is_whole=True, may_be_absent=True),
-        "first_sample": Bounds(0, COUNT_MAX, is_whole=True),
-        "drawn_tokens": Bounds(0, COUNT_MAX, is_whole=True),
-    },
-    GenerateParams: {"samples_per_prompt": Bounds(1, SAMPLES_MAX, is_whole=True)},
-    ForwardParams: {"micro_batch_tokens": _COUNT},
-    ForwardBackwardParams: {"micro_batch_tokens": _COUNT},
-    CheckpointParams: {
-        "shard_bytes_max": Bounds(1, BYTES_MAX, is_whole=True),
-        "keep_last": _MAYBE_COUNT,
-        "keep_every": _MAYBE_COUNT,
-        "step": _MAYBE_ANY,
-    },
+GROUPS: Final[Mapping[type, str]] = {
+    AdamParams: "optim_step",
+    LossSpec: "loss",
+    SamplingParams: "sampling",
+    GenerateParams: "generate",
+    ForwardParams: "forward",
+    ForwardBackwardParams: "forward",
+    CheckpointParams: "save_checkpoint",
 }
-"""Bounds of every numeric parameter, by parameter type."""
+"""The group of `LIMITS` that bounds the numbers of each parameter type."""
 
 SHOWN: Final[Mapping[str, str]] = {"samples_per_prompt": "samples_per_prompt (n)"}
 """Names shown for parameters that have another name in the SDK."""
@@ -117,9 +49,10 @@ def check_parameters(params: object) -> None:
     Raises:
         InvalidRequestError: `details["parameter"]` names the first invalid parameter.
     """
-    for name, bounds in BOUNDS.get(type(params), {}).items():
-        bounds.check(SHOWN.get(name, name), getattr(params, name))
+    _check_numbers(params)
     match params:
+        case AdamParams():
+            _check_decay(params)
         case ForwardBackwardParams():
             check_loss(params.loss)
         case GenerateParams():
@@ -139,23 +72,25 @@ def check_parameters(params: object) -> None:
 
 
 def _check_stops(sampling: SamplingParams) -> None:
-    if not _are_tokens(sampling.stop_token_ids):
+    ids: object = sampling.stop_token_ids
+    if not _are_tokens(ids):
         raise InvalidRequestError(
-            f"stop_token_ids is {short(sampling.stop_token_ids)}: give token ids, such as "
-            "(plexrl.EOS,)",
+            f"stop_token_ids is {short(ids)}: give token ids, such as (plexrl.EOS,)",
             parameter="stop_token_ids",
         )
-    sequences: object = sampling.stop_sequences
-    if not isinstance(sequences, list | tuple) or not all(map(_are_tokens, sequences)):
+    sequences: Any = sampling.stop_sequences
+    is_list = isinstance(sequences, list | tuple)
+    if not is_list or not all(_are_tokens(each) and len(each) for each in sequences):
         raise InvalidRequestError(
-            f"stop_sequences is {short(sequences)}: give lists of token ids, such as "
+            f"stop_sequences is {short(sequences)}: give lists of one or more token ids, such as "
             "[tokenizer.encode(text)]",
             parameter="stop_sequences",
         )
 
 
 def _are_tokens(ids: object) -> bool:
-    return isinstance(ids, list | tuple) and all(type(each) is int for each in ids)
+    limit = LIMITS["sampling"]["stop_token_ids"]
+    return isinstance(ids, list | tuple) and all(map(limit.holds, ids))
 
 
 def check_loss(loss: object) -> None:
@@ -175,10 +110,9 @@ def check_loss(loss: object) -> None:
         raise InvalidRequestError(
             f"there is no loss {loss.name!r}: use one of plexrl.losses: {known}", parameter="loss"
         )
-    for name, bounds in BOUNDS[LossSpec].items():
-        bounds.check(f"loss.{name}", getattr(loss, name))
-    for name in ("token_range", "sequence_range"):
-        _check_range(f"loss.{name}", getattr(loss, name))
+    _check_numbers(loss, "loss.")
+    for name in RANGES:
+        _check_range(name, getattr(loss, name))
     if loss.reduction is not None and loss.reduction not in REDUCTIONS:
         raise InvalidRequestError(
             f"loss.reduction is {loss.reduction!r}: use {', '.join(REDUCTIONS)}, or leave it out",
@@ -195,17 +129,31 @@ def check_loss(loss: object) -> None:
 def _check_range(name: str, bounds: Any) -> None:
     if bounds is None:
         return
-    is_pair = isinstance(bounds, list | tuple) and len(bounds) == 2 and all(map(_is_finite, bounds))
-    if not is_pair or not 0 <= bounds[0] <= bounds[1]:
+    limit = LIMITS["loss"][name]
+    is_pair = isinstance(bounds, list | tuple) and len(bounds) == 2
+    if not is_pair or not all(map(limit.holds, bounds)) or not bounds[0] <= bounds[1]:
         raise InvalidRequestError(
-            f"{name} is {short(bounds)}: give two finite numbers (low, high), 0 <= low <= high, "
-            "such as (0.5, 2.0), or leave it out",
-            parameter=name,
+            f"loss.{name} is {short(bounds)}: give two numbers (low, high), low <= high, each "
+            f"{limit}, such as (0.5, 2.0), or leave it out",
+            parameter=f"loss.{name}",
         )
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+def _check_numbers(params: object, prefix: str = "") -> None:
+    group = GROUPS.get(type(params))
+    for name, bounds in LIMITS[group].items() if group is not None else ():
+        if name not in (*RANGES, *STOPS):
+            bounds.check(prefix + SHOWN.get(name, name), getattr(params, name))
+
+
+def _check_decay(params: AdamParams) -> None:
+    if params.learning_rate * params.weight_decay > 1:
+        raise InvalidRequestError(
+            f"weight_decay is {params.weight_decay:g} and learning_rate {params.learning_rate:g}: "
+            "every parameter is multiplied by 1 - learning_rate · weight_decay, which must not be "
+            "negative: lower one of them",
+            parameter="weight_decay",
+        )
 
 
 def check_name(what: str, name: object) -> None:

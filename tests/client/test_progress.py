@@ -83,3 +83,10 @@ def test_the_readme_contains_the_first_controller_unchanged() -> None:
     example = (root / "examples/first_controller.py").read_text()
     core = example[example.index("import random") :]
     assert f"```python\n{core}```\n" in (root / "README.md").read_text()
+
+
+def test_a_small_value_does_not_look_like_zero() -> None:
+    shown = io.StringIO()
+    with Progress(file=shown) as progress:
+        progress.step(1, {"learning_rate": 1e-5, "reward": 0.25, "loss": -123456.0, "none": 0.0})
+    assert "learning_rate   1e-05  reward  0.2500  loss -1.23e+05  none  0.0000" in shown.getvalue()

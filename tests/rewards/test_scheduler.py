@@ -181,7 +181,9 @@ def test_hanging_grader_fails_and_its_late_answer_is_ignored() -> None:
     scheduler.submit(2, PROMPT, "answers")
     first, second = drain(scheduler)
     assert (first.key, first.reward) == (1, None)
-    assert first.failure == "the grader has not answered in 0.2 s"
+    assert (first.failure or "").startswith(
+        "the grader has not answered in 0.2 s about the prompt ["
+    )
     assert (second.key, second.reward) == (2, 1.0)
     gate.set()
     assert answered.wait(60.0)
@@ -319,3 +321,25 @@ def test_event_loop_runs_while_an_async_controller_waits() -> None:
 
     (found,) = asyncio.run(control())
     assert found.reward == 1.0
+
+
+def test_a_call_that_hangs_names_its_prompt() -> None:
+    release = threading.Event()
+    graded = Graded[str](
+        lambda _prompt, _sample: float(release.wait()),
+        on_failure="raise",
+        at_once=1,
+        timeout_s=0.05,
+    )
+    try:
+        with pytest.raises(DeadlineExceededError, match=r"0.05 s about the prompt \[7, 8\]"):
+            graded.grade([[7, 8]], [["a"]])
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize("text", ["1.0", b"1"])
+def test_a_reward_that_is_a_text_is_refused(text: object) -> None:
+    graded = Graded[str](lambda _prompt, _sample: text, on_failure="raise")  # type: ignore[arg-type, return-value]
+    with pytest.raises(InvalidRequestError, match="the reward is the text"):
+        graded.grade([[7]], [["a"]])

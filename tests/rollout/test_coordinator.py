@@ -29,7 +29,7 @@ from plexrl.rollout.coordinator.messages import (
     Train,
     TrainedTrajectory,
 )
-from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.coordinator.settings import CoordinatorSettings, are_equal
 from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import (
@@ -481,3 +481,18 @@ def test_a_trajectory_that_failed_may_be_on_its_way_to_the_same_instance_again()
     led.do(stopped(A, 1))
     led.show((A, [2], [], 0), version=1)
     assert led.core.snapshots_used == 3
+
+
+@pytest.mark.parametrize(
+    ("rewards", "equal"),
+    [
+        ((0.1 + 0.2, 0.3), True),
+        ((1e9, 1e9 + 1), True),
+        ((0.0, 0.0), True),
+        ((0.0, 1e-5), False),
+        ((1.0, 1.0, 0.0), False),
+        ((-1.0, 1.0), False),
+    ],
+)
+def test_rewards_that_differ_by_rounding_are_equal(rewards: tuple[float, ...], equal: bool) -> None:
+    assert are_equal(rewards) is equal

@@ -103,3 +103,26 @@ def test_the_operators_key_is_read_and_never_made(tmp_path: Path) -> None:
 def test_an_address_that_no_router_can_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="plain TCP is not offered"):
         RolloutConfig(listen=("tcp://h:1",), routers=("http://localhost",), data_dir=str(tmp_path))
+
+
+def test_a_creation_through_another_router_waits_while_the_service_starts(tmp_path: Path) -> None:
+    address = UnixAddress(str(tmp_path / "rollout.sock"))
+
+    async def ask() -> None:
+        link = RolloutLink(str(address), None)
+        # Nothing listens: another router's request has ended what served before the service.
+        created = asyncio.create_task(link.call("create", {"order": 1}, timeout_s=10))
+        await asyncio.sleep(0)
+
+        async def create(_: Peer, params: Plain) -> Plain:
+            return {"joined": params["order"]}
+
+        async def on_link(service: Link) -> None:
+            await Peer(service.reader, service.writer, {"create": create}).run()
+
+        server = await serve(address, None, on_link, roles=(Role.ROUTER,))
+        assert await created == {"joined": 1}
+        await link.close()
+        server.close()
+
+    asyncio.run(ask())

@@ -13,6 +13,7 @@ import pytest
 
 import plexrl
 from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch, _Feeder
+from plexrl.rewards.scheduler import Graded
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
     Event,
@@ -112,7 +113,9 @@ def taken(cluster: plexrl.Cluster, job: str) -> RolloutBatch:
     transport = cluster._transport
     actor = plexrl.TrainDeployment(transport, f"{job}/actor")
     rollout = BoundedRollout(transport, job, ORDER, actor)
-    return rollout._batch(0, 0, _Feeder(rollout, iter(()), lambda _, __: None, 0))
+    return rollout._batch(
+        0, 0, _Feeder(rollout, iter(()), Graded(lambda _, __: None, on_failure="raise"), 0)
+    )
 
 
 @pytest.mark.slow

@@ -1,15 +1,30 @@
-"""Formatting of the help of commands and options."""
+"""Groups of commands: their help, and the bounds of their commands' numbers."""
 
+from functools import wraps
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
+
+from plexrl.cli.terminal.option_groups import option_name
+from plexrl.limits import LIMITS
 
 HELP_MAX = 1000
 """Most characters of a command's description in the help of its group."""
 
 
 class CommandGroup(TyperGroup):
-    """Shows the whole first sentence of each command, which the library would truncate."""
+    """Shows the whole first sentence of each command, which the library would truncate. Checks the
+    numbers of a command by `LIMITS` before the command runs."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Resolve the command, its name and its arguments."""
+        name, command, rest = super().resolve_command(ctx, args)
+        path, parent = [str(name)], ctx
+        while parent.parent is not None:
+            path.insert(0, str(parent.info_name))
+            parent = parent.parent
+        _check_first(command, " ".join(("plexrl", *path)))
+        return name, command, rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands section."""
@@ -17,6 +32,21 @@ class CommandGroup(TyperGroup):
         rows = [(name, found.get_short_help_str(HELP_MAX)) for name, found in known if found]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+def _check_first(command: Any, path: str) -> None:
+    run, limits = command.callback, LIMITS.get(path)
+    if limits is None or hasattr(run, "is_limited"):
+        return
+
+    @wraps(run)
+    def checked(**values: Any) -> Any:
+        for name in limits.keys() & values.keys():
+            limits[name].check(option_name(name), values[name])
+        return run(**values)
+
+    checked.is_limited = True  # type: ignore[attr-defined]  # the same command may be resolved again
+    command.callback = checked
 
 
 class PanelCommand(TyperCommand):

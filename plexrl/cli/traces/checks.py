@@ -5,15 +5,11 @@ An option without effect is an error, because the user expects one.
 
 import os
 from collections.abc import Iterable, Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from plexrl.cli.terminal.option_groups import option_name
 from plexrl.errors import InvalidRequestError
-
-DAYS_MAX = 11_574
-"""Longest trace in days: times are at most 1e9 seconds."""
 
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 
@@ -28,26 +24,6 @@ def refuse(given: Mapping[str, Any], ignored: Iterable[str], because: str) -> No
     if idle:
         them = "it" if len(idle) == 1 else "them"
         raise InvalidRequestError(f"{', '.join(idle)} would have no effect: {because}; omit {them}")
-
-
-def check_amounts(**amounts: float | None) -> None:
-    """Check that each number is finite and above 0 (minimums: at least 0), and that days are at
-    most `DAYS_MAX`.
-
-    Raises:
-        InvalidRequestError: a number is invalid.
-    """
-    for name, value in amounts.items():
-        if value is not None and name.endswith("days") and value > DAYS_MAX:
-            raise InvalidRequestError(
-                f"{option_name(name)} is at most {DAYS_MAX:,}, not {value:g}: no trace has "
-                "later times"
-            )
-        least = 0.0 if name.startswith("min_") else None
-        if value is None or (isfinite(value) and (value > 0 or value == least)):
-            continue
-        wanted = "at least 0" if least is not None else "more than 0"
-        raise InvalidRequestError(f"{option_name(name)} is {wanted}, not {value:g}")
 
 
 def check_out(

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plexrl.cli.terminal.context import Access, Json, Output, print_line, print_table, write_json
+from plexrl.cli.terminal.help import CommandGroup
 from plexrl.cli.terminal.option_groups import given_options, with_option_groups
-from plexrl.cli.traces.checks import SUFFIXES, check_amounts, check_out, refuse
+from plexrl.cli.traces.checks import SUFFIXES, check_out, refuse
 from plexrl.cli.traces.tables import print_description, print_distributions
 from plexrl.process.plain_text import one_line
 
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from plexrl.traces.generate.distributions import Distribution
 
 traces_app = typer.Typer(
-    help="Traces of jobs: check, convert, describe, generate, record.", no_args_is_help=True
+    cls=CommandGroup,
+    help="Traces of jobs: check, convert, describe, generate, record.",
+    no_args_is_help=True,
 )
 
 DAY_S = 86_400.0
@@ -112,7 +115,6 @@ def convert(
 
     given = given_options(context)
     check_out(out, trace)
-    check_amounts(compress=compress, cap_days=cap_days, min_duration=min_duration)
     if "compress" in given:
         refuse(given, ("backlog",), "--compress determines the arrivals")
     if layout == "wandb":
@@ -233,7 +235,6 @@ def generate(
 
     given = given_options(context)
     check_out(out, fit)
-    check_amounts(days=days, cap_days=cap_days, jobs_per_day=jobs_per_day)
     if lengths is not None:
         refuse(given, OF_JOBS, "--lengths generates responses, not jobs")
         if correlation != correlation:

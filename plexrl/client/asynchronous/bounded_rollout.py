@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 from plexrl.client.asynchronous.from_blocking import in_thread
 from plexrl.client.blocking.bounded_rollout import (
+    REWARD_TIMEOUT_S,
     BoundedRollout,
     PartSize,
     RewardFunction,
@@ -39,10 +40,12 @@ class AsyncBoundedRollout:
         reward: RewardFunction | Graded[Sample],
         *,
         steps: int,
+        reward_timeout_s: float | None = REWARD_TIMEOUT_S,
     ) -> AsyncIterator[RolloutBatch]:
         """As `BoundedRollout.batches`. `prompts` and `reward`, plain functions, are used in a
-        thread; `steps` is as there. Close it (`aclosing`) if the loop may end early."""
-        async with aclosing(self._started(prompts, reward, steps)) as found:
+        thread; `steps` and `reward_timeout_s` are as there. Close it (`aclosing`) if the loop may
+        end early."""
+        async with aclosing(self._started(prompts, reward, steps, reward_timeout_s)) as found:
             async for batch in found:
                 yield batch
 
@@ -54,12 +57,13 @@ class AsyncBoundedRollout:
         steps: int,
         tokens_min: int = 0,
         prompts_min: int = 1,
+        reward_timeout_s: float | None = REWARD_TIMEOUT_S,
     ) -> AsyncIterator[RolloutBatch]:
         """As `BoundedRollout.parts`; `prompts` and `reward` are used as in `batches`, `steps`,
-        `tokens_min` and `prompts_min` are as there. Close it (`aclosing`) if the loop may end
-        early."""
+        `tokens_min`, `prompts_min` and `reward_timeout_s` are as there. Close it (`aclosing`) if
+        the loop may end early."""
         size = PartSize(tokens_min, prompts_min)
-        async with aclosing(self._started(prompts, reward, steps, size)) as found:
+        async with aclosing(self._started(prompts, reward, steps, reward_timeout_s, size)) as found:
             async for part in found:
                 yield part
 
@@ -68,9 +72,10 @@ class AsyncBoundedRollout:
         prompts: Iterable[Sequence[int]],
         reward: RewardFunction | Graded[Sample],
         steps: int,
+        reward_timeout_s: float | None,
         size: PartSize | None = None,
     ) -> AsyncGenerator[RolloutBatch]:
-        found = self._sync._started(prompts, reward, steps, size)
+        found = self._sync._started(prompts, reward, steps, reward_timeout_s, size)
         try:
             while (batch := await asyncio.to_thread(next, found, None)) is not None:
                 yield batch

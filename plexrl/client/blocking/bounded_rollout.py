@@ -15,6 +15,7 @@ from plexrl.client.data.batch_rows import split_rows
 from plexrl.client.data.results import Sample, WeightsSpan
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 from plexrl.rewards.scheduler import Graded, RewardScheduler
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ LOG = logging.getLogger(__name__)
 
 WAIT_S = 2.0
 """How long the cluster waits for news before it answers; bounds the time to stop, too."""
+REWARD_TIMEOUT_S = 300.0
+"""Default time limit of one call of a plain reward function."""
 HELD_BACK_S = 0.02
 """Interval at which it is asked whether the trainer has done its parts, while one waits."""
 PARTS_AHEAD = 2
@@ -95,6 +98,7 @@ class BoundedRollout:
         reward: RewardFunction | Graded[Sample],
         *,
         steps: int,
+        reward_timeout_s: float | None = REWARD_TIMEOUT_S,
     ) -> Iterator[RolloutBatch]:
         """Yield the batches up to number `steps` - 1 on which the model was not trained yet.
 
@@ -103,14 +107,16 @@ class BoundedRollout:
         work; there are more than `steps` batches need, because some may be dropped.
 
         `reward` runs in a thread while the model is trained; the loop ends with an error that it
-        raises. `rewards.Graded` grades several samples at a time, and chooses what an error means.
+        raises, or with `DeadlineExceededError`, which names the prompt, if one call takes longer
+        than `reward_timeout_s` seconds (300; None: without a bound). `rewards.Graded` grades
+        several samples at a time, chooses what an error means, and has a `timeout_s` of its own.
 
         Raises:
             RolloutFailedError: no instance is left, or too many prompts were dropped one after
                 another. Create the rollout again, with the same arguments, to continue.
             InvalidRequestError: there are too few prompts.
         """
-        return self._started(prompts, reward, steps)
+        return self._started(prompts, reward, steps, reward_timeout_s)
 
     def parts(
         self,
@@ -120,9 +126,11 @@ class BoundedRollout:
         steps: int,
         tokens_min: int = 0,
         prompts_min: int = 1,
+        reward_timeout_s: float | None = REWARD_TIMEOUT_S,
     ) -> Iterator[RolloutBatch]:
-        """Yield each batch of `batches`, whose arguments `prompts`, `reward` and `steps` are, in
-        parts (StreamRL §4.1). `is_last` tells that a part completes its batch.
+        """Yield each batch of `batches`, whose arguments `prompts`, `reward`, `steps` and
+        `reward_timeout_s` are, in parts (StreamRL §4.1). `is_last` tells that a part completes its
+        batch.
 
         A part comes as soon as the prompts whose samples all have rewards have `tokens_min` tokens,
         counting each sample with its prompt, and `prompts_min` prompts; the last one may have
@@ -136,16 +144,21 @@ class BoundedRollout:
         Raises as `batches`, and:
             ConflictError: the policy was changed, and excludes prompts of the earlier parts.
         """
-        return self._started(prompts, reward, steps, PartSize(tokens_min, prompts_min))
+        size = PartSize(tokens_min, prompts_min)
+        return self._started(prompts, reward, steps, reward_timeout_s, size)
 
     def _started(
         self,
         prompts: Iterable[Sequence[int]],
         reward: RewardFunction | Graded[Sample],
         steps: int,
+        reward_timeout_s: float | None,
         size: "PartSize | None" = None,
     ) -> Generator[RolloutBatch]:
         """As `batches`, or as `parts` with a `size`; closing it ends the thread."""
+        check_numbers("rollout", {"steps": steps, "reward_timeout_s": reward_timeout_s})
+        if not isinstance(reward, Graded):
+            reward = Graded(reward, on_failure="raise", at_once=1, timeout_s=reward_timeout_s)
         batches = steps - int(self._order["first_batch"])
         feeder = _Feeder(self, iter(prompts), reward, batches * int(self._order["prompts"]))
         feeder.start()
@@ -247,14 +260,12 @@ class _Feeder(threading.Thread):
         self,
         rollout: BoundedRollout,
         prompts: Iterator[Sequence[int]],
-        reward: RewardFunction | Graded[Sample],
+        reward: Graded[Sample],
         needed: int,
     ) -> None:
         super().__init__(name=f"rollout-{rollout.name}", daemon=True)
         self._rollout = rollout
         self._prompts = prompts
-        if not isinstance(reward, Graded):
-            reward = Graded(reward, on_failure="raise", at_once=1, timeout_s=None)
         self._scheduler = RewardScheduler(reward)
         self._needed = needed
         """Prompts that are trained in the end."""
@@ -354,9 +365,8 @@ class PartSize:
     prompts_min: int
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens_min", 0), ("prompts_min", 1)):
-            if (value := getattr(self, name)) < least:
-                raise InvalidRequestError(f"{name} is {value}: set it to {least} or more")
+        for name in ("tokens_min", "prompts_min"):
+            check_numbers("rollout", {name: getattr(self, name)})
 
     def is_reached(self, whole: "Sequence[Sequence[_TrainedRow]]") -> bool:
         """Whether prompts with these samples are enough."""

@@ -17,6 +17,7 @@ from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.handle_repr import handle_repr, without_credentials
 from plexrl.client.futures.checkpoints import list_call
 from plexrl.errors import AuthenticationError, InvalidRequestError
+from plexrl.limits import check_numbers
 from plexrl.wire.parameter_checks import check_identifier
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ class Cluster:
         `generate`, …), only operations of these.
         """
         wanted = {"job": job, "deployment": deployment, "kind": kind}
+        check_numbers("page", {"after": after, "limit": limit})
         query: Plain = {"after": after, "limit": limit}
         query |= {name: value for name, value in wanted.items() if value is not None}
         return list(self._transport.ask("GET", "/v1/operations", query=query)["operations"])
@@ -246,6 +248,7 @@ class Cluster:
             "model_roots": model_roots,
         }
         settings = {key: value for key, value in named.items() if value is not UNSET}
+        check_numbers("tenant", settings)
         return self._transport.ask("PATCH", _tenant_path(name), body=settings)
 
     def tenant_keys(self, name: str) -> list[Plain]:
@@ -347,6 +350,7 @@ def connect(
         PermissionDeniedError, StorageError: the data directory cannot be used.
         UnavailableError: the embedded cluster did not start.
     """
+    check_numbers("connection", {"timeout_s": timeout_s})
     if url is not None and data_dir is not None:
         raise InvalidRequestError(
             f"url={str(url)!r} and data_dir={str(data_dir)!r} name two clusters: give one of them"

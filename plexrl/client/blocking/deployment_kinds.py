@@ -390,8 +390,8 @@ class RolloutDeployment(Deployment):
         Raises:
             ConflictError: there are no workers now, or their weights are not on the device.
         """
-        path = f"{deployment_path(self.deployment)}/pause"
-        return list(self._transport.ask("POST", path, body={"for_s": for_s})["engines"])
+        call = requests.pause(self.deployment, for_s)
+        return list(self._transport.request(call).json()["engines"])
 
     def resume(self) -> list[Plain]:
         """Resume paused generations; does nothing if none is paused. Raises as `pause`."""
@@ -411,9 +411,8 @@ class RolloutDeployment(Deployment):
             LayoutError: the deployment has no groups of that size.
             ConflictError: there are no workers now, or their weights are not on the device.
         """
-        path = f"{deployment_path(self.deployment)}/tp"
-        body = {"tp": tp, "kv": kv}
-        return list(self._transport.ask("POST", path, body=body)["engines"])
+        call = requests.switch_tp(self.deployment, tp, kv)
+        return list(self._transport.request(call).json()["engines"])
 
     def profile_decoding(
         self, path: "str | os.PathLike[str]", *, minutes: float = 10.0

@@ -29,6 +29,7 @@ from plexrl.client.data.metric_rows import metrics_row
 from plexrl.client.data.rollout_policy import SYNCHRONOUS, RolloutPolicy, policy_fields
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.futures import wait_final
+from plexrl.limits import check_numbers
 from plexrl.model.parallelism import Parallelism
 from plexrl.wire.operations import SamplingParams
 from plexrl.wire.parameter_checks import check_parameters
@@ -103,7 +104,7 @@ class Job(JobReader):
         compute_dtype: Dtype = "float32",
         activation_checkpointing: bool = False,
         reduce_once: bool = False,
-        max_sequence_tokens: int = 512,
+        max_sequence_tokens: int | None = None,
         node_type: str = "",
         trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> TrainDeployment:
@@ -115,7 +116,8 @@ class Job(JobReader):
         other call depends on the layout.
 
         `backend` is the training backend (`fsdp`, the default; `megatron`, `deepspeed`). A row,
-        prompt and completion together, has at most `max_sequence_tokens` (512) tokens.
+        prompt and completion together, has at most `max_sequence_tokens` tokens (absent: as many
+        as the model has positions, at most 8192).
 
         The deployment shares its GPUs in turns with other jobs' deployments, unless `exclusive`. It
         is placed on nodes of `node_type`, if given. With a demand `trace` it is placed at once,
@@ -161,7 +163,7 @@ class Job(JobReader):
         *,
         backend: str | None = None,
         dtype: Dtype = "float32",
-        max_sequence_tokens: int = 512,
+        max_sequence_tokens: int | None = None,
         max_concurrent_samples: int = 256,
         kv_cache_bytes: int | None = None,
         cuda_graphs: bool = True,
@@ -181,9 +183,10 @@ class Job(JobReader):
         deployment is placed on nodes of `node_type`, if given. `backend` is the engine (`torch`,
         the default, or `vllm`).
 
-        A prompt and its completion have at most `max_sequence_tokens` (512) tokens together; a
-        sample ends there. Each replica draws at most `max_concurrent_samples` (256) at the same
-        time; further samples wait.
+        A prompt and its completion have at most `max_sequence_tokens` tokens together (absent: as
+        in `train_deployment`, and so that one fits into `kv_cache_bytes`); a sample ends there.
+        Each replica draws at most `max_concurrent_samples` (256) at the same time; further samples
+        wait.
 
         `kv_cache_bytes` bounds each worker's KV cache, in addition to the weights. Samples that do
         not fit are preempted and recomputed later; results count them in `metrics["preemptions"]`.
@@ -247,7 +250,7 @@ class Job(JobReader):
         failed_prompts_max: int = 0,
         backend: str | None = None,
         dtype: Dtype = "float32",
-        max_sequence_tokens: int = 512,
+        max_sequence_tokens: int | None = None,
         max_concurrent_samples: int = 256,
         kv_cache_bytes: int | None = None,
         cuda_graphs: bool = True,
@@ -266,9 +269,10 @@ class Job(JobReader):
         may draw them. With `BoundedStaleness(0)` that is synchronous training: the samples are
         those that `generate` draws with the `seed` of `sampling`, which is needed.
 
-        With `dynamic_sampling`, a prompt whose rewards are all equal is dropped, and another one is
-        trained in its place. The policy of an existing rollout may change: what is in flight is
-        trained if the new policy allows it, and otherwise begins anew before other prompts.
+        With `dynamic_sampling`, a prompt whose rewards are all equal, but for rounding (1e-6 of the
+        largest, or of 1), is dropped, and another one is trained in its place. The policy of an
+        existing rollout may change: what is in flight is trained if the new policy allows it, and
+        otherwise begins anew before other prompts.
 
         The batches are numbered from `first_batch`: for a model that was trained on so many before,
         such as one whose checkpoint was loaded. The rollout fails if more than
@@ -286,6 +290,14 @@ class Job(JobReader):
             ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
         """
         check_parameters(sampling)
+        numbers = {
+            "instances": instances,
+            "prompts": prompts,
+            "samples": samples,
+            "first_batch": first_batch,
+            "failed_prompts_max": failed_prompts_max,
+        }
+        check_numbers("rollout", numbers)
         names = [f"{name}-{index}" for index in range(instances)]
         for each in names:
             self.rollout_deployment(
@@ -328,7 +340,7 @@ class Job(JobReader):
         workers: int = 1,
         dtype: Dtype = "float32",
         exclusive: bool = False,
-        max_sequence_tokens: int = 512,
+        max_sequence_tokens: int | None = None,
         layers_on_device: int | None = None,
         node_type: str = "",
         trace: DemandTrace | Mapping[str, object] | None = None,
@@ -338,7 +350,7 @@ class Job(JobReader):
         before the first sync.
 
         Each of `workers` GPUs has all weights, in `dtype` (`float32`, `bfloat16`), and gets
-        different rows of at most `max_sequence_tokens` (512) tokens. The deployment shares its GPUs
+        different rows of at most `max_sequence_tokens` tokens. The deployment shares its GPUs
         in turns with other jobs' deployments and this job's trainer, unless `exclusive`.
         `node_type` and `trace` are as in `train_deployment`.
 
@@ -370,7 +382,7 @@ class Job(JobReader):
         workers: int = 1,
         dtype: Dtype = "float32",
         exclusive: bool = False,
-        max_sequence_tokens: int = 512,
+        max_sequence_tokens: int | None = None,
         layers_on_device: int | None = None,
         node_type: str = "",
         trace: DemandTrace | Mapping[str, object] | None = None,

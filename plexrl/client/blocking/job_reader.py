@@ -12,6 +12,7 @@ from plexrl.client.calls.transport import Transport
 from plexrl.client.data.metric_rows import read_rows
 from plexrl.client.data.rollout_profile import RolloutProfile
 from plexrl.client.futures.checkpoints import list_call
+from plexrl.limits import check_numbers
 
 LOG = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class JobReader:
     def metrics(self, *, after: int = 0) -> list[Plain]:
         """Rows of the job's metrics with `index` above `after`, oldest first; each has `index`,
         `step`, `time` (seconds since the epoch) and `values`."""
+        check_numbers("page", {"after": after})
         found: list[Plain] = []
         while True:
             rows = self._transport.ask("GET", f"{self._path}/metrics", query={"after": after})[
@@ -53,6 +55,7 @@ class JobReader:
     def read_logs(self, deployment: str | None = None, *, lines: int = 100) -> Plain:
         """`logs`: the last `lines` of each worker's log, for one `deployment` or for all; `failed`:
         the nodes that returned none, and why."""
+        check_numbers("page", {"lines": lines})
         query: Plain = {"lines": lines}
         if deployment is not None:
             query["deployment"] = deployment
@@ -84,6 +87,7 @@ class JobReader:
     def operations(self, *, after: int = 0, limit: int = 1000) -> list[Plain]:
         """Finished operations of this job after index `after`, oldest first, at most `limit`; as
         `Cluster.operations`."""
+        check_numbers("page", {"after": after, "limit": limit})
         query = {"job": self.job, "after": after, "limit": limit}
         return list(self._transport.ask("GET", "/v1/operations", query=query)["operations"])
 

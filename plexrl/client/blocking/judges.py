@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 from plexrl.client.data.batch import Batch
 from plexrl.client.data.results import Sample
 from plexrl.errors import ConflictError, ExecutionError, InvalidRequestError, PlexRLError
+from plexrl.limits import LIMITS, check_numbers
 from plexrl.rewards.graders.judge import Ask
+from plexrl.wire.parameter_checks import check_parameters
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.deployment_kinds import (
@@ -32,6 +34,7 @@ def ask_for_probabilities(
     Raises:
         InvalidRequestError: there are fewer than two answers, one has no tokens, or two are alike.
     """
+    _check(micro_batch_tokens, timeout_s)
     texts = [list(map(int, tokens)) for tokens, _ in answers]
     scores = [float(score) for _, score in answers]
     if len(texts) < 2 or not all(texts) or len(set(map(tuple, texts))) < len(texts):
@@ -59,7 +62,9 @@ def ask_for_replies(
     sampling: "SamplingParams",
     timeout_s: float,
 ) -> Ask:
-    """What `score` reads in the reply."""
+    """What `score` reads in the reply. Raises `InvalidRequestError`."""
+    check_parameters(sampling)
+    _check(None, timeout_s)
 
     def ask(prompts: list[list[int]]) -> list[float | Exception]:
         made = deployment.generate(prompts, sampling=sampling)
@@ -71,7 +76,8 @@ def ask_for_replies(
 def ask_for_scores(
     deployment: "RewardDeployment", micro_batch_tokens: int, timeout_s: float
 ) -> Ask:
-    """The reward model's scores."""
+    """The reward model's scores. Raises `InvalidRequestError`."""
+    _check(micro_batch_tokens, timeout_s)
 
     def ask(prompts: list[list[int]]) -> list[float]:
         made = deployment.score(Batch(prompts), micro_batch_tokens=micro_batch_tokens)
@@ -79,6 +85,12 @@ def ask_for_scores(
         return found
 
     return ask
+
+
+def _check(micro_batch_tokens: int | None, timeout_s: float) -> None:
+    LIMITS["grading"]["timeout_s"].check("timeout_s", timeout_s)
+    if micro_batch_tokens is not None:
+        check_numbers("forward", {"micro_batch_tokens": micro_batch_tokens})
 
 
 def _result(future: "Future[ResultT]", timeout_s: float) -> ResultT:

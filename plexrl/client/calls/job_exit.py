@@ -119,15 +119,18 @@ def warn_of_former_jobs(transport: Transport, jobs: list[dict[str, Any]], *, is_
         if job["attached"]:
             _report_detached(transport, job["job"])
     location = transport.location
-    for job in former[-FORMER_JOBS_MAX:]:
-        LOG.warning(
-            "job %s of a former script has not ended;\njobs that wait can take its GPUs\n"
-            "  resume it: %s\n  cancel it: plexrl cancel %s --data-dir %s",
-            *(job["job"], location.attach_line(job["job"]), shlex.quote(job["job"])),
-            shlex.quote(str(location.data_dir)),
-        )
-    if len(former) > FORMER_JOBS_MAX:
-        LOG.warning("and %d more: `plexrl jobs` lists them", len(former) - FORMER_JOBS_MAX)
+    if not former:
+        return
+    names = ", ".join(job["job"] for job in former[-FORMER_JOBS_MAX:])
+    more = len(former) - FORMER_JOBS_MAX
+    newest = former[-1]["job"]
+    LOG.warning(
+        "jobs of former scripts have not ended (jobs that wait can take their GPUs): %s%s\n"
+        "  resume one: %s\n  cancel one: plexrl cancel %s --data-dir %s",
+        *(names, f" and {more} more (`plexrl jobs`)" if more > 0 else ""),
+        *(location.attach_line(newest), shlex.quote(newest)),
+        shlex.quote(str(location.data_dir)),
+    )
 
 
 def _report_detached(transport: Transport, job: str) -> None:

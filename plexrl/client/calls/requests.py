@@ -1,6 +1,6 @@
 """The SDK's requests as values, without I/O: blocking and `async` clients share them."""
 
-import math
+import logging
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,7 @@ from plexrl.client.data.argument_checks import (
     plain_value,
     source_deployment,
 )
-from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 from plexrl.wire.operations import (
     LOSS_INPUTS,
     AdamParams,
@@ -41,12 +41,13 @@ from plexrl.wire.parameter_checks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from plexrl.client.data.batch import Batch
     from plexrl.model.spec import ModelSpec
     from plexrl.wire.tensors import Arrays
 
+LOG = logging.getLogger(__name__)
 JSON = "application/json"
 
 
@@ -170,9 +171,34 @@ def generate(
         deployment,
         OperationKind.GENERATE,
         GenerateParams(samples_per_prompt=n, sampling=sampling, stream=stream),
-        results.generate_decoder(n),
+        _naming_cut_samples(results.generate_decoder(n), None if settings else sampling.max_tokens),
         {**Batch(prompts).arrays(()), **(settings or {})},
     )
+
+
+def _naming_cut_samples(decoder: results.Decoder, max_tokens: int | None) -> results.Decoder:
+    """`decoder`, with a warning of samples that ended before `max_tokens`, at the bound of the
+    deployment. None: the bound of each sample is not known."""
+
+    def decode(result: "Mapping[str, Any]", arrays: "Arrays") -> Any:
+        found = decoder(result, arrays)
+        samples = [each for group in found.samples for each in group]
+        cut = [
+            len(each.tokens)
+            for each in samples
+            if each.finish_reason == "length"
+            and max_tokens is not None
+            and len(each.tokens) < max_tokens
+        ]
+        if cut:
+            LOG.warning(
+                "%d of %d samples ended before max_tokens (%d), the shortest after %d: prompt and "
+                "completion together reached max_sequence_tokens of the deployment",
+                *(len(cut), len(samples), max_tokens, min(cut)),
+            )
+        return found
+
+    return decode
 
 
 def sync_weights(
@@ -219,9 +245,22 @@ def checked_deadline(deadline_s: float) -> float:
     Raises:
         InvalidRequestError: `deadline_s` is not a number above 0.
     """
-    if isinstance(deadline_s, int | float) and 0 < deadline_s < math.inf:
-        return float(deadline_s)
-    raise InvalidRequestError(f"the deadline is {deadline_s!r}: give a number of seconds above 0")
+    check_numbers("deadline", {"deadline_s": deadline_s})
+    return float(deadline_s)
+
+
+def pause(deployment: str, for_s: float) -> Call:
+    """Pause generations. Raises `InvalidRequestError`."""
+    check_numbers("pause", {"for_s": for_s})
+    body = {"for_s": float(for_s)}
+    return Call(method="POST", path=f"{deployment_path(deployment)}/pause", json=body)
+
+
+def switch_tp(deployment: str, tp: int, kv: str) -> Call:
+    """Continue generations in groups of `tp` ranks. Raises `InvalidRequestError`."""
+    check_numbers("switch", {"tp": tp})
+    body = {"tp": int(tp), "kv": kv}
+    return Call(method="POST", path=f"{deployment_path(deployment)}/tp", json=body)
 
 
 def barrier(deployment: str) -> Submission:
@@ -233,8 +272,9 @@ def create_job(name: str, job_id: str | None, options: dict[str, Any]) -> Call:
     """Submit a job.
 
     Raises:
-        InvalidRequestError: the name or the id is invalid.
+        InvalidRequestError: the name, the id or a number is invalid.
     """
+    check_numbers("job", options)
     if job_id is None:
         check_name("job", name)
         job_id = f"{name}-{uuid.uuid4().hex[:8]}"
@@ -252,8 +292,9 @@ def create_deployment(
 
     Raises:
         InvalidRequestError: the name is invalid, or `model` is not a model, or an option has a
-            wrong type.
+            wrong type, or a number is out of bounds.
     """
+    check_numbers("deployment", {k: v for k, v in options.items() if k != "tp_sizes"})
     check_name("deployment", name)
     check_model(model)
     body = {"name": name, "kind": kind, "model": model, **options, **checked_layout(options)}

@@ -57,6 +57,8 @@ UNTYPED_RETRIED = frozenset({429, 500, 502, 503, 504})
 that is shutting down."""
 NEXT_ROUTER = frozenset({500, 502, 503})
 """Statuses after which the retry goes to another router."""
+WARN_AFTER_S = 5.0
+"""A shorter wait for an unavailable cluster is not logged."""
 LOG_PERIOD_S = 60.0
 """Time between two log messages about the same reason to wait."""
 LOG = logging.getLogger(__name__)
@@ -142,9 +144,15 @@ class RetryTimer:
 
     def __init__(self, timeout_s: float, deadline_at: float | None = None) -> None:
         self._timeout_s = timeout_s
-        self._silent_until = time.monotonic() + timeout_s
+        self._began_at = time.monotonic()
+        self._silent_until = self._began_at + timeout_s
         self._deadline_at = deadline_at
         self._backoff_s = BACKOFF_S
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the first try."""
+        return time.monotonic() - self._began_at
 
     def pause_s(self, error: PlexRLError, *, unbounded: bool = False) -> float:
         """Seconds to wait before the next try. With `unbounded` only the deadline ends the retries,
@@ -182,7 +190,9 @@ class RetryPolicy:
         if call.on_unavailable is not None:
             call.on_unavailable(error)
         now = time.monotonic()
-        if now >= self._log_at.get(error.code, 0.0):
+        # A part that restarts is back before anybody can act on a message.
+        is_long = timer.waited_s >= WARN_AFTER_S
+        if is_long and now >= self._log_at.get(error.code, 0.0):
             self._log_at[error.code] = now + LOG_PERIOD_S
             LOG.warning("the cluster is unavailable for now, nothing is lost: %s", error)
         pause_s = timer.pause_s(error, unbounded=True)

@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from plexrl.errors import BatchShapeError, InvalidRequestError, LayoutError
+from plexrl.limits import LIMITS, check_numbers
 from plexrl.model.lora import LoraSpec
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ModelSpec
@@ -56,6 +57,13 @@ def check_model(model: object) -> None:
             "Face directory on the nodes, or plexrl.tiny_qwen2(…)",
             parameter="model",
         )
+    check_numbers("model", {"seed": model.seed})
+
+
+def check_lora(lora: LoraSpec) -> None:
+    """Raises `InvalidRequestError` if a number of `lora` is out of bounds."""
+    for name, bounds in LIMITS["lora"].items():
+        bounds.check(f"lora.{name}", getattr(lora, name))
 
 
 def with_reward_head(model: ModelSpec) -> ModelSpec:
@@ -83,7 +91,8 @@ def checked_layout(options: Mapping[str, Any]) -> Plain:
         found["parallelism"] = asdict(layout)
     if "tp_sizes" in options:
         sizes = options["tp_sizes"]
-        if not isinstance(sizes, (list, tuple)) or any(type(each) is not int for each in sizes):
+        size = LIMITS["deployment"]["tp_sizes"]
+        if not isinstance(sizes, (list, tuple)) or not all(map(size.holds, sizes)):
             raise LayoutError(
                 f"tp_sizes is {short(sizes)}: give sizes of groups, such as (1, 2, 4)",
                 field="tp_sizes",
@@ -94,6 +103,7 @@ def checked_layout(options: Mapping[str, Any]) -> Plain:
             raise InvalidRequestError(
                 f"lora is {short(lora)}: give a plexrl.LoraSpec(rank=8)", parameter="lora"
             )
+        check_lora(lora)
         found["lora"] = asdict(lora)
     return found
 

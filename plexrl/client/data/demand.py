@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import LIMITS
 from plexrl.wire.parameter_checks import short
 
 
@@ -33,22 +34,33 @@ class DemandTrace:
 
 
 def plain_trace(trace: DemandTrace | Mapping[str, object] | None) -> dict[str, Any] | None:
-    """`trace` as JSON values; the router checks its numbers.
+    """`trace` as JSON values.
 
     Raises:
-        InvalidRequestError: `trace` is not a trace.
+        InvalidRequestError: `trace` is not a trace, or a number is out of bounds.
     """
     if trace is None:
         return None
     if isinstance(trace, DemandTrace):
-        return {
+        trace = {
             "period_s": trace.period_s,
             "segments": [asdict(segment) for segment in trace.segments],
             "jitter_s": trace.jitter_s,
         }
     if isinstance(trace, Mapping):
+        _check("trace", "trace", trace)
+        segments = trace.get("segments")
+        for number, segment in enumerate(segments if isinstance(segments, list | tuple) else ()):
+            if isinstance(segment, Mapping):
+                _check("segment", f"trace.segments[{number}]", segment)
         return dict(trace)
     raise InvalidRequestError(
         f"trace is {short(trace)}: give a plexrl.DemandTrace(period_s=…, segments=[…])",
         parameter="trace",
     )
+
+
+def _check(group: str, where: str, values: Mapping[str, object]) -> None:
+    for name, bounds in LIMITS[group].items():
+        if name in values:
+            bounds.check(f"{where}.{name}", values[name])

@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 from plexrl.wire.parameter_checks import short
 
 Plain = dict[str, Any]
@@ -21,8 +22,8 @@ def metrics_row(step: object, values: object) -> Plain:
     Raises:
         InvalidRequestError: the step is not a whole number, or a value is not a number.
     """
-    if not isinstance(step, Integral) or isinstance(step, bool):
-        raise InvalidRequestError(f"the step is {short(step)}: give a whole number")
+    check_numbers("metrics", {"step": step})
+    assert isinstance(step, Integral), "checked above"
     if not isinstance(values, Mapping):
         raise InvalidRequestError(
             f"the metrics are {short(values)}: give a dict of numbers by name, such as "

@@ -11,6 +11,7 @@ import msgspec
 
 from plexrl.client.profiling.decode_profile import DecodeProfile
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,10 @@ class Elastic:
     the cluster has none."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min <= self.max:
+        check_numbers("elastic", {"min": self.min, "max": self.max})
+        if self.min > self.max:
             raise InvalidRequestError(
-                f"min is {self.min} and max {self.max}: set 1 or more, in ascending order"
+                f"min is {self.min} and max {self.max}: set them in ascending order"
             )
 
 
@@ -59,10 +61,7 @@ class BoundedStaleness:
     """Instances are added and removed while the job runs; absent: their number does not change."""
 
     def __post_init__(self) -> None:
-        if self.staleness < 0:
-            raise InvalidRequestError(
-                f"a staleness of {self.staleness} does not exist: set it to 0 or more batches"
-            )
+        check_numbers("rollout", {"staleness": self.staleness})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +99,8 @@ class TailBatching:
     def __post_init__(self) -> None:
         for name in ("eta", "eta_prompts", "eta_responses"):
             value = getattr(self, name)
-            if value is not None and not value >= 1:
-                raise InvalidRequestError(f"{name} is {value}: set it to 1 or more")
+            if value is not None:
+                check_numbers("rollout", {name: value})
 
 
 RolloutPolicy = BoundedStaleness | TailBatching

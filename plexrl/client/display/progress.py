@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Final
 
+from plexrl.limits import check_numbers
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
@@ -25,6 +27,7 @@ class Progress:
         from rich import progress
         from rich.console import Console
 
+        check_numbers("progress", {"steps": steps})
         self._steps = steps
         self._console = Console(file=file, highlight=False, markup=False, emoji=False)
         self._bar = progress.Progress(
@@ -50,10 +53,11 @@ class Progress:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Show a line for a finished step: its number, `values` by name, and the seconds since the
         line before it."""
+        check_numbers("progress", {"step": step})
         took_s = time.monotonic() - self._last_line
         total = "" if self._steps is None else f"/{self._steps}"
         width = len(total) - 1 if total else 4
-        row = "".join(f"  {name} {float(value):7.4f}" for name, value in values.items())
+        row = "".join(f"  {name} {_number(value)}" for name, value in values.items())
         self.say(f"step {step:>{width}}{total}{row}  {took_s:.2f} s")
         self._show(description="training", total=self._steps, completed=step)
 
@@ -100,3 +104,10 @@ class _Shown(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._progress._show_log(record.getMessage())
+
+
+def _number(value: float) -> str:
+    """At least seven characters with four significant digits, so that 1e-5 does not look like 0."""
+    number = float(value)
+    is_small = 0 < abs(number) < 0.01 or abs(number) >= 1e5
+    return f"{number:7.3g}" if is_small else f"{number:7.4f}"

@@ -18,6 +18,7 @@ from plexrl.errors import (
     DeadlineExceededError,
     PlexRLError,
 )
+from plexrl.limits import check_numbers
 
 if TYPE_CHECKING:
     import httpx
@@ -87,6 +88,7 @@ class Pending(Generic[ResultT]):
         """Wait for the result."""
         controller = self._controller
         with nullcontext() if controller is None else controller.waiting(self.operation):
+            check_numbers("result", {"timeout_s": timeout_s})
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
             while not self.is_done:
                 yield from self.poll(poll_s(deadline), deadline)

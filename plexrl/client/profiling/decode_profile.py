@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import msgspec
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,8 @@ class DecodeProfile:
                 raise InvalidRequestError(
                     f"the profile has the point {each}: all its numbers must be finite and above 0"
                 )
+        own = {"switch_s": self.switch_s, "kv_bytes_per_s": self.kv_bytes_per_s}
+        check_numbers("profile", own)
         bandwidth = 1.0 if self.kv_bytes_per_s is None else self.kv_bytes_per_s
         if not (0 <= self.switch_s < math.inf and 0 < bandwidth < math.inf):
             raise InvalidRequestError(

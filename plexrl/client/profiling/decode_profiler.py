@@ -22,6 +22,7 @@ from plexrl.client.profiling.decode_profile import (
 )
 from plexrl.client.profiling.profile_grid import STEPS, EngineSize, GridPoint, grid
 from plexrl.errors import ConflictError, InvalidRequestError, StorageError
+from plexrl.limits import check_numbers
 from plexrl.process.folders.durable_files import write_durably
 from plexrl.wire.operations import SamplingParams
 
@@ -57,6 +58,7 @@ class DecodeProfiler:
 
     def run(self, minutes: float) -> DecodeProfile:
         """Measure for so many minutes at most, about. Raises as `profile_decoding`."""
+        check_numbers("profile", {"minutes": minutes})
         spec = json.loads(self._rollout.status()["spec_json"])
         if not spec.get("tp_sizes"):
             raise InvalidRequestError(

@@ -2,13 +2,14 @@
 
 import ipaddress
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from plexrl.cluster.config.network import NetworkOptions
 from plexrl.errors import InvalidRequestError
 from plexrl.events.config import BrokerConfig
+from plexrl.limits import check_numbers
 from plexrl.process.children.pulse import STUCK_S, check_stuck_s
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import POLICIES
@@ -23,35 +24,6 @@ HTTP = ("http://", "https://")
 
 SECRETS = frozenset({"password", "sslpassword"})
 """Parameters of a journal's URL that are secret."""
-
-_COUNT = (1, 65_536)
-_BYTES = (1, 1 << 50)
-
-RANGES = {
-    "nodes": (0, 65_536),
-    "routers": _COUNT,
-    "gpus_per_node": _COUNT,
-    "gpu_memory_bytes": _BYTES,
-    "host_memory_bytes": _BYTES,
-    "nvme_bytes": (0, 1 << 50),
-    "pending_operations_max": (1, 1 << 40),
-    "tenant_operations_max": (1, 1 << 40),
-    "deployment_payload_bytes_max": (1, 1 << 62),
-    "tenant_payload_bytes_max": (1, 1 << 62),
-    "journal_bytes_max": (1, 1 << 62),
-    "lease_s": (0.1, 86_400),
-    "connections_max": (1, 1 << 20),
-    "address_connections_max": (1, 1 << 20),
-    "json_bytes_max": (1, 1 << 40),
-    "tenant_live_jobs_max": (1, 1_000_000_000),
-    "tenant_checkpoints_max": (1, 1_000_000_000),
-    "tenant_checkpoint_bytes_max": (1, 1 << 62),
-    "metrics_row_bytes_max": (1, 1 << 40),
-    "metrics_job_bytes_max": (1, 1 << 62),
-    "header_timeout_s": (0.001, 86_400),
-    "body_timeout_s": (0.001, 86_400),
-}
-"""Least and greatest value of every number in `ClusterOptions`."""
 
 
 def check_argument(journal: str) -> None:
@@ -202,13 +174,8 @@ class ClusterOptions:
 
     def __post_init__(self) -> None:
         check_stuck_s("part_stuck_s", self.part_stuck_s)
-        for name, (least, most) in RANGES.items():
-            value = getattr(self, name)
-            # Written so that NaN, which compares as false, is refused too.
-            if value is not None and not least <= value <= most:
-                raise InvalidRequestError(
-                    f"{name} is {value}: it must be at least {least} and at most {most}"
-                )
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        check_numbers("plexrl up", own)
         for name, known in (("policy", POLICIES), ("ordering", ORDERINGS)):
             if getattr(self, name) not in known:
                 raise InvalidRequestError(

@@ -2,23 +2,16 @@
 
 import re
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from plexrl.cluster.config.network import NODE_PORTS, check_fabric, check_host, check_ports
 from plexrl.cluster.config.options import GIB, PartSettings
-from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 from plexrl.process.children.pulse import STUCK_S, check_stuck_s
 
 DATA_DIR = Path("~/.plexrl-node")
 """Default data directory of a node. Not that of a cluster, since both may be on one machine."""
-RANGES = {
-    "gpus": (1, 65_536),
-    "gpu_memory_bytes": (1, 1 << 50),
-    "host_memory_bytes": (1, 1 << 50),
-    "nvme_bytes": (1, 1 << 50),
-}
-"""Least and greatest value of every number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +57,8 @@ class NodeOptions:
 
     def __post_init__(self) -> None:
         check_stuck_s("part_stuck_s", self.part_stuck_s)
-        for name, (least, most) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise InvalidRequestError(
-                    f"{name} is {value}: it must be at least {least} and at most {most}"
-                )
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        check_numbers("plexrl node join", own)
         if self.host:
             check_host("host", self.host)
         check_ports("ports", self.ports)

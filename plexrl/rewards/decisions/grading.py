@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 
 OnFailure = Literal["drop", "zero", "raise"]
 """What the last failed attempt to grade a sample means. `drop`: the sample has no reward, and its
@@ -34,9 +35,7 @@ class GradingSettings:
             raise InvalidRequestError(
                 f"on_failure is {self.on_failure!r}: choose one of {', '.join(choices)}"
             )
-        for name, least in (("retries", 0), ("at_once", 1)):
-            if getattr(self, name) < least:
-                raise InvalidRequestError(f"{name} is {getattr(self, name)}: give at least {least}")
+        check_numbers("grading", {"retries": self.retries, "at_once": self.at_once})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +24,13 @@ class TimeoutSettings:
     """No timeout is longer. It is also that of a test case without a correct run."""
 
     def __post_init__(self) -> None:
-        problem = None
-        if not (math.isfinite(self.factor) and self.factor >= 1.0):
-            problem = f"factor is {self.factor}: give at least 1"
-        if not 0.0 < self.min_s <= self.max_s < math.inf:
-            problem = f"min_s is {self.min_s}, max_s is {self.max_s}: give 0 < min_s <= max_s"
-        if problem is not None:
-            raise InvalidRequestError(f"timeouts of test cases: {problem}")
+        given = {"factor": self.factor, "min_s": self.min_s, "max_s": self.max_s}
+        check_numbers("sandbox", given)
+        if self.min_s > self.max_s:
+            raise InvalidRequestError(
+                f"timeouts of test cases: min_s is {self.min_s}, max_s is {self.max_s}: give "
+                "min_s <= max_s"
+            )
 
 
 class AdaptiveTimeouts:

@@ -4,6 +4,7 @@ import re
 from fractions import Fraction
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 from plexrl.rewards.grade import PASSED, Grade, wrong
 
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?(/\d+(\.\d*)?)?")
@@ -26,8 +27,9 @@ def numeric(
     Reads integers, decimals, exponents and fractions, with commas between thousands, `$` and `%`.
 
     Raises:
-        InvalidRequestError: `expected` is no number.
+        InvalidRequestError: `expected` is no number, or a tolerance is out of bounds.
     """
+    check_numbers("answers", {"relative": relative, "absolute": absolute})
     wanted = _number(str(expected))
     if wanted is None:
         raise InvalidRequestError(f"expected is {expected!r}: give a finite number")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from plexrl.errors import ExecutionError, InvalidRequestError, PlexRLError
+from plexrl.limits import check_numbers
 
 SampleT = TypeVar("SampleT")
 Ask = Callable[[list[list[int]]], Sequence[float | Exception]]
@@ -51,9 +52,7 @@ class Judge(Generic[SampleT]):
         Raises:
             InvalidRequestError: a number is below 1.
         """
-        for name, number in (("rows_max", rows_max), ("batches_max", batches_max)):
-            if number < 1:
-                raise InvalidRequestError(f"{name} is {number}: give at least 1", parameter=name)
+        check_numbers("grading", {"rows_max": rows_max, "batches_max": batches_max})
         self._ask = ask
         self._prompt = prompt
         self._rows_max = rows_max
@@ -129,7 +128,9 @@ def last_number(text: str, *, lowest: float, highest: float) -> float:
 
     Raises:
         ValueError: there is none, or it is below `lowest` or above `highest`.
+        InvalidRequestError: `lowest` or `highest` is no finite number.
     """
+    check_numbers("answers", {"lowest": lowest, "highest": highest})
     found = NUMBER.findall(text)
     if not found:
         raise ValueError(f"the judge's reply has no number: {text[:200]!r}")

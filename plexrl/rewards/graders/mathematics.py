@@ -5,7 +5,6 @@ it cannot be interrupted in a thread. So it runs in processes of the sandbox.
 """
 
 import json
-import math
 import secrets
 import sys
 import threading
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from plexrl.errors import DeadlineExceededError, InvalidRequestError, SandboxError
+from plexrl.limits import check_numbers
 from plexrl.rewards.grade import PASSED, Grade, wrong
 from plexrl.rewards.graders import math_worker
 from plexrl.rewards.sandbox.limits import MIB, Limits, Program
@@ -50,8 +50,7 @@ class MathGrader:
         Raises:
             SandboxError: `math-verify` is not installed, or there is no sandbox.
         """
-        if not 0.0 < timeout_s < math.inf:
-            raise InvalidRequestError(f"timeout_s is {timeout_s}: give seconds above 0")
+        check_numbers("sandbox", {"at_once": at_once, "timeout_s": timeout_s})
         spec = find_spec("math_verify")
         if spec is None or spec.origin is None:
             raise SandboxError("math-verify is not installed: pip install 'plexrl[rewards]'")

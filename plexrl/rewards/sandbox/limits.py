@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import LIMITS
 
 MIB = 1 << 20
 
@@ -30,8 +31,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise InvalidRequestError(f"limit {name} is {getattr(self, name)}: give at least 1")
+            LIMITS["sandbox"][name].check(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
 """The sandbox of a controller: many programs at a time, none of which blocks an event loop."""
 
 import asyncio
-import math
 import os
 import threading
 from collections.abc import Sequence
@@ -11,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from plexrl.errors import InvalidRequestError, SandboxError
+from plexrl.errors import SandboxError
+from plexrl.limits import check_numbers
 from plexrl.rewards.sandbox.cgroups import usable_cgroups
 from plexrl.rewards.sandbox.command import PROGRAM_FOLDER, sandbox_command
 from plexrl.rewards.sandbox.limits import Limits, Program, Run
@@ -54,8 +54,7 @@ class Sandbox:
         Raises:
             SandboxError: programs cannot be contained here; says what to install.
         """
-        if at_once is not None and at_once < 1:
-            raise InvalidRequestError(f"at_once is {at_once}: give at least 1")
+        check_numbers("sandbox", {"at_once": at_once})
         self.limits = limits or Limits()
         self.at_once = at_once or len(os.sched_getaffinity(0))
         self._command = sandbox_command([Path(each) for each in folders])
@@ -100,8 +99,7 @@ class Sandbox:
             SandboxError: the program could not be started; nothing is known about it.
             InvalidRequestError: `timeout_s` is not a time.
         """
-        if not 0.0 < timeout_s < math.inf:
-            raise InvalidRequestError(f"timeout_s is {timeout_s}: give seconds above 0")
+        check_numbers("sandbox", {"timeout_s": timeout_s})
         if self._is_closed:
             raise SandboxError(CLOSED)
         found = self._run(program, timeout_s)

@@ -51,7 +51,7 @@ from plexrl.rollout.coordinator.messages import (
     Train,
     TrainedTrajectory,
 )
-from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.coordinator.settings import CoordinatorSettings, are_equal
 from plexrl.rollout.coordinator.state import CoordinatorState
 from plexrl.rollout.coordinator.strategies.cycle import Cycle
 from plexrl.rollout.staleness.manager import StalenessManager
@@ -331,9 +331,10 @@ class RolloutCoordinator:
             return []
         self.trajectories.rewarded(record, event.reward)
         if self.settings.dynamic_sampling:
-            rewards = [each.reward for each in self.trajectories.members(record.group)]
-            is_complete = len(rewards) == self.settings.staleness.group_size and None not in rewards
-            if is_complete and len(set(rewards)) == 1:
+            members = list(self.trajectories.members(record.group))
+            rewards = [each.reward for each in members if each.reward is not None]
+            is_complete = len(rewards) == len(members) == self.settings.staleness.group_size
+            if is_complete and are_equal(rewards):
                 return self._drop(record.group, "equal rewards")
         surplus = self.manager.complete(record.group, record.id)
         if surplus is None:

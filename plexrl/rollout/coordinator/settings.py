@@ -1,5 +1,6 @@
 """Settings of the rollout coordinator."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,11 @@ from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 Routing = Literal["throughput", "length-aware", "count"]
 Synchronisation = Literal["throughput", "greedy"]
 Migration = Literal["throughput", "none"]
+
+
+EQUAL_REWARDS = 1e-6
+"""Rewards that differ by less, as a part of the largest (or of 1), differ by rounding: float32
+keeps seven digits. An advantage scaled by such a spread would be noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,3 +95,9 @@ class CoordinatorSettings:
         ):
             if not low <= (value := getattr(self, name)) <= high:
                 raise InvalidRequestError(f"{name} is {value}: set it from {low} to {high}")
+
+
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Whether the rewards of a prompt's samples are equal but for rounding."""
+    scale = max(1.0, *map(abs, rewards))
+    return max(rewards) - min(rewards) <= EQUAL_REWARDS * scale

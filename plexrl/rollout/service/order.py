@@ -6,6 +6,7 @@ from math import ceil
 from plexrl.client.data.rollout_policy import check_modes
 from plexrl.client.profiling.decode_profile import DecodeProfile
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 from plexrl.rollout.adaptive_tp.settings import AdaptiveTpSettings
 from plexrl.rollout.coordinator.cost_model import QWEN3_30B_A3B_ON_H20
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
@@ -17,7 +18,11 @@ from plexrl.wire.operations import SamplingParams
 from plexrl.wire.parameter_checks import check_name, check_parameters
 
 FAILED_PROMPTS_MIN = 8
-ETA_MAX = 16.0
+NUMBERS = (
+    *("staleness", "prompts", "samples", "first_batch", "eta_prompts", "eta_responses"),
+    *("instances_min", "instances_max", "failed_prompts_max"),
+)
+"""Fields that are in the table of limits."""
 POLICY = (
     "staleness",
     "eta_prompts",
@@ -99,13 +104,7 @@ class RolloutOrder:
                 "sampling.stop_sequences: a sample may be cut between the tokens of a sequence and "
                 "continued elsewhere; use stop_token_ids"
             )
-        for name in ("first_batch", "failed_prompts_max"):
-            if getattr(self, name) < 0:
-                raise InvalidRequestError(f"{name} is {getattr(self, name)}: set it to 0 or more")
-        for name in ("eta_prompts", "eta_responses"):
-            value = getattr(self, name)
-            if not 1 <= value <= ETA_MAX:
-                raise InvalidRequestError(f"{name} is {value}: set it from 1 to {ETA_MAX:g}")
+        check_numbers("rollout", {name: getattr(self, name) for name in NUMBERS})
         if self.instances_max or self.instances_min:
             Bounds(least=self.instances_min, most=self.instances_max)
         check_modes({name: getattr(self, name) for name in POLICY})

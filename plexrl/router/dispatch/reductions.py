@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from plexrl.errors import NonFiniteWeightsError
 from plexrl.wire.masks import predicted
 from plexrl.wire.operations import DEFAULT_REDUCTION, LossSpec, OperationKind
 from plexrl.wire.tensors import Array, Arrays
@@ -53,6 +54,21 @@ def gather_metrics(results: Sequence[Mapping[str, Any]]) -> Plain:
     metrics = {"loss": sums.pop("loss", 0.0), "tokens": tokens, **maxes}
     metrics |= {name: value / tokens if tokens else 0.0 for name, value in sums.items()}
     return {"metrics": metrics}
+
+
+def non_finite_error(kind: OperationKind, arrays: Arrays) -> NonFiniteWeightsError | None:
+    """The error of an operation whose logprobs or scores are not finite; None: all are.
+
+    Such numbers never reach a controller as a success. A diverged model has them on each backend
+    and engine.
+    """
+    values = [arrays[name] for name in ("logprobs", "scores") if name in arrays]
+    if all(np.isfinite(each).all() for each in values):
+        return None
+    return NonFiniteWeightsError(
+        f"{kind.value} computed numbers that are not finite with these weights: the training has "
+        "diverged; load an earlier checkpoint, and lower the learning rate"
+    )
 
 
 def gather_moves(results: Sequence[Mapping[str, Any]]) -> Plain:

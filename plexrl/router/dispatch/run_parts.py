@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
+from plexrl.errors import PlexRLError
 from plexrl.model.capabilities import backend_capabilities
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.router.blobs.store import INLINE_BYTES_MAX
-from plexrl.router.dispatch.continuation import Continuation
+from plexrl.router.dispatch.continuation import Continuation, unfinished_rows
 from plexrl.router.dispatch.generate_plan import GeneratePlan, plan_generate
 from plexrl.router.dispatch.plan import DispatchPlan, plan_batch
-from plexrl.router.dispatch.reductions import loss_denominator
+from plexrl.router.dispatch.reductions import loss_denominator, non_finite_error
 from plexrl.scheduler.state.messages.commands import RunOperation
 from plexrl.wire.operations import (
     ForwardBackwardParams,
@@ -27,7 +30,7 @@ from plexrl.wire.operations import (
     params_from_json,
     params_to_json,
 )
-from plexrl.wire.tensors import Body, decode_body, encode_parts
+from plexrl.wire.tensors import Arrays, Body, decode_body, encode_parts
 
 SPLIT_KINDS = frozenset(
     {OperationKind.FORWARD, OperationKind.FORWARD_BACKWARD, OperationKind.GENERATE}
@@ -116,6 +119,34 @@ def join_samples(
     if continuation is not None:
         joined = continuation.joined(joined)
     return encode_parts({}, joined)
+
+
+async def digest_of(body: Sequence[Body]) -> str:
+    """The xxh3 digest of a body in parts, in hexadecimal."""
+
+    def compute() -> str:
+        digest = xxhash.xxh3_128()
+        for part in body:
+            digest.update(part)
+        return digest.hexdigest()
+
+    if sum(memoryview(part).nbytes for part in body) <= INLINE_BYTES_MAX:
+        return compute()
+    return await asyncio.to_thread(compute)
+
+
+def result_error(kind: OperationKind, body: Sequence[Body]) -> PlexRLError | None:
+    """As `non_finite_error`, of a joined body in parts."""
+    return non_finite_error(kind, _arrays(body))
+
+
+def unfinished_samples(body: Sequence[Body]) -> int:
+    """Number of samples in a joined body that an interruption cut."""
+    return unfinished_rows(_arrays(body))
+
+
+def _arrays(body: Sequence[Body]) -> Arrays:
+    return decode_body(body[0] if len(body) == 1 else b"".join(body))[1]
 
 
 def _split(

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from plexrl.errors import (
     DeviceMemoryFullError,
     ExecutionError,
@@ -18,16 +16,23 @@ from plexrl.errors import (
 )
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.store import (
-    INLINE_BYTES_MAX,
     PAYLOAD_SUFFIX,
     RESULT_SUFFIX,
     STORE_AWAY,
     BlobStore,
     digested_ref,
 )
-from plexrl.router.dispatch.continuation import unfinished_rows
 from plexrl.router.dispatch.reductions import gather_metrics, gather_moves, state_moved
-from plexrl.router.dispatch.run_parts import SPLIT_KINDS, RunParts, join, join_samples, split
+from plexrl.router.dispatch.run_parts import (
+    SPLIT_KINDS,
+    RunParts,
+    digest_of,
+    join,
+    join_samples,
+    result_error,
+    split,
+    unfinished_samples,
+)
 from plexrl.router.execution.early_transfers import EarlyTransfers, Workers
 from plexrl.router.execution.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
 from plexrl.scheduler.state.messages.commands import (
@@ -44,7 +49,6 @@ from plexrl.wire.operations import (
     params_from_json,
 )
 from plexrl.wire.rpc import Peer
-from plexrl.wire.tensors import decode_body
 from plexrl.worker.process.server import WorkerName
 
 if TYPE_CHECKING:
@@ -379,14 +383,20 @@ class Executor:
         # Every rank returns the same refusal: the ranks decide together.
         refusal = results[0].pop("error", None) if command.kind in MUTATING else None
         result, body = await self._joined(command, parts, finished)
+        if refusal is not None:
+            result, body = {}, ()
+        elif body and (spoilt := await asyncio.to_thread(result_error, command.kind, body)):
+            error_json = json.dumps(spoilt.to_wire())
+            self._report("operation_failed", command, error_json=error_json, state_intact=True)
+            return
         steps = [each["trainer_step"] for each in results if "trainer_step" in each]
         ref: BlobRef | None = None
         unfinished = 0
         if body:
             run = self._runs.get(command.operation)
             if run is not None and run.is_interrupted:
-                unfinished = await asyncio.to_thread(_unfinished_rows, body)
-            digest = await _digest(body)
+                unfinished = await asyncio.to_thread(unfinished_samples, body)
+            digest = await digest_of(body)
             ref = digested_ref(command.operation, digest, RESULT_SUFFIX)
             if unfinished:
                 # Kept like a payload for as long as the operation may be continued.
@@ -468,22 +478,6 @@ def _cause(failed: "Sequence[Plain]") -> Plain:
     errors: list[Plain] = [reply["error"] for reply in failed]
     lacking = [each for each in errors if each.get("code") == DeviceMemoryFullError.code]
     return (lacking or errors)[0]
-
-
-async def _digest(body: "Sequence[Body]") -> str:
-    def compute() -> str:
-        digest = xxhash.xxh3_128()
-        for part in body:
-            digest.update(part)
-        return digest.hexdigest()
-
-    if sum(memoryview(part).nbytes for part in body) <= INLINE_BYTES_MAX:
-        return compute()
-    return await asyncio.to_thread(compute)
-
-
-def _unfinished_rows(body: "Sequence[Body]") -> int:
-    return unfinished_rows(decode_body(b"".join(body))[1])
 
 
 def _workers(

@@ -55,7 +55,9 @@ class RolloutLink:
                 if error.details.get("is_starting"):
                     self._starting_until = clock() + START_S_MAX
                 # That the first rollout of a cluster starts the service is no news for a client.
-                is_starting = clock() < min(deadline, self._starting_until)
+                # A creation may meet it while nothing listens, through any router.
+                is_starting = method == "create" or clock() < self._starting_until
+                is_starting = is_starting and clock() < deadline
                 if not is_starting or self._waiting >= WAITING_MAX:
                     raise
             self._waiting += 1

@@ -1,5 +1,6 @@
 """Checks of a deployment request, and the specification that results. Pure."""
 
+from dataclasses import replace
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, LayoutError
@@ -24,7 +25,7 @@ from plexrl.model.layout import (
     megatron_state_bytes,
 )
 from plexrl.model.lora import LoraSpec, adapter_parameter_count
-from plexrl.model.memory.kv_cache import check_cache_budget
+from plexrl.model.memory.kv_cache import BLOCK_TOKENS, check_cache_budget, kv_token_bytes
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import (
     TRAIN_BYTES_PER_PARAMETER,
@@ -35,6 +36,9 @@ from plexrl.model.spec import (
 from plexrl.router.http.schemas import DeploymentRequest, LoraRequest
 
 Plain = dict[str, Any]
+SEQUENCE_TOKENS_DEFAULT = 8192
+"""Most tokens of a row whose deployment names no bound. Models have up to a million positions, and
+a row of that length fits few GPUs."""
 
 
 def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
@@ -81,7 +85,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         compute_dtype=body.compute_dtype,
         activation_checkpointing=body.activation_checkpointing,
         reduce_once=body.reduce_once,
-        max_sequence_tokens=body.max_sequence_tokens,
+        max_sequence_tokens=body.max_sequence_tokens or SEQUENCE_TOKENS_DEFAULT,
         max_concurrent_samples=body.max_concurrent_samples,
         kv_cache_bytes=body.kv_cache_bytes,
         cuda_graphs=body.cuda_graphs,
@@ -89,6 +93,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         preemptible=body.preemptible,
     )
     check_tp_sizes(spec)
+    if body.max_sequence_tokens is None:
+        spec = replace(spec, max_sequence_tokens=_default_sequence_tokens(spec))
     _check_sequence_length(spec)
     check_cache_budget(spec)
     return spec, parameters
@@ -134,6 +140,19 @@ def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) 
             "a rollout deployment without shares_gpus has its GPUs to itself and needs no demand "
             "trace: leave the trace out, or let it share"
         )
+
+
+def _default_sequence_tokens(spec: DeploymentSpec) -> int:
+    positions = spec.model.config.get("max_position_embeddings")
+    found = SEQUENCE_TOKENS_DEFAULT
+    if isinstance(positions, int):
+        found = min(found, max(2, positions))
+    if spec.kind == "rollout" and spec.kv_cache_bytes is not None:
+        block = BLOCK_TOKENS[spec.backend]
+        blocks = spec.kv_cache_bytes // (block * kv_token_bytes(spec))
+        # A budget without room for one block is refused by its own check.
+        found = min(found, max(2, blocks * block))
+    return found
 
 
 def _check_sequence_length(spec: DeploymentSpec) -> None:

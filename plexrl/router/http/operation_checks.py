@@ -15,6 +15,7 @@ from plexrl.errors import (
     NonFiniteInputError,
     TokenRangeError,
 )
+from plexrl.limits import LIMITS, SAMPLES_MAX
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.lora import LoraSpec
 from plexrl.wire.masks import check_mask, row_of
@@ -32,7 +33,7 @@ from plexrl.wire.operations import (
     SamplingParams,
     SyncWeightsParams,
 )
-from plexrl.wire.parameter_checks import BOUNDS, SAMPLES_MAX, check_parameters
+from plexrl.wire.parameter_checks import check_parameters
 from plexrl.wire.tensors import Array, Arrays
 
 
@@ -217,7 +218,7 @@ def _check_setting(name: str, values: Array, prompts: int) -> None:
             array=name,
         )
     for row in (int(values.argmin()), int(values.argmax())):
-        BOUNDS[SamplingParams][name].check(f"{name} of prompt {row}", int(values[row]))
+        LIMITS["sampling"][name].check(f"{name} of prompt {row}", int(values[row]))
 
 
 def _check_rows(spec: DeploymentSpec, arrays: Arrays) -> Array:

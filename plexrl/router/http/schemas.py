@@ -1,21 +1,54 @@
 """Request and response bodies of the HTTP API. Only the routes use them."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from plexrl.limits import LIMITS, SAMPLES_MAX
 from plexrl.process.plain_text import is_plain
-from plexrl.wire.parameter_checks import SAMPLES_MAX
 
-COUNT_MAX = 1_000_000_000
-SECONDS_MAX = 1e12
-WORKERS_MAX = 65_536
 SEGMENTS_MAX = 1000
+TP_SIZES_MAX = 16
 
-Count = Annotated[int, Field(strict=True, ge=0, le=COUNT_MAX)]
-Seconds = Annotated[float, Field(strict=True, ge=0, lt=SECONDS_MAX, allow_inf_nan=False)]
-WaitingPart = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """For `Annotated`: a number with the bounds of this option of `LIMITS`."""
+
+    group: str
+    name: str
+    in_query: bool = False
+    """A query consists of texts. Elsewhere a text is no number."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        del source, handler  # The bounds know the type.
+        bounds = LIMITS[self.group][self.name]
+        assert not bounds.may_be_zero, "no field of a request has such bounds"
+        options: dict[str, Any] = {"ge": bounds.least, "strict": not self.in_query}
+        options["lt" if bounds.is_open else "le"] = bounds.most
+        number: CoreSchema = (
+            core_schema.int_schema(**options)
+            if bounds.is_whole
+            else core_schema.float_schema(**options, allow_inf_nan=False)
+        )
+        if bounds.may_be_absent:
+            number = core_schema.nullable_schema(number)
+        return core_schema.custom_error_schema(
+            number,
+            custom_error_type="number",
+            custom_error_message=f"it must be {bounds}{bounds.hint}",
+        )
+
+
+Trajectory = Annotated[int, Limited("exchange", "trajectory")]
+GradedTrajectory = tuple[
+    Trajectory,
+    Annotated[int, Limited("exchange", "event")],
+    Annotated[float | None, Limited("exchange", "reward")],
+    str,
+]
 
 
 def _plain(name: str) -> str:
@@ -47,32 +80,32 @@ class TenantSettings(_Strict):
     """Changes to a tenant's weight, quotas and highest priority. An absent field stays as it is;
     null removes a quota."""
 
-    weight: float = Field(
+    weight: Annotated[float, Limited("tenant", "weight")] = Field(
         1.0,
-        strict=True,
-        gt=0,
-        le=1e6,
-        allow_inf_nan=False,
         description="share of the cluster relative to the other tenants' weights",
     )
-    jobs_max: Count | None = Field(None, description="jobs that hold GPUs at the same time")
-    gpus_max: Count | None = Field(None, description="GPUs held at the same time")
-    gpu_seconds_max: Seconds | None = Field(
+    jobs_max: Annotated[int | None, Limited("tenant", "jobs_max")] = Field(
+        None, description="jobs that hold GPUs at the same time"
+    )
+    gpus_max: Annotated[int | None, Limited("tenant", "gpus_max")] = Field(
+        None, description="GPUs held at the same time"
+    )
+    gpu_seconds_max: Annotated[float | None, Limited("tenant", "gpu_seconds_max")] = Field(
         None, description="GPU-seconds in total; after that new work is refused"
     )
-    live_jobs_max: Count | None = Field(
+    live_jobs_max: Annotated[int | None, Limited("tenant", "live_jobs_max")] = Field(
         None, description="jobs that have not ended; null: the cluster's bound"
     )
-    checkpoints_max: Count | None = Field(
+    checkpoints_max: Annotated[int | None, Limited("tenant", "checkpoints_max")] = Field(
         None, description="checkpoints on the shared disk; null: the cluster's bound"
     )
-    checkpoint_bytes_max: int | None = Field(
-        None, strict=True, ge=0, lt=2**62, description="bytes of them; null: the cluster's bound"
+    checkpoint_bytes_max: Annotated[int | None, Limited("tenant", "checkpoint_bytes_max")] = Field(
+        None, description="bytes of them; null: the cluster's bound"
     )
-    priority_max: int = Field(
-        0, strict=True, ge=-100, le=100, description="highest priority of the tenant's jobs"
+    priority_max: Annotated[int, Limited("tenant", "priority_max")] = Field(
+        0, description="highest priority of the tenant's jobs"
     )
-    slo: WaitingPart | None = Field(
+    slo: Annotated[float | None, Limited("tenant", "slo")] = Field(
         None, description="`slo` of jobs that name none; null: the cluster's `waiting_part_max`"
     )
     model_roots: list[Directory] = Field(
@@ -88,24 +121,23 @@ class JobRequest(_Strict):
     job: str = Field(description="id chosen by the client; the same id again is the same job")
     name: PlainText = Field(max_length=200)
     tenant: str | None = Field(None, description="for operators: the tenant that owns the job")
-    controller_timeout_s: float = Field(
-        60.0, gt=0, le=SECONDS_MAX, allow_inf_nan=False, description="silence before detachment"
+    controller_timeout_s: Annotated[float, Limited("job", "controller_timeout_s")] = Field(
+        60.0, description="silence before detachment"
     )
-    reattach_timeout_s: float = Field(
-        300.0, ge=0, le=SECONDS_MAX, allow_inf_nan=False, description="time detached before cancel"
+    reattach_timeout_s: Annotated[float, Limited("job", "reattach_timeout_s")] = Field(
+        300.0, description="time detached before cancel"
     )
-    priority: int = Field(
+    priority: Annotated[int, Limited("job", "priority")] = Field(
         0,
-        strict=True,
-        ge=-100,
-        le=100,
         description="priority class: a higher class gets GPUs first and runs first",
     )
-    gang: Count = Field(
+    gang: Annotated[int, Limited("job", "gang")] = Field(
         0, description="deployments that get GPUs all at once or not at all; 0: one by one"
     )
-    expected_s: Seconds = Field(0.0, description="expected length of the job; 0: unknown")
-    slo: WaitingPart | None = Field(
+    expected_s: Annotated[float, Limited("job", "expected_s")] = Field(
+        0.0, description="expected length of the job; 0: unknown"
+    )
+    slo: Annotated[float | None, Limited("job", "slo")] = Field(
         None,
         description="greatest part waiting / (waiting + running) that the job accepts; 0: it "
         "shares GPUs with nobody; null: the tenant's",
@@ -122,7 +154,7 @@ class FinishRequest(_Strict):
 class MetricsRequest(_Strict):
     """One row of a job's metrics."""
 
-    step: int = Field(ge=-(2**63), lt=2**63)
+    step: Annotated[int, Limited("metrics", "step")]
     values: dict[str, float] = Field(
         description="numbers by name; non-finite ones as `NaN`, `Infinity` or `-Infinity`"
     )
@@ -135,38 +167,48 @@ class ModelRequest(_Strict):
     architecture: str | None = None
     config_json: str = "{}"
     vocabulary: str = ""
-    seed: int = Field(0, ge=-(2**63), lt=2**64)
+    seed: Annotated[int, Limited("model", "seed")] = 0
     head: Literal["causal", "reward"] = "causal"
 
 
 class SegmentRequest(_Strict):
     """One stretch of a cycle in which the deployment uses its GPUs."""
 
-    offset_s: Seconds = Field(description="from the start of the cycle")
-    duration_s: Seconds
-    slack_s: Seconds = Field(0.0, description="delay that does not lengthen the cycle")
+    offset_s: Annotated[float, Limited("segment", "offset_s")] = Field(
+        description="from the start of the cycle"
+    )
+    duration_s: Annotated[float, Limited("segment", "duration_s")]
+    slack_s: Annotated[float, Limited("segment", "slack_s")] = Field(
+        0.0, description="delay that does not lengthen the cycle"
+    )
 
 
 class TraceRequest(_Strict):
     """One cycle of a job on its GPUs, if the user knows it."""
 
-    period_s: float = Field(strict=True, ge=1e-3, lt=SECONDS_MAX, allow_inf_nan=False)
+    period_s: Annotated[float, Limited("trace", "period_s")]
     segments: list[SegmentRequest] = Field(
         min_length=1,
         max_length=SEGMENTS_MAX,
         description="ordered by offset, disjoint, inside the period",
     )
-    jitter_s: Seconds = Field(0.0, description="standard deviation of the cycle's length")
+    jitter_s: Annotated[float, Limited("trace", "jitter_s")] = Field(
+        0.0, description="standard deviation of the cycle's length"
+    )
 
 
 class ParallelismRequest(_Strict):
     """Sizes of the axes; they are checked together when the layout is made."""
 
-    dp: Count = Field(1, description="ranks that get different rows")
-    tp: Count = Field(1, description="parts of each matrix")
-    pp: Count = Field(1, description="stages of layers")
-    cp: Count = Field(1, description="parts of each row")
-    ep: Count = Field(1, description="parts of each layer's experts; divides dp times cp")
+    dp: Annotated[int, Limited("layout", "dp")] = Field(
+        1, description="ranks that get different rows"
+    )
+    tp: Annotated[int, Limited("layout", "tp")] = Field(1, description="parts of each matrix")
+    pp: Annotated[int, Limited("layout", "pp")] = Field(1, description="stages of layers")
+    cp: Annotated[int, Limited("layout", "cp")] = Field(1, description="parts of each row")
+    ep: Annotated[int, Limited("layout", "ep")] = Field(
+        1, description="parts of each layer's experts; divides dp times cp"
+    )
 
 
 class CopyRequest(_Strict):
@@ -178,11 +220,8 @@ class CopyRequest(_Strict):
 class PauseRequest(_Strict):
     """A pause of a rollout's generations."""
 
-    for_s: float = Field(
+    for_s: Annotated[float, Limited("pause", "for_s")] = Field(
         600.0,
-        gt=0,
-        le=3600,
-        allow_inf_nan=False,
         description="time limit of the pause; a second pause restarts it",
     )
 
@@ -190,7 +229,7 @@ class PauseRequest(_Strict):
 class TpRequest(_Strict):
     """A size of the tensor-parallel groups of a rollout's engines."""
 
-    tp: int = Field(strict=True, ge=1, le=WORKERS_MAX, description="one of `tp_sizes`")
+    tp: Annotated[int, Limited("switch", "tp")] = Field(description="one of `tp_sizes`")
     kv: Literal["migrate", "recompute"] = Field(
         "migrate", description="how unfinished samples get their KV cache in the new groups"
     )
@@ -199,7 +238,7 @@ class TpRequest(_Strict):
 class StopRowsRequest(_Strict):
     """Rows of a generation to stop."""
 
-    rows: list[Annotated[int, Field(strict=True, ge=0, lt=SAMPLES_MAX)]] = Field(
+    rows: list[Annotated[int, Limited("stop_rows", "rows")]] = Field(
         min_length=1, max_length=SAMPLES_MAX, description="from 0, over all prompts"
     )
 
@@ -207,14 +246,16 @@ class StopRowsRequest(_Strict):
 class LoraRequest(_Strict):
     """Low-rank adapters; checked against the model when the deployment is made."""
 
-    rank: int = Field(strict=True, ge=1, le=COUNT_MAX, description="rows of A, columns of B")
-    alpha: float = Field(
-        16.0, gt=0, allow_inf_nan=False, description="B·A is multiplied by alpha / rank"
+    rank: Annotated[int, Limited("lora", "rank")] = Field(description="rows of A, columns of B")
+    alpha: Annotated[float, Limited("lora", "alpha")] = Field(
+        16.0, description="B·A is multiplied by alpha / rank"
     )
     targets: list[str] | None = Field(
         None, max_length=100, description="linear layers with adapters; absent: all in a layer"
     )
-    seed: int = Field(0, ge=0, lt=2**64, description="seed of A's initial values")
+    seed: Annotated[int, Limited("lora", "seed")] = Field(
+        0, description="seed of A's initial values"
+    )
 
 
 class DeploymentRequest(_Strict):
@@ -223,19 +264,16 @@ class DeploymentRequest(_Strict):
     name: str
     kind: Literal["train", "forward", "rollout"]
     model: ModelRequest
-    workers: int | None = Field(
+    workers: Annotated[int | None, Limited("deployment", "workers")] = Field(
         None,
-        strict=True,
-        ge=1,
-        le=WORKERS_MAX,
         description="worker processes, one per GPU; absent: as many as the layout has, else 1",
     )
     parallelism: ParallelismRequest | None = Field(
         None, description="the model's layout on the workers; absent: dp over all of them"
     )
-    tp_sizes: tuple[Annotated[int, Field(strict=True, ge=1, le=WORKERS_MAX)], ...] = Field(
+    tp_sizes: tuple[Annotated[int, Limited("deployment", "tp_sizes")], ...] = Field(
         (),
-        max_length=16,
+        max_length=TP_SIZES_MAX,
         description="rollout: sizes of the tensor-parallel groups between which the engine "
         "switches while it generates, ascending to the layout's tp; empty: always tp",
     )
@@ -270,23 +308,23 @@ class DeploymentRequest(_Strict):
         False,
         description="train: reduce gradients once a call, not for each micro-batch; takes memory",
     )
-    max_sequence_tokens: int = Field(512, strict=True, ge=2, le=1 << 22)
-    max_concurrent_samples: int = Field(256, strict=True, ge=1, le=1 << 16)
-    kv_cache_bytes: int | None = Field(
+    max_sequence_tokens: Annotated[int | None, Limited("deployment", "max_sequence_tokens")] = (
+        Field(
+            None,
+            description="longest row; absent: as many tokens as the model has positions, at most "
+            "8192, so that a sequence fits into kv_cache_bytes",
+        )
+    )
+    max_concurrent_samples: Annotated[int, Limited("deployment", "max_concurrent_samples")] = 256
+    kv_cache_bytes: Annotated[int | None, Limited("deployment", "kv_cache_bytes")] = Field(
         None,
-        strict=True,
-        ge=1,
-        lt=2**63,
         description="rollout: KV cache of each worker; absent: the engine's own default",
     )
     cuda_graphs: bool = Field(
         default=True, description="rollout: capture decode steps on GPUs as CUDA graphs"
     )
-    layers_on_device: int | None = Field(
+    layers_on_device: Annotated[int | None, Limited("deployment", "layers_on_device")] = Field(
         None,
-        strict=True,
-        ge=1,
-        lt=2**31,
         description="forward: layers that device memory has room for; the others are in host "
         "memory, and are copied when they run; absent: all are on the device",
     )
@@ -319,14 +357,20 @@ class RolloutRequest(_Strict):
     name: str = Field(description="unique in the job")
     source: str = Field(description="name of the train deployment whose weights are pulled")
     instances: list[str] = Field(description="names of the rollout deployments that generate")
-    staleness: Count = Field(description="η: versions by which a trained sample may be old")
-    prompts: Count = Field(description="prompts of one batch")
-    samples: Count = Field(1, description="samples of each prompt")
+    staleness: Annotated[int, Limited("rollout", "staleness")] = Field(
+        description="η: versions by which a trained sample may be old"
+    )
+    prompts: Annotated[int, Limited("rollout", "prompts")] = Field(
+        description="prompts of one batch"
+    )
+    samples: Annotated[int, Limited("rollout", "samples")] = Field(
+        1, description="samples of each prompt"
+    )
     sampling: dict[str, Any] = Field(description="as `sampling` of `generate`, with a `seed`")
-    eta_prompts: float = Field(
+    eta_prompts: Annotated[float, Limited("rollout", "eta_prompts")] = Field(
         1.0, description="prompts that a short round starts, as a multiple of `prompts`"
     )
-    eta_responses: float = Field(
+    eta_responses: Annotated[float, Limited("rollout", "eta_responses")] = Field(
         1.0, description="samples of a prompt that a short round starts, as a multiple of `samples`"
     )
     plans_parallelism: bool = Field(
@@ -343,8 +387,10 @@ class RolloutRequest(_Strict):
     length_aware: bool = Field(
         False, description="long samples are generated on instances of their own"
     )
-    instances_min: Count = Field(0, description="least number of instances, with `instances_max`")
-    instances_max: Count = Field(
+    instances_min: Annotated[int, Limited("rollout", "instances_min")] = Field(
+        0, description="least number of instances, with `instances_max`"
+    )
+    instances_max: Annotated[int, Limited("rollout", "instances_max")] = Field(
         0,
         description="instances are added and removed, up to so many, so that generation takes as "
         "long as training; 0: their number does not change",
@@ -352,8 +398,10 @@ class RolloutRequest(_Strict):
     dynamic_sampling: bool = Field(
         False, description="prompts whose rewards are all equal are dropped"
     )
-    first_batch: Count = Field(0, description="number of the first batch")
-    failed_prompts_max: Count = Field(
+    first_batch: Annotated[int, Limited("rollout", "first_batch")] = Field(
+        0, description="number of the first batch"
+    )
+    failed_prompts_max: Annotated[int, Limited("rollout", "failed_prompts_max")] = Field(
         0,
         description="prompts dropped one after another because of failures after which the rollout "
         "fails; 0: as many as a batch has, and at least 8",
@@ -363,23 +411,33 @@ class RolloutRequest(_Strict):
 class ExchangeRequest(_Strict):
     """Prompts and rewards for an asynchronous rollout."""
 
-    first: Count = Field(0, description="number of the first of `prompts` in the whole rollout")
-    prompts: list[list[Count]] = Field([], description="token ids")
+    first: Annotated[int, Limited("exchange", "first")] = Field(
+        0, description="number of the first of `prompts` in the whole rollout"
+    )
+    prompts: list[list[Annotated[int, Limited("exchange", "token")]]] = Field(
+        [], description="token ids"
+    )
     ended: bool = Field(False, description="there are no prompts after these")
-    rewards: list[tuple[Count, Count, float | None, str]] = Field(
+    rewards: list[GradedTrajectory] = Field(
         [],
         description="trajectory, its `events` entry, reward (null: it failed, and the group is "
         "dropped), reason",
     )
-    after: Count = Field(0, description="cursor of the latest answer")
+    after: Annotated[int, Limited("exchange", "after")] = Field(
+        0, description="cursor of the latest answer"
+    )
 
 
 class BatchRequest(_Strict):
     """A batch to take."""
 
-    trainer_step: Count = Field(description="the trainer's steps so far")
-    first: Count = Field(0, description="sample of the batch from which on to return samples")
-    seen: list[Count] | None = Field(
+    trainer_step: Annotated[int, Limited("exchange", "trainer_step")] = Field(
+        description="the trainer's steps so far"
+    )
+    first: Annotated[int, Limited("exchange", "first")] = Field(
+        0, description="sample of the batch from which on to return samples"
+    )
+    seen: list[Trajectory] | None = Field(
         None,
         description="trajectories of the batch that the caller has: the answer has others, as soon "
         "as a prompt is complete; absent: it has the complete batch",

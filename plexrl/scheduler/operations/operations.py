@@ -306,15 +306,16 @@ def complete(
     event: OperationFinished,
     now: float,
 ) -> None:
-    """Record a completed user operation or publish, and keep what a recovery needs. A step that
-    dropped its gradients completes, but its state is FAILED."""
+    """Record a completed user operation or publish, and keep what a recovery needs. A step or
+    a `forward_backward` that dropped the gradients completes, but its state is FAILED."""
     if deployment.is_profiled:
         _note_run(state, deployment, operation, now)
     operation.result = event.result
     operation.result_bytes = event.result_bytes
     kind = operation.kind
     if kind in MUTATING:
-        deployment.waiting_gradients = gradients_after(kind, deployment.waiting_gradients)
+        waiting = gradients_after(kind, deployment.waiting_gradients)
+        deployment.waiting_gradients = 0 if event.error_json else waiting
         if kind in SUPERSEDING:
             drop_log(state, effects, deployment)
             drop_past(state, effects, deployment)

@@ -5,6 +5,7 @@ A framework's own part is its `TrainingModel`.
 
 import copy
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -158,8 +159,21 @@ class TrainingBackend(Backend):
         values, sums = found[: len(values)], {"loss": 0.0}
         for name, value in zip(names, found[len(values) :], strict=True):
             sums[name] = sums.get(name, 0.0) + float(value)
+        is_finite = all(map(math.isfinite, sums.values())) and all(
+            bool(torch.isfinite(value).all()) for value in values
+        )
+        result: dict[str, Any] = {"sums": sums, "maxes": {}}
+        # The ranks have different rows, and must drop the gradients together.
+        if not all(self.gather("1" if is_finite else "")):
+            self._drop_gradients()
+            dropped = NonFiniteGradientError(
+                "the loss or a logprob of this batch is not finite: all gradients since the last "
+                "step were dropped and the parameters are unchanged; look for extreme advantages, "
+                "logprobs, coefficients of the loss or learning rates"
+            )
+            result["error"] = dropped.to_wire()
         return BackendResult(
-            result={"sums": sums, "maxes": {}},
+            result=result,
             arrays={"logprobs": unpack(batches, values, _tokens(call))},
         )
 

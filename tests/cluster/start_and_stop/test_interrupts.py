@@ -153,7 +153,9 @@ def test_a_killed_scripts_job_frees_its_gpus_and_can_be_resumed(
         with script(*words) as process:
             said, errors = process.communicate(timeout=300)
         assert (process.returncode, said) == (0, "ready\n"), errors
-        assert ("job killed of a former script has not ended" in errors) == of_former
+        assert (
+            "jobs of former scripts have not ended" in errors and "GPUs): killed" in errors
+        ) == of_former
 
 
 @pytest.fixture

@@ -63,5 +63,5 @@ def test_published_settings() -> None:
     [{"factor": 0.9}, {"factor": float("nan")}, {"min_s": 0.0}, {"min_s": 31.0}, {"max_s": 1e999}],
 )
 def test_settings_without_meaning_are_refused(values: dict[str, float]) -> None:
-    with pytest.raises(InvalidRequestError, match="timeouts of test cases"):
+    with pytest.raises(InvalidRequestError, match=r"factor|min_s|max_s"):
         TimeoutSettings(**values)

@@ -319,7 +319,7 @@ def test_folder_that_does_not_exist_is_named(sandbox: Sandbox, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["memory_bytes", "cpu_s", "processes", "output_bytes"])
 def test_limits_without_meaning_are_refused(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"limit {name} is 0"):
+    with pytest.raises(InvalidRequestError, match=f"{name} is 0; it must be"):
         Limits(**{name: 0})
 
 

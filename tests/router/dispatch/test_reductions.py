@@ -10,8 +10,10 @@ from plexrl.router.dispatch.reductions import (
     gather_metrics,
     gather_moves,
     loss_denominator,
+    non_finite_error,
     row_masks,
 )
+from plexrl.wire.operations import OperationKind
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40))
@@ -61,3 +63,22 @@ def test_every_rank_that_moved_memory_counts_once_and_the_slowest_sets_the_time(
         "tier": "nvme",
         "memory_before": [{"rss_bytes": 1}, {"rss_bytes": 2}],
     }
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (OperationKind.FORWARD, "logprobs"),
+        (OperationKind.FORWARD, "scores"),
+        (OperationKind.GENERATE, "logprobs"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_never_a_success(
+    kind: OperationKind, name: str, bad: float
+) -> None:
+    values = np.array([-1.0, bad, -2.0], dtype=np.float32)
+    error = non_finite_error(kind, {name: values})
+    assert error is not None
+    assert f"{kind.value} computed numbers that are not finite" in error.message
+    assert non_finite_error(kind, {name: values[::2]}) is None

@@ -17,6 +17,7 @@ from plexrl.errors import (
     UnsupportedModelError,
 )
 from plexrl.model.layout import with_layout
+from plexrl.model.memory.kv_cache import kv_token_bytes
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import tiny_qwen2
 from plexrl.router.http.deployment_checks import check_deployment, state_bytes
@@ -51,7 +52,6 @@ def test_the_layout_and_the_number_of_workers_follow_from_one_another(
     ("fields", "field", "message"),
     [
         ({"workers": 3, "parallelism": {"dp": 4}}, "workers", "workers is 3, but dp=4 needs 4"),
-        ({"parallelism": {"dp": 0}}, "dp", "parallelism.dp is 0"),
         ({"parallelism": {"dp": 2, "ep": 3}}, "ep", "ep must divide dp·cp"),
         ({"parallelism": {"dp": 2, "cp": 2}}, "cp", "'fsdp' does not support cp.*fsdp: dp, tp"),
         ({"parallelism": {"tp": 4}}, "tp", "num_key_value_heads is 2.*use 2"),
@@ -271,3 +271,26 @@ def test_only_forward_deployments_have_layers_in_host_memory(kind: str) -> None:
     assert check_deployment(request("forward", layers_on_device=2))[0].layers_on_device == 2
     with pytest.raises(InvalidRequestError, match="leave it out"):
         check_deployment(request(kind, layers_on_device=2))
+
+
+@pytest.mark.parametrize(("positions", "bound"), [(300, 300), (8192, 8192), (1 << 20, 8192)])
+def test_the_longest_row_is_as_long_as_the_model_allows(positions: int, bound: int) -> None:
+    model = tiny_qwen2("01")
+    config = {**model.config, "max_position_embeddings": positions}
+    body = {"config_json": json.dumps(config), "architecture": "qwen2", "vocabulary": "01"}
+    spec, _ = check_deployment(request(model=body))
+    assert spec.max_sequence_tokens == bound
+
+
+def test_the_longest_row_of_a_rollout_fits_into_its_cache() -> None:
+    whole, _ = check_deployment(request(kind="rollout"))
+    budget = 5 * 16 * kv_token_bytes(whole) + 1
+    spec, _ = check_deployment(request(kind="rollout", kv_cache_bytes=budget))
+    assert (whole.max_sequence_tokens, spec.max_sequence_tokens) == (512, 80)
+
+
+def test_adapters_of_a_rank_beyond_the_layer_are_refused() -> None:
+    spec, _ = check_deployment(request(lora={"rank": 32, "targets": ["k_proj"]}))
+    assert spec.lora is not None
+    with pytest.raises(InvalidRequestError, match=r"lora.rank is 33, and k_proj has 64 inputs"):
+        check_deployment(request(lora={"rank": 33, "targets": ["q_proj", "k_proj"]}))

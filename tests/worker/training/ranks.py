@@ -118,7 +118,7 @@ def conform(rank: int, case: Case, folder: str, statemanager: str) -> None:
     run = _Run(case, rank, statemanager)
     steps = [run.step(0), run.step(1)]
     forward = run.forward(batch(99))
-    refusal = run.refuse_infinite_gradients()
+    refusals = [run.refuse_infinite_gradients(), run.refuse_infinite_loss()]
     run.write_and_load()
     run.refuse_a_step_without_room()
     loaded = run.load(WRITER.name, optimizer=True) if case.model == WRITER.model else {}
@@ -128,7 +128,7 @@ def conform(rank: int, case: Case, folder: str, statemanager: str) -> None:
         {
             "steps": steps,
             "forward": forward,
-            "refusal": refusal,
+            "refusals": refusals,
             "spoilt": spoilt,
             "loaded": loaded,
             "fresh": fresh,
@@ -210,13 +210,28 @@ class _Run:
         """The error of a step by gradients that are not finite; nothing has changed by it."""
         before = self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
         arrays = batch(5)
-        weights = np.full(len(arrays["tokens"]), 3e38, dtype=np.float32)
+        # The loss is finite, and the square of its gradient is not.
+        weights = np.full(len(arrays["tokens"]), 1e36, dtype=np.float32)
         poisoned = {"tokens": arrays["tokens"], "lengths": arrays["lengths"], "weights": weights}
         self._forward_backward(poisoned, plexrl.losses.custom())
         refusal = self._run(OperationKind.OPTIM_STEP, ADAM, {}).result["error"]
         assert self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER) == before
         assert not any(any(data) for data in self._contents(StatePart.GRADIENT).values())
         return refusal
+
+    def refuse_infinite_loss(self) -> Any:
+        """The error of a loss that is not finite; no gradients are left by it, on any rank."""
+        arrays = batch(5)
+        self._forward_backward(arrays, LOSS)
+        weights = np.zeros(len(arrays["tokens"]), dtype=np.float32)
+        # In one row, which one rank has.
+        row = int(arrays["lengths"].argmax())
+        start = int(arrays["lengths"][:row].sum())
+        weights[start : start + int(arrays["lengths"][row])] = 3e38
+        poisoned = {"tokens": arrays["tokens"], "lengths": arrays["lengths"], "weights": weights}
+        found = self._forward_backward(poisoned, plexrl.losses.custom())
+        assert not any(any(data) for data in self._contents(StatePart.GRADIENT).values())
+        return found.result["error"]
 
     def spoil_weights(self) -> tuple[Any, Any]:
         """The errors of a step to weights that are not finite, and of a check after it."""

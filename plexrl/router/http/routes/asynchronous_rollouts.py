@@ -1,10 +1,10 @@
 """Routes about asynchronous rollouts, which the rollout service answers."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 
-from plexrl.router.http.schemas import BatchRequest, ExchangeRequest, RolloutRequest
+from plexrl.router.http.schemas import BatchRequest, ExchangeRequest, Limited, RolloutRequest
 from plexrl.router.http.services import RESPONSE_MARGIN_S, RouterServices, Services
 from plexrl.wire.tensors import MEDIA_TYPE
 
@@ -16,7 +16,11 @@ ROUTES = APIRouter(prefix="/v1/jobs/{job}/rollouts", tags=["rollouts"])
 
 @ROUTES.post("", summary="Create an asynchronous rollout")
 async def create(
-    request: Request, services: Services, job: str, body: RolloutRequest, wait_s: float = 25.0
+    request: Request,
+    services: Services,
+    job: str,
+    body: RolloutRequest,
+    wait_s: Annotated[float, Limited("page", "wait_s", in_query=True)] = 25.0,
 ) -> Plain:
     """A request with the name of an existing rollout returns that rollout. `joined` tells whether
     all instances have the trainer's weights; the same request waits for that."""
@@ -52,7 +56,7 @@ async def exchange(
     job: str,
     name: str,
     body: ExchangeRequest,
-    wait_s: float = 25.0,
+    wait_s: Annotated[float, Limited("page", "wait_s", in_query=True)] = 25.0,
 ) -> Response:
     """Prompts and rewards that are known have no effect, so a request may be repeated. Samples are
     those that lack a reward and came after the cursor `after`."""
@@ -68,9 +72,9 @@ async def batch(
     services: Services,
     job: str,
     name: str,
-    version: int,
+    version: Annotated[int, Limited("exchange", "version", in_query=True)],
     body: BatchRequest,
-    wait_s: float = 25.0,
+    wait_s: Annotated[float, Limited("page", "wait_s", in_query=True)] = 25.0,
 ) -> Response:
     """The request tells that the model has trained all earlier batches. 202: the batch is not
     complete, or there is no more of it than `seen`; send the request again. `rows` of the answer is
@@ -98,6 +102,6 @@ async def _ask(
 ) -> Plain:
     # Only who may see the job gets further.
     await services.ask(request, "get_job", job=job)
-    wait_s = max(0.0, min(wait_s, WAIT_S_MAX))
+    wait_s = min(wait_s, WAIT_S_MAX)
     params = {"job": job, "wait_s": wait_s, **fields}
     return await services.rollouts.call(method, params, timeout_s=wait_s + RESPONSE_MARGIN_S)

@@ -1,7 +1,7 @@
 """Routes about jobs: their state, metrics, logs and checkpoints."""
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -12,7 +12,7 @@ from plexrl.errors import (
     InvalidRequestError,
     PermissionDeniedError,
 )
-from plexrl.router.http.schemas import FinishRequest, JobRequest, MetricsRequest
+from plexrl.router.http.schemas import FinishRequest, JobRequest, Limited, MetricsRequest
 from plexrl.router.http.services import Services
 from plexrl.wire.parameter_checks import check_identifier
 
@@ -97,7 +97,12 @@ async def add_metrics(request: Request, services: Services, job: str, body: Metr
     summary="Rows of metrics after row `after`",
     response_class=JSONResponse,
 )
-async def metrics(request: Request, services: Services, job: str, after: int = 0) -> Response:
+async def metrics(
+    request: Request,
+    services: Services,
+    job: str,
+    after: Annotated[int, Limited("page", "after", in_query=True)] = 0,
+) -> Response:
     """About a megabyte of rows. Repeat with the last row's `index` until no rows come."""
     await services.ask(request, "get_job", job=job)
     loop = asyncio.get_running_loop()
@@ -111,7 +116,7 @@ async def logs(
     services: Services,
     job: str,
     deployment: str | None = None,
-    lines: int = 100,
+    lines: Annotated[int, Limited("page", "lines", in_query=True)] = 100,
 ) -> Plain:
     """`failed` lists the nodes that returned no logs, and why."""
     return await services.ask(request, "read_log", job=job, deployment=deployment, lines=lines)
@@ -144,8 +149,8 @@ async def checkpoint_file(
     job: str,
     name: str,
     path: str,
-    start: int = 0,
-    stop: int | None = None,
+    start: Annotated[int, Limited("page", "start", in_query=True)] = 0,
+    stop: Annotated[int | None, Limited("page", "stop", in_query=True)] = None,
     version: str | None = None,
 ) -> StreamingResponse:
     """The bytes from `start` to before `stop`. 404 `unknown_checkpoint` if the checkpoint has no

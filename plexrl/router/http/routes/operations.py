@@ -6,7 +6,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -32,7 +32,7 @@ from plexrl.router.blobs.store import (
 from plexrl.router.http.authentication import Caller
 from plexrl.router.http.error_responses import final_response
 from plexrl.router.http.operation_checks import CheckedOperation, check_operation, check_source
-from plexrl.router.http.schemas import StopRowsRequest
+from plexrl.router.http.schemas import Limited, StopRowsRequest
 from plexrl.router.http.services import RouterServices, Services
 from plexrl.wire.operations import (
     CheckpointParams,
@@ -100,7 +100,7 @@ async def submit(
     name: str,
     kind: str,
     operation: str,
-    deadline_s: float | None = None,
+    deadline_s: Annotated[float | None, Limited("page", "deadline_s", in_query=True)] = None,
 ) -> Plain:
     """The body is a safetensors file: its tensors are the batch, and its metadata key `plexrl`
     holds the parameters as JSON. Without a batch the body may be JSON.
@@ -130,7 +130,10 @@ async def submit(
     response_class=Response,
 )
 async def wait(
-    request: Request, services: Services, operation: str, wait_s: float = 25.0
+    request: Request,
+    services: Services,
+    operation: str,
+    wait_s: Annotated[float, Limited("page", "wait_s", in_query=True)] = 25.0,
 ) -> Response:
     """200 with the result; 202 with the reason while the operation is unfinished; else the
     operation's own error, without `Retry-After`.
@@ -138,7 +141,7 @@ async def wait(
     A response with `Retry-After` does not describe the operation: send the same request again.
     """
     caller = await services.caller(request)
-    view = await services.operation(caller, operation, max(0.0, min(wait_s, WAIT_S_MAX)))
+    view = await services.operation(caller, operation, min(wait_s, WAIT_S_MAX))
     if not OperationState(view["state"]).is_final:
         if (unstored := services.executor.unstored_reason(operation)) is not None:
             reason = held_reason(unstored, caller)
@@ -196,8 +199,8 @@ async def log(
     job: str | None = None,
     deployment: str | None = None,
     kind: str | None = None,
-    after: int = 0,
-    limit: int = 1000,
+    after: Annotated[int, Limited("page", "after", in_query=True)] = 0,
+    limit: Annotated[int, Limited("page", "limit", in_query=True)] = 1000,
 ) -> Plain:
     """Oldest first, the scheduler's own moves of state included, with the time each phase took:
     `queue_s`, `switch_s`, `transfer_s`, `compute_s`.

@@ -14,6 +14,10 @@ from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.rank_agreement import on_all_ranks
 
+WEIGHT_MAX = 1e6
+"""Above this a model's activations overflow: the three products of an MLP, squared by the next
+norm, leave float32, the norm makes them 0, and all tokens look equally likely."""
+
 
 def check_finite_weights(
     arena: WorkerArena, slices: Sequence[StateSlice], gather: Callable[[str], list[str]]
@@ -29,7 +33,8 @@ def check_finite_weights(
         if name is None:
             return ""
         raise NonFiniteWeightsError(
-            f"parameter {name!r} has values that are infinite or not a number: look for extreme "
+            f"parameter {name!r} has values that are infinite, not a number or above "
+            f"{WEIGHT_MAX:g}: the training has diverged; look for extreme "
             "learning rates, advantages or logprobs, or load an earlier checkpoint",
             parameter=name,
         )
@@ -38,18 +43,29 @@ def check_finite_weights(
 
 
 def first_non_finite(arena: WorkerArena, slices: Sequence[StateSlice]) -> str | None:
-    """Name of the first parameter, in the order of `slices`, that is not finite; None: all are."""
+    """Name of the first parameter, in the order of `slices`, that a model cannot compute with.
+    None: it can with all."""
     pieces = [piece for piece in slices if piece.key.part == StatePart.PARAMETER]
     tensors = [view(arena, piece) for piece in pieces]
     floats = [tensor for tensor in tensors if tensor.is_floating_point()]
     if not floats:
         return None
-    # A sum reads each value once and makes no copy; if the sum is finite, all values are. All sums
-    # are copied from the device together.
-    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in floats])
-    if bool(torch.isfinite(sums).all()):
+    # Reads each value once and makes no copy. All results are copied from the device together; NaN
+    # is not less than the bound.
+    usable = torch.stack([_largest(tensor) for tensor in floats]) <= WEIGHT_MAX
+    if bool(usable.all()):
         return None
     for piece, tensor in zip(pieces, tensors, strict=True):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not bool(_largest(tensor) <= WEIGHT_MAX):
             return piece.key.name
     return None
+
+
+def _largest(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.numel():
+        return tensor.new_zeros((), dtype=torch.float32)
+    if tensor.element_size() == 1:
+        # Norms of float8 do not exist, and no value of it is too large.
+        return tensor.sum(dtype=torch.float32).mul(0)
+    largest: torch.Tensor = torch.linalg.vector_norm(tensor, ord=torch.inf)
+    return largest.float()

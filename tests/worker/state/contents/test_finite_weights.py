@@ -27,8 +27,7 @@ def arena_with(**tensors: torch.Tensor) -> tuple[Arena, ArenaLayout]:
 
 
 GOOD = torch.arange(6.0).view(2, 3)
-HUGE = torch.full((4, 4), 3e38)
-"""Finite, though no float32 holds its sum."""
+LARGE = torch.full((4, 4), 1e6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -43,9 +42,15 @@ def test_the_first_parameter_that_is_not_finite_is_named(bad: float, dtype: torc
     assert caught.value.details == {"parameter": "spoilt"}
 
 
+def test_weights_whose_activations_overflow_are_refused_too() -> None:
+    arena, layout = arena_with(good=GOOD, large=LARGE, diverged=-1.1 * LARGE)
+    with pytest.raises(NonFiniteWeightsError, match=r"parameter 'diverged' .* above 1e\+06"):
+        check_finite_weights(arena, layout.slices, lambda value: [value])
+
+
 def test_large_weights_and_other_parts_are_left_alone() -> None:
     moment = torch.full((2,), float("nan"))
-    arena, layout = arena_with(good=GOOD, huge=HUGE, moment=moment)
+    arena, layout = arena_with(good=GOOD, large=LARGE, empty=torch.zeros(0), moment=moment)
     assert first_non_finite(arena, layout.slices) is None
     check_finite_weights(arena, layout.slices, lambda value: [value])
 
