@@ -271,7 +271,7 @@ from tests.cluster.tools import some_batch
 with plexrl.connect() as cluster, cluster.create_job("j") as job:
     actor = job.train_deployment("actor", plexrl.tiny_qwen2("0123456789abcdefghij"))
     actor.forward_backward(some_batch(1), plexrl.losses.grpo())
-    actor.optim_step(plexrl.AdamParams(learning_rate=1e-3)).result()
+    actor.optim_step(learning_rate=1e-3).result()
     actor.save_checkpoint("c").result()
 print("trained")
 """
