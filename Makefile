@@ -15,6 +15,8 @@ FAULT_SECONDS ?= 240
 # Ends a run of the tests that hangs in spite of the limits of its tests.
 TEST_LIMIT ?= 60m
 LIMITED := timeout --foreground --kill-after=1m
+# Power cuts of one machine, and of three hosts.
+FAULT_CUTS ?= 5
 # Options of the demo on three hosts, such as --steps 50.
 DEMO_HOSTS ?=
 STAMP := $(VENV)/.plexrl-setup
@@ -31,7 +33,7 @@ help:
 	@echo "make demo-hosts   train on three simulated hosts, compare with one machine; needs root"
 	@echo "make test         run the test suite"
 	@echo "make test-all     install vLLM, then run the test suite and the slow whole-cluster tests"
-	@echo "make test-faults  kill, stop, fill and damage a live cluster; FAULT_SEED=N, FAULT_SECONDS=N"
+	@echo "make test-faults  kill, stop, fill and damage a live cluster; FAULT_SEED=N, FAULT_SECONDS=N, FAULT_CUTS=N"
 	@echo "make docs-check   run every command and snippet of README.md, docs/ and CONTRIBUTING.md"
 	@echo "make lint         check formatting, style and types"
 	@echo "make format       format the code and apply safe fixes"
@@ -80,7 +82,7 @@ docs-check: setup
 
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults tests/hosts/test_fault_runs.py \
-	  --fault-seed $(FAULT_SEED) --fault-seconds $(FAULT_SECONDS)
+	  --fault-seed $(FAULT_SEED) --fault-seconds $(FAULT_SECONDS) --fault-cuts $(FAULT_CUTS)
 
 gpu-kit: setup
 	$(BIN)/python -m benchmarks.gpu.kit --python $(GPU_PYTHON)

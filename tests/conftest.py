@@ -32,7 +32,7 @@ sys.dont_write_bytecode = False
 # A process has one fork server. If the first test to use it did not need torch, each rank of each
 # later test would load torch for itself, which takes five seconds.
 multiprocessing.set_forkserver_preload(
-    ["plexrl.worker.agent.preload", "tests.statemanager.soak_worker"]
+    ["plexrl.worker.agent.fork_server.preload", "tests.statemanager.soak_worker"]
 )
 
 ROOMS = ("scheduler", "statemanager", "router", "worker", "rollout", "sim", "traces")
@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What the whole suite can be told."""
     parser.addoption("--fault-seed", default="1", help="of the moments and victims of fault runs")
     parser.addoption("--fault-seconds", default="240", help="of faults in tests/hosts")
+    parser.addoption("--fault-cuts", default="5", help="power cuts of each run in tests/faults")
     parser.addoption("--rollout-histories", default="10000", help="random ones in tests/rollout")
 
 

@@ -90,7 +90,7 @@ class LocalNodes:
         self._options = options
         self._folders = folders
         self._head = head
-        self._processes = PartProcesses(folders, record)
+        self._processes = PartProcesses(folders, record, stuck_s=options.part_stuck_s)
         self._parts: list[Part] = []
 
     async def start(self) -> None:
@@ -162,7 +162,7 @@ class Supervisor:
     ) -> None:
         endpoint_file = self._folders.data / ENDPOINT_FILE
         endpoint_file.unlink(missing_ok=True)
-        processes = PartProcesses(self._folders, self._record)
+        processes = PartProcesses(self._folders, self._record, stuck_s=self._options.part_stuck_s)
         scheduler: Part | None = None
         others: list[Part] = []
         background: list[asyncio.Task[None]] = []

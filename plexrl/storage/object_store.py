@@ -10,7 +10,6 @@ not have had their effect. All methods block and are thread-safe.
 
 import errno
 import logging
-import os
 import random
 import threading
 import time
@@ -28,7 +27,6 @@ from plexrl.errors import (
     StorageFullError,
     StoreUnavailableError,
 )
-from plexrl.proxies import proxy_for
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
@@ -319,11 +317,6 @@ def open_filesystem(url: str) -> tuple["AbstractFileSystem", str]:
 
         configured = fsspec.config.conf.get(protocol, {})
         options = {name: value for name, value in options.items() if name not in configured}
-        endpoint = configured.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL_S3")
-        endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL")
-        if endpoint and "config_kwargs" in options and proxy_for(endpoint, os.environ) is None:
-            # The library would look for a store on this machine through the environment's proxy.
-            options["config_kwargs"]["proxies"] = {}
         filesystem, root = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
         raise InvalidRequestError(

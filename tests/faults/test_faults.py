@@ -132,6 +132,22 @@ def test_damaged_nvme_block(
     assert_same(cluster.weights(), undisturbed)
 
 
+def test_damaged_payloads(
+    cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str]
+) -> None:
+    begin(cluster, chance)
+    blobs = cluster.head.path(cluster.data_dir) / "blobs"
+    router = cluster.part("plexrl.router")
+    # Stopped, so that no payload is being written. A recovery needs those of the kept operations.
+    router.suspend()
+    for path in blobs.glob("*.in"):
+        os.truncate(path, chance.choice((0, path.stat().st_size // 2)))
+    router.kill()
+    for index in range(4):
+        cluster.worker(index).kill()
+    assert_same(cluster.weights(), undisturbed)
+
+
 def test_lost_host_tier(
     cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str]
 ) -> None:

@@ -76,6 +76,9 @@ class _Look:
             command = deployment.moving if deployment.moving.operation == name else None
         if command is None:
             return False
+        # A worker that hangs never reports: only its deadline ends its run.
+        if timers.overdue(deployment.deployment) not in self._timers:
+            return False
         return (name, command.token) in self._sent or not self._cluster.has_router
 
     def _goes_on(self, deployment: Deployment, seen: set[OperationId]) -> bool:
@@ -87,8 +90,9 @@ class _Look:
                 return name in cluster.waiting or name in cluster.fillers
             case WpgState.LAUNCHING | WpgState.RECOVERING:
                 key = (deployment.deployment, deployment.processes.incarnation)
+                has_deadline = timers.overdue(deployment.deployment) in self._timers
                 return (
-                    key in self._launches
+                    (key in self._launches and has_deadline)
                     or timers.launch(deployment.deployment) in self._timers
                     or self._misses_a_node(deployment)
                 )

@@ -211,7 +211,11 @@ class NodeSupervisor:
     ) -> None:
         kept.pid = os.getpid()
         self._files.write(kept)
-        processes = PartProcesses(self._folders, PartRecord(self._folders.parts_file))
+        processes = PartProcesses(
+            self._folders,
+            PartRecord(self._folders.parts_file),
+            stuck_s=self._options.part_stuck_s,
+        )
         statemanager, agent = self._parts(cluster, kept)
         renewing = asyncio.create_task(self._renew(kept))
         try:
@@ -333,6 +337,7 @@ class NodeSupervisor:
             gpu_memory_bytes=memory,
             host_memory_bytes=default_host_bytes(gpus.uuids) if host is None else host,
             nvme_bytes=options.nvme_bytes,
+            part_stuck_s=options.part_stuck_s,
             settings=options.settings,
         )
 

@@ -178,7 +178,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
         rollouts=rollouts,
         rollout_views=RolloutViews(rollouts),
         disconnects=CancelOnDisconnect(scheduler),
-        health=ClusterHealth(scheduler, data_dir, parts_file),
+        health=ClusterHealth(scheduler, data_dir, parts_file, unreachable=executor.unreachable),
         data_dir=data_dir,
         threads=threads,
         body_bytes_max=config.body_bytes_max,

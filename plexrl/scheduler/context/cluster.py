@@ -60,6 +60,7 @@ class Cluster:
                     self.detached[job.job] = None
         for deployment in self.state.deployments.values():
             _name_incarnation(deployment)
+        _number(self.state)
         # An old snapshot has none.
         tokens = (group.token for group in self.state.groups.values())
         self.state.tokens_made = max(self.state.tokens_made, *tokens, 0)
@@ -69,9 +70,11 @@ class Cluster:
         """Use these settings, and derive the indexes again."""
         self.settings.change(config)
         self.state.history, self.state.ended_jobs = config.history, config.ended_jobs
+        self.state.overdue_s = config.operation_overdue_s
         self.inventory = Inventory(config, self.settings.policy, self.state)
         self.waiting.clear()
-        self.drop_pass()
+        # The timer of an interrupted pass begins a new one over all deployments.
+        self.admission = None
         self.fillers.clear()
         self.relocating.clear()
         self._held.clear()
@@ -87,11 +90,6 @@ class Cluster:
                     self.wait(deployment)
             elif deployment.has_gpus:
                 self._count_held(self.state.job(deployment.job).tenant, deployment, +1)
-
-    def drop_pass(self) -> None:
-        """Drop the interrupted admission pass: its timer begins a new one over all deployments."""
-        self.admission = None
-        self.waiting.deferred_retry, self.waiting.deferred_newcomers = False, []
 
     def wait(self, deployment: Deployment) -> None:
         """Put the deployment into the queues for GPUs, after all others."""
@@ -139,6 +137,10 @@ class Cluster:
             held.waited_at = now
         self._count_held(tenant, deployment, sign)
 
+    def relocating_in_order(self) -> list[Deployment]:
+        """The deployments whose move waits, oldest first."""
+        return sorted(map(self.state.deployment, self.relocating), key=lambda each: each.serial)
+
     def active_tenants(self) -> list[TenantId]:
         """Tenants that wait for GPUs or hold some."""
         return list(dict.fromkeys((*self.waiting.by_tenant, *self._held)))
@@ -170,6 +172,17 @@ class Cluster:
         """(GPUs, jobs with GPUs) that a tenant holds."""
         gpus, jobs = self._held.get(tenant, (0, {}))
         return gpus, len(jobs)
+
+
+def _number(state: State) -> None:
+    """Number the jobs and deployments of an old snapshot, which has no numbers: it has them in the
+    order of their creation."""
+    for serial, job in enumerate(state.jobs.values(), start=1):
+        job.serial = job.serial or serial
+    for serial, deployment in enumerate(state.deployments.values(), start=1):
+        deployment.serial = deployment.serial or serial
+    state.jobs_made = max(state.jobs_made, len(state.jobs))
+    state.deployments_made = max(state.deployments_made, len(state.deployments))
 
 
 def _name_incarnation(deployment: Deployment) -> None:

@@ -56,6 +56,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "burst_hold_s": _SECONDS,
     "burst_max_s": _SECONDS,
     "launch_attempts": _COUNT,
+    "operation_overdue_s": _SECONDS,
     "residents_max": _COUNT,
     "pending_operations_max": _COUNT,
     "tenant_operations_max": _COUNT,
@@ -70,8 +71,13 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Minimum and maximum of every number in `SchedulerConfig`."""
 
-LATER_BOUNDS = ("tenant_live_jobs_max", "admission_steps")
-"""Bounds that older versions lacked: a replay must decide as those versions did."""
+LATER_BOUNDS: dict[str, float | None] = {
+    "tenant_live_jobs_max": None,
+    "admission_steps": None,
+    "operation_overdue_s": 0.0,
+}
+"""Bounds that older versions lacked, and what stands for none: a replay must decide as those
+versions did."""
 
 PLANNING = (
     *("policy", "ordering", "anticipation", "horizon_slots", "period_tolerance", "load_max"),
@@ -189,6 +195,12 @@ class SchedulerConfig:
     launch_attempts: int = 3
     """Losses of a WPG's processes in a row, at the same operation or before any, after which one
     more ends the job. So does one more after ten times as many without new work in between."""
+    operation_overdue_s: float = 600.0
+    """Least time after which the workers of an operation, or of a move of state, that does not end
+    count as hung and are replaced; 0: never. It is longer where ten times the slowest run of that
+    kind is, six times as long for a kind that the deployment has not run yet, and doubles with each
+    replacement until an operation has ended. After half of it the condition `operation_overdue`
+    names the operation."""
     residents_max: int = 8
     """Maximum members of a node group."""
     pending_operations_max: int = 1024
@@ -280,7 +292,8 @@ def with_core_settings(config: SchedulerConfig, settings: Mapping[str, Any]) -> 
             for name, value in settings.items()
             if name in known
         }
-        changes |= {name: None for name in LATER_BOUNDS if settings and name not in settings}
+        if settings:
+            changes |= {n: none for n, none in LATER_BOUNDS.items() if n not in settings}
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"the settings in the journal cannot be used: {error}") from error
     return replace(config, **changes)

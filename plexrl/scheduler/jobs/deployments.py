@@ -86,6 +86,8 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     check_it_can_fit(context.cluster, job, deployment)
     if not event.preemptible:
         check_gpus(context.state, job, event.workers)
+    context.state.deployments_made += 1
+    deployment.serial = context.state.deployments_made
     context.state.deployments[event.deployment] = deployment
     job.deployments.append(event.deployment)
     if deployment.trace is None:

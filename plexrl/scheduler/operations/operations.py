@@ -21,6 +21,7 @@ from plexrl.scheduler.jobs.profiler import next_began, run_began, run_ended, wai
 from plexrl.scheduler.jobs.retention import forget_oldest
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.usage import bill, count_failure, meter
+from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.failures import earlier_failure, failure_of, read_error
 from plexrl.scheduler.operations.gradients import gradients_after
 from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
@@ -194,6 +195,8 @@ def start(
     )
     operation.is_interrupted = False
     deployment.running[operation.operation] = command
+    if not deployment.watch_at and state.overdue_s:
+        watch(state, effects, deployment, now)
     if state.routers:
         if operation.stopped_rows:
             abort(effects, command, operation.stopped_rows)
@@ -288,6 +291,8 @@ def start_move(
         0 if incoming is None else incoming.replay.durable_seq,
     )
     deployment.moving = command
+    if not deployment.watch_at and state.overdue_s:
+        watch(state, effects, deployment, now)
     if state.routers:
         effects.commands.append(command)
 

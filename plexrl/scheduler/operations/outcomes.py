@@ -6,6 +6,7 @@ from plexrl.errors import (
     DeviceMemoryFullError,
     InvalidRequestError,
     NonFiniteWeightsError,
+    PayloadLostError,
     PlexRLError,
     is_storage_full,
 )
@@ -25,11 +26,12 @@ from plexrl.scheduler.jobs.lifecycle import (
 )
 from plexrl.scheduler.jobs.retention import owner_of
 from plexrl.scheduler.jobs.usage import meter_run
-from plexrl.scheduler.operations.cancellation import early_end, is_over
+from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.holding import delay, hold, is_held, requeue
 from plexrl.scheduler.operations.operations import complete, fail, finish
 from plexrl.scheduler.operations.replay import retire_log
+from plexrl.scheduler.operations.submission.lost_payloads import draw_again, is_awaited
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, publish_first, republish
 from plexrl.scheduler.placement.relocation import cancel_move
 from plexrl.scheduler.state import group_lock
@@ -70,6 +72,7 @@ def run_finished(
     if operation is None or deployment is None:
         return
     meter_run(state, deployment, operation, now)
+    operation.payload_lost_at = None
     if event.trainer_step is not None:
         deployment.trainer_step = event.trainer_step
     command = deployment.running.pop(name, None)
@@ -145,14 +148,22 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         if republish(context.state, context.settings, effects, deployment, operation, error, now):
             effects.touch(deployment.group)
             return
-        if is_held(error, state_intact=event.state_intact):
+        if is_held(error, state_intact=event.state_intact) or is_awaited(
+            state, operation, error, now
+        ):
             del deployment.running[event.operation]
             hold(context.state, effects, deployment, operation, error, now)
             return
+        if isinstance(error, PayloadLostError):
+            reason = f"{deployment.deployment!r} cannot be computed again: {error.message}"
+            end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
+            return
         restart(context, deployment, f"replaying {event.operation!r}: {error.message}", now)
         return
+    if draw_again(state, effects, deployment, operation, error, now):
+        return
     del deployment.running[event.operation]
-    if is_held(error, state_intact=event.state_intact):
+    if is_held(error, state_intact=event.state_intact) or is_awaited(state, operation, error, now):
         if not is_over(operation, now):
             hold(context.state, effects, deployment, operation, error, now)
             return

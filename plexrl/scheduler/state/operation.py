@@ -50,6 +50,9 @@ class Operation:
     """It does not start after this time; a running generation is stopped. None: no deadline."""
     payload_bytes: int = 0
     payload_digest: str = ""
+    payload_lost_at: float | None = None
+    """When its payload was first found to be damaged or missing; None: it was not, or it was sent
+    again."""
     is_counted: bool = False
     """Counted in the `InFlight` of its deployment and tenant."""
     internal: bool = False
@@ -141,6 +144,7 @@ class Operation:
         self.deadline_at = None
         self.payload_bytes = 0
         self.payload_digest = ""
+        self.payload_lost_at = None
         self.is_counted = False
         self.internal = internal
         self.after = None

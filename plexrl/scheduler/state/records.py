@@ -172,6 +172,8 @@ class Deployment:
     spec_json: str
     created_at: float
     estimates: Estimates
+    serial: int = 0
+    """Number in the order of creation; breaks ties."""
     created_spec_json: str = ""
     """The specification that its controller creates it with; empty: `spec_json`."""
     state: WpgState = WpgState.WAITING
@@ -222,6 +224,8 @@ class Deployment:
     """What it needs on each GPU; None: unknown, its state only."""
     peak_bytes: int = 0
     """The largest reported peak of torch's allocator on one of its GPUs; 0: none was reported."""
+    watch_at: float = 0.0
+    """When its runs are looked at next (`operations.deadlines`); 0: nothing runs."""
 
     @property
     def is_ready(self) -> bool:
@@ -291,6 +295,8 @@ class Job:
     """One job."""
 
     job: JobId
+    serial: int = 0
+    """Number in the order of submission; breaks ties."""
     tenant: TenantId
     name: str
     controller_timeout_s: float
@@ -398,6 +404,8 @@ class State:
     timers_swept: int = 0
     """Timers that were left after the last removal of pointless ones."""
     groups_made: int = 0
+    jobs_made: int = 0
+    deployments_made: int = 0
     former_switches: int = 0
     """Context switches of groups that were removed."""
     moves_made: int = 0
@@ -408,6 +416,10 @@ class State:
     with every event."""
     ended_jobs: int = 0
     """Number of ended jobs that are kept."""
+    overdue_s: float = 0.0
+    """The least bound of a run, likewise a setting; 0: runs have no bound."""
+    issued_at: float = 0.0
+    """When all runs were last sent again, or reports could arrive again: bounds count from then."""
 
     def job(self, name: JobId) -> Job:
         return self.jobs[name]

@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 
 from plexrl.errors import NO_SPACE, StateTierFullError, StorageError, StorageFullError
+from plexrl.process.folders.durable_files import write_durably
 
 _FULL = NO_SPACE | {errno.EFBIG, errno.ENOMEM}
 
@@ -14,18 +15,15 @@ def is_full(error: OSError) -> bool:
 
 
 def replace_file(path: Path, contents: bytes) -> None:
-    """Replace a small file atomically.
+    """Replace a small file atomically and durably.
 
     Raises:
         StateTierFullError: the file system is full; the file is unchanged.
         StorageError: the file cannot be written and is unchanged.
     """
-    part = path.with_suffix(".part")
     try:
-        part.write_bytes(contents)
-        part.rename(path)
+        write_durably(path, contents)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise write_error(f"the file {path}", error) from error
 
 

@@ -15,7 +15,7 @@ from plexrl.worker.config import WorkerConfig
 
 STOP_GRACE_S = 2.0
 EXIT_ORPHANED = 3
-PRELOAD = ["plexrl.worker.agent.fork_server_lifeline", "plexrl.worker.agent.preload"]
+PRELOAD = ["plexrl.worker.agent.fork_server.lifeline", "plexrl.worker.agent.fork_server.preload"]
 """Imported by the fork server, in this order."""
 
 
@@ -29,8 +29,9 @@ class WorkerProcess(Protocol):
 
     @property
     def ready(self) -> Connection:
-        """Receives `True` when the worker serves requests, or an error as plain values if a full
-        file system prevented the start. Closed when the process ends."""
+        """Receives `None` each second while the process runs, and once `True` when the worker
+        serves requests, or an error as plain values if a full file system prevented the start.
+        Closed when the process ends."""
         ...
 
     def exit_reason(self) -> str:
@@ -148,7 +149,7 @@ def _main(config: WorkerConfig, ready: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        run_worker(config, lambda: ready.send(True))
+        run_worker(config, ready)
     except (OSError, RuntimeError) as error:
         full = full_at_start(error)
         if full is not None:

@@ -498,3 +498,16 @@ def test_equal_deployments_are_searched_and_counted_once() -> None:
     come("fits", "t4", 10.0, 100.0)
     views = {job["job"]: job["deployments"][0] for job in cluster.core.list_jobs(None, cluster.now)}
     assert [name for name, view in views.items() if view["group"]] == ["resident", "fits"]
+
+
+def test_jobs_of_one_moment_get_gpus_in_the_order_of_their_arrival() -> None:
+    cluster = cluster_of(gpus=1)
+    names = [f"j{number}" for number in range(1, 13)]
+    for name in names:
+        submit(cluster, name, 1)
+    order = []
+    for _ in names:
+        (running,) = placed(cluster)
+        order.append(running.split("/")[0])
+        end(cluster, order[-1])
+    assert order == names

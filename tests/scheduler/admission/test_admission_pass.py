@@ -10,7 +10,7 @@ from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.order import AdmissionKey, admission_key, blocks_others
 from plexrl.scheduler.admission.queues.gangs import allowed_modes, place_all, why_not_yet
-from plexrl.scheduler.admission.queues.waiting import Owner
+from plexrl.scheduler.admission.queues.pass_entries import OwnerEntry
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
@@ -161,9 +161,9 @@ def test_few_deployments_of_a_backlog_without_equal_ones_are_considered(policy: 
     placed = [each for each in context.state.deployments.values() if each.group]
     cluster.send(ev.JobFinished(job=placed[0].job, outcome="completed"))
     assert len(context.cluster.waiting) > 80
-    looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
+    looks = admission_pass.AdmissionPass.begin(context.cluster, cluster.now, None)
     assert looks.run(cluster.now) == []
-    assert len(looks._seen) <= 6
+    assert len(looks.progress.seen) <= 6
 
 
 def test_capacity_for_a_blocking_deployment_is_not_offered_to_the_backlog() -> None:
@@ -179,9 +179,9 @@ def test_capacity_for_a_blocking_deployment_is_not_offered_to_the_backlog() -> N
         cluster.deploy(f"j{number}/a", workers=1, trace=trace(20.0 + number / 20))
     context = cluster.core._context
     assert len(context.cluster.waiting) == 51, "three GPUs are free, and kept for the large job"
-    looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
+    looks = admission_pass.AdmissionPass.begin(context.cluster, cluster.now, None)
     assert looks.run(cluster.now) == []
-    assert len(looks._seen) <= 2
+    assert len(looks.progress.seen) <= 2
 
 
 @pytest.mark.parametrize("policy", ["pack", "spread", "spread+backfill"])
@@ -239,9 +239,9 @@ def test_few_gangs_of_a_backlog_are_considered(policy: str) -> None:
     assert len(context.cluster.waiting) == 198
     for pause_s in (0.0, cluster.config.starvation_bound_s):
         cluster.pass_time(pause_s)
-        looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
+        looks = admission_pass.AdmissionPass.begin(context.cluster, cluster.now, None)
         assert looks.run(cluster.now) == []
-        assert len(looks._seen) <= 20
+        assert len(looks.progress.seen) <= 20
     placed = {each.job for each in context.state.deployments.values() if each.group}
     cluster.send(ev.JobFinished(job=placed.pop(), outcome="completed"))
     assert len(context.cluster.waiting) == 196
@@ -268,7 +268,7 @@ def test_a_pass_opens_no_queues_of_tenants_it_does_not_reach() -> None:
     cluster.core._handlers[ev.JobFinished](
         ev.JobFinished(job="j0", outcome="completed"), cluster.now
     )
-    looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
+    looks = admission_pass.AdmissionPass.begin(context.cluster, cluster.now, None)
     assert len(looks.run(cluster.now)) == 1
-    opened = [entry for entry, _ in looks._entries if isinstance(entry, Owner)]
+    opened = [entry for entry, _ in looks.progress.entries if isinstance(entry, OwnerEntry)]
     assert len(opened) <= 2

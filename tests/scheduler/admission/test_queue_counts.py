@@ -22,7 +22,7 @@ def test_the_standing_equals_a_scan_of_all_waiting_deployments(
     everybody = {
         DeploymentId(f"j{index}/actor"): (
             node_type,
-            Position(-priority, float(at), f"j{index}/actor"),
+            Position(-priority, float(at), index, f"j{index}/actor"),
         )
         for index, (node_type, priority, at, _) in enumerate(waiting)
     }

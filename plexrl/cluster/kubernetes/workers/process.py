@@ -28,7 +28,7 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        run_worker(config, lambda: ready.send(True))
+        run_worker(config, ready)
     except (OSError, RuntimeError) as error:
         full = full_at_start(error)
         if full is not None:

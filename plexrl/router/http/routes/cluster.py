@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from plexrl.errors import PlexRLError
+from plexrl.process.folders.durable_files import rename_durably
 from plexrl.process.folders.operator_key import NAME, new_api_key, stage_private
 from plexrl.router.http.authentication import key_digest
 from plexrl.router.http.schemas import TenantRequest, TenantSettings
@@ -129,7 +130,7 @@ async def add_key(request: Request, services: Services, name: str) -> Plain:
         # before it is valid, so that a full disk refuses the rotation instead of half doing it.
         staged = await asyncio.to_thread(stage_private, file, key)
         reply = await services.scheduler.call("add_key", fields)
-        staged.rename(file)
+        await asyncio.to_thread(rename_durably, staged, file)
     else:
         reply = await services.scheduler.call("add_key", fields)
     return {"tenant": name, "key": reply["key"], "api_key": key}

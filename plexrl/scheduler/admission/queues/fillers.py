@@ -26,7 +26,7 @@ def place_fillers(cluster: Cluster, now: float) -> list[Deployment]:
     ]
     free.sort(key=lambda group: (cluster.inventory.index.load(group.group), group.serial))
     waiting = [state.deployment(name) for name in cluster.fillers]
-    waiting.sort(key=lambda each: (-state.job(each.job).priority, each.created_at, each.deployment))
+    waiting.sort(key=lambda each: (-state.job(each.job).priority, each.serial))
     placed = []
     for deployment in waiting:
         suiting = (

@@ -1,8 +1,10 @@
 """Deployments that get GPUs at once: all deployments of a gang, or a single one."""
 
-from typing import Final
+from collections.abc import Collection
+from typing import Final, NamedTuple
 
 from plexrl.ids import DeploymentId
+from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.fit.rehearsal import in_placement_order
 from plexrl.scheduler.admission.order import is_partial
@@ -11,6 +13,7 @@ from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.placement import leave, modes, place
 from plexrl.scheduler.placement.policies import PlacementMode
+from plexrl.scheduler.state.demand.trace import DemandTrace
 from plexrl.scheduler.state.records import Deployment, Job
 
 _OWN: Final = frozenset({PlacementMode.COLOCATED, PlacementMode.SIBLINGS})
@@ -75,7 +78,7 @@ def _place_in_order(
 
 
 def allowed_modes(
-    cluster: Cluster, gang: list[Deployment], blocking: set[BlockingRequest], now: float
+    cluster: Cluster, gang: list[Deployment], blocking: Collection[BlockingRequest], now: float
 ) -> dict[DeploymentId, tuple[PlacementMode, ...]]:
     """The placement modes of each deployment that take nothing a blocking request may need: neither
     free GPUs nor a group of the requested size."""
@@ -94,19 +97,34 @@ def allowed_modes(
     return found
 
 
+class EquivalenceKey(NamedTuple):
+    """Two deployments with equal keys both fit, or both do not."""
+
+    workers: int
+    node_type: str
+    shares: bool
+    state_bytes: int
+    memory: DeviceMemory | None
+    trace: DemandTrace | None
+    slo: float | None
+    job: str
+    """Empty, unless other deployments of its job decide where it can be."""
+    allowed: tuple[PlacementMode, ...]
+
+
 def equivalence_key(
     deployment: Deployment, job: Job, allowed: tuple[PlacementMode, ...]
-) -> tuple[object, ...]:
-    """Two deployments (each of its `job`) with equal keys both fit, or both do not."""
-    return (
-        deployment.workers,
-        deployment.node_type,
-        deployment.shares,
-        deployment.state_bytes,
-        deployment.memory,
-        deployment.trace,
-        job.slo,
-        # Other deployments of its job decide where it can be, as they do for every rollout.
-        "" if deployment.kind != "rollout" and _OWN.isdisjoint(allowed) else deployment.job,
-        allowed,
+) -> EquivalenceKey:
+    """The key of a deployment of this `job`."""
+    is_alone = deployment.kind != "rollout" and _OWN.isdisjoint(allowed)
+    return EquivalenceKey(
+        workers=deployment.workers,
+        node_type=deployment.node_type,
+        shares=deployment.shares,
+        state_bytes=deployment.state_bytes,
+        memory=deployment.memory,
+        trace=deployment.trace,
+        slo=job.slo,
+        job="" if is_alone else deployment.job,
+        allowed=allowed,
     )

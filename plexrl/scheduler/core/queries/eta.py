@@ -27,6 +27,10 @@ SAMPLE_ALL = 1000
 its errors."""
 
 
+OVERDUE_S_MIN = 1.0
+"""What is late by less is not called overdue."""
+
+
 class EtaQualityView(TypedDict):
     """Errors of the cluster's estimated waiting times, of a sample of the waits for groups."""
 
@@ -75,6 +79,16 @@ def under_way_s(state: State, deployment: Deployment, now: float) -> float:
     if deployment.moving is not None:
         return _left_s(state, deployment.moving.operation, deployment, now)
     return max((_left_s(state, name, deployment, now) for name in deployment.running), default=0.0)
+
+
+def overdue_s(state: State, deployment: Deployment, now: float) -> float:
+    """Seconds by which what the deployment runs, or the move of its state, has passed its estimate;
+    0 if it has not, or by less than a second."""
+    names = [*deployment.running]
+    if deployment.moving is not None:
+        names.append(deployment.moving.operation)
+    late_s = max((-_until_end_s(state, name, deployment, now) for name in names), default=0.0)
+    return late_s if late_s > OVERDUE_S_MIN else 0.0
 
 
 def goes_before(
@@ -166,8 +180,16 @@ def eta_quality(errors: EtaErrors) -> EtaQualityView:
 
 
 def _left_s(state: State, name: OperationId, deployment: Deployment, now: float) -> float:
+    return max(0.0, _until_end_s(state, name, deployment, now))
+
+
+def _until_end_s(state: State, name: OperationId, deployment: Deployment, now: float) -> float:
+    """Estimated seconds until an operation ends; negative once that has passed."""
     operation = state.operations[name]
     began_at = operation.started_at if operation.started_at is not None else now
+    if (run := deployment.running.get(name)) is not None and run.replay:
+        # Its own times are those of its first run.
+        began_at = deployment.burst.served_at
     if operation.kind == OperationKind.LOAD:
         whole_s = load_s(state, deployment)
         group = state.group_of(deployment)
@@ -177,4 +199,4 @@ def _left_s(state: State, name: OperationId, deployment: Deployment, now: float)
         whole_s = offload_s(state, deployment)
     else:
         whole_s = deployment.estimates.operation_s(operation.kind, operation.tokens)
-    return max(0.0, whole_s - (now - began_at))
+    return whole_s - (now - began_at)

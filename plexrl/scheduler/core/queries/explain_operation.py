@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.core.queries.eta import goes_before, start_s
+from plexrl.scheduler.core.queries.eta import goes_before, overdue_s, start_s
 from plexrl.scheduler.core.queries.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.dispatch.candidates.readiness import candidate
 from plexrl.scheduler.dispatch.slack_guard import holds_back
+from plexrl.scheduler.operations.deadlines.bounds import runs
 from plexrl.scheduler.placement.evacuation import awaited
 from plexrl.scheduler.placement.relocation import is_stopping
 from plexrl.scheduler.state.demand.wait_intervals import interval
@@ -30,11 +31,12 @@ class Explanation:
     rule: str
     """`order`, `burst`, `slack`, `launching`, `recovering`, `migrating`, `relocation`, `capacity`,
     `slo`, `quota`, `gang`, `impossible`, `turn`, `dependency`, `backoff`, `held`, `no room`,
-    `switch`, `preemptible`, `router`, `running`, or the name of the ordering rule."""
+    `switch`, `preemptible`, `router`, `running`, `overdue`, or the name of the ordering rule."""
     holder: str | None
     """The holder of the group's lock; anonymous if it belongs to another tenant."""
     eta_s: float | None
-    """Estimated seconds until it starts, or until it ends if it runs; None if unknown."""
+    """Estimated seconds until it starts, or until it ends if it runs; None if unknown, also once
+    the estimate has passed."""
     eta_low_s: float | None
     """It starts between `eta_low_s` and `eta_high_s` in 80 % of the cases; None without an estimate
     of waiting for a group, also of an operation behind others of its own job."""
@@ -82,7 +84,10 @@ def _reason(
         if not state.routers:
             return "no router is connected; it is sent again once one connects", "router", None
         began_at = operation.started_at if operation.started_at is not None else now
-        left = estimates.operation_s(operation.kind, operation.tokens) - (now - began_at)
+        expected_s = estimates.operation_s(operation.kind, operation.tokens)
+        if late := _overdue(state, cluster.settings, deployment, now):
+            return f"it is running, expected to take {expected_s:.1f} s, {late}", "running", None
+        left = expected_s - (now - began_at)
         return "it is running", "running", max(0.0, left)
     if deployment.state == WpgState.WAITING or group is None:
         return why_no_gpus(cluster, deployment, now)
@@ -124,6 +129,8 @@ def _reason(
             return why, "held", wait_s + ahead
         return f"a switch to it failed ({deployment.backoff.reason})", "backoff", wait_s + ahead
     if group.holder == deployment.deployment:
+        if late := _overdue(state, cluster.settings, deployment, now):
+            return f"an operation of its deployment before it is {late}", "overdue", None
         eta_s = start_s(state, cluster.settings, group, deployment, now) + ahead
         if deployment.moving is not None or deployment.replay.replaying:
             return "its model's state is being moved", "switch", eta_s
@@ -138,7 +145,7 @@ def _why_another_holds(
     state: State, settings: Settings, deployment: Deployment, group: Group, now: float, ahead: float
 ) -> tuple[str, str, float | None]:
     eta_s = start_s(state, settings, group, deployment, now) + ahead
-    if group.incoming == deployment.deployment:
+    if group.incoming == deployment.deployment and not _is_late(state, group, now):
         return "the group is being handed to it", "switch", eta_s
     rule = settings.config.ordering
     if group.holder is None:
@@ -148,6 +155,9 @@ def _why_another_holds(
             return "a job with exclusive slots is expected first", "slack", eta_s + wait_s
         return "the group's lock is about to be granted", rule, eta_s
     holder = state.deployment(group.holder)
+    if late := _overdue(state, settings, holder, now):
+        who = name_for(state, holder.deployment, deployment)
+        return f"{who} has the group, and what it does there is {late}", "overdue", None
     if holder.preemptible and holder.moving is None:
         who = name_for(state, holder.deployment, deployment)
         return f"{who} used the idle time of the group, and gives way", "preemptible", eta_s
@@ -159,6 +169,23 @@ def _why_another_holds(
         return f"{', '.join(names)} goes first by the rule {rule}", rule, eta_s
     who = name_for(state, holder.deployment, deployment)
     return f"{who} is in the middle of its burst", "burst", eta_s
+
+
+def _is_late(state: State, group: Group, now: float) -> bool:
+    return group.holder is not None and overdue_s(state, state.deployment(group.holder), now) > 0.0
+
+
+def _overdue(state: State, settings: Settings, deployment: Deployment, now: float) -> str:
+    """By how much what the deployment runs has passed its estimate, and what will happen; empty:
+    it has not."""
+    late_s = overdue_s(state, deployment, now)
+    if not late_s:
+        return ""
+    text = f"overdue for {late_s:.0f} s"
+    if not state.overdue_s:
+        return text
+    left_s = min(each.due_at for each in runs(state, settings, deployment)) - now
+    return f"{text}; its workers are replaced in {max(0.0, left_s):.0f} s if it does not end"
 
 
 def _why_no_idle_time(state: State, group: Group) -> tuple[str, str, float | None]:

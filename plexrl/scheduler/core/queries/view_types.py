@@ -177,6 +177,8 @@ class ServiceLevelView(TypedDict):
     name: str
     slo: float
     """Greatest waiting / (waiting + running) that it accepts."""
+    is_promised: bool
+    """The job or its tenant named that bound; otherwise it is the cluster's aim."""
     waiting_part: float | None
     """The measured part, the greatest of its deployments; None: not measured."""
 

@@ -328,6 +328,7 @@ def service_levels(cluster: Cluster) -> list[ServiceLevelView]:
                 "tenant": job.tenant,
                 "name": job.name,
                 "slo": bound_of(cluster.settings, job),
+                "is_promised": job.slo is not None,
                 "waiting_part": max((part for part in parts if part is not None), default=None),
             }
         )

@@ -65,6 +65,7 @@ def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
     job = state.jobs[deployment.job]
     return Candidate(
         name=deployment.deployment,
+        serial=deployment.serial,
         arrived_at=arrived_at,
         service_s=max(queued_s, burst_s),
         setup_s=switch_cost(state, group, deployment),

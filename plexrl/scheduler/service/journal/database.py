@@ -20,6 +20,7 @@ from plexrl.errors import (
     JournalUnavailableError,
     StorageError,
 )
+from plexrl.process.folders.durable_files import make_folders_durably
 
 SQLITE_BUSY_S = 5.0
 """How long a transaction waits for that of another process."""
@@ -305,7 +306,7 @@ def _one_line(error: BaseException | None) -> str:
 
 def _open_file(path: Path, bytes_max: int | None) -> Sqlite:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders_durably(path.parent)
     except OSError as error:
         raise StorageError(f"the journal {path} cannot be created: {error}") from error
     return Sqlite(path, bytes_max)

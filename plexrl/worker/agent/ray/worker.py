@@ -25,7 +25,7 @@ class RayWorkerActor:
         connection = Connection(sock.detach())
         connection.send(os.getpid())
         try:
-            run_worker(config, lambda: connection.send(True))
+            run_worker(config, connection)
         except BaseException as error:
             full = full_at_start(error)
             if full is not None:
