@@ -85,7 +85,7 @@ class Job(JobReader):
         return handle_repr(self, self.job, *marks, *(["ended"] if self.left.is_set() else []))
 
     @property
-    def is_inherited(self) -> bool:
+    def _is_inherited(self) -> bool:
         """Whether this process is a fork of the controller, which does not end the job."""
         return self._transport.is_inherited
 

@@ -29,7 +29,7 @@ SECOND_INTERRUPT_S = 2.0
 def end_with_block(job: "Job", error: BaseException | None) -> None:
     """End a job at the end of its `with` block; a Ctrl-C detaches it. A forked child that leaves
     the block does nothing: the job is its parent's."""
-    if job.left.is_set() or job.is_inherited:
+    if job.left.is_set() or job._is_inherited:
         return
     if is_success(error):
         try:
@@ -98,7 +98,7 @@ def warn_if_unfinished(job: "Job", transport: Transport) -> None:
     controller = transport.controller
     if (
         job.left.is_set()
-        or job.is_inherited
+        or job._is_inherited
         or controller is None
         or not _is_live(job.job, transport)
     ):
@@ -148,7 +148,7 @@ def _report_detached(transport: Transport, job: str) -> None:
 
 def _detach(job: "Job") -> bool:
     """Detach the job; whether to wait for a second Ctrl-C."""
-    if job.left.is_set() or job.is_inherited or job.controller is None:
+    if job.left.is_set() or job._is_inherited or job.controller is None:
         return False
     location = job.place
     waits = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
