@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 
-class LoadFileOnce(LoadFileScheduling):
+class LoadFileOnce(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist ships no types
     """As `LoadFileScheduling`. A test whose process died has had its turn."""
 
     def remove_node(self, node: "WorkerController") -> str | None:
@@ -25,6 +25,8 @@ class LoadFileOnce(LoadFileScheduling):
         left = [(unit, test) for unit in units.values() for test, done in unit.items() if not done]
         if not left:
             return None
+        unit: dict[str, bool]
+        died_of: str
         unit, died_of = left[0]
         unit[died_of] = True
         self.workqueue.update(

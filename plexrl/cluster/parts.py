@@ -3,25 +3,30 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from plexrl.cluster.config.options import GIB, ClusterOptions, PartSettings
 from plexrl.cluster.join.head import ROLLOUT, SCHEDULER, Head, router_identity
-from plexrl.cluster.node.host_memory import HOST_BYTES_MIN
+from plexrl.cluster.node.host_memory import (
+    HOST_BYTES_MIN,
+    HOST_BYTES_USUAL,
+    default_host_bytes,
+    file_system_bytes,
+)
 from plexrl.errors import InvalidRequestError
 from plexrl.process.children.part import Part
 from plexrl.process.folders.folders import SHARED_MEMORY, Folders
-from plexrl.process.folders.private_folder import (
-    make_private_folder,
-)
+from plexrl.process.folders.private_folder import make_private_folder
+from plexrl.process.memory.usable import ROOT
 from plexrl.statemanager.protocol.network import remote_address
 from plexrl.wire.links.address import UnixAddress, host_port
 from plexrl.wire.links.credentials import Identity, Role, TlsFiles
 
 LOG = logging.getLogger(__name__)
 
+MIB = 1 << 20
 GPU_MEMORY_BYTES = 2 * GIB
 """Memory of a virtual GPU, if the operator gives none."""
 
@@ -198,7 +203,7 @@ def node_parts(
             "node": node,
             "listen": socket,
             "host_dir": str(folders.shared_memory / node),
-            "host_bytes": options.host_memory_bytes or HOST_BYTES_MIN,
+            "host_bytes": options.host_memory_bytes or HOST_BYTES_USUAL,
             "nvme_dir": str(folders.data / "nodes" / node / "nvme"),
             "nvme_bytes": options.nvme_bytes,
             "checkpoint_url": options.checkpoint_url or str(folders.data / "checkpoints"),
@@ -219,7 +224,7 @@ def node_parts(
             "ticket_key_file": ticket_key,
             "gpus": config.gpus,
             "gpu_memory_bytes": options.gpu_memory_bytes or GPU_MEMORY_BYTES,
-            "host_memory_bytes": options.host_memory_bytes or HOST_BYTES_MIN,
+            "host_memory_bytes": options.host_memory_bytes or HOST_BYTES_USUAL,
             "nvme_bytes": options.nvme_bytes,
             "node_type": config.node_type,
             "block": config.block,
@@ -283,22 +288,30 @@ def _given(options: ClusterOptions, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
-def check_shared_memory(options: ClusterOptions, folder: Path = SHARED_MEMORY) -> None:
-    """Refuse a host tier that is larger than the shared-memory file system.
+def with_host_tier(options: ClusterOptions, root: Path = ROOT) -> ClusterOptions:
+    """The options with the size of each node's host tier, which fits the shared-memory file system.
 
     Raises:
-        InvalidRequestError: the host tier does not fit.
+        InvalidRequestError: the given size does not fit, or the file system is too small for any.
     """
-    if not folder.is_dir():
-        return
-    found = os.statvfs(folder)
-    size = found.f_frsize * found.f_blocks
-    wanted = options.host_memory_bytes or HOST_BYTES_MIN
+    folder = root / SHARED_MEMORY.relative_to("/")
+    size = file_system_bytes(folder)
+    wanted = options.host_memory_bytes or default_host_bytes((), root)
+    options = replace(options, host_memory_bytes=wanted)
+    if size is None:
+        return options
+    larger = f"`mount -o remount,size=2g {folder}`, or `docker run --shm-size=2g`"
+    if size < HOST_BYTES_MIN:
+        raise InvalidRequestError(
+            f"{folder} has {size / MIB:.1f} MiB, and PlexRL keeps the state of models there: make "
+            f"it {HOST_BYTES_MIN / MIB:.0f} MiB or larger ({larger})",
+            size_bytes=size,
+        )
     if wanted > size:
         raise InvalidRequestError(
             f"a host tier of {wanted / GIB:.2f} GiB does not fit into {folder}, which has "
             f"{size / GIB:.2f} GiB: choose less with --host-memory, or make {folder} larger "
-            f"(`mount -o remount,size=… {folder}`, or `docker run --shm-size=…`)",
+            f"({larger})",
             host_memory_bytes=wanted,
             size_bytes=size,
         )
@@ -308,6 +321,12 @@ def check_shared_memory(options: ClusterOptions, folder: Path = SHARED_MEMORY) -
             "full, state goes to disk, and work may wait for space",
             *(options.nodes, options.nodes * wanted / GIB, folder, size / GIB),
         )
+    elif wanted < HOST_BYTES_USUAL and wanted == size:
+        LOG.warning(
+            "the host tier is all of %s, %.2f GiB: state that does not fit goes to disk (%s)",
+            *(folder, size / GIB, larger),
+        )
+    return options
 
 
 def scheduler_address(folders: Folders) -> str:

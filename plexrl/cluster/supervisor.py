@@ -19,13 +19,13 @@ from plexrl.cluster.data_dir.ports import choose_ports
 from plexrl.cluster.join.head import Head
 from plexrl.cluster.parts import (
     NodeConfig,
-    check_shared_memory,
     head_node_links,
     node_parts,
     rollout_address,
     rollout_part,
     router_parts,
     scheduler_part,
+    with_host_tier,
 )
 from plexrl.cluster.ray.options import RayOptions
 from plexrl.errors import PlexRLError
@@ -97,7 +97,7 @@ class LocalNodes:
     async def start(self) -> None:
         if not self._options.nodes:
             return
-        check_shared_memory(self._options)
+        self._options = with_host_tier(self._options)
         nodes = [self._node(index) for index in range(self._options.nodes)]
         self._parts += [part for node in nodes for part in node]
         await all_at_once(*(self._start_node(node) for node in nodes))
@@ -277,8 +277,8 @@ def run_cluster(
     ray: RayOptions | None = None,
     lock: IO[str] | None = None,
 ) -> None:
-    """Run a cluster until SIGINT or SIGTERM, or until `lifeline` returns, which runs in a thread.
-    With `ray` the nodes are those of a Ray cluster. `lock` is as for `Supervisor`.
+    """Run a cluster until one of `ending_signals`, or until `lifeline` returns, which runs in a
+    thread. With `ray` the nodes are those of a Ray cluster. `lock` is as for `Supervisor`.
 
     Raises as `Supervisor.run`, and with `ray` as `plexrl.process.ray_connection.connect`.
     """

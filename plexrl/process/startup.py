@@ -103,13 +103,21 @@ def set_up_process(*, ends_with_parent: bool = True) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask this process to end in order: SIGTERM, SIGINT, and SIGHUP of a closed
+    terminal, unless the process ignores it, as under `nohup`."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return (signal.SIGTERM, signal.SIGINT)
+    return (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 def run_until_signal(
     serve: Callable[[asyncio.Event], Awaitable[None]],
     *,
     ends_with_parent: bool = True,
     works: Callable[[], object] | None = None,
 ) -> None:
-    """Run `serve` in an event loop. SIGTERM and SIGINT set the event that is passed to `serve`.
+    """Run `serve` in an event loop. `ending_signals` set the event that is passed to `serve`.
     `works` is as for `plexrl.process.children.pulse.beat`."""
     set_up_process(ends_with_parent=ends_with_parent)
     beats = must_beat(os.environ)
@@ -117,7 +125,7 @@ def run_until_signal(
     async def run() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for sig in (signal.SIGTERM, signal.SIGINT):
+        for sig in ending_signals():
             loop.add_signal_handler(sig, stop.set)
         beating = asyncio.create_task(beat(works)) if beats else None
         # The first beat comes before the report that this process serves.

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from plexrl.client.calls.transport import AsyncTransport, Call, Endpoints, RetryTimer, Transport
+from plexrl.client.calls.routes import Endpoints
+from plexrl.client.calls.transport import AsyncTransport, Call, RetryTimer, Transport
 from plexrl.errors import (
     ConnectionLostError,
     InvalidRequestError,

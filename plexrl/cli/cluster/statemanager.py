@@ -32,7 +32,7 @@ def statemanager(
     ] = None,
     config: ConfigFile = None,
 ) -> None:
-    """Run a node's StateManager until SIGTERM or Ctrl-C."""
+    """Run a node's StateManager until SIGTERM, SIGHUP or Ctrl-C."""
     from plexrl.process.memory.tuning import tuned
 
     given: dict[str, Any] = {

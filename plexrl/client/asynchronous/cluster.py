@@ -63,6 +63,8 @@ class AsyncCluster:
 
     async def close(self) -> None:
         """As `Cluster.close`."""
+        if self._transport.is_inherited:
+            return
         await self._transport.close()
         await asyncio.to_thread(self._sync.close)
 

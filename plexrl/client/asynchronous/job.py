@@ -98,6 +98,8 @@ class AsyncJob:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._sync._is_inherited:
+            return
         if is_success(error) and not self._sync.left.is_set():
             await self._await_or_detach()
         elif error is not None and is_interrupt(error):

@@ -86,6 +86,11 @@ class Job(JobReader):
         return handle_repr(self, self.job, *marks, *(["ended"] if self.left.is_set() else []))
 
     @property
+    def _is_inherited(self) -> bool:
+        """Whether this process is a fork of the controller, which does not end the job."""
+        return self._transport.is_inherited
+
+    @property
     def controller(self) -> Controller | None:
         """This process as the job's controller; absent: it only reads the job."""
         return self._transport.controller

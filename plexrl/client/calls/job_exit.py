@@ -27,8 +27,9 @@ SECOND_INTERRUPT_S = 2.0
 
 
 def end_with_block(job: "Job", error: BaseException | None) -> None:
-    """End a job at the end of its `with` block; a Ctrl-C detaches it."""
-    if job.left.is_set():
+    """End a job at the end of its `with` block; a Ctrl-C detaches it. A forked child that leaves
+    the block does nothing: the job is its parent's."""
+    if job.left.is_set() or job._is_inherited:
         return
     if is_success(error):
         try:
@@ -95,7 +96,12 @@ def report_detached(transport: Transport, job: str) -> None:
 def warn_if_unfinished(job: "Job", transport: Transport) -> None:
     """Warn at the end of a script that its job has not ended, with failures that nobody read."""
     controller = transport.controller
-    if job.left.is_set() or controller is None or not _is_live(job.job, transport):
+    if (
+        job.left.is_set()
+        or job._is_inherited
+        or controller is None
+        or not _is_live(job.job, transport)
+    ):
         return
     if controller.failure is not None:
         LOG.error("job %s: %s", job.job, controller.failure["message"])
@@ -145,7 +151,7 @@ def _report_detached(transport: Transport, job: str) -> None:
 
 def _detach(job: "Job") -> bool:
     """Detach the job; whether to wait for a second Ctrl-C."""
-    if job.left.is_set() or job.controller is None:
+    if job.left.is_set() or job._is_inherited or job.controller is None:
         return False
     location = job.place
     waits = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()

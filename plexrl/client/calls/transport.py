@@ -18,7 +18,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -26,12 +26,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from urllib.parse import quote
 
+from plexrl.client.calls.routes import Endpoints, Routes
 from plexrl.client.calls.server_certificate import refused_certificate, trusted_by
 from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.handle_repr import without_credentials
 from plexrl.errors import (
     ConnectionLostError,
-    InvalidRequestError,
     NonFiniteInputError,
     PlexRLError,
     from_wire,
@@ -107,36 +107,6 @@ def deployment_path(deployment: str) -> str:
     """The path of the deployment `<job>/<name>` in the HTTP API."""
     job, _, name = deployment.rpartition("/")
     return f"/v1/jobs/{quote(job)}/deployments/{quote(name)}"
-
-
-class Endpoints:
-    """The routers of one cluster. One is used until it fails, then the next."""
-
-    def __init__(self, urls: str | Sequence[str]) -> None:
-        listed = urls.split(",") if isinstance(urls, str) else urls
-        self.urls = tuple(url.strip().rstrip("/") for url in listed if url.strip())
-        if not self.urls:
-            raise InvalidRequestError("no URL of a router was given: give at least one")
-        for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise InvalidRequestError(
-                    f"{url!r} is not the URL of a router: it must begin with http:// or https://, "
-                    "such as http://localhost:8000"
-                )
-        self._at = 0
-
-    def __str__(self) -> str:
-        return ",".join(self.urls)
-
-    @property
-    def current(self) -> str:
-        """URL of the router in use."""
-        return self.urls[self._at]
-
-    def failed(self, url: str) -> None:
-        """Use the next router after `url` failed, unless another thread has switched already."""
-        if url == self.current:
-            self._at = (self._at + 1) % len(self.urls)
 
 
 class RetryTimer:
@@ -223,15 +193,18 @@ class _Connections(Generic[ClientT]):
     def __init__(
         self,
         client: ClientT,
-        url: str | Sequence[str],
+        endpoints: Endpoints,
         api_key: str,
         timeout_s: float,
         ca: CaFile,
+        routes: Routes,
     ) -> None:
         self._client = client
+        self._routes = routes
+        self._pid = os.getpid()
         self.ca = ca
         self._client.headers["Authorization"] = f"Bearer {api_key}"
-        self._endpoints = Endpoints(url)
+        self._endpoints = endpoints
         self.url = str(self._endpoints)
         """URLs of all routers, separated by commas."""
         self.timeout_s = timeout_s
@@ -244,6 +217,11 @@ class _Connections(Generic[ClientT]):
         other = copy(self)
         other.controller = controller
         return other
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the one that connected: what it ends is not its own."""
+        return self._pid != os.getpid()
 
     @property
     def is_closed(self) -> bool:
@@ -281,7 +259,7 @@ class _Connections(Generic[ClientT]):
     def _received(self, url: str, response: "httpx.Response") -> "httpx.Response | PlexRLError":
         if response.status_code in NEXT_ROUTER:
             self._endpoints.failed(url)
-        return checked(response)
+        return checked(response, self._routes.describe(url))
 
     def _refused(self, url: str, response: "httpx.Response") -> PlexRLError:
         """The error of a refused request for a stream."""
@@ -297,7 +275,7 @@ class _Connections(Generic[ClientT]):
         self._endpoints.failed(url)
         return ConnectionLostError(
             f"no response from {url} ({type(error).__name__}: {error}): check that the cluster is "
-            "up and the URL is right, with its http:// or https://"
+            f"up and the URL is right, with its http:// or https://{self._routes.describe(url)}"
         )
 
 
@@ -310,8 +288,11 @@ class Transport(_Connections["httpx.Client"]):
         import httpx
 
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
-        client = httpx.Client(limits=limits, verify=trusted_by(ca))
-        super().__init__(client, url, api_key, timeout_s, ca)
+        endpoints = Endpoints(url)
+        routes = Routes(endpoints.urls)
+        make = partial(httpx.HTTPTransport, verify=trusted_by(ca), limits=limits)
+        client = httpx.Client(transport=make(), mounts=routes.mounts(make))
+        super().__init__(client, endpoints, api_key, timeout_s, ca, routes)
         self.location = ClusterLocation(without_credentials(self.url))
         """How another process finds the cluster."""
         self.api_key = api_key
@@ -387,8 +368,9 @@ class Transport(_Connections["httpx.Client"]):
             raise self._lost(url, error) from error
 
     def close(self) -> None:
-        """Close all connections."""
-        self._client.close()
+        """Close all connections; no effect in a fork, whose parent uses them."""
+        if not self.is_inherited:
+            self._client.close()
 
 
 class AsyncTransport(_Connections["httpx.AsyncClient"]):
@@ -401,13 +383,17 @@ class AsyncTransport(_Connections["httpx.AsyncClient"]):
         timeout_s: float,
         ca: CaFile = None,
         auth: "httpx.Auth | None" = None,
+        environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """`auth` replaces `api_key` in each request."""
+        """`auth` replaces `api_key` in each request. `environment` may name a proxy."""
         import httpx
 
         limits = httpx.Limits(max_connections=2048, max_keepalive_connections=256)
-        client = httpx.AsyncClient(limits=limits, verify=trusted_by(ca), auth=auth)
-        super().__init__(client, url, api_key, timeout_s, ca)
+        endpoints = Endpoints(url)
+        routes = Routes(endpoints.urls, environment)
+        make = partial(httpx.AsyncHTTPTransport, verify=trusted_by(ca), limits=limits)
+        client = httpx.AsyncClient(transport=make(), mounts=routes.mounts(make), auth=auth)
+        super().__init__(client, endpoints, api_key, timeout_s, ca, routes)
 
     async def request(self, call: Call) -> "httpx.Response":
         """As `Transport.request`."""
@@ -463,17 +449,19 @@ class AsyncTransport(_Connections["httpx.AsyncClient"]):
             raise self._lost(url, error) from error
 
     async def close(self) -> None:
-        """Close all connections."""
-        await self._client.aclose()
+        """As `Transport.close`."""
+        if not self.is_inherited:
+            await self._client.aclose()
 
 
-def checked(response: "httpx.Response") -> "httpx.Response | PlexRLError":
-    """Return a good response, or an error worth a retry; raise any other error."""
+def checked(response: "httpx.Response", route: str = "") -> "httpx.Response | PlexRLError":
+    """Return a good response, or an error worth a retry; raise any other error. `route` is what a
+    message adds about a response that is not the cluster's."""
     if response.status_code < 400:
         return response
     typed = _typed_error(response)
     if typed is None:
-        text = f"HTTP {response.status_code} from {response.url}: {response.text[:200]}"
+        text = f"HTTP {response.status_code} from {response.url}: {response.text[:200]}{route}"
         if response.status_code not in UNTYPED_RETRIED:
             raise PlexRLError(text)
         return ConnectionLostError(text)

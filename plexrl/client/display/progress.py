@@ -5,6 +5,7 @@ Elsewhere there are plain lines only, so that a log stays readable.
 """
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -43,6 +44,7 @@ class Progress:
         self._task: TaskID = self._bar.add_task(STARTING, total=None)
         self._handler = _Shown(self)
         self._before = (LOGGER.level, LOGGER.propagate)
+        self._pid = os.getpid()
         self._began = self._last_line = time.monotonic()
 
     def say(self, text: str) -> None:
@@ -82,7 +84,9 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        if os.getpid() == self._pid:
+            # In a forked child the bar is its parent's, and its lock may be held for ever.
+            self._bar.stop()
         LOGGER.removeHandler(self._handler)
         level, LOGGER.propagate = self._before
         LOGGER.setLevel(level)

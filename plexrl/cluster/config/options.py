@@ -82,7 +82,7 @@ class ClusterOptions:
     that of the machine's GPUs."""
     host_memory_bytes: int | None = None
     """Bound on each node's host tier. Absent: 2 GiB, and on a Ray node with GPUs half of the memory
-    that its control group may use, at most `/dev/shm`."""
+    that its control group may use, in both cases at most `/dev/shm`."""
     nvme_bytes: int = 64 * GIB
     """Bound on each node's NVMe tier."""
     pin_workers: bool = False

@@ -83,6 +83,8 @@ class EmbeddedCluster:
     def close(self) -> None:
         """End a cluster that this process started, even if others use it."""
         atexit.unregister(self.leave)
+        if not self._script.is_own:
+            return
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from plexrl.errors import InvalidRequestError, PlexRLError
-from plexrl.process.startup import set_up_process
+from plexrl.process.startup import ending_signals, set_up_process
 
 LOG = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 def _stop_event() -> threading.Event:
     stop = threading.Event()
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in ending_signals():
         signal.signal(each, lambda *_: stop.set())
     return stop
 
@@ -178,7 +178,7 @@ def _node(options: argparse.Namespace) -> int:
 
 def _asyncio_stop() -> asyncio.Event:
     stop = asyncio.Event()
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in ending_signals():
         asyncio.get_running_loop().add_signal_handler(each, stop.set)
     return stop
 

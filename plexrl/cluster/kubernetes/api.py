@@ -5,6 +5,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import UnavailableError
+from plexrl.proxies import proxy_for
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
@@ -21,7 +22,7 @@ def connect() -> "ApiClient":
         UnavailableError: there is neither.
     """
     from kubernetes import config
-    from kubernetes.client import ApiClient
+    from kubernetes.client import ApiClient, Configuration
     from kubernetes.config import ConfigException
 
     try:
@@ -34,7 +35,12 @@ def connect() -> "ApiClient":
             f"no Kubernetes API server is configured ({error}): run this in a pod with a "
             "ServiceAccount token, or set KUBECONFIG"
         ) from error
-    return ApiClient()
+    found = Configuration.get_default_copy()
+    is_pod = "KUBECONFIG" not in os.environ and "KUBERNETES_SERVICE_HOST" in os.environ
+    if is_pod or proxy_for(found.host, os.environ) is None:
+        # A pod reaches its own cluster's API directly, whatever proxy leads out of the cluster.
+        found.proxy = None
+    return ApiClient(found)
 
 
 def has_status(error: Exception, *statuses: HTTPStatus) -> bool:

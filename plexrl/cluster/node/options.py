@@ -31,7 +31,7 @@ class NodeOptions:
     host_memory_bytes: int | None = None
     """Bound on the host tier, in `/dev/shm`; absent: on a machine with GPUs half of the memory that
     the node's control group may use, at most `/dev/shm`; without GPUs, and with a part of one
-    (MIG), 2 GiB."""
+    (MIG), 2 GiB, at most `/dev/shm`."""
     nvme_bytes: int = 64 * GIB
     """Bound on the NVMe tier, in `data_dir`."""
     node_type: str = ""

@@ -19,7 +19,7 @@ from plexrl.cluster.node.gpus import Gpus, required_gpus
 from plexrl.cluster.node.host_memory import default_host_bytes
 from plexrl.cluster.node.membership import Kept, NodeFolder
 from plexrl.cluster.node.options import NodeOptions, host_name
-from plexrl.cluster.parts import NodeConfig, NodeLinks, check_shared_memory, node_parts
+from plexrl.cluster.parts import NodeConfig, NodeLinks, node_parts, with_host_tier
 from plexrl.errors import (
     AuthenticationError,
     ConflictError,
@@ -124,8 +124,7 @@ class NodeSupervisor:
         """
         gpus = await asyncio.to_thread(self._find_gpus)
         self._gpu_uuids, self._gpu_kind = gpus.uuids, gpus.kind
-        cluster = self._cluster_options(gpus)
-        check_shared_memory(cluster)
+        cluster = with_host_tier(self._cluster_options(gpus))
         with ExitStack() as held:
             held.enter_context(self._locked())
             # Of a killed node, whose state is in it.
@@ -395,6 +394,6 @@ def join_once(options: NodeOptions, entry: Entry) -> Kept:
 
 
 def run_node(options: NodeOptions, entry: Entry, ready: Callable[[RunningNode], None]) -> None:
-    """Run a node until SIGINT or SIGTERM. Raises as `NodeSupervisor.run`."""
+    """Run a node until one of `ending_signals`. Raises as `NodeSupervisor.run`."""
     supervisor = NodeSupervisor(options, entry)
     run_until_end(supervisor.run, ready)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +11,7 @@ from typing import TypeVar
 from plexrl.errors import StorageError
 from plexrl.process.folders.rotated_log import RotatedLog
 from plexrl.process.plain_text import PlainFormatter
-from plexrl.process.startup import LOG_FORMAT
+from plexrl.process.startup import LOG_FORMAT, ending_signals
 
 LOG_BYTES_MAX = 32 << 20
 """Bound on all files of a supervisor's log."""
@@ -44,7 +43,7 @@ def run_until_end(
                 serving.cancel()
             stop.set()
 
-        for sig in (signal.SIGTERM, signal.SIGINT):
+        for sig in ending_signals():
             loop.add_signal_handler(sig, end)
         if lifeline is not None:
 

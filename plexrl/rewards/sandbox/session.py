@@ -32,6 +32,7 @@ class Session:
         Raises:
             SandboxError: it could not be started.
         """
+        self._pid = os.getpid()
         with ExitStack() as stack:
             group = None if groups is None else stack.enter_context(groups.group(limits))
             interactive = started(command, program, limits, seccomp, is_interactive=True)
@@ -84,5 +85,6 @@ class Session:
             return unsent[:0]
 
     def close(self) -> None:
-        """End the program with all of its processes."""
-        self._stack.close()
+        """End the program with all of its processes; no effect in a fork, whose parent uses it."""
+        if self._pid == os.getpid():
+            self._stack.close()

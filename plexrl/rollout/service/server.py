@@ -61,7 +61,8 @@ class RolloutService:
         self._peers: set[Peer] = set()
         access = OperatorAccess(config)
         self._transport = AsyncTransport(
-            config.routers, access.key, SILENCE_S_MAX, config.ca or None, access
+            *(config.routers, access.key, SILENCE_S_MAX, config.ca or None, access),
+            environment={},  # routers are reached directly, as all parts reach each other
         )
         self._handlers = {
             "create": self._create,

@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.process.folders.durable_files import create_durably, rename_durably
+from plexrl.proxies import is_own_address
 from plexrl.wire.operation_phases import phases
 
 if TYPE_CHECKING:
@@ -154,13 +156,17 @@ class SpanSender:
 
 def _exporter(endpoint: str) -> "SpanExporter":
     try:
+        import requests
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise InvalidRequestError(
             f"otlp_endpoint is {endpoint!r} and OpenTelemetry is not installed: "
             "pip install 'plexrl[otel]', or leave the endpoint out"
         ) from error
-    return OTLPSpanExporter(endpoint=endpoint, timeout=10)
+    session = requests.Session()
+    # It would look for a collector on this machine through the environment's proxy.
+    session.trust_env = not is_own_address(urlsplit(endpoint).hostname or "")
+    return OTLPSpanExporter(endpoint=endpoint, timeout=10, session=session)
 
 
 def _digest(text: str) -> bytes:

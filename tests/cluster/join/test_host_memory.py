@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from plexrl.cluster.node.host_memory import HOST_BYTES_MIN, default_host_bytes
+from plexrl.cluster.node.host_memory import HOST_BYTES_USUAL, default_host_bytes
 
 GIB = 1 << 30
 GPUS = ("GPU-a", "GPU-b")
@@ -47,11 +47,11 @@ def test_groups_of_version_1_count_too(root: Path) -> None:
 
 def test_a_small_machine_has_the_least_size(root: Path) -> None:
     bound(root, "pod", "memory.max", str(GIB))
-    assert default_host_bytes(GPUS, root) == HOST_BYTES_MIN
+    assert default_host_bytes(GPUS, root) == HOST_BYTES_USUAL
 
 
 @pytest.mark.parametrize("uuids", [(), ("MIG-a",)])
 def test_nodes_that_share_a_machine_do_not_take_half_of_it_each(
     root: Path, uuids: tuple[str, ...]
 ) -> None:
-    assert default_host_bytes(uuids, root) == HOST_BYTES_MIN
+    assert default_host_bytes(uuids, root) == HOST_BYTES_USUAL

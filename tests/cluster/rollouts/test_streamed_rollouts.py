@@ -95,6 +95,16 @@ def by_parts(
     return found, load(checkpoint_weights(actor)), rollout.status()
 
 
+@pytest.fixture(scope="module")
+def whole(embedded: EmbeddedCluster) -> tuple[list[RolloutBatch], Weights]:
+    """The training by whole batches, with which those by parts are compared."""
+    with (
+        plexrl.connect(embedded.url, embedded.api_key) as cluster,
+        cluster.create_job("whole") as job,
+    ):
+        return by_batches(job)
+
+
 def joined(parts: list[RolloutBatch]) -> dict[int, dict[int, list[list[int]]]]:
     """The tokens of all samples, by batch and prompt."""
     found: dict[int, dict[int, list[list[int]]]] = {}
@@ -108,7 +118,10 @@ def joined(parts: list[RolloutBatch]) -> dict[int, dict[int, list[list[int]]]]:
 
 @pytest.mark.parametrize("kills", [False, True])
 def test_parts_of_batches_train_what_whole_batches_train(
-    cluster: plexrl.Cluster, embedded: EmbeddedCluster, kills: bool
+    cluster: plexrl.Cluster,
+    embedded: EmbeddedCluster,
+    whole: tuple[list[RolloutBatch], Weights],
+    kills: bool,
 ) -> None:
     killed = []
 
@@ -117,8 +130,7 @@ def test_parts_of_batches_train_what_whole_batches_train(
             process_of(embedded, "plexrl.rollout").kill()
             killed.append(part.version)
 
-    with cluster.create_job("whole") as job:
-        batches, wanted = by_batches(job)
+    batches, wanted = whole
     with cluster.create_job("parts") as job:
         parts, weights, status = by_parts(job, kill)
     assert len(parts) > STEPS, "no batch came in parts"

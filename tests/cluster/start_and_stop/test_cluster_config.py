@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import make_url
 
 from plexrl.cluster.config.options import ClusterOptions, PartSettings, check_argument
-from plexrl.cluster.parts import check_shared_memory, router_parts, scheduler_part
+from plexrl.cluster.parts import router_parts, scheduler_part, with_host_tier
 from plexrl.errors import InvalidRequestError
 from plexrl.process.folders.folders import Folders
 from tests.small_disk import small_disk
@@ -72,13 +72,25 @@ def test_routers_get_only_the_given_bounds(tmp_path: Path) -> None:
     assert "json_bytes_max" not in router.config
 
 
-def test_a_host_tier_that_shared_memory_cannot_hold_is_refused_with_advice(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "shm", "64m") as memory:
-        options = ClusterOptions(data_dir=tmp_path, host_memory_bytes=1 << 30)
+def test_a_host_tier_takes_at_most_shared_memory_and_too_little_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "dev").mkdir(parents=True)
+    usual = ClusterOptions(data_dir=tmp_path)
+    with small_disk(root / "dev" / "shm", "65m"):
+        too_large = ClusterOptions(data_dir=tmp_path, host_memory_bytes=1 << 30)
         with pytest.raises(InvalidRequestError, match=r"1\.00 GiB .* 0\.06 GiB: .*--shm-size"):
-            check_shared_memory(options, memory.path)
+            with_host_tier(too_large, root)
         fitting = ClusterOptions(data_dir=tmp_path, host_memory_bytes=48 << 20)
-        check_shared_memory(fitting, memory.path)
+        assert with_host_tier(fitting, root) == fitting
+        assert with_host_tier(usual, root).host_memory_bytes == 65 << 20
+    (root / "dev" / "shm").rmdir()
+    with (
+        small_disk(root / "dev" / "shm", "63m"),
+        pytest.raises(InvalidRequestError, match=r"63\.0 MiB.* 64 MiB or larger .*--shm-size"),
+    ):
+        with_host_tier(usual, root)
+    (root / "dev" / "shm").rmdir()
+    assert with_host_tier(usual, root).host_memory_bytes == 2 << 30
 
 
 def test_the_lease_defaults_to_the_schedulers(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ SAVING = """
 import sys
 import plexrl
 with plexrl.connect() as cluster, cluster.create_job("saves") as job:
-    actor = job.train_deployment("actor", plexrl.tiny_qwen2("0123456789"))
+    actor = job.train_deployment("actor", plexrl.tiny_qwen2("0123456789abcdefghij"))
     saved = actor.save_checkpoint("last").result()
     assert saved["durable"]
     print(saved["path"], flush=True)
@@ -262,3 +262,37 @@ def test_a_read_only_data_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir(mode=0o500)
     with pytest.raises(StorageError, match="PLEXRL_DATA_DIR"):
         plexrl.connect(data_dir=tmp_path / "data")
+
+
+ROOT = str(Path(__file__).parents[3])
+IN_SMALL_MEMORY = """
+import plexrl
+from tests.cluster.tools import some_batch
+with plexrl.connect() as cluster, cluster.create_job("j") as job:
+    actor = job.train_deployment("actor", plexrl.tiny_qwen2("0123456789abcdefghij"))
+    actor.forward_backward(some_batch(1), plexrl.losses.grpo())
+    actor.optim_step(learning_rate=1e-3).result()
+    actor.save_checkpoint("c").result()
+print("trained")
+"""
+
+
+@pytest.mark.slow
+def test_a_container_with_the_usual_shared_memory_trains(tmp_path: Path) -> None:
+    """Docker gives 64 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small /dev/shm")
+    mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, sys.executable, IN_SMALL_MEMORY],
+        env={
+            **os.environ,
+            "PLEXRL_DATA_DIR": str(tmp_path / "data"),
+            "PYTHONPATH": str(Path(__file__).parents[3]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout == "trained\n", done.stderr

@@ -27,7 +27,12 @@ MODEL = plexrl.tiny_qwen2(VOCABULARY)
 
 
 @pytest.mark.parametrize(
-    "sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "sig",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_every_process_and_removes_every_file(
     tmp_path: Path, sig: signal.Signals

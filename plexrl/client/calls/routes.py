@@ -1,0 +1,88 @@
+"""How a client's requests reach its cluster: by which router, directly or through a proxy."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
+
+from plexrl.errors import InvalidRequestError
+from plexrl.proxies import Proxy, proxy_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import httpx
+
+TransportT = TypeVar("TransportT", bound="httpx.HTTPTransport | httpx.AsyncHTTPTransport")
+
+
+class Endpoints:
+    """The routers of one cluster. One is used until it fails, then the next."""
+
+    def __init__(self, urls: str | Sequence[str]) -> None:
+        listed = urls.split(",") if isinstance(urls, str) else urls
+        self.urls = tuple(url.strip().rstrip("/") for url in listed if url.strip())
+        if not self.urls:
+            raise InvalidRequestError("no URL of a router was given: give at least one")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise InvalidRequestError(
+                    f"{url!r} is not the URL of a router: it must begin with http:// or https://, "
+                    "such as http://localhost:8000"
+                )
+        self._at = 0
+
+    def __str__(self) -> str:
+        return ",".join(self.urls)
+
+    @property
+    def current(self) -> str:
+        """URL of the router in use."""
+        return self.urls[self._at]
+
+    def failed(self, url: str) -> None:
+        """Use the next router after `url` failed, unless another thread has switched already."""
+        if url == self.current:
+            self._at = (self._at + 1) % len(self.urls)
+
+
+class Routes:
+    """The proxies on the way to a cluster's routers."""
+
+    def __init__(self, urls: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
+        found = {url: proxy_for(url, environment) for url in urls}
+        self._proxies = {url: proxy for url, proxy in found.items() if proxy is not None}
+
+    def mounts(self, make: "Callable[..., TransportT]") -> dict[str, TransportT]:
+        """What `httpx` sends a router's requests with where there is a proxy. Its own choice by the
+        environment is not used.
+
+        Raises:
+            InvalidRequestError: the proxy cannot be used.
+        """
+        return {_origin(url): _through(url, proxy, make) for url, proxy in self._proxies.items()}
+
+    def describe(self, url: str) -> str:
+        """What a message about a failed request to a router adds; "" if there is no proxy."""
+        proxy = self._proxies.get(url)
+        if proxy is None:
+            return ""
+        host = urlsplit(url).hostname
+        return f"; the request went through {proxy}: to reach {host} directly, add it to no_proxy"
+
+
+def _through(url: str, proxy: Proxy, make: "Callable[..., TransportT]") -> TransportT:
+    try:
+        return make(proxy=proxy.url)
+    except (ImportError, ValueError) as error:
+        why = "needs the package socksio" if isinstance(error, ImportError) else str(error)
+        raise InvalidRequestError(
+            f"{url} cannot be reached through {proxy} ({why}): add {urlsplit(url).hostname} to "
+            f"no_proxy to reach it directly, or change {proxy.variable}"
+        ) from error
+
+
+def _origin(url: str) -> str:
+    parts = urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{parts.scheme}://{host}" + (f":{parts.port}" if parts.port else "")
