@@ -12,6 +12,11 @@ GPU_PYTHON ?= 3.12
 FAULT_SEED ?= 1
 # Time in which faults of several hosts happen; 1800 for half an hour.
 FAULT_SECONDS ?= 240
+# Ends a run of the tests that hangs in spite of the limits of its tests.
+TEST_LIMIT ?= 60m
+LIMITED := timeout --foreground --kill-after=1m
+# Power cuts of one machine, and of three hosts.
+FAULT_CUTS ?= 5
 # Options of the demo on three hosts, such as --steps 50.
 DEMO_HOSTS ?=
 STAMP := $(VENV)/.plexrl-setup
@@ -28,7 +33,7 @@ help:
 	@echo "make demo-hosts   train on three simulated hosts, compare with one machine; needs root"
 	@echo "make test         run the test suite"
 	@echo "make test-all     install vLLM, then run the test suite and the slow whole-cluster tests"
-	@echo "make test-faults  kill, stop, fill and damage a live cluster; FAULT_SEED=N, FAULT_SECONDS=N"
+	@echo "make test-faults  kill, stop, fill and damage a live cluster; FAULT_SEED=N, FAULT_SECONDS=N, FAULT_CUTS=N"
 	@echo "make docs-check   run every command and snippet of README.md, docs/ and CONTRIBUTING.md"
 	@echo "make lint         check formatting, style and types"
 	@echo "make format       format the code and apply safe fixes"
@@ -67,17 +72,17 @@ demo-hosts: setup
 	$(BIN)/python -m scripts.demo_hosts $(DEMO_HOSTS)
 
 test: setup
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile -m "not slow and not gpu"
+	$(LIMITED) $(TEST_LIMIT) $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile -m "not slow and not gpu"
 
 test-all: $(VLLM_STAMP)
-	PLEXRL_EXAMPLES=4 $(BIN)/python -m pytest
+	PLEXRL_EXAMPLES=4 $(LIMITED) 8h $(BIN)/python -m pytest
 
 docs-check: setup
-	$(BIN)/python -m pytest tests/docs
+	$(LIMITED) $(TEST_LIMIT) $(BIN)/python -m pytest tests/docs
 
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults tests/hosts/test_fault_runs.py \
-	  --fault-seed $(FAULT_SEED) --fault-seconds $(FAULT_SECONDS)
+	  --fault-seed $(FAULT_SEED) --fault-seconds $(FAULT_SECONDS) --fault-cuts $(FAULT_CUTS)
 
 gpu-kit: setup
 	$(BIN)/python -m benchmarks.gpu.kit --python $(GPU_PYTHON)

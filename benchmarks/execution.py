@@ -7,7 +7,8 @@ checks it, keeps it in the blob store and has it admitted by the scheduler, whic
 worker gets it whole (on this machine a large one as a mapped file, each page of which it touches)
 and answers at once with a quarter of its bytes, which the client then fetches.
 All parts are real processes but for the model. The bare endpoint takes the same body and answers
-with the same number of bytes, keeping nothing. Both have the same clients, in a process of their
+with the same number of bytes, keeping nothing; what the router's flushes cost is the measurement of
+`benchmarks/durability.py`. Both have the same clients, in a process of their
 own. Both, and the numbers of clients, take turns: the router keeps what its workers may have to
 repeat, and the first use of a virtual machine's memory may cost more than all else, so that what
 is measured later is slower. Of many clients with 64 MB, 16 are served at a time, so that the bare

@@ -2,10 +2,10 @@
 
     python benchmarks/simulator.py [--quick] [--json] [--full] [part …]
 
-Parts: speed, memory, fidelity (minutes, with a live cluster), eta, packing, valleys, cluster,
-pareto, rollout_gpus, and drain, which takes hours and so is only run by name; by default all the
-others. Everything runs through the scheduler's own core. `--full` adds three months of full groups
-to speed and memory (minutes), and takes whole traces instead of samples (drain)."""
+Parts: speed, memory, fidelity (minutes, with a live cluster), eta, packing, valleys, starvation,
+cluster, pareto, rollout_gpus, and drain, which takes hours and so is only run by name; by default
+all the others. Everything runs through the scheduler's own core. `--full` adds three months of full
+groups to speed and memory (minutes), and takes whole traces instead of samples (drain)."""
 
 import sys
 
@@ -20,6 +20,7 @@ from benchmarks.simulating import (
     pareto,
     rollout_gpus,
     speed,
+    starvation,
     valleys,
 )
 from benchmarks.sizes import sized
@@ -34,6 +35,7 @@ PARTS = {
     "eta": eta.measure,
     "packing": packing.measure,
     "valleys": valleys.measure,
+    "starvation": starvation.measure,
     "cluster": cluster.measure,
     "pareto": pareto.measure,
     "rollout_gpus": rollout_gpus.measure,

@@ -52,7 +52,8 @@
     │   ├── DeviceUnavailableError     503  device_unavailable (no such device)
     │   └── DeviceMemoryFullError      507  device_memory_full
     └── StorageError                   507  storage
-        ├── JournalUnavailableError    503  journal_unavailable (no answer from the database)
+        ├── StorageUnavailableError    503  storage_unavailable (retry when it is mended)
+        │   └── JournalUnavailableError 503 journal_unavailable (of the journal's disk or database)
         ├── StorageFullError           507  storage_full      (retry when there is space)
         │   ├── JournalFullError       507  journal_full
         │   └── StateTierFullError     507  state_tier_full
@@ -60,18 +61,15 @@
         ├── LeaseLostError             503  lease_lost        (another scheduler took over)
         ├── StateLostError             500  state_lost
         └── CorruptStateError          500  corrupt_state
+            └── PayloadLostError       500  payload_lost      (`details["payload"]`)
+Over HTTP, `Retry-After` means: send the valid request again later. A final error has none."""
 
-Over HTTP, a `Retry-After` header means: the request is valid, send it again later. The final error
-of an operation never has it. `code` and `status` are stable, `details` holds plain values.
-"""
-
-import errno
 from collections.abc import Mapping
-from typing import ClassVar, Final
+from typing import ClassVar
 
 
 class PlexRLError(Exception):
-    """Base of all errors. `details` holds the message's names and numbers as JSON values."""
+    """Base of all errors. `code` and `status` are stable; `details` holds JSON values."""
 
     code: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
@@ -82,7 +80,7 @@ class PlexRLError(Exception):
         self.details: dict[str, object] = details
 
     def to_wire(self) -> dict[str, object]:
-        """The error as plain values: `{"code", "message", "details"}`."""
+        """The error as plain values."""
         return {"code": self.code, "message": self.message, "details": self.details}
 
 
@@ -243,8 +241,7 @@ class WrongWorkerError(ConflictError):
 
 
 class EarlierFailureError(ConflictError):
-    """An earlier operation failed, and the controller has not acknowledged the failure. `details`
-    names its `operation`, `deployment` and `kind`; `from_wire` sets `__cause__` to its error."""
+    """An earlier failure, which `details` and `__cause__` hold, has not been acknowledged."""
 
     code = "earlier_failure"
 
@@ -355,8 +352,7 @@ class StoreUnavailableError(UnavailableError):
 
 
 class NoAnswerError(UnavailableError):
-    """A part of the cluster did not answer in time. It may have carried out the request; the
-    request may be repeated with the same ids."""
+    """A part did not answer in time, and may have carried out the request: repeat the same ids."""
 
     code = "no_answer"
     status = 504
@@ -401,8 +397,7 @@ class DeviceUnavailableError(DeviceError):
 
 
 class DeviceMemoryFullError(DeviceError):
-    """Others use too much device memory. `details` of a refused load: its `rank`; `holders`, each
-    with `deployment`, `rank`, `lent_bytes`, `process_bytes`; bytes of other processes."""
+    """Others use too much device memory: `details` names `rank`, `holders` and foreign bytes."""
 
     code = "device_memory_full"
     status = 507
@@ -415,22 +410,23 @@ class StorageError(PlexRLError):
     status = 507
 
 
-NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Values of `errno` that mean `StorageFullError`."""
-
-
 class StorageFullError(StorageError):
-    """A disk, a memory file system or a configured capacity is full. Nothing was changed: the same
-    request succeeds when there is space. Retry after `details["retry_after_s"]` seconds."""
+    """A disk or capacity is full. Nothing was changed: retry after `details["retry_after_s"]`."""
 
     code = "storage_full"
 
 
-class JournalUnavailableError(StorageError):
-    """The journal's database does not answer. The same request succeeds when it does."""
+class StorageUnavailableError(StorageError):
+    """A disk, mount or database fails or is away. The same request succeeds once it is mended."""
+
+    code = "storage_unavailable"
+    status = 503
+
+
+class JournalUnavailableError(StorageUnavailableError):
+    """The journal's database does not answer."""
 
     code = "journal_unavailable"
-    status = 503
 
 
 class JournalFullError(StorageFullError):
@@ -473,6 +469,12 @@ class CorruptStateError(StorageError):
     status = 500
 
 
+class PayloadLostError(CorruptStateError):
+    """The blob `details["payload"]` is damaged or missing, and could not be sent again."""
+
+    code = "payload_lost"
+
+
 def _collect(root: type[PlexRLError]) -> dict[str, type[PlexRLError]]:
     children = (_collect(child) for child in root.__subclasses__())
     return {root.code: root} | {code: kind for found in children for code, kind in found.items()}
@@ -481,20 +483,18 @@ def _collect(root: type[PlexRLError]) -> dict[str, type[PlexRLError]]:
 _KINDS: dict[str, type[PlexRLError]] = _collect(PlexRLError)
 
 
-def is_storage_full(code: str) -> bool:
-    """Whether errors with this code mean that a storage is full."""
-    return issubclass(_KINDS.get(code, PlexRLError), StorageFullError)
+def is_storage_held(code: str) -> bool:
+    """Whether errors with this code mean a storage that is full, or fails until it is mended."""
+    return issubclass(_KINDS.get(code, PlexRLError), StorageFullError | StorageUnavailableError)
 
 
 def from_wire(body: object) -> PlexRLError:
     """The error that `to_wire` encoded; an unknown code becomes a plain `PlexRLError`."""
     if not isinstance(body, Mapping):
         return PlexRLError("the other side failed without a reason: see its log")
-    details = body.get("details")
-    plain = {str(k): v for k, v in details.items()} if isinstance(details, Mapping) else {}
-    kind = _KINDS.get(str(body.get("code")), PlexRLError)
-    error = kind(str(body.get("message", "no message")))
-    error.details = plain
+    error = _KINDS.get(str(body.get("code")), PlexRLError)(str(body.get("message", "no message")))
+    if isinstance(details := body.get("details"), Mapping):
+        error.details = {str(k): v for k, v in details.items()}
     if isinstance(error, EarlierFailureError):
-        error.__cause__ = from_wire(plain.get("cause"))
+        error.__cause__ = from_wire(error.details.get("cause"))
     return error

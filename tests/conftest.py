@@ -13,6 +13,9 @@ import pytest
 from hypothesis import settings
 
 from plexrl.process.garbage_collection import rare_collections
+from tests.lost_workers import pytest_xdist_make_scheduler
+
+__all__ = ["pytest_xdist_make_scheduler"]
 
 # How long an example takes says nothing on a machine that others use too.
 settings.register_profile("plexrl", deadline=None, print_blob=True)
@@ -29,7 +32,7 @@ sys.dont_write_bytecode = False
 # A process has one fork server. If the first test to use it did not need torch, each rank of each
 # later test would load torch for itself, which takes five seconds.
 multiprocessing.set_forkserver_preload(
-    ["plexrl.worker.agent.preload", "tests.statemanager.soak_worker"]
+    ["plexrl.worker.agent.fork_server.preload", "tests.statemanager.soak_worker"]
 )
 
 ROOMS = ("scheduler", "statemanager", "router", "worker", "rollout", "sim", "traces")
@@ -39,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What the whole suite can be told."""
     parser.addoption("--fault-seed", default="1", help="of the moments and victims of fault runs")
     parser.addoption("--fault-seconds", default="240", help="of faults in tests/hosts")
+    parser.addoption("--fault-cuts", default="5", help="power cuts of each run in tests/faults")
     parser.addoption("--rollout-histories", default="10000", help="random ones in tests/rollout")
 
 

@@ -26,6 +26,14 @@ class SmallDisk:
                 except OSError:
                     continue
 
+    def make_read_only(self) -> None:
+        """Refuse writes, as a disk does after errors; no file may be open for writing."""
+        subprocess.run(["mount", "-o", "remount,ro", str(self.path)], check=True)
+
+    def make_writable(self) -> None:
+        """Take writes again."""
+        subprocess.run(["mount", "-o", "remount,rw", str(self.path)], check=True)
+
     def free(self) -> None:
         """Give the room back."""
         self._ballast.unlink()

@@ -254,7 +254,7 @@ def test_only_entry_points_read_the_environment() -> None:
                     "startup.py",
                     "children.py",
                     "agent.py",
-                    "fork_server_lifeline.py",
+                    "lifeline.py",
                 )
                 if path.name not in starts_children:
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")

@@ -53,9 +53,10 @@ def first_line(running: Process) -> str:
 
 
 @contextmanager
-def bare_server() -> Iterator[int]:
-    """The port of a bare uvicorn endpoint."""
-    with process("-m", "benchmarks.routing.bare_server") as running:
+def bare_server(flushed_in: str = "") -> Iterator[int]:
+    """The port of a bare uvicorn endpoint; with a folder, it flushes there what it gets."""
+    words = (flushed_in,) if flushed_in else ()
+    with process("-m", "benchmarks.routing.bare_server", *words) as running:
         yield int(first_line(running))
 
 

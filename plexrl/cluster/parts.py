@@ -110,6 +110,7 @@ def scheduler_part(
             **options.settings.scheduler,
             **(settings or {}),
         },
+        (folders.run,),
     )
 
 
@@ -159,6 +160,7 @@ def rollout_part(
             "tls": None if head is None else asdict(head.files(ROLLOUT)),
             "data_dir": str(folders.data),
         },
+        (folders.run,),
     )
 
 
@@ -172,6 +174,7 @@ def options_of_nodes(options: ClusterOptions) -> ClusterOptions:
         host_memory_bytes=options.host_memory_bytes,
         nvme_bytes=options.nvme_bytes,
         checkpoint_url=options.checkpoint_url,
+        part_stuck_s=options.part_stuck_s,
         settings=PartSettings(statemanager=given.statemanager, agent=given.agent),
     )
 
@@ -204,6 +207,7 @@ def node_parts(
             **_statemanager_links(links),
             **given,
         },
+        (folders.run, run, folders.shared_memory, folders.shared_memory / node),
     )
     agent = Part(
         f"agent-{node}",
@@ -226,9 +230,11 @@ def node_parts(
             "cores": list(config.cores),
             "gpu_uuids": list(config.gpu_uuids),
             "gpu_kind": config.gpu_kind,
+            "part_stuck_s": options.part_stuck_s,
             **_agent_links(node, links, serves_nixl=bool(given.get("serve_nixl"))),
             **options.settings.agent,
         },
+        (folders.run, run),
     )
     return statemanager, agent
 

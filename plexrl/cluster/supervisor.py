@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -35,6 +35,7 @@ from plexrl.process.children.restart_log import PartRecord
 from plexrl.process.children.supervision import logged_to, run_until_end
 from plexrl.process.folders.folders import Folders
 from plexrl.process.folders.operator_key import operator_key, write_private
+from plexrl.process.folders.rotated_log import keep_logs_bounded
 from plexrl.process.plain_text import PlainFormatter
 from plexrl.rollout.on_demand import first_rollout, has_rollouts
 
@@ -90,7 +91,7 @@ class LocalNodes:
         self._options = options
         self._folders = folders
         self._head = head
-        self._processes = PartProcesses(folders, record)
+        self._processes = PartProcesses(folders, record, stuck_s=options.part_stuck_s)
         self._parts: list[Part] = []
 
     async def start(self) -> None:
@@ -162,7 +163,7 @@ class Supervisor:
     ) -> None:
         endpoint_file = self._folders.data / ENDPOINT_FILE
         endpoint_file.unlink(missing_ok=True)
-        processes = PartProcesses(self._folders, self._record)
+        processes = PartProcesses(self._folders, self._record, stuck_s=self._options.part_stuck_s)
         scheduler: Part | None = None
         others: list[Part] = []
         background: list[asyncio.Task[None]] = []
@@ -171,6 +172,7 @@ class Supervisor:
             self._folders.make()
             held.enter_context(logged_to(self._folders.data / "logs" / "up.log"))
             self._folders.sweep()
+            background.append(asyncio.create_task(keep_logs_bounded(self._folders.data / "logs")))
             key = operator_key(self._folders.data)
             ports = choose_ports(self._options, self._folders.data)
             if self._options.network is not None:
@@ -208,17 +210,21 @@ class Supervisor:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
-            # First, so that no script joins a cluster that is ending.
-            endpoint_file.unlink(missing_ok=True)
-            if service is not None:
-                await service.close()
-            await processes.unwatch()
-            for part in reversed(others):
-                await processes.end(part)
-            await self._nodes.stop()
-            if scheduler is not None:
-                await processes.end(scheduler)
-            self._folders.remove()
+            # First, so that no script joins a cluster that is ending. A file that cannot be removed
+            # does no harm: its process is gone then.
+            with suppress(OSError):
+                endpoint_file.unlink(missing_ok=True)
+            try:
+                if service is not None:
+                    await service.close()
+                await processes.unwatch()
+                for part in reversed(others):
+                    await processes.end(part)
+                await self._nodes.stop()
+                if scheduler is not None:
+                    await processes.end(scheduler)
+            finally:
+                self._folders.remove()
             LOG.info("the cluster has ended")
 
     def _control_plane(self, key: str, ports: Sequence[int]) -> list[Part]:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.process.children.pulse import beat, must_beat
 from plexrl.process.lifeline import die_with_named_parent
 from plexrl.process.plain_text import PlainFormatter
 
@@ -103,16 +104,28 @@ def set_up_process(*, ends_with_parent: bool = True) -> None:
 
 
 def run_until_signal(
-    serve: Callable[[asyncio.Event], Awaitable[None]], *, ends_with_parent: bool = True
+    serve: Callable[[asyncio.Event], Awaitable[None]],
+    *,
+    ends_with_parent: bool = True,
+    works: Callable[[], object] | None = None,
 ) -> None:
-    """Run `serve` in an event loop. SIGTERM and SIGINT set the event that is passed to `serve`."""
+    """Run `serve` in an event loop. SIGTERM and SIGINT set the event that is passed to `serve`.
+    `works` is as for `plexrl.process.children.pulse.beat`."""
     set_up_process(ends_with_parent=ends_with_parent)
+    beats = must_beat(os.environ)
 
     async def run() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, stop.set)
-        await serve(stop)
+        beating = asyncio.create_task(beat(works)) if beats else None
+        # The first beat comes before the report that this process serves.
+        await asyncio.sleep(0)
+        try:
+            await serve(stop)
+        finally:
+            if beating is not None:
+                beating.cancel()
 
     asyncio.run(run())

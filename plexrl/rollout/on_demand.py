@@ -4,6 +4,7 @@ Most clusters have none, so the service is started when it is needed.
 """
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from plexrl.wire.links.credentials import Role
 from plexrl.wire.links.dial import Link, serve
 from plexrl.wire.rpc import Peer
 
+LOOK_S = 1.0
+"""Interval of looks whether the socket is there."""
 START_S = 1.0
 """How long the service takes to start, for clients that try again."""
 Plain = dict[str, Any]
@@ -26,7 +29,8 @@ def has_rollouts(data_dir: Path) -> bool:
 
 async def first_rollout(address: UnixAddress) -> None:
     """Serve at `address` as a rollout service without rollouts; return, and stop serving, once a
-    client wants to create one. The client is told to try again.
+    client wants to create one. The client is told to try again. If the socket is removed, listen
+    again.
 
     Raises:
         OSError: the address cannot be listened on.
@@ -61,11 +65,19 @@ async def first_rollout(address: UnixAddress) -> None:
         finally:
             peers.discard(peer)
 
-    server = await serve(address, None, on_link, roles=(Role.ROUTER,))
-    try:
-        await wanted.wait()
-    finally:
-        server.close()
-        # A router that asked for something else must find the service by a new connection.
-        for each in [*peers]:
-            each.close()
+    while not wanted.is_set():
+        server = await serve(address, None, on_link, roles=(Role.ROUTER,))
+        try:
+            await _wanted_or_gone(wanted, Path(address.path))
+        finally:
+            server.close()
+            # A router that asked for something else must find the service by a new connection.
+            for each in [*peers]:
+                each.close()
+
+
+async def _wanted_or_gone(wanted: asyncio.Event, path: Path) -> None:
+    while not wanted.is_set() and await asyncio.to_thread(path.exists):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await wanted.wait()

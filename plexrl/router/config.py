@@ -61,6 +61,10 @@ class RouterConfig:
     header_timeout_s: float = 10.0
     """Time limit for a request's head, from the start of the connection or the head's first byte;
     also the idle limit of a connection without a key."""
+    model_roots: tuple[str, ...] = ()
+    """Directories of the nodes below which every tenant may load models; empty: none. A tenant may
+    also load those below its own `model_roots` (`plexrl tenants set`) and its own checkpoints. An
+    operator may load any directory."""
     metrics_row_bytes_max: int = 64 << 10
     """Largest row of a job's metrics."""
     metrics_job_bytes_max: int = 64 << 20
@@ -69,6 +73,9 @@ class RouterConfig:
     """Checkpoints of a tenant without a bound of its own."""
     tenant_checkpoint_bytes_max: int | None = None
     """Bytes of these checkpoints; absent: half of the disk."""
+    audit_bytes_max: int = 256 << 20
+    """Bound on the log of requests that change something (`audit/` of `data_dir`), which is
+    rotated."""
     connections_max: int | None = None
     """Bound on open connections; absent: `connections.CONNECTIONS_MAX`. The limit on file
     descriptors may lower it."""
@@ -91,6 +98,7 @@ class RouterConfig:
             "metrics_job_bytes_max",
             "tenant_checkpoints_max",
             "tenant_checkpoint_bytes_max",
+            "audit_bytes_max",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -98,6 +106,9 @@ class RouterConfig:
         for name in ("data_url", "checkpoint_url"):
             if location := getattr(self, name):
                 check_location(name, location)
+        for root in self.model_roots:
+            if not root.startswith("/"):
+                raise InvalidRequestError(f"model_roots: {root!r} is not an absolute path")
         for name in ("header_timeout_s", "body_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InvalidRequestError(f"{name} must be a finite number of seconds above 0")

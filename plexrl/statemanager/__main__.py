@@ -30,6 +30,7 @@ with rare_collections():
     from plexrl.statemanager.observe.health import Health
     from plexrl.statemanager.observe.http import ObservationServer
     from plexrl.statemanager.store.store import Store
+    from plexrl.statemanager.store.tiers.eviction.policy import TierName
     from plexrl.statemanager.transfer.transport.nixl import NixlLender
     from plexrl.statemanager.transfer.transport.tcp.server import TcpServer
 
@@ -98,7 +99,12 @@ def main() -> None:
             server.close()
         remove_socket(config.listen)
 
-    run_until_signal(serve, ends_with_parent=options.end_with_parent)
+    # All requests need the catalog's lock, which no move holds for long.
+    run_until_signal(
+        serve,
+        ends_with_parent=options.end_with_parent,
+        works=lambda: store.used_bytes(TierName.NVME),
+    )
     remaining = store.persist() if config.persist_on_exit else []
     if remaining:
         # They are complete, and a daemon that starts on this directory recovers them.

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from plexrl.errors import InvalidRequestError, StorageError
+from plexrl.process.folders.durable_files import flush_tree, rename_durably
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.storage.location import is_url
 from plexrl.storage.object_store import ObjectStore
@@ -75,7 +76,8 @@ def _copy(store: ObjectStore, attempt: str, target: Path, *, weights: bool) -> N
                 [(each.key, 0, each.nbytes)],
                 lambda _, start, data, fd=fd: _write(fd, data, start),  # type: ignore[misc]
             )
-    part.rename(target)
+    flush_tree(part)
+    rename_durably(part, target)
 
 
 def _write(fd: int, data: bytes, start: int) -> None:

@@ -20,13 +20,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from plexrl.errors import (
-    NO_SPACE,
-    InvalidRequestError,
-    PlexRLError,
-    StorageFullError,
-    StoreUnavailableError,
-)
+from plexrl.errors import InvalidRequestError, PlexRLError, StorageFullError, StoreUnavailableError
+from plexrl.process.folders.disk_errors import NO_SPACE
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem

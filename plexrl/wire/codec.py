@@ -84,7 +84,8 @@ def _float_fields(kind: type) -> tuple[str, ...]:
 
 
 def restore_annotations(kind: type) -> None:
-    """Restore the annotations of a compiled class, and of all dataclasses in its fields.
+    """Restore the annotations of a compiled class, and of all dataclasses and named tuples in its
+    fields.
 
     mypyc keeps only the class of an annotation: `tuple[Segment, ...]` becomes `tuple`, `float |
     None` becomes `type`. msgspec needs the full annotations, so this function reads them from the
@@ -102,15 +103,15 @@ def _restore(kind: type, done: set[type]) -> None:
     if found is not None:
         kind.__annotations__ = found
     for hint in get_type_hints(kind).values():
-        for named in _dataclasses(hint):
+        for named in _records(hint):
             if named not in done:
                 _restore(named, done)
 
 
-def _dataclasses(hint: Any) -> list[type]:
-    if isinstance(hint, type) and is_dataclass(hint):
+def _records(hint: Any) -> list[type]:
+    if isinstance(hint, type) and (is_dataclass(hint) or hasattr(hint, "_fields")):
         return [hint]
-    return [named for part in get_args(hint) for named in _dataclasses(part)]
+    return [named for part in get_args(hint) for named in _records(part)]
 
 
 @cache

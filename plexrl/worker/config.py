@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from plexrl.errors import InvalidRequestError
+from plexrl.process.children.pulse import STUCK_S, check_stuck_s
 from plexrl.statemanager.protocol.network import TRUSTED
 from plexrl.wire.links.credentials import TlsFiles
 from plexrl.wire.links.standing_link import check_scheduler
@@ -68,8 +69,11 @@ class AgentConfig:
     statemanager_address: str = ""
     """Address at which other nodes reach the StateManager: `tls://NODE@HOST:PORT`, or
     `tcp://HOST:PORT` on a trusted network; empty: not reachable."""
+    part_stuck_s: float = STUCK_S
+    """Time without a sign of life after which a worker is killed and replaced; 0: never."""
 
     def __post_init__(self) -> None:
+        check_stuck_s("part_stuck_s", self.part_stuck_s)
         check_scheduler(self.scheduler, self.tls)
         if self.gpus < 1 or self.threads < 1:
             raise InvalidRequestError(

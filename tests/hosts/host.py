@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.hosts.leftovers import record
+from tests.hosts.loop_disk import LoopDisk
 
 REPOSITORY = Path(__file__).parents[2]
 NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--time")
@@ -107,7 +108,10 @@ class Host:
         folder: Path,
         connect: Callable[["Host"], None],
         shared_memory_bytes: int,
+        disk_bytes: int | None = None,
     ) -> None:
+        """`disk_bytes`: the disk is a file system of its own, of this size, which loses in a power
+        cut what was not flushed. None: it is a folder, which loses nothing."""
         self.name = name
         self.index = index
         self.address = f"10.77.0.{index + 1}"
@@ -121,6 +125,8 @@ class Host:
         self._pid = 0
         self._started: list[HostProcess] = []
         self._is_lost = False
+        self._disk_bytes = disk_bytes
+        self._loop_disk: LoopDisk | None = None
 
     @property
     def pid(self) -> int:
@@ -140,6 +146,8 @@ class Host:
         assert not self._is_lost, f"{self.name} is lost"
         if names is not None:
             self._make_disk(names)
+        elif self._loop_disk is not None:
+            self._loop_disk.mount()
         config = self._folder / f"{self.name}.json"
         config.write_text(
             json.dumps(
@@ -181,6 +189,13 @@ class Host:
         for process in self._started:
             process.close()
         self._started.clear()
+        if self._loop_disk is not None:
+            self._loop_disk.cut()
+
+    def flush_disk(self) -> None:
+        """Make durable what a test has prepared on the host's disk."""
+        if self._loop_disk is not None:
+            self._loop_disk.flush()
 
     def lose(self) -> None:
         """Cut the power for good: the host never comes back, and no host reads its disk again."""
@@ -271,10 +286,16 @@ class Host:
         """Cut the power, if it has any."""
         if self.has_power:
             self.power_off()
+        if self._loop_disk is not None:
+            self._loop_disk.unmount()
 
     def _make_disk(self, names: Mapping[str, str]) -> None:
         """A new disk: a home directory, and copies of the files of this machine's `/etc`."""
-        self._disk.mkdir()
+        if self._disk_bytes is None:
+            self._disk.mkdir()
+        else:
+            image = self._folder / f"{self.name}.image"
+            self._loop_disk = LoopDisk(self._disk, image, self._disk_bytes)
         for folder in (
             HOME,
             "/etc",
@@ -295,6 +316,7 @@ class Host:
         _replace(self.on_disk("/etc/hostname"), f"{self.name}\n")
         # There is no name server in the network: a name that is not in the file fails at once.
         _replace(self.on_disk("/etc/resolv.conf"), "")
+        self.flush_disk()
 
 
 def environment() -> dict[str, str]:

@@ -45,6 +45,10 @@ class Jobs:
             for name, process in self._processes.items()
         }
 
+    def printed(self) -> str:
+        """Everything that the controllers have printed."""
+        return "\n".join(process.text() for process in self._processes.values())
+
     def end_at(self, steps: Mapping[str, int]) -> None:
         """Say how many steps each job has."""
         for name, count in steps.items():

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from tests.hosts.loop_disk import unmount_all
+
 PREFIX = "plexrl-hosts-"
 LOCK = "lock"
 
@@ -53,6 +55,7 @@ def remove(folder: Path) -> None:
         if len(words) == 2 and _namespace(int(words[0])) == words[1]:
             with suppress(ProcessLookupError):
                 os.kill(int(words[0]), signal.SIGKILL)
+    unmount_all(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -10,7 +10,7 @@ address that nobody has. Packets vanish in silence, as in a broken switch: no re
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from tests.hosts.host import NAMESPACES, Host
@@ -25,13 +25,21 @@ SHARED_MEMORY_BYTES = 1 << 30
 class Network:
     """Hosts that reach each other, and the links between them."""
 
-    def __init__(self, names: tuple[str, ...], shared_memory_bytes: int) -> None:
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        shared_memory_bytes: int,
+        disk_bytes: Mapping[str, int] | None = None,
+    ) -> None:
+        """`disk_bytes`: sizes of the disks that lose in a power cut what was not flushed, by
+        host."""
+        sizes = disk_bytes or {}
         self._folder, self._lock = make_folder()
         self._cuts: set[tuple[str, str]] = set()
         self._switch = _Switch()
         record(self._folder, SWITCH, self._switch.pid)
         self.hosts = [
-            Host(name, index, self._folder, self._connect, shared_memory_bytes)
+            Host(name, index, self._folder, self._connect, shared_memory_bytes, sizes.get(name))
             for index, name in enumerate(names)
         ]
         self._addresses = {host.name: host.address for host in self.hosts}
@@ -171,9 +179,14 @@ def _ip(pid: int, *commands: str) -> None:
 
 
 @contextmanager
-def hosts(*names: str, shared_memory_bytes: int = SHARED_MEMORY_BYTES) -> Iterator[Network]:
-    """Hosts with these names, while the block runs; iterates over them in this order."""
-    network = Network(names, shared_memory_bytes)
+def hosts(
+    *names: str,
+    shared_memory_bytes: int = SHARED_MEMORY_BYTES,
+    disk_bytes: Mapping[str, int] | None = None,
+) -> Iterator[Network]:
+    """Hosts with these names, while the block runs; iterates over them in this order.
+    `disk_bytes` as in `Network`."""
+    network = Network(names, shared_memory_bytes, disk_bytes)
     try:
         network.power_on()
         yield network

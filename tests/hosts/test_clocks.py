@@ -75,7 +75,7 @@ class ClockCluster(HostCluster):
         self._supervisors[self.head.name] = started
 
     def start_nodes(self) -> None:
-        token = self.ask("node", "token", "--uses", "2")["token"]
+        token = self.ask("node", "token", "--show-key", "--uses", "2")["token"]
         for node, hours in zip(self.nodes, (AHEAD, BEHIND), strict=True):
             too_far = 1.5 if hours > HEAD else -1.5
             set_clock(node, self._library, hours + too_far)

@@ -58,6 +58,26 @@ def test_the_first_creation_starts_the_service_and_other_requests_do_not(tmp_pat
     assert not Path(address.path).exists()
 
 
+def test_a_removed_socket_is_made_again(tmp_path: Path) -> None:
+    address = UnixAddress(str(tmp_path / "rollout.sock"))
+
+    async def ask() -> None:
+        serving = asyncio.create_task(first_rollout(address))
+        for _ in range(2):
+            link, found = RolloutLink(str(address), None), None
+            while found is None:
+                with suppress(UnavailableError):
+                    found = await link.call("list", {"job": None}, timeout_s=10)
+                await asyncio.sleep(0)
+            assert found == {"rollouts": []}
+            await link.close()
+            await asyncio.to_thread(Path(address.path).unlink)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(ask())
+
+
 def test_a_cluster_with_a_stored_rollout_needs_the_service(tmp_path: Path) -> None:
     assert not has_rollouts(tmp_path)
     (tmp_path / FOLDER / "ended-job").mkdir(parents=True)

@@ -191,6 +191,21 @@ def test_surplus_groups_of_a_full_buffer_are_dropped() -> None:
     assert shown(found) == {0: ([], [0, 2])}
 
 
+def test_what_a_drop_makes_surplus_is_dropped_too() -> None:
+    """A complete group moves forward into the batch of one that group 3 shared with group 2."""
+    found = manager(1, 1, extra_groups=1)
+    reserve(found, 0, 0)
+    complete(found, 0)
+    found.consume()
+    for group, version in ((1, 1), (2, 0), (3, 0), (4, 1)):
+        reserve(found, group, version)
+    complete(found, 4)
+    assert not found.is_ready()
+    assert found.drop(SampleGroupId(3)) == (2,)
+    assert found.is_ready()
+    found.check_invariants()
+
+
 def test_a_group_is_complete_without_its_surplus_members() -> None:
     found = manager(0, 1, group_size=2, extra_samples=1)
     group = SampleGroupId(0)

@@ -69,6 +69,8 @@ class FakeCluster:
         self.nodes: dict[str, ev.NodeJoined] = {}
         self.timer_at: float | None = None
         self.has_router = False
+        self.hung: set[tuple[str, int]] = set()
+        """Runs and launches that were sent, and never end."""
         self.interrupted: set[tuple[str, int]] = set()
         """Runs that were told to stop, and are to be continued."""
         self.partials: dict[str, str] = {}
@@ -331,6 +333,15 @@ class FakeCluster:
                 deployment=deployment, rank=0, incarnation=wpg.incarnation, reason="killed"
             )
         )
+
+    def hang(self, chance: random.Random) -> None:
+        """Workers never end a run, or never start."""
+        if self.runs and chance.random() < 0.7:
+            run = self.runs.pop(chance.randrange(len(self.runs)))
+            self.hung.add((run.operation, run.token))
+        elif self.launches:
+            launch = self.launches.pop(chance.randrange(len(self.launches)))
+            self.hung.add((launch.deployment, launch.incarnation))
 
     def execute(
         self, run: cmd.RunOperation, *, report: bool = True, trainer_step: int | None = None

@@ -32,8 +32,9 @@ class _Look:
         self._timers = {what for at, what in context.effects.timers if at > cluster.now - 1e-9}
         # Nothing ever comes due without a wake-up that the shell was asked for.
         self._is_awake = not context.effects.timers or context.effects.timer_at is not None
-        self._sent = {(run.operation, run.token) for run in cluster.runs}
-        self._launches = {(each.deployment, each.incarnation) for each in cluster.launches}
+        sent = {(run.operation, run.token) for run in cluster.runs}
+        launches = {(each.deployment, each.incarnation) for each in cluster.launches}
+        self._sent, self._launches = sent | cluster.hung, launches | cluster.hung
         self._migrations = {each.deployment for each in cluster.migrations}
 
     def stuck(self) -> Iterator[str]:
@@ -76,6 +77,9 @@ class _Look:
             command = deployment.moving if deployment.moving.operation == name else None
         if command is None:
             return False
+        # A worker that hangs never reports: only its deadline ends its run.
+        if timers.overdue(deployment.deployment) not in self._timers:
+            return False
         return (name, command.token) in self._sent or not self._cluster.has_router
 
     def _goes_on(self, deployment: Deployment, seen: set[OperationId]) -> bool:
@@ -87,8 +91,9 @@ class _Look:
                 return name in cluster.waiting or name in cluster.fillers
             case WpgState.LAUNCHING | WpgState.RECOVERING:
                 key = (deployment.deployment, deployment.processes.incarnation)
+                has_deadline = timers.overdue(deployment.deployment) in self._timers
                 return (
-                    key in self._launches
+                    (key in self._launches and has_deadline)
                     or timers.launch(deployment.deployment) in self._timers
                     or self._misses_a_node(deployment)
                 )

@@ -66,6 +66,7 @@ class History:
             lost_nodes_return=chance.random() < 0.8,
             launch_attempts=chance.choice((3, 100)),
             relief_after_s=chance.choice((0.0, 60.0)),
+            operation_overdue_s=20.0,
         )
         self.jobs = 0
         self.count = 0
@@ -92,18 +93,16 @@ class History:
             *((self.node, 4), (self.drain, 2), (self.kill, 2), (self.pass_time, 8)),
             *((self.end_job, 1), (self.restart, 1), (self.router, 1), (self.quota, 1)),
             *((self.cycle, 5), (self.leave_job, 2), (self.attach_job, 2), (self.relayout, 1)),
-            (self.end_deployment, 1),
+            *((self.end_deployment, 1), (self.hang, 2)),
         )
-        whats = [what for what, _ in moves]
-        weights = [weight for _, weight in moves]
+        whats, weights = zip(*moves, strict=True)
         for _ in range(chance.choice((2, 4, 6))):
             self.submit_job()
         self.cycle()
         for _ in range(steps):
             (what,) = chance.choices(whats, weights)
             what()
-            found = stuck(self.cluster)
-            assert not found, f"after {what.__name__}: {found[0]}"
+            assert not (found := stuck(self.cluster)), f"after {what.__name__}: {found[0]}"
         self.quiesce()
 
     # What can happen
@@ -158,8 +157,7 @@ class History:
     def submit(self) -> None:
         if not self.deployments:
             return
-        chance = self.chance
-        name = chance.choice(sorted(self.deployments))
+        name = (chance := self.chance).choice(sorted(self.deployments))
         source: str | None = None
         if self.deployments[name] == "rollout":
             kind = chance.choice(("generate", "sync_weights", "sync_weights", "barrier"))
@@ -275,11 +273,13 @@ class History:
         if self.cluster.runs:
             self.cluster.execute(self.chance.choice(self.cluster.runs), report=False)
 
+    def hang(self) -> None:
+        self.cluster.hang(self.chance)
+
     def report_again(self) -> None:
         """A report of before comes once more, now that it is not true any more."""
         if self.cluster.reports:
-            report = self.chance.choice(self.cluster.reports[-20:])
-            self.cluster.send(report)
+            self.cluster.send(self.chance.choice(self.cluster.reports[-20:]))
 
     def node(self) -> None:
         node = self.chance.choice(NODES)

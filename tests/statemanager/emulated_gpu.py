@@ -14,15 +14,14 @@ class EmulatedArena(CudaArena):
     """Its addresses are addresses of this process. Without memory behind them, any access ends the
     process, as it ends a kernel's."""
 
-    def __init__(self, driver: EmulatedCuda, nbytes: int, *, uuid: str) -> None:
-        super().__init__(driver, nbytes, uuid=uuid)
-        self._memory = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
-
     @property
     def buffer(self) -> memoryview:
-        """The whole arena. It must have memory, as for torch on a real GPU."""
+        """The whole arena, which it keeps alive, as `ArenaBytes` does. It must have memory, as for
+        torch on a real GPU."""
         assert self.is_attached, "torch asks the driver for the device of an address"
-        return memoryview(self._memory).cast("B")
+        memory = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
+        memory.arena = self  # type: ignore[attr-defined]  # ctypes lets objects have attributes
+        return memoryview(memory).cast("B")
 
 
 class EmulatedGraphs:

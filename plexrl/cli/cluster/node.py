@@ -14,6 +14,8 @@ from plexrl.cli.terminal.context import (
     Cells,
     DataDir,
     Json,
+    ShowKey,
+    check_shown,
     local_time,
     print_line,
     print_records,
@@ -115,6 +117,7 @@ def token(
     ] = None,
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
+    show_key: ShowKey = False,
 ) -> None:
     """Make a token with which a machine joins (on the head)."""
     from plexrl.cluster.join.tokens import create_token, revoke_token, token_id
@@ -130,6 +133,7 @@ def token(
                 "revoke` ends them."
             )
         return
+    check_shown(show_key=show_key)
     made, entry = create_token(ledger, authority.fingerprint, ttl_s=_seconds(ttl), uses=uses)
     address = _join_address(data_dir)
     command = f"plexrl node join {address or 'tls://HEAD:PORT'} --token {made}"

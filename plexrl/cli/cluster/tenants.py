@@ -6,7 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
-from plexrl.cli.terminal.context import GIB, Access, Cells, Output, local_time, print_records
+from plexrl.cli.terminal.context import (
+    GIB,
+    Access,
+    Cells,
+    Output,
+    ShowKey,
+    check_shown,
+    local_time,
+    print_records,
+)
 from plexrl.cli.terminal.help import CommandGroup
 from plexrl.cli.terminal.option_groups import option_name, with_option_groups
 
@@ -28,8 +37,10 @@ def create_tenant(
     name: Annotated[str, typer.Argument(help="Letters, digits, '.', '_' and '-'.")],
     access: Access,
     output: Output,
+    show_key: ShowKey = False,
 ) -> None:
     """Create a tenant; its API key is shown only now."""
+    check_shown(show_key=show_key)
     with access.open() as cluster:
         found = {"tenant": name, "api_key": cluster.create_tenant(name)}
     output.table({"tenant": "tenant", "API key": "api_key"}, [found], found)
@@ -60,8 +71,9 @@ def list_keys(name: Name, access: Access, output: Output) -> None:
 
 @tenants_app.command("rotate")
 @with_option_groups
-def rotate_key(name: Name, access: Access, output: Output) -> None:
+def rotate_key(name: Name, access: Access, output: Output, show_key: ShowKey = False) -> None:
     """Create a new API key for a tenant, shown only now; old keys stay valid until revoked."""
+    check_shown(show_key=show_key)
     with access.open() as cluster:
         found = cluster.rotate_key(name)
     output.table({"tenant": lambda _: name, "key": "key", "API key": "api_key"}, [found], found)
@@ -106,6 +118,12 @@ class Settings:
             "none for the cluster's."
         ),
     ] = None
+    model_roots: Annotated[
+        str | None,
+        typer.Option(
+            help="Directories below which it may load models, separated by commas, or none."
+        ),
+    ] = None
 
 
 @tenants_app.command("set")
@@ -148,6 +166,9 @@ def _show(output: Output, tenants: list[dict[str, Any]], found: Any) -> None:
             "GiB of checkpoints": lambda each: _of(
                 each["checkpoint_bytes"], each["checkpoint_bytes_bound"], _gib
             ),
+            "model roots": lambda each: (
+                "any" if each["is_operator"] else ", ".join(each["model_roots"])
+            ),
         }
         print_records("Storage", cells, tenants)
 
@@ -155,6 +176,8 @@ def _show(output: Output, tenants: list[dict[str, Any]], found: Any) -> None:
 def _setting(key: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
+    if key == "model_roots":
+        return [] if value == "none" else [root.strip() for root in value.split(",")]
     if value == "none":
         return None
     try:
@@ -174,4 +197,6 @@ def _gib(nbytes: int) -> str:
 
 
 def _hours(gpu_seconds: float) -> str:
-    return f"{gpu_seconds / 3600:.3f}"
+    # Three digits, whatever the size: a budget of one second is not 0.000 hours.
+    hours = gpu_seconds / 3600
+    return f"{hours:.3f}" if hours >= 1 or not hours else f"{hours:.3g}"

@@ -315,7 +315,7 @@ def _any_policy(scenario: Scenario) -> Scenario:
     return replace(scenario, policy="")
 
 
-_SETTINGS = ("seed", "jitter", "staleness", "load", "switch")
+_SETTINGS = ("seed", "jitter", "staleness", "load", "switch", "starvation")
 
 
 def setting(scenario: Scenario, name: str) -> str:
@@ -326,6 +326,7 @@ def setting(scenario: Scenario, name: str) -> str:
         "staleness": scenario.behaviour.staleness,
         "load": scenario.load_max,
         "switch": scenario.switch_s,
+        "starvation": scenario.starvation_bound_s,
     }[name]
     if value is None:
         return ""

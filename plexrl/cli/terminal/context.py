@@ -18,7 +18,7 @@ import typer
 from plexrl.cli.terminal.tables import table_lines, wrapped
 from plexrl.cluster.data_dir.folder import DATA_DIR as DATA_DIR
 from plexrl.cluster.data_dir.folder import data_dir_at
-from plexrl.errors import ConnectionLostError
+from plexrl.errors import ConnectionLostError, InvalidRequestError
 from plexrl.process.plain_text import many_lines, one_line
 
 if TYPE_CHECKING:
@@ -90,6 +90,22 @@ class Output:
             write_json(records if found is None else found)
         else:
             print_records(title, cells, records)
+
+
+ShowKey = Annotated[
+    bool,
+    typer.Option("--show-key", help="Print the secret although the output is no terminal."),
+]
+
+
+def check_shown(*, show_key: bool) -> None:
+    """Refuse to print a secret to a stream that is no terminal and may be kept in a log, unless the
+    user asks for it. Raises `InvalidRequestError`; call it before the secret is made."""
+    if not show_key and not sys.stdout.isatty():
+        raise InvalidRequestError(
+            "this command prints a secret, and its output is no terminal, so that a log may keep "
+            "it: add --show-key, and send the output where only you can read it"
+        )
 
 
 # All output of the command line passes through the functions below. They escape control characters,

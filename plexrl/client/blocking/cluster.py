@@ -218,6 +218,7 @@ class Cluster:
         checkpoints_max: int | UnsetType | None = UNSET,
         checkpoint_bytes_max: int | UnsetType | None = UNSET,
         slo: float | UnsetType | None = UNSET,
+        model_roots: Sequence[str] | UnsetType = UNSET,
     ) -> Plain:
         """Change the settings of the tenant `name` (operator only). Returns the changed tenant.
 
@@ -226,6 +227,8 @@ class Cluster:
         that hold GPUs and `live_jobs_max` that have not ended; `gpus_max` GPUs at a time;
         `gpu_seconds_max` GPU-seconds in total; `checkpoints_max` checkpoints of
         `checkpoint_bytes_max` bytes together. `slo` is that of its later jobs that name none.
+        `model_roots` are absolute paths of directories below which it may load models, beside those
+        of the cluster's `model_roots` and its own checkpoints.
 
         An argument that is left out changes nothing. None removes a quota; for `live_jobs_max`,
         `checkpoints_max`, `checkpoint_bytes_max` and `slo` it restores the cluster's own bound.
@@ -240,6 +243,7 @@ class Cluster:
             "checkpoints_max": checkpoints_max,
             "checkpoint_bytes_max": checkpoint_bytes_max,
             "slo": slo,
+            "model_roots": model_roots,
         }
         settings = {key: value for key, value in named.items() if value is not UNSET}
         return self._transport.ask("PATCH", _tenant_path(name), body=settings)

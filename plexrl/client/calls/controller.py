@@ -6,7 +6,7 @@ about the job contains such a failure, so the next call raises it even if no fut
 
 import threading
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 COMPLETED = "COMPLETED"
 """State of a job that ended well."""
+SENT_BYTES_MAX = 64 << 20
+"""Bound on the batches that a controller keeps after they were accepted."""
 LASTING = HALTED - {OperationKind.SYNC_WEIGHTS}
 """Kinds that must finish before a job is completed; synced weights are useless after its end."""
 
@@ -28,13 +30,17 @@ LASTING = HALTED - {OperationKind.SYNC_WEIGHTS}
 class Controller:
     """One controller of one job. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, sent_bytes_max: int = SENT_BYTES_MAX) -> None:
+        """`sent_bytes_max`: bound on the batches that are kept, in case the cluster loses them."""
         self.token = uuid.uuid4().hex
         """Identifies this controller: the cluster accepts requests of the job's latest one only."""
         self._failure: Mapping[str, Any] | None = None
         self._acknowledged_count = 0
         self._awaited: Counter[str] = Counter()
         self._last: dict[str, str] = {}
+        self._sent: OrderedDict[str, Call] = OrderedDict()
+        self._sent_bytes = 0
+        self._sent_bytes_max = sent_bytes_max
         self._lock = threading.Lock()
 
     @property
@@ -88,6 +94,26 @@ class Controller:
         with self._lock:
             self._last[deployment] = operation
 
+    def record_sent(self, operation: str, call: Call) -> None:
+        """Keep a submission with a batch, in case the cluster loses the batch; the oldest ones go
+        beyond the bound."""
+        with self._lock:
+            self._forget_sent(operation)
+            self._sent[operation] = call
+            self._sent_bytes += len(call.content or b"")
+            while self._sent_bytes > self._sent_bytes_max:
+                self._forget_sent(next(iter(self._sent)))
+
+    def sent(self, operation: str) -> Call | None:
+        """The submission of an operation, if it is still kept."""
+        with self._lock:
+            return self._sent.get(operation)
+
+    def _forget_sent(self, operation: str) -> None:
+        call = self._sent.pop(operation, None)
+        if call is not None:
+            self._sent_bytes -= len(call.content or b"")
+
     def last_operations(self) -> list[str]:
         """The last operation of each deployment whose effect must outlive the job."""
         with self._lock:
@@ -108,6 +134,8 @@ def submit(
         count = controller.acknowledged_count
     view: dict[str, Any] = (yield submission.call.within(deadline_s)).json()
     if controller is not None:
+        if submission.has_batch:
+            controller.record_sent(str(view["operation"]), submission.call)
         controller.receive_failure(view.get("job_failure"), count)
         if submission.kind in LASTING:
             controller.record_last(submission.deployment, str(view["operation"]))

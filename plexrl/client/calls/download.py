@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 from plexrl.client.calls.transport import Call, Transport
 from plexrl.errors import InvalidRequestError, StorageError
+from plexrl.process.folders.durable_files import flush_tree, rename_durably
 
 PIECE_BYTES = 16 << 20
 
@@ -29,7 +30,8 @@ def download(transport: Transport, path: str, folder: str | os.PathLike[str]) ->
                 raise InvalidRequestError(f"the checkpoint has a file outside it: {file['path']!r}")
             place.parent.mkdir(parents=True, exist_ok=True)
             _download(transport, path, listing["version"], file, place)
-        part.rename(target)
+        flush_tree(part)
+        rename_durably(part, target)
     except OSError as error:
         raise StorageError(f"{target} cannot be written: {error}: check its disk") from error
     finally:

@@ -4,6 +4,7 @@ import logging
 import threading
 from urllib.parse import quote
 
+from plexrl.client.calls.controller import Controller
 from plexrl.client.calls.transport import Call, Transport
 from plexrl.errors import (
     ConnectionLostError,
@@ -24,8 +25,9 @@ def send_heartbeats(
 
 
 def beat(transport: Transport, job: str, within_s: float | None = None) -> None:
-    """Send one heartbeat and store the job's failure from the response. While the cluster is busy
-    the call waits, or fails after `within_s` seconds if given."""
+    """Send one heartbeat and store the job's failure from the response; send payloads again that
+    the cluster has lost. While the cluster is busy the call waits, or fails after `within_s`
+    seconds if given."""
     controller = transport.controller
     assert controller is not None, "only the job's controller sends heartbeats"
     path = f"/v1/jobs/{quote(job)}/heartbeat"
@@ -33,7 +35,20 @@ def beat(transport: Transport, job: str, within_s: float | None = None) -> None:
     call = Call(method="POST", path=path)
     if within_s is not None:
         call = call.limited_to(within_s)
-    controller.receive_failure(transport.request(call).json().get("failure"), count)
+    reply = transport.request(call).json()
+    controller.receive_failure(reply.get("failure"), count)
+    for operation in reply.get("lost_payloads", ()):
+        _send_again(transport, controller, operation)
+
+
+def _send_again(transport: Transport, controller: Controller, operation: str) -> None:
+    """Submit an operation again whose payload the cluster has lost."""
+    call = controller.sent(operation)
+    if call is None:
+        LOG.warning("the cluster lost the payload of %s, which is no longer kept here", operation)
+        return
+    LOG.warning("the cluster lost the payload of %s: sending it again", operation)
+    transport.request(call)
 
 
 def _beat(transport: Transport, job: str, ended: threading.Event, period_s: float) -> None:

@@ -59,6 +59,11 @@ class Submission:
     deployment: str
     kind: OperationKind
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether the request carries tensors."""
+        return self.call.content_type != JSON
+
 
 def submission(
     deployment: str,

@@ -22,6 +22,7 @@ from plexrl.client.profiling.decode_profile import (
 )
 from plexrl.client.profiling.profile_grid import STEPS, EngineSize, GridPoint, grid
 from plexrl.errors import ConflictError, InvalidRequestError, StorageError
+from plexrl.process.folders.durable_files import write_durably
 from plexrl.wire.operations import SamplingParams
 
 if TYPE_CHECKING:
@@ -206,10 +207,8 @@ class DecodeProfiler:
             time.sleep(POLL_S)
 
     def _write(self, profile: DecodeProfile) -> None:
-        part = self._path.with_name(f".{self._path.name}.part")
         try:
-            part.write_text(profile.to_json())
-            part.replace(self._path)
+            write_durably(self._path, profile.to_json().encode())
         except OSError as error:
             raise StorageError(f"{self._path} cannot be written: {error}") from error
 

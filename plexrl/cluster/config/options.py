@@ -9,6 +9,7 @@ from typing import Any
 from plexrl.cluster.config.network import NetworkOptions
 from plexrl.errors import InvalidRequestError
 from plexrl.events.config import BrokerConfig
+from plexrl.process.children.pulse import STUCK_S, check_stuck_s
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import POLICIES
 from plexrl.storage.location import check_location
@@ -177,6 +178,9 @@ class ClusterOptions:
     network: NetworkOptions | None = None
     """How other machines reach this cluster; absent: all parts are on this machine, and links are
     Unix sockets."""
+    part_stuck_s: float = STUCK_S
+    """Time without a sign of life after which a part of the cluster or a worker is killed and
+    replaced; 0: never. After a quarter of it the part is named as the condition `part_stuck`."""
     settings: PartSettings = field(default_factory=PartSettings)
     """Further settings of the parts, from the configuration file."""
     events: BrokerConfig | None = None
@@ -197,6 +201,7 @@ class ClusterOptions:
         return ",".join(f"{scheme}://{host_port(host, port)}" for port in ports)
 
     def __post_init__(self) -> None:
+        check_stuck_s("part_stuck_s", self.part_stuck_s)
         for name, (least, most) in RANGES.items():
             value = getattr(self, name)
             # Written so that NaN, which compares as false, is refused too.

@@ -8,6 +8,7 @@ from typing import Any
 
 from plexrl.cluster.data_dir.folder import OTHERWISE, is_locked
 from plexrl.errors import ConflictError
+from plexrl.process.folders.operator_key import NAME as KEY_NAME
 from plexrl.process.folders.operator_key import operator_key
 
 NAME = "cluster.json"
@@ -34,12 +35,17 @@ class Endpoint:
     join_address: str = ""
     """Where other machines join as nodes; empty: none can."""
 
+    @property
+    def key_file(self) -> Path:
+        """The private file with the operator's key."""
+        return Path(self.data_dir) / KEY_NAME
+
     def to_json(self) -> str:
-        """The output of `plexrl up --json`, with the key."""
+        """The output of `plexrl up --json`: where the key is, but not the key itself."""
         return json.dumps(
             {
                 "url": self.url,
-                "api_key": self.api_key,
+                "key_file": str(self.key_file),
                 "pid": self.pid,
                 "data_dir": self.data_dir,
                 **(self._network() if self.join_address else {}),

@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from plexrl.cluster.config.options import ClusterOptions
+from plexrl.process.folders.durable_files import write_durably
 
 LOG = logging.getLogger(__name__)
 
@@ -112,9 +113,7 @@ def _read(path: Path) -> list[int]:
 def _write(path: Path, ports: list[int]) -> None:
     if _read(path)[: len(ports)] == ports:
         return
-    part = path.with_suffix(".part")
     try:
-        part.write_text(json.dumps(ports))
-        part.rename(path)
+        write_durably(path, json.dumps(ports).encode())
     except OSError as error:
         LOG.warning("the ports %s were not stored for the next start: %s", ports, error)

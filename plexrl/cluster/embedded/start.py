@@ -20,6 +20,7 @@ from plexrl.cluster.embedded.notices import notify_user
 from plexrl.cluster.embedded.script_lock import ScriptLock
 from plexrl.errors import PlexRLError, UnavailableError, from_wire
 from plexrl.process.folders.leftovers import make_temporary_data
+from plexrl.process.folders.operator_key import operator_key
 from plexrl.process.folders.private_folder import make_private_folder
 
 LOG = logging.getLogger(__name__)
@@ -202,7 +203,8 @@ def _start(
         raise _start_error(folder, reply, is_temporary="temporary" in options)
     # The supervisor may outlive this process's use of it; the wait avoids a zombie.
     threading.Thread(target=process.wait, daemon=True).start()
-    endpoint = Endpoint(reply["url"], reply["api_key"], reply["pid"], reply["data_dir"], True)
+    key = operator_key(Path(reply["data_dir"]))
+    endpoint = Endpoint(reply["url"], key, reply["pid"], reply["data_dir"], True)
     return EmbeddedCluster(endpoint, script, process)
 
 

@@ -5,7 +5,6 @@ Certificates are valid from `CLOCK_SKEW` before they are made, because clocks of
 
 import hashlib
 import ipaddress
-import os
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -189,11 +188,6 @@ def _create(folder: Path, cluster: str) -> Authority:
     # The certificate last: it says that the authority is complete.
     write_private(folder / KEY, _key_pem(key).decode())
     write_private(folder / CERTIFICATE, made.pem.decode())
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     return made
 
 

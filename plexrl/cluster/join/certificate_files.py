@@ -10,7 +10,6 @@ is repeated after a crash has the same key, so that the head recognises it.
 """
 
 import hashlib
-import os
 import shutil
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -22,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from plexrl.cluster.join.authority import CLOCK_SKEW, make_request
 from plexrl.errors import StorageError
+from plexrl.process.folders.durable_files import rename_durably
 from plexrl.process.folders.operator_key import write_private
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.wire.links.credentials import TlsFiles
@@ -106,12 +106,10 @@ class CertificateFiles:
                 ("node.key", pending.read_text()),
             ):
                 write_private(new / name, text)
-                _synchronise(new / name)
             link = self._folder / f"{CURRENT}.new"
             link.unlink(missing_ok=True)
             link.symlink_to(new.name)
-            link.rename(self._folder / CURRENT)
-            _synchronise(self._folder)
+            rename_durably(link, self._folder / CURRENT)
             pending.unlink(missing_ok=True)
         except OSError as error:
             raise StorageError(f"the certificate cannot be stored in {new}: {error}") from error
@@ -147,11 +145,3 @@ def renewal_time(certificate: Path) -> datetime:
         raise StorageError(f"the certificate {certificate} cannot be read: {error}") from error
     begins = read.not_valid_before_utc + CLOCK_SKEW
     return begins + RENEWED_AT * (read.not_valid_after_utc - begins)
-
-
-def _synchronise(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

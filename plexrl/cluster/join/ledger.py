@@ -21,6 +21,7 @@ from cryptography import x509
 
 from plexrl.cluster.join.authority import Authority
 from plexrl.errors import ConflictError, JoinTokenError, NotFoundError, StorageError
+from plexrl.process.folders.durable_files import write_durably
 from plexrl.process.folders.operator_key import write_private
 
 NAME = "members.json"
@@ -159,19 +160,8 @@ class Ledger:
             os.close(descriptor)
 
     def _write(self, body: bytes) -> None:
-        part = self._path.with_suffix(".part")
         try:
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(body)
-                file.flush()
-                os.fsync(descriptor)
-            part.rename(self._path)
-            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            write_durably(self._path, body, mode=0o600)
         except OSError as error:
             raise StorageError(f"{self._path} cannot be written: {error}") from error
 

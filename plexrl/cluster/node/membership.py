@@ -6,7 +6,6 @@ ticket.key      key of the StateManagers' tickets
 """
 
 import base64
-import os
 from pathlib import Path
 
 import msgspec
@@ -14,6 +13,7 @@ import msgspec
 from plexrl.cluster.join.certificate_files import CertificateFiles
 from plexrl.cluster.join.messages import Membership
 from plexrl.errors import StorageError
+from plexrl.process.folders.durable_files import write_durably
 from plexrl.process.folders.operator_key import write_private
 
 NAME = "node.json"
@@ -100,9 +100,4 @@ class NodeFolder:
 def _write_key(path: Path, key: bytes) -> None:
     if path.exists() and path.read_bytes() == key:
         return
-    part = path.with_suffix(".part")
-    part.unlink(missing_ok=True)
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(key)
-    part.rename(path)
+    write_durably(path, key, mode=0o600)

@@ -8,6 +8,7 @@ from pathlib import Path
 from plexrl.cluster.config.network import NODE_PORTS, check_fabric, check_host, check_ports
 from plexrl.cluster.config.options import GIB, PartSettings
 from plexrl.errors import InvalidRequestError
+from plexrl.process.children.pulse import STUCK_S, check_stuck_s
 
 DATA_DIR = Path("~/.plexrl-node")
 """Default data directory of a node. Not that of a cluster, since both may be on one machine."""
@@ -55,10 +56,14 @@ class NodeOptions:
     group may then span machines, because collectives (gloo, NCCL) are not encrypted."""
     pin_workers: bool = False
     """Bind the workers of each virtual GPU to cores of their own."""
+    part_stuck_s: float = STUCK_S
+    """Time without a sign of life after which the StateManager, the agent or a worker is killed and
+    replaced; 0: never."""
     settings: PartSettings = field(default_factory=PartSettings)
     """Further settings of the StateManager and the agent, from the configuration file."""
 
     def __post_init__(self) -> None:
+        check_stuck_s("part_stuck_s", self.part_stuck_s)
         for name, (least, most) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:

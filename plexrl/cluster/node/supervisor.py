@@ -26,6 +26,7 @@ from plexrl.errors import (
     InvalidRequestError,
     PermissionDeniedError,
     PlexRLError,
+    StorageError,
     UnavailableError,
 )
 from plexrl.process.children.part import Part
@@ -33,6 +34,7 @@ from plexrl.process.children.processes import ENDED, PartProcesses
 from plexrl.process.children.restart_log import PartRecord
 from plexrl.process.children.supervision import logged_to, run_until_end
 from plexrl.process.folders.folders import Folders
+from plexrl.process.folders.rotated_log import keep_logs_bounded
 from plexrl.wire.links.address import TlsAddress, parse_address
 
 LOG = logging.getLogger(__name__)
@@ -126,11 +128,17 @@ class NodeSupervisor:
         check_shared_memory(cluster)
         with ExitStack() as held:
             held.enter_context(self._locked())
+            # Of a killed node, whose state is in it.
+            has_host_tier = self._folders.shared_memory.exists()
             held.enter_context(self._folders.claimed())
-            self._folders.make()
-            held.enter_context(logged_to(self._folders.data / "logs" / "node.log"))
-            self._folders.sweep()
-            kept = await self._enter()
+            try:
+                self._folders.make()
+                held.enter_context(logged_to(self._folders.data / "logs" / "node.log"))
+                self._folders.sweep()
+                kept = await self._enter()
+            except BaseException:
+                self._folders.remove(with_host_tier=not has_host_tier)
+                raise
             await self._serve(stop, ready, cluster, kept)
 
     async def enter(self) -> Kept:
@@ -212,9 +220,14 @@ class NodeSupervisor:
     ) -> None:
         kept.pid = os.getpid()
         self._files.write(kept)
-        processes = PartProcesses(self._folders, PartRecord(self._folders.parts_file))
+        processes = PartProcesses(
+            self._folders,
+            PartRecord(self._folders.parts_file),
+            stuck_s=self._options.part_stuck_s,
+        )
         statemanager, agent = self._parts(cluster, kept)
         renewing = asyncio.create_task(self._renew(kept))
+        trimming = asyncio.create_task(keep_logs_bounded(self._folders.data / "logs"))
         try:
             await processes.start(statemanager)
             if self._agent is None:
@@ -234,16 +247,22 @@ class NodeSupervisor:
             LOG.info("node %s is ending", kept.node)
         finally:
             renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
+            trimming.cancel()
+            await asyncio.gather(renewing, trimming, return_exceptions=True)
             if self._agent is not None:
                 await self._agent.stop()
-            await processes.unwatch()
-            for part in (agent, statemanager):
-                await processes.end(part)
-            self._folders.remove()
+            try:
+                await processes.unwatch()
+                for part in (agent, statemanager):
+                    await processes.end(part)
+            finally:
+                self._folders.remove()
             if (now := self._files.read()) is not None:
                 now.pid = 0
-                self._files.write(now)
+                try:
+                    self._files.write(now)
+                except (OSError, StorageError) as error:
+                    LOG.warning("the end of the node is not recorded: %s", error)
 
     async def _refresh(self, kept: Kept) -> Kept:
         """Ask the head for the cluster's present addresses. A head that is away is met later."""
@@ -334,6 +353,7 @@ class NodeSupervisor:
             gpu_memory_bytes=memory,
             host_memory_bytes=default_host_bytes(gpus.uuids) if host is None else host,
             nvme_bytes=options.nvme_bytes,
+            part_stuck_s=options.part_stuck_s,
             settings=options.settings,
         )
 

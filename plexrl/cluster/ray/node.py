@@ -73,7 +73,8 @@ class RayNodeActor:
         _make_folders(folders, run_dir)
         self._leftovers = (run_dir, Path(statemanager.config["host_dir"]))
         _log_to(folders.data / "logs" / f"agent-{config.node}.log")
-        self._processes, self._statemanager = PartProcesses(folders), statemanager
+        self._processes = PartProcesses(folders, stuck_s=options.part_stuck_s)
+        self._statemanager = statemanager
         await self._processes.start(statemanager)
         self._processes.watch((statemanager,))
         connected = asyncio.Event()

@@ -16,6 +16,9 @@ class Part:
     name: str
     module: str
     config: dict[str, Any]
+    folders: tuple[Path, ...] = ()
+    """Private folders that hold its sockets and other files, outer ones first. If one disappears,
+    nobody can reach the part any more: the folder is made again, and the part is replaced."""
 
 
 def write_config(part: Part, folders: Folders) -> Path:

@@ -19,10 +19,12 @@ class PartHistory(msgspec.Struct, kw_only=True):
     last_restart_at: float | None = None
     down_since: float | None = None
     """Absent while the part runs."""
+    stuck_since: float | None = None
+    """Absent while the part answers."""
 
 
 class PartRecord:
-    """Counts the restarts of each part. Parts that never ended are not recorded."""
+    """Counts the restarts of each part. Parts that were always well are not recorded."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,6 +35,21 @@ class PartRecord:
         history = self._parts.setdefault(part, PartHistory())
         if history.down_since is None:
             history.down_since = time.time()
+            history.stuck_since = None
+            self._write()
+
+    def silent(self, part: str, silent_s: float) -> None:
+        """Record that a part runs and has not answered for so long."""
+        history = self._parts.setdefault(part, PartHistory())
+        if history.stuck_since is None:
+            history.stuck_since = time.time() - silent_s
+            self._write()
+
+    def answers(self, part: str) -> None:
+        """Record that a part answers again."""
+        history = self._parts.get(part)
+        if history is not None and history.stuck_since is not None:
+            history.stuck_since = None
             self._write()
 
     def restarted(self, part: str) -> None:
@@ -51,7 +68,7 @@ class PartRecord:
 
 
 def read_parts(path: Path) -> dict[str, PartHistory]:
-    """The parts in a `PartRecord`'s file; empty if no part has ended, or there is no file."""
+    """The parts in a `PartRecord`'s file; empty if all were always well, or there is no file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, PartHistory])
     except (OSError, msgspec.MsgspecError):

@@ -6,16 +6,16 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TypeVar
 
+from plexrl.errors import StorageError
+from plexrl.process.folders.rotated_log import RotatedLog
 from plexrl.process.plain_text import PlainFormatter
 from plexrl.process.startup import LOG_FORMAT
 
-LOG_BYTES_MAX = 8 << 20
-LOGS_KEPT = 3
-"""Rotated log files that are kept, each as long as the bound."""
+LOG_BYTES_MAX = 32 << 20
+"""Bound on all files of a supervisor's log."""
 ReadyT = TypeVar("ReadyT")
 
 
@@ -65,8 +65,11 @@ def run_until_end(
 
 @contextmanager
 def logged_to(path: Path) -> Iterator[None]:
-    """Write the supervisor's log to a rotated file."""
-    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES_MAX, backupCount=LOGS_KEPT)
+    """Write the supervisor's log to a rotated file. Raises `StorageError`."""
+    try:
+        handler = RotatedLog(path, LOG_BYTES_MAX)
+    except OSError as error:
+        raise StorageError(f"the log {path} cannot be written ({error}): check its disk") from error
     handler.setFormatter(PlainFormatter(LOG_FORMAT))
     logger = logging.getLogger("plexrl")
     level = logger.level

@@ -74,10 +74,11 @@ class Folders:
         """Remove the leftovers of killed clusters."""
         sweep((TEMPORARY, self.run.parent), self.shared_memory.parent)
 
-    def remove(self) -> None:
+    def remove(self, *, with_host_tier: bool = True) -> None:
         """Remove the folders that must not outlive the cluster."""
         remove_private_folder(self.run)
-        remove_private_folder(self.shared_memory)
+        if with_host_tier:
+            remove_private_folder(self.shared_memory)
 
 
 def _runtime_folder() -> Path:

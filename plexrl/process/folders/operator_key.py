@@ -1,8 +1,9 @@
 """The operator's API key, in a private file of the data directory."""
 
-import os
 import secrets
 from pathlib import Path
+
+from plexrl.process.folders.durable_files import stage_durably, write_durably
 
 NAME = "operator.key"
 
@@ -23,19 +24,11 @@ def operator_key(data_dir: Path) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file atomically by one that only its owner may read."""
-    part = stage_private(path, text)
-    part.rename(path)
+    """Replace a file atomically and durably by one that only its owner may read. Raises
+    `OSError`."""
+    write_durably(path, text.encode(), mode=0o600)
 
 
 def stage_private(path: Path, text: str) -> Path:
-    """Write `text` to a private file that the caller renames to `path`."""
-    part = path.with_suffix(".part")
-    part.unlink(missing_ok=True)
-    part.touch(mode=0o600, exist_ok=False)
-    with part.open("w") as file:
-        file.write(text)
-        file.flush()
-        # Else a power cut may leave an empty or damaged file under the final name.
-        os.fsync(file.fileno())
-    return part
+    """Write `text` to a private file, for `rename_durably` to `path`. Raises `OSError`."""
+    return stage_durably(path, text.encode(), mode=0o600)

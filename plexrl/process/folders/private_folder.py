@@ -12,7 +12,9 @@ import shutil
 import stat
 from pathlib import Path
 
-from plexrl.errors import NO_SPACE, PermissionDeniedError, StorageError, StorageFullError
+from plexrl.errors import PermissionDeniedError, StorageError, StorageFullError
+from plexrl.process.folders.disk_errors import NO_SPACE
+from plexrl.process.folders.durable_files import flush, make_folders_durably
 
 LOG = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ OTHERS = 0o077
 
 
 def make_private_folder(path: Path) -> None:
-    """Create the folder if it is missing, check it, and close it to other users.
+    """Create the folder durably if it is missing, check it, and close it to other users.
 
     If others could enter a folder of this user, its mode is set to 0700 and a warning is logged.
 
@@ -31,7 +33,7 @@ def make_private_folder(path: Path) -> None:
     """
     path = path.absolute()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders_durably(path.parent)
         parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise _refused(path, error) from error
@@ -63,6 +65,7 @@ def is_private_folder(path: Path) -> bool:
 def _make(path: Path, parent: int) -> None:
     try:
         os.mkdir(path.name, mode=0o700, dir_fd=parent)
+        flush(path.parent)
     except FileExistsError:
         _check_owner(path, os.stat(path.name, dir_fd=parent, follow_symlinks=False))
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

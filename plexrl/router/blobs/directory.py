@@ -1,4 +1,9 @@
-"""A blob store in a directory of this machine or on a mount that all routers share."""
+"""A blob store in a directory of this machine or on a mount that all routers share.
+
+A blob is flushed before it gets its name, and its name before `write` or `publish` returns. Many
+blobs are flushed at the same time in threads, so that the file system commits them together; their
+names are flushed by one flush of the folder.
+"""
 
 import asyncio
 import itertools
@@ -6,31 +11,45 @@ import logging
 import os
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import unquote
 
-from plexrl.errors import UnknownOperationError
+import xxhash
+
 from plexrl.ids import BlobRef
+from plexrl.process.folders.durable_files import FolderFlush, create_durably, flush
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.router.blobs.store import (
     PAYLOAD_SUFFIX,
     RECENT_BYTES_MAX,
     RESULT_SUFFIX,
     blob_name,
+    check_digest,
+    lost,
+    missing,
 )
 from plexrl.router.blobs.upload import (
     INLINE_BYTES_MAX,
     Upload,
     map_file,
     receive,
-    write_all,
     write_error,
 )
 from plexrl.wire.tensors import Body
 
 LOG = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+FLUSHES_MAX = 16
+"""Blobs that are written and flushed at a time."""
+READ_BYTES = 1 << 20
+"""Bytes of a large blob that are read and checked at a time."""
 
 _NUMBERS = itertools.count()
 _PROCESS = uuid.uuid4().hex[:12]
@@ -45,14 +64,13 @@ class DirectoryBlobStore:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         make_private_folder(directory)
+        self._names = FolderFlush(directory)
+        self._threads = ThreadPoolExecutor(FLUSHES_MAX, thread_name_prefix="blobs")
         self._recent: OrderedDict[BlobRef, Body] = OrderedDict()
         self._recent_bytes = 0
 
     async def write(self, ref: BlobRef, *parts: Body) -> None:
-        if sum(memoryview(part).nbytes for part in parts) <= INLINE_BYTES_MAX:
-            self._write(ref, parts)
-        else:
-            await asyncio.to_thread(self._write, ref, parts)
+        await self._in_thread(partial(self._write, ref, parts))
 
     async def read(self, ref: BlobRef) -> Body:
         if (recent := self._take_recent(ref)) is not None:
@@ -60,10 +78,14 @@ class DirectoryBlobStore:
         path = self._path(ref)
         try:
             if path.stat().st_size <= INLINE_BYTES_MAX:
-                return path.read_bytes()
-            return map_file(path)
+                body = path.read_bytes()
+                check_digest(ref, xxhash.xxh3_128_hexdigest(body))
+                return body
+            return await self._in_thread(partial(_map_checked, ref, path))
         except FileNotFoundError as error:
-            raise UnknownOperationError(f"the result {ref!r} is no longer kept") from error
+            raise missing(ref) from error
+        except OSError as error:
+            raise lost(ref, str(error)) from error
 
     async def receive(self, chunks: AsyncIterator[bytes], bytes_max: int) -> Upload:
         return await receive(chunks, bytes_max, lambda: self._part_path("upload"))
@@ -73,10 +95,7 @@ class DirectoryBlobStore:
             await self.write(ref, upload.body)
             self._keep_recent(ref, upload.body)
             return
-        try:
-            upload.path.rename(self._path(ref))
-        except OSError as error:
-            raise write_error(self._directory, error) from error
+        await self._in_thread(partial(self._publish, upload.path, ref))
 
     def discard(self, ref: BlobRef) -> None:
         self._take_recent(ref)
@@ -117,7 +136,8 @@ class DirectoryBlobStore:
         return self._directory.stat().st_mtime
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Begin no more writes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _keep_recent(self, ref: BlobRef, body: Body) -> None:
         self._take_recent(ref)
@@ -136,16 +156,39 @@ class DirectoryBlobStore:
         path = self._path(ref)
         part = self._part_path(path.name)
         try:
-            with part.open("wb", buffering=0) as file:
-                for each in parts:
-                    write_all(file.fileno(), [each])
+            create_durably(part, *parts)
             part.rename(path)
+            self._names.flush()
         except OSError as error:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
             raise write_error(self._directory, error) from error
+
+    def _publish(self, part: Path, ref: BlobRef) -> None:
+        try:
+            flush(part)
+            part.rename(self._path(ref))
+            self._names.flush()
+        except OSError as error:
+            raise write_error(self._directory, error) from error
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _part_path(self, name: str) -> Path:
         return self._directory / f"{name[:150]}.{_PROCESS}.{next(_NUMBERS)}.part"
 
     def _path(self, ref: BlobRef) -> Path:
         return self._directory / blob_name(ref)
+
+
+def _map_checked(ref: BlobRef, path: Path) -> Body:
+    """A large blob's bytes, memory-mapped. They are read first: a block that the disk cannot read
+    is an error then, and would be a fatal signal in the map. Raises `OSError`."""
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    check_digest(ref, digest.hexdigest())
+    return map_file(path)

@@ -18,11 +18,20 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
 
-from plexrl.errors import PlexRLError, UnknownOperationError
+import xxhash
+
+from plexrl.errors import PlexRLError
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.local_cache import LocalCache
-from plexrl.router.blobs.store import PAYLOAD_SUFFIX, blob_name
-from plexrl.router.blobs.upload import INLINE_BYTES_MAX, Upload, receive, write_all, write_error
+from plexrl.router.blobs.store import PAYLOAD_SUFFIX, blob_name, check_digest, missing
+from plexrl.router.blobs.upload import (
+    INLINE_BYTES_MAX,
+    Upload,
+    map_file,
+    receive,
+    write_all,
+    write_error,
+)
 from plexrl.storage.object_store import ObjectStore
 from plexrl.wire.tensors import Body
 
@@ -142,11 +151,12 @@ class ObjectBlobStore:
             size = self._store.size(key)
             if size <= INLINE_BYTES_MAX:
                 body = self._store.read(key)
+                check_digest(ref, xxhash.xxh3_128_hexdigest(body))
                 self._cache.keep(ref, body)
                 return body
             return self._fetch_large(ref, key, size)
         except FileNotFoundError as error:
-            raise UnknownOperationError(f"the result {ref!r} is no longer kept") from error
+            raise missing(ref) from error
 
     def _fetch_large(self, ref: BlobRef, key: str, size: int) -> Body:
         path = self._cache.new_path()
@@ -166,6 +176,7 @@ class ObjectBlobStore:
                 self._store.read_ranges([(key, 0, size)], take)
             finally:
                 os.close(fd)
+            check_digest(ref, xxhash.xxh3_128_hexdigest(map_file(path)))
             return self._cache.keep_file(ref, path)
         except BaseException:
             path.unlink(missing_ok=True)

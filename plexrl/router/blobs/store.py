@@ -1,16 +1,25 @@
 """The blob store: payloads and results, written once and then only read.
 
 A reader finds either the whole blob or none. A payload outlives the router that received it, so
-another router can execute the operation. Large blobs are memory-mapped, not read: checks, plans and
-sends use the page cache's own bytes.
+another router can execute the operation; a stored blob survives a power cut. The name of a blob has
+a digest of its bytes, and each read from a store is checked against it: a damaged blob is never
+used. Large blobs are memory-mapped: checks, plans and sends use the page cache's own bytes.
 """
 
 import hashlib
+import re
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
+from plexrl.errors import (
+    PayloadLostError,
+    StorageFullError,
+    StorageUnavailableError,
+    StoreUnavailableError,
+    UnknownOperationError,
+)
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.upload import INLINE_BYTES_MAX as INLINE_BYTES_MAX
 from plexrl.router.blobs.upload import Upload as Upload
@@ -22,8 +31,13 @@ PAYLOAD_SUFFIX = ".in"
 RESULT_SUFFIX = ".out"
 """Ends the name of every result."""
 
+STORE_AWAY = (StorageFullError, StorageUnavailableError, StoreUnavailableError)
+"""Errors of a store that pass once an operator acts."""
+
 RECENT_BYTES_MAX = 64 << 20
 """Bound on small blobs kept in memory."""
+
+_DIGEST = re.compile(r"\.xxh3-([0-9a-f]{32})\.[a-z]+$")
 
 NAME_BYTES_MAX = 200
 """Bound on a file name; file systems allow 255. A longer name is cut, with a digest added."""
@@ -48,7 +62,8 @@ class BlobStore(Protocol):
         """Return a blob's bytes, which must not be changed.
 
         Raises:
-            UnknownOperationError: the blob was discarded.
+            UnknownOperationError: it is a result, which was discarded.
+            PayloadLostError: the blob is damaged, or a payload is missing.
             StoreUnavailableError: the object store does not answer.
         """
         ...
@@ -87,6 +102,38 @@ class BlobStore(Protocol):
     def close(self) -> None:
         """End what runs in the background."""
         ...
+
+
+def digested_ref(stem: str, digest: str, suffix: str) -> BlobRef:
+    """The name of a blob whose bytes have this xxh3-128 digest, in hexadecimal digits."""
+    return BlobRef(f"{stem}.xxh3-{digest}{suffix}")
+
+
+def check_digest(ref: BlobRef, digest: str) -> None:
+    """Check the digest of what was read against the name; a name without a digest is not checked.
+
+    Raises:
+        PayloadLostError: they differ.
+    """
+    named = _DIGEST.search(ref)
+    if named is not None and named[1] != digest:
+        raise lost(ref, "its bytes do not match the digest in its name")
+
+
+def lost(ref: BlobRef, why: str) -> PayloadLostError:
+    """The error for a blob that is damaged or missing."""
+    what = "payload" if ref.endswith(PAYLOAD_SUFFIX) else "result"
+    return PayloadLostError(
+        f"the {what} {ref!r} is damaged or lost ({why}): see the blob store's disk", payload=ref
+    )
+
+
+def missing(ref: BlobRef) -> PayloadLostError | UnknownOperationError:
+    """The error for a blob that does not exist. Only results are deleted while they have a name
+    that somebody may ask for."""
+    if ref.endswith(PAYLOAD_SUFFIX):
+        return lost(ref, "there is no such blob")
+    return UnknownOperationError(f"the result {ref!r} is no longer kept")
 
 
 def blob_name(ref: BlobRef) -> str:

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import xxhash
 
-from plexrl.errors import NO_SPACE, PayloadTooLargeError, StorageError, StorageFullError
+from plexrl.errors import (
+    PayloadTooLargeError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+)
+from plexrl.process.folders.disk_errors import AWAY, NO_SPACE
 from plexrl.wire.framing import MappedFile
 from plexrl.wire.tensors import Body
 
@@ -82,6 +88,12 @@ def write_error(folder: Path, error: OSError) -> StorageError:
             f"the disk of {folder} is full ({error.strerror}): free space there; the same request "
             "succeeds then",
             path=str(folder),
+            retry_after_s=FULL_RETRY_S,
+        )
+    if error.errno in AWAY:
+        return StorageUnavailableError(
+            f"{folder} cannot be written ({error}): check its disk, mount and owner; the same "
+            "request succeeds then",
             retry_after_s=FULL_RETRY_S,
         )
     return StorageError(f"{folder} cannot be written ({error}): check its disk and its owner")

@@ -9,15 +9,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from plexrl.errors import (
     DeviceMemoryFullError,
     ExecutionError,
     PlexRLError,
-    StorageFullError,
-    StoreUnavailableError,
 )
 from plexrl.ids import BlobRef
-from plexrl.router.blobs.store import PAYLOAD_SUFFIX, RESULT_SUFFIX, BlobStore
+from plexrl.router.blobs.store import (
+    INLINE_BYTES_MAX,
+    PAYLOAD_SUFFIX,
+    RESULT_SUFFIX,
+    STORE_AWAY,
+    BlobStore,
+    digested_ref,
+)
 from plexrl.router.dispatch.continuation import unfinished_rows
 from plexrl.router.dispatch.reductions import gather_metrics, gather_moves, state_moved
 from plexrl.router.dispatch.run_parts import SPLIT_KINDS, RunParts, join, join_samples, split
@@ -249,6 +256,15 @@ class Executor:
         if current is not None and current.task is task:
             del self._runs[operation]
 
+    def unreachable(self) -> list[tuple[WorkerName, float]]:
+        """The workers to which requests wait for a connection, and since when, in seconds since the
+        epoch. They may live: the scheduler has not said that they are gone."""
+        return [
+            (worker, link.unreachable_since)
+            for worker, link in self._links.items()
+            if link.unreachable_since is not None
+        ]
+
     def link(self, worker: WorkerName, address: str) -> WorkerLink:
         """The connection to a worker; it is made on first use.
 
@@ -370,10 +386,12 @@ class Executor:
             run = self._runs.get(command.operation)
             if run is not None and run.is_interrupted:
                 unfinished = await asyncio.to_thread(_unfinished_rows, body)
-            ref = BlobRef(f"{command.operation}{RESULT_SUFFIX}")
+            digest = await _digest(body)
+            ref = digested_ref(command.operation, digest, RESULT_SUFFIX)
             if unfinished:
                 # Kept like a payload for as long as the operation may be continued.
-                ref = BlobRef(f"{command.operation}.{command.token}.partial{PAYLOAD_SUFFIX}")
+                stem = f"{command.operation}.{command.token}.partial"
+                ref = digested_ref(stem, digest, PAYLOAD_SUFFIX)
             await self._store(command, ref, body)
         compute_s = max(float(header["compute_s"]) for header, _ in finished)
         self._report(
@@ -417,7 +435,7 @@ class Executor:
                 try:
                     await self._blobs.write(ref, *body)
                     return
-                except (StorageFullError, StoreUnavailableError) as error:
+                except STORE_AWAY as error:
                     if command.operation not in self._unstored:
                         LOG.warning(
                             "the result of %s waits for its store: %s", command.operation, error
@@ -450,6 +468,18 @@ def _cause(failed: "Sequence[Plain]") -> Plain:
     errors: list[Plain] = [reply["error"] for reply in failed]
     lacking = [each for each in errors if each.get("code") == DeviceMemoryFullError.code]
     return (lacking or errors)[0]
+
+
+async def _digest(body: "Sequence[Body]") -> str:
+    def compute() -> str:
+        digest = xxhash.xxh3_128()
+        for part in body:
+            digest.update(part)
+        return digest.hexdigest()
+
+    if sum(memoryview(part).nbytes for part in body) <= INLINE_BYTES_MAX:
+        return compute()
+    return await asyncio.to_thread(compute)
 
 
 def _unfinished_rows(body: "Sequence[Body]") -> int:

@@ -7,6 +7,7 @@ gone.
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
 from plexrl.errors import (
@@ -57,6 +58,8 @@ class WorkerLink:
         # Held for a whole frame, so that frames do not mix and keep the order of the calls.
         self._sending = asyncio.Lock()
         self._gone = asyncio.Event()
+        self.unreachable_since: float | None = None
+        """Since when requests wait for a connection, in seconds since the epoch; None: none do."""
 
     async def run(
         self, name: RunName, header: Header, payload: Sequence[Buffer], payload_name: str = ""
@@ -79,6 +82,7 @@ class WorkerLink:
             except RETRIED as error:
                 LOG.info("%s: %s; repeating the request", self._address, error)
                 if self._socket is None:
+                    self.unreachable_since = self.unreachable_since or time.time()
                     await self._pause(pause_s)
                     pause_s = min(2 * pause_s, RECONNECT_S_MAX)
             finally:
@@ -116,6 +120,7 @@ class WorkerLink:
             if self._socket is None:
                 connecting = FrameSocket.connect(self._address, self._credentials)
                 self._socket = connection = await connecting
+                self.unreachable_since = None
                 self._staged = ""
                 self._reading = asyncio.create_task(self._read(connection))
                 # A done callback also runs if the task is cancelled before its first step.
@@ -139,6 +144,7 @@ class WorkerLink:
     def worker_gone(self) -> None:
         """The scheduler says that the worker has ended: its runs raise `WorkerGoneError`."""
         self._gone.set()
+        self.unreachable_since = None
         self._disconnect()
         self._wake(ConnectionLostError(f"{self.worker} has ended"))
 

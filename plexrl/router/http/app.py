@@ -41,10 +41,11 @@ from plexrl.router.http.schemas import ErrorResponse
 from plexrl.router.http.server.request_limits import BodyRefusedError, RequestLimits, close_after
 from plexrl.router.http.server.shutdown import RetryOnShutdown
 from plexrl.router.http.services import RouterServices
-from plexrl.router.job_files.checkpoint_access import CheckpointAccess
 from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 from plexrl.router.job_files.metrics_log import MetricsFiles, MetricsLog
 from plexrl.router.job_files.metrics_objects import MetricsObjects
+from plexrl.router.job_files.model_access import ModelAccess
+from plexrl.router.observe.audit_log import AuditLog
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.rollouts import RolloutViews
 from plexrl.router.observe.spans import SpanSender
@@ -94,6 +95,12 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, RouterServices]:
         error_response=_plexrl_error,
         bytes_max=config.json_bytes_max,
         timeout_s=config.body_timeout_s,
+    )
+    app.add_middleware(
+        AuditLog,
+        data_dir=services.data_dir,
+        router=config.router,
+        bytes_max=config.audit_bytes_max,
     )
     # Starlette tries routes in this order. An operation's id may contain slashes, so longer paths
     # come before the path that ends with the id. After that the busiest come first.
@@ -171,14 +178,14 @@ def _make_services(config: RouterConfig) -> RouterServices:
         metrics=metrics,
         specs=specs,
         uploads=UploadAdmission(config.arriving_bytes_max, config.tenant_arriving_bytes_max),
-        checkpoint_access=CheckpointAccess(scheduler, checkpoint_url),
+        model_access=ModelAccess(scheduler, checkpoint_url, config.model_roots),
         checkpoint_quota=quota,
         keys=keys,
         engines=Engines(executor),
         rollouts=rollouts,
         rollout_views=RolloutViews(rollouts),
         disconnects=CancelOnDisconnect(scheduler),
-        health=ClusterHealth(scheduler, data_dir, parts_file),
+        health=ClusterHealth(scheduler, data_dir, parts_file, unreachable=executor.unreachable),
         data_dir=data_dir,
         threads=threads,
         body_bytes_max=config.body_bytes_max,

@@ -1,16 +1,22 @@
 """API keys: who sends a request, with a cache of the scheduler's replies."""
 
 import hashlib
+import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import AuthenticationError
+from plexrl.router.http.server.refused_keys import RefusedKeys
+from plexrl.scheduler.jobs.tenants import key_id
+from plexrl.wire.links.handshakes import client_network
 from plexrl.wire.rpc import Peer
 
 if TYPE_CHECKING:
     from plexrl.router.execution.scheduler_link import SchedulerLink
+
+LOG = logging.getLogger(__name__)
 
 Plain = dict[str, Any]
 CACHE_S = 60.0
@@ -25,6 +31,8 @@ class Caller:
     is_operator: bool
     controller: str = ""
     """Token of the controller that sent the request; empty: the request has none."""
+    key: str = ""
+    """Id of the key."""
 
     @property
     def scope(self) -> str | None:
@@ -56,22 +64,38 @@ class KeyCache:
 
     def __init__(self) -> None:
         self.scheduler: SchedulerLink | None = None
+        self.refused = RefusedKeys()
         self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
         """By digest of the key: when the entry was made, by the monotonic clock, and the caller."""
         self._clear_count = 0
         """Number of clears. A reply to a request sent before the last clear may be older than a
         revocation and is not cached."""
 
-    async def caller_of(self, key: str) -> Caller:
-        """Return who owns `key`. Raises `AuthenticationError`."""
+    async def caller_of(self, authorization: str, address: str) -> Caller:
+        """Return who owns the key in an `Authorization` header from a client's address.
+
+        Raises:
+            AuthenticationError: the header has no key, or an unknown one.
+            OverloadedError: too many such requests came from the address.
+        """
+        network = client_network(address)
+        try:
+            return await self._caller_of(bearer_key(authorization), network)
+        except AuthenticationError:
+            if (text := self.refused.add(network, time.monotonic())) is not None:
+                LOG.warning("%s", text)
+            raise
+
+    async def _caller_of(self, key: str, network: str) -> Caller:
         digest = key_digest(key)
         entry = self._callers.get(digest)
         if entry is not None and time.monotonic() - entry[0] < CACHE_S:
             return entry[1]
+        self.refused.check(network, time.monotonic())
         clear_count = self._clear_count
         assert self.scheduler is not None
         reply = await self.scheduler.call("authenticate", {"key_digest": digest})
-        caller = Caller(reply["tenant"], bool(reply["is_operator"]))
+        caller = Caller(reply["tenant"], bool(reply["is_operator"]), key=key_id(digest))
         if clear_count == self._clear_count:
             self._callers[digest] = (time.monotonic(), caller)
             while len(self._callers) > CACHE_MAX:

@@ -8,18 +8,18 @@ from fastapi.responses import JSONResponse
 
 from plexrl.errors import (
     ConnectionLostError,
-    JournalUnavailableError,
     LeaseLostError,
     OverloadedError,
     PlexRLError,
     StorageError,
     StorageFullError,
+    StorageUnavailableError,
     UnavailableError,
 )
 
 RETRIABLE = (
-    *(ConnectionLostError, JournalUnavailableError, LeaseLostError),
-    *(OverloadedError, StorageFullError, UnavailableError),
+    *(ConnectionLostError, LeaseLostError, OverloadedError),
+    *(StorageFullError, StorageUnavailableError, UnavailableError),
 )
 """Refusals after which the same request, unchanged, succeeds later."""
 

@@ -29,6 +29,9 @@ def _plain(name: str) -> str:
 PlainText = Annotated[str, AfterValidator(_plain)]
 """Text that is shown to operators as a name."""
 
+Directory = Annotated[PlainText, Field(pattern="^/", max_length=4096)]
+"""An absolute path."""
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -71,6 +74,11 @@ class TenantSettings(_Strict):
     )
     slo: WaitingPart | None = Field(
         None, description="`slo` of jobs that name none; null: the cluster's `waiting_part_max`"
+    )
+    model_roots: list[Directory] = Field(
+        [],
+        max_length=64,
+        description="directories below which the tenant may load models, beside the cluster's",
     )
 
 

@@ -24,12 +24,12 @@ from plexrl.router.execution.engines import Engines
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.rollout_link import RolloutLink
 from plexrl.router.execution.scheduler_link import SchedulerLink
-from plexrl.router.http.authentication import Caller, KeyCache, bearer_key
+from plexrl.router.http.authentication import Caller, KeyCache
 from plexrl.router.http.server.request_limits import BODY_KEY, BodyRefusedError, LimitedBody
 from plexrl.router.http.server.shutdown import Shutdown
-from plexrl.router.job_files.checkpoint_access import CheckpointAccess
 from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 from plexrl.router.job_files.metrics_log import MetricsLog
+from plexrl.router.job_files.model_access import ModelAccess
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.rollouts import RolloutViews
 from plexrl.router.streams.cancel_on_disconnect import CancelOnDisconnect
@@ -52,7 +52,7 @@ class RouterServices:
     metrics: MetricsLog
     specs: DeploymentSpecs
     uploads: UploadAdmission
-    checkpoint_access: CheckpointAccess
+    model_access: ModelAccess
     checkpoint_quota: CheckpointQuota
     keys: KeyCache
     engines: Engines
@@ -72,9 +72,12 @@ class RouterServices:
 
         Raises:
             AuthenticationError: the request has no key or an unknown one.
+            OverloadedError: too many such requests came from the same address.
         """
-        caller = await self.keys.caller_of(bearer_key(request.headers.get("authorization", "")))
+        address = request.client.host if request.client else ""
+        caller = await self.keys.caller_of(request.headers.get("authorization", ""), address)
         request.state.is_operator = caller.is_operator
+        request.state.tenant, request.state.key = caller.tenant, caller.key
         return replace(caller, controller=request.headers.get(CONTROLLER_HEADER, ""))
 
     async def operator(self, request: Request) -> Caller:
@@ -116,6 +119,11 @@ class RouterServices:
         """Return the scheduler's view of a deployment. Raises `UnknownDeploymentError`."""
         fields = {"deployment": deployment, **caller.claim}
         return await self.scheduler.call("get_deployment", fields)
+
+    async def check_job(self, caller: Caller, job: str) -> None:
+        """Check that the caller may see a job, which another controller may have. Raises
+        `UnknownJobError`."""
+        await self.scheduler.call("get_job", {"job": job, **caller.rights})
 
     @asynccontextmanager
     async def upload(self, request: Request, caller: Caller) -> AsyncIterator[Upload]:

@@ -3,12 +3,14 @@
 import json
 import os
 import time
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
 from plexrl.client.data.metric_rows import json_number
 from plexrl.errors import PayloadTooLargeError, QuotaExceededError
+from plexrl.process.folders.durable_files import flush
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.router.blobs.upload import write_all, write_error
 
@@ -54,11 +56,14 @@ class MetricsFiles:
     def append(self, job: str, step: int, values: dict[str, float]) -> None:
         line = encode_row(step, values, self._row_bytes_max)
         try:
-            with self._path(job).open("ab", buffering=0) as file:
-                size = file.seek(0, os.SEEK_END)
+            with self._path(job).open("a+b", buffering=0) as file:
+                size = _drop_partial_line(file)
                 check_quota(job, size, len(line), self._job_bytes_max)
                 try:
                     write_all(file.fileno(), [line])
+                    os.fsync(file.fileno())
+                    if not size:
+                        flush(self._directory)
                 except OSError:
                     # A partial line would make the whole file unreadable.
                     file.truncate(size)
@@ -87,6 +92,17 @@ class MetricsFiles:
 
     def _path(self, job: str) -> Path:
         return self._directory / f"{quote(job, safe='')}.jsonl"
+
+
+def _drop_partial_line(file: FileIO) -> int:
+    """Cut off what a power cut left of a row that was not acknowledged; returns the size."""
+    size = file.seek(0, os.SEEK_END)
+    if not size or os.pread(file.fileno(), 1, size - 1) == b"\n":
+        return size
+    start = max(0, size - PAGE_BYTES)
+    size = start + os.pread(file.fileno(), size - start, start).rfind(b"\n") + 1
+    file.truncate(size)
+    return size
 
 
 def encode_row(step: int, values: dict[str, float], bytes_max: int) -> bytes:

@@ -10,13 +10,16 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from plexrl.errors import PlexRLError, StorageFullError, UnavailableError
 from plexrl.process.children.restart_log import PartHistory, read_parts
 from plexrl.process.conditions import Conditions
+from plexrl.process.folders.folder_watch import Finding, FolderWatch
 from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.worker.process.server import WorkerName
 
 LOG = logging.getLogger(__name__)
 
@@ -24,6 +27,9 @@ Plain = dict[str, Any]
 CACHE_S = 2.0
 """Probes within this time share one check."""
 SCHEDULER_TIMEOUT_S = 2.0
+UNREACHABLE_S = 15.0
+"""After so long without a connection a worker is named: most are only being replaced."""
+NAMED_MAX = 10
 FREE_BYTES_MIN = 64 << 20
 """Free space on the data directory's disk below which the disk counts as full."""
 
@@ -37,13 +43,18 @@ class ClusterHealth:
         data_dir: Path,
         parts_file: Path | None,
         free_bytes_min: int = FREE_BYTES_MIN,
+        unreachable: Callable[[], Sequence[tuple[WorkerName, float]]] = tuple,
     ) -> None:
+        """`unreachable`: as `Executor.unreachable`."""
         self._scheduler = scheduler
         self._data_dir = data_dir
         self._parts_file = parts_file
         self._free_bytes_min = free_bytes_min
         self._checking: asyncio.Task[list[Plain]] | None = None
         self._checked_at = -CACHE_S
+        self._unreachable = unreachable
+        self._folders = FolderWatch("this router", (data_dir,))
+        self._folder_since: dict[Finding, float] = {}
         self._own = Conditions()
         """Conditions that this router found itself."""
 
@@ -62,6 +73,13 @@ class ClusterHealth:
 
     def parts(self) -> dict[str, PartHistory]:
         """The parts that have ended at least once since the cluster's start."""
+        return {
+            part: history
+            for part, history in self._recorded().items()
+            if history.restarts or history.down_since is not None
+        }
+
+    def _recorded(self) -> dict[str, PartHistory]:
         return {} if self._parts_file is None else read_parts(self._parts_file)
 
     async def conditions(self) -> list[Plain]:
@@ -73,18 +91,57 @@ class ClusterHealth:
         return await asyncio.shield(self._checking)
 
     async def _check(self) -> list[Plain]:
+        recorded = self._recorded()
         parts = [
             {
                 "code": "part_down",
                 "message": f"{part} ended and is being restarted",
                 "since": history.down_since,
             }
-            for part, history in self.parts().items()
+            for part, history in recorded.items()
             if history.down_since is not None
         ]
+        parts += [
+            {
+                "code": "part_stuck",
+                "message": f"{part} runs and does not answer: it is replaced if it goes on so",
+                "since": history.stuck_since,
+            }
+            for part, history in recorded.items()
+            if history.stuck_since is not None
+        ]
         scheduler = await self._scheduler_conditions()
-        self._check_disk()
-        return [*parts, *scheduler, *self._own.view()]
+        folders = await self._folder_conditions()
+        if not folders:
+            self._check_disk()
+        return [*parts, *scheduler, *folders, *self._unreachable_workers(), *self._own.view()]
+
+    async def _folder_conditions(self) -> list[Plain]:
+        now, known = time.time(), self._folder_since
+        found = await self._folders.look()
+        self._folder_since = {each: known.get(each, now) for each in found}
+        return [
+            {"code": code, "message": message, "since": since}
+            for (code, message), since in self._folder_since.items()
+        ]
+
+    def _unreachable_workers(self) -> list[Plain]:
+        now = time.time()
+        found = [each for each in self._unreachable() if now - each[1] > UNREACHABLE_S]
+        if not found:
+            return []
+        names = ", ".join(f"{each.deployment} rank {each.rank}" for each, _ in found[:NAMED_MAX])
+        message = (
+            f"no connection to {len(found)} workers, whose operations wait: {names}: see to the "
+            "network between this router and their nodes"
+        )
+        return [
+            {
+                "code": "workers_unreachable",
+                "message": message,
+                "since": min(since for _, since in found),
+            }
+        ]
 
     async def _scheduler_conditions(self) -> list[Plain]:
         try:

@@ -80,6 +80,25 @@ class WaitCollector(Collector):
         )
 
 
+class RefusedKeysCollector(Collector):
+    """Requests without a valid API key that this router refused."""
+
+    def __init__(self, count: int, limited_count: int) -> None:
+        """`count` were answered 401, `limited_count` 429."""
+        self._counts = {"401": count, "429": limited_count}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric."""
+        refused = CounterMetricFamily(
+            "plexrl_refused_keys",
+            "Requests without a valid API key that this router refused, by status.",
+            labels=["status"],
+        )
+        for status, count in self._counts.items():
+            refused.add_metric([status], count)
+        yield refused
+
+
 class ServiceLevelCollector(Collector):
     """The part of their time that live jobs wait for others, beside the part that they accept."""
 

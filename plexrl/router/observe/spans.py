@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.process.folders.durable_files import create_durably, rename_durably
 from plexrl.wire.operation_phases import phases
 
 if TYPE_CHECKING:
@@ -147,8 +148,8 @@ class SpanSender:
     def _write_position(self, after: int) -> None:
         # Several routers may write the same file, so each uses a temporary file of its own.
         part = self._position_file.with_suffix(f".{uuid.uuid4().hex[:12]}.part")
-        part.write_text(json.dumps({"after": after}))
-        part.rename(self._position_file)
+        create_durably(part, json.dumps({"after": after}).encode())
+        rename_durably(part, self._position_file)
 
 
 def _exporter(endpoint: str) -> "SpanExporter":

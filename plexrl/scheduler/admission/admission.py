@@ -59,18 +59,18 @@ def admit(cluster: Cluster, effects: Effects, now: float) -> list[Deployment]:
     is_due, all_waiting = waiting.must_continue, waiting.must_retry
     newcomers = waiting.take_newcomers()
     if going_on is not None:
-        if all_waiting and not going_on.has_begun_again:
-            cluster.drop_pass()
-            going_on = cluster.admission = AdmissionPass(cluster, now, None)
-            going_on.has_begun_again = True
+        if all_waiting and not going_on.progress.has_begun_again:
+            going_on = AdmissionPass.begin(cluster, now, None, has_begun_again=True)
+            cluster.admission = going_on
         else:
-            waiting.defer(newcomers, must_retry=all_waiting)
+            going_on.progress.deferred_newcomers += newcomers
+            going_on.progress.deferred_retry |= all_waiting
         # An event between has work of its own; the pending timer continues the pass.
         return _continue(cluster, effects, going_on, now) if is_due else []
     still_waiting = [name for name in newcomers if name in waiting]
     if not (waiting if all_waiting else still_waiting):
         return []
-    begun = AdmissionPass(cluster, now, None if all_waiting else still_waiting)
+    begun = AdmissionPass.begin(cluster, now, None if all_waiting else still_waiting)
     return _continue(cluster, effects, begun, now)
 
 
@@ -78,9 +78,12 @@ def _continue(
     cluster: Cluster, effects: Effects, going_on: AdmissionPass, now: float
 ) -> list[Deployment]:
     placed = going_on.run(now, cluster.settings.config.admission_steps)
-    if going_on.is_over:
+    progress = going_on.progress
+    if progress.is_over:
         cluster.admission = None
-        cluster.waiting.take_deferred()
+        # What was deferred is due in this event.
+        cluster.waiting.newcomers += progress.deferred_newcomers
+        cluster.waiting.must_retry |= progress.deferred_retry
     else:
         cluster.admission = going_on
         effects.wake(now, timers.ADMISSION)

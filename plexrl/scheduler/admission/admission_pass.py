@@ -8,7 +8,8 @@ not be passed, the first of each group of equal blocking requests stands for all
 
 A pass may be interrupted after any number of steps and continued in a later event. The order is
 that of its beginning. Deployments that left the queues meanwhile are skipped; capacity that became
-free meanwhile is the cause of another pass.
+free meanwhile is the cause of another pass. What decides is the state and `PassProgress`, which a
+snapshot holds: so no step may depend on the order of a set, or on that of a table of the queues.
 """
 
 import heapq
@@ -21,14 +22,8 @@ from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.bound import NO_FIT, FitBound
 from plexrl.scheduler.admission.fit.bound_cache import FitBoundCache
 from plexrl.scheduler.admission.fit.feasibility import gang_of, is_possible
-from plexrl.scheduler.admission.order import (
-    AdmissionKey,
-    admission_key,
-    blocks_others,
-    earliest,
-)
+from plexrl.scheduler.admission.order import AdmissionKey, admission_key, blocks_others, earliest
 from plexrl.scheduler.admission.queues.gangs import (
-    BlockingRequest,
     allowed_modes,
     equivalence_key,
     place_all,
@@ -41,17 +36,16 @@ from plexrl.scheduler.admission.queues.pass_entries import (
     Closed,
     Entry,
     IndexId,
+    OwnerEntry,
     PriorityClass,
     index_of,
     size_key,
 )
+from plexrl.scheduler.admission.queues.pass_progress import PassProgress
 from plexrl.scheduler.admission.queues.queue_heads import Head
+from plexrl.scheduler.admission.queues.reservations import Reservations
 from plexrl.scheduler.admission.queues.waiting import Owner, Size, Sizes, size_of
-from plexrl.scheduler.admission.scarcity import (
-    is_covered,
-    is_rival,
-    may_join,
-)
+from plexrl.scheduler.admission.scarcity import is_covered, is_rival, may_join
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.placement import modes
@@ -63,109 +57,90 @@ if TYPE_CHECKING:
 
 
 class AdmissionPass:
-    """The working state of one pass."""
+    """Goes on with a pass, whose state is `progress`: a snapshot holds that, and nothing else."""
 
-    def __init__(
-        self, cluster: Cluster, now: float, newcomers: Sequence[DeploymentId] | None
-    ) -> None:
+    def __init__(self, cluster: Cluster, progress: PassProgress) -> None:
         self._cluster = cluster
-        self._now = now
+        self.progress = progress
+        self._now = progress.began_at
+        self._bounds = FitBoundCache(cluster, progress.refused)
+        self._placed: list[Deployment] = []
+        self._placed_at, self._steps = progress.began_at, 0
+        self._reservations = Reservations(cluster, progress.reserved)
+
+    @classmethod
+    def begin(
+        cls,
+        cluster: Cluster,
+        now: float,
+        newcomers: Sequence[DeploymentId] | None,
+        *,
+        has_begun_again: bool = False,
+    ) -> "AdmissionPass":
+        """A new pass over the `newcomers`; None: over all. `has_begun_again`: it replaces an
+        interrupted one."""
         if newcomers is None:
             cluster.state.searches.clear()
-        self._newcomers = None if newcomers is None else set(newcomers)
-        """The only deployments that may be placed; None: all."""
-        self._bounds = FitBoundCache(cluster)
-        self._heap: list[tuple[AdmissionKey, int]] = []
-        """(key, number of the entry)."""
-        self._entries: list[tuple[Entry, bool]] = []
-        """(entry, whether it is a candidate). An entry that only blocks others is none."""
-        self._blocking_sizes: set[Sizes] | None = set()
-        """Sizes whose blocking requests matter; None: all."""
-        self._candidates = 0
-        """Deployments in the heap that may be placed, and closed queues that may hold some."""
-        self._heads: dict[DeploymentId, tuple[IndexId, Head]] = {}
-        """The head of each index that is in the heap."""
-        self._passed: dict[IndexId, Head] = {}
-        """The last head of each index that was considered."""
-        self._exhausted: dict[IndexId, None] = {}
-        """Indexes in which nothing else may fit."""
-        self._unopened_owners: dict[int, list[Owner]] = {}
-        """The owners of a class that is being opened, last first."""
-        self._unopened: dict[Sizes, int] = {}
-        """Owners whose indexes of these sizes are not open yet, for sizes that may fit."""
-        self._full: dict[Sizes, None] = {}
-        """Sizes for which nothing fits, so their queues need not be opened."""
-        self._skipped: dict[Sizes, list[Owner]] = {}
-        """Owners whose indexes were not opened because the sizes were full."""
-        self._reached: AdmissionKey | None = None
-        """The key of the deployment that is considered."""
-        self._blockers: dict[DeploymentId, tuple[Sizes, Owner]] = {}
-        """Deployments in the heap that stand for equal blocking requests."""
-        self._seen: set[DeploymentId] = set()
-        self._blocking: set[BlockingRequest] = set()
-        """Requests that no deployment behind them may pass."""
-        self._failed: set[tuple[object, ...]] = set()
-        self._gang_searches = 0
-        """Number of gangs whose search failed in this pass."""
-        self._shares: dict[TenantId, float] = {}
-        self._placed: list[Deployment] = []
-        self._placed_at, self._steps = now, 0
-        self._changes = -1
-        """`Waiting.changes` at the end of the last call; -1: there was none."""
-        self.is_over = False
-        self.has_begun_again = False  # it replaces an interrupted pass
+        some = None if newcomers is None else dict.fromkeys(newcomers)
+        progress = PassProgress(began_at=now, newcomers=some, has_begun_again=has_begun_again)
+        return cls(cluster, progress)
 
     def run(self, now: float, steps_max: int | None = None) -> list[Deployment]:
         """Go on for about `steps_max` steps, or until `is_over`; returns what it placed."""
         waiting = self._cluster.waiting
         self._placed, self._placed_at, self._steps = [], now, 0
-        if self._changes < 0:
+        self._reservations.resume(now)
+        if not self.progress.has_begun:
+            self.progress.has_begun = True
             self._fill_heap()
-        elif self._changes != waiting.changes:
-            self._shares.clear()
-            self._candidates = UNKNOWN
-        while self._candidates > 0 and self._heap:
+        else:
+            # A restored pass has no bounds yet, and must find those that this one finds.
+            self._bounds.invalidate()
+            if waiting.has_changed:
+                self.progress.shares.clear()
+                self.progress.candidates = UNKNOWN
+        while self.progress.candidates > 0 and self.progress.heap:
             if steps_max is not None and self._steps >= steps_max:
-                self._changes = waiting.changes
+                waiting.has_changed = False
                 return self._placed
             self._steps += 1
-            key, number = heapq.heappop(self._heap)
-            entry, is_candidate = self._entries[number]
+            key, number = heapq.heappop(self.progress.heap)
+            entry, is_candidate = self.progress.entries[number]
             if isinstance(entry, str) and entry not in waiting:
-                self._candidates -= is_candidate
+                self.progress.candidates -= is_candidate
                 self._skip_departed(entry)
                 continue
             key_now = self._key_of(entry)
             if key_now > key:
                 # Deployments placed in this pass have raised the tenant's share.
-                heapq.heappush(self._heap, (key_now, number))
+                heapq.heappush(self.progress.heap, (key_now, number))
                 continue
             if isinstance(entry, PriorityClass):
                 self._open_class(entry)
-            elif isinstance(entry, Owner):
-                self._open_owner(entry)
+            elif isinstance(entry, OwnerEntry):
+                self._open_owner(entry.owner)
             elif isinstance(entry, Closed):
                 self._open(entry.is_blocking, entry.sizes, entry.owner)
             else:
-                self._candidates -= is_candidate
-                if entry not in self._seen:
-                    self._reached = key
+                self.progress.candidates -= is_candidate
+                if entry not in self.progress.seen:
+                    self.progress.reached = key
                     self._consider(entry)
-        self.is_over = True
+        self.progress.is_over = True
         return self._placed
 
     def _skip_departed(self, name: DeploymentId) -> None:
         """Go on behind a deployment that left the queues while the pass was interrupted."""
-        if name in self._heads and name not in self._seen:
-            self._push_next_head(self._heads.pop(name)[0])
-        if name in self._blockers and name not in self._seen:
-            self._push_next_blocker(*self._blockers.pop(name))
+        if name in self.progress.heads and name not in self.progress.seen:
+            self._push_next_head(self.progress.heads.pop(name)[0])
+        if name in self.progress.blockers and name not in self.progress.seen:
+            self._push_next_blocker(*self.progress.blockers.pop(name))
 
     def _consider(self, name: DeploymentId) -> None:
         cluster = self._cluster
-        head, blocker = self._heads.pop(name, None), self._blockers.pop(name, None)
+        head, blocker = self.progress.heads.pop(name, None), self.progress.blockers.pop(name, None)
         if head is not None:
-            self._passed[head[0]] = head[1]
+            self.progress.passed[head[0]] = head[1]
             if not self._may_fit(*head):
                 # The capacity is reserved for deployments ahead, or gone.
                 self._push_next_head(head[0])
@@ -184,16 +159,16 @@ class AdmissionPass:
         self._steps += len(waiting.heads)
         sizes: set[Size] = set()
         """Sizes that may fit."""
-        if self._newcomers is None:
+        if self.progress.newcomers is None:
             for each, owners in waiting.heads.items():
                 if not self._bounds.of_unit(each).is_empty:
                     sizes.update(each)
-                    self._unopened[each] = len(owners)
-                    self._candidates += len(owners)
-            for name in waiting.of_partial_jobs:
+                    self.progress.unopened[each] = len(owners)
+                    self.progress.candidates += len(owners)
+            for name in sorted(waiting.of_partial_jobs):
                 self._push(name)
         else:
-            for name in self._newcomers:
+            for name in self.progress.newcomers:
                 unit = waiting.unit_of(name)
                 if unit is None:
                     if name in waiting.of_partial_jobs:
@@ -202,30 +177,31 @@ class AdmissionPass:
                 elif self._may_fit(index_of(unit), unit.head):
                     self._push(unit.head.name)
                     sizes.update(unit.sizes)
-            for name in waiting.of_partial_jobs if self._candidates else ():
+            for name in sorted(waiting.of_partial_jobs) if self.progress.candidates else ():
                 if blocks_others(self._cluster, self._cluster.state.deployment(name), self._now):
                     self._push(name, is_candidate=False)
-        if not self._candidates:
+        if not self.progress.candidates:
             return
-        # A blocking request keeps others from groups of its size, and from free GPUs.
-        any_free = any(self._bounds.of(size).free_state_bytes != NO_FIT for size in sizes)
+        # A blocking request keeps others from groups of its size, and from free GPUs; a reservation
+        # also keeps them from groups that end before it.
+        any_free = self._cluster.settings.config.reservations or any(
+            self._bounds.of(size).free_state_bytes != NO_FIT for size in sizes
+        )
         if any_free or waiting.of_partial_jobs:
-            self._blocking_sizes = None
+            self.progress.blocking_sizes = None
         else:
-            self._blocking_sizes = {
-                each
+            self.progress.blocking_sizes = {
+                each: None
                 for each in waiting.blocking_requests
                 if any(is_rival(size, sizes) for size in each)
             }
         for priority in sorted(waiting.blocking_sizes.priorities):
             self._push(PriorityClass(priority), is_candidate=False)
 
-    def _first_blocking(
-        self, queues: "Mapping[float, Queue]"
-    ) -> tuple[float, float, DeploymentId] | None:
+    def _first_blocking(self, queues: "Mapping[float, Queue]") -> tuple[float, float, int] | None:
         """The last three criteria of the lowest key of those that have waited long enough, whether
         or not they could ever get GPUs."""
-        firsts = [(expected_s, queue[0]) for expected_s, queue in queues.items()]
+        firsts = [(expected_s, queue[0][:2]) for expected_s, queue in queues.items()]
         first = earliest(self._cluster.settings, firsts, self._now)
         if first is None or not self._cluster.settings.policy.backfills or first[0] == -math.inf:
             return first
@@ -237,17 +213,18 @@ class AdmissionPass:
         *,
         is_candidate: bool = True,
     ) -> None:
-        heapq.heappush(self._heap, (self._key_of(entry), len(self._entries)))
-        self._entries.append((entry, is_candidate))
-        self._candidates += is_candidate
+        heapq.heappush(self.progress.heap, (self._key_of(entry), len(self.progress.entries)))
+        self.progress.entries.append((entry, is_candidate))
+        self.progress.candidates += is_candidate
 
     def _key_of(self, entry: Entry) -> AdmissionKey:
         """The key of a deployment; for what is closed, the lowest possible key."""
         if isinstance(entry, PriorityClass):
-            return True, -entry.priority, -math.inf, -math.inf, -math.inf, ""
-        if isinstance(entry, Owner):
-            share = self._share(entry.tenant)
-            return True, -entry.priority, share, -math.inf, -math.inf, ""
+            return True, -entry.priority, -math.inf, -math.inf, -math.inf, 0
+        if isinstance(entry, OwnerEntry):
+            tenant, priority = entry.owner
+            share = self._share(tenant)
+            return True, -priority, share, -math.inf, -math.inf, 0
         if isinstance(entry, Closed):
             tenant, priority = entry.owner
             return True, -priority, self._share(tenant), *entry.first
@@ -258,28 +235,30 @@ class AdmissionPass:
         )
 
     def _share(self, tenant: TenantId) -> float:
-        share = self._shares.get(tenant)
+        share = self.progress.shares.get(tenant)
         if share is None:
-            share = self._shares[tenant] = tenant_share(self._cluster, tenant, self._now)
+            share = self.progress.shares[tenant] = tenant_share(self._cluster, tenant, self._now)
         return share
 
     def _open_class(self, reached: PriorityClass) -> None:
         # Whoever has a head has a request, which may block others once it has waited long enough.
         known = self._cluster.waiting.blocking_sizes.priorities.get(reached.priority, {})
-        owners = self._unopened_owners.pop(reached.priority, None) or list(reversed(known))
+        owners = self.progress.unopened_owners.pop(reached.priority, None)
+        owners = owners or sorted(known, reverse=True)
         for _ in range(min(OWNERS_AT_ONCE, len(owners))):
-            self._push(owners.pop(), is_candidate=False)
+            self._push(OwnerEntry(owners.pop()), is_candidate=False)
             self._steps += 1
         if owners:
             # The next entry of the heap again, so that the pass may be interrupted here.
-            self._unopened_owners[reached.priority] = owners
+            self.progress.unopened_owners[reached.priority] = owners
             self._push(reached, is_candidate=False)
 
     def _closed_sizes(self, owner: Owner) -> list[tuple[bool, Sizes]]:
         """(is blocking, sizes) of the owner's closed queues that matter in this pass."""
-        waiting, blocking = self._cluster.waiting, self._blocking_sizes
-        heads = [each for each in waiting.head_sizes.of(owner) if each in self._unopened]
-        requests = waiting.blocking_sizes.of(owner)
+        waiting, blocking = self._cluster.waiting, self.progress.blocking_sizes
+        unopened = self.progress.unopened
+        heads = [each for each in sorted(waiting.head_sizes.of(owner)) if each in unopened]
+        requests = sorted(waiting.blocking_sizes.of(owner))
         if blocking is not None:
             requests = [each for each in requests if each in blocking]
         return [(False, each) for each in heads] + [(True, each) for each in requests]
@@ -289,14 +268,14 @@ class AdmissionPass:
         closed = self._closed_sizes(owner)
         self._steps += len(closed)
         for is_blocking, sizes in closed:
-            if is_blocking and is_covered(sizes, self._blocking):
+            if is_blocking and self._is_covered(sizes):
                 continue
             if is_blocking:
                 requests = waiting.blocking_requests.get(sizes, {}).get(owner, {})
                 first = self._first_blocking(requests)
-            elif sizes in self._full or self._mark_if_full(sizes):
-                self._unopened[sizes] -= 1
-                self._skipped.setdefault(sizes, []).append(owner)
+            elif sizes in self.progress.full or self._mark_if_full(sizes):
+                self.progress.unopened[sizes] -= 1
+                self.progress.skipped.setdefault(sizes, []).append(owner)
                 continue
             else:
                 indexes = waiting.heads.get(sizes, {}).get(owner, {})
@@ -309,30 +288,30 @@ class AdmissionPass:
         if is_blocking:
             self._push_next_blocker(sizes, owner)
             return
-        is_full = sizes in self._full or self._mark_if_full(sizes)
-        self._unopened[sizes] -= 1
+        is_full = sizes in self.progress.full or self._mark_if_full(sizes)
+        self.progress.unopened[sizes] -= 1
         if is_full:
-            self._skipped.setdefault(sizes, []).append(owner)
+            self.progress.skipped.setdefault(sizes, []).append(owner)
             return
-        self._candidates -= 1
-        for key in self._cluster.waiting.heads.get(sizes, {}).get(owner, ()):
+        self.progress.candidates -= 1
+        for key in sorted(self._cluster.waiting.heads.get(sizes, {}).get(owner, ())):
             self._push_next_head(IndexId(sizes, owner, key))
 
     def _mark_if_full(self, sizes: Sizes) -> bool:
         """Whether no deployment of these sizes waits or may fit; if so, mark the sizes as full."""
-        least = self._cluster.waiting.smallest_demand.get(sizes)
+        least = self._cluster.waiting.least_demand(sizes)
         may_fit = least is not None and self._bounds.of_unit(sizes).may_fit(*least)
         if may_fit and not self._is_blocked(sizes):
             return False
-        self._full[sizes] = None
-        self._candidates -= self._unopened[sizes]
+        self.progress.full[sizes] = None
+        self.progress.candidates -= self.progress.unopened[sizes]
         return True
 
     def _is_blocked(self, sizes: Sizes) -> bool:
         """Whether a blocking request ahead asks for the same GPUs as these sizes."""
-        return bool(self._blocking) and any(
+        return bool(self.progress.blocking) and any(
             size.workers == workers and node_types_compatible(kind, size.node_type)
-            for kind, workers in self._blocking
+            for kind, workers in self.progress.blocking
             for size in sizes
         )
 
@@ -343,47 +322,52 @@ class AdmissionPass:
         bound = self._bound(where)
         if index is None or bound is None:
             return
-        head = index.first(bound, self._passed.get(where))
+        head = index.first(bound, self.progress.passed.get(where))
         while head is not None and not self._is_next(where, head):
             self._steps += 1
             head = index.first(bound, head)
         if head is None:
-            self._exhausted[where] = None
+            self.progress.exhausted[where] = None
         else:
-            self._heads[head.name] = where, head
+            self.progress.heads[head.name] = where, head
             self._push(head.name)
 
     def _is_next(self, where: IndexId, head: Head) -> bool:
         """Whether a head may fit and has not been reached yet."""
-        if head.name in self._seen or not self._may_fit(where, head):
+        if head.name in self.progress.seen or not self._may_fit(where, head):
             return False
-        return self._reached is None or self._key_of(head.name) > self._reached
+        return self.progress.reached is None or self._key_of(head.name) > self.progress.reached
 
     def _reopen(self, node_type: str, workers: int) -> None:
         """Consider queues again that were full, because there is a new group to join."""
-        for sizes in [each for each in self._full if may_join(each, node_type, workers)]:
-            del self._full[sizes]
-            self._candidates += self._unopened[sizes]
-            for owner in self._skipped.pop(sizes, ()):
-                for key in self._cluster.waiting.heads.get(sizes, {}).get(owner, ()):
+        for sizes in [each for each in self.progress.full if may_join(each, node_type, workers)]:
+            del self.progress.full[sizes]
+            self.progress.candidates += self.progress.unopened[sizes]
+            for owner in self.progress.skipped.pop(sizes, ()):
+                for key in sorted(self._cluster.waiting.heads.get(sizes, {}).get(owner, ())):
                     self._push_next_head(IndexId(sizes, owner, key))
-        for where in [each for each in self._exhausted if may_join(each.sizes, node_type, workers)]:
-            del self._exhausted[where]
+        exhausted = self.progress.exhausted
+        for where in [each for each in exhausted if may_join(each.sizes, node_type, workers)]:
+            del exhausted[where]
             self._push_next_head(where)
 
     def _bound(self, where: IndexId) -> FitBound | None:
         """The fit bound of an index, given the blocking requests and the searches so far; None:
         nothing fits."""
         sizes, searches_max = where.sizes, self._cluster.settings.config.searches_max
-        if len(sizes) > 1 and self._gang_searches >= searches_max:
+        if len(sizes) > 1 and self.progress.gang_searches >= searches_max:
             return None
         takes_free = [True] * len(sizes)
-        for kind, workers in self._blocking:
+        for kind, workers in self.progress.blocking:
             for at, size in enumerate(sizes):
                 if node_types_compatible(kind, size.node_type):
                     if workers == size.workers:
                         return None
                     takes_free[at] = False
+        for each in self._reservations.coming:
+            # All units of the index last at least so long.
+            if self._now + where.key.expected_s > each.at and not each.is_kept_beside(sizes):
+                takes_free = [False] * len(sizes)
         if len(sizes) > 1:
             return self._bounds.of_gang(sizes, tuple(takes_free))
         searches = self._cluster.state.searches.get(size_key(sizes[0]), 0)
@@ -404,12 +388,12 @@ class AdmissionPass:
     def _push_next_blocker(self, sizes: Sizes, owner: Owner) -> None:
         """Push the first deployment of one owner that blocks others; it stands for all with equal
         requests."""
-        if is_covered(sizes, self._blocking):
+        if self._is_covered(sizes):
             return
         cluster = self._cluster
         found: list[tuple[AdmissionKey, DeploymentId]] = []
         for queue in cluster.waiting.blocking_requests.get(sizes, {}).get(owner, {}).values():
-            for _, name in queue:
+            for _, _, name in queue:
                 deployment = cluster.state.deployment(name)
                 if blocks_others(cluster, deployment, self._now):
                     found.append((self._key_of(name), name))
@@ -419,7 +403,7 @@ class AdmissionPass:
                     break
         if found:
             _, name = min(found)
-            self._blockers[name] = sizes, owner
+            self.progress.blockers[name] = sizes, owner
             self._push(name, is_candidate=False)
 
     def _try_to_place(self, deployment: Deployment, *, is_tried: bool) -> bool:
@@ -427,23 +411,39 @@ class AdmissionPass:
         deployment that only blocks others, because it cannot fit."""
         cluster, now = self._cluster, self._now
         gang = gang_of(cluster, deployment)
-        self._seen.update(each.deployment for each in gang)
+        self.progress.seen.update(dict.fromkeys([each.deployment for each in gang]))
         if why_not_yet(cluster, deployment) is not None:
             return False
         if is_tried or self._may_try(gang):
-            allowed = allowed_modes(cluster, gang, self._blocking, now)
+            allowed = allowed_modes(cluster, gang, self.progress.blocking, now)
             job = cluster.state.job(deployment.job)
-            keys = tuple(equivalence_key(each, job, allowed[each.deployment]) for each in gang)
-            if keys not in self._failed and self._failed.isdisjoint((key,) for key in keys):
+            late = self._reservations.count_passed(job, now)
+            keys = tuple(
+                [equivalence_key(d, job, allowed[d.deployment], passes=late) for d in gang]
+            )
+            failed = self.progress.failed
+            if keys not in failed and not any((key,) in failed for key in keys):
                 self._steps += SEARCH_STEPS
-                if place_all(cluster, gang, allowed, self._placed_at):
+                coming = self._reservations.coming
+                if place_all(cluster, gang, allowed, coming, self._placed_at):
                     self._note_placed(gang)
                     return True
-                self._failed.add(keys)
+                failed[keys] = None
                 self._note_failed_search(gang, allowed[deployment.deployment])
-        if blocks_others(cluster, deployment, now):
-            self._blocking.update((each.node_type, each.workers) for each in gang)
+        if (
+            blocks_others(cluster, deployment, now)
+            and not self._reservations.cover([each.node_type for each in gang])
+            and not self._reservations.add(deployment, now)
+        ):
+            requests = [(each.node_type, each.workers) for each in gang]
+            self.progress.blocking.update(dict.fromkeys(requests))
         return False
+
+    def _is_covered(self, sizes: Sizes) -> bool:
+        """Whether no request of these sizes needs to block others, because others do."""
+        if is_covered(sizes, self.progress.blocking):
+            return True
+        return self._reservations.cover([size.node_type for size in sizes])
 
     def _note_placed(self, gang: Sequence[Deployment]) -> None:
         cluster = self._cluster
@@ -455,11 +455,11 @@ class AdmissionPass:
             if group is not None and group.shared and len(group.members) == 1:
                 self._reopen(group.node_type, each.workers)
         # After `_reopen`, so that deployments already passed are not considered again.
-        self._shares.pop(job.tenant, None)
+        self.progress.shares.pop(job.tenant, None)
         # The job has GPUs, so its other deployments move ahead in the order.
         for other in job.deployments:
-            if other in cluster.waiting and other not in self._seen:
-                if self._newcomers is None or other in self._newcomers:
+            if other in cluster.waiting and other not in self.progress.seen:
+                if self.progress.newcomers is None or other in self.progress.newcomers:
                     self._push(other)
                 elif blocks_others(cluster, cluster.state.deployment(other), self._now):
                     self._push(other, is_candidate=False)
@@ -468,7 +468,7 @@ class AdmissionPass:
         self, gang: Sequence[Deployment], allowed: tuple[PlacementMode, ...]
     ) -> None:
         if len(gang) > 1:
-            self._gang_searches += 1
+            self.progress.gang_searches += 1
             return
         size = size_of(gang[0])
         if PlacementMode.DEDICATED in allowed and gang[0].memory is None:
@@ -482,10 +482,10 @@ class AdmissionPass:
         """Whether the gang may be placed in this pass, and may fit: one of it is new, or its job
         has GPUs already."""
         first, cluster = gang[0], self._cluster
-        if self._newcomers is None:
+        if self.progress.newcomers is None:
             if first.deployment not in cluster.waiting.of_partial_jobs:
                 return False
-        elif not any(each.deployment in self._newcomers for each in gang):
+        elif not any(each.deployment in self.progress.newcomers for each in gang):
             return False
         unit = cluster.waiting.unit_of(first.deployment)
         if unit is not None:

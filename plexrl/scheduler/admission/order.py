@@ -5,7 +5,7 @@
 3. the smaller share of the cluster of the tenant (`fair_shares`);
 4. deployments that have waited beyond `starvation_bound_s`, by time of submission; then the others
    by response ratio: (wait + expected length) / expected length, the highest first;
-5. time of submission, then name.
+5. time of submission, then number in the order of creation.
 
 A long wait therefore helps a job only against jobs of the same tenant and class. Tenants keep the
 shares that their weights give them, however old their backlogs are, and a new job of a higher class
@@ -19,7 +19,6 @@ in the order of submission while they wait, and are never sorted again.
 import math
 from collections.abc import Sequence
 
-from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.fit.feasibility import is_possible
 from plexrl.scheduler.admission.fit.succession import takes_a_place
 from plexrl.scheduler.admission.queues.waiting import expected_step
@@ -28,7 +27,7 @@ from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.hrrs import ratio_of, starves_at
 from plexrl.scheduler.state.records import Deployment, Job, State
 
-AdmissionKey = tuple[bool, int, float, float, float, str]
+AdmissionKey = tuple[bool, int, float, float, float, int]
 """The criteria above; the lowest key goes first."""
 
 
@@ -45,7 +44,7 @@ def admission_key(
         share,
         -ratio,
         created_at,
-        deployment.deployment,
+        deployment.serial,
     )
 
 
@@ -58,13 +57,13 @@ def waiting_ratio(settings: Settings, created_at: float, expected_s: float, now:
 
 
 def earliest(
-    settings: Settings, firsts: Sequence[tuple[float, tuple[float, DeploymentId]]], now: float
-) -> tuple[float, float, DeploymentId] | None:
-    """The last three criteria of one owner's lowest key, given (creation time, name) of the first
+    settings: Settings, firsts: Sequence[tuple[float, tuple[float, int]]], now: float
+) -> tuple[float, float, int] | None:
+    """The last three criteria of one owner's lowest key, given (creation time, number) of the first
     deployment of each expected length; None: there is none."""
     found = None
-    for expected_s, (created_at, name) in firsts:
-        end = -waiting_ratio(settings, created_at, expected_s, now), created_at, name
+    for expected_s, (created_at, serial) in firsts:
+        end = -waiting_ratio(settings, created_at, expected_s, now), created_at, serial
         if found is None or end < found:
             found = end
     return found

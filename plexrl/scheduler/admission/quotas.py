@@ -28,6 +28,8 @@ class TenantLimits(TypedDict):
     """Highest priority class of its jobs."""
     slo: float | None
     """`slo` of its jobs that name none; None: the cluster's `waiting_part_max`."""
+    model_roots: tuple[str, ...]
+    """Directories below which it may load models."""
 
 
 def over_quota(cluster: "Cluster", job: "Job", gpus: int) -> str | None:
@@ -65,4 +67,5 @@ def limits_of(tenant: "Tenant") -> TenantLimits:
         "checkpoint_bytes_max": tenant.checkpoint_bytes_max,
         "priority_max": tenant.priority_max,
         "slo": tenant.slo,
+        "model_roots": tenant.model_roots,
     }

@@ -7,7 +7,7 @@ from plexrl.scheduler.admission.quotas import over_quota
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from plexrl.scheduler.admission.queues.waiting import Size
     from plexrl.scheduler.context.cluster import Cluster
@@ -34,11 +34,11 @@ def is_scarce(cluster: "Cluster", deployment: "Deployment") -> bool:
             continue
         for queue in tenants.values():
             # One deployment stands for its queue: the first that is not `deployment` itself.
-            other = cluster.state.deployment(queue[0][1])
+            other = cluster.state.deployment(queue[0][2])
             if other is deployment:
                 if len(queue) == 1:
                     continue
-                other = cluster.state.deployment(queue[1][1])
+                other = cluster.state.deployment(queue[1][2])
             if _is_eligible(cluster, other):
                 return True
     for name in waiting.of_partial_jobs:
@@ -79,6 +79,6 @@ def may_join(sizes: "Iterable[Size]", node_type: str, workers: int) -> bool:
     return False
 
 
-def is_covered(sizes: "Iterable[Size]", blocking: set[tuple[str, int]]) -> bool:
+def is_covered(sizes: "Iterable[Size]", blocking: "Collection[tuple[str, int]]") -> bool:
     """Whether requests equal to these sizes are blocking already."""
     return all((size.node_type, size.workers) in blocking for size in sizes)

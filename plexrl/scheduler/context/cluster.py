@@ -1,5 +1,6 @@
 """The cluster as the core's steps see it: state, settings, and the indexes derived from both."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ class Cluster:
     detached: dict[JobId, None] = field(default_factory=dict)
     """Live jobs without a controller that are not set aside."""
     _held: dict[TenantId, tuple[int, dict[JobId, int]]] = field(default_factory=dict)
+    _placed: dict[TenantId, dict[DeploymentId, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ended = [job for job in self.state.jobs.values() if job.state.is_final]
@@ -60,6 +62,7 @@ class Cluster:
                     self.detached[job.job] = None
         for deployment in self.state.deployments.values():
             _name_incarnation(deployment)
+        _number(self.state)
         # An old snapshot has none.
         tokens = (group.token for group in self.state.groups.values())
         self.state.tokens_made = max(self.state.tokens_made, *tokens, 0)
@@ -69,12 +72,15 @@ class Cluster:
         """Use these settings, and derive the indexes again."""
         self.settings.change(config)
         self.state.history, self.state.ended_jobs = config.history, config.ended_jobs
+        self.state.overdue_s = config.operation_overdue_s
         self.inventory = Inventory(config, self.settings.policy, self.state)
         self.waiting.clear()
-        self.drop_pass()
+        # The timer of an interrupted pass begins a new one over all deployments.
+        self.admission = None
         self.fillers.clear()
         self.relocating.clear()
         self._held.clear()
+        self._placed.clear()
         self.contentions.clear()
         for deployment in self.state.deployments.values():
             if deployment.ranks and not deployment.nodes:
@@ -85,13 +91,11 @@ class Cluster:
             if deployment.state == WpgState.WAITING:
                 if not self.state.job(deployment.job).is_set_aside:
                     self.wait(deployment)
-            elif deployment.has_gpus:
-                self._count_held(self.state.job(deployment.job).tenant, deployment, +1)
-
-    def drop_pass(self) -> None:
-        """Drop the interrupted admission pass: its timer begins a new one over all deployments."""
-        self.admission = None
-        self.waiting.deferred_retry, self.waiting.deferred_newcomers = False, []
+            elif deployment.group is not None:
+                tenant = self.state.job(deployment.job).tenant
+                self._note_placed(tenant, deployment, +1)
+                if deployment.has_gpus:
+                    self._count_held(tenant, deployment, +1)
 
     def wait(self, deployment: Deployment) -> None:
         """Put the deployment into the queues for GPUs, after all others."""
@@ -116,6 +120,7 @@ class Cluster:
     def stop_waiting(self, name: DeploymentId) -> None:
         """Take the deployment out of all queues for GPUs, if it is in one."""
         self.waiting.remove(name)
+        self.state.reservations.pop(name, None)
         self.fillers.pop(name, None)
 
     def _line_up(self, deployments: list[Deployment], job: Job) -> None:
@@ -128,9 +133,10 @@ class Cluster:
     def hold(self, deployment: Deployment, sign: int, now: float) -> None:
         """Add the deployment's GPUs to those that its tenant holds, or subtract them. A
         filler holds none."""
+        tenant = self.state.job(deployment.job).tenant
+        self._note_placed(tenant, deployment, sign)
         if deployment.preemptible:
             return
-        tenant = self.state.job(deployment.job).tenant
         held = self.state.held.get(tenant)
         if held is None:
             held = self.state.held[tenant] = HeldTime(at=now)
@@ -138,6 +144,23 @@ class Cluster:
         if sign > 0:
             held.waited_at = now
         self._count_held(tenant, deployment, sign)
+
+    def placed(self, tenant: TenantId) -> Iterable[DeploymentId]:
+        """The tenant's deployments that are on groups, fillers included."""
+        return self._placed.get(tenant, ())
+
+    def _note_placed(self, tenant: TenantId, deployment: Deployment, sign: int) -> None:
+        placed = self._placed.setdefault(tenant, {})
+        if sign > 0:
+            placed[deployment.deployment] = None
+        else:
+            del placed[deployment.deployment]
+            if not placed:
+                del self._placed[tenant]
+
+    def relocating_in_order(self) -> list[Deployment]:
+        """The deployments whose move waits, oldest first."""
+        return sorted(map(self.state.deployment, self.relocating), key=lambda each: each.serial)
 
     def active_tenants(self) -> list[TenantId]:
         """Tenants that wait for GPUs or hold some."""
@@ -170,6 +193,17 @@ class Cluster:
         """(GPUs, jobs with GPUs) that a tenant holds."""
         gpus, jobs = self._held.get(tenant, (0, {}))
         return gpus, len(jobs)
+
+
+def _number(state: State) -> None:
+    """Number the jobs and deployments of an old snapshot, which has no numbers: it has them in the
+    order of their creation."""
+    for serial, job in enumerate(state.jobs.values(), start=1):
+        job.serial = job.serial or serial
+    for serial, deployment in enumerate(state.deployments.values(), start=1):
+        deployment.serial = deployment.serial or serial
+    state.jobs_made = max(state.jobs_made, len(state.jobs))
+    state.deployments_made = max(state.deployments_made, len(state.deployments))
 
 
 def _name_incarnation(deployment: Deployment) -> None:

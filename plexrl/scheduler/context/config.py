@@ -56,6 +56,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "burst_hold_s": _SECONDS,
     "burst_max_s": _SECONDS,
     "launch_attempts": _COUNT,
+    "operation_overdue_s": _SECONDS,
     "residents_max": _COUNT,
     "pending_operations_max": _COUNT,
     "tenant_operations_max": _COUNT,
@@ -70,12 +71,18 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Minimum and maximum of every number in `SchedulerConfig`."""
 
-LATER_BOUNDS = ("tenant_live_jobs_max", "admission_steps")
-"""Bounds that older versions lacked: a replay must decide as those versions did."""
+LATER_SETTINGS: dict[str, float | bool | None] = {
+    "tenant_live_jobs_max": None,
+    "admission_steps": None,
+    "operation_overdue_s": 0.0,
+    "reservations": False,
+}
+"""Settings that older versions lacked, as those versions decided: a replay must decide likewise."""
 
 PLANNING = (
     *("policy", "ordering", "anticipation", "horizon_slots", "period_tolerance", "load_max"),
-    *("overlap_max", "interference_weight", "starvation_bound_s", "starvation_ratio"),
+    *("overlap_max", "interference_weight", "starvation_bound_s", "reservations"),
+    "starvation_ratio",
     *("waiting_part_max", "relief_after_s", "profile_cycles", "drift_tolerance"),
     *("repack_interval_s", "cold_start_patience_s", "burst_hold_s", "burst_max_s"),
     "residents_max",
@@ -129,6 +136,10 @@ class SchedulerConfig:
     """λ: seconds of delayed start that weigh as much as one second of interference per cycle."""
     starvation_bound_s: float = 600.0
     """Wait for GPUs or for a group after which no other may go first."""
+    reservations: bool = True
+    """The first job that has waited for GPUs beyond `starvation_bound_s` has a reservation: jobs
+    behind it run meanwhile if, by expected lengths, they do not delay it. If off, they leave it all
+    free GPUs that it might get."""
     starvation_ratio: float = 2.0
     """Response ratio from which a burst starts even during another member's critical segment. 2: it
     has waited as long as the burst and its switches take."""
@@ -189,6 +200,12 @@ class SchedulerConfig:
     launch_attempts: int = 3
     """Losses of a WPG's processes in a row, at the same operation or before any, after which one
     more ends the job. So does one more after ten times as many without new work in between."""
+    operation_overdue_s: float = 600.0
+    """Least time after which the workers of an operation, or of a move of state, that does not end
+    count as hung and are replaced; 0: never. It is longer where ten times the slowest run of that
+    kind is, six times as long for a kind that the deployment has not run yet, and doubles with each
+    replacement until an operation has ended. After half of it the condition `operation_overdue`
+    names the operation."""
     residents_max: int = 8
     """Maximum members of a node group."""
     pending_operations_max: int = 1024
@@ -267,7 +284,7 @@ def with_core_settings(config: SchedulerConfig, settings: Mapping[str, Any]) -> 
     """`config` with the core settings that `core_settings` returned.
 
     Unknown settings are ignored. Missing settings keep the value of `config`, except
-    `LATER_BOUNDS`.
+    `LATER_SETTINGS`.
 
     Raises:
         InvalidRequestError: this version does not accept a value.
@@ -280,7 +297,8 @@ def with_core_settings(config: SchedulerConfig, settings: Mapping[str, Any]) -> 
             for name, value in settings.items()
             if name in known
         }
-        changes |= {name: None for name in LATER_BOUNDS if settings and name not in settings}
+        if settings:
+            changes = {**LATER_SETTINGS, **changes}
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"the settings in the journal cannot be used: {error}") from error
     return replace(config, **changes)

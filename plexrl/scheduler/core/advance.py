@@ -15,9 +15,10 @@ from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.dispatch.group_step import advance
 from plexrl.scheduler.jobs.cycles import cycle_over
-from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, place_waiting
+from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, place_waiting, restart
 from plexrl.scheduler.jobs.retention import forget_ended
-from plexrl.scheduler.operations.cancellation import deadline_passed
+from plexrl.scheduler.operations.deadlines.cancellation import deadline_passed
+from plexrl.scheduler.operations.deadlines.overdue import find_overrun
 from plexrl.scheduler.placement.capacity.awaited_profiles import look_for_profile
 from plexrl.scheduler.placement.evacuation import reconcile_node
 from plexrl.scheduler.placement.relocation import send_migration
@@ -164,7 +165,7 @@ def _place(context: Context, steps: _Steps, now: float) -> None:
             break_deadlocks(context, now)
     else:
         context.cluster.waiting.take_newcomers()
-        context.cluster.drop_pass()
+        context.cluster.admission = None
 
 
 def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
@@ -207,6 +208,10 @@ def _look_again(context: Context, what: Subject, now: float) -> None:
             context.cluster.waiting.retry_all_if_any()
         case TimerKind.PROFILE:
             look_for_profile(context.cluster, effects, DeploymentId(name), now)
+        case TimerKind.OVERDUE:
+            found = find_overrun(state, context.settings, effects, DeploymentId(name), now)
+            if found is not None:
+                restart(context, found.deployment, found.reason, now, counts=found.counts)
         case TimerKind.NODE if name in state.nodes:
             reconcile_node(context, NodeId(name), now)
         case TimerKind.LAUNCH if name in state.deployments:

@@ -16,6 +16,7 @@ import msgspec
 
 from plexrl.errors import InvalidRequestError, from_wire
 from plexrl.ids import BlobRef, DeploymentId, JobId, NodeId, OperationId, RouterId, TenantId
+from plexrl.process.conditions import Condition
 from plexrl.scheduler.state.messages.events import OperationFailed
 
 Plain = dict[str, Any]
@@ -59,6 +60,14 @@ class HostMemoryReported:
     node: NodeId
     ready_bytes: int
     wanted_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConditionsReported:
+    """What is wrong on a node now. It is shown only, so it is no event."""
+
+    node: NodeId
+    conditions: tuple[Condition, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +138,7 @@ class ConfigureTenant:
     checkpoint_bytes_max: int | msgspec.UnsetType | None = msgspec.UNSET
     priority_max: int | msgspec.UnsetType = msgspec.UNSET
     slo: float | msgspec.UnsetType | None = msgspec.UNSET
+    model_roots: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

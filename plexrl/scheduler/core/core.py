@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_full
+from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_held
 from plexrl.ids import BlobRef, DeploymentId, JobId, NodeId, OperationId, TenantId
 from plexrl.scheduler.admission.admission import patience_ends
 from plexrl.scheduler.context.config import SchedulerConfig, with_core_settings
@@ -84,7 +84,8 @@ from plexrl.scheduler.jobs.tenants import (
     tenant_configured,
     tenant_created,
 )
-from plexrl.scheduler.operations.cancellation import await_deadline, cancel, stop_rows
+from plexrl.scheduler.operations.deadlines.cancellation import await_deadline, cancel, stop_rows
+from plexrl.scheduler.operations.deadlines.overdue import OverdueView, overdue_view, watch_all
 from plexrl.scheduler.operations.failures import check_not_halted, failure_view, job_failure
 from plexrl.scheduler.operations.holding import (
     ForeignMemoryView,
@@ -96,6 +97,7 @@ from plexrl.scheduler.operations.operations import enqueue
 from plexrl.scheduler.operations.outcomes import run_failed, run_finished
 from plexrl.scheduler.operations.submission.backpressure import check_room
 from plexrl.scheduler.operations.submission.checks import check_deadline, check_same, check_source
+from plexrl.scheduler.operations.submission.lost_payloads import lost_payloads, replace_payload
 from plexrl.scheduler.placement.capacity.awaited_profiles import await_all_profiles
 from plexrl.scheduler.placement.nodes import (
     node_drain_changed,
@@ -193,17 +195,6 @@ class SchedulerCore:
         """A snapshot for `restore`; call it between events only."""
         return encode(self._context)
 
-    @property
-    def is_between_passes(self) -> bool:
-        """Whether no admission pass is interrupted. A snapshot does not hold one: the core that
-        reads it would begin the pass again."""
-        return self._cluster.admission is None
-
-    def drop_pass(self) -> None:
-        """Begin the interrupted admission pass again, as the reader of a snapshot does. Only for a
-        snapshot that leaves no earlier one to replay from."""
-        self._cluster.drop_pass()
-
     @classmethod
     def restore(cls, config: SchedulerConfig, body: bytes) -> "SchedulerCore":
         """The core that wrote the snapshot `body`: its decisions are the same. Its settings are
@@ -233,6 +224,7 @@ class SchedulerCore:
             self._cluster.inventory.node_changed(node)
         self._effects.timer_at = None
         excuse_silence(self._state, event, now)
+        watch_all(self._state, self._effects, now)
 
     def _take_settings(self, settings_json: str) -> None:
         try:
@@ -259,7 +251,7 @@ class SchedulerCore:
         if deployment is None:
             return
         reason = f"rank {event.rank}: {event.reason}"
-        if is_storage_full(event.code):
+        if is_storage_held(event.code):
             restart_when_there_is_room(self._context, deployment, reason, now)
         else:
             restart(self._context, deployment, reason, now)
@@ -286,10 +278,11 @@ class SchedulerCore:
                 raise ConflictError(
                     f"operation id {event.operation!r} was used by a former job: choose another"
                 )
+            replace_payload(context.effects, deployment, known, event.payload)
             return
         check_live(job)
         check_not_ended(deployment)
-        check_budget(state, job.tenant, event.kind)
+        check_budget(self._cluster, job.tenant, now, event.kind)
         if event.kind not in USER_KINDS[deployment.kind]:
             raise InvalidRequestError(
                 f"{event.kind.value} is no operation of a {deployment.kind} deployment: "
@@ -353,12 +346,14 @@ class SchedulerCore:
         """The owner of an operation. Raises `UnknownOperationError`."""
         return self.tenant_of_deployment(self._operation(operation).deployment)
 
-    def operation_view(self, operation: OperationId, now: float) -> vt.PolledOperationView:
-        """One operation, with the first unacknowledged failure of its job as `job_failure`. Raises
-        `UnknownOperationError`."""
+    def operation_view(
+        self, operation: OperationId, now: float, *, sees_all: bool = False
+    ) -> vt.PolledOperationView:
+        """One operation, with the first unacknowledged failure of its job as `job_failure`; an
+        operator `sees_all`. Raises `UnknownOperationError`."""
         found = self._operation(operation)
         failure = job_failure(self._state, self._job(self._deployment(found.deployment).job))
-        view = operation_view(self._cluster, found, now)
+        view = operation_view(self._cluster, found, now, sees_all=sees_all)
         return {**view, "job_failure": failure_view(failure)}
 
     def check_controller(
@@ -447,9 +442,26 @@ class SchedulerCore:
         """Deployments whose work waits for free memory or disk space, with the reason."""
         return held_view(self._state, self._state.deployments)
 
+    def overdue(self, now: float) -> list[OverdueView]:
+        """Operations and moves that are far past their estimates."""
+        return overdue_view(self._state, self.settings, self._state.deployments, now)
+
+    def lost_nodes(self) -> list[tuple[NodeId, float]]:
+        """The nodes whose agents were lost, and when; without those that drain."""
+        nodes = self._state.nodes.values()
+        return [
+            (each.node, each.lost_at)
+            for each in nodes
+            if not each.alive and each.lost_at is not None and not each.is_draining
+        ]
+
     def foreign_memory(self) -> list[ForeignMemoryView]:
         """Memory of GPUs for which work waits, and which processes hold that are no workers."""
         return foreign_memory_view(self._state, self._state.deployments)
+
+    def lost_payloads(self, job: JobId) -> list[OperationId]:
+        """The operations whose payload the job's controller is to send again."""
+        return lost_payloads(self._state, self._job(job))
 
     def unreferenced_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
         """The payloads that neither an unfinished operation nor a recovery needs."""

@@ -39,6 +39,17 @@ def check(cluster: Cluster) -> None:
             other = ports.setdefault(here, deployment.deployment)
             assert other == deployment.deployment, f"{other} meets at {here} too"
     _check_in_flight(cluster.state)
+    _check_placed(cluster)
+
+
+def _check_placed(cluster: Cluster) -> None:
+    """Check that budgets see every deployment that is on a group."""
+    state = cluster.state
+    placed = [each for each in state.deployments.values() if each.group is not None]
+    tenants = {each.deployment: state.jobs[each.job].tenant for each in placed}
+    for tenant in {job.tenant for job in state.jobs.values()}:
+        expected = {name for name, owner in tenants.items() if owner == tenant}
+        assert set(cluster.placed(tenant)) == expected, f"{tenant} has {expected} on groups"
 
 
 def _check_in_flight(state: State) -> None:
@@ -63,6 +74,8 @@ def _check_deployment(state: State, deployment: Deployment) -> None:
     placed = deployment.state not in (WpgState.WAITING, WpgState.STOPPED)
     assert placed == (deployment.group is not None), f"{name}: placed and group disagree"
     assert len(set(deployment.queue)) == len(deployment.queue), f"{name}: queued twice"
+    submitted = [state.operations[queued].submitted_at for queued in deployment.queue]
+    assert submitted == sorted(submitted), f"{name}: the queue is not in the order of submission"
     for queued in deployment.queue:
         operation = state.operations[queued]
         assert operation.state == OperationState.PENDING, f"{queued} is queued as {operation.state}"

@@ -31,6 +31,7 @@ from plexrl.scheduler.dispatch.switch_cost import round_trip_s
 from plexrl.scheduler.jobs.lifecycle import launch
 from plexrl.scheduler.operations.holding import renew_token
 from plexrl.scheduler.operations.operations import start, start_move
+from plexrl.scheduler.operations.replay import has_much_to_replay, leans_on_its_source
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.placement.evacuation import displace, leaving_fillers
 from plexrl.scheduler.placement.rebuilding import may_replay
@@ -85,7 +86,7 @@ def advance(context: Context, group: Group, now: float) -> None:
         return
     if holder.preemptible and _gives_way(state, settings, effects, group, holder, now):
         return
-    if holder.kind == "forward" and _leans_on_its_source(holder, now):
+    if holder.kind == "forward" and leans_on_its_source(holder, now):
         _snapshot(state, effects, group, holder, now)
         return
     if not holder.running and not _goes_on(state, settings, holder, now):
@@ -111,6 +112,9 @@ def advance(context: Context, group: Group, now: float) -> None:
             _anticipate(state, settings, effects, group, holder, now)
             return
     if holder.queue:
+        guards = settings.policy.guards_slack
+        if guards and _keeps_out(state, settings, effects, group, holder, now):
+            return
         _dispatch(state, settings, effects, group, holder, now)
     if holder.running and context.cluster.inventory.spills(group):
         hint = _look_ahead(state, settings, group, holder, now)
@@ -204,6 +208,23 @@ def _held_back(
     if wait_s is None:
         return False
     effects.wake(now + wait_s, timers.group_step(group.group))
+    return True
+
+
+def _keeps_out(
+    state: State, settings: Settings, effects: Effects, group: Group, holder: Deployment, now: float
+) -> bool:
+    """Whether a resident guest must not begin its next burst: the group goes to who is expected."""
+    if holder.running or holder.preemptible or not wants_the_group(state, holder, now):
+        return False
+    started_at, idle_since = holder.burst.started_at, holder.burst.idle_since
+    pause_s = 0.0 if idle_since is None else now - idle_since
+    if started_at is not None and not _is_after_burst(state, settings, holder, pause_s):
+        return False
+    if not _held_back(state, settings, effects, group, holder, now):
+        return False
+    end_burst(holder, now)
+    _anticipate(state, settings, effects, group, holder, now, held_back=True)
     return True
 
 
@@ -413,7 +434,7 @@ def _dispatch(
         elif (
             holder.replay.log
             and now >= holder.no_snapshot_until
-            and _has_much_to_replay(state, settings, holder)
+            and has_much_to_replay(state, settings, holder)
         ):
             _snapshot(state, effects, group, holder, now)
             return
@@ -423,23 +444,6 @@ def _dispatch(
         start(state, effects, group, holder, head, now)
         if head.kind != _GENERATE:
             return
-
-
-def _has_much_to_replay(state: State, settings: Settings, holder: Deployment) -> bool:
-    """Whether a recovery would replay the maximum number of mutations or compute time."""
-    log, config = holder.replay.log, settings.config
-    if len(log) >= config.snapshot_operations:
-        return True
-    operations, work_s = state.operations, 0.0
-    for name in log:
-        work_s += operations[name].compute_s or 0.0
-    return work_s >= config.snapshot_work_s
-
-
-def _leans_on_its_source(holder: Deployment, now: float) -> bool:
-    """Whether the replay log of a forward deployment needs weights of a sync or load: these may be
-    gone later, so it needs a snapshot now."""
-    return not holder.running and now >= holder.no_snapshot_until and bool(holder.replay.log)
 
 
 def _snapshot(state: State, effects: Effects, group: Group, holder: Deployment, now: float) -> None:

@@ -22,6 +22,8 @@ class Candidate:
     because a frozen instance takes three times as long to create."""
 
     name: str
+    serial: int = 0
+    """Number of the member in the order of creation; breaks ties."""
     arrived_at: float
     """When the oldest waiting operation of the burst was submitted."""
     service_s: float

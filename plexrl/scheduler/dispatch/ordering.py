@@ -18,7 +18,7 @@ from plexrl.scheduler.dispatch.hrrs import (
     waits_since,
 )
 
-Key = tuple[float, float, str]
+Key = tuple[float, float, int, str]
 
 
 class Ordering(Protocol):
@@ -52,7 +52,7 @@ class Hrrs:
     shares_fairly = True
 
     def key(self, candidate: Candidate, now: float) -> Key:
-        return (-urgency(candidate, now), candidate.arrived_at, candidate.name)
+        return (-urgency(candidate, now), candidate.arrived_at, candidate.serial, candidate.name)
 
 
 class HrrsPerOperation:
@@ -67,6 +67,7 @@ class HrrsPerOperation:
         return (
             -response_ratio(candidate, now, candidate.head_s),
             candidate.arrived_at,
+            candidate.serial,
             candidate.name,
         )
 
@@ -80,7 +81,7 @@ class FifoBursts:
 
     def key(self, candidate: Candidate, now: float) -> Key:
         del now
-        return (candidate.arrived_at, 0.0, candidate.name)
+        return (candidate.arrived_at, 0.0, candidate.serial, candidate.name)
 
 
 class FifoOperations:
@@ -92,7 +93,7 @@ class FifoOperations:
 
     def key(self, candidate: Candidate, now: float) -> Key:
         del now
-        return (candidate.arrived_at, candidate.setup_s, candidate.name)
+        return (candidate.arrived_at, candidate.setup_s, candidate.serial, candidate.name)
 
 
 class ShortestFirst:
@@ -104,7 +105,7 @@ class ShortestFirst:
 
     def key(self, candidate: Candidate, now: float) -> Key:
         del now
-        return (candidate.service_s, candidate.arrived_at, candidate.name)
+        return (candidate.service_s, candidate.arrived_at, candidate.serial, candidate.name)
 
 
 class LeastRecentlyServed:
@@ -116,7 +117,7 @@ class LeastRecentlyServed:
 
     def key(self, candidate: Candidate, now: float) -> Key:
         del now
-        return (candidate.served_at, candidate.arrived_at, candidate.name)
+        return (candidate.served_at, candidate.arrived_at, candidate.serial, candidate.name)
 
 
 class RoundRobin:
@@ -128,7 +129,7 @@ class RoundRobin:
 
     def key(self, candidate: Candidate, now: float) -> Key:
         del now
-        return (candidate.turns_away, candidate.arrived_at, candidate.name)
+        return (candidate.turns_away, candidate.arrived_at, candidate.serial, candidate.name)
 
 
 ORDERINGS: dict[str, type[Ordering]] = {
@@ -158,7 +159,7 @@ def sort_key(
     their wait, then the higher priority class, then the tenant's share, then the rule's key."""
     since = waits_since(candidate)
     if now >= starves_at(since, starvation_bound_s):
-        return (False, 0, 0.0, (since, 0.0, candidate.name))
+        return (False, 0, 0.0, (since, 0.0, candidate.serial, candidate.name))
     return (True, -candidate.priority, candidate.share, ordering.key(candidate, now))
 
 

@@ -66,12 +66,14 @@ def job_submitted(cluster: Cluster, effects: Effects, event: JobSubmitted, now: 
             take_over(cluster.state, effects, known, event.controller, now)
         return
     check_priority(cluster.state, event.tenant, event.priority)
-    check_budget(cluster.state, event.tenant)
+    check_budget(cluster, event.tenant, now)
     check_live_jobs(cluster, event.tenant)
     tenant = cluster.state.tenants.get(event.tenant)
     default_slo = None if tenant is None else tenant.slo
+    cluster.state.jobs_made += 1
     cluster.state.jobs[event.job] = Job(
         job=event.job,
+        serial=cluster.state.jobs_made,
         tenant=event.tenant,
         name=event.name,
         controller_timeout_s=event.controller_timeout_s,

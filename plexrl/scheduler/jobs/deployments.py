@@ -28,6 +28,7 @@ from plexrl.scheduler.jobs.lifecycle import (
 )
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.tenants import check_gpus
+from plexrl.scheduler.jobs.usage import bill_cut_off
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.deployment.replay_log import ReplayLog
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -86,6 +87,8 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     check_it_can_fit(context.cluster, job, deployment)
     if not event.preemptible:
         check_gpus(context.state, job, event.workers)
+    context.state.deployments_made += 1
+    deployment.serial = context.state.deployments_made
     context.state.deployments[event.deployment] = deployment
     job.deployments.append(event.deployment)
     if deployment.trace is None:
@@ -119,6 +122,7 @@ def deployment_relaid(context: Context, event: DeploymentRelaid, now: float) -> 
     check_controller(find_live_job(context.state, deployment.job), event.controller)
     check_not_ended(deployment)
     if relayout(context.cluster.inventory, deployment, event):
+        bill_cut_off(context.state, deployment, now)
         restart(context, deployment, "it has another layout", now, counts=False)
 
 

@@ -18,8 +18,9 @@ from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
-from plexrl.scheduler.jobs.usage import meter
-from plexrl.scheduler.operations.cancellation import early_end, is_over
+from plexrl.scheduler.jobs.usage import discard, meter
+from plexrl.scheduler.operations.deadlines.bounds import watch
+from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail, interrupt
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.placement.capacity.awaited_profiles import await_profile
@@ -199,7 +200,7 @@ def launch(state: State, effects: Effects, deployment: Deployment, now: float) -
             return
     before = deployment.processes.incarnation or last_incarnation(state, deployment.deployment)
     deployment.processes.begin_launch(before, port)
-    send_launch(state, effects, deployment)
+    send_launch(state, effects, deployment, now)
 
 
 def _launch_later(effects: Effects, deployment: Deployment, now: float) -> None:
@@ -214,7 +215,7 @@ def has_gpu(state: State, rank: RankPlacement) -> bool:
     return node.alive and rank.gpu < node.gpus
 
 
-def send_launch(state: State, effects: Effects, deployment: Deployment) -> None:
+def send_launch(state: State, effects: Effects, deployment: Deployment, now: float) -> None:
     """Send, or send again, the launch of the present incarnation; nothing while a launch waits."""
     if deployment.processes.launch_at is not None:
         return
@@ -223,6 +224,9 @@ def send_launch(state: State, effects: Effects, deployment: Deployment) -> None:
     if not may_span(state, deployment):
         return
     assert deployment.group is not None, f"{deployment.deployment} launches without GPUs"
+    deployment.processes.order_launch(now)
+    if not deployment.watch_at and state.overdue_s:
+        watch(state, effects, deployment, now)
     effects.emit(
         LaunchWorkers(
             deployment=deployment.deployment,
@@ -300,8 +304,7 @@ def stop(
         operation = state.operations[name]
         change_operation(operation, OperationTrigger.REQUEUED)
         operation.started_at = None
-        # Work that a fault discarded is not billed.
-        operation.gpu_seconds = operation.kept_gpu_seconds
+        discard(operation)
     # These must not run again: cancelled, or past a deadline whose timer has fired.
     over = [name for name in interrupted if is_over(state.operations[name], now)]
     for name in over:
@@ -365,24 +368,23 @@ def worker_ready(
 
 def router_joined(state: State, effects: Effects, event: RouterJoined, now: float) -> None:
     """A router connected: it gets all runs in flight."""
-    del now
     if event.router not in state.routers:
         state.routers.append(event.router)
-    issue_again(state, effects)
+    issue_again(state, effects, now)
 
 
 def router_lost(state: State, effects: Effects, event: RouterLost, now: float) -> None:
     """A router was lost: another gets all runs in flight."""
-    del now
     if event.router in state.routers:
         state.routers.remove(event.router)
         if state.routers:
-            issue_again(state, effects)
+            issue_again(state, effects, now)
 
 
 def excuse_silence(state: State, event: Event, now: float) -> None:
     """Reset controller timeouts: the scheduler received no heartbeats while it was down."""
     del event
+    state.issued_at = now
     for job in state.jobs.values():
         if not job.state.is_final:
             job.seen_at = now
@@ -418,8 +420,9 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
     )
 
 
-def issue_again(state: State, effects: Effects) -> None:
+def issue_again(state: State, effects: Effects, now: float) -> None:
     """Send all runs in flight again: the router that had them may be gone."""
+    state.issued_at = now
     for deployment in state.deployments.values():
         if deployment.moving is not None:
             effects.emit(deployment.moving)

@@ -9,6 +9,7 @@ from plexrl.errors import (
 from plexrl.ids import TenantId
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.jobs.usage import used_gpu_seconds
 from plexrl.scheduler.state.messages.events import (
     ApiKeyAdded,
     ApiKeyRevoked,
@@ -113,24 +114,28 @@ def tenant_configured(state: State, event: TenantConfigured) -> None:
     tenant.checkpoints_max = event.checkpoints_max
     tenant.checkpoint_bytes_max = event.checkpoint_bytes_max
     tenant.slo = event.slo
+    tenant.model_roots = event.model_roots
 
 
-def check_budget(state: State, name: TenantId, kind: OperationKind | None = None) -> None:
+def check_budget(
+    cluster: Cluster, name: TenantId, now: float, kind: OperationKind | None = None
+) -> None:
     """Refuse a new job, or an operation of a `kind` not in `PAST_BUDGET`, of a tenant without GPU-
-    seconds left.
+    seconds left. What runs at present counts.
 
     Raises:
         QuotaExceededError: the tenant has used up its GPU-seconds.
     """
-    tenant = state.tenants.get(name)
+    tenant = cluster.state.tenants.get(name)
     if tenant is None or tenant.gpu_seconds_max is None or kind in PAST_BUDGET:
         return
-    if tenant.gpu_seconds >= tenant.gpu_seconds_max:
+    used = used_gpu_seconds(cluster, name, now)
+    if used >= tenant.gpu_seconds_max:
         raise QuotaExceededError(
-            f"tenant {name!r} has used {tenant.gpu_seconds:.0f} of its "
+            f"tenant {name!r} has used {used:.0f} of its "
             f"{tenant.gpu_seconds_max:.0f} GPU-seconds: ask an operator for more; checkpoints can "
             "still be saved",
-            used=tenant.gpu_seconds,
+            used=used,
             quota=tenant.gpu_seconds_max,
         )
 

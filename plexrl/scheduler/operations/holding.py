@@ -1,4 +1,4 @@
-"""Retry of runs that met a full disk, memory or queue, or an unavailable service.
+"""Retry of runs that met a full or failing disk, full memory, or an unavailable service.
 
 Such a run changed nothing and does not fail: the operation returns to the head of its queue, and is
 retried after a back-off. Other members may use the group meanwhile, except during a replay.
@@ -14,11 +14,14 @@ from plexrl.errors import (
     OverloadedError,
     PlexRLError,
     StorageFullError,
+    StorageUnavailableError,
     UnavailableError,
 )
-from plexrl.ids import DeploymentId, NodeId, OperationId
+from plexrl.ids import DeploymentId, NodeId
 from plexrl.scheduler.admission.reclaim.unreturned_memory import foreign_memory, message_for
 from plexrl.scheduler.context.effects import Effects
+from plexrl.scheduler.jobs.usage import discard
+from plexrl.scheduler.operations.submission.queue_order import place_in_queue
 from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
@@ -27,7 +30,10 @@ from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 
-CONDITIONS = (DeviceMemoryFullError, OverloadedError, StorageFullError, UnavailableError)
+CONDITIONS = (
+    *(DeviceMemoryFullError, OverloadedError),
+    *(StorageFullError, StorageUnavailableError, UnavailableError),
+)
 """Errors of conditions that pass: the same run may succeed later."""
 
 
@@ -76,6 +82,7 @@ def hold(
     effects.touch(deployment.group)
     # The open cycle does not measure the job's demand.
     deployment.cycles.abandon()
+    discard(operation)
     if operation.operation not in deployment.replay.replaying:
         requeue(state, deployment, operation, now)
 
@@ -98,9 +105,8 @@ def requeue(state: State, deployment: Deployment, operation: Operation, now: flo
     its queue."""
     change_operation(operation, OperationTrigger.REQUEUED)
     operation.started_at = None
-    # Discarded work is not billed.
-    operation.gpu_seconds = operation.kept_gpu_seconds
-    deployment.queue.insert(_place(state, deployment.queue, operation), operation.operation)
+    place = place_in_queue(state, deployment, operation)
+    deployment.queue.insert(place, operation.operation)
     if not deployment.running:
         deployment.burst.pause(now)
         deployment.burst.want(now)
@@ -160,12 +166,3 @@ def _held(state: State, names: Iterable[DeploymentId]) -> list[Deployment]:
         for each in deployments
         if each.backoff.code and (each.queue or each.running) and each.state is not WpgState.STOPPED
     ]
-
-
-def _place(state: State, queue: list[OperationId], operation: Operation) -> int:
-    """Queue position of a returning operation: after all that were submitted before it."""
-    operations = state.operations
-    place = 0
-    while place < len(queue) and operations[queue[place]].submitted_at < operation.submitted_at:
-        place += 1
-    return place

@@ -21,11 +21,13 @@ from plexrl.scheduler.jobs.profiler import next_began, run_began, run_ended, wai
 from plexrl.scheduler.jobs.retention import forget_oldest
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.usage import bill, count_failure, meter
+from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.failures import earlier_failure, failure_of, read_error
 from plexrl.scheduler.operations.gradients import gradients_after
 from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
+from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
@@ -194,6 +196,8 @@ def start(
     )
     operation.is_interrupted = False
     deployment.running[operation.operation] = command
+    if not deployment.watch_at and state.overdue_s:
+        watch(state, effects, deployment, now)
     if state.routers:
         if operation.stopped_rows:
             abort(effects, command, operation.stopped_rows)
@@ -288,6 +292,8 @@ def start_move(
         0 if incoming is None else incoming.replay.durable_seq,
     )
     deployment.moving = command
+    if not deployment.watch_at and state.overdue_s:
+        watch(state, effects, deployment, now)
     if state.routers:
         effects.commands.append(command)
 
@@ -397,7 +403,7 @@ def fail_queued(
 ) -> None:
     """Fail an operation that is in its queue."""
     deployment = state.deployment(operation.deployment)
-    place = deployment.queue.index(operation.operation)
+    place = position_in_queue(state, deployment, operation)
     del deployment.queue[place]
     fail(state, effects, operation, error, now, place=place)
     effects.touch(deployment.group)
@@ -484,7 +490,7 @@ def _into_history(
     if operation.source is not None:
         # A move of the trainer may wait for it.
         effects.touch(state.deployment(operation.source).group)
-    if operation.started_at is not None:
+    if operation.started_at is not None or operation.interruptions:
         bill(state, deployment, operation)
     elif operation.state is _FAILED:
         count_failure(state, deployment, operation)

@@ -6,8 +6,9 @@ from plexrl.errors import (
     DeviceMemoryFullError,
     InvalidRequestError,
     NonFiniteWeightsError,
+    PayloadLostError,
     PlexRLError,
-    is_storage_full,
+    is_storage_held,
 )
 from plexrl.ids import FencingToken
 from plexrl.scheduler.admission.reclaim.unreturned_memory import keepers
@@ -24,12 +25,13 @@ from plexrl.scheduler.jobs.lifecycle import (
     restart_when_there_is_room,
 )
 from plexrl.scheduler.jobs.retention import owner_of
-from plexrl.scheduler.jobs.usage import meter_run
-from plexrl.scheduler.operations.cancellation import early_end, is_over
+from plexrl.scheduler.jobs.usage import bill_run, discard, meter_run
+from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.holding import delay, hold, is_held, requeue
 from plexrl.scheduler.operations.operations import complete, fail, finish
 from plexrl.scheduler.operations.replay import retire_log
+from plexrl.scheduler.operations.submission.lost_payloads import draw_again, is_awaited
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, publish_first, republish
 from plexrl.scheduler.placement.relocation import cancel_move
 from plexrl.scheduler.state import group_lock
@@ -70,6 +72,7 @@ def run_finished(
     if operation is None or deployment is None:
         return
     meter_run(state, deployment, operation, now)
+    operation.payload_lost_at = None
     if event.trainer_step is not None:
         deployment.trainer_step = event.trainer_step
     command = deployment.running.pop(name, None)
@@ -115,7 +118,7 @@ def _interrupted(
     effects.discard(operation.partial)
     operation.partial = event.result
     operation.interruptions += 1
-    operation.kept_gpu_seconds = operation.gpu_seconds
+    bill_run(state, deployment, operation)
     deployment.processes.succeed()
     deployment.backoff.clear()
     requeue(state, deployment, operation, now)
@@ -131,7 +134,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     meter_run(state, deployment, operation, now)
     error = read_error(event.error_json)
-    if is_storage_full(error.code) and not event.state_intact:
+    if is_storage_held(error.code) and not event.state_intact:
         # Some ranks may have done a part of it: all ranks repeat it from the state before.
         if deployment.moving is not None and operation.kind == OperationKind.SNAPSHOT:
             deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
@@ -145,17 +148,26 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         if republish(context.state, context.settings, effects, deployment, operation, error, now):
             effects.touch(deployment.group)
             return
-        if is_held(error, state_intact=event.state_intact):
+        if is_held(error, state_intact=event.state_intact) or is_awaited(
+            state, operation, error, now
+        ):
             del deployment.running[event.operation]
             hold(context.state, effects, deployment, operation, error, now)
             return
+        if isinstance(error, PayloadLostError):
+            reason = f"{deployment.deployment!r} cannot be computed again: {error.message}"
+            end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
+            return
         restart(context, deployment, f"replaying {event.operation!r}: {error.message}", now)
         return
+    if draw_again(state, effects, deployment, operation, error, now):
+        return
     del deployment.running[event.operation]
-    if is_held(error, state_intact=event.state_intact):
+    if is_held(error, state_intact=event.state_intact) or is_awaited(state, operation, error, now):
         if not is_over(operation, now):
             hold(context.state, effects, deployment, operation, error, now)
             return
+        discard(operation)
         error = early_end(operation, now)
     else:
         deployment.backoff.clear()
@@ -194,6 +206,7 @@ def _move_failed(
             f"the state of {deployment.deployment!r} cannot be loaded, nor recomputed from "
             f"the operations that were kept: {error.message}"
         )
+        discard(operation)
         end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
     elif is_load and isinstance(error, InvalidRequestError):
         # The model or layout is invalid, or a library is not installed.

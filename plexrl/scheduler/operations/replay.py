@@ -75,3 +75,20 @@ def _forget(state: State, effects: Effects, names: list[OperationId]) -> None:
         operation.is_logged = False
         if operation.is_forgotten:
             del operations[name]
+
+
+def has_much_to_replay(state: State, settings: Settings, holder: Deployment) -> bool:
+    """Whether a recovery would replay the maximum number of mutations or compute time."""
+    log, config = holder.replay.log, settings.config
+    if len(log) >= config.snapshot_operations:
+        return True
+    operations, work_s = state.operations, 0.0
+    for name in log:
+        work_s += operations[name].compute_s or 0.0
+    return work_s >= config.snapshot_work_s
+
+
+def leans_on_its_source(holder: Deployment, now: float) -> bool:
+    """Whether the replay log of a forward deployment needs weights of a sync or load: these may be
+    gone later, so it needs a snapshot now."""
+    return not holder.running and now >= holder.no_snapshot_until and bool(holder.replay.log)

@@ -133,8 +133,9 @@ def _with_state_on(cluster: Cluster, node: NodeId) -> list[Deployment]:
     """The deployments whose durable version is on the node while they have no ranks there: the copy
     is not complete, or they wait for GPUs."""
     placed = [name for group in cluster.state.groups.values() for name in residents(group)]
-    waiting = sorted([*cluster.waiting.displaced, *cluster.fillers])
-    found = map(cluster.state.deployment, [*placed, *waiting])
+    waiting = map(cluster.state.deployment, [*cluster.waiting.displaced, *cluster.fillers])
+    in_order = sorted(waiting, key=lambda each: each.serial)
+    found = [*map(cluster.state.deployment, placed), *in_order]
     return [
         deployment
         for deployment in found
@@ -190,9 +191,9 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
     if not deployment.preemptible:
         change_job(state.job(deployment.job), JobTrigger.DISPLACED)
     _enqueue(cluster, deployment, now)
-    for name in sorted(cluster.relocating):
+    for moving in cluster.relocating_in_order():
         # A relocation may have waited for this WPG to pull weights.
-        effects.touch(state.deployment(name).group)
+        effects.touch(moving.group)
 
 
 def _loss(state: State, settings: Settings, deployment: Deployment) -> str | None:

@@ -78,7 +78,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
             counts = was_at_work and not event.was_fenced
             restart(context, deployment, why, now, counts=counts)
         elif missing or not deployment.is_ready:
-            send_launch(state, effects, deployment)
+            send_launch(state, effects, deployment, now)
     for worker in event.workers:
         if (worker.deployment, worker.rank) not in wanted:
             effects.emit(
@@ -116,11 +116,10 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
     if event.is_draining:
         reconcile_node(context, event.node, now)
         return
-    for name in sorted(cluster.relocating):
-        deployment = context.state.deployment(name)
+    for deployment in cluster.relocating_in_order():
         if event.node in deployment.nodes:
             deployment.moves.cancel()
-            del cluster.relocating[name]
+            del cluster.relocating[deployment.deployment]
             context.effects.touch(deployment.group)
 
 

@@ -10,6 +10,7 @@ newer.
 from plexrl.errors import PlexRLError
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.jobs.usage import discard
 from plexrl.scheduler.operations.holding import requeue
 from plexrl.scheduler.operations.operations import enqueue_publish, publish_name
 from plexrl.scheduler.operations.replay import payload_bytes
@@ -121,6 +122,7 @@ def publish_first(
     trainer = state.deployment(operation.source)
     operation.after = publish_name(state, operation.operation)
     enqueue_publish(state, effects, trainer, operation.after, operation.operation, now)
+    discard(operation)
     requeue(state, deployment, operation, now)
     return True
 

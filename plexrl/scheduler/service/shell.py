@@ -35,7 +35,7 @@ from plexrl.errors import (
     UnavailableError,
     UnknownOperationError,
 )
-from plexrl.ids import NodeId, OperationId
+from plexrl.ids import JobId, NodeId, OperationId
 from plexrl.process.conditions import Conditions
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault
 from plexrl.scheduler.core.core import SchedulerCore
@@ -85,7 +85,8 @@ class Clock:
     """Seconds since the epoch that never decrease, not even over restarts."""
 
     def __init__(self, not_before: float) -> None:
-        self._offset = max(time.time(), not_before) - time.monotonic()
+        self.started_at = max(time.time(), not_before)
+        self._offset = self.started_at - time.monotonic()
 
     def now(self) -> float:
         return time.monotonic() + self._offset
@@ -157,6 +158,8 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._migrating: set[asyncio.Task[None]] = set()
         self.outage = JournalOutage()
+        self.breached_since: dict[JobId, float] = {}
+        """When jobs over their service level were first seen so."""
         self._awaited: dict[OperationId, set[asyncio.Future[None]]] = {}
         self._ended_count, _ = core.ended_since(0)
 
@@ -252,7 +255,7 @@ class Shell:
     async def save(self) -> None:
         """Write a snapshot, so that the next start replays nothing. Call it after `run` has
         ended."""
-        is_consistent = self._consistent.is_set() and self.core.is_between_passes
+        is_consistent = self._consistent.is_set()
         await self._snapshots.finish(self._position, self._at, is_consistent=is_consistent)
 
     async def _process_batch(self, batch: list[_Item]) -> None:
@@ -286,8 +289,7 @@ class Shell:
         for item, refusal in zip(batch, refusals, strict=True):
             _settle(item, refusal)
         self._position, self._at = position, now
-        if self.core.is_between_passes:
-            self._snapshots.start_if_due(position, now)
+        self._snapshots.start_if_due(position, now)
         self._notify_final()
         if self.on_change is not None:
             self.on_change(commands)
@@ -364,8 +366,6 @@ class Shell:
             self._kept_reports.appendleft(_unawaited(ServiceResumed()))
         is_full = isinstance(error, JournalFullError)
         if is_full and not self._snapshots.is_busy() and self.outage.may_free_space():
-            # The pass cannot end before there is space for its next timer.
-            self.core.drop_pass()
             self._snapshots.free_space(self._position, self._at)
         await asyncio.sleep(HELD_RETRY_S)
 

@@ -50,6 +50,9 @@ class Operation:
     """It does not start after this time; a running generation is stopped. None: no deadline."""
     payload_bytes: int = 0
     payload_digest: str = ""
+    payload_lost_at: float | None = None
+    """When its payload was first found to be damaged or missing; None: it was not, or it was sent
+    again."""
     is_counted: bool = False
     """Counted in the `InFlight` of its deployment and tenant."""
     internal: bool = False
@@ -73,7 +76,7 @@ class Operation:
     compute_s: float | None = None
     result_bytes: int = 0
     gpu_seconds: float = 0.0
-    """Seconds times GPUs so far."""
+    """Seconds times GPUs of its present run, so far; 0 once they are billed or discarded."""
     expected_at: float | None = None
     """Expected start, estimated at its arrival; None once it has started."""
     expected_within: tuple[float, float] | None = None
@@ -93,8 +96,6 @@ class Operation:
     """For a generation: runs that ended so."""
     partial: BlobRef | None = None
     """For a generation: what its interrupted runs drew."""
-    kept_gpu_seconds: float = 0.0
-    """The part of `gpu_seconds` of runs whose work is kept."""
     source_seq: int = 0
     """For a sync: the version that was published for it."""
     source_step: int = 0
@@ -141,6 +142,7 @@ class Operation:
         self.deadline_at = None
         self.payload_bytes = 0
         self.payload_digest = ""
+        self.payload_lost_at = None
         self.is_counted = False
         self.internal = internal
         self.after = None
@@ -166,7 +168,6 @@ class Operation:
         self.is_interrupted = False
         self.interruptions = 0
         self.partial = None
-        self.kept_gpu_seconds = 0.0
         self.source_seq = 0
         self.source_step = 0
         self.in_flight = False

@@ -90,6 +90,16 @@ class Reservation:
     member yields to the others."""
 
 
+@dataclass(slots=True, kw_only=True)
+class ReservedStart:
+    """The reservation of a starving deployment (`admission.queues.reservations`)."""
+
+    at: float
+    """When it has its GPUs, if running jobs end by their expected lengths."""
+    renewals: int = 0
+    """How often the time has come without the GPUs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRecord:
     """How a deployment was placed on its group, for `explain`."""
@@ -174,6 +184,8 @@ class Deployment:
     spec_json: str
     created_at: float
     estimates: Estimates
+    serial: int = 0
+    """Number in the order of creation; breaks ties."""
     created_spec_json: str = ""
     """The specification that its controller creates it with; empty: `spec_json`."""
     state: WpgState = WpgState.WAITING
@@ -224,6 +236,8 @@ class Deployment:
     """What it needs on each GPU; None: unknown, its state only."""
     peak_bytes: int = 0
     """The largest reported peak of torch's allocator on one of its GPUs; 0: none was reported."""
+    watch_at: float = 0.0
+    """When its runs are looked at next (`operations.deadlines`); 0: nothing runs."""
 
     @property
     def is_ready(self) -> bool:
@@ -293,6 +307,8 @@ class Job:
     """One job."""
 
     job: JobId
+    serial: int = 0
+    """Number in the order of submission; breaks ties."""
     tenant: TenantId
     name: str
     controller_timeout_s: float
@@ -311,6 +327,8 @@ class Job:
     """Number of deployments that get GPUs together or not at all; 0: each gets its own."""
     expected_s: float = 0.0
     """Length that the user expects; 0: unknown."""
+    placed_at: float | None = None
+    """When it got its first GPUs; None: not yet."""
     slo: float | None = None
     """Greatest waiting / (waiting + running) that it accepts, its tenant's at its submission if it
     named none; None: the cluster's `waiting_part_max`. 0: its deployments share with nobody."""
@@ -397,9 +415,13 @@ class State:
     eta_errors: EtaErrors = field(default_factory=EtaErrors)
     searches: dict[str, int] = field(default_factory=dict)
     """Number of failed searches of the groups' time since capacity became free, by size."""
+    reservations: dict[DeploymentId, ReservedStart] = field(default_factory=dict)
+    """Those of deployments that still wait."""
     timers_swept: int = 0
     """Timers that were left after the last removal of pointless ones."""
     groups_made: int = 0
+    jobs_made: int = 0
+    deployments_made: int = 0
     former_switches: int = 0
     """Context switches of groups that were removed."""
     moves_made: int = 0
@@ -410,6 +432,10 @@ class State:
     with every event."""
     ended_jobs: int = 0
     """Number of ended jobs that are kept."""
+    overdue_s: float = 0.0
+    """The least bound of a run, likewise a setting; 0: runs have no bound."""
+    issued_at: float = 0.0
+    """When all runs were last sent again, or reports could arrive again: bounds count from then."""
 
     def job(self, name: JobId) -> Job:
         return self.jobs[name]

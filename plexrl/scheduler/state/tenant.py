@@ -39,5 +39,7 @@ class Tenant:
     """Highest priority class of its jobs; an operator's jobs may have any."""
     slo: float | None = None
     """`slo` of its jobs that name none; None: the cluster's `waiting_part_max`."""
+    model_roots: tuple[str, ...] = ()
+    """Directories below which it may load models, beside those that all tenants may use."""
     gpu_seconds: float = 0.0
     """GPU time used so far."""

@@ -31,8 +31,8 @@ def new_run(
 
 
 def submission(run: JobRun, tenant: TenantId, slo: float | None) -> ev.JobSubmitted:
-    """The job itself; `slo` replaces that of its trace row. Placed rollouts and the training get
-    GPUs together or not at all."""
+    """The job itself, which declares its length alone; `slo` replaces that of its trace row. Placed
+    rollouts and the training get GPUs together or not at all."""
     return ev.JobSubmitted(
         job=run.job,
         tenant=tenant,
@@ -42,6 +42,7 @@ def submission(run: JobRun, tenant: TenantId, slo: float | None) -> ev.JobSubmit
         priority=run.trace.priority,
         slo=run.trace.slo if slo is None else slo,
         gang=0 if run.rollouts is None else 2,
+        expected_s=run.trace.service_s,
     )
 
 

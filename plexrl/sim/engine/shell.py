@@ -129,9 +129,10 @@ def worker_ready_events(command: cmd.LaunchWorkers) -> list[ev.WorkerReady]:
 def virtual_config(
     *, ordering: str = "hrrs", anticipation: bool | None = None, **changes: Any
 ) -> SchedulerConfig:
-    """The configuration of a simulated scheduler: the live defaults with a short history."""
+    """The configuration of a simulated scheduler: the live defaults with a short history. Nothing
+    hangs in a simulation, and an operation of a trace may be a whole job."""
     return SchedulerConfig(
-        **{"history": 1000, **changes},
+        **{"history": 1000, "operation_overdue_s": 0.0, **changes},
         listen=("unix:/-",),
         journal="-",
         operator_key_digest="-",

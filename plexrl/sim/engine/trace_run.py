@@ -84,8 +84,9 @@ class TraceRun:
         """`settings`: scheduler settings that replace the policy's."""
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
-        load = {} if scenario.load_max is None else {"load_max": scenario.load_max}
-        config = virtual_config(**{**RETENTION, **policy.settings, **load, **(settings or {})})
+        own = {"load_max": scenario.load_max, "starvation_bound_s": scenario.starvation_bound_s}
+        given = {name: value for name, value in own.items() if value is not None}
+        config = virtual_config(**{**RETENTION, **policy.settings, **given, **(settings or {})})
         handlers = self._handlers()
         if scenario.fills_valleys:
             handlers = {kind: self._routed(each) for kind, each in handlers.items()}

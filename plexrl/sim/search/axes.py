@@ -15,6 +15,7 @@ from plexrl.sim.workload.scenario import (
     LOAD_MAX,
     NODES_MAX,
     STALENESS_MAX,
+    STARVATION_S_MAX,
     SWITCH_S_MAX,
     Scenario,
 )
@@ -171,6 +172,11 @@ _SETTERS: dict[str, tuple[Callable[[str], Any], Callable[[Scenario, Any], Scenar
         _within(float, 0, SWITCH_S_MAX),
         lambda scenario, value: replace(scenario, switch_s=value),
         f": use 0 to {SWITCH_S_MAX:g} s",
+    ),
+    "starvation-s": (
+        _within(float, 0, STARVATION_S_MAX),
+        lambda scenario, value: replace(scenario, starvation_bound_s=value),
+        f": use 0 to {STARVATION_S_MAX:g} s",
     ),
 }
 """By axis: how a value is read, how a scenario gets it, and the expected values for messages."""

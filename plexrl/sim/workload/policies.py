@@ -6,10 +6,11 @@ systems. A system that defines only an ordering is placed by `pack`. All switch 
 time, as `pack` does, although those of other systems do not: so orderings and placements are
 compared, and not who anticipates.
 
-`isolated` stops backfilling past a job that has waited for `starvation_bound_s`, so free GPUs stay
-idle ahead of a large job. `isolated+backfill` never stops, and is the fair baseline of a cluster
-without sharing. `UNSHARED` are the rules of batch systems, which know how long each job will take;
-they are no configurations of the scheduler.
+All have the same rule for jobs that have waited beyond `starvation_bound_s`: the first has a
+reservation, and others run if they do not delay it. So `isolated+backfill` is the fair baseline of
+a cluster without sharing. Only `isolated` has no reservations: free GPUs stay idle ahead of such a
+job. `UNSHARED` are the rules of batch systems, which know how long each job will take; they are no
+configurations of the scheduler.
 """
 
 from collections.abc import Mapping
@@ -17,9 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from plexrl.errors import InvalidRequestError
-
-BACKFILL_S = 1e9
-"""The scheduler's longest allowed starvation bound; no job waits as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +34,15 @@ class SimPolicy:
 SIM_POLICIES: dict[str, SimPolicy] = {
     policy.name: policy
     for policy in (
-        SimPolicy(name="isolated", settings={"policy": "isolated"}, source="PlexRL §6.3"),
+        SimPolicy(
+            name="isolated",
+            settings={"policy": "isolated", "reservations": False},
+            source="PlexRL §6.3",
+        ),
         SimPolicy(
             name="isolated+backfill",
-            settings={"policy": "isolated", "starvation_bound_s": BACKFILL_S},
-            source="no sharing, and backfill past any waiting job",
+            settings={"policy": "isolated"},
+            source="no sharing, and backfill (EASY) past jobs that have waited long",
         ),
         SimPolicy(name="pack", settings={"policy": "pack"}, source="PlexRL §6.3"),
         SimPolicy(name="spread", settings={"policy": "spread"}, source="PlexRL §6.3"),

@@ -28,6 +28,8 @@ LOAD_MAX = 100.0
 """Largest bound of a group's load; a hundred jobs that always train are a mistake."""
 SLO_MAX = 0.99
 """Largest part of its time that a job may accept to wait, as in a trace."""
+STARVATION_S_MAX = 1e9
+"""Longest starvation bound: no job waits as long, so none has a reservation."""
 SWITCH_S_MAX = 86_400.0
 """Longest context switch."""
 AMOUNT_MAX = 1e12
@@ -209,6 +211,8 @@ class Scenario:
     """Where rollouts run."""
     fills_valleys: bool = False
     """Preemptible deployments generate in the idle time of all shared groups, without end."""
+    starvation_bound_s: float | None = None
+    """Wait after which a job has a reservation; absent: the scheduler's default."""
     load_max: float | None = None
     """Largest sum of the duties of a group's members; absent: the scheduler's default."""
     slo: float | None = None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from plexrl.statemanager.device.mapping import map_file, map_over, map_zero, move, unmap
+from plexrl.statemanager.device.memory import MemoryUsers
 from plexrl.statemanager.store.versions.versions import padded
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
 
@@ -79,6 +80,8 @@ class HostArena:
         self.reader: int | None = None
         """Descriptor of the mapped memory; absent: unknown to the StateManager."""
         self.is_writable = True
+        self.users = MemoryUsers()
+        """Threads that must end before the memory or its contents change."""
         self.lender: Lender | None = None
         """Absent before registration, while the arena is private."""
 
@@ -90,6 +93,7 @@ class HostArena:
         Raises:
             StateTierFullError: the host tier has no space for a copy in addition to the version.
         """
+        self.users.end()
         if self.is_writable or self.lender is None:
             yield Writing(source=self.address, target=self.address)
             return
@@ -113,6 +117,7 @@ class HostArena:
     def give_up(self) -> None:
         """Make the memory read-only and known to the StateManager, so that a version can be made of
         it. Raises as `writing`."""
+        self.users.end()
         if self.reader is None and self.lender is not None:
             # The memory is private, or a restarted StateManager does not know it.
             lent = self.lender.borrow()
@@ -126,6 +131,7 @@ class HostArena:
 
     def attach(self, reader: int, writer: int | None) -> None:
         """Map the memory from a load: a version's own bytes, or with `writer` a copy of them."""
+        self.users.end()
         if writer is None:
             self._map_to_read(reader)
             self._holds(reader, is_writable=False)
@@ -140,6 +146,7 @@ class HostArena:
 
     def detach(self) -> None:
         """Unmap the lent memory; the arena then reads as zero."""
+        self.users.end()
         map_zero(self.nbytes, self.address)
         self.forget_lent()
         self.is_writable = True

@@ -11,13 +11,19 @@ from typing import Any, Union
 
 import msgspec
 
-from plexrl.errors import InvalidRequestError, PlexRLError, StateTierFullError
+from plexrl.errors import (
+    InvalidRequestError,
+    PlexRLError,
+    StateTierFullError,
+    StorageUnavailableError,
+)
+from plexrl.process.folders.disk_errors import FAILING
 from plexrl.statemanager.daemon.handlers import HANDLERS
 from plexrl.statemanager.daemon.handlers.caller import AnyHandler, Caller, Reply, Services
 from plexrl.statemanager.observe.counters import MoveKind
 from plexrl.statemanager.protocol.channel import close_all
 from plexrl.statemanager.protocol.messages import Request
-from plexrl.statemanager.store.disk_space import is_full
+from plexrl.statemanager.store.disk_space import is_full, write_error
 
 LOG = logging.getLogger(__name__)
 
@@ -65,6 +71,9 @@ class Session:
             self._caller.services.counters.count_refusal(error.code)
             raise
         except OSError as error:
+            if error.errno in FAILING:
+                self._caller.services.counters.count_refusal(StorageUnavailableError.code)
+                raise write_error("the StateManager's file system", error) from error
             if not is_full(error):
                 raise self._failed(error) from error
             self._caller.services.counters.count_refusal(StateTierFullError.code)

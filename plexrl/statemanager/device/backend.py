@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from plexrl.statemanager.device.memory import DeviceMemory
+from plexrl.statemanager.device.memory import DeviceMemory, MemoryUsers
 
 
 class DeviceKind(StrEnum):
@@ -166,6 +166,11 @@ class WorkerArena(Protocol):
     """A worker's reserved address range, with or without memory behind it."""
 
     @property
+    def users(self) -> MemoryUsers:
+        """Threads that must end before `attach` and `detach` change the mapping."""
+        ...
+
+    @property
     def kind(self) -> DeviceKind: ...
 
     @property
@@ -213,7 +218,7 @@ class WorkerArena(Protocol):
         ...
 
     def detach(self) -> None:
-        """Wait for the device, unmap the segments and close their descriptors."""
+        """Wait for `users` and the device, unmap the segments and close their descriptors."""
         ...
 
     def resident_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """Access to an arena's memory, on any device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -35,6 +35,24 @@ class DeviceMemory(Protocol):
     def write(self, runs: Sequence[Run]) -> None:
         """Copy from host memory to the arena. Raises as `read`."""
         ...
+
+
+class MemoryUsers:
+    """Threads that use a worker's arena in the background. The arena ends their work before it
+    replaces, unmaps or changes the memory at its addresses, so none can touch what is gone."""
+
+    def __init__(self) -> None:
+        self._ends: list[Callable[[], None]] = []
+
+    def add(self, end: Callable[[], None]) -> None:
+        """`end` returns when the thread has left the memory; the thread may use it again when its
+        owner asks for it, which happens after the change. It must not raise."""
+        self._ends.append(end)
+
+    def end(self) -> None:
+        """Wait until no thread uses the memory."""
+        for end in self._ends:
+            end()
 
 
 class MemoryRange:

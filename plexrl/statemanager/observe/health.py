@@ -31,7 +31,7 @@ class Health:
         self._accepting = accepting
 
     def reasons(self) -> list[str]:
-        """One sentence per problem; empty if the daemon is healthy."""
+        """One sentence per problem, the same while it lasts; empty if the daemon is healthy."""
         config = self._config
         found = [
             *_writable("host tier", Path(config.host_dir)),
@@ -41,7 +41,7 @@ class Health:
             found.append(f"no connections are accepted on {config.listen}: restart the daemon")
         now = time.monotonic()
         found += [
-            f"{move.kind} of {move.who} has been running for {now - move.began:.0f} s"
+            f"{move.kind} of {move.who} has been running for more than {config.stuck_move_s:g} s"
             for move in self._move_queue.running()
             if now - move.began > config.stuck_move_s
         ]

@@ -264,7 +264,8 @@ class Where(Request, frozen=True, kw_only=True):
     """Report changes of the tier of each deployment's newest state.
 
     The answer has `states`, and `life` and `serial` for the next request. It also has the bytes of
-    the host tier that are ready for use, and how many are to be made ready.
+    the host tier that are ready for use, how many are to be made ready, and in `reasons` why the
+    daemon is not healthy.
     """
 
     life: str = ""

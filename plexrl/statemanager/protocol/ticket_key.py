@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 from plexrl.errors import PermissionDeniedError, UnavailableError
+from plexrl.process.folders.durable_files import create_durably, flush, make_folders_durably
 from plexrl.statemanager.protocol.tickets import KEY_BYTES, TicketKey
 
 KEY_FILE = "ticket.key"
@@ -39,12 +40,10 @@ def read_ticket_key(path: Path) -> TicketKey:
 def make_ticket_key(path: Path) -> TicketKey:
     """The key in a file, which is created if absent. With several creators, the first one wins."""
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folders_durably(path.parent, mode=0o700)
         own = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(own, "wb", opener=_private) as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        own.unlink(missing_ok=True)
+        create_durably(own, secrets.token_bytes(KEY_BYTES))
         try:
             os.link(own, path)
         except FileExistsError:
@@ -52,8 +51,5 @@ def make_ticket_key(path: Path) -> TicketKey:
             pass
         finally:
             own.unlink()
+        flush(path.parent)
     return read_ticket_key(path)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT | os.O_TRUNC, 0o600)

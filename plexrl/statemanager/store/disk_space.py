@@ -3,7 +3,14 @@
 import errno
 from pathlib import Path
 
-from plexrl.errors import NO_SPACE, StateTierFullError, StorageError, StorageFullError
+from plexrl.errors import (
+    StateTierFullError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+)
+from plexrl.process.folders.disk_errors import AWAY, FAILING, NO_SPACE
+from plexrl.process.folders.durable_files import write_durably
 
 _FULL = NO_SPACE | {errno.EFBIG, errno.ENOMEM}
 
@@ -13,19 +20,31 @@ def is_full(error: OSError) -> bool:
     return error.errno in _FULL
 
 
+def held_error(error: BaseException, what: str) -> StorageError | None:
+    """The error of a condition that ends once an operator acts, if `error` is one of a full or a
+    failing disk; `what` begins its message."""
+    if not isinstance(error, OSError):
+        return None
+    if is_full(error):
+        return StorageFullError(f"{what}: no space is left ({error}): free space there")
+    if error.errno in FAILING:
+        return StorageUnavailableError(
+            f"{what}: the disk fails ({error}): repair or mount it again"
+        )
+    return None
+
+
 def replace_file(path: Path, contents: bytes) -> None:
-    """Replace a small file atomically.
+    """Replace a small file atomically and durably.
 
     Raises:
         StateTierFullError: the file system is full; the file is unchanged.
+        StorageUnavailableError: the file system fails or is away; the file is unchanged.
         StorageError: the file cannot be written and is unchanged.
     """
-    part = path.with_suffix(".part")
     try:
-        part.write_bytes(contents)
-        part.rename(path)
+        write_durably(path, contents)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise write_error(f"the file {path}", error) from error
 
 
@@ -37,7 +56,8 @@ def checkpoint_write_error(what: str, error: OSError, file: str) -> StorageError
             "checkpoint is written then",
             file=file,
         )
-    return StorageError(
+    kind = StorageUnavailableError if error.errno in AWAY else StorageError
+    return kind(
         f"{what} cannot be written ({error}): repair its permissions or the file system; nothing "
         "of the checkpoint remains",
         file=file,
@@ -52,7 +72,8 @@ def write_error(what: str, error: OSError, **details: object) -> StorageError:
             "tier's capacity; the state stays where it was",
             **details,
         )
-    return StorageError(
+    kind = StorageUnavailableError if error.errno in AWAY else StorageError
+    return kind(
         f"{what} cannot be written ({error}): repair the file system; the state stays where it was",
         **details,
     )

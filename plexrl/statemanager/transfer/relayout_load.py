@@ -187,8 +187,7 @@ def _fill(
             memory.write(_joined(filled))
 
     starts = sorted({at for _, blocks in staged for at in blocks.starts()})
-    for _ in plane.spread(fill_block, starts):
-        pass
+    plane.spread(fill_block, starts)
 
 
 def _joined(copies: list[Run]) -> list[Run]:

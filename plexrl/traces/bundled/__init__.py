@@ -1,4 +1,4 @@
-"""Public traces that are shipped with the package; sources in `ATTRIBUTION.md`."""
+"""Traces that are shipped with the package; sources in `ATTRIBUTION.md`."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ PREFIX = "bundled:"
 
 FILES = {
     "philly": "philly_2017-09_to_2017-11.csv.gz",
+    "mixed-sizes": "mixed_sizes_seed1.csv",
     "azure-conversation": "lengths_azure_2023_conversation.csv.gz",
     "r1-lengths": "lengths_deepseek_r1_histogram.csv",
 }

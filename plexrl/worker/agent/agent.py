@@ -11,22 +11,29 @@ import logging
 from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from time import time
 from typing import Any
 
 from plexrl.errors import (
     PlexRLError,
-    StorageFullError,
     from_wire,
 )
+from plexrl.process.children.pulse import BEAT_S, Pulse
+from plexrl.process.folders.folder_watch import Finding, FolderWatch
 from plexrl.process.startup import remove_socket
 from plexrl.statemanager.protocol.address import announced
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.tickets import Claims, Role
-from plexrl.statemanager.store.disk_space import is_full
+from plexrl.statemanager.store.disk_space import held_error
 from plexrl.wire.links.address import UNIX, TlsAddress, UnixAddress, parse_address
 from plexrl.wire.links.port_range import PortRange
 from plexrl.wire.rpc import Peer
 from plexrl.worker.agent.launcher import Launcher, WorkerProcess
+from plexrl.worker.agent.node_conditions import (
+    PART_STUCK,
+    STATEMANAGER_UNHEALTHY,
+    NodeConditions,
+)
 from plexrl.worker.agent.node_lease import CHECK_S, NodeLease, clock, machine
 from plexrl.worker.agent.node_state import NodeState
 from plexrl.worker.agent.scheduler_connection import SchedulerConnection
@@ -46,11 +53,14 @@ Key = tuple[str, int]
 class _Running:
     config: WorkerConfig
     process: WorkerProcess
+    pulse: Pulse
     is_ready: bool = False
     is_wanted: bool = True
     """False: the agent is stopping the worker, so its end is not reported."""
     is_killed: bool = False
     """It was killed because the node's lease had run out."""
+    is_stuck: bool = False
+    """It was killed because it gave no sign of life."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     error: PlexRLError | None = None
     """Why the worker could not start, if it reported that."""
@@ -68,7 +78,13 @@ class Agent:
         self._interface = interface_of(config.host) if config.host else LOOPBACK
         self._ports = PortRange(config.host, config.worker_ports)
         network = Network.of(config.tls, config.fabric)
-        self._state = NodeState(config.statemanager, Path(config.ticket_key_file), network)
+        self._state = NodeState(
+            config.statemanager,
+            Path(config.ticket_key_file),
+            network,
+            Pulse(config.part_stuck_s),
+        )
+        self._conditions = NodeConditions()
         self._workers: dict[Key, _Running] = {}
         self._locks: dict[Key, asyncio.Lock] = {}
         self._rendezvous: dict[str, int] = {}
@@ -124,17 +140,23 @@ class Agent:
             stale.unlink()
 
     async def _serve(self) -> None:
-        fencing = asyncio.create_task(self._end_workers_with_lease())
+        watching = [
+            asyncio.create_task(self._end_workers_with_lease()),
+            asyncio.create_task(self._end_stuck_workers()),
+            asyncio.create_task(self._report_conditions()),
+        ]
         try:
             await self._scheduler.run()
         finally:
-            fencing.cancel()
-            await asyncio.gather(fencing, return_exceptions=True)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
 
     def _begin_session(self) -> Awaitable[None]:
         """The scheduler has accepted the node."""
         self._was_fenced = False
         self._connected.set()
+        self._conditions.report_again()
         return self._state.watch(self._report_changes)
 
     async def _end_workers_with_lease(self) -> None:
@@ -151,6 +173,50 @@ class Agent:
                     worker.is_killed = True
                     worker.process.kill()
             await asyncio.sleep(min(left_s, CHECK_S) if left_s > 0.0 else CHECK_S)
+
+    async def _end_stuck_workers(self) -> None:
+        """Kill each worker that gives no sign of life."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            now = loop.time()
+            self._state.pulse.look(now)
+            for (name, rank), worker in self._workers.items():
+                worker.pulse.look(now)
+                if worker.pulse.is_stuck and not worker.is_stuck:
+                    worker.is_stuck = True
+                    silent_s = worker.pulse.silent_s
+                    LOG.error("%s rank %d was silent for %.0f s: killed", name, rank, silent_s)
+                    worker.process.kill()
+
+    async def _report_conditions(self) -> None:
+        """Report what is wrong on this node, whenever it changes."""
+        node = self._config.node
+        folders = {Path(self._config.run_dir), Path(self._config.rendezvous_dir)}
+        watch = FolderWatch(f"node {node}", sorted({*folders, Path(self._config.data_dir)}))
+        while True:
+            found = [*await watch.look(), *self._silent_parts()]
+            changed = self._conditions.update(found, time())
+            if changed is not None:
+                params = {"node": node, "conditions": changed}
+                self._scheduler.report("node_conditions_reported", params)
+            await asyncio.sleep(BEAT_S)
+
+    def _silent_parts(self) -> list[Finding]:
+        node, stuck_s = self._config.node, self._config.part_stuck_s
+        replaced = f"it is replaced after {stuck_s:g} s without an answer"
+        found = [
+            (STATEMANAGER_UNHEALTHY, f"the StateManager of node {node}: {reason}")
+            for reason in self._state.reasons
+        ]
+        if self._state.pulse.is_late:
+            text = f"the StateManager of node {node} does not answer"
+            found.append((PART_STUCK, f"{text}: {replaced}"))
+        for (name, rank), worker in self._workers.items():
+            if worker.pulse.is_late and worker.is_wanted:
+                text = f"the worker of {name} rank {rank} on node {node} does not answer"
+                found.append((PART_STUCK, f"{text}: {replaced}"))
+        return found
 
     async def _node_description(self) -> Plain:
         config = self._config
@@ -303,10 +369,10 @@ class Agent:
                 reason = f"the worker could not be started: {error}"
                 self._report_worker("worker_exited", config, reason=reason, code=_code_of(error))
                 return
-            worker = _Running(config, process)
+            worker = _Running(config, process, Pulse(self._config.part_stuck_s))
             self._workers[key] = worker
         loop = asyncio.get_running_loop()
-        loop.add_reader(process.ready.fileno(), self._became_ready, worker)
+        loop.add_reader(process.ready.fileno(), self._heard, worker)
         loop.add_reader(process.sentinel, self._ended, key, worker)
 
     async def _stop_worker(self, key: Key) -> None:
@@ -317,27 +383,31 @@ class Agent:
         await asyncio.to_thread(worker.process.stop)
         await worker.ended.wait()
 
-    def _became_ready(self, worker: _Running) -> None:
-        asyncio.get_running_loop().remove_reader(worker.process.ready.fileno())
+    def _heard(self, worker: _Running) -> bool:
+        """Read one message of a worker; returns whether there was one."""
         try:
             message = worker.process.ready.recv()
         except (EOFError, OSError):
-            # The process ended before it was ready; `_ended` reports that.
-            return
-        if message is not True:
+            # The process is ending; `_ended` reports that.
+            asyncio.get_running_loop().remove_reader(worker.process.ready.fileno())
+            return False
+        if message is None:
+            worker.pulse.beat()
+        elif message is not True:
             # The process ends after this error; `_ended` reports it.
             worker.error = from_wire(message)
-            return
-        worker.is_ready = True
-        self._report_worker("worker_ready", worker.config, address=worker.config.address)
+        else:
+            worker.is_ready = True
+            self._report_worker("worker_ready", worker.config, address=worker.config.address)
+        return True
 
     def _ended(self, key: Key, worker: _Running) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(worker.process.sentinel)
-        if not worker.is_ready and worker.error is None and worker.process.ready.poll():
-            # Its last message may have arrived together with its end.
-            self._became_ready(worker)
         loop.remove_reader(worker.process.ready.fileno())
+        # Its last messages may have arrived together with its end.
+        while worker.process.ready.poll() and self._heard(worker):
+            pass
         worker.ended.set()
         if self._workers.get(key) is worker:
             del self._workers[key]
@@ -350,6 +420,8 @@ class Agent:
             return
         reason = worker.process.exit_reason()
         code = ""
+        if worker.is_stuck:
+            reason = f"it gave no sign of life for {self._config.part_stuck_s:g} s, and was killed"
         if worker.error is not None:
             reason, code = worker.error.message, worker.error.code
         LOG.warning("%s rank %d ended: %s", key[0], key[1], reason)
@@ -379,4 +451,5 @@ class Agent:
 
 def _code_of(error: Exception) -> str:
     """Code of the `PlexRLError` for a failed start; empty: none."""
-    return StorageFullError.code if isinstance(error, OSError) and is_full(error) else ""
+    held = held_error(error, "the start failed")
+    return "" if held is None else held.code

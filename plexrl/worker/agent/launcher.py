@@ -15,7 +15,7 @@ from plexrl.worker.config import WorkerConfig
 
 STOP_GRACE_S = 2.0
 EXIT_ORPHANED = 3
-PRELOAD = ["plexrl.worker.agent.fork_server_lifeline", "plexrl.worker.agent.preload"]
+PRELOAD = ["plexrl.worker.agent.fork_server.lifeline", "plexrl.worker.agent.fork_server.preload"]
 """Imported by the fork server, in this order."""
 
 
@@ -29,8 +29,9 @@ class WorkerProcess(Protocol):
 
     @property
     def ready(self) -> Connection:
-        """Receives `True` when the worker serves requests, or an error as plain values if a full
-        file system prevented the start. Closed when the process ends."""
+        """Receives `None` each second while the process runs, and once `True` when the worker
+        serves requests, or an error as plain values if a full file system prevented the start.
+        Closed when the process ends."""
         ...
 
     def exit_reason(self) -> str:
@@ -144,15 +145,15 @@ def _main(config: WorkerConfig, ready: Connection) -> None:
     if agent is not None and not agent.is_alive():
         # The agent died after it requested this process, so nobody needs it.
         os._exit(EXIT_ORPHANED)
-    from plexrl.worker.process.start import full_at_start, run_worker
+    from plexrl.worker.process.start import held_at_start, run_worker
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        run_worker(config, lambda: ready.send(True))
+        run_worker(config, ready)
     except (OSError, RuntimeError) as error:
-        full = full_at_start(error)
-        if full is not None:
-            ready.send(full.to_wire())
+        held = held_at_start(error)
+        if held is not None:
+            ready.send(held.to_wire())
         raise
 
 

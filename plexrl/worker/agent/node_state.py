@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.process.children.pulse import Pulse
 from plexrl.statemanager.checkpoint.requests import CheckpointStatus
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.reports import MoveReport
@@ -46,9 +47,17 @@ class NodeState:
     """Handles calls about state, for one node."""
 
     def __init__(
-        self, statemanager: str, ticket_key_file: Path, network: Network = NO_NETWORK
+        self,
+        statemanager: str,
+        ticket_key_file: Path,
+        network: Network = NO_NETWORK,
+        pulse: Pulse | None = None,
     ) -> None:
-        """Paths of the StateManager's socket and of its key, and the way to other nodes' ones."""
+        """Paths of the StateManager's socket and of its key, and the way to other nodes' ones.
+        `pulse` beats with each answer about the locations of state."""
+        self.pulse = pulse or Pulse(0.0)
+        self.reasons: tuple[str, ...] = ()
+        """Why the StateManager is not healthy, as it said last."""
         self._path = statemanager
         self._network = network
         self._key_file = ticket_key_file
@@ -105,12 +114,16 @@ class NodeState:
     async def watch(self, report: Callable[[Changes], None]) -> None:
         """Call `report` with all locations of state, then with every change, until cancelled."""
         await asyncio.to_thread(self._watch.reset)
+        # It has just answered: the scheduler was told what it holds.
+        self.pulse.beat()
         while True:
             try:
                 changes = await asyncio.to_thread(self._watch.changes)
             except PlexRLError as error:
                 LOG.info("cannot query the locations of state now: %s", error)
             else:
+                self.pulse.beat()
+                self.reasons = changes.reasons
                 report(changes)
             await asyncio.sleep(WATCH_S)
 

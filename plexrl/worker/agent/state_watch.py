@@ -38,6 +38,8 @@ class Changes:
     """The deployments whose state has moved."""
     host_memory: HostMemory | None
     """Absent: it is as far as before."""
+    reasons: tuple[str, ...]
+    """Why the StateManager is not healthy now; empty: it is."""
 
 
 class StateWatch:
@@ -81,7 +83,11 @@ class StateWatch:
                     self._on_nvme.add(state["deployment"])
                 else:
                     self._on_nvme.discard(state["deployment"])
-            return Changes(states=reported, host_memory=self._readiness(answer))
+            return Changes(
+                states=reported,
+                host_memory=self._readiness(answer),
+                reasons=tuple(answer["reasons"]),
+            )
 
     def reset(self) -> None:
         """Make the next call of `changes` return everything, for a new scheduler connection."""

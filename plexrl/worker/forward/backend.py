@@ -67,10 +67,6 @@ class ForwardBackend(Backend):
         """The parameters."""
         return self._memory.slices
 
-    def before_offload(self) -> None:
-        """End copies of layers to the device."""
-        self._memory.drain()
-
     def gather(self, value: str) -> list[str]:
         """All-gather over the process group."""
         if self._world_size == 1:

@@ -115,7 +115,8 @@ class ModelMemory:
         places = [_place(host, named, names, self._dtype) for names in hosted]
         self.slices += tuple(host.slices)
         self.host_arena = HostArena(host.nbytes - self._host_start)
-        whole = self._host_bytes(self.host_arena.address)
+        # The buffer, unlike its address, keeps the memory mapped while a layer refers to it.
+        whole = torch.frombuffer(self.host_arena.buffer, dtype=torch.uint8)
         for piece in host.slices:
             target = _view(whole, piece, self._host_start)
             target.copy_(self._laid_out.read(piece.key.name, (slice(None),) * target.dim()))
@@ -136,24 +137,22 @@ class ModelMemory:
         """The hosted layers' parameters by name, as views of the slots in which they will be."""
         named = dict(named_parameters(self._laid_out.model))
         targets = [span(self.arena, slot, nbytes, "U8") for slot, nbytes in hosting.slots]
+        assert self.host_arena is not None
         self.stream = LayerStream(hosting.layers, hosting.sources, targets)
+        self.arena.users.add(self.stream.drain)
+        self.host_arena.users.add(self.stream.drain)
         return {
             name: span(self.arena, offset, named[name].numel(), self._dtype).view(named[name].shape)
             for name, offset in hosting.offsets.items()
         }
 
-    def drain(self) -> None:
-        """End copies to the device, whose memory or content is about to change."""
-        if self.stream is not None:
-            self.stream.drain()
-
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
         """Replace all parameters, by name. Raises as `HostArena.writing`; then nothing changes."""
-        self.drain()
         in_host = [piece for piece in self.slices if self._is_in_host(piece)]
         if self.host_arena is not None:
             with self.host_arena.writing() as at:
-                target = self._host_bytes(at.target)
+                memory = (ctypes.c_ubyte * self.host_arena.nbytes).from_address(at.target)
+                target = torch.frombuffer(memory, dtype=torch.uint8)
                 for piece in in_host:
                     _view(target, piece, self._host_start).copy_(values[piece.key.name])
         for piece in self.slices:
@@ -162,11 +161,6 @@ class ModelMemory:
 
     def _is_in_host(self, piece: StateSlice) -> bool:
         return self.host_arena is not None and piece.arena_offset >= self._host_start
-
-    def _host_bytes(self, address: int) -> torch.Tensor:
-        assert self.host_arena is not None
-        memory = (ctypes.c_ubyte * self.host_arena.nbytes).from_address(address)
-        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _layers(model: Any) -> list[nn.Module]:

@@ -9,12 +9,15 @@ Copies run in a thread, which releases the interpreter for the copy itself. On a
 stream of their own, because work on one stream never overlaps.
 """
 
+import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 import torch
 from torch import nn
+
+LOG = logging.getLogger(__name__)
 
 
 class LayerStream:
@@ -46,12 +49,15 @@ class LayerStream:
 
     def drain(self) -> None:
         """Wait for all copies, and forget what the slots have: they, or the layers, are about to
-        change."""
-        for slot, copy in enumerate(self._copies):
-            if copy is not None:
-                copy.result()
-            self._copies[slot] = None
-            self._held[slot] = None
+        change, or to lose their memory. Never raises; a copy that failed is made again by the next
+        pass."""
+        copies = [copy for copy in self._copies if copy is not None]
+        wait(copies)
+        self._copies = [None] * len(self._slots)
+        self._held = [None] * len(self._slots)
+        for copy in copies:
+            if (error := copy.exception()) is not None:
+                LOG.warning("a layer was not copied to the device, and is not needed: %s", error)
 
     def _before(self, index: int, *_: object) -> None:
         count = len(self._slots)

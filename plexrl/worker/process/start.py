@@ -3,15 +3,18 @@
 import errno
 import logging
 import os
-from collections.abc import Callable
+import threading
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from plexrl.errors import StorageFullError
+from plexrl.errors import StorageError, StorageFullError
 from plexrl.model.deployment_spec import deployment_spec_from_json
+from plexrl.process.children.pulse import BEAT_S
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.protocol.address import announced
 from plexrl.statemanager.protocol.network import Network
-from plexrl.statemanager.store.disk_space import is_full
+from plexrl.statemanager.store.disk_space import held_error
 from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import Credentials
 from plexrl.worker.agent.node_lease import end_with_lease
@@ -28,18 +31,20 @@ LOG = logging.getLogger(__name__)
 NICENESS = 10
 
 
-def full_at_start(error: BaseException) -> StorageFullError | None:
-    """The error to report to the node agent if a full file system ended a worker before it was
-    ready; None: another cause."""
+def held_at_start(error: BaseException) -> StorageError | None:
+    """The error to report to the node agent if a full or failing file system ended a worker before
+    it was ready; None: another cause."""
     # A failed write inside torch raises RuntimeError; only its text names the cause.
     full_in_torch = isinstance(error, RuntimeError) and os.strerror(errno.ENOSPC) in str(error)
-    if full_in_torch or (isinstance(error, OSError) and is_full(error)):
+    if full_in_torch:
         return StorageFullError(f"a file system is full, so the worker cannot start: {error}")
-    return None
+    return held_error(error, "the worker cannot start")
 
 
-def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
-    """Run as a worker until the process is killed. Calls `ready` when requests can be served."""
+def run_worker(config: WorkerConfig, agent: Connection) -> None:
+    """Run as a worker until the process is killed. Sends the agent `True` when requests can be
+    served, and `None` each second as a sign of life."""
+    threading.Thread(target=_beat, args=(agent,), name="pulse", daemon=True).start()
     _redirect_output(config.log_path)
     logging.basicConfig(
         level=logging.INFO,
@@ -79,8 +84,20 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
     mover = StateMover(backend, client, config.group, device)
     worker = make_worker(backend, mover, server.requests)
     LOG.info("%s incarnation %d is ready", config.deployment, config.incarnation)
-    ready()
+    agent.send(True)
     worker.run()
+
+
+def _beat(agent: Connection) -> None:
+    """Tell the agent that this process runs, whatever its main thread computes: a long kernel or a
+    large batch is not stuck, and each operation has a deadline of its own."""
+    try:
+        while True:
+            # A message is far shorter than a pipe takes at once, so those of two threads never mix.
+            agent.send(None)
+            time.sleep(BEAT_S)
+    except OSError:
+        LOG.info("the agent reads no signs of life any more")
 
 
 def _redirect_output(log_path: str) -> None:

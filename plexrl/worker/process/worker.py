@@ -20,9 +20,8 @@ from plexrl.errors import (
     InvalidRequestError,
     NonFiniteWeightsError,
     PlexRLError,
-    StorageFullError,
 )
-from plexrl.statemanager.store.disk_space import is_full
+from plexrl.statemanager.store.disk_space import held_error
 from plexrl.wire.operations import MUTATING, OperationKind
 from plexrl.wire.tensors import decode_body, encode_body
 from plexrl.worker.process.backend import Backend, BackendCall, BackendResult, RolloutBackend
@@ -137,13 +136,11 @@ class Worker:
             is_spoilt = kind in MUTATING and isinstance(error, NonFiniteWeightsError)
             self._fail(name, error, state_intact=not (is_spoilt or self._mover.is_torn))
         except Exception as error:
-            if isinstance(error, OSError) and is_full(error):
+            held = held_error(error, f"{kind.value} could not go on")
+            if held is not None:
                 # It is unknown what was written before the error, so the state counts as lost.
                 LOG.warning("%s: %s", name[0], error)
-                full = StorageFullError(
-                    f"{kind.value} ran out of space on {error.filename} ({error}): free space there"
-                )
-                self._fail(name, full, state_intact=False)
+                self._fail(name, held, state_intact=False)
                 return
             LOG.exception("%s failed", name[0])
             if self._is_peer_loss(error):

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Callable
 
-from plexrl.errors import PlexRLError, StorageFullError, from_wire
-from plexrl.statemanager.store.disk_space import is_full
+from plexrl.errors import PlexRLError, from_wire
+from plexrl.statemanager.store.disk_space import held_error
 
 
 def on_all_ranks(gather: Callable[[str], list[str]], attempt: Callable[[], str]) -> list[str]:
@@ -19,10 +19,10 @@ def on_all_ranks(gather: Callable[[str], list[str]], attempt: Callable[[], str])
     except PlexRLError as error:
         own = {"error": error.to_wire()}
     except OSError as error:
-        if not is_full(error):
+        held = held_error(error, "a rank cannot write its file")
+        if held is None:
             raise
-        full = StorageFullError(f"no space is left on the file system ({error}): free space there")
-        own = {"error": full.to_wire()}
+        own = {"error": held.to_wire()}
     found = [json.loads(text) for text in gather(json.dumps(own))]
     for each in found:
         if "error" in each:

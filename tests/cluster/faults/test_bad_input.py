@@ -310,7 +310,7 @@ def test_only_its_tenant_loads_a_checkpoint_of_another_job(
                 with pytest.raises(errors.UnknownJobError):
                     model.load_checkpoint("mine", job=name).result()
         for way in (path, f"{path}/.", f"{embedded.data_dir}/logs/../checkpoints/{job.job}/mine"):
-            with pytest.raises(errors.UnknownJobError):
+            with pytest.raises(errors.NotFoundError, match="there is no model"):
                 theft.reference_deployment("stolen", plexrl.ModelSpec(path=way))
     with cluster.create_job("heir") as heir:
         heir.train_deployment("actor", MODEL).load_checkpoint("mine", job=job.job).result()

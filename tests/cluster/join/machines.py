@@ -67,6 +67,8 @@ class Running:
         assert line, (self.data_dir.parent / f"{self.data_dir.name}.err").read_text()
         found: dict[str, Any] = json.loads(line)
         assert "error" not in found, found
+        if "key_file" in found:
+            found["api_key"] = Path(found["key_file"]).read_text()
         return found
 
     def kill(self) -> None:
@@ -122,7 +124,7 @@ class Machines:
 
     def cli_token(self) -> str:
         """A new token, as an operator makes it."""
-        return str(run("node", "token", "--data-dir", str(self.head_dir))["token"])
+        return str(run("node", "token", "--show-key", "--data-dir", str(self.head_dir))["token"])
 
     def node_dir(self, name: str) -> Path:
         """A node's data directory."""

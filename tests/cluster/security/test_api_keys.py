@@ -48,10 +48,10 @@ def answers(cluster: EmbeddedCluster, key: str) -> list[int]:
 def test_a_rotated_key_is_valid_at_once_and_a_revoked_one_on_no_router(
     running: EmbeddedCluster,
 ) -> None:
-    first = cli(running, "tenants", "create", "alice")["api_key"]
+    first = cli(running, "tenants", "create", "alice", "--show-key")["api_key"]
     assert answers(running, first) == [200, 200]
     (before,) = cli(running, "tenants", "keys", "alice")
-    rotated = cli(running, "tenants", "rotate", "alice")
+    rotated = cli(running, "tenants", "rotate", "alice", "--show-key")
     assert answers(running, first) == answers(running, rotated["api_key"]) == [200, 200]
     keys = cli(running, "tenants", "keys", "alice")
     assert [each["key"] for each in keys] == [before["key"], rotated["key"]]
@@ -72,7 +72,7 @@ def test_the_operators_key_is_rotated_in_its_file_too(
     (only,) = cli(running, "tenants", "keys", "operator")
     refused = cli(running, "tenants", "revoke", "operator", only["key"], fails=True)
     assert refused["error"]["code"] == "conflict"
-    rotated = cli(running, "tenants", "rotate", "operator")
+    rotated = cli(running, "tenants", "rotate", "operator", "--show-key")
     assert file.read_text() == rotated["api_key"] != old
     assert file.stat().st_mode & 0o777 == 0o600
     assert answers(running, old) == [200, 200]

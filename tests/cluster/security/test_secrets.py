@@ -66,7 +66,8 @@ def test_a_password_is_in_no_process_argument_response_or_log(
         for file in folders.run.glob("*.json"):
             assert file.stat().st_mode & 0o77 == 0, file
 
-        operator = httpx.Client(headers={"Authorization": f"Bearer {endpoint['api_key']}"})
+        key = Path(endpoint["key_file"]).read_text()
+        operator = httpx.Client(headers={"Authorization": f"Bearer {key}"})
         created = operator.post(f"{endpoint['url']}/v1/tenants", json={"name": "alice"}, timeout=60)
         tenant = {"Authorization": f"Bearer {created.json()['api_key']}"}
         server.stop()

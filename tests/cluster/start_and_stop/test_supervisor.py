@@ -20,6 +20,7 @@ from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.cluster.supervisor import Supervisor, run_supervisor
 from plexrl.errors import ConflictError, UnknownJobError
 from plexrl.process.folders.folders import Folders
+from plexrl.process.folders.operator_key import operator_key
 from tests.cluster.tools import VOCABULARY, process_of, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
@@ -212,7 +213,8 @@ def test_up_listens_on_the_given_host_warns_of_exposure_and_logs(
     for line in ("scheduler runs as process", "the cluster is up", "the cluster has ended"):
         assert line in log
     assert ("without TLS" in log) == is_exposed
-    assert endpoint["api_key"] not in log
+    assert operator_key(tmp_path) not in log + json.dumps(endpoint)
+    assert endpoint["key_file"] == str(tmp_path / "operator.key")
 
 
 def test_two_clusters_on_one_data_directory_are_refused(embedded: EmbeddedCluster) -> None:

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from plexrl.errors import (
+    PayloadLostError,
     PayloadTooLargeError,
     StorageError,
     StorageFullError,
@@ -17,7 +19,13 @@ from plexrl.errors import (
 )
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.directory import DirectoryBlobStore
-from plexrl.router.blobs.store import INLINE_BYTES_MAX, RECENT_BYTES_MAX, Upload
+from plexrl.router.blobs.store import (
+    INLINE_BYTES_MAX,
+    PAYLOAD_SUFFIX,
+    RECENT_BYTES_MAX,
+    Upload,
+    digested_ref,
+)
 from plexrl.router.job_files.metrics_log import MetricsFiles
 from tests.small_disk import small_disk
 
@@ -71,7 +79,7 @@ def test_small_payloads_are_kept_in_memory_within_a_bound(tmp_path: Path) -> Non
         upload = await store.receive(arriving(b"x"), 1)
         await store.publish(upload, BlobRef("x.in"))
         store.discard(BlobRef("x.in"))
-        with pytest.raises(UnknownOperationError):
+        with pytest.raises(PayloadLostError, match=r"payload .x\.in. is damaged or lost"):
             await store.read(BlobRef("x.in"))
 
     asyncio.run(run())
@@ -209,3 +217,21 @@ def test_a_full_disk_has_its_own_error_and_leaves_no_partial_file(tmp_path: Path
         asyncio.run(store_it())
         asyncio.run(take_in(2 * INLINE_BYTES_MAX))
         metrics.append("j", 5, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("size", [10, INLINE_BYTES_MAX + 1])
+@pytest.mark.parametrize("damage", ["empty", "cut", "one bit"])
+def test_a_damaged_blob_is_found_by_the_digest_in_its_name(
+    tmp_path: Path, size: int, damage: str
+) -> None:
+    store = DirectoryBlobStore(tmp_path)
+    body = os.urandom(size)
+    ref = digested_ref("job:1.0", xxhash.xxh3_128_hexdigest(body), PAYLOAD_SUFFIX)
+    asyncio.run(store.write(ref, body))
+    assert bytes(asyncio.run(store.read(ref))) == body
+    (path,) = tmp_path.iterdir()
+    flipped = body[:-1] + bytes([body[-1] ^ 1])
+    path.write_bytes({"empty": b"", "cut": body[:-1], "one bit": flipped}[damage])
+    with pytest.raises(PayloadLostError, match=r"payload .* is damaged") as raised:
+        asyncio.run(store.read(ref))
+    assert raised.value.details["payload"] == ref

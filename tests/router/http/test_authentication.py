@@ -44,20 +44,20 @@ def test_a_key_is_looked_up_once_until_the_scheduler_reports_a_revocation(tmp_pa
         await link.connected.wait()
         try:
             for _ in range(3):
-                assert (await keys.caller_of("k")).tenant == "a"
+                assert (await keys.caller_of("Bearer k", "10.0.0.1")).tenant == "a"
             assert requests == [{"key_digest": key_digest("k")}]
             valid = False
             await scheduler[0].call("forget_callers")
             with pytest.raises(AuthenticationError):
-                await keys.caller_of("k")
+                await keys.caller_of("Bearer k", "10.0.0.1")
             valid = True
-            await keys.caller_of("k")
+            await keys.caller_of("Bearer k", "10.0.0.1")
             server.close()
             scheduler[0].close()
             while link.connected.is_set() and len(requests) == 3:
                 # No revocation can be reported now, so cached replies are void.
                 try:
-                    await keys.caller_of("k")
+                    await keys.caller_of("Bearer k", "10.0.0.1")
                 except UnavailableError:
                     break
                 await asyncio.sleep(0)
@@ -94,12 +94,12 @@ def test_a_reply_from_before_a_revocation_is_not_cached(tmp_path: Path) -> None:
         running = asyncio.create_task(link.run())
         await link.connected.wait()
         try:
-            asking = asyncio.create_task(keys.caller_of("k"))
+            asking = asyncio.create_task(keys.caller_of("Bearer k", "10.0.0.1"))
             await arrived.wait()
             keys.clear()
             answer.set()
             await asking
-            await keys.caller_of("k")
+            await keys.caller_of("Bearer k", "10.0.0.1")
             assert requests == 2
         finally:
             running.cancel()

@@ -86,3 +86,15 @@ def test_many_rows_come_in_pages(tmp_path: Path) -> None:
         found += page
         after = page[-1][0]
     assert [step for _, step, _ in found] == list(range(10))
+
+
+def test_a_row_that_a_power_cut_left_in_part_does_not_damage_the_next_one(
+    log: MetricsFiles, tmp_path: Path
+) -> None:
+    log.append("j/ob", 1, {"loss": 1.0})
+    (file,) = (tmp_path / "m").iterdir()
+    with file.open("ab") as opened:
+        opened.write(b'{"step": 2, "ti')
+    assert rows(log) == [(1, 1, {"loss": 1.0})]
+    log.append("j/ob", 3, {"loss": 3.0})
+    assert rows(log) == [(1, 1, {"loss": 1.0}), (2, 3, {"loss": 3.0})]

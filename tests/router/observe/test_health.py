@@ -1,15 +1,17 @@
 """Health as a probe without a key sees it, and as an operator sees it."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from plexrl.process.children.restart_log import PartRecord, read_parts
 from plexrl.router.execution.scheduler_link import SchedulerLink
-from plexrl.router.observe.health import ClusterHealth
+from plexrl.router.observe.health import UNREACHABLE_S, ClusterHealth
 from plexrl.router.observe.metrics import HealthCollector, metrics_text
 from plexrl.wire.rpc import Peer
+from plexrl.worker.process.server import WorkerName
 
 Plain = dict[str, Any]
 FULL = {"code": "journal_full", "message": "no room in /secret/journal.sqlite", "since": 5.0}
@@ -126,3 +128,52 @@ def test_prometheus_metrics_have_the_age_of_a_condition(tmp_path: Path) -> None:
         return 1
 
     with_scheduler(tmp_path, [FULL], test)
+
+
+def test_a_silent_part_is_a_condition_until_it_answers_or_ends(tmp_path: Path) -> None:
+    record = PartRecord(tmp_path / "parts.json")
+    record.silent("statemanager-node0", 20.0)
+
+    async def test(link: SchedulerLink) -> int:
+        def health() -> ClusterHealth:
+            return ClusterHealth(link, tmp_path, tmp_path / "parts.json", free_bytes_min=0)
+
+        (stuck,) = await health().conditions()
+        assert stuck["code"] == "part_stuck"
+        assert "statemanager-node0" in stuck["message"]
+        record.answers("statemanager-node0")
+        assert await health().conditions() == []
+        record.silent("statemanager-node0", 20.0)
+        record.ended("statemanager-node0")
+        (down,) = await health().conditions()
+        assert down["code"] == "part_down"
+        return 3
+
+    with_scheduler(tmp_path, [], test)
+
+
+def test_workers_without_a_connection_are_a_condition_after_a_while(tmp_path: Path) -> None:
+    now = time.time()
+    lost = [
+        (WorkerName("j/actor", 0, 1), now - UNREACHABLE_S - 5.0),
+        (WorkerName("j/actor", 1, 1), now),
+    ]
+
+    async def test(link: SchedulerLink) -> int:
+        health = ClusterHealth(link, tmp_path, None, free_bytes_min=0, unreachable=lambda: lost)
+        (found,) = await health.conditions()
+        assert (found["code"], found["since"]) == ("workers_unreachable", lost[0][1])
+        assert "1 workers, whose operations wait: j/actor rank 0:" in found["message"]
+        return 1
+
+    with_scheduler(tmp_path, [], test)
+
+
+def test_a_missing_data_directory_is_a_condition(tmp_path: Path) -> None:
+    async def test(link: SchedulerLink) -> int:
+        (found,) = await ClusterHealth(link, tmp_path / "gone", None).conditions()
+        assert found["code"] == "folder_missing"
+        assert str(tmp_path / "gone") in found["message"]
+        return 1
+
+    with_scheduler(tmp_path, [], test)

@@ -83,7 +83,7 @@ class SlowAdmission:
         if waited_s >= self.config.starvation_bound_s:
             ratio = math.inf
         share = self._share(job.tenant)
-        return -job.priority, share, -ratio, deployment.created_at, deployment.deployment
+        return -job.priority, share, -ratio, deployment.created_at, deployment.serial
 
     def _is_tie(self, one: Job, other: Job) -> bool:
         if one.tenant == other.tenant or one.priority != other.priority:
@@ -111,7 +111,7 @@ class SlowAdmission:
 
     def _place_gang(self, gang: list[Deployment], blocking: list[tuple[str, int]]) -> bool:
         free, groups = dict(self.free), [(each, list(each.members)) for each in self.groups]
-        for each in sorted(gang, key=lambda d: (-d.workers, d.created_at, d.deployment)):
+        for each in sorted(gang, key=lambda d: (-d.workers, d.serial)):
             if not self._place(each, blocking):
                 self.free = free
                 self.groups = [group for group, _ in groups]

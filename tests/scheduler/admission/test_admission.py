@@ -285,8 +285,8 @@ def test_small_jobs_pass_a_large_one_only_if_the_policy_backfills() -> None:
         assert placed(cluster) == wanted, policy
 
 
-def test_no_job_passes_a_starving_one_for_free_gpus() -> None:
-    cluster = cluster_of(4, policy="pack")
+def test_without_reservations_no_job_passes_a_starving_one_for_free_gpus() -> None:
+    cluster = cluster_of(4, policy="pack", reservations=False)
     submit(cluster, "a", 2)
     submit(cluster, "large", 4)
     cluster.pass_time(BOUND_S)
@@ -398,10 +398,10 @@ class Watched(FakeCluster):
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(("isolated", "pack", "spread", "spread+backfill")), arrivals, st.data())
-def test_in_any_history_all_get_gpus_and_none_passes_a_starving_deployment(
+def test_in_any_history_without_reservations_none_passes_a_starving_deployment(
     policy: str, wishes: list[tuple[int, int, str, int, float]], data: st.DataObject
 ) -> None:
-    cluster = Watched(policy=policy, starvation_bound_s=BOUND_S)
+    cluster = Watched(policy=policy, starvation_bound_s=BOUND_S, reservations=False)
     cluster.start_node(6)
     gangs = set()
     for index, (workers, priority, kind, gang, pause_s) in enumerate(wishes):

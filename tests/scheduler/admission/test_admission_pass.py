@@ -10,7 +10,8 @@ from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.order import AdmissionKey, admission_key, blocks_others
 from plexrl.scheduler.admission.queues.gangs import allowed_modes, place_all, why_not_yet
-from plexrl.scheduler.admission.queues.waiting import Owner
+from plexrl.scheduler.admission.queues.pass_entries import OwnerEntry
+from plexrl.scheduler.admission.queues.reservations import Reservation, is_rival_of, reserve
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
@@ -33,6 +34,8 @@ def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
     """The deployments that get GPUs if all are considered in order, without queues."""
     placed: list[DeploymentId] = []
     ahead: set[tuple[str, int]] = set()
+    heads: list[list[Deployment]] = []
+    reservations: list[Reservation] = []
     left = {name: cluster.state.deployment(name) for name in cluster.waiting}
 
     def turn(each: Deployment) -> AdmissionKey:
@@ -47,10 +50,18 @@ def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
         if why_not_yet(cluster, deployment) is not None:
             continue
         only = allowed_modes(cluster, gang, ahead, now)
-        if place_all(cluster, gang, only, now):
+        types = [each.node_type for each in gang]
+        if place_all(cluster, gang, only, reservations, now):
             placed += [each.deployment for each in gang]
         elif blocks_others(cluster, deployment, now):
-            ahead.update((each.node_type, each.workers) for each in gang)
+            if not cluster.settings.policy.backfills:
+                ahead.update((each.node_type, each.workers) for each in gang)
+            elif not any(is_rival_of(head, types) for head in heads):
+                heads.append(gang)
+                if reserve(cluster, deployment, now):
+                    reservations.append(Reservation(cluster, deployment.deployment, now))
+                else:
+                    ahead.update((each.node_type, each.workers) for each in gang)
     return placed
 
 
@@ -74,9 +85,16 @@ requests = st.lists(
 Request = tuple[str, int, float, int, float, int, int, str, bool]
 
 
-def backlog(policy: str, wanted: list[Request], *, is_tight: bool) -> FakeCluster:
+def backlog(
+    policy: str, wanted: list[Request], *, is_tight: bool, reservations: bool = True
+) -> FakeCluster:
     """Two nodes of one type each, and a backlog of three tenants, one with a quota."""
-    cluster = FakeCluster(policy=policy, searches_max=10_000, residents_max=3 if is_tight else 8)
+    cluster = FakeCluster(
+        policy=policy,
+        searches_max=10_000,
+        residents_max=3 if is_tight else 8,
+        reservations=reservations,
+    )
     cluster.join_node(GPUS, "n1", host_memory_bytes=8 << 20, node_type="x")
     cluster.join_node(GPUS, "n2", host_memory_bytes=4 << 20, node_type="y")
     for name in ("t", "u", "v"):
@@ -134,7 +152,7 @@ def test_a_pass_places_the_same_as_a_scan_of_all_waiting_deployments(
 def test_a_pass_places_what_an_independent_oracle_places(
     policy: str, wanted: list[Request], ending: list[int], is_tight: bool
 ) -> None:
-    cluster = backlog(policy, wanted, is_tight=is_tight)
+    cluster = backlog(policy, wanted, is_tight=is_tight, reservations=False)
     for chosen in ending:
         found = end_a_job(cluster, chosen)
         if found is None:
@@ -161,9 +179,9 @@ def test_few_deployments_of_a_backlog_without_equal_ones_are_considered(policy: 
     placed = [each for each in context.state.deployments.values() if each.group]
     cluster.send(ev.JobFinished(job=placed[0].job, outcome="completed"))
     assert len(context.cluster.waiting) > 80
-    looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
+    looks = admission_pass.AdmissionPass.begin(context.cluster, cluster.now, None)
     assert looks.run(cluster.now) == []
-    assert len(looks._seen) <= 6
+    assert len(looks.progress.seen) <= 6
 
 
 def test_capacity_for_a_blocking_deployment_is_not_offered_to_the_backlog() -> None:
@@ -179,9 +197,9 @@ def test_capacity_for_a_blocking_deployment_is_not_offered_to_the_backlog() -> N
         cluster.deploy(f"j{number}/a", workers=1, trace=trace(20.0 + number / 20))
     context = cluster.core._context
     assert len(context.cluster.waiting) == 51, "three GPUs are free, and kept for the large job"
-    looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
+    looks = admission_pass.AdmissionPass.begin(context.cluster, cluster.now, None)
     assert looks.run(cluster.now) == []
-    assert len(looks._seen) <= 2
+    assert len(looks.progress.seen) <= 2
 
 
 @pytest.mark.parametrize("policy", ["pack", "spread", "spread+backfill"])
@@ -205,7 +223,7 @@ def test_no_newcomer_joins_a_group_that_a_blocking_job_of_another_size_needs(
 
 @pytest.mark.parametrize("policy", ["pack", "spread+backfill"])
 def test_a_deployment_that_did_not_fit_joins_a_group_formed_before_its_turn(policy: str) -> None:
-    cluster = FakeCluster(policy=policy)
+    cluster = FakeCluster(policy=policy, reservations=False)
     for node_type in ("x", "y"):
         cluster.join_node(GPUS, f"n-{node_type}", node_type=node_type)
         cluster.job(f"there-{node_type}")
@@ -239,9 +257,9 @@ def test_few_gangs_of_a_backlog_are_considered(policy: str) -> None:
     assert len(context.cluster.waiting) == 198
     for pause_s in (0.0, cluster.config.starvation_bound_s):
         cluster.pass_time(pause_s)
-        looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
+        looks = admission_pass.AdmissionPass.begin(context.cluster, cluster.now, None)
         assert looks.run(cluster.now) == []
-        assert len(looks._seen) <= 20
+        assert len(looks.progress.seen) <= 20
     placed = {each.job for each in context.state.deployments.values() if each.group}
     cluster.send(ev.JobFinished(job=placed.pop(), outcome="completed"))
     assert len(context.cluster.waiting) == 196
@@ -268,7 +286,7 @@ def test_a_pass_opens_no_queues_of_tenants_it_does_not_reach() -> None:
     cluster.core._handlers[ev.JobFinished](
         ev.JobFinished(job="j0", outcome="completed"), cluster.now
     )
-    looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
+    looks = admission_pass.AdmissionPass.begin(context.cluster, cluster.now, None)
     assert len(looks.run(cluster.now)) == 1
-    opened = [entry for entry, _ in looks._entries if isinstance(entry, Owner)]
+    opened = [entry for entry, _ in looks.progress.entries if isinstance(entry, OwnerEntry)]
     assert len(opened) <= 2

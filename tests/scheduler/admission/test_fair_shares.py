@@ -199,3 +199,14 @@ def test_under_a_finite_load_every_job_gets_gpus(
         if load.ends:
             load.end_next()
     assert len(load.begun) == len(wanted)
+
+
+def test_a_job_starves_at_the_bound_and_not_later() -> None:
+    load = Load("isolated", {"one": 1.0})
+    load.submit("one", GPUS, BOUND_S)
+    old = load.submit("one", GPUS, 100.0, expected_s=8000.0)
+    load.cluster.pass_time(BOUND_S - 100.0)
+    short = load.submit("one", GPUS, 100.0, expected_s=4.0)
+    load.end_next()
+    assert load.begun[old] == load.cluster.now
+    assert short not in load.begun

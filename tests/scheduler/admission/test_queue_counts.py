@@ -5,6 +5,8 @@ from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.queues.queue_counts import Position, QueueCounts
+from plexrl.scheduler.state.messages import events as ev
+from tests.scheduler.fake_cluster import FakeCluster
 
 TYPES = ("", "h", "a")
 WAITING = st.lists(
@@ -22,7 +24,7 @@ def test_the_standing_equals_a_scan_of_all_waiting_deployments(
     everybody = {
         DeploymentId(f"j{index}/actor"): (
             node_type,
-            Position(-priority, float(at), f"j{index}/actor"),
+            Position(-priority, float(at), index, f"j{index}/actor"),
         )
         for index, (node_type, priority, at, _) in enumerate(waiting)
     }
@@ -41,3 +43,19 @@ def test_the_standing_equals_a_scan_of_all_waiting_deployments(
         ]
         ahead = sum(rival < place for rival in rivals)
         assert counts.standing(name) == (ahead, len(rivals))
+
+
+def test_jobs_of_one_moment_get_gpus_in_the_order_of_their_arrival() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node(1)
+    names = [f"j{number}" for number in range(1, 13)]
+    for name in names:
+        cluster.job(name)
+        cluster.deploy(f"{name}/a", workers=1)
+    order = []
+    for _ in names:
+        deployments = cluster.core._context.state.deployments.values()
+        (running,) = [each.job for each in deployments if each.group]
+        order.append(running)
+        cluster.send(ev.JobFinished(job=running, outcome="completed"))
+    assert order == names

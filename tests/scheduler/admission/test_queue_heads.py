@@ -28,7 +28,7 @@ bounds = st.builds(
 
 
 def head(number: int, duty: float = 0.1, state_bytes: int = 1) -> Head:
-    return Head(float(number), DeploymentId(f"j{number}"), duty, state_bytes)
+    return Head(float(number), number, DeploymentId(f"j{number}"), duty, state_bytes)
 
 
 @settings(max_examples=100, deadline=None)

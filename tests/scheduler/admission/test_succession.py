@@ -27,7 +27,7 @@ def waiting(cluster: FakeCluster) -> list[str]:
 
 def behind_a_full_group(policy: str, *, busy_s: float = 50.0, rollout_gpus: int = 2) -> FakeCluster:
     """Two of eight GPUs are free, and the job `first` has waited for too long."""
-    cluster = FakeCluster(policy=policy)
+    cluster = FakeCluster(policy=policy, reservations=False)
     cluster.start_node(8)
     submit(cluster, "runs")
     submit(cluster, "first", busy_s=busy_s, rollout_gpus=rollout_gpus)
@@ -62,7 +62,7 @@ def test_no_job_that_runs_leaves_a_place_for_a_longer_burst_or_other_rollouts(
 
 
 def test_a_small_group_delays_no_job_that_needs_many_more_gpus() -> None:
-    cluster = FakeCluster(policy="spread+backfill")
+    cluster = FakeCluster(policy="spread+backfill", reservations=False)
     cluster.start_node(12)
     for job, workers in (("one", 1), ("two", 2), ("large", 12)):
         cluster.job(job)
@@ -84,7 +84,7 @@ def both_share(cluster: FakeCluster, job: str, *, generates_s: float) -> None:
 def test_a_job_takes_the_places_of_two_deployments_that_share(
     generates_s: float, passes: bool
 ) -> None:
-    cluster = FakeCluster(policy="spread+backfill")
+    cluster = FakeCluster(policy="spread+backfill", reservations=False)
     cluster.start_node(7)
     both_share(cluster, "runs", generates_s=70.0)
     both_share(cluster, "first", generates_s=generates_s)

@@ -159,6 +159,18 @@ def test_of_those_who_starve_the_one_that_waited_longest_goes_first() -> None:
         assert first(rule, [low, high], 59.0, 60.0) is high, name
 
 
+def test_a_wait_starves_at_the_bound_counted_from_the_last_service() -> None:
+    low = Candidate(name="low", arrived_at=0.0, service_s=9.0, setup_s=1.0)
+    high = Candidate(name="high", arrived_at=59.0, service_s=9.0, setup_s=1.0, priority=9)
+    served = Candidate(name="a", arrived_at=0.0, service_s=9.0, setup_s=1.0, served_at=10.0)
+    for name in ORDERINGS:
+        rule = make_ordering(name)
+        assert first(rule, [low, high], 60.0, 60.0) is low, name
+        assert first(rule, [low, served], 60.0, 60.0) is low, name
+        assert first(rule, [served, high], 69.0, 60.0) is high, name
+        assert first(rule, [served, high], 70.0, 60.0) is served, name
+
+
 CRITICAL = DemandTrace(period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=30.0),))
 LONG = DemandTrace(period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=90.0),))
 

@@ -4,9 +4,11 @@ import math
 from dataclasses import dataclass
 from itertools import combinations, count
 
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from plexrl.ids import TenantId
+from plexrl.scheduler.dispatch.candidates.group_shares import settle_shares
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
@@ -116,7 +118,8 @@ backlogs = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+# Without shrinking: a failure must end in time, and an example takes a second.
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.lists(backlogs, min_size=2, max_size=4), st.sampled_from((1.0, 30.0, 90.0)))
 def test_seconds_by_weight_of_backlogged_tenants_differ_by_two_bursts_at_most(
     found: list[Backlog], burst_max_s: float
@@ -161,3 +164,22 @@ def test_a_job_that_pauses_is_ordered_by_the_rule_alone() -> None:
         clock.run_until(cluster.now + 60.0)
         (group,) = cluster.core._context.state.groups.values()
         assert not group.shares
+
+
+def test_a_newcomer_begins_with_the_least_share_of_those_who_contend() -> None:
+    cluster = FakeCluster(load_max=100.0)
+    cluster.start_node(2)
+    for tenant in "abc":
+        cluster.job(tenant, tenant=tenant)
+        cluster.deploy(f"{tenant}/actor")
+    cluster.settle()
+    context = cluster.core._context
+    (group,) = context.state.groups.values()
+    group.holder, group.shares = None, {TenantId("a"): 70.0, TenantId("b"): 90.0}
+    members = [context.state.deployments[name] for name in group.members]
+    settle_shares(context.state, context.settings, group, members, cluster.now)
+    assert group.shares == {"a": 70.0, "b": 90.0, "c": 70.0}
+
+    # Once a tenant is alone, the shares of before mean nothing.
+    settle_shares(context.state, context.settings, group, members[:1], cluster.now)
+    assert not group.shares

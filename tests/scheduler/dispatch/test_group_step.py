@@ -26,9 +26,11 @@ def on_the_trainers(cluster: FakeCluster) -> list[tuple[str, str]]:
     return [(run.kind.value, run.deployment) for run in runs]
 
 
-def known_cluster(**changes: object) -> FakeCluster:
-    """`a` and `b` take turns; the pauses between their bursts are known. `c` has run once."""
+def known_cluster(compute_s: float = 0.1, **changes: object) -> FakeCluster:
+    """`a` and `b` take turns; the pauses between their bursts are known. `c` has run once. Each
+    operation and move takes `compute_s` by its report."""
     cluster = FakeCluster(**changes)
+    cluster.compute_s = compute_s
     cluster.start_node()
     for job in ("a", "b", "c"):
         cluster.job(job)

@@ -5,7 +5,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.scheduler.dispatch.hrrs import WEIGHT_MAX, Candidate, response_ratio, urgency
+from plexrl.scheduler.dispatch.hrrs import (
+    WEIGHT_MAX,
+    Candidate,
+    guard_ends_at,
+    response_ratio,
+    urgency,
+)
 
 times = st.floats(0, 1e4)
 candidates = st.builds(
@@ -53,3 +59,11 @@ def test_the_setup_cost_keeps_the_resident_among_equals() -> None:
     resident = Candidate(name="r", arrived_at=0, service_s=10, setup_s=0)
     other = Candidate(name="o", arrived_at=0, service_s=10, setup_s=5)
     assert urgency(resident, 8) > urgency(other, 8)
+
+
+def test_the_guard_ends_at_the_ratio_or_at_the_starvation_bound() -> None:
+    waits = {"arrived_at": 10.0, "since": 12.0, "effective_s": 4.0}
+    ends_at = guard_ends_at(**waits, ratio=3.0, bound_s=100.0)
+    guest = Candidate(name="g", arrived_at=10.0, service_s=3.0, setup_s=1.0)
+    assert response_ratio(guest, ends_at) == 3.0
+    assert guard_ends_at(**waits, ratio=3.0, bound_s=5.0) == 17.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from plexrl.scheduler.dispatch.next_use import next_use_s
+from plexrl.scheduler.dispatch.next_use import is_overdue, next_use_s
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.deployment.burst import Burst
@@ -85,3 +85,8 @@ def test_commands_of_older_journals_are_read() -> None:
     plain = cmd.CODEC.to_plain(run)
     del plain["next_use_s"]
     assert cmd.CODEC.from_plain(plain) == run
+
+
+def test_a_member_that_is_late_by_more_than_half_its_pause_is_not_expected() -> None:
+    assert not is_overdue(-15.0, 30.0)
+    assert is_overdue(-15.5, 30.0)

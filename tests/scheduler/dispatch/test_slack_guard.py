@@ -1,6 +1,11 @@
 """Members without exclusive slots keep out of the critical segments of members with some."""
 
+import pytest
+
 from plexrl.ids import DeploymentId
+from plexrl.scheduler.dispatch.hrrs import Candidate
+from plexrl.scheduler.dispatch.slack_guard import holds_back, next_critical_s
+from plexrl.scheduler.dispatch.switch_cost import round_trip_s
 from plexrl.scheduler.placement.capacity.overlaps import (
     has_exclusive_slots,
     overlap_s,
@@ -37,9 +42,9 @@ def owners(cluster: FakeCluster) -> str:
     return "".join(job for job in "abc" if has_exclusive_slots(member(cluster, job)))
 
 
-def guarded_cluster() -> FakeCluster:
+def guarded_cluster(compute_s: float = 0.1, **changes: object) -> FakeCluster:
     """`a` and `b` alternate and have exclusive slots; `c` was backfilled and has none."""
-    cluster = known_cluster(policy="pack", horizon_slots=HORIZON)
+    cluster = known_cluster(compute_s, policy="pack", horizon_slots=HORIZON, **changes)
     # Packed onto one group, and from here on guarded.
     cluster.core._context.settings.policy.guards_slack = True
     plan(cluster, "a", 0.0)
@@ -131,3 +136,70 @@ def test_waiting_during_a_move_counts_as_waiting() -> None:
         cluster.execute(cluster.runs[0])
     assert member(cluster, "a").queue
     assert member(cluster, "a").burst.wants_since == cluster.now
+
+
+@pytest.mark.parametrize(("pause_s", "begins"), [(0.0, True), (1.0, False)])
+def test_a_resident_guest_begins_no_burst_in_critical_time_and_goes_on_with_its_burst(
+    pause_s: float, begins: bool
+) -> None:
+    cluster = guarded_cluster()
+    policy = cluster.core._context.settings.policy
+    cycle(cluster, "a", 9)
+    finish_burst(cluster, "a")
+    policy.guards_slack = False
+    cluster.submit("c:8", "c/actor", "barrier")
+    while cluster.state_of("c:8") != "finished":
+        cluster.execute(cluster.runs[0])
+    policy.guards_slack = True
+    cluster.pass_time(pause_s)
+    assert on_the_trainers(cluster) == []
+    cluster.submit("c:9", "c/actor", "barrier")
+    # `b` is expected, and the guest's burst would reach into its time.
+    kind = "barrier" if begins else "offload"
+    assert on_the_trainers(cluster) == [(kind, "c/actor")]
+
+
+def guest_burst(cluster: FakeCluster, **fields: float) -> Candidate:
+    return Candidate(name="c/actor", **{"arrived_at": cluster.now, "setup_s": 1.0, **fields})
+
+
+def checked_after(cluster: FakeCluster, burst: Candidate) -> float | None:
+    state, settings = cluster.core._context.state, cluster.core._context.settings
+    (group,) = [each for each in state.groups.values() if each.shared]
+    return holds_back(state, settings, group, member(cluster, "c"), burst, cluster.now)
+
+
+def expecting_cluster(**changes: object) -> tuple[FakeCluster, float]:
+    """A member with exclusive slots is due after so many seconds; moves take 2 s."""
+    cluster = guarded_cluster(compute_s=2.0, **changes)
+    for job in ("a", "b"):
+        cycle(cluster, job, 9)
+        finish_burst(cluster, job)
+        cluster.settle()
+    state = cluster.core._context.state
+    (group,) = [each for each in state.groups.values() if each.shared]
+    critical_s = next_critical_s(state, group, member(cluster, "c"), cluster.now)
+    assert critical_s is not None
+    assert critical_s > 20.0
+    return cluster, critical_s
+
+
+def test_a_guests_burst_and_the_switch_back_must_both_fit() -> None:
+    cluster, critical_s = expecting_cluster()
+    back_s = round_trip_s(cluster.core._context.state, member(cluster, "c"))
+    assert back_s > 1.0
+    fits = guest_burst(cluster, service_s=critical_s - back_s - 1.0 - 1e-6)
+    late = guest_burst(cluster, service_s=critical_s - back_s - 1.0 + 1e-3)
+    assert checked_after(cluster, fits) is None
+    assert checked_after(cluster, late) is not None
+
+
+def test_a_guests_wait_ends_at_the_starvation_bound_counted_from_its_last_service() -> None:
+    cluster, _ = expecting_cluster(starvation_ratio=1e9)
+    bound_s = cluster.config.starvation_bound_s
+    long = {"service_s": 1e6, "arrived_at": cluster.now - bound_s}
+    assert checked_after(cluster, guest_burst(cluster, **long)) is None
+    long["arrived_at"] += 0.5
+    assert checked_after(cluster, guest_burst(cluster, **long)) == pytest.approx(0.5)
+    long |= {"arrived_at": cluster.now - 2 * bound_s, "served_at": cluster.now - bound_s + 3.0}
+    assert checked_after(cluster, guest_burst(cluster, **long)) == pytest.approx(3.0)

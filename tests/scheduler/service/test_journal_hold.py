@@ -156,6 +156,31 @@ def test_a_scheduler_starts_on_a_full_disk_and_goes_on_when_there_is_room(
         assert "Traceback" not in process.log
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_scheduler_starts_on_a_read_only_disk_and_goes_on_when_it_is_mended(
+    tmp_path: Path, disk: SmallDisk, is_first: bool
+) -> None:
+    path = str(disk.path / "folder" / "journal.sqlite")
+    if not is_first:
+        with scheduler(tmp_path, path) as process:
+            process.wait_ready()
+            asyncio.run(process.submit_job("before"))
+            process.send(signal.SIGKILL)
+            process.wait_end()
+    disk.make_read_only()
+    with scheduler(tmp_path, path) as process:
+        process.wait_ready()
+        asyncio.run(until(lambda: has_conditions(process), process))
+        assert asyncio.run(codes(process)) == ["journal_unavailable"]
+        with pytest.raises(JournalUnavailableError):
+            asyncio.run(process.submit_job("j"))
+        disk.make_writable()
+        asyncio.run(until(lambda: has_no_conditions(process), process))
+        asyncio.run(process.submit_job("j"))
+        assert asyncio.run(process.jobs()) == ([] if is_first else ["before"]) + ["j"]
+        assert "Traceback" not in process.log
+
+
 def test_a_first_start_on_a_full_disk_waits_for_room(tmp_path: Path, disk: SmallDisk) -> None:
     disk.fill()
     with scheduler(tmp_path, str(disk.path / "journal.sqlite")) as process:

@@ -195,3 +195,19 @@ def test_the_earliest_next_use_among_spilled_versions_is_as_late_as_possible(
     newest = max(age[name] for name in placement.spill)
     choices = every_spill((residents, host, roomy), needed)
     assert newest == min(max(age[name] for name in choice) for choice in choices)
+
+
+def test_the_latest_use_is_evicted_first_then_the_least_recent_one_then_the_first_name() -> None:
+    def spilled(*residents: tuple[str, float, int]) -> tuple[str, ...]:
+        candidates = [
+            EvictionCandidate(name=name, tier=HOST, nbytes=4, next_use=next_use, last_use=last_use)
+            for name, next_use, last_use in residents
+        ]
+        full = TierUsage(used_bytes=4 * len(candidates), bytes_max=4 * len(candidates))
+        plan = plan_eviction(8, candidates, full, TierUsage(used_bytes=0, bytes_max=100))
+        assert plan is not None
+        return plan.spill
+
+    assert spilled(("a", 1.0, 0), ("b", 3.0, 2), ("c", 2.0, 1)) == ("b", "c")
+    assert spilled(("a", 1.0, 3), ("b", 1.0, 2), ("c", 1.0, 1)) == ("c", "b")
+    assert spilled(("c", 1.0, 1), ("b", 1.0, 1), ("a", 1.0, 1)) == ("a", "b")

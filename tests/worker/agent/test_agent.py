@@ -75,8 +75,16 @@ class FakeLauncher:
 class Scheduler:
     """The scheduler's end of the agent's connection."""
 
-    def __init__(self, peer: Peer, ready: "asyncio.Queue[int]") -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        ready: "asyncio.Queue[int]",
+        exits: "asyncio.Queue[Plain]",
+        conditions: "asyncio.Queue[list[Plain]]",
+    ) -> None:
+        """`exits`: reports of workers that have ended; `conditions`: of what is wrong."""
         self._peer, self._ready = peer, ready
+        self.exits, self.conditions = exits, conditions
 
     async def launch(self, incarnation: int, nodes: Sequence[str] = ("node0",)) -> None:
         """Launch one rank on each of `nodes`."""
@@ -102,10 +110,13 @@ class Scheduler:
 
 @asynccontextmanager
 async def agent_of(
-    folder: Path, statemanager: Daemon, launcher: FakeLauncher
+    folder: Path, statemanager: Daemon, launcher: FakeLauncher, **changes: Any
 ) -> AsyncIterator[Scheduler]:
+    """A connected agent; `changes` of its configuration."""
     peers: asyncio.Queue[Peer] = asyncio.Queue()
     ready: asyncio.Queue[int] = asyncio.Queue()
+    exits: asyncio.Queue[Plain] = asyncio.Queue()
+    conditions: asyncio.Queue[list[Plain]] = asyncio.Queue()
 
     async def hello(peer: Peer, _: Plain) -> Plain:
         peers.put_nowait(peer)
@@ -118,8 +129,20 @@ async def agent_of(
     async def ignored(_: Peer, __: Plain) -> Plain:
         return {}
 
+    async def worker_exited(_: Peer, params: Plain) -> Plain:
+        exits.put_nowait(params)
+        return {}
+
+    async def node_conditions_reported(_: Peer, params: Plain) -> Plain:
+        conditions.put_nowait(params["conditions"])
+        return {}
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        reports = {"worker_ready": worker_ready, "worker_exited": ignored}
+        reports = {
+            "worker_ready": worker_ready,
+            "worker_exited": worker_exited,
+            "node_conditions_reported": node_conditions_reported,
+        }
         await Peer(reader, writer, {"hello": hello, "state_reported": ignored, **reports}).run()
 
     path = str(folder / "scheduler.sock")
@@ -134,13 +157,14 @@ async def agent_of(
         run_dir=str(folder),
         rendezvous_dir=str(folder),
         data_dir=str(folder),
+        **changes,
     )
     server = await asyncio.start_unix_server(serve, path)
     stop = asyncio.Event()
     running = asyncio.create_task(Agent(config, launcher).run(stop, asyncio.Event()))
     try:
         async with asyncio.timeout(DEADLINE_S):
-            yield Scheduler(await peers.get(), ready)
+            yield Scheduler(await peers.get(), ready, exits, conditions)
     finally:
         stop.set()
         await asyncio.wait({running}, timeout=DEADLINE_S)

@@ -1,6 +1,7 @@
 """`plexrl up`: runs a cluster."""
 
 import os
+import shlex
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -80,15 +81,20 @@ def _print_endpoint(endpoint: "Endpoint", *, as_json: bool, has_docs: bool) -> N
         return
     docs = f"  API documentation: {endpoint.url.partition(',')[0]}/docs\n"
     ca = f"  export PLEXRL_CA_FILE={endpoint.ca}\n" if endpoint.ca else ""
+    # The output of a service is kept in the system's log, which others may read.
+    is_private = sys.stdout.isatty()
+    key = endpoint.api_key if is_private else f'"$(cat {shlex.quote(str(endpoint.key_file))})"'
     write_text(
         f"PlexRL is up. Ctrl-C ends it.\n\n"
         f"  export PLEXRL_URL={endpoint.public_url or endpoint.url}\n"
         f"{ca}"
-        f"  export PLEXRL_API_KEY={endpoint.api_key}   # the operator's\n\n"
+        f"  export PLEXRL_API_KEY={key}   # the operator's\n\n"
         f"{docs if has_docs else ''}"
         f"  logs and state:    {endpoint.data_dir}\n"
     )
-    if endpoint.join_address:
+    if endpoint.join_address and not is_private:
+        write_text("\n`plexrl node token` prints the command that makes another machine a node.\n")
+    elif endpoint.join_address:
         command, hours = join_command(endpoint.data_dir, endpoint.join_address)
         write_text(
             f"\nTo make another machine a node, within {hours:g} h (`plexrl node token` prints "

@@ -15,6 +15,7 @@ from plexrl.sim.workload.scenario import (
     RESPONSES_MAX,
     SLO_MAX,
     STALENESS_MAX,
+    STARVATION_S_MAX,
     SWITCH_S_MAX,
 )
 
@@ -28,6 +29,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "gpus_per_node": (1, GPUS_PER_NODE_MAX),
     "price": (0.0, 1e6),
     "switch_s": (0.0, SWITCH_S_MAX),
+    "starvation_s": (0.0, STARVATION_S_MAX),
     "days": (1e-3, YEARS_DAYS),
     "compress": (1e-3, 1e5),
     "cap_days": (1e-4, YEARS_DAYS),
@@ -76,6 +78,7 @@ SWEPT = {
     "jitter": ("jitter",),
     "staleness": ("staleness",),
     "switch-s": ("switch_s",),
+    "starvation-s": ("starvation_s",),
 }
 """Options that an axis of --sweep replaces."""
 

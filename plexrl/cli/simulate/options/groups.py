@@ -55,6 +55,14 @@ class ClusterOptions:
             "--nodes; default: one pool."
         ),
     ] = None
+    starvation_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Wait for GPUs or for a group after which a job goes first and has a reservation "
+            "(docs/scheduling.md); default: 600.",
+        ),
+    ] = None
     switch_s: Annotated[
         float | None,
         typer.Option(

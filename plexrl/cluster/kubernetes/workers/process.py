@@ -24,15 +24,15 @@ def main() -> None:
     config = ready.recv()
     threading.Thread(target=_end_with, args=(ready,), daemon=True).start()
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    from plexrl.worker.process.start import full_at_start, run_worker
+    from plexrl.worker.process.start import held_at_start, run_worker
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        run_worker(config, lambda: ready.send(True))
+        run_worker(config, ready)
     except (OSError, RuntimeError) as error:
-        full = full_at_start(error)
-        if full is not None:
-            ready.send(full.to_wire())
+        held = held_at_start(error)
+        if held is not None:
+            ready.send(held.to_wire())
         raise
     sys.exit(0)
 

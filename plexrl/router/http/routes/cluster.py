@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from plexrl.errors import PlexRLError
+from plexrl.process.folders.durable_files import rename_durably
 from plexrl.process.folders.operator_key import NAME, new_api_key, stage_private
 from plexrl.router.http.authentication import key_digest
 from plexrl.router.http.schemas import TenantRequest, TenantSettings
@@ -17,6 +18,7 @@ from plexrl.router.http.services import Services
 from plexrl.router.observe.health import SCHEDULER_TIMEOUT_S
 from plexrl.router.observe.metrics import (
     HealthCollector,
+    RefusedKeysCollector,
     ServiceLevelCollector,
     WaitCollector,
     metrics_text,
@@ -49,7 +51,9 @@ async def metrics(request: Request, services: Services) -> Response:
         reply = await services.scheduler.call("service_levels", {}, timeout_s=SCHEDULER_TIMEOUT_S)
         seen = [job for job in reply["jobs"] if caller and caller.scope in (None, job["tenant"])]
         found.append(ServiceLevelCollector(reply["jobs"], seen))
-    text = metrics_text(health, *found, await services.rollout_views.metrics())
+    keys = services.keys.refused
+    refused = RefusedKeysCollector(keys.count, keys.limited_count)
+    text = metrics_text(health, refused, *found, await services.rollout_views.metrics())
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -129,7 +133,7 @@ async def add_key(request: Request, services: Services, name: str) -> Plain:
         # before it is valid, so that a full disk refuses the rotation instead of half doing it.
         staged = await asyncio.to_thread(stage_private, file, key)
         reply = await services.scheduler.call("add_key", fields)
-        staged.rename(file)
+        await asyncio.to_thread(rename_durably, staged, file)
     else:
         reply = await services.scheduler.call("add_key", fields)
     return {"tenant": name, "key": reply["key"], "api_key": key}

@@ -34,7 +34,7 @@ async def deploy(request: Request, services: Services, job: str, body: Deploymen
     caller = await services.caller(request)
     check_name("deployment", body.name)
     if body.model.path is not None:
-        await services.checkpoint_access.check_path(body.model.path, caller.rights)
+        await services.model_access.check(body.model.path, caller)
     # The configuration of a model at a URL is read over the network.
     is_remote = body.model.path is not None and is_url(body.model.path)
     if is_remote:
@@ -144,6 +144,9 @@ async def tokenizer(request: Request, services: Services, job: str, name: str) -
     """404 if the model has neither a `tokenizer.json` nor a vocabulary."""
     caller = await services.caller(request)
     spec = await services.spec(f"{job}/{name}", caller)
+    if spec.model.path is not None:
+        # The directory may have changed since the deployment was created.
+        await services.model_access.check(spec.model.path, caller)
     loop = asyncio.get_running_loop()
     found = await loop.run_in_executor(services.threads, _tokenizer_json, spec.model)
     return PlainTextResponse(found, media_type="application/json")

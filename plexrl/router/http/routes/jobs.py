@@ -127,7 +127,7 @@ async def checkpoints(request: Request, services: Services, job: str) -> Plain:
 async def checkpoint_files(request: Request, services: Services, job: str, name: str) -> Plain:
     """Each with its `path` and `bytes`. `version` names this state of the checkpoint."""
     caller = await services.caller(request)
-    await services.checkpoint_access.check_job(job, caller.claim)
+    await services.scheduler.call("get_job", {"job": job, **caller.claim})
     version, found = await services.checkpoint_quota.files(job, name)
     listed = [{"path": file.path, "bytes": file.nbytes} for file in found]
     return {"version": version, "files": listed}
@@ -151,7 +151,7 @@ async def checkpoint_file(
     """The bytes from `start` to before `stop`. 404 `unknown_checkpoint` if the checkpoint has no
     such file, 409 `conflict` if it is not of that `version` any more."""
     caller = await services.caller(request)
-    await services.checkpoint_access.check_job(job, caller.claim)
+    await services.scheduler.call("get_job", {"job": job, **caller.claim})
     current, files = await services.checkpoint_quota.files(job, name)
     if version is not None and version != current:
         raise ConflictError(f"checkpoint {name!r} of job {job!r} was replaced: download it again")
@@ -171,5 +171,5 @@ async def checkpoint_file(
 async def delete_checkpoint(request: Request, services: Services, job: str, name: str) -> None:
     """404 `unknown_checkpoint` if the job has no such checkpoint."""
     caller = await services.caller(request)
-    await services.checkpoint_access.check_job(job, caller.claim)
+    await services.scheduler.call("get_job", {"job": job, **caller.claim})
     await services.checkpoint_quota.delete(job, name)

@@ -23,7 +23,12 @@ from plexrl.errors import (
 )
 from plexrl.ids import BlobRef
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.router.blobs.store import INLINE_BYTES_MAX, PAYLOAD_SUFFIX, Upload
+from plexrl.router.blobs.store import (
+    INLINE_BYTES_MAX,
+    PAYLOAD_SUFFIX,
+    Upload,
+    digested_ref,
+)
 from plexrl.router.http.authentication import Caller
 from plexrl.router.http.error_responses import final_response
 from plexrl.router.http.operation_checks import CheckedOperation, check_operation, check_source
@@ -113,7 +118,7 @@ async def submit(
         if isinstance(checked.params, SyncWeightsParams):
             check_source(spec, await services.spec(checked.params.source, caller))
         if isinstance(checked.params, CheckpointParams) and checked.params.job is not None:
-            await services.checkpoint_access.check_job(checked.params.job, caller.rights)
+            await services.check_job(caller, checked.params.job)
         named = {"operation": operation, "deployment": deployment, "deadline_s": deadline_s}
         return await _submit(services, {**named, **caller.claim}, checked, upload)
 
@@ -262,7 +267,8 @@ async def _submit(
     payload: BlobRef | None = None
     if checked.has_batch:
         # A unique name, so that no other request, refused or repeated, can discard this payload.
-        payload = BlobRef(f"{operation}.{uuid.uuid4().hex[:16]}{PAYLOAD_SUFFIX}")
+        stem = f"{operation}.{uuid.uuid4().hex[:16]}"
+        payload = digested_ref(stem, upload.digest, PAYLOAD_SUFFIX)
         await services.blobs.publish(upload, payload)
     submitting = asyncio.create_task(
         services.scheduler.call(

@@ -7,11 +7,12 @@ than this time between requests and to read a response. A request that the appli
 no deadline here: long polls take as long as they need, and `request_limits` limits the body.
 
 Large parts of a body of declared length pass h11 by. That reads and updates h11's own count of the
-bytes left, for which h11 has no public name.
+bytes left, for which h11 has no public name. Nor has it one for its buffer of received bytes, which
+is replaced by one that refuses ambiguous framing.
 """
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import h11
 from h11._readers import ContentLengthReader
@@ -21,6 +22,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from plexrl.router.http.server.connections import Connections
+from plexrl.router.http.server.lingering_close import LingeringTransport
+from plexrl.router.http.server.strict_framing import StrictBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +56,9 @@ class GuardedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Register the connection; close it if it is over the limit."""
-        super().connection_made(transport)
+        self._lingering = LingeringTransport(transport)
+        super().connection_made(cast("asyncio.Transport", self._lingering))
+        self.conn._receive_buffer = StrictBuffer()
         if self.on_made is not None:
             self.on_made()
             # Break the cycle with the TLS layer.
@@ -75,9 +80,13 @@ class GuardedProtocol(H11Protocol):
         """Handle received bytes."""
         if self.transport.is_closing():
             return
+        if self._lingering.is_lingering:
+            self._lingering.discard(len(data))
+            return
         was_busy = self._is_busy
         if not self._take_body(data):
             super().data_received(data)
+        self._lingering.is_request_unread = self.conn.their_state is h11.SEND_BODY
         if self._is_busy and not was_busy:
             self._connections.became_busy(self)
         self._watch()

@@ -11,14 +11,15 @@ from plexrl.scheduler.core.limits import TOTAL_MAX
 class FitBoundCache:
     """The fit bound of each size, kept until a deployment is placed."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, refused: dict[Size, int]) -> None:
+        """`refused`: the smallest state of each size for which a search for free GPUs failed in
+        this pass. Free GPUs only get fewer. The cache adds to it."""
         self._cluster = cluster
         self.policy_shares = cluster.settings.anybody_shares
         self._bounds: dict[tuple[Size, bool, bool], FitBound] = {}
         self._gang_bounds: dict[tuple[Sizes, tuple[bool, ...]], FitBound] = {}
         self._free_gpus: int | None = None
-        self._refused: dict[Size, int] = {}
-        """The smallest state for which a search for free GPUs failed. Free GPUs only get fewer."""
+        self._refused = refused
 
     def invalidate(self) -> None:
         """Drop the bounds, because a deployment was placed."""

@@ -125,7 +125,7 @@ def count_impossible(cluster: Cluster, tenant: "TenantId | None") -> int:
         key = sizes, (demand[0][0] if len(demand) == 1 else demand)
         is_held = known.get(key)
         if is_held is None:
-            is_held = known[key] = is_possible(cluster, cluster.state.deployment(queue[0][1]))
+            is_held = known[key] = is_possible(cluster, cluster.state.deployment(queue[0][2]))
         if not is_held:
             count += len(queue) * len(sizes)
     for name in waiting.in_no_queue():

@@ -25,7 +25,7 @@ class _Group:
 
 def in_placement_order(deployments: Sequence[Deployment]) -> list[Deployment]:
     """Deployments that get GPUs at the same time, in the order in which they get them."""
-    return sorted(deployments, key=lambda d: (*placement_rank(d), d.created_at, d.deployment))
+    return sorted(deployments, key=lambda d: (*placement_rank(d), d.serial))
 
 
 class Rehearsal:

@@ -26,7 +26,7 @@ def place_fillers(cluster: Cluster, now: float) -> list[Deployment]:
     ]
     free.sort(key=lambda group: (cluster.inventory.index.load(group.group), group.serial))
     waiting = [state.deployment(name) for name in cluster.fillers]
-    waiting.sort(key=lambda each: (-state.job(each.job).priority, each.created_at, each.deployment))
+    waiting.sort(key=lambda each: (-state.job(each.job).priority, each.serial))
     placed = []
     for deployment in waiting:
         suiting = (
@@ -48,6 +48,7 @@ def _join(cluster: Cluster, group: Group, deployment: Deployment, now: float) ->
     deployment.group = group.group
     deployment.ranks = group.gpus
     deployment.nodes = cluster.inventory.nodes(group)
+    cluster.hold(deployment, +1, now)
     cluster.inventory.reserve(deployment, strict=False)
     deployment.placement = PlacementRecord(
         at=now,

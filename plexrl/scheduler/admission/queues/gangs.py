@@ -1,17 +1,21 @@
 """Deployments that get GPUs at once: all deployments of a gang, or a single one."""
 
-from typing import Final
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple
 
 from plexrl.ids import DeploymentId
+from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.fit.rehearsal import in_placement_order
 from plexrl.scheduler.admission.order import is_partial
+from plexrl.scheduler.admission.queues.reservations import Reservation, expected_end
 from plexrl.scheduler.admission.quotas import over_quota
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.placement import leave, modes, place
 from plexrl.scheduler.placement.policies import PlacementMode
-from plexrl.scheduler.state.records import Deployment, Job
+from plexrl.scheduler.state.demand.trace import DemandTrace
+from plexrl.scheduler.state.records import Deployment, Group, Job
 
 _OWN: Final = frozenset({PlacementMode.COLOCATED, PlacementMode.SIBLINGS})
 
@@ -36,18 +40,23 @@ def place_all(
     cluster: Cluster,
     gang: list[Deployment],
     allowed: dict[DeploymentId, tuple[PlacementMode, ...]],
+    reservations: Sequence[Reservation],
     now: float,
 ) -> bool:
-    """Put all deployments on groups by their allowed modes, or none. If that fails, those that may
-    take turns with others of the job do so instead of taking GPUs of their own."""
+    """Put all deployments on groups by their allowed modes, or none; also none if that delays a
+    reservation. If it fails, those that may take turns with others of the job do so instead of
+    taking GPUs of their own."""
+    job = cluster.state.job(gang[0].job)
     turning = {name: tuple(sorted(found, key=_is_foreign)) for name, found in allowed.items()}
-    if not _place_in_order(cluster, gang, allowed, now) and (
-        turning == allowed or not _place_in_order(cluster, gang, turning, now)
+    if not _place_in_order(cluster, gang, allowed, reservations, now) and (
+        turning == allowed or not _place_in_order(cluster, gang, turning, reservations, now)
     ):
         return False
     for deployment in gang:
-        cluster.waiting.remove(deployment.deployment)
+        cluster.stop_waiting(deployment.deployment)
         cluster.hold(deployment, +1, now)
+    if job.placed_at is None:
+        job.placed_at = now
     return True
 
 
@@ -59,23 +68,40 @@ def _place_in_order(
     cluster: Cluster,
     gang: list[Deployment],
     allowed: dict[DeploymentId, tuple[PlacementMode, ...]],
+    reservations: Sequence[Reservation],
     now: float,
 ) -> bool:
-    done: list[Deployment] = []
+    done: list[tuple[Deployment, Group, float]] = []
+    """Each with its group, and since when that had one member."""
     for deployment in in_placement_order(gang):
-        if place(cluster, deployment, now, only=allowed[deployment.deployment]) is None:
-            for each in reversed(done):
-                leave(cluster, each, now)
-                each.ranks = ()
-                each.nodes = ()
-                each.placement = None
+        group = place(cluster, deployment, now, only=allowed[deployment.deployment])
+        if group is None:
+            _undo(cluster, done, now)
             return False
-        done.append(deployment)
+        done.append((deployment, group, group.alone_since))
+    ends_at = expected_end(cluster.state.job(gang[0].job), now)
+    left = [each.left_after(gang, ends_at, now) for each in reservations]
+    for found in left:
+        if found is None:
+            _undo(cluster, done, now)
+            return False
+    for each, found in zip(reservations, left, strict=True):
+        assert found is not None, "checked before"
+        each.count(found)
     return True
 
 
+def _undo(cluster: Cluster, done: list[tuple[Deployment, Group, float]], now: float) -> None:
+    for deployment, group, alone_since in reversed(done):
+        leave(cluster, deployment, now)
+        group.alone_since = alone_since
+        deployment.ranks = ()
+        deployment.nodes = ()
+        deployment.placement = None
+
+
 def allowed_modes(
-    cluster: Cluster, gang: list[Deployment], blocking: set[BlockingRequest], now: float
+    cluster: Cluster, gang: list[Deployment], blocking: Collection[BlockingRequest], now: float
 ) -> dict[DeploymentId, tuple[PlacementMode, ...]]:
     """The placement modes of each deployment that take nothing a blocking request may need: neither
     free GPUs nor a group of the requested size."""
@@ -94,19 +120,37 @@ def allowed_modes(
     return found
 
 
+class EquivalenceKey(NamedTuple):
+    """Two deployments with equal keys both fit, or both do not."""
+
+    workers: int
+    node_type: str
+    shares: bool
+    state_bytes: int
+    memory: DeviceMemory | None
+    trace: DemandTrace | None
+    slo: float | None
+    job: str
+    """Empty, unless other deployments of its job decide where it can be."""
+    allowed: tuple[PlacementMode, ...]
+    passes: int
+    """Number of reservations by whose time it has not ended."""
+
+
 def equivalence_key(
-    deployment: Deployment, job: Job, allowed: tuple[PlacementMode, ...]
-) -> tuple[object, ...]:
-    """Two deployments (each of its `job`) with equal keys both fit, or both do not."""
-    return (
-        deployment.workers,
-        deployment.node_type,
-        deployment.shares,
-        deployment.state_bytes,
-        deployment.memory,
-        deployment.trace,
-        job.slo,
-        # Other deployments of its job decide where it can be, as they do for every rollout.
-        "" if deployment.kind != "rollout" and _OWN.isdisjoint(allowed) else deployment.job,
-        allowed,
+    deployment: Deployment, job: Job, allowed: tuple[PlacementMode, ...], *, passes: int
+) -> EquivalenceKey:
+    """The key of a deployment of this `job`."""
+    is_alone = deployment.kind != "rollout" and _OWN.isdisjoint(allowed)
+    return EquivalenceKey(
+        workers=deployment.workers,
+        node_type=deployment.node_type,
+        shares=deployment.shares,
+        state_bytes=deployment.state_bytes,
+        memory=deployment.memory,
+        trace=deployment.trace,
+        slo=job.slo,
+        job="" if is_alone else deployment.job,
+        allowed=allowed,
+        passes=passes,
     )

@@ -2,6 +2,8 @@
 
 from typing import Final, NamedTuple
 
+import msgspec
+
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.queues.waiting import Owner, QueueKey, Size, Sizes, Unit
 
@@ -15,20 +17,26 @@ UNKNOWN: Final = 1 << 60
 """Candidates of a pass whose queues have changed while it was interrupted."""
 
 
-class PriorityClass(NamedTuple):
+class PriorityClass(msgspec.Struct, frozen=True, tag=True):
     """All owners of one priority, which are opened when the first is reached."""
 
     priority: int
 
 
-class Closed(NamedTuple):
+class OwnerEntry(msgspec.Struct, frozen=True, tag=True):
+    """All queues of one owner, which are opened when the owner is reached."""
+
+    owner: Owner
+
+
+class Closed(msgspec.Struct, frozen=True, tag=True):
     """All queues of one owner with the same sizes, which are opened when their first is reached."""
 
     is_blocking: bool
     """Whether these are blocking requests; otherwise indexes of heads."""
     sizes: Sizes
     owner: Owner
-    first: tuple[float, float, DeploymentId]
+    first: tuple[float, float, int]
     """The last three criteria of the lowest key among them; that deployment may not fit."""
 
 
@@ -40,7 +48,7 @@ class IndexId(NamedTuple):
     key: QueueKey
 
 
-Entry = PriorityClass | Owner | Closed | DeploymentId
+Entry = PriorityClass | OwnerEntry | Closed | DeploymentId
 
 
 def index_of(unit: Unit) -> IndexId:

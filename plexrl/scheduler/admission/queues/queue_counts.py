@@ -18,6 +18,7 @@ class Position(NamedTuple):
 
     priority_negated: int
     created_at: float
+    serial: int
     name: "DeploymentId"
 
 

@@ -20,6 +20,7 @@ class Head(NamedTuple):
     """The first unit of a queue, and what each unit of the queue needs."""
 
     created_at: float
+    serial: int
     name: DeploymentId
     duty: float
     state_bytes: int
@@ -43,7 +44,7 @@ class _Block:
 
 
 class QueueHeadIndex:
-    """Heads sorted by creation time, then by name."""
+    """Heads sorted by creation time, then by number."""
 
     def __init__(self) -> None:
         self._blocks: list[_Block] = []
@@ -59,10 +60,10 @@ class QueueHeadIndex:
             yield from block.heads
 
     @property
-    def least(self) -> tuple[float, DeploymentId]:
-        """(creation time, name) of the first head."""
+    def least(self) -> tuple[float, int]:
+        """(creation time, number) of the first head."""
         head = self._blocks[0].heads[0]
-        return head.created_at, head.name
+        return head.created_at, head.serial
 
     def add(self, head: Head) -> None:
         """Insert a head. O(log n)."""

@@ -62,6 +62,8 @@ class EquivalenceClass(NamedTuple):
     owner: Owner
     expected_s: float
     """Expected length, rounded by `expected_step`."""
+    lasts_s: float
+    """Expected length: it decides whether a unit may pass a reservation."""
     demand: tuple[tuple[int, DemandTrace | None, DeviceMemory | None], ...]
     """(state bytes, trace, memory on a GPU) of each deployment, in the order of the sizes."""
     slo: float | None
@@ -79,6 +81,7 @@ class Member(NamedTuple):
     """One deployment of a unit."""
 
     created_at: float
+    serial: int
     name: DeploymentId
     size: Size
 
@@ -103,8 +106,8 @@ class Unit(NamedTuple):
 
 
 if TYPE_CHECKING:
-    Queue = SortedList[tuple[float, DeploymentId]]
-    """(creation time, name), ascending."""
+    Queue = SortedList[tuple[float, int, DeploymentId]]
+    """(creation time, number, name), ascending."""
 
 KeyT = TypeVar("KeyT", QueueKey, float)
 ValueT = TypeVar("ValueT")
@@ -164,8 +167,8 @@ class Waiting:
         """The unit of each waiting deployment; None: in no queue."""
         self._queues: dict[Sizes, dict[EquivalenceClass, Queue]] = {}
         self.heads: dict[Sizes, dict[Owner, dict[QueueKey, QueueHeadIndex]]] = {}
-        self.smallest_demand: dict[Sizes, tuple[float, int]] = {}
-        """A lower bound of the (duty, state bytes) of the heads of these sizes."""
+        self._demands: dict[Sizes, tuple[SortedList[float], SortedList[int]]] = {}
+        """(duties, state bytes) of the heads of these sizes."""
         self.blocking_requests: dict[Sizes, dict[Owner, dict[float, Queue]]] = {}
         self.head_sizes = SizesByOwner()
         self.blocking_sizes = SizesByOwner()
@@ -184,12 +187,8 @@ class Waiting:
         the newcomers."""
         self.must_continue = False
         """The interrupted pass is to go on in this event."""
-        self.deferred_newcomers: list[DeploymentId] = []
-        """Newcomers since the pass was interrupted, for the pass after it."""
-        self.deferred_retry = False
-        """Whether the pass after the interrupted one considers all deployments."""
-        self.changes = 0
-        """Counts entries into the queues and departures from them."""
+        self.has_changed = False
+        """Deployments entered or left the queues since the pass was interrupted."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._units
@@ -203,7 +202,7 @@ class Waiting:
     def clear(self) -> None:
         """Remove all deployments."""
         for part in (
-            *(self._units, self._queues, self.heads, self.smallest_demand),
+            *(self._units, self._queues, self.heads, self._demands),
             *(self.blocking_requests, self.head_sizes, self.blocking_sizes),
             self.pending_by_tenant,
             *(self.of_partial_jobs, self.displaced),
@@ -226,22 +225,11 @@ class Waiting:
         self.must_retry = self.must_continue = False
         return newcomers
 
-    def defer(self, newcomers: Sequence[DeploymentId], *, must_retry: bool) -> None:
-        """Leave these newcomers, and a retry of all if there must be one, to the next pass."""
-        self.deferred_newcomers += newcomers
-        self.deferred_retry = self.deferred_retry or must_retry
-
-    def take_deferred(self) -> None:
-        """The interrupted pass has ended: what was deferred is due in this event."""
-        self.newcomers += self.deferred_newcomers
-        self.must_retry = self.must_retry or self.deferred_retry
-        self.deferred_newcomers, self.deferred_retry = [], False
-
     def enter(self, deployment: Deployment, job: Job) -> None:
         """Register a waiting deployment, in no queue yet. If it waits already, it leaves its
         queues."""
         name = deployment.deployment
-        self.changes += 1
+        self.has_changed = True
         if name in self._units:
             self._take_out(name)
             return
@@ -250,51 +238,56 @@ class Waiting:
             self.displaced[name] = None
         self._tenants[name] = job.tenant
         self.by_tenant[job.tenant] = self.by_tenant.get(job.tenant, 0) + 1
-        self.counts.add(deployment.node_type, Position(-job.priority, deployment.created_at, name))
+        self.counts.add(
+            deployment.node_type,
+            Position(-job.priority, deployment.created_at, deployment.serial, name),
+        )
 
     def enqueue_unit(self, deployments: Sequence[Deployment], job: Job, duty: float) -> None:
         """Enqueue waiting deployments as one unit. `duty`: what a single deployment would add to
         the load of a group."""
         for each in deployments:
             self._take_out(each.deployment)
-        ordered = sorted(deployments, key=lambda each: (size_of(each), each.created_at))
-        members = [Member(each.created_at, each.deployment, size_of(each)) for each in ordered]
+        ordered = sorted(deployments, key=lambda each: (size_of(each), each.serial))
+        members = [
+            Member(each.created_at, each.serial, each.deployment, size_of(each)) for each in ordered
+        ]
         first = min(members)
         demand = tuple((each.state_bytes, each.trace, each.memory) for each in ordered)
         needs = (duty, ordered[0].state_bytes) if len(ordered) == 1 else (0.0, 0)
-        head = Head(first.created_at, first.name, *needs)
+        head = Head(first.created_at, first.serial, first.name, *needs)
         owner = Owner(job.tenant, job.priority)
-        equivalence = EquivalenceClass(owner, expected_step(job.expected_s), demand, job.slo)
+        equivalence = EquivalenceClass(
+            owner, expected_step(job.expected_s), job.expected_s, demand, job.slo
+        )
         unit = Unit(head, tuple(each.size for each in members), equivalence, tuple(members))
         for member in members:
             self._units[member.name] = unit
             tenants = self.pending_by_tenant.setdefault(member.size, {})
-            tenants.setdefault(job.tenant, SortedList()).add((member.created_at, member.name))
-        duty, state_bytes = self.smallest_demand.get(unit.sizes, (head.duty, head.state_bytes))
-        self.smallest_demand[unit.sizes] = min(duty, head.duty), min(state_bytes, head.state_bytes)
-        entry = head.created_at, head.name
+            tenants.setdefault(job.tenant, SortedList()).add(member[:3])
+        entry = head[:3]
         queue = self._queues.setdefault(unit.sizes, {}).setdefault(unit.equivalence, SortedList())
-        before = queue[0][1] if queue else None
+        before = queue[0][2] if queue else None
         queue.add(entry)
-        if queue[0][1] == head.name:
+        if queue[0][2] == head.name:
             heads = self._heads(unit)
             if before is not None:
-                heads.remove(self._unit(before).head)
-            heads.add(head)
+                self._drop_head(heads, self._unit(before))
+            self._add_head(heads, unit)
         requests = self.blocking_requests.setdefault(unit.sizes, {}).setdefault(owner, {})
         self.blocking_sizes.add(unit.sizes, owner)
         requests.setdefault(unit.equivalence.expected_s, SortedList()).add(entry)
 
     def mark_partial(self, name: DeploymentId) -> None:
         """Take a deployment out of the queues, because its job has got GPUs; it still waits."""
-        self.changes += 1
+        self.has_changed = True
         self._take_out(name)
         self.of_partial_jobs[name] = None
 
     def remove(self, name: DeploymentId) -> None:
         """Remove a deployment that has got GPUs or whose job has ended."""
         if name in self._units:
-            self.changes += 1
+            self.has_changed = True
             self._take_out(name)
             del self._units[name]
             self.displaced.pop(name, None)
@@ -318,10 +311,15 @@ class Waiting:
         """The unit of a waiting deployment; None: it is in no queue."""
         return self._units[name]
 
+    def least_demand(self, sizes: Sizes) -> tuple[float, int] | None:
+        """The smallest (duty, state bytes) of the heads of these sizes; None: there is none."""
+        demands = self._demands.get(sizes)
+        return None if demands is None else (demands[0][0], demands[1][0])
+
     def check(self) -> None:
         """Assert that `heads` has exactly the head of each queue."""
         heads = [
-            self._unit(queue[0][1]).head
+            self._unit(queue[0][2]).head
             for queues in self._queues.values()
             for queue in queues.values()
         ]
@@ -345,18 +343,15 @@ class Waiting:
         unit = self._units[name]
         if unit is None:
             return
-        entry = unit.head.created_at, unit.head.name
+        entry = unit.head[:3]
         queue = self._queues[unit.sizes][unit.equivalence]
-        if queue[0][1] == unit.head.name:
+        if queue[0][2] == unit.head.name:
             heads = self._heads(unit)
-            heads.remove(unit.head)
+            self._drop_head(heads, unit)
             if len(queue) > 1:
-                heads.add(self._unit(queue[1][1]).head)
-            elif not heads:
-                if _drop(self.heads, unit.sizes, unit.owner, unit.queue_key):
-                    self.head_sizes.discard(unit.sizes, unit.owner)
-                if unit.sizes not in self.heads:
-                    del self.smallest_demand[unit.sizes]
+                self._add_head(heads, self._unit(queue[1][2]))
+            elif not heads and _drop(self.heads, unit.sizes, unit.owner, unit.queue_key):
+                self.head_sizes.discard(unit.sizes, unit.owner)
         queue.remove(entry)
         if not queue:
             del self._queues[unit.sizes][unit.equivalence]
@@ -371,7 +366,7 @@ class Waiting:
             self._units[member.name] = None
             tenants = self.pending_by_tenant[member.size]
             pending = tenants[unit.owner.tenant]
-            pending.remove((member.created_at, member.name))
+            pending.remove(member[:3])
             if not pending:
                 del tenants[unit.owner.tenant]
                 if not tenants:
@@ -384,6 +379,22 @@ class Waiting:
             found = indexes[unit.queue_key] = QueueHeadIndex()
             self.head_sizes.add(unit.sizes, unit.owner)
         return found
+
+    def _add_head(self, heads: QueueHeadIndex, unit: Unit) -> None:
+        heads.add(unit.head)
+        demands = self._demands.get(unit.sizes)
+        if demands is None:
+            demands = self._demands[unit.sizes] = SortedList(), SortedList()
+        demands[0].add(unit.head.duty)
+        demands[1].add(unit.head.state_bytes)
+
+    def _drop_head(self, heads: QueueHeadIndex, unit: Unit) -> None:
+        heads.remove(unit.head)
+        duties, states = self._demands[unit.sizes]
+        duties.remove(unit.head.duty)
+        states.remove(unit.head.state_bytes)
+        if not duties:
+            del self._demands[unit.sizes]
 
     def _unit(self, name: DeploymentId) -> Unit:
         unit = self._units[name]

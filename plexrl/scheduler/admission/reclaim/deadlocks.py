@@ -94,7 +94,7 @@ def _idle_at(settings: Settings, deployment: Deployment) -> float:
 
 def _stuck(cluster: Cluster, idle: Sequence[Job]) -> list[Job]:
     """The idle partial jobs that could not get all their GPUs even if all other jobs ended."""
-    left = {job.job: job for job in sorted(idle, key=lambda job: (job.submitted_at, job.job))}
+    left = {job.job: job for job in sorted(idle, key=lambda job: job.serial)}
     while True:
         free = _free_without(cluster, left)
         for name, job in left.items():
@@ -139,10 +139,10 @@ def _has_quota(
     return allows_gpus(state, job.tenant, held + sum(each.workers for each in waiting))
 
 
-def _victim_key(cluster: Cluster, job: Job) -> tuple[bool, int, float, str]:
+def _victim_key(cluster: Cluster, job: Job) -> tuple[bool, int, int]:
     waiting = [each for each in job.deployments if each in cluster.waiting]
     may_fit = all(is_possible(cluster, cluster.state.deployment(each)) for each in waiting)
-    return may_fit, job.priority, -job.submitted_at, job.job
+    return may_fit, job.priority, -job.serial
 
 
 def is_waited_for(cluster: Cluster, jobs: Sequence[Job]) -> bool:

@@ -24,7 +24,7 @@ def preempt_detached(context: Context, now: float) -> bool:
     idle = [job for job in detached if _is_idle(context.state, context.settings, job)]
     if not idle or not is_waited_for(cluster, idle):
         return False
-    job = min(idle, key=lambda each: (each.seen_at, each.job))
+    job = min(idle, key=lambda each: (each.seen_at, each.serial))
     for deployment in placed_of(context.state, job):
         displace(context, deployment, "its job has no controller, and others waited", now)
     job.is_set_aside = True

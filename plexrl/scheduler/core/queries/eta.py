@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from plexrl.ids import OperationId
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.dispatch.candidates.readiness import candidate, wants_the_group
+from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s, wants_the_group
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.ordering import SortKey, sort_key
 from plexrl.scheduler.dispatch.switch_cost import load_after_s, load_s, offload_s
@@ -25,6 +25,10 @@ cost. Explicit queries are always answered."""
 SAMPLE_ALL = 1000
 """So many waits of a cluster are all estimated before that, so that a small or new one soon knows
 its errors."""
+
+
+OVERDUE_S_MIN = 1.0
+"""What is late by less is not called overdue."""
 
 
 class EtaQualityView(TypedDict):
@@ -58,16 +62,12 @@ def group_free_s(state: State, group: Group, now: float) -> float:
     if holder.moving is not None and holder.moving.kind == OperationKind.OFFLOAD:
         return _left_s(state, holder.moving.operation, holder, now)
     estimates = holder.estimates
-    queued_s = sum(
-        estimates.operation_s(operation.kind, operation.tokens)
-        for operation in (state.operations[name] for name in holder.queue)
-    )
     running_s = under_way_s(state, holder, now)
     burst_s = 0.0
     if holder.burst.started_at is not None:
         elapsed_s = now - holder.burst.started_at
         burst_s = max(0.0, estimates.burst_s(holder.burst.tokens) - elapsed_s)
-    return max(running_s + queued_s, burst_s)
+    return max(running_s + queued_s(state, holder, len(holder.queue)), burst_s)
 
 
 def under_way_s(state: State, deployment: Deployment, now: float) -> float:
@@ -75,6 +75,16 @@ def under_way_s(state: State, deployment: Deployment, now: float) -> float:
     if deployment.moving is not None:
         return _left_s(state, deployment.moving.operation, deployment, now)
     return max((_left_s(state, name, deployment, now) for name in deployment.running), default=0.0)
+
+
+def overdue_s(state: State, deployment: Deployment, now: float) -> float:
+    """Seconds by which what the deployment runs, or the move of its state, has passed its estimate;
+    0 if it has not, or by less than a second."""
+    names = [*deployment.running]
+    if deployment.moving is not None:
+        names.append(deployment.moving.operation)
+    late_s = max((-_until_end_s(state, name, deployment, now) for name in names), default=0.0)
+    return late_s if late_s > OVERDUE_S_MIN else 0.0
 
 
 def goes_before(
@@ -166,8 +176,16 @@ def eta_quality(errors: EtaErrors) -> EtaQualityView:
 
 
 def _left_s(state: State, name: OperationId, deployment: Deployment, now: float) -> float:
+    return max(0.0, _until_end_s(state, name, deployment, now))
+
+
+def _until_end_s(state: State, name: OperationId, deployment: Deployment, now: float) -> float:
+    """Estimated seconds until an operation ends; negative once that has passed."""
     operation = state.operations[name]
     began_at = operation.started_at if operation.started_at is not None else now
+    if (run := deployment.running.get(name)) is not None and run.replay:
+        # Its own times are those of its first run.
+        began_at = deployment.burst.served_at
     if operation.kind == OperationKind.LOAD:
         whole_s = load_s(state, deployment)
         group = state.group_of(deployment)
@@ -177,4 +195,4 @@ def _left_s(state: State, name: OperationId, deployment: Deployment, now: float)
         whole_s = offload_s(state, deployment)
     else:
         whole_s = deployment.estimates.operation_s(operation.kind, operation.tokens)
-    return max(0.0, whole_s - (now - began_at))
+    return whole_s - (now - began_at)

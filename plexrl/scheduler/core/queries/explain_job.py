@@ -37,15 +37,19 @@ def explain_job(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> Ex
         "name": job.name,
         "state": job.state.value,
         "slo": bound_of(cluster.settings, job),
-        "summary": _summary(cluster, job, deployments, now),
-        "deployments": [_deployment(cluster, each, now) for each in deployments],
-        "operations": [row for each in deployments for row in _operations(cluster, each, now)],
+        "summary": _summary(cluster, job, deployments, now, sees_all),
+        "deployments": [_deployment(cluster, each, now, sees_all) for each in deployments],
+        "operations": [
+            row for each in deployments for row in _operations(cluster, each, now, sees_all)
+        ],
         "holders": holders(cluster, job, now, sees_all=sees_all),
         "eta_quality": eta_quality(cluster.state.eta_errors),
     }
 
 
-def _summary(cluster: Cluster, job: Job, deployments: list[Deployment], now: float) -> str:
+def _summary(
+    cluster: Cluster, job: Job, deployments: list[Deployment], now: float, sees_all: bool
+) -> str:
     if job.state.is_final:
         return f"it has ended: {job.reason}" if job.reason else "it has ended"
     if not deployments:
@@ -58,7 +62,7 @@ def _summary(cluster: Cluster, job: Job, deployments: list[Deployment], now: flo
             reason, _, _ = why_no_gpus(cluster, deployment, now)
             return f"{deployment.deployment} waits for GPUs: {reason}"
     for deployment in deployments:
-        for row in _operations(cluster, deployment, now, most=1):
+        for row in _operations(cluster, deployment, now, sees_all, most=1):
             if row["rule"] != "running":
                 return f"{row['operation']} waits: {row['reason']}"
     if any(each.running for each in deployments):
@@ -66,7 +70,9 @@ def _summary(cluster: Cluster, job: Job, deployments: list[Deployment], now: flo
     return "it waits for its controller's next operation"
 
 
-def _deployment(cluster: Cluster, deployment: Deployment, now: float) -> PlacedDeploymentView:
+def _deployment(
+    cluster: Cluster, deployment: Deployment, now: float, sees_all: bool
+) -> PlacedDeploymentView:
     record = deployment.placement
     trace = deployment.trace
     view: PlacedDeploymentView = {
@@ -96,7 +102,7 @@ def _deployment(cluster: Cluster, deployment: Deployment, now: float) -> PlacedD
     if deployment.state == WpgState.WAITING:
         view["attempts"] = attempts(cluster, deployment, now, searches=True)
     if deployment.shares and trace is not None and deployment.state != WpgState.STOPPED:
-        view["near"] = near_groups(cluster, deployment, now)
+        view["near"] = near_groups(cluster, deployment, now, sees_all=sees_all)
     return view
 
 
@@ -115,12 +121,16 @@ def _topology(cluster: Cluster, deployment: Deployment) -> str:
 
 
 def _operations(
-    cluster: Cluster, deployment: Deployment, now: float, most: int = OPERATIONS_MAX
+    cluster: Cluster,
+    deployment: Deployment,
+    now: float,
+    sees_all: bool,
+    most: int = OPERATIONS_MAX,
 ) -> list[WaitingOperationView]:
     rows: list[WaitingOperationView] = []
     for name in [*deployment.running, *deployment.queue][:most]:
         operation = cluster.state.operations[name]
-        found = explain(cluster, operation, now)
+        found = explain(cluster, operation, now, sees_all=sees_all)
         if found is not None:
             explanation: ExplanationView = msgspec.to_builtins(found)
             rows.append(

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.core.queries.eta import goes_before, start_s
+from plexrl.scheduler.core.queries.eta import goes_before, overdue_s, start_s
 from plexrl.scheduler.core.queries.explain_placement import name_for, why_no_gpus
-from plexrl.scheduler.dispatch.candidates.readiness import candidate
+from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s
 from plexrl.scheduler.dispatch.slack_guard import holds_back
+from plexrl.scheduler.operations.deadlines.bounds import runs
+from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.placement.evacuation import awaited
 from plexrl.scheduler.placement.relocation import is_stopping
 from plexrl.scheduler.state.demand.wait_intervals import interval
@@ -30,11 +32,12 @@ class Explanation:
     rule: str
     """`order`, `burst`, `slack`, `launching`, `recovering`, `migrating`, `relocation`, `capacity`,
     `slo`, `quota`, `gang`, `impossible`, `turn`, `dependency`, `backoff`, `held`, `no room`,
-    `switch`, `preemptible`, `router`, `running`, or the name of the ordering rule."""
+    `switch`, `preemptible`, `router`, `running`, `overdue`, or the name of the ordering rule."""
     holder: str | None
-    """The holder of the group's lock; anonymous if it belongs to another tenant."""
+    """The holder of the group's lock; anonymous for a tenant if it belongs to another one."""
     eta_s: float | None
-    """Estimated seconds until it starts, or until it ends if it runs; None if unknown."""
+    """Estimated seconds until it starts, or until it ends if it runs; None if unknown, also once
+    the estimate has passed."""
     eta_low_s: float | None
     """It starts between `eta_low_s` and `eta_high_s` in 80 % of the cases; None without an estimate
     of waiting for a group, also of an operation behind others of its own job."""
@@ -43,18 +46,20 @@ class Explanation:
     """Number of operations of the same deployment ahead of it."""
 
 
-def explain(cluster: Cluster, operation: Operation, now: float) -> Explanation | None:
-    """The explanation of an unfinished operation; None for a finished one."""
+def explain(
+    cluster: Cluster, operation: Operation, now: float, *, sees_all: bool = False
+) -> Explanation | None:
+    """The explanation of an unfinished operation for its tenant, or for an operator, who
+    `sees_all`; None for a finished one."""
     if operation.state.is_final:
         return None
     deployment = cluster.state.deployment(operation.deployment)
     group = cluster.state.group_of(deployment)
     holder = None
     if group is not None and group.holder is not None:
-        holder = name_for(cluster.state, group.holder, deployment)
-    reason, rule, eta_s = _reason(cluster, operation, deployment, group, now)
-    queue = deployment.queue
-    position = queue.index(operation.operation) if operation.operation in queue else 0
+        holder = name_for(cluster.state, group.holder, deployment, sees_all=sees_all)
+    reason, rule, eta_s = _reason(cluster, operation, deployment, group, now, sees_all)
+    position = _position(cluster.state, deployment, operation)
     low_s = high_s = None
     if eta_s is not None and group is not None and rule not in OWN_WORK:
         low_s, high_s = interval(group.wait_errors, cluster.state.eta_errors.newest, eta_s)
@@ -75,6 +80,7 @@ def _reason(
     deployment: Deployment,
     group: Group | None,
     now: float,
+    sees_all: bool,
 ) -> tuple[str, str, float | None]:
     state = cluster.state
     estimates = deployment.estimates
@@ -82,7 +88,10 @@ def _reason(
         if not state.routers:
             return "no router is connected; it is sent again once one connects", "router", None
         began_at = operation.started_at if operation.started_at is not None else now
-        left = estimates.operation_s(operation.kind, operation.tokens) - (now - began_at)
+        expected_s = estimates.operation_s(operation.kind, operation.tokens)
+        if late := _overdue(state, cluster.settings, deployment, now):
+            return f"it is running, expected to take {expected_s:.1f} s, {late}", "running", None
+        left = expected_s - (now - began_at)
         return "it is running", "running", max(0.0, left)
     if deployment.state == WpgState.WAITING or group is None:
         return why_no_gpus(cluster, deployment, now)
@@ -109,11 +118,11 @@ def _reason(
         return f"its state is being copied to {nodes}", "migrating", None
     if deployment.moves.planned is not None and is_stopping(state, deployment):
         return f"it is about to be moved: {deployment.moves.planned.reason}", "relocation", None
-    ahead = _seconds_ahead(state, operation, deployment)
+    ahead = queued_s(state, deployment, _position(state, deployment, operation))
     if operation.after is not None:
         dependency = state.operations.get(operation.after)
         if dependency is not None and not dependency.state.is_final:
-            found = explain(cluster, dependency, now)
+            found = explain(cluster, dependency, now, sees_all=sees_all)
             eta_s = None if found is None else found.eta_s
             why = "" if found is None else f": {found.reason}"
             return f"the weights it pulls are not published yet{why}", "dependency", eta_s
@@ -124,6 +133,8 @@ def _reason(
             return why, "held", wait_s + ahead
         return f"a switch to it failed ({deployment.backoff.reason})", "backoff", wait_s + ahead
     if group.holder == deployment.deployment:
+        if late := _overdue(state, cluster.settings, deployment, now):
+            return f"an operation of its deployment before it is {late}", "overdue", None
         eta_s = start_s(state, cluster.settings, group, deployment, now) + ahead
         if deployment.moving is not None or deployment.replay.replaying:
             return "its model's state is being moved", "switch", eta_s
@@ -131,14 +142,20 @@ def _reason(
             return "operations of its deployment that were submitted before it", "order", eta_s
     if deployment.preemptible:
         return _why_no_idle_time(state, group)
-    return _why_another_holds(state, cluster.settings, deployment, group, now, ahead)
+    return _why_another_holds(state, cluster.settings, deployment, group, now, ahead, sees_all)
 
 
 def _why_another_holds(
-    state: State, settings: Settings, deployment: Deployment, group: Group, now: float, ahead: float
+    state: State,
+    settings: Settings,
+    deployment: Deployment,
+    group: Group,
+    now: float,
+    ahead: float,
+    sees_all: bool,
 ) -> tuple[str, str, float | None]:
     eta_s = start_s(state, settings, group, deployment, now) + ahead
-    if group.incoming == deployment.deployment:
+    if group.incoming == deployment.deployment and not _is_late(state, group, now):
         return "the group is being handed to it", "switch", eta_s
     rule = settings.config.ordering
     if group.holder is None:
@@ -148,17 +165,40 @@ def _why_another_holds(
             return "a job with exclusive slots is expected first", "slack", eta_s + wait_s
         return "the group's lock is about to be granted", rule, eta_s
     holder = state.deployment(group.holder)
+    if late := _overdue(state, settings, holder, now):
+        who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
+        return f"{who} has the group, and what it does there is {late}", "overdue", None
     if holder.preemptible and holder.moving is None:
-        who = name_for(state, holder.deployment, deployment)
+        who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
         return f"{who} used the idle time of the group, and gives way", "preemptible", eta_s
     if holder.moving is not None:
         return "the group is being switched", "switch", eta_s
     before = goes_before(state, settings, group, deployment, now)
     if before:
-        names = [name_for(state, DeploymentId(each.name), deployment) for each in before]
+        names = [
+            name_for(state, DeploymentId(each.name), deployment, sees_all=sees_all)
+            for each in before
+        ]
         return f"{', '.join(names)} goes first by the rule {rule}", rule, eta_s
-    who = name_for(state, holder.deployment, deployment)
+    who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
     return f"{who} is in the middle of its burst", "burst", eta_s
+
+
+def _is_late(state: State, group: Group, now: float) -> bool:
+    return group.holder is not None and overdue_s(state, state.deployment(group.holder), now) > 0.0
+
+
+def _overdue(state: State, settings: Settings, deployment: Deployment, now: float) -> str:
+    """By how much what the deployment runs has passed its estimate, and what will happen; empty:
+    it has not."""
+    late_s = overdue_s(state, deployment, now)
+    if not late_s:
+        return ""
+    text = f"overdue for {late_s:.0f} s"
+    if not state.overdue_s:
+        return text
+    left_s = min(each.due_at for each in runs(state, settings, deployment)) - now
+    return f"{text}; its workers are replaced in {max(0.0, left_s):.0f} s if it does not end"
 
 
 def _why_no_idle_time(state: State, group: Group) -> tuple[str, str, float | None]:
@@ -178,11 +218,8 @@ def _why_no_idle_time(state: State, group: Group) -> tuple[str, str, float | Non
     )
 
 
-def _seconds_ahead(state: State, operation: Operation, deployment: Deployment) -> float:
-    total = 0.0
-    for name in deployment.queue:
-        if name == operation.operation:
-            break
-        before = state.operations[name]
-        total += deployment.estimates.operation_s(before.kind, before.tokens)
-    return total
+def _position(state: State, deployment: Deployment, operation: Operation) -> int:
+    """Number of queued operations ahead of it; 0 if it is not queued."""
+    if operation.state != OperationState.PENDING:
+        return 0
+    return position_in_queue(state, deployment, operation)

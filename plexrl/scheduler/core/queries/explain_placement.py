@@ -11,7 +11,11 @@ from plexrl.scheduler.admission.queues.gangs import why_not_yet
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.queries.view_types import AttemptView, Census, Count, NearGroupView
 from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable
-from plexrl.scheduler.placement.capacity.needs import kept_bytes, need_of
+from plexrl.scheduler.placement.capacity.needs import (
+    kept_bytes,
+    need_of,
+    node_types_compatible,
+)
 from plexrl.scheduler.placement.capacity.node_pool import fabric_note, kind_of
 from plexrl.scheduler.placement.contention.service_level import is_tight, waiting_bound
 from plexrl.scheduler.placement.placement import find, fitting, modes, nearest
@@ -66,7 +70,48 @@ def why_no_gpus(
         rule = "memory"
     if any(row.get("over_slo") for row in rows):
         rule = "slo"
+    reserved = _reservation(cluster, deployment, now)
+    if reserved is not None:
+        reason, reserved_s = reserved
+        reason = f"{reason}; {what} are wanted; {standing}; {tried}"
+        return reason, "reservation", eta_s if reserved_s is None else reserved_s
     return f"{what} are not free yet; {standing}; {tried}", rule, eta_s
+
+
+def _reservation(
+    cluster: Cluster, deployment: Deployment, now: float
+) -> tuple[str, float | None] | None:
+    """(what a reservation, its own or another's, means for the deployment; seconds until its own).
+    None: no reservation keeps GPUs from it."""
+    state, free = cluster.state, cluster.inventory.pool.free_gpus(deployment.node_type)
+    own = state.reservations.get(deployment.deployment)
+    if own is not None and now < own.at:
+        left_s = own.at - now
+        return (
+            f"it has a reservation: it gets GPUs in {left_s:.0f} s if the running jobs end by "
+            "their expected lengths, and others run meanwhile only if that does not delay it",
+            left_s,
+        )
+    if own is not None:
+        return (
+            f"the time of its reservation has come {own.renewals + 1} times, because jobs last "
+            f"longer than expected: until it starts, no other job that waits may take the {free} "
+            "free GPUs",
+            None,
+        )
+    if free < deployment.workers:
+        return None
+    for name, other in sorted(state.reservations.items(), key=lambda each: (each[1].at, each[0])):
+        if node_types_compatible(state.deployment(name).node_type, deployment.node_type):
+            owner = name_for(state, name, deployment)
+            until = f"for {other.at - now:.0f} s more" if now < other.at else "until that starts"
+            return (
+                f"free GPUs are reserved {until} for {owner}, which has waited longer than "
+                "starvation_bound_s: this one runs before it only if it is expected to end by "
+                "then, or takes none of those GPUs",
+                None,
+            )
+    return None
 
 
 def attempts(
@@ -83,19 +128,23 @@ def attempts(
     ]
 
 
-def name_for(state: State, name: DeploymentId, reader: Deployment) -> str:
-    """A deployment's name as the tenant of `reader` may see it."""
+def name_for(state: State, name: DeploymentId, subject: Deployment, *, sees_all: bool) -> str:
+    """A deployment's name in an explanation of `subject` for its tenant, or for an operator, who
+    `sees_all`."""
     owner = state.job(state.deployment(name).job).tenant
-    return name if owner == state.job(reader.job).tenant else "another tenant's job"
+    is_shown = sees_all or owner == state.job(subject.job).tenant
+    return name if is_shown else "another tenant's job"
 
 
-def near_groups(cluster: Cluster, deployment: Deployment, now: float) -> list[NearGroupView]:
+def near_groups(
+    cluster: Cluster, deployment: Deployment, now: float, *, sees_all: bool
+) -> list[NearGroupView]:
     """The other groups in which the deployment's trace fits best."""
     return [
         {
             "group": choice.group,
             "members": [
-                name_for(cluster.state, member, deployment)
+                name_for(cluster.state, member, deployment, sees_all=sees_all)
                 for member in cluster.state.groups[choice.group].members
             ],
             "shift_s": float(choice.shift_slots),

@@ -177,6 +177,8 @@ class ServiceLevelView(TypedDict):
     name: str
     slo: float
     """Greatest waiting / (waiting + running) that it accepts."""
+    is_promised: bool
+    """The job or its tenant named that bound; otherwise it is the cluster's aim."""
     waiting_part: float | None
     """The measured part, the greatest of its deployments; None: not measured."""
 
@@ -315,7 +317,7 @@ class TenantView(TenantLimits):
     live_jobs_bound: int | None
     """Maximum number of live jobs, its own or the cluster's; None: no limit."""
     gpu_seconds: float
-    """GPU time used so far."""
+    """GPU time used so far, with what runs."""
     share: float
     """GPU-hours per weight, decayed; it decides the order of admission."""
 

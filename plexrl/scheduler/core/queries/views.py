@@ -31,6 +31,7 @@ from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
 from plexrl.scheduler.jobs.profiler import measured_waiting_part
 from plexrl.scheduler.jobs.retention import owner_of
 from plexrl.scheduler.jobs.tenants import key_id, live_jobs_bound
+from plexrl.scheduler.jobs.usage import used_gpu_seconds
 from plexrl.scheduler.operations.failures import failure_view, halting_failure, job_failure
 from plexrl.scheduler.operations.holding import foreign_memory_view, held_view
 from plexrl.scheduler.placement.contention.service_level import bound_of, waiting_bound
@@ -39,10 +40,12 @@ from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
 from plexrl.scheduler.state.tenant import Tenant
 
 
-def operation_view(cluster: Cluster, operation: Operation, now: float) -> OperationView:
+def operation_view(
+    cluster: Cluster, operation: Operation, now: float, *, sees_all: bool = False
+) -> OperationView:
     """One operation; while it waits, with the reason."""
     deployment = cluster.state.deployment(operation.deployment)
-    explanation = explain(cluster, operation, now)
+    explanation = explain(cluster, operation, now, sees_all=sees_all)
     return {
         "operation": operation.operation,
         "deployment": operation.deployment,
@@ -328,6 +331,7 @@ def service_levels(cluster: Cluster) -> list[ServiceLevelView]:
                 "tenant": job.tenant,
                 "name": job.name,
                 "slo": bound_of(cluster.settings, job),
+                "is_promised": job.slo is not None,
                 "waiting_part": max((part for part in parts if part is not None), default=None),
             }
         )
@@ -377,7 +381,7 @@ def tenant_view(cluster: Cluster, tenant: Tenant, now: float) -> TenantView:
         "jobs_running": jobs,
         "live_jobs": cluster.live_jobs.get(tenant.tenant, 0),
         "live_jobs_bound": live_jobs_bound(cluster.settings, tenant),
-        "gpu_seconds": tenant.gpu_seconds,
+        "gpu_seconds": used_gpu_seconds(cluster, tenant.tenant, now),
         "share": tenant_share(cluster, tenant.tenant, now),
     }
 

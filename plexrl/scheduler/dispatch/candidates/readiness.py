@@ -16,7 +16,7 @@ _READY: Final = WpgState.READY
 _FINISHED: Final = OperationState.FINISHED
 
 LOOK_AHEAD = 32
-"""Number of queued operations that are used to predict the length of a burst."""
+"""Number of queued operations that are used to predict the length of a burst or of a queue."""
 
 
 def next_operation(state: State, deployment: Deployment) -> Operation | None:
@@ -43,6 +43,17 @@ def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
     return after is None or _is_over(state, after)
 
 
+def queued_s(state: State, deployment: Deployment, count: int) -> float:
+    """Estimated seconds of the first `count` queued operations: of `LOOK_AHEAD` of them one by one,
+    of the others by the mean of those."""
+    estimates, operations = deployment.estimates, state.operations
+    found_s, looked = 0.0, min(count, LOOK_AHEAD)
+    for name in deployment.queue[:looked]:
+        operation = operations[name]
+        found_s += estimates.operation_s(operation.kind, operation.tokens)
+    return found_s * count / looked if count > looked else found_s
+
+
 def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
     """The waiting burst of `deployment`, as input for the ordering."""
     estimates = deployment.estimates
@@ -65,6 +76,7 @@ def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
     job = state.jobs[deployment.job]
     return Candidate(
         name=deployment.deployment,
+        serial=deployment.serial,
         arrived_at=arrived_at,
         service_s=max(queued_s, burst_s),
         setup_s=switch_cost(state, group, deployment),

@@ -31,7 +31,7 @@ def await_profile(settings: "Settings", effects: "Effects", deployment: "Deploym
 
 def await_all_profiles(cluster: "Cluster", effects: "Effects") -> None:
     """Set the timers again: the settings may have changed."""
-    for name in sorted(cluster.state.deployments):
+    for name in cluster.state.deployments:
         await_profile(cluster.settings, effects, cluster.state.deployments[name])
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 UNCOUNTED_S: Final = math.inf
 """Marks an overlap whose length was not counted."""
 
-TINY_SLOTS: Final = 1e-6
-"""Far below a slot, far above the rounding error of a phase."""
+TINY_SLOTS: Final = 1e-5
+"""Far below a slot, above the edges of segments that take no slot (`EDGE_PARTS`)."""
 
 
 def update_reservation(cluster: "Cluster", deployment: Deployment, shift: float) -> None:

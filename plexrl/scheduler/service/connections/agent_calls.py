@@ -31,6 +31,7 @@ class AgentCalls:
             "worker_exited": (ev.WorkerExited, self._worker_exited),
             "state_reported": (ev.StateReported, self._state_reported),
             "host_memory_reported": (calls.HostMemoryReported, self._host_memory_reported),
+            "node_conditions_reported": (calls.NodeConditionsReported, self._conditions_reported),
         }
 
     async def _worker_ready(self, event: ev.WorkerReady) -> Plain:
@@ -54,6 +55,12 @@ class AgentCalls:
         if call.node != self.node:
             raise PermissionDeniedError(f"this is not the agent of node {call.node!r}")
         self._shell.agents.host_memory[call.node] = call
+        return {}
+
+    async def _conditions_reported(self, call: calls.NodeConditionsReported) -> Plain:
+        if call.node != self.node:
+            raise PermissionDeniedError(f"this is not the agent of node {call.node!r}")
+        self._shell.agents.conditions[call.node] = call.conditions
         return {}
 
     def _is_current(self, event: ev.WorkerReady | ev.WorkerExited) -> bool:

@@ -28,6 +28,7 @@ from plexrl.scheduler.state.messages.commands import (
 from plexrl.wire.rpc import Peer
 
 if TYPE_CHECKING:
+    from plexrl.process.conditions import Condition
     from plexrl.scheduler.core.calls import HostMemoryReported
 
 LOG = logging.getLogger(__name__)
@@ -181,6 +182,8 @@ class AgentLinks:
         self._kept: dict[NodeId, deque[Queued]] = {}
         self.host_memory: dict[NodeId, HostMemoryReported] = {}
         """How far each connected node's host tier is ready; absent: wholly, or nothing is said."""
+        self.conditions: dict[NodeId, tuple[Condition, ...]] = {}
+        """What is wrong on each connected node now."""
 
     def add(self, node: NodeId, peer: Peer) -> AgentLink:
         """Add an agent's connection; the caller runs the link's `run` while the connection lasts.
@@ -202,6 +205,7 @@ class AgentLinks:
             return False
         del self._links[link.node]
         self.host_memory.pop(link.node, None)
+        self.conditions.pop(link.node, None)
         for queued in link.releases():
             self._keep(link.node, queued)
         return True

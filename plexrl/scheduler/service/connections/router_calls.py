@@ -16,7 +16,7 @@ from plexrl.scheduler.core.calls import Answer, Ask, Plain, Report, Scope
 from plexrl.scheduler.core.lookups import unknown_deployment, unknown_job, unknown_operation
 from plexrl.scheduler.core.queries.checkpoint_reports import merged
 from plexrl.scheduler.core.queries.view_types import NodeView
-from plexrl.scheduler.operations.holding import foreign_text
+from plexrl.scheduler.service.connections.conditions import find_conditions
 from plexrl.scheduler.service.connections.links import AgentLink
 from plexrl.scheduler.service.connections.tenant_calls import TenantCalls, check_operator
 from plexrl.scheduler.service.shell import Shell
@@ -45,7 +45,7 @@ class RouterCalls:
             "explain_job": (calls.OneJob, self._explain_job),
             "submit_job": (calls.SubmitJob, self._submit_job),
             "finish_job": (ev.JobFinished, self._change_job),
-            "heartbeat": (ev.ControllerSeen, self._change_job),
+            "heartbeat": (ev.ControllerSeen, self._heartbeat),
             "attach_job": (ev.ControllerAttached, self._change_job),
             "acknowledge": (ev.FailureAcknowledged, self._acknowledge),
             "list_jobs": (calls.Nothing, self._list_jobs),
@@ -80,19 +80,7 @@ class RouterCalls:
     # The cluster
 
     async def _conditions(self, _: calls.Nothing) -> Plain:
-        """The conditions that stop work: outages, bugs, and deployments that wait for memory."""
-        conditions = [*self._shell.outage.conditions.view(), *self._shell.fault_conditions.view()]
-        if held := self._core.held_deployments():
-            reasons = "; ".join(f"{each['deployment']}: {each['message']}" for each in held[:10])
-            message = f"{len(held)} deployments wait for memory: {reasons}"
-            since = min(each["since"] for each in held)
-            conditions.append({"code": "deployments_held", "message": message, "since": since})
-        if foreign := self._core.foreign_memory():
-            texts = "; ".join(f"{each['node']}: {foreign_text(each)}" for each in foreign[:10])
-            message = f"{texts}: end what is not needed, or drain the node"
-            since = min(each["since"] for each in foreign)
-            conditions.append({"code": "foreign_memory", "message": message, "since": since})
-        return {"conditions": conditions}
+        return {"conditions": find_conditions(self._shell)}
 
     async def _eta_quality(self, _: calls.Nothing) -> Plain:
         return {**self._core.eta_quality()}
@@ -171,6 +159,10 @@ class RouterCalls:
         await self._shell.request(event)
         return self._core.job_view(event.job, self._now())
 
+    async def _heartbeat(self, scope: Scope, event: ev.ControllerSeen) -> Plain:
+        view = await self._change_job(scope, event)
+        return {**view, "lost_payloads": self._core.lost_payloads(event.job)}
+
     async def _list_jobs(self, scope: Scope, _: calls.Nothing) -> Plain:
         return {"jobs": self._core.list_jobs(scope, self._now())}
 
@@ -210,12 +202,12 @@ class RouterCalls:
         if event.source is not None:
             self._check_deployment(scope, event.source)
         await self._shell.request(event)
-        return self._core.operation_view(event.operation, self._now())
+        return self._core.operation_view(event.operation, self._now(), sees_all=scope is None)
 
     async def _cancel_operation(self, scope: Scope, event: ev.OperationCancelled) -> Answer:
         self._check_operation(scope, event.operation)
         await self._shell.request(event)
-        return self._core.operation_view(event.operation, self._now())
+        return self._core.operation_view(event.operation, self._now(), sees_all=scope is None)
 
     async def _acknowledge(self, scope: Scope, event: ev.FailureAcknowledged) -> Plain:
         if event.operation is not None:
@@ -234,7 +226,7 @@ class RouterCalls:
         self._check_operation(scope, call.operation)
         if call.timeout_s > 0:
             await self._shell.wait_final(call.operation, min(call.timeout_s, WAIT_S_MAX))
-        return self._core.operation_view(call.operation, self._now())
+        return self._core.operation_view(call.operation, self._now(), sees_all=scope is None)
 
     async def _list_operations(self, scope: Scope, call: calls.ListOperations) -> Plain:
         limit = max(1, min(call.limit, LOG_PAGE_MAX))

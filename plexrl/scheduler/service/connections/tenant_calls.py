@@ -21,7 +21,7 @@ from plexrl.scheduler.state.messages import events as ev
 
 SETTINGS = (
     *("weight", "jobs_max", "gpus_max", "gpu_seconds_max", "priority_max"),
-    *("live_jobs_max", "checkpoints_max", "checkpoint_bytes_max", "slo"),
+    *("live_jobs_max", "checkpoints_max", "checkpoint_bytes_max", "slo", "model_roots"),
 )
 """The settings of a tenant that an operator can change."""
 
@@ -52,6 +52,7 @@ class TenantCalls:
         """Calls of the router itself."""
         return {
             "authenticate": (calls.Authenticate, self._authenticate),
+            "model_roots": (calls.OneTenant, self._model_roots),
             "checkpoint_owner": (calls.CheckpointOwner, self._checkpoint_owner),
         }
 
@@ -70,6 +71,9 @@ class TenantCalls:
         view = self._tenant(name)
         wanted = ("tenant", "is_operator", "checkpoints_max", "checkpoint_bytes_max")
         return {**{key: view[key] for key in wanted}, "jobs": self._core.jobs_of(name)}
+
+    async def _model_roots(self, call: calls.OneTenant) -> Plain:
+        return {"model_roots": self._tenant(call.name)["model_roots"]}
 
     async def _create(self, scope: Scope, call: calls.CreateTenant) -> Plain:
         check_operator(scope)

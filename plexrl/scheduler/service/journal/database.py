@@ -20,6 +20,8 @@ from plexrl.errors import (
     JournalUnavailableError,
     StorageError,
 )
+from plexrl.process.folders.disk_errors import AWAY
+from plexrl.process.folders.durable_files import make_folders_durably
 
 SQLITE_BUSY_S = 5.0
 """How long a transaction waits for that of another process."""
@@ -28,8 +30,16 @@ SQLITE_PAGES_MAX = (1 << 32) - 2
 SQLITE_FREE_BYTES_MIN = 256 << 10
 """If SQLite cannot write and the disk has less free space, the disk counts as full."""
 
+SQLITE_UNAVAILABLE = frozenset(
+    {
+        *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR),
+        *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM),
+    }
+)
+"""Primary result codes of errors that pass, or that an operator can mend."""
+
 POSTGRES_DISK_FULL = "53100"
-POSTGRES_UNAVAILABLE = ("08", "25P03", "53300", "55P03", "57P")
+POSTGRES_UNAVAILABLE = ("08", "25006", "25P03", "53300", "55P03", "57P", "58030")
 """Prefixes of the SQLSTATE codes of temporary errors."""
 POSTGRES_UNAVAILABLE_TEXTS = (
     "the database system is",
@@ -156,9 +166,9 @@ class Sqlite:
         return disk.f_bavail * disk.f_frsize < SQLITE_FREE_BYTES_MIN
 
     def is_unavailable(self, error: BaseException | None) -> bool:
-        """Whether another process locks the file."""
+        """Whether another process locks the file, or its disk or mount fails or is away."""
         code = getattr(error, "sqlite_errorcode", None)
-        return code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+        return code is not None and code & 0xFF in SQLITE_UNAVAILABLE
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
@@ -238,15 +248,17 @@ class Postgres:
         return getattr(error, "sqlstate", None) == POSTGRES_DISK_FULL
 
     def is_unavailable(self, error: BaseException | None) -> bool:
-        """Whether the server is stopped, starting or unreachable, or has dropped the connection. An
-        unknown database or user does not count."""
+        """Whether the server is stopped, starting, unreachable or read-only, or has dropped the
+        connection. An unknown database or user does not count."""
         import psycopg
 
-        if not isinstance(error, psycopg.OperationalError):
+        if not isinstance(error, psycopg.Error):
             return False
         state = error.sqlstate
         if state is not None:
             return state.startswith(POSTGRES_UNAVAILABLE)
+        if not isinstance(error, psycopg.OperationalError):
+            return False
         text = str(error)
         return "FATAL:" not in text or any(word in text for word in POSTGRES_UNAVAILABLE_TEXTS)
 
@@ -291,8 +303,8 @@ def translate(database: Database, error: Exception) -> StorageError:
         )
     if database.is_unavailable(cause):
         return JournalUnavailableError(
-            f"the journal's database {database.name} does not answer ({_one_line(cause)}): check "
-            "that it runs and can be reached; nothing was changed, it is tried again",
+            f"the journal {database.name} does not answer ({_one_line(cause)}): check its disk and "
+            "mount, or that its server runs; nothing was changed, it is tried again",
             path=database.name,
         )
     what = str(cause).strip() if not isinstance(error, SQLAlchemyError) or cause else str(error)
@@ -305,9 +317,10 @@ def _one_line(error: BaseException | None) -> str:
 
 def _open_file(path: Path, bytes_max: int | None) -> Sqlite:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders_durably(path.parent)
     except OSError as error:
-        raise StorageError(f"the journal {path} cannot be created: {error}") from error
+        kind = JournalUnavailableError if error.errno in AWAY else StorageError
+        raise kind(f"the journal {path} cannot be created: {error}") from error
     return Sqlite(path, bytes_max)
 
 

@@ -19,7 +19,12 @@ from contextlib import contextmanager
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from plexrl.errors import LeaseHeldError, LeaseLostError, StorageError
+from plexrl.errors import (
+    JournalUnavailableError,
+    LeaseHeldError,
+    LeaseLostError,
+    StorageError,
+)
 from plexrl.scheduler.service.journal.database import open_database, translate
 from plexrl.scheduler.service.journal.journal import Entry
 from plexrl.scheduler.service.journal.schema import (
@@ -266,7 +271,11 @@ class SqlJournal:
                 with database.engine.begin() as connection:
                     yield connection
             except (SQLAlchemyError, OSError) as error:
-                raise translate(database, error) from error
+                found = translate(database, error)
+                if isinstance(found, JournalUnavailableError):
+                    # SQLite keeps a file read-only that it opened while its disk was.
+                    database.engine.dispose()
+                raise found from error
 
 
 def _digest(position: int, at: float, body: bytes) -> str:

@@ -12,6 +12,9 @@ KEPT: Final = 1.0 - WEIGHT
 MOVE_BYTES_PER_S = 2e9
 """Assumed rate of a state move before the first measurement: a slow host copy."""
 
+SLOWEST_KEPT: Final = 0.98
+"""How much of the slowest run's duration is left after another run of its kind."""
+
 LINK_BYTES_PER_S = 5e10
 """Upper bound of one GPU's link to its host (PCIe 5, 16 lanes)."""
 
@@ -33,6 +36,8 @@ class Estimates:
     state_bytes: int
     seconds_by_kind: dict[OperationKind, float] = field(default_factory=dict)
     seconds_per_token: dict[OperationKind, float] = field(default_factory=dict)
+    slowest_by_kind: dict[OperationKind, float] = field(default_factory=dict)
+    """Upper estimate by kind: the slowest run, forgotten slowly; absent: there was none."""
     burst_seconds: float | None = None
     burst_seconds_per_token: float | None = None
     """By tokens of the burst's first operation: all operations of a cycle use the same tokens."""
@@ -52,6 +57,9 @@ class Estimates:
         by_kind = self.seconds_by_kind
         old = by_kind.get(kind)
         by_kind[kind] = seconds if old is None else KEPT * old + WEIGHT * seconds
+        slowest = self.slowest_by_kind
+        faded = SLOWEST_KEPT * slowest.get(kind, 0.0)
+        slowest[kind] = seconds if seconds > faded else faded
         if tokens > 0:
             per_token = self.seconds_per_token
             seconds /= tokens

@@ -29,14 +29,14 @@ INTERVALS_MAX = 50_000
 TURNS_MAX = 16
 """Maximum entries of the cache `Footprint.turns`; an entry takes at most 4 kB."""
 
-TINY_PART = 1e-5
-"""In k-th parts of a slot (`period_mask`). An edge nearer than this to a whole number is uncertain:
-the side on which it falls may depend on the order in which floats were summed."""
-
 SLOT_PARTS = 1 << 20
-"""Offsets and durations of a footprint are whole numbers of these parts of a slot: a microsecond. A
-sum of one and a whole slot is then exact, so the slots that a segment covers do not depend on where
-on the ring it lies, nor on how the sum is made."""
+"""Shifts, offsets and durations of a footprint are whole numbers of these parts of a slot: a
+microsecond. The slots that a segment covers are then computed in integers, and do not depend on
+where on the ring it lies, nor on how the sum is made."""
+
+EDGE_PARTS = 2
+"""A segment does not take a slot that it touches for at most this many parts: its edges were
+rounded to whole parts, and so may have passed the edge of the slot by rounding alone."""
 
 CRITICAL_WEIGHT = 4
 """Weight of a busy second that must not be delayed; a second with slack has weight 1."""
@@ -109,8 +109,8 @@ class DemandTrace:
 class Footprint:
     """A demand trace on the ring: `cycles` repetitions, the first segment's clock at `shift`.
 
-    Segment edges are rounded outward to whole slots in every cycle, so that what fits on the ring
-    fits in time.
+    Segment edges are rounded outward to whole slots in every cycle, except for `EDGE_PARTS`, so
+    that what fits on the ring fits in time, to a few microseconds.
     """
 
     horizon_slots: int
@@ -139,10 +139,11 @@ class Footprint:
 
     def at(self, shift: float) -> "Footprint":
         """The same demand at another shift."""
+        rounded = round(shift % self.period * SLOT_PARTS) / SLOT_PARTS
         return Footprint(
             horizon_slots=self.horizon_slots,
             cycles=self.cycles,
-            shift=shift % self.period,
+            shift=rounded if rounded < self.period else 0.0,
             segments=self.segments,
             turns=self.turns,
         )
@@ -163,21 +164,11 @@ class Footprint:
         """
         if self.is_always:
             return 1, 1
-        horizon, shift = self.horizon_slots, self.shift
-        common = math.gcd(horizon, self.cycles)
-        parts, turn = self.cycles // common, horizon // common
-        is_slot = shift.is_integer()
+        parts, turn = self._lowest_terms()
         found = 0
         for offset, duration, _ in self.segments:
-            end = offset + duration
-            low, high = (shift + offset) * parts, (shift + end) * parts
-            first, last = math.floor(low), math.ceil(high)
-            is_first_sure = is_slot and (parts == 1 or offset.is_integer())
-            is_last_sure = is_slot and (parts == 1 or end.is_integer())
-            if not (is_first_sure or TINY_PART < low - first < 1.0 - TINY_PART) or not (
-                is_last_sure or TINY_PART < last - high < 1.0 - TINY_PART
-            ):
-                return self._busy_by_intervals(), horizon
+            low, high = self._edges(offset, duration)
+            first, last = low * parts // SLOT_PARTS, -(-high * parts // SLOT_PARTS)
             length = last - first
             if length >= turn:
                 return 1, 1
@@ -192,13 +183,16 @@ class Footprint:
         # Bits beyond the end of the pattern continue at its start.
         return (found | found >> turn) & ((1 << turn) - 1), turn
 
-    def _busy_by_intervals(self) -> int:
-        ring = np.zeros(self.horizon_slots, dtype=np.bool_)
-        for start, stop, _ in self.intervals().tolist():
-            ring[start:stop] = True
-            if stop > self.horizon_slots:
-                ring[: stop - self.horizon_slots] = True
-        return _bits(ring)
+    def _lowest_terms(self) -> tuple[int, int]:
+        """(k, T): a cycle takes T / k slots, in lowest terms."""
+        common = math.gcd(self.horizon_slots, self.cycles)
+        return self.cycles // common, self.horizon_slots // common
+
+    def _edges(self, offset: float, duration: float) -> tuple[int, int]:
+        """First and last part of the ring's first cycle that a segment takes, without those that
+        take no slot."""
+        low, high = self.shift + offset, self.shift + (offset + duration)
+        return round(low * SLOT_PARTS) + EDGE_PARTS, round(high * SLOT_PARTS) - EDGE_PARTS
 
     def intervals(self) -> NDArray[np.int64]:
         """(start, stop, weight) of every cycle's segments: [cycles * segments, 3] int64.
@@ -208,12 +202,17 @@ class Footprint:
         if self.is_always:
             weight = max(weight for _, _, weight in self.segments)
             return np.array([[0, self.horizon_slots, weight]], dtype=np.int64)
-        # Multiplied first, so that rounding errors do not add up over the cycles.
-        base = np.arange(self.cycles) * self.horizon_slots / self.cycles + self.shift
+        parts, turn = self._lowest_terms()
+        # A cycle begins at slot `whole` and `rest` / `parts` of a slot: the products stay far below
+        # 64 bits.
+        whole, rest = np.divmod(np.arange(self.cycles) * turn, parts)
+        rest *= SLOT_PARTS
+        unit = parts * SLOT_PARTS
         found = np.empty((self.cycles, len(self.segments), 3), dtype=np.int64)
         for column, (offset, duration, weight) in enumerate(self.segments):
-            found[:, column, 0] = np.floor(base + offset)
-            found[:, column, 1] = np.ceil(base + (offset + duration))
+            low, high = self._edges(offset, duration)
+            found[:, column, 0] = whole + (rest + low * parts) // unit
+            found[:, column, 1] = whole - -(rest + high * parts) // unit
             found[:, column, 2] = weight
         rows = found.reshape(-1, 3)
         turns = rows[:, 0] // self.horizon_slots * self.horizon_slots

@@ -24,9 +24,13 @@ class Processes:
     """Operations that ran each time; empty: none ran."""
     losses: int = 0
     """Lost launches since an operation that was no repetition last completed."""
+    overruns: int = 0
+    """Those of them that were ended because a run had missed its bound."""
     launch_at: float | None = None
     """When the processes are started: their last start found no free disk space, or there was no
     port at which they could meet. None: they are being started, or run."""
+    launched_at: float = 0.0
+    """When their start was last ordered."""
     port: int = 0
     """Port on the node of rank 0 at which the ranks of the present incarnation meet; 0: at a file.
     """
@@ -38,6 +42,10 @@ class Processes:
         self.port = port
         self.launch_at = None
         self.addresses.clear()
+
+    def order_launch(self, now: float) -> None:
+        """The agents are told to start the processes, or told again."""
+        self.launched_at = now
 
     def delay_launch(self, until: float) -> None:
         """Processes are started no earlier than then."""
@@ -86,8 +94,13 @@ class Processes:
             self.suspects = tuple(sorted(running))
         self.losses += 1
 
+    def overrun(self) -> None:
+        """A run has missed its bound, and the processes are ended."""
+        self.overruns += 1
+
     def succeed(self) -> None:
         """An operation that was no repetition completed."""
+        self.overruns = 0
         self.failures = 0
         self.suspects = ()
         self.losses = 0

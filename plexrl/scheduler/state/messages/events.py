@@ -143,6 +143,7 @@ class TenantConfigured(Event, frozen=True, kw_only=True):
     checkpoint_bytes_max: int | None = None
     slo: float | None = None
     """For jobs that name none; None: the cluster's bound."""
+    model_roots: tuple[str, ...] = ()
 
 
 class NodeDrainChanged(Event, frozen=True, kw_only=True):

@@ -27,6 +27,8 @@ class TimerKind(StrEnum):
     """A copy of a WPG's state that is to be tried again."""
     NODE = "node"
     """The WPGs on a lost or draining node."""
+    OVERDUE = "overdue"
+    """What runs on a deployment's workers."""
     PLACEMENT = "placement"
     """The deployments that wait for GPUs."""
     PROFILE = "profile"
@@ -79,6 +81,11 @@ def migration(deployment: DeploymentId) -> Subject:
 def node_check(node: NodeId) -> Subject:
     """The subject for the WPGs on a lost or draining node."""
     return Subject(TimerKind.NODE, node)
+
+
+def overdue(deployment: DeploymentId) -> Subject:
+    """The subject for what runs on a deployment's workers."""
+    return Subject(TimerKind.OVERDUE, deployment)
 
 
 def profile(deployment: DeploymentId) -> Subject:

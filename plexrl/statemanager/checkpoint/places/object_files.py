@@ -10,7 +10,8 @@ import os
 import tempfile
 from collections.abc import Sequence
 
-from plexrl.errors import NO_SPACE, StorageError, StorageFullError
+from plexrl.errors import StorageFullError, StorageUnavailableError
+from plexrl.process.folders.disk_errors import NO_SPACE
 from plexrl.statemanager.checkpoint.places.place import Arrived, Range
 from plexrl.storage.object_store import RANGE_BYTES, ObjectStore
 
@@ -78,7 +79,7 @@ class ObjectFiles:
                 view, at = view[count:], at + count
         except OSError as error:
             folder = tempfile.gettempdir()
-            kind = StorageFullError if error.errno in NO_SPACE else StorageError
+            kind = StorageFullError if error.errno in NO_SPACE else StorageUnavailableError
             raise kind(
                 f"{folder} cannot hold the checkpoint's part of this rank ({error}): free space "
                 "there, or set TMPDIR for the node's processes"

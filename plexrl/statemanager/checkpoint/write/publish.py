@@ -14,6 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from plexrl.errors import CheckpointExistsError
+from plexrl.process.folders.durable_files import (
+    flush,
+    flush_tree,
+    make_folders_durably,
+    rename_durably,
+)
 from plexrl.statemanager.store.disk_space import checkpoint_write_error
 
 _AT_FDCWD = -100
@@ -35,7 +41,7 @@ def announce(target: Path, node: str) -> None:
     """
     part = part_of(target, node)
     try:
-        part.mkdir(parents=True, exist_ok=True)
+        make_folders_durably(part)
     except OSError as error:
         raise checkpoint_write_error(f"the folder {target.parent}", error, str(part)) from error
 
@@ -46,7 +52,7 @@ def begin(part: Path) -> None:
     Raises:
         OSError: it cannot be created.
     """
-    part.mkdir(parents=True, exist_ok=True)
+    make_folders_durably(part)
     for left in part.iterdir():
         if left.is_dir():
             shutil.rmtree(left)
@@ -93,7 +99,7 @@ def publish(part: Path, target: Path, node: str, *, overwrite: bool) -> None:
         CheckpointExistsError: the name exists, and `overwrite` is not set.
         OSError: the file system failed; the previous checkpoint is unchanged.
     """
-    sync_tree(part)
+    flush_tree(part)
     while True:
         try:
             if target.exists():
@@ -114,7 +120,7 @@ def publish(part: Path, target: Path, node: str, *, overwrite: bool) -> None:
                 raise
             _replace(part, target, node)
             break
-    sync_directory(target.parent)
+    flush(target.parent)
     # After an exchange this is the previous checkpoint.
     shutil.rmtree(part, ignore_errors=True)
 
@@ -128,7 +134,7 @@ def sweep(folder: Path, node: str) -> list[Path]:
             shutil.rmtree(old, ignore_errors=True)
             removed.append(old)
         else:
-            old.rename(target)
+            rename_durably(old, target)
     for suffix in ("part", "gone"):
         for left in sorted(folder.glob(f".*.{glob.escape(node)}.{suffix}")):
             shutil.rmtree(left, ignore_errors=True)
@@ -142,22 +148,6 @@ def delete(target: Path, node: str) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     target.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
-
-
-def sync_tree(folder: Path) -> None:
-    """Flush every file and directory below `folder` to the disk."""
-    for path in folder.rglob("*"):
-        sync_directory(path)
-    sync_directory(folder)
-
-
-def sync_directory(path: Path) -> None:
-    """Flush a file's contents, or a directory's entries, to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _gone(target: Path, node: str) -> Path:

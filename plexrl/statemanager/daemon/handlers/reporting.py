@@ -7,6 +7,7 @@ from dataclasses import asdict
 import msgspec
 
 from plexrl.statemanager.daemon.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles
+from plexrl.statemanager.observe.health import Health
 from plexrl.statemanager.protocol.messages import Answer, Usage, Where
 from plexrl.statemanager.protocol.tickets import Role
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
@@ -76,6 +77,8 @@ def _where(caller: Caller, request: Where, _: Sequence[int]) -> Reply:
     services = caller.services
     since = request.since if request.life == services.run_id else 0
     serial, states = services.store.state_locations(since)
+    # It answers here, so it accepts connections.
+    health = Health(services.config, services.store, services.move_queue, lambda: True)
     return Reply(
         {
             "life": services.run_id,
@@ -83,6 +86,7 @@ def _where(caller: Caller, request: Where, _: Sequence[int]) -> Reply:
             "states": msgspec.to_builtins(states),
             "host_ready_bytes": services.store.pool_bytes()[1],
             "host_prefault_bytes": services.config.prefault_bytes,
+            "reasons": health.reasons(),
         }
     )
 

@@ -17,6 +17,7 @@ from plexrl.statemanager.device.mapping import (
     reserve_aligned,
     unmap,
 )
+from plexrl.statemanager.device.memory import MemoryUsers
 from plexrl.statemanager.device.segments import SEGMENT_BYTES_MIN
 
 KEPT_ARENAS = 4
@@ -39,6 +40,7 @@ class CpuArena:
         self._reserved_bytes = -(-self.nbytes // SEGMENT_BYTES_MIN) * SEGMENT_BYTES_MIN
         self.address = reserve_aligned(self._reserved_bytes)
         self.segments: tuple[Segment, ...] = ()
+        self.users = MemoryUsers()
         self._is_read_only = False
         self._returned = ReturnedMappings(KEPT_ARENAS * self._reserved_bytes)
         weakref.finalize(self, self._returned.clear).atexit = False
@@ -58,6 +60,7 @@ class CpuArena:
         self, segments: Sequence[Segment], *, keep_contents: bool, read_only: bool = False
     ) -> None:
         taken = tuple(segments)
+        self.users.end()
         try:
             if self.segments or sum(s.nbytes for s in taken) != self._reserved_bytes:
                 raise InvalidRequestError(
@@ -72,6 +75,7 @@ class CpuArena:
 
     def detach(self) -> None:
         """See `WorkerArena.detach`; afterwards the arena reads as zero."""
+        self.users.end()
         if not self._is_read_only:
             # Read-only memory is shared with other arenas, which may need it after it is evicted.
             self._returned.keep(self.segments, self.address)

@@ -9,6 +9,7 @@ from typing import Any
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceKind, Segment
 from plexrl.statemanager.device.cuda.driver import CudaDriver
+from plexrl.statemanager.device.memory import MemoryUsers
 
 
 class CudaArena:
@@ -25,6 +26,7 @@ class CudaArena:
         self.nbytes = max(1, -(-nbytes // unit)) * unit
         self.address = driver.reserve(self.nbytes)
         self.segments: tuple[Segment, ...] = ()
+        self.users = MemoryUsers()
         self.driver = driver
         self._mapped = ExitStack()
         # Every view references the arena, so the range is released after the last view.
@@ -72,6 +74,7 @@ class CudaArena:
         self.segments = taken
 
     def detach(self) -> None:
+        self.users.end()
         if self.segments:
             self.driver.enter(self.device)
             # A running kernel would fault on unmapped memory.

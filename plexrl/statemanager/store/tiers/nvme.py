@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from plexrl.errors import CorruptStateError, PlexRLError
+from plexrl.process.folders.durable_files import rename_durably
 from plexrl.statemanager.store.tiers.tier import PART_SUFFIX, Tier
 from plexrl.statemanager.store.versions.versions import decode_page, encode_page, padded
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, DataPlane
@@ -90,8 +91,7 @@ class NvmeObjects:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            part.rename(self._path(object_id))
-            self._tier.sync()
+            rename_durably(part, self._path(object_id))
         except OSError as error:
             part.unlink(missing_ok=True)
             raise self._tier.write_error(error) from error

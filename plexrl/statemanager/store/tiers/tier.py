@@ -1,7 +1,7 @@
 """A tier's directory, locked by one process, and the header files in it.
 
 The host tier's directory lies on a memory file system, so its files survive the daemon. The NVMe
-tier's directory is persistent: a file is synced before it is renamed.
+tier's directory is persistent: a file is flushed before it is renamed.
 """
 
 import fcntl
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from plexrl.errors import ConflictError, CorruptStateError, StorageError
+from plexrl.process.folders.durable_files import create_durably, rename_durably
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.statemanager.store import disk_space
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
@@ -31,7 +32,6 @@ class Tier:
         self.name = name
         self.directory = directory
         self.faults = faults or FaultPoints()
-        self._persistent = name == TierName.NVME
         make_private_folder(directory)
         self._lock_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -47,11 +47,6 @@ class Tier:
     def close(self) -> None:
         """Unlock the directory."""
         os.close(self._lock_fd)
-
-    def sync(self) -> None:
-        """Make renames in the directory durable, if the tier is persistent."""
-        if self._persistent:
-            os.fsync(self._lock_fd)
 
     def headers(self) -> Iterator[tuple[VersionRecord, int]]:
         """Every version with a header here, and the header's size; deletes damaged headers."""
@@ -78,11 +73,8 @@ class Tier:
         """
         part = self._path(record).with_suffix(PART_SUFFIX)
         try:
-            with part.open("wb") as file:
-                file.write(encode_header(record))
-                file.flush()
-                if self._persistent:
-                    os.fsync(file.fileno())
+            part.unlink(missing_ok=True)
+            create_durably(part, encode_header(record))
         except OSError as error:
             part.unlink(missing_ok=True)
             raise self.write_error(error) from error
@@ -93,8 +85,7 @@ class Tier:
         path = self._path(record)
         part = path.with_suffix(PART_SUFFIX)
         try:
-            part.rename(path)
-            self.sync()
+            rename_durably(part, path)
         except OSError as error:
             part.unlink(missing_ok=True)
             raise self.write_error(error) from error

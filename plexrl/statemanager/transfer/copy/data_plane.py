@@ -108,9 +108,14 @@ class DataPlane:
         finally:
             _finish([other for other in others if not other.cancel()])
 
-    def spread(self, task: Callable[[int], ResultT], places: Iterable[int]) -> Iterator[ResultT]:
-        """The results of `task` for each offset, in order, computed on the data threads."""
-        return self._movers.map(task, places)
+    def spread(self, task: Callable[[int], ResultT], places: Iterable[int]) -> list[ResultT]:
+        """The results of `task` for each offset, in order, computed on the data threads. After a
+        failure, too, no task runs any more: the memory that tasks use may go after the return."""
+        tasks = [self._movers.submit(task, place) for place in places]
+        try:
+            return [each.result() for each in tasks]
+        finally:
+            wait([each for each in tasks if not each.cancel()])
 
     def pipeline(
         self, tasks: Iterable[Callable[[], None]], cancelled: threading.Event | None = None

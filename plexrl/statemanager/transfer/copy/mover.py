@@ -151,8 +151,7 @@ class Mover:
                 at = start // BLOCK_BYTES * DIGEST_BYTES
                 return digest([buffer.view], nbytes) == digests[at : at + DIGEST_BYTES]
 
-        # Wait for all tasks: none may read the arena after the return.
-        return all(list(self._plane.spread(compare, _blocks(found.nbytes))))
+        return all(self._plane.spread(compare, _blocks(found.nbytes)))
 
     def digests(self, found: StoredObject) -> bytes:
         """An object's checksums, from its header on NVMe or computed from the host tier.

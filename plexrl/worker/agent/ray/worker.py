@@ -17,7 +17,7 @@ class RayWorkerActor:
     def serve(self, config: WorkerConfig, launcher: str) -> None:
         """Run the worker. Sends this process's id to the Unix socket `launcher`, and `True` when
         requests can be served. The connection ends with the process."""
-        from plexrl.worker.process.start import full_at_start, run_worker
+        from plexrl.worker.process.start import held_at_start, run_worker
 
         die_with_parent()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -25,11 +25,11 @@ class RayWorkerActor:
         connection = Connection(sock.detach())
         connection.send(os.getpid())
         try:
-            run_worker(config, lambda: connection.send(True))
+            run_worker(config, connection)
         except BaseException as error:
-            full = full_at_start(error)
-            if full is not None:
-                connection.send(full.to_wire())
+            held = held_at_start(error)
+            if held is not None:
+                connection.send(held.to_wire())
             traceback.print_exc()
         finally:
             # An actor outlives a failed call, but the worker must end.

@@ -5,8 +5,11 @@ from collections.abc import Callable
 from random import Random
 from types import FrameType
 
+from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.core.queries.view_types import ExplanationView
+from plexrl.scheduler.dispatch.candidates.readiness import queued_s
 from plexrl.scheduler.state.demand.wait_intervals import ERRORS_MIN
+from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
 
@@ -187,3 +190,42 @@ def test_the_interval_comes_from_recent_errors_and_survives_a_restart() -> None:
     assert known["eta_high_s"] is not None
     assert known["eta_low_s"] < known["eta_high_s"]
     assert (known["eta_low_s"], known["eta_high_s"]) != (known["eta_s"] / 2, known["eta_s"] * 2)
+
+
+def test_a_poll_costs_the_same_however_long_the_queue_is() -> None:
+    def polled(depth: int) -> int:
+        cluster = cluster_of(residents_max=4)
+        for job in ("a", "b"):
+            submit(cluster, job)
+        cluster.settle()
+        for number in range(depth):
+            cluster.now += 0.001
+            for job in ("a", "b"):
+                cluster.submit(f"{job}:{number}", f"{job}/actor", "forward_backward")
+        last = f"b:{depth - 1}"
+        assert cluster.explanation_of(last)["position"] == depth - 1
+        # Behind the holder's queue, and behind its own.
+        view = cluster.core.operation_view
+        return count_calls(lambda: view(OperationId(last), cluster.now))
+
+    few, many = polled(64), polled(256)
+    # The place in the queue takes some more steps of a bisection.
+    assert many <= few + 32
+
+
+def test_a_queue_beyond_the_look_ahead_is_estimated_by_the_mean_of_its_first_part() -> None:
+    cluster = cluster_of()
+    submit(cluster, "a")
+    cluster.settle()
+    for number in range(100):
+        kind = ("forward_backward", "optim_step")[number % 2]
+        cluster.now += 0.001
+        cluster.submit(f"a:{number}", "a/actor", kind)
+    deployment = cluster.core._context.state.deployments[DeploymentId("a/actor")]
+    deployment.estimates.seconds_by_kind.update(
+        {OperationKind.FORWARD_BACKWARD: 3.0, OperationKind.OPTIM_STEP: 1.0}
+    )
+    state = cluster.core._context.state
+    assert [queued_s(state, deployment, count) for count in (0, 1, 2, 32, 98)] == [
+        *(0.0, 3.0, 4.0, 64.0, 196.0)
+    ]

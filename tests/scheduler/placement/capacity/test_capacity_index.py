@@ -19,6 +19,7 @@ from plexrl.scheduler.placement.capacity.shift_search import ShiftSearch
 from plexrl.scheduler.state.demand.trace import CRITICAL_WEIGHT, Footprint, whole_ring
 from tests.scheduler.placement.capacity.footprint_strategies import HORIZON, footprints, slow_slots
 
+Segments = tuple[tuple[float, float, int], ...]
 SHAPE = Shape("t", 1 << 30, 8)
 
 
@@ -90,6 +91,30 @@ def test_a_strict_fit_fits_on_the_ring_for_any_periods(
         placed = job.at(float(start + found[0]))
         assert all(not slow_slots(placed) & slow_slots(resident) for resident in residents)
         index.reserve("g", "new", placed, 0.1, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("resident", "job", "start"),
+    [
+        ((7, 0.0, ((0.25, 1.25, 4),)), (9, 3.0, ((1.75, 0.5, 4),)), 34),
+        (
+            (9, 11.0, ((3.5, 2.0, 4), (6.0, 1.0, 4))),
+            (9, 10.0, ((3.0, 1.25, 4), (6.75, 2.25, 4))),
+            48,
+        ),
+    ],
+)
+def test_edges_that_each_cycle_of_a_fractional_period_rounds_anew_leave_a_margin(
+    resident: tuple[int, float, Segments], job: tuple[int, float, Segments], start: int
+) -> None:
+    """With a margin of none, or of one cell, these would share a slot."""
+    one, other = (
+        Footprint(horizon_slots=HORIZON, cycles=cycles, shift=shift, segments=segments)
+        for cycles, shift, segments in (resident, job)
+    )
+    found = search(index_with([one]), other, start, strict=True)
+    if found is not None:
+        assert not slow_slots(other.at(float(start + found[0]))) & slow_slots(one)
 
 
 @settings(max_examples=200)

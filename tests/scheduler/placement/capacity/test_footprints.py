@@ -1,6 +1,7 @@
 """Demand traces, their footprints on the ring, and overlaps of footprints."""
 
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,8 @@ from plexrl import errors
 from plexrl.scheduler.placement.capacity.overlaps import footprints_overlap
 from plexrl.scheduler.state.demand.trace import (
     CRITICAL_WEIGHT,
+    SHORTEST_PLANNED_S,
+    SLOT_PARTS,
     DemandTrace,
     Footprint,
     Segment,
@@ -38,6 +41,54 @@ def test_a_shifted_footprint_covers_its_intervals(footprint: Footprint, shift: f
             for slot in range(start, stop)
         }
         assert busy_slots(each) == wanted
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> DemandTrace:
+    """Any period and edges, as a profile has them."""
+    period_s = draw(st.floats(SHORTEST_PLANNED_S, HORIZON))
+    count = draw(st.integers(1, 3))
+    edges = sorted(draw(st.lists(st.floats(0, 1), min_size=2 * count, max_size=2 * count)))
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return DemandTrace(
+        period_s=period_s,
+        segments=tuple(
+            Segment(offset_s=low * period_s, duration_s=(high - low) * period_s)
+            for low, high in pairs
+        ),
+    )
+
+
+def exact_slots(trace: DemandTrace, cycles: int, shift: float, less: Fraction) -> set[int]:
+    """The slots that the trace touches on the ring for longer than `less` at each end, in
+    fractions."""
+    period = Fraction(HORIZON, cycles)
+    found = set()
+    for cycle in range(cycles):
+        for segment in trace.segments:
+            offset = Fraction(segment.offset_s) * period / Fraction(trace.period_s)
+            start = Fraction(shift) + cycle * period + offset
+            stop = start + min(Fraction(segment.duration_s), period)
+            if stop - start >= 2 * less:
+                found |= set(range(math.floor(start + less), math.ceil(stop - less)))
+    return {slot % HORIZON for slot in found}
+
+
+@given(traces(), st.floats(0, HORIZON), st.booleans(), st.integers(0, 40), st.data())
+def test_a_footprint_reserves_no_slot_that_its_trace_does_not_touch(
+    trace: DemandTrace, shift: float, is_at_an_edge: bool, number: int, data: st.DataObject
+) -> None:
+    footprint = project(trace, HORIZON)
+    cycles = footprint.cycles
+    if is_at_an_edge:
+        # An edge of a segment of some cycle falls on the edge of a slot, to the last bit.
+        segment = data.draw(st.sampled_from(trace.segments))
+        offset_s = segment.offset_s * (HORIZON / cycles / trace.period_s)
+        edge = offset_s + data.draw(st.sampled_from((0.0, segment.duration_s)))
+        shift = abs(math.floor(shift) - edge - number % cycles * HORIZON / cycles)
+    busy = busy_slots(footprint.at(shift))
+    assert busy <= exact_slots(trace, cycles, shift, Fraction(0))
+    assert busy >= exact_slots(trace, cycles, shift, Fraction(4, SLOT_PARTS))
 
 
 @given(footprints(), footprints(), st.floats(0, HORIZON), st.integers(0, HORIZON))
@@ -115,3 +166,11 @@ def test_work_that_has_slack_weighs_less() -> None:
         ),
     )
     assert [weight for _, _, weight in project(trace, HORIZON).segments] == [CRITICAL_WEIGHT, 1]
+
+
+def test_footprints_that_lie_nearly_a_slot_apart_may_share_one() -> None:
+    one = Footprint(horizon_slots=HORIZON, cycles=1, shift=0.0, segments=((0.0, 10.0625, 4),))
+    shares = Footprint(horizon_slots=HORIZON, cycles=1, shift=0.0, segments=((10.9375, 5.0, 4),))
+    apart = Footprint(horizon_slots=HORIZON, cycles=1, shift=0.0, segments=((11.0, 5.0, 4),))
+    for each, overlaps in ((shares, True), (apart, False)):
+        assert footprints_overlap(one, each) == footprints_overlap(each, one) == overlaps

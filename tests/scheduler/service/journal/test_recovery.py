@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError, PlexRLError, StorageError
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.context.config import PROCESS_SETTINGS, core_settings, with_core_settings
+from plexrl.scheduler.context.config import (
+    LATER_SETTINGS,
+    PROCESS_SETTINGS,
+    core_settings,
+    with_core_settings,
+)
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.core.core import SchedulerCore
@@ -252,8 +257,8 @@ def test_core_settings_are_all_except_process_settings() -> None:
     assert names > PROCESS_SETTINGS
     assert set(core_settings(config())) == names - PROCESS_SETTINGS
     known = with_core_settings(config(), {"policy": "isolated", "of_a_later_version": 1})
-    # What an earlier version wrote was decided without bounds that came later.
-    assert known == config(policy="isolated", admission_steps=None)
+    # What an earlier version wrote was decided without settings that came later.
+    assert known == config(policy="isolated", **LATER_SETTINGS)
     with pytest.raises(InvalidRequestError, match="settings in the journal"):
         with_core_settings(config(), {"history": "many"})
 

@@ -1,0 +1,150 @@
+"""How long an operation or a move may run before its workers count as hung.
+
+A bound is a multiple of the slowest run of its kind, so it follows what is measured, and never less
+than `operation_overdue_s`. It doubles with each replacement that did not help, so that a bound that
+is too short for a deployment is soon long enough.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from plexrl.ids import OperationId
+from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages import timers
+from plexrl.wire.operations import OperationKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from plexrl.scheduler.context.effects import Effects
+    from plexrl.scheduler.context.settings import Settings
+    from plexrl.scheduler.state.messages.commands import RunOperation
+    from plexrl.scheduler.state.records import Deployment, State
+
+FACTOR: Final = 10.0
+"""Bound of an operation as a multiple of its upper estimate: outputs of very different lengths, a
+busy machine and a slow disk together stay far below it."""
+FIRST_FACTOR: Final = 6.0
+"""By how much the least bound is longer for a generation, and for a kind that the WPG has not run
+yet: it may compile kernels, build communicators or read a model."""
+DOUBLINGS_MAX: Final = 10
+NAMED_PART: Final = 0.5
+"""After this part of its bound a run is named as the condition `operation_overdue`."""
+
+
+LAUNCH: Final = "launch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """An operation or move that is under way on a WPG, or the start of its processes."""
+
+    operation: OperationId
+    """Empty for a start of processes."""
+    kind: str
+    """`launch`, or the kind of the operation."""
+    is_move: bool
+    """It moves the WPG's whole state; no other operation runs at the same time."""
+    began_at: float
+    """When it was sent to the workers, or sent again."""
+    expected_s: float
+    bound_s: float
+
+    @property
+    def expected_at(self) -> float:
+        """When it was expected to end."""
+        return self.began_at + self.expected_s
+
+    @property
+    def due_at(self) -> float:
+        """When its workers count as hung."""
+        return self.began_at + self.bound_s
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether people should know of it."""
+        return now > max(self.expected_at, self.began_at + NAMED_PART * self.bound_s)
+
+
+def watch(state: "State", effects: "Effects", deployment: "Deployment", now: float) -> None:
+    """Look at the deployment's runs from now on. No bound is shorter than the time until then, so
+    one timer serves all of them."""
+    deployment.watch_at = now + state.overdue_s
+    effects.wake(deployment.watch_at, timers.overdue(deployment.deployment))
+
+
+def runs(state: "State", settings: "Settings", deployment: "Deployment") -> "Iterator[Run]":
+    """What is under way on the deployment's workers."""
+    moving = deployment.moving
+    if moving is not None:
+        yield _run(state, settings, deployment, moving, is_move=True)
+    for command in deployment.running.values():
+        yield _run(state, settings, deployment, command, is_move=False)
+    if is_launching(state, deployment):
+        yield Run(
+            operation=OperationId(""),
+            kind=LAUNCH,
+            is_move=False,
+            began_at=max(deployment.processes.launched_at, state.issued_at),
+            expected_s=0.0,
+            bound_s=_doubled(deployment, FIRST_FACTOR * settings.config.operation_overdue_s),
+        )
+
+
+def is_launching(state: "State", deployment: "Deployment") -> bool:
+    """Whether the agents of all its ranks are to start its processes now."""
+    if deployment.state not in (WpgState.LAUNCHING, WpgState.RECOVERING):
+        return False
+    if deployment.processes.launch_at is not None:
+        return False
+    nodes = state.nodes
+    return all(nodes[rank.node].alive for rank in deployment.ranks)
+
+
+def _run(
+    state: "State",
+    settings: "Settings",
+    deployment: "Deployment",
+    command: "RunOperation",
+    *,
+    is_move: bool,
+) -> Run:
+    operation = state.operations[command.operation]
+    # A repetition has the times of its first run, and no other repetition begins beside it.
+    started_at = deployment.burst.served_at if command.replay else operation.started_at
+    expected_s = _expected_s(state, deployment, command.kind, operation.tokens)
+    return Run(
+        operation=command.operation,
+        kind=command.kind.value,
+        is_move=is_move,
+        # While a run's report could not arrive, it may have ended.
+        began_at=max(started_at or 0.0, state.issued_at),
+        expected_s=expected_s,
+        bound_s=_bound_s(settings, deployment, command.kind, expected_s),
+    )
+
+
+def _expected_s(
+    state: "State", deployment: "Deployment", kind: OperationKind, tokens: int
+) -> float:
+    if kind is OperationKind.LOAD:
+        return load_s(state, deployment)
+    if kind is OperationKind.OFFLOAD:
+        return offload_s(state, deployment)
+    return deployment.estimates.operation_s(kind, tokens)
+
+
+def _bound_s(
+    settings: "Settings", deployment: "Deployment", kind: OperationKind, expected_s: float
+) -> float:
+    least_s = settings.config.operation_overdue_s
+    slowest_s = deployment.estimates.slowest_by_kind.get(kind)
+    if slowest_s is None or kind is OperationKind.GENERATE:
+        # A controller may pause a generation, of which the scheduler knows nothing.
+        least_s, slowest_s = FIRST_FACTOR * least_s, slowest_s or 0.0
+    return _doubled(deployment, max(least_s, FACTOR * max(slowest_s, expected_s)))
+
+
+def _doubled(deployment: "Deployment", bound_s: float) -> float:
+    doublings = min(deployment.processes.overruns, DOUBLINGS_MAX)
+    return float(bound_s * 2.0**doublings)

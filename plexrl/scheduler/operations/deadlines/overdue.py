@@ -1,0 +1,106 @@
+"""Replaces the workers of runs that have missed their bound, and lists those that are overdue.
+
+A hung worker answers no request, and its operation never ends: a collective whose other rank is
+gone, a stalled file system, a deadlock. The remedy is that of a lost worker: the processes are
+ended, the WPG starts again from its last complete version and repeats what followed, bit for bit.
+An operation that hangs each time is at last a failure of its job (`launch_attempts`). A move that
+hangs is a fault of the machine: it is tried again, at ever longer intervals.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple, TypedDict
+
+from plexrl.ids import DeploymentId, OperationId
+from plexrl.scheduler.context.effects import Effects
+from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.operations.deadlines.bounds import Run, is_launching, runs, watch
+from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.records import Deployment, State
+
+
+class OverdueView(TypedDict):
+    """A run that is far past its estimate."""
+
+    deployment: DeploymentId
+    operation: OperationId
+    """Empty for a start of processes."""
+    kind: str
+    expected_at: float
+    """When it was expected to end, in seconds on the scheduler's clock."""
+    replaced_at: float
+    """When its workers are replaced if it has not ended."""
+
+
+class Overrun(NamedTuple):
+    """A deployment whose workers are to be replaced."""
+
+    deployment: Deployment
+    reason: str
+    counts: bool
+    """It counts as a failure of the WPG."""
+
+
+def find_overrun(
+    state: State, settings: Settings, effects: Effects, name: DeploymentId, now: float
+) -> Overrun | None:
+    """A deployment with a run that has missed its bound; None if it has none, or is gone. As long
+    as something runs, sets the timer for the next look."""
+    deployment = state.deployments.get(name)
+    if deployment is None or now < deployment.watch_at:
+        return None
+    deployment.watch_at = 0.0
+    found = [*runs(state, settings, deployment)]
+    if not found or not state.overdue_s:
+        # The next start sets a timer.
+        return None
+    missed = [each for each in found if each.due_at <= now]
+    if missed and (state.routers or not missed[0].operation):
+        deployment.processes.overrun()
+        return Overrun(deployment, _reason(missed[0], now), not missed[0].is_move)
+    # Without a router no report can arrive, and the next one gets all runs again. A run that begins
+    # meanwhile is due no earlier than after the least bound.
+    latest = now + state.overdue_s
+    deployment.watch_at = latest if missed else min(latest, *[each.due_at for each in found])
+    effects.wake(deployment.watch_at, timers.overdue(name))
+    return None
+
+
+def _reason(missed: Run, now: float) -> str:
+    ran_s = now - missed.began_at
+    if not missed.operation:
+        return f"they were not ready {ran_s:.0f} s after their start"
+    return (
+        f"{missed.kind} {missed.operation!r} was expected to take {missed.expected_s:.1f} s and "
+        f"did not end in {ran_s:.0f} s, so its workers were replaced"
+    )
+
+
+def watch_all(state: State, effects: Effects, now: float) -> None:
+    """Look at the runs of all deployments: the setting may be new, or the snapshot old. No report
+    could arrive before, so all bounds count from now on."""
+    state.issued_at = now
+    if not state.overdue_s:
+        return
+    for deployment in state.deployments.values():
+        if deployment.running or deployment.moving is not None or is_launching(state, deployment):
+            watch(state, effects, deployment, now)
+
+
+def overdue_view(
+    state: State, settings: Settings, names: Iterable[DeploymentId], now: float
+) -> list[OverdueView]:
+    """The runs of the deployments among `names` that are overdue."""
+    if not state.overdue_s:
+        return []
+    return [
+        {
+            "deployment": deployment.deployment,
+            "operation": each.operation,
+            "kind": each.kind,
+            "expected_at": each.expected_at,
+            "replaced_at": each.due_at,
+        }
+        for deployment in map(state.deployment, names)
+        for each in runs(state, settings, deployment)
+        if each.is_overdue(now) and (state.routers or not each.operation)
+    ]

@@ -1,0 +1,1 @@
+"""Modules that the fork server of workers imports before its first fork."""

@@ -1,0 +1,52 @@
+"""What the test run does when one of its processes dies: it reports the test that ran there, runs
+the rest, and ends.
+
+The scheduler of pytest-xdist does neither with `--dist loadfile`. It runs the test that killed the
+process again, in process after process. And a process begins a test when it has the next one: if it
+gets a single one that is left of a file, it waits, and the run stays at 99 % for ever.
+"""
+
+from typing import TYPE_CHECKING
+
+from xdist.scheduler import LoadFileScheduling, Scheduling
+
+if TYPE_CHECKING:
+    import pytest
+    from xdist.remote import Producer
+    from xdist.workermanage import WorkerController
+
+
+class LoadFileOnce(LoadFileScheduling):
+    """As `LoadFileScheduling`. A test whose process died has had its turn."""
+
+    def remove_node(self, node: "WorkerController") -> str | None:
+        """Take a process out; returns the test that it died of, if it had any left."""
+        units = self.assigned_work.pop(node)
+        left = [(unit, test) for unit in units.values() for test, done in unit.items() if not done]
+        if not left:
+            return None
+        unit, died_of = left[0]
+        unit[died_of] = True
+        self.workqueue.update(
+            {name: unit for name, unit in units.items() if not all(unit.values())}
+        )
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return died_of
+
+    def _reschedule(self, node: "WorkerController") -> None:
+        if node not in self.registered_collections:
+            # It has just been started, and gets its share when it knows the tests.
+            return
+        queued = -1
+        while queued != len(self.workqueue):
+            # A process begins a test when it has the next one, or knows that there is none.
+            queued = len(self.workqueue)
+            super()._reschedule(node)
+        if not self.workqueue:
+            node.shutdown()
+
+
+def pytest_xdist_make_scheduler(config: "pytest.Config", log: "Producer") -> Scheduling | None:
+    """A hook of pytest-xdist. None: its own scheduler."""
+    return LoadFileOnce(config, log) if config.getoption("dist") == "loadfile" else None
