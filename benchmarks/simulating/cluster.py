@@ -53,7 +53,7 @@ POLICIES = sized(
     quick=("easy", ALONE, SHARED),
 )
 COLUMNS = (
-    *("policy", "drain", "training pool", "slowdown mean", "p95", "GPU-h a step", "fairness"),
+    *("policy", "drain", "training pool", "slowdown mean", "p95", "GPU-h a step", "worst tenant"),
 )
 
 
@@ -140,7 +140,7 @@ def row(name: str, runs: Runs, baseline: Runs, pool: tuple[Runs, Runs] | None) -
         with_spread([each.cycle_slowdown.mean for each in runs]),
         with_spread([each.cycle_slowdown.p95 for each in runs]),
         f"{fmean(hours):.2f}",
-        f"{fmean(each.fairness for each in runs):.3f}",
+        f"{fmean(each.worst_tenant for each in runs):.2f}",
     )
 
 

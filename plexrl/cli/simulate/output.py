@@ -8,8 +8,8 @@ from typing import Any
 from plexrl.cli.simulate.answers import Answers
 from plexrl.cli.simulate.report import billed, report
 from plexrl.cli.simulate.tables import (
+    baselines,
     gap_recovered,
-    isolated_runs,
     print_bills,
     print_changes,
     print_plans,
@@ -62,7 +62,7 @@ def show(found: Answers) -> None:
 
 def document(found: Answers) -> str:
     """The answers as JSON; equal questions give equal text except `speed`."""
-    isolated = isolated_runs(found.runs)
+    unshared = baselines(found.runs)
     survey = found.survey
     return dumps(
         {
@@ -81,7 +81,7 @@ def document(found: Answers) -> str:
                     "scenario": scenario_values(scenario),
                     "result": result_values(result),
                     "break_even": break_even(scenario),
-                    "gap_recovered": gap_recovered(scenario, result, isolated),
+                    "gap_recovered": gap_recovered(scenario, result, unshared),
                     "whole_gpu_hours": whole_gpu_hours(result),
                 }
                 for scenario, result in found.runs

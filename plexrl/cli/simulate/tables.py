@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from plexrl.cli.terminal.context import plain_cell, print_line, print_table, terminal_width
+from plexrl.cli.terminal.context import plain_cell, print_line, terminal_width
 from plexrl.sim.report.bills import Billed, bill_table, price_lines, with_own_prices
 from plexrl.sim.report.capacity import certainty, headline, probe_table
-from plexrl.sim.report.comparison import BACKFILLED, BASELINE, GAP_PART_MIN, recovered
+from plexrl.sim.report.comparison import BACKFILLED, BASELINES, GAP_PART_MIN, ISOLATED, recovered
 from plexrl.sim.report.units import percent
+from plexrl.sim.results.gpu_hours import tail_sentence
 from plexrl.sim.results.headline import headlines, sentences
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.capacity_search import CapacityPlan
@@ -41,6 +42,9 @@ WORDS_WIDTH = 22
 """Smallest width of text columns."""
 UNBOUNDED = 10_000
 """Width in characters of a terminal that fits any table."""
+PLAIN_WIDTH = 80
+"""Width of tables in a pipe or a file, whose readers have editors and mails of this width; programs
+read `--json`."""
 HEADLINES_MAX = 12
 NO_GAP = "\N{EN DASH}"
 """Shown if the gap is too small for a meaningful part."""
@@ -60,21 +64,18 @@ def print_survey(trace: str, survey: Survey) -> None:
 
 def print_runs(runs: Sequence[Run]) -> None:
     """Print one row per run, in one table if the terminal is wide enough."""
-    varies = varying([scenario for scenario, _ in runs])
-    isolated = isolated_runs(runs)
-    names: Columns = {"policy": [], "nodes": [], **{name: [] for name in varies}}
+    unshared = baselines(runs)
+    names = _run_names(runs)
     times: Columns = {}
     slower: Columns = {}
     gpus: Columns = {}
     for scenario, result in runs:
-        values = {"policy": scenario.policy, "nodes": nodes_of(scenario)}
-        _add(names, values | {name: setting(scenario, name) for name in varies})
         _add(
             times,
             {
                 "drain": span(result.drain_s),
                 "bound": span(result.bounds.bound_s),
-                "gap recovered": gap_cell(scenario, result, isolated),
+                "gap recovered": gap_cell(scenario, result, unshared),
                 "wait p50": span(result.wait.median),
                 "wait p95": span(result.wait.p95),
             },
@@ -88,7 +89,7 @@ def print_runs(runs: Sequence[Run]) -> None:
                 "cycle p50": percent(result.cycle_slowdown.median),
                 "cycle p95": percent(result.cycle_slowdown.p95),
                 "jobs over SLO": f"{result.jobs_over_slo:,}",
-                "fairness": f"{result.fairness:.3f}",
+                "worst tenant": f"{result.worst_tenant:,.1f}",
             },
         )
         _add(
@@ -107,10 +108,41 @@ def print_runs(runs: Sequence[Run]) -> None:
         )
     jobs = max(result.jobs for _, result in runs)
     _print_groups(names, {job_count(jobs): times, SLOWDOWN: slower, "GPUs": gpus})
-    _print_notes(runs, isolated)
+    _print_gpu_hours(runs)
+    _print_notes(runs, unshared)
 
 
-def _print_notes(runs: Sequence[Run], isolated: Mapping[Scenario, SimResult]) -> None:
+def _print_gpu_hours(runs: Sequence[Run]) -> None:
+    """Print where the GPU-hours of the runs go, and how they end."""
+    names = _run_names(runs)
+    columns: Columns = {}
+    for _, result in runs:
+        total = result.where.total
+        parts = [
+            *result.where.parts(),
+            ("of it tail", result.where.unallocated_tail),
+        ]
+        _add(
+            columns, {name: percent(_part(hours, total)) if hours else "" for name, hours in parts}
+        )
+        _add(columns, {"GPU-h": hours(total)})
+    _print_groups(names, {"Where the GPU-hours go": columns})
+    for place, (_, result) in enumerate(runs[:HEADLINES_MAX]):
+        name = ", ".join(filter(None, (cells[place] for cells in names.values())))
+        print_line(f"{name} nodes: {tail_sentence(result.tail)}.")
+
+
+def _run_names(runs: Sequence[Run]) -> "Columns":
+    """Policy, nodes and swept settings of each run."""
+    names: Columns = {}
+    varies = varying([scenario for scenario, _ in runs])
+    for scenario, _ in runs:
+        values = {"policy": scenario.policy, "nodes": nodes_of(scenario)}
+        _add(names, values | {name: setting(scenario, name) for name in varies})
+    return names
+
+
+def _print_notes(runs: Sequence[Run], unshared: Mapping[Scenario, SimResult]) -> None:
     """Print notes on the table and the headlines."""
     if any(result.places_rollouts for _, result in runs):
         print_line("All figures count the whole cluster, with the GPUs of rollouts.")
@@ -121,11 +153,14 @@ def _print_notes(runs: Sequence[Run], isolated: Mapping[Scenario, SimResult]) ->
     else:
         print_line("All figures count training GPUs only: the trace has no rollout GPUs.")
     policies = {scenario.policy for scenario, _ in runs}
-    if BASELINE in policies:
-        print_line(f"{BASELINE} lets no job pass one that has waited 10 min; {BACKFILLED} does.")
-    if any(gap_cell(*run, isolated) == NO_GAP for run in runs):
+    names = {alone.policy for alone in unshared.values()}
+    if names and len(policies) > 1:
+        print_line(f"The baseline of all comparisons is {' or '.join(sorted(names))}.")
+    if ISOLATED in policies:
+        print_line(f"{ISOLATED} lets no job pass one that has waited 10 min; {BACKFILLED} does.")
+    if any(gap_cell(*run, unshared) == NO_GAP for run in runs):
         print_line(
-            f"{NO_GAP} {BASELINE} is within {percent(GAP_PART_MIN)} of the bound: the gap is too "
+            f"{NO_GAP} The baseline is within {percent(GAP_PART_MIN)} of the bound: the gap is too "
             "small for a meaningful part."
         )
     lines = headline_texts(runs)
@@ -202,26 +237,31 @@ def print_changes(runs: Sequence[Run], changes: Sequence[Changed]) -> None:
     _print_groups(names, {"What if, by how much of what it was": figures})
 
 
-def isolated_runs(runs: Sequence[Run]) -> dict[Scenario, SimResult]:
-    """The isolated runs by scenario."""
-    return {_isolated(scenario): result for scenario, result in runs if scenario.policy == BASELINE}
+def baselines(runs: Sequence[Run]) -> dict[Scenario, SimResult]:
+    """The baseline of each scenario (without its policy): `isolated+backfill`, else `isolated`."""
+    return {
+        _any_policy(scenario): result
+        for name in reversed(BASELINES)
+        for scenario, result in runs
+        if scenario.policy == name
+    }
 
 
 def gap_recovered(
-    scenario: Scenario, result: SimResult, isolated: Mapping[Scenario, SimResult]
+    scenario: Scenario, result: SimResult, unshared: Mapping[Scenario, SimResult]
 ) -> float | None:
-    """Recovered part of the gap between the isolated drain time and the bound; None without an
-    isolated run or without a gap."""
-    alone = isolated.get(_isolated(scenario))
-    if alone is None or scenario.policy == BASELINE:
+    """Recovered part of the gap between the baseline's drain time and the bound; None without a
+    baseline or without a gap, and for the baseline."""
+    alone = unshared.get(_any_policy(scenario))
+    if alone is None or scenario.policy == alone.policy:
         return None
     return recovered(result, alone)
 
 
-def gap_cell(scenario: Scenario, result: SimResult, isolated: Mapping[Scenario, SimResult]) -> str:
-    """`gap_recovered` as text, or how much longer the run takes than the isolated one."""
-    alone = isolated.get(_isolated(scenario))
-    if alone is None or scenario.policy == BASELINE:
+def gap_cell(scenario: Scenario, result: SimResult, unshared: Mapping[Scenario, SimResult]) -> str:
+    """`gap_recovered` as text, or how much longer the run takes than the baseline."""
+    alone = unshared.get(_any_policy(scenario))
+    if alone is None or scenario.policy == alone.policy:
         return ""
     longer = result.drain_s / alone.drain_s - 1.0 if alone.drain_s > 0 else 0.0
     if longer > 0.0:
@@ -271,8 +311,8 @@ def _part(of: float, whole: float) -> float:
     return of / whole if whole else 0.0
 
 
-def _isolated(scenario: Scenario) -> Scenario:
-    return replace(scenario, policy=BASELINE)
+def _any_policy(scenario: Scenario) -> Scenario:
+    return replace(scenario, policy="")
 
 
 _SETTINGS = ("seed", "jitter", "staleness", "load", "switch", "starvation")
@@ -317,12 +357,9 @@ def _print_groups(names: Columns, groups: Mapping[str, Columns]) -> None:
         for title, columns in shown.items()
         for name, cells in columns.items()
     }
-    if terminal_width() is None:
-        print_table("", (*names, *joined), zip(*names.values(), *joined.values(), strict=True))
-        return
     from rich.console import Console
 
-    console = Console()
+    console = Console(width=terminal_width() or PLAIN_WIDTH)
     one = _table(next(iter(groups)), {**names, **joined})
     unbounded = console.options.update(max_width=UNBOUNDED)
     if console.measure(one, options=unbounded).minimum <= console.width:
@@ -356,8 +393,14 @@ def _table(title: str, columns: Columns) -> "Table":
     from rich import box
     from rich.table import Table
 
+    on_terminal = terminal_width() is not None
     table = Table(
-        title=plain_cell(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=plain_cell(title),
+        title_justify="left",
+        # A program that reads the lines meets no rules.
+        box=box.SIMPLE_HEAD if on_terminal else None,
+        pad_edge=on_terminal,
+        padding=(0, 1, 0, 0),
     )
     for name, cells in columns.items():
         if name in LEFT:

@@ -29,6 +29,9 @@ PORT_MAX = 65_535
 TOTAL_MAX = (1 << 62) - 1
 """Sums saturate here."""
 
+SPEED_MAX = 1e6
+"""Speed of a node relative to others."""
+
 _Range = tuple[str, float, float]
 
 _GPUS: Final = (0, GPUS_MAX)
@@ -45,6 +48,7 @@ RANGES: Final[dict[type[ev.Event], tuple[_Range, ...]]] = {
         ("gpu_memory_bytes", *_BYTES),
         ("host_memory_bytes", *_BYTES),
         ("nvme_bytes", *_BYTES),
+        ("speed", 0.0, SPEED_MAX),
     ),
     ev.TenantConfigured: (
         ("weight", _ABOVE_0, WEIGHT_MAX),

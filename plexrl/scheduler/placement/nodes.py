@@ -45,6 +45,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         fabric=event.fabric,
         machine=event.machine,
         gpu_kind=event.gpu_kind,
+        speed=event.speed,
         last_port=0 if known is None else known.last_port,
     )
     context.cluster.inventory.node_changed(state.nodes[event.node])

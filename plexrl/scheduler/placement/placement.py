@@ -18,7 +18,7 @@ from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.switch_cost import load_s, moves_at_best_s
 from plexrl.scheduler.jobs.sharing import settle_group
-from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable
+from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable, sorted_passes
 from plexrl.scheduler.placement.capacity.needs import kept_bytes, need_of
 from plexrl.scheduler.placement.capacity.overlaps import refresh_overlap_flags
 from plexrl.scheduler.placement.capacity.shift_search import Fit, ShiftSearch
@@ -35,17 +35,12 @@ from plexrl.scheduler.placement.contention.contention import (
     predict,
 )
 from plexrl.scheduler.placement.contention.service_level import has_tight_bound, keeps_bounds
-from plexrl.scheduler.placement.policies import PlacementMode
+from plexrl.scheduler.placement.policies import PlacementMode, attempts
 from plexrl.scheduler.state.demand.trace import DemandTrace, project
 from plexrl.scheduler.state.deployment.wpg import lose_processes
 from plexrl.scheduler.state.group_lock import withdraw
 from plexrl.scheduler.state.messages.commands import RankPlacement
 from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation, State
-
-CANDIDATES_PER_PASS = 256
-"""Groups searched at a time, the least loaded first; the first pass with a fit ends the search.
-This bounds the cost of a decision, as does the percentage of nodes that kube-scheduler scores. The
-groups left out are fuller than all groups that were searched."""
 
 PREDICTIONS_MAX = 2
 """Best-fitting groups for which contention is predicted; each prediction takes milliseconds."""
@@ -81,14 +76,16 @@ def place(
 
     `only`: the modes to try; default: those of the policy.
     """
-    for mode in modes(cluster, deployment, now) if only is None else only:
+    allowed = modes(cluster, deployment, now) if only is None else only
+    by_speed = need_of(deployment).by_speed
+    for mode, speed in attempts(allowed, cluster.inventory.speeds() if by_speed else ()):
         if mode == PlacementMode.DEDICATED:
-            group = _new_group(cluster, deployment)
+            group = _new_group(cluster, deployment, speed)
             if group is None:
                 continue
             choice = Choice(group=group.group, mode=mode, contention=0.0)
         else:
-            found = find(cluster, deployment, mode, now)
+            found = find(cluster, deployment, mode, now, speed)
             if found is None:
                 continue
             choice, group = found, cluster.state.groups[found.group]
@@ -196,17 +193,23 @@ def vacate(cluster: Cluster, deployment: Deployment, now: float) -> GroupId:
 
 
 def find(
-    cluster: Cluster, deployment: Deployment, mode: PlacementMode, now: float
+    cluster: Cluster,
+    deployment: Deployment,
+    mode: PlacementMode,
+    now: float,
+    speed: float | None = None,
 ) -> Choice | None:
-    """The group that this mode chooses; changes nothing."""
+    """The group that this mode chooses, on nodes of this speed only if one is given; changes
+    nothing. Groups of the deployment's own job are chosen whatever their speed."""
     match mode:
         case PlacementMode.STRICT | PlacementMode.OVERLAP:
-            found = nearest(cluster, deployment, now, strict=mode == PlacementMode.STRICT, count=1)
+            strict = mode == PlacementMode.STRICT
+            found = nearest(cluster, deployment, now, strict=strict, count=1, speed=speed)
             return found[0] if found else None
         case PlacementMode.PACKED | PlacementMode.EMPTIEST:
-            return _by_load(cluster, deployment, mode)
+            return _by_load(cluster, deployment, mode, speed)
         case PlacementMode.CO_EXECUTED:
-            return _by_round(cluster, deployment)
+            return _by_round(cluster, deployment, speed)
         case PlacementMode.COLOCATED:
             own = own_group(cluster, deployment)
             return None if own is None else Choice(group=own.group.group, mode=mode)
@@ -218,16 +221,23 @@ def find(
 
 
 def nearest(
-    cluster: Cluster, deployment: Deployment, now: float, *, strict: bool, count: int
+    cluster: Cluster,
+    deployment: Deployment,
+    now: float,
+    *,
+    strict: bool,
+    count: int,
+    speed: float | None = None,
 ) -> list[Choice]:
-    """At most `count` groups in which the deployment's trace fits, best first.
+    """At most `count` groups in which the deployment's trace fits, best first; with `speed` only
+    those on nodes of this speed.
 
     Excludes groups in which a member or the newcomer would wait more than its job accepts (PlexRL
     §7.2). Contention is predicted for the best fitting groups only.
     """
     found: list[Choice] = []
     most = max(count, PREDICTIONS_MAX)
-    for choice in fitting(cluster, deployment, now, strict=strict, count=most):
+    for choice in fitting(cluster, deployment, now, strict=strict, count=most, speed=speed):
         group = cluster.state.groups[choice.group]
         expected = predicted_contention(cluster, deployment, group)
         if keeps_bounds(cluster, deployment, group, expected):
@@ -292,6 +302,7 @@ def fitting(
     *,
     strict: bool,
     count: int | None = None,
+    speed: float | None = None,
 ) -> list[Choice]:
     """At most `count` groups in which the deployment's trace fits, best first."""
     trace = deployment.trace
@@ -299,7 +310,7 @@ def fitting(
         return []
     config, index = cluster.settings.config, cluster.inventory.index
     tables: list[tuple[ShapeTable, NDArray[np.intp]]] = []
-    for shape in _shapes(cluster, deployment):
+    for shape in _shapes(cluster, deployment, speed):
         table = index.table(shape)
         fits_row = can_take(cluster.settings, table, deployment, trace.duty)
         _exclude_own(cluster, shape, deployment, fits_row)
@@ -319,7 +330,7 @@ def fitting(
     bound = 0.0 if strict else config.overlap_max * trace.busy_s
     found: list[tuple[float, int, GroupId, Fit]] = []
     for table, rows in tables:
-        for some in _sorted_passes(table, rows, table.load):
+        for some in sorted_passes(table, rows, table.load):
             fits = table.search(some, wanted)
             for fit in fits:
                 if fit.overlap_s <= bound:
@@ -358,12 +369,14 @@ def can_take(
     return found
 
 
-def _by_load(cluster: Cluster, deployment: Deployment, mode: PlacementMode) -> Choice | None:
+def _by_load(
+    cluster: Cluster, deployment: Deployment, mode: PlacementMode, speed: float | None
+) -> Choice | None:
     duty = cluster.inventory.duty(deployment)
     if deployment.trace is not None:
         duty = deployment.trace.duty
     best: tuple[tuple[float, ...], Choice] | None = None
-    for shape in _shapes(cluster, deployment):
+    for shape in _shapes(cluster, deployment, speed):
         table = cluster.inventory.index.table(shape)
         fits_row = can_take(cluster.settings, table, deployment, duty)
         _exclude_own(cluster, shape, deployment, fits_row)
@@ -394,12 +407,12 @@ def _by_load(cluster: Cluster, deployment: Deployment, mode: PlacementMode) -> C
     return None if best is None else best[1]
 
 
-def _by_round(cluster: Cluster, deployment: Deployment) -> Choice | None:
+def _by_round(cluster: Cluster, deployment: Deployment, speed: float | None) -> Choice | None:
     """The group whose round takes the deployment at the least cost; the fullest among equals."""
     if deployment.trace is None:
         return None
     best: tuple[tuple[float, ...], Choice] | None = None
-    for shape in _shapes(cluster, deployment):
+    for shape in _shapes(cluster, deployment, speed):
         table = cluster.inventory.index.table(shape)
         fits_row = can_take(cluster.settings, table, deployment, deployment.trace.duty)
         fits_row &= table.host_bytes_free >= deployment.state_bytes
@@ -435,28 +448,13 @@ def _exclude_own(
             fits_row[row] = False
 
 
-def _sorted_passes(
-    table: ShapeTable, rows: NDArray[np.intp], key: NDArray[np.float64]
-) -> "list[NDArray[np.intp]]":
-    """`rows` sorted by key and group number, in passes. Of many rows only the first passes are
-    sorted and returned."""
-    most = 8 * CANDIDATES_PER_PASS
-    if rows.size > most:
-        bound = np.partition(key[rows], most)[most]
-        rows = rows[key[rows] <= bound]
-    ordered = rows[np.lexsort((table.serial[rows], key[rows]))][:most]
-    return [
-        ordered[begin : begin + CANDIDATES_PER_PASS]
-        for begin in range(0, ordered.size, CANDIDATES_PER_PASS)
-    ]
-
-
-def _shapes(cluster: Cluster, deployment: Deployment) -> list[Shape]:
-    need = need_of(deployment)
+def _shapes(cluster: Cluster, deployment: Deployment, speed: float | None) -> list[Shape]:
+    need, inventory = need_of(deployment), cluster.inventory
     return [
         shape
-        for shape in cluster.inventory.index.shapes(deployment.workers, deployment.node_type)
+        for shape in inventory.index.shapes(deployment.workers, deployment.node_type)
         if shape.gpu_memory_bytes >= need.on(shape.gpu_kind)
+        and (speed is None or inventory.speed(shape) == speed)
     ]
 
 
@@ -465,8 +463,8 @@ def _spill_s(table: ShapeTable, row: int, deployment: Deployment) -> float:
     return max(0, over) / SPILL_BYTES_PER_S
 
 
-def _new_group(cluster: Cluster, deployment: Deployment) -> Group | None:
-    gpus = cluster.inventory.find_gpus(deployment)
+def _new_group(cluster: Cluster, deployment: Deployment, speed: float | None) -> Group | None:
+    gpus = cluster.inventory.find_gpus(deployment, speed)
     if gpus is None:
         return None
     state = cluster.state

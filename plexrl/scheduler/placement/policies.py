@@ -3,6 +3,7 @@
 `placement.placement` implements the modes; a policy only orders them (PlexRL §6.3).
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -29,6 +30,33 @@ class PlacementMode(StrEnum):
     CO_EXECUTED = "co-executed"
     """Join the group whose round has time for it at the least added cost; all states stay in host
     memory."""
+
+
+WAITING_MODES = frozenset({PlacementMode.OVERLAP, PlacementMode.EMPTIEST})
+"""Modes in which a deployment waits for others in its group, or may have to."""
+
+
+def attempts(
+    modes: Sequence[PlacementMode], speeds: Sequence[float]
+) -> list[tuple[PlacementMode, float | None]]:
+    """The modes to try, each with the speed of the nodes that it may use (None: any), on nodes of
+    these speeds, fastest first.
+
+    Where a deployment need not wait for others, the fastest nodes come first: on them all such
+    modes are tried in their order, then on the next slower ones. A mode that accepts waiting keeps
+    its place: it comes after all modes ahead of it on all nodes.
+    """
+    found: list[tuple[PlacementMode, float | None]] = []
+    block: list[PlacementMode] = []
+    for place, mode in enumerate(modes, start=1):
+        following = modes[place] if place < len(modes) else None
+        block.append(mode)
+        if following is None or mode in WAITING_MODES or following in WAITING_MODES:
+            # When the slowest nodes are tried, all others have been.
+            for speed in (*speeds[:-1], None):
+                found += [(each, speed) for each in block]
+            block = []
+    return found
 
 
 class PlacementPolicy(Protocol):

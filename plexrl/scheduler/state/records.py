@@ -72,6 +72,8 @@ class Node:
     """The port at which ranks were told last to meet; 0: none was."""
     gpu_kind: str = ""
     """Name of its GPUs; empty: they are virtual."""
+    speed: float = 0.0
+    """Relative speed of training; 0: by the names of its GPUs and its type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

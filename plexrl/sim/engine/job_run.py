@@ -3,8 +3,13 @@
 Cycle k trains on rollout k, and rollout k needs the weights of step k - 1 - staleness (PlexRL
 §6.3). Rollouts are serial, and so is training. The controller needs some time between an answer and
 the next submission. `AloneClock` follows the same rules on the same draws, without any waiting.
+
+A job has two such clocks. `alone` counts the first load and the snapshots that a job has on GPUs of
+its own. `least` counts no moves of state: a scheduler can load ahead of time, and each switch away
+makes a version that a snapshot would have made. No schedule beats `least`.
 """
 
+import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from plexrl.ids import DeploymentId, JobId, OperationId
@@ -51,12 +56,13 @@ class AloneClock:
         staleness: int,
         controller_s: float,
         launch_s: float,
-        load_s: float,
-        rollout_load_s: float,
-        snapshot_s: float,
-        snapshots_after: int,
-        snapshots_after_s: float,
+        load_s: float = 0.0,
+        rollout_load_s: float = 0.0,
+        snapshot_s: float = 0.0,
+        snapshots_after: int = 1,
+        snapshots_after_s: float = math.inf,
     ) -> None:
+        """Without the optional arguments no move of state takes time."""
         self.now = 0.0
         """End of the last cycle, in seconds from the job's first placement."""
         self._controller_s = controller_s
@@ -176,9 +182,13 @@ class JobRun(WorkerGroup):
         self.cycles = cycles_of(trace)
         self.alone: AloneClock | None = None
         """Absent until the job is placed: its speed depends on the node type."""
+        self.least: AloneClock | None = None
+        """The same without moves of its state."""
         self.placed_at: float | None = None
         self.node_type = ""
         self.speed = 1.0
+        self.speed_max = 1.0
+        """Highest speed since the cycle in training began."""
         self.rolled = 0
         """Completed rollouts."""
         self.rolling = False
@@ -246,9 +256,11 @@ class JobRun(WorkerGroup):
         self.tokens = drawn.tokens
         self.step = 0
 
-    def end_cycle(self) -> float:
-        """Complete the cycle; returns its duration on a group of the job's own."""
+    def end_cycle(self) -> tuple[float, float]:
+        """Complete the cycle; returns its duration on a group of the job's own, with the moves of
+        its state and without."""
         assert self.alone is not None, f"{self.job} trains on no GPUs"
+        assert self.least is not None
         drawn = self.draws.pop(0)
         self.training = False
         self.trained += 1
@@ -257,7 +269,22 @@ class JobRun(WorkerGroup):
             worked_s += work_s
         self.worked_s += worked_s / self.speed
         self.rolled_s += drawn.rollout_s
-        return self.alone.cycle(drawn.rollout_s, self.steps, self.speed)
+        speed, self.speed_max = self.speed_max, self.speed
+        return (
+            self.alone.cycle(drawn.rollout_s, self.steps, speed),
+            self.least.cycle(drawn.rollout_s, self.steps, speed),
+        )
+
+    def start_clocks(
+        self, scenario: Scenario, costs: "MoveCosts", config: "SchedulerConfig"
+    ) -> None:
+        """Start both clocks; the kind of nodes is known."""
+        self.alone = alone_clock(self, scenario, costs, config)
+        self.least = AloneClock(
+            staleness=self.staleness,
+            controller_s=scenario.behaviour.controller_s,
+            launch_s=scenario.launch_s,
+        )
 
     def steps_of(self, drawn: DrawnCycle) -> tuple[Step, ...]:
         """The operations of a cycle."""

@@ -26,7 +26,6 @@ from plexrl.sim.engine.job_run import (
     JobRun,
     Rollouts,
     Workers,
-    alone_clock,
     demand_of,
     rollout_demand_of,
     swap_s,
@@ -66,7 +65,7 @@ MOVES: dict[OperationKind, RunKind] = {
 
 CycleEnded = Callable[[str, float, float], None]
 """Receives each cycle that ends: its job in the trace, its seconds including all waiting, and its
-seconds on a group of the job's own."""
+seconds on a group of the job's own, moves of its state included."""
 
 
 class TraceRun:
@@ -232,6 +231,7 @@ class TraceRun:
                 host_memory_bytes=kind.host_memory_bytes,
                 statemanager=node,
                 node_type=kind.name,
+                speed=kind.speed,
                 block=f"p{pool}b{int(number) // per_block}",
                 nvme_bytes=kind.nvme_bytes,
                 states=self._states.node_back(node),
@@ -309,13 +309,13 @@ class TraceRun:
     def _cycle_over(self, run: JobRun) -> None:
         now, job_id = self.shell.now, run.job_id
         before_s, rolled_before_s = run.worked_s, run.rolled_s
-        alone_s = run.end_cycle()
+        alone_s, least_s = run.end_cycle()
         if self._checker is not None and self._has_one_speed:
             rolled_s = 0.0 if run.rollouts is None else run.rolled_s - rolled_before_s
             self._checker.drawn(run.job, run.worked_s - before_s + rolled_s)
         took_s = now - run.cycle_began_at
         run.cycle_began_at = now
-        self._collector.cycle_ended(job_id, took_s, alone_s)
+        self._collector.cycle_ended(job_id, took_s, least_s, took_s - alone_s)
         if self._on_cycle is not None:
             self._on_cycle(job_id, took_s, alone_s)
 
@@ -342,7 +342,7 @@ class TraceRun:
             worked_gpu_s += run.rollouts.gpus * run.rolled_s
             run.rollouts = None
         self.jobs_done += 1
-        alone_s = 0.0 if run.alone is None else run.alone.now
+        alone_s = 0.0 if run.least is None else run.least.now
         self._collector.job_ended(
             run.trace.job_id,
             self.shell.now,
@@ -376,11 +376,13 @@ class TraceRun:
 
     def _placed(self, run: JobRun, kind: NodeType) -> None:
         run.node_type, run.speed = kind.name, kind.speed
+        # Before its first placement a job has run at no speed.
+        run.speed_max = max(run.speed_max, run.speed) if run.placed_at is not None else run.speed
         if run.placed_at is None:
             run.placed_at = run.cycle_began_at = self.shell.now
             if run.rollouts is not None and run.beside_gpus:
                 run.swap_s = swap_s(run, run.rollouts, self._costs)
-            run.alone = alone_clock(run, self.scenario, self._costs, self._config)
+            run.start_clocks(self.scenario, self._costs, self._config)
             self._collector.job_placed(run.trace.job_id, self.shell.now)
 
     def _launched(self, command: cmd.LaunchWorkers) -> None:

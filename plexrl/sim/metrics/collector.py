@@ -16,6 +16,7 @@ from plexrl.sim.metrics.tenant_table import HOUR_S, TenantSums, TenantTable
 from plexrl.sim.metrics.utilisation import Series
 from plexrl.sim.results.bill import bill
 from plexrl.sim.results.bounds import DrainBound
+from plexrl.sim.results.gpu_hours import GpuHours, Tail, tail_of
 from plexrl.sim.results.result import SimResult, Span, Speed
 from plexrl.sim.workload.scenario import Scenario
 from plexrl.traces import TraceJob
@@ -84,6 +85,10 @@ class Collector:
         """GPUs and start time of each live group."""
         self._rollout_groups: set[str] = set()
         """Those of rollouts."""
+        self._last_placed_at = 0.0
+        self._rollout_work_gpu_s = 0.0
+        self._used_gpu_s = {True: 0.0, False: 0.0}
+        """GPU-seconds of runs and moves in groups of rollouts and in others."""
         self._grouped_gpu_s = 0.0
         """GPU-seconds of the training groups that have ended."""
         self._held_nodes = HeldNodes()
@@ -109,6 +114,7 @@ class Collector:
         job = self._jobs[job_id]
         if job.placed_at is None:
             job.placed_at = now
+            self._last_placed_at = max(self._last_placed_at, now)
             self._rollout_gpus += job.job.rollout_gpus
             self._rollout_gpus_peak = max(self._rollout_gpus_peak, self._rollout_gpus)
 
@@ -121,8 +127,9 @@ class Collector:
         busy_gpu_s: float | None = None,
     ) -> None:
         """Record the end of a job. Only jobs with `outcome` `completed` count in the distributions
-        and the bounds. `alone_s`: duration of its drawn cycles on GPUs of its own; `busy_gpu_s`:
-        training work of these cycles (absent: of all its runs, repetitions included)."""
+        and the bounds. `alone_s`: duration of its drawn cycles on GPUs of its own, without moves of
+        its state; `busy_gpu_s`: training work of these cycles (absent: of all its runs, repetitions
+        included)."""
         live = self._jobs.pop(job_id)
         if self._on_job is not None and live.details is not None:
             self._on_job(
@@ -167,14 +174,15 @@ class Collector:
             self._job_slowdown.add((now - live.placed_at) / alone_s - 1)
             self._completion.add(completion)
 
-    def cycle_ended(self, job_id: str, took_s: float, alone_s: float) -> None:
-        """Record a cycle; `alone_s`: duration of the same drawn cycle on a group of its own."""
+    def cycle_ended(self, job_id: str, took_s: float, alone_s: float, waited_s: float) -> None:
+        """Record a cycle; `alone_s`: duration of the same drawn cycle on a group of its own,
+        without moves of state; `waited_s`: what it took longer because of other jobs."""
         slowdown = took_s / alone_s - 1
         self._cycles += 1
         self._cycle_slowdown.add(slowdown)
         live = self._jobs[job_id]
         live.took_s += took_s
-        live.waited_s += took_s - alone_s
+        live.waited_s += waited_s
         details = live.details
         if details is not None:
             details.cycle_ended(slowdown)
@@ -194,6 +202,7 @@ class Collector:
         itself if there is none. Runs of a job that has ended are billed to nobody.
         """
         held = gpus * (end_s - start_s)
+        self._used_gpu_s[group in self._rollout_groups] += held
         job = self._jobs.get(job_id)
         if job is not None and job.details is not None:
             job.details.ran(group)
@@ -202,6 +211,7 @@ class Collector:
         if kind == "rollout":
             # Tenants pay for the time for which their jobs hold rollout GPUs.
             self._busy_gpu_s += held
+            self._rollout_work_gpu_s += held
             self._trains.add(start_s, end_s, gpus)
         elif kind == "run":
             self._busy_gpu_s += held
@@ -271,6 +281,8 @@ class Collector:
             nodes_held=nodes_held,
             rollout_cost=rollout_cost,
         )
+        utilisation = self._utilisation(now)
+        tail = tail_of(utilisation, self._drain_s, self._last_placed_at)
         per_cycle = (grouped_hours + rollout_hours) / self._cycles if self._cycles else 0.0
         return SimResult(
             policy=self._scenario.policy,
@@ -302,13 +314,34 @@ class Collector:
             paid_s=billed.paid_s,
             nodes_held=nodes_held,
             gpu_hours_per_cycle=per_cycle,
-            utilisation=self._utilisation(now),
+            where=self._where(tail),
+            tail=tail,
+            utilisation=utilisation,
             tenants=self._tenants.results(),
-            fairness=self._tenants.fairness(),
+            worst_tenant=self._tenants.worst(),
             spans=tuple(self._spans),
             spans_left_out=self._spans_left_out,
             failures=self._failures,
             speed=speed,
+        )
+
+    def _where(self, tail: Tail) -> GpuHours:
+        """Where the GPU-hours went. What is held and does not work is idle, and what is not held is
+        unallocated, so the parts sum to all GPU-hours."""
+        placed_gpu_s = self._rollout_gpu_s if self._scenario.places_rollouts else 0.0
+        total_gpu_s = self._scenario.gpus * self._drain_s
+        unallocated = (total_gpu_s - self._grouped_gpu_s - placed_gpu_s) / HOUR_S
+        training_idle_gpu_s = self._grouped_gpu_s - self._used_gpu_s[False] - self._filled_gpu_s
+        in_tail = (1.0 - tail.held) * self._scenario.gpus * tail.seconds / HOUR_S
+        return GpuHours(
+            rollouts_work=self._rollout_work_gpu_s / HOUR_S,
+            training_works=(self._busy_gpu_s - self._rollout_work_gpu_s) / HOUR_S,
+            switches=self._switch_gpu_s / HOUR_S,
+            filled=self._filled_gpu_s / HOUR_S,
+            rollout_gpus_idle=(placed_gpu_s - self._used_gpu_s[True]) / HOUR_S,
+            training_gpus_idle=training_idle_gpu_s / HOUR_S,
+            unallocated=unallocated,
+            unallocated_tail=min(in_tail, unallocated),
         )
 
     def _bill_move(self, group: str, job: _LiveJob | None, kind: RunKind, held: float) -> None:

@@ -32,7 +32,7 @@ class JobRow:
     run_s: float | None
     """From start to end."""
     alone_s: float
-    """Duration of its cycles on GPUs of its own."""
+    """Duration of its cycles on GPUs of its own, without moves of its state."""
     slowdown: float | None
     """`run_s / alone_s - 1`."""
     cycles: int

@@ -1,6 +1,5 @@
 """Sums per tenant; beyond a limit the smallest tenants are merged. Pure."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plexrl.sim.results.result import TenantResult
@@ -62,7 +61,7 @@ class TenantTable:
     def __init__(self) -> None:
         self._tenants: dict[str, TenantSums] = {}
         self._others = TenantSums(tenant=OTHERS)
-        self._joined = JainIndex()
+        self._joined_worst = 0.0
         self._joins_at = 2 * TENANTS_MAX
 
     def of(self, tenant: str) -> TenantSums:
@@ -84,49 +83,25 @@ class TenantTable:
         found = sorted(ordered[:TENANTS_MAX], key=lambda each: each.tenant)
         return tuple(each.result() for each in ([*found, others] if others.ended else found))
 
-    def fairness(self) -> float:
-        """Jain's index over the tenants' mean slowdowns; 1 without tenants."""
-        index = JainIndex()
-        index.merge(self._joined)
-        index.add(each.slowdown_mean for each in self._tenants.values() if each.completed)
-        return index.value
+    def worst(self) -> float:
+        """The greatest of the tenants' mean slowdowns; 1 without tenants.
+
+        It falls when each job of the worst tenant is served sooner, and no gain of others raises
+        it. An index of equality, such as Jain's, falls when some tenants gain more than others,
+        though nobody loses.
+        """
+        known = [each.slowdown_mean for each in self._tenants.values() if each.completed]
+        return max([self._joined_worst, *known]) or 1.0
 
     def _merge_idle(self) -> None:
         idle = [each for each in sorted(self._tenants.values(), key=_size) if not each.live]
         for each in idle[TENANTS_MAX:]:
             self._others.merge(each)
             if each.completed:
-                self._joined.add([each.slowdown_mean])
+                self._joined_worst = max(self._joined_worst, each.slowdown_mean)
             del self._tenants[each.tenant]
         # If nearly all tenants have live jobs, the next attempt waits for many new tenants.
         self._joins_at = max(2 * TENANTS_MAX, len(self._tenants) + TENANTS_MAX)
-
-
-class JainIndex:
-    """(Σx)² / (n Σx²): 1 if all values are equal, 1/n if one value is the whole sum."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._total = 0.0
-        self._squares = 0.0
-
-    def add(self, values: Iterable[float]) -> None:
-        """Add values."""
-        for value in values:
-            self._count += 1
-            self._total += value
-            self._squares += value * value
-
-    def merge(self, other: "JainIndex") -> None:
-        """Add the values of `other`."""
-        self._count += other._count
-        self._total += other._total
-        self._squares += other._squares
-
-    @property
-    def value(self) -> float:
-        """The index; 1 without values or if all values are 0."""
-        return self._total**2 / (self._count * self._squares) if self._squares else 1.0
 
 
 def _size(tenant: TenantSums) -> tuple[float, str]:

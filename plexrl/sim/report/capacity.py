@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from plexrl.sim.report.comparison import BACKFILLED, BASELINE
+from plexrl.sim.report.comparison import BACKFILLED, ISOLATED
 from plexrl.sim.report.tables import Table
 from plexrl.sim.report.units import duration, percent, short
 from plexrl.sim.results.result import SimResult
@@ -101,7 +101,7 @@ def figure(objective: Objective, result: SimResult) -> str:
 
 def is_percentage(objective: Objective) -> bool:
     """Whether the figure is shown in percent: fractions, not indices or multiples."""
-    return objective.unit == "part" and objective.bound < 1 and objective.metric != "fairness"
+    return objective.unit == "part" and objective.bound < 1 and objective.metric != "worst_tenant"
 
 
 def probe_table(plans: Sequence[CapacityPlan]) -> Table:
@@ -129,7 +129,7 @@ def probe_table(plans: Sequence[CapacityPlan]) -> Table:
 
 def _beside_baseline(first: CapacityPlan, found: Sequence[CapacityPlan]) -> str:
     by_policy = {plan.policy: plan for plan in found}
-    base = by_policy.get(BACKFILLED) or by_policy.get(BASELINE)
+    base = by_policy.get(BACKFILLED) or by_policy.get(ISOLATED)
     if base is None or base is first or base.nodes is None or first.nodes is None:
         return ""
     fewer = percent(1 - first.nodes / base.nodes)

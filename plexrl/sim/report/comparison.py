@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.results.result import SimResult
 
-BASELINE = "isolated"
+ISOLATED = "isolated"
 BACKFILLED = "isolated+backfill"
 """The fair baseline: no GPUs stay idle ahead of large jobs."""
+BASELINES = (BACKFILLED, ISOLATED)
+"""Policies without sharing. The first of them that was run is the baseline of all figures."""
 GAP_PART_MIN = 0.05
-"""Smallest gap, as a part of the isolated drain time, of which a recovered part is meaningful."""
+"""Smallest gap, as a part of the baseline's drain time, of which a recovered part is meaningful."""
 DRAWN_RUNS_MAX = 10
 """Most runs of one plot; more lines would be indistinguishable."""
 
@@ -24,9 +26,11 @@ class Run:
     label: str
     result: SimResult
     ratio: float | None = None
-    """Drain time relative to the isolated run of the same size; absent without such a run."""
+    """Drain time relative to the baseline of the same size; absent without such a run."""
+    baseline: str = ""
+    """The baseline's policy; empty: there is none."""
     recovered: float | None = None
-    """Recovered part of the gap between the isolated drain time and the lower bound."""
+    """Recovered part of the gap between the baseline's drain time and the lower bound."""
 
 
 def compare(results: Sequence[SimResult], labels: Sequence[str] = ()) -> tuple[Run, ...]:
@@ -49,12 +53,16 @@ def compare(results: Sequence[SimResult], labels: Sequence[str] = ()) -> tuple[R
 
 
 def baseline(result: SimResult, results: Sequence[SimResult]) -> SimResult | None:
-    """The isolated run of the same size; among several, as with several seeds, the one of the same
-    lower bound; absent if there is none, or if such runs differ."""
-    alike = [other for other in results if other.policy == BASELINE and other.gpus == result.gpus]
-    if len(alike) > 1:
-        alike = [other for other in alike if _same_bound(result, other)]
-    return alike[0] if len({other.drain_s for other in alike}) == 1 else None
+    """The baseline of the same size: `isolated+backfill`, or `isolated` without such a run. Among
+    several, as with several seeds, the one of the same lower bound; absent if there is none, or if
+    such runs differ."""
+    for name in BASELINES:
+        alike = [other for other in results if other.policy == name and other.gpus == result.gpus]
+        if len(alike) > 1:
+            alike = [other for other in alike if _same_bound(result, other)]
+        if alike:
+            return alike[0] if len({other.drain_s for other in alike}) == 1 else None
+    return None
 
 
 def _same_bound(one: SimResult, other: SimResult) -> bool:
@@ -68,13 +76,13 @@ def _same_bound(one: SimResult, other: SimResult) -> bool:
     )
 
 
-def recovered(result: SimResult, isolated: SimResult) -> float | None:
-    """The part of the gap between the isolated drain time and the lower bound that `result`
-    recovers; absent if the gap is too small or `result` is slower than the isolated run."""
-    gap = isolated.drain_s - result.bounds.bound_s
-    if gap <= GAP_PART_MIN * isolated.drain_s or result.drain_s > isolated.drain_s:
+def recovered(result: SimResult, unshared: SimResult) -> float | None:
+    """The part of the gap between the baseline's drain time and the lower bound that `result`
+    recovers; absent if the gap is too small or `result` is slower than the baseline."""
+    gap = unshared.drain_s - result.bounds.bound_s
+    if gap <= GAP_PART_MIN * unshared.drain_s or result.drain_s > unshared.drain_s:
         return None
-    return (isolated.drain_s - result.drain_s) / gap
+    return (unshared.drain_s - result.drain_s) / gap
 
 
 def sizes(runs: Sequence[Run]) -> tuple[int, ...]:
@@ -96,14 +104,17 @@ def drawn(runs: Sequence[Run]) -> tuple[Run, ...]:
     return of_size[: min(rounds * policies, DRAWN_RUNS_MAX)]
 
 
-def _beside_baseline(name: str, result: SimResult, isolated: SimResult | None) -> Run:
-    if isolated is None or result.policy == BASELINE:
-        return Run(label=name, result=result, ratio=None if isolated is None else 1.0)
+def _beside_baseline(name: str, result: SimResult, unshared: SimResult | None) -> Run:
+    if unshared is None:
+        return Run(label=name, result=result)
+    if result.policy == unshared.policy:
+        return Run(label=name, result=result, ratio=1.0, baseline=unshared.policy)
     return Run(
         label=name,
         result=result,
-        ratio=result.drain_s / isolated.drain_s if isolated.drain_s > 0 else None,
-        recovered=recovered(result, isolated),
+        ratio=result.drain_s / unshared.drain_s if unshared.drain_s > 0 else None,
+        baseline=unshared.policy,
+        recovered=recovered(result, unshared),
     )
 
 

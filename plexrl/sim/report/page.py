@@ -18,8 +18,9 @@ from plexrl.sim.report.plots.size_sweep import sweep_plot
 from plexrl.sim.report.plots.style import looks
 from plexrl.sim.report.plots.utilisation import utilisation_plot
 from plexrl.sim.report.plots.what_ifs import WhatIf, what_if_plot
-from plexrl.sim.report.tables import Table, slowdowns, summary, tenants
+from plexrl.sim.report.tables import Table, gpu_hours, slowdowns, summary, tenants
 from plexrl.sim.report.units import duration, percent
+from plexrl.sim.results.gpu_hours import tail_sentence
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.capacity_search import CapacityPlan
 from plexrl.traces.io.files import write_whole
@@ -67,6 +68,8 @@ def write_report(
         capacity=capacity(plans) if plans else None,
         summary=summary(runs, gpus_per_node),
         slowdowns=slowdowns(runs, gpus_per_node),
+        gpu_hours=gpu_hours(single),
+        tails=[(run.label, tail_sentence(run.result.tail)) for run in single],
         tenants=tenants(single),
         bills=bill_table(own) if own else None,
         split=split_plot(own, looks(runs)),

@@ -31,7 +31,9 @@ def summary(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
         "lower bound": [duration(run.result.bounds.bound_s) for run in runs],
     }
     if len(runs) > 1 and any(run.ratio is not None for run in runs):
-        columns["of isolated"] = [percent(run.ratio) for run in runs]
+        names = {run.baseline for run in runs} - {""}
+        of = f"of {names.pop()}" if len(names) == 1 else "of baseline"
+        columns[of] = [percent(run.ratio) for run in runs]
         columns["gap recovered"] = [percent(run.recovered) for run in runs]
     waits = {
         "p50": [duration(run.result.wait.median) for run in runs],
@@ -43,7 +45,7 @@ def summary(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
         "rollout GPU-h": [short(run.result.rollout_gpu_hours) for run in runs],
         "GPU-h a cycle": [short(run.result.gpu_hours_per_cycle) for run in runs],
     }
-    among = {"fairness": [f"{run.result.fairness:.3f}" for run in runs]}
+    among = {"worst": [short(run.result.worst_tenant) for run in runs]}
     return _table(
         runs,
         _cluster(runs, gpus_per_node),
@@ -85,6 +87,32 @@ def slowdowns(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
         ),
         ("GPUs of the cluster", gpus),
         *([("losses", losses)] if broken else []),
+    )
+
+
+def gpu_hours(runs: Sequence[Run]) -> Table:
+    """Where the GPU-hours go: one row per state of a GPU, one column per run in percent of the
+    cluster's GPU-hours, which are the last row."""
+    parts = [run.result.where.parts() for run in runs]
+    rows = [
+        (
+            name,
+            *(
+                percent(part_of_cluster(run, of[place][1]))
+                for run, of in zip(runs, parts, strict=True)
+            ),
+        )
+        for place, (name, _) in enumerate(parts[0])
+        if any(of[place][1] for of in parts)
+    ]
+    tail = [percent(part_of_cluster(run, run.result.where.unallocated_tail)) for run in runs]
+    rows.append(("of it in the tail", *tail))
+    rows.append(("all GPU-hours", *(short(run.result.where.total) for run in runs)))
+    return Table(
+        groups=(("", 1), ("part of the cluster's GPU-hours", len(runs))),
+        columns=("GPUs", *(run.label for run in runs)),
+        rows=tuple(rows),
+        breaks=frozenset({len(rows) - 1}),
     )
 
 
@@ -152,7 +180,7 @@ def tenants(runs: Sequence[Run]) -> TenantsTables | None:
     cells = [[rows.get(name) for rows in of] for name in names[:TENANTS_MAX]]
     waits = [[_cell(cell, lambda t: duration(t.wait_mean_s)) for cell in row] for row in cells]
     times = [[_cell(cell, lambda t: short(t.slowdown_mean)) for cell in row] for row in cells]
-    fairness = ("fairness", "", "", *(f"{run.result.fairness:.3f}" for run in shown))
+    worst = ("worst", "", "", *(short(run.result.worst_tenant) for run in shown))
 
     def table(title: str, rows: Sequence[Sequence[str]]) -> Table:
         return Table(
@@ -164,7 +192,7 @@ def tenants(runs: Sequence[Run]) -> TenantsTables | None:
     slow = table("mean completion, times alone", times)
     return TenantsTables(
         waits=table("mean wait", waits),
-        slowdowns=replace(slow, rows=(*slow.rows, fairness), breaks=frozenset({len(heads)})),
+        slowdowns=replace(slow, rows=(*slow.rows, worst), breaks=frozenset({len(heads)})),
         left_out=len(names) - len(heads),
     )
 

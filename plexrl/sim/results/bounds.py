@@ -1,7 +1,8 @@
 """Lower bounds of the drain time, for any scheduler. Pure.
 
 For jobs with release r, duration alone d and work w (GPU-seconds of training, which sharing does
-not reduce), on m GPUs, the drain time is at least
+not reduce), on m GPUs, the drain time is at least the greater of the two terms below. Neither d nor
+w may contain what a scheduler can hide or avoid, such as moves of state.
 
 * the critical path, max over jobs of r + d;
 * the area with releases, max over release times t of t + Σ_{r ≥ t} w / m.

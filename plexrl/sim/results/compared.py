@@ -24,7 +24,7 @@ FIGURES: dict[str, tuple[str, Unit]] = {
     "cycle slowdown p50": ("cycle_slowdown.median", "part"),
     "cycle slowdown p95": ("cycle_slowdown.p95", "part"),
     "jobs over SLO": ("jobs_over_slo", "count"),
-    "fairness": ("fairness", "count"),
+    "worst tenant": ("worst_tenant", "count"),
     "GPU-h/cycle": ("gpu_hours_per_cycle", "count"),
     "switches": ("switches", "count"),
     "failures": ("failures", "count"),

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from plexrl.sim.report.comparison import BACKFILLED, BASELINE, recovered
+from plexrl.sim.report.comparison import BASELINES, recovered
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.scenario import Scenario
 
-BASELINES = (BASELINE, BACKFILLED)
 HOUR_S = 3600.0
 
 
@@ -161,7 +160,7 @@ def _headline(
 def _baseline(
     group: Sequence[tuple[Scenario, SimResult]], known: dict[Scenario, SimResult]
 ) -> str | None:
-    for name in reversed(BASELINES):
+    for name in BASELINES:
         if all(replace(scenario, policy=name) in known for scenario, _ in group):
             return name
     return None

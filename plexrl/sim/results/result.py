@@ -1,7 +1,9 @@
 """The result of a simulated run, bounded in size. All but `Speed` follows from the scenario.
 Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from plexrl.sim.results.gpu_hours import GpuHours, Tail
 
 CDF_POINTS = 200
 SERIES_BINS = 400
@@ -52,7 +54,7 @@ class Bounds:
     """Lower bounds of the drain time for any scheduler; the larger one applies."""
 
     critical_path_s: float
-    """Latest end of any job that starts at its submission and never waits."""
+    """Latest end of any job that starts at its submission, never waits, and moves no state."""
     area_s: float
     """Work by release time, divided by all GPUs: of training, and of rollouts that are placed."""
 
@@ -102,11 +104,13 @@ class SimResult:
     normalized_wait: DistributionSummary
     """wait / duration on GPUs of its own (PlexRL Fig. 8)."""
     job_slowdown: DistributionSummary
-    """(end - start) / duration on GPUs of its own - 1; the start is the first placement."""
+    """(end - start) / duration on GPUs of its own - 1; the start is the first placement. A duration
+    on GPUs of its own is without moves of state, here and below: a schedule can hide them."""
     completion: DistributionSummary
     """(end - submission) / duration on GPUs of its own."""
     cycle_slowdown: DistributionSummary
-    """Duration of a cycle / duration of the same drawn cycle on a group of its own - 1."""
+    """Duration of a cycle / duration of the same drawn cycle on a group of its own - 1. Below 0 for
+    a cycle of an asynchronous job that catches up after a delay."""
     training_gpu_hours: float
     """GPU-hours of GPUs in groups for training."""
     busy_gpu_hours: float
@@ -115,6 +119,10 @@ class SimResult:
     """Those of running loads and offloads."""
     filled_gpu_hours: float = 0.0
     """Those of useful generation by preemptible deployments."""
+    where: GpuHours = field(default_factory=GpuHours)
+    """Where all GPU-hours of the cluster went."""
+    tail: Tail = field(default_factory=Tail)
+    """The end of the run, in which no job waits for its first GPUs."""
     rollout_gpu_hours: float
     """GPU-hours of GPUs in groups for rollouts, or of rollout GPUs outside of the cluster."""
     rollout_gpus_peak: int = 0
@@ -138,8 +146,8 @@ class SimResult:
     """(start of the bin in s, part of the GPUs in groups, part that is busy), at most `SERIES_BINS`
     bins."""
     tenants: tuple[TenantResult, ...]
-    fairness: float
-    """Jain's index over tenants' mean slowdowns: 1 is equal."""
+    worst_tenant: float
+    """The greatest of the tenants' mean slowdowns: 1 if no job of any tenant waits or is slowed."""
     spans: tuple[Span, ...]
     """Spans within the scenario's window, in the order of their ends."""
     spans_left_out: int = 0

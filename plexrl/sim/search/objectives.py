@@ -4,7 +4,7 @@
     metric     = quantity "." statistic | scalar
     quantity   = wait | normalized_wait | job_slowdown | completion | cycle_slowdown
     statistic  = mean | median | p50 | p95 | p99 | max
-    scalar     = drain | cost | fairness | utilisation | gpu_hours_per_cycle | failed_jobs
+    scalar     = drain | cost | worst_tenant | utilisation | gpu_hours_per_cycle | failed_jobs
 
 Times have a unit (s, min, h, d); fractions may be written in percent; costs may end in k or M.
 """
@@ -58,7 +58,7 @@ def utilisation(result: SimResult) -> float:
 _SCALARS: dict[str, tuple[Unit, Callable[[SimResult], float]]] = {
     "drain": ("time", lambda result: result.drain_s),
     "cost": ("money", lambda result: result.cost),
-    "fairness": ("part", lambda result: result.fairness),
+    "worst_tenant": ("part", lambda result: result.worst_tenant),
     "utilisation": ("part", utilisation),
     "gpu_hours_per_cycle": ("count", lambda result: result.gpu_hours_per_cycle),
     "failed_jobs": ("count", lambda result: float(result.failed_jobs)),

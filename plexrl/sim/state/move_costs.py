@@ -37,7 +37,8 @@ class MoveCosts:
 
     def __init__(self, pools: Iterable[Pool], switch_s: float | None = None) -> None:
         """`switch_s`: duration of a switch, half for the offload and half for the load, whatever
-        the size; a load from NVMe takes at least as long as its bytes. Absent: by the rates.
+        the size and wherever the state lies: moves to and from NVMe take no time beside it. Absent:
+        by the rates.
 
         Raises:
             InvalidRequestError: two different node types share a name, or `switch_s` is below 0.
@@ -80,15 +81,17 @@ class MoveCosts:
 
     def nvme_s(self, node_type: str, nbytes: int) -> float:
         """Duration of a copy between a node's host memory and its NVMe."""
+        if self._half_s is not None:
+            return 0.0
         return nbytes / self._types[node_type].nvme_bytes_per_s
 
     def _move_s(self, kind: NodeType, state_bytes: int, gpus: int, tier: str) -> float:
+        if self._half_s is not None:
+            return self._half_s
         copy_s = state_bytes / gpus / kind.host_bytes_per_s
-        half_s = self._half_s if self._half_s is not None else kind.move_fixed_s + copy_s
-        if tier != NVME:
-            return half_s
-        nvme_s = node_bytes(kind, state_bytes, gpus) / kind.nvme_bytes_per_s
-        return max(half_s, kind.move_fixed_s + nvme_s)
+        if tier == NVME:
+            copy_s = max(copy_s, node_bytes(kind, state_bytes, gpus) / kind.nvme_bytes_per_s)
+        return kind.move_fixed_s + copy_s
 
 
 def node_bytes(kind: NodeType, state_bytes: int, gpus: int) -> float:

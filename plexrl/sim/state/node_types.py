@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.errors import InvalidRequestError
+from plexrl.scheduler.placement.capacity.node_pool import SPEEDS
 from plexrl.sim.workload.scenario import GIB, NodeType
 
 NODE_TYPES: dict[str, NodeType] = {
@@ -27,10 +28,10 @@ NODE_TYPES: dict[str, NodeType] = {
             name="a100",
             gpu_memory_bytes=80 * GIB,
             host_bytes_per_s=25e9,
-            speed=0.315,
+            speed=SPEEDS["a100"],
             price=1.25,
         ),
-        NodeType(name="b200", gpu_memory_bytes=180 * GIB, speed=2.275, price=4.0),
+        NodeType(name="b200", gpu_memory_bytes=180 * GIB, speed=SPEEDS["b200"], price=4.0),
     )
 }
 

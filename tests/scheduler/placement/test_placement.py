@@ -4,10 +4,17 @@ past in any choice."""
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from plexrl import errors
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.core.queries.view_types import PlacementView
+from plexrl.scheduler.placement.policies import (
+    POLICIES,
+    WAITING_MODES,
+    PlacementMode,
+    attempts,
+)
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
@@ -398,3 +405,92 @@ def test_deployments_of_one_job_leave_gpus_for_its_others(
     groups = {str(each["deployment"]): each["group"] for each in found}
     assert None not in groups.values()
     assert groups["a/actor"] == groups["a/reference"] != groups["a/rollout"]
+
+
+def mixed(policy: str, **speeds: float) -> FakeCluster:
+    """A cluster with a node of two GPUs of each type; the first has the least memory."""
+    cluster = FakeCluster(policy=policy, horizon_slots=HORIZON)
+    cluster.now = 1200.0
+    for place, (name, speed) in enumerate(speeds.items()):
+        cluster.join_node(2, f"n{place}", node_type=name, speed=speed)
+        known = cluster.nodes[f"n{place}"]
+        cluster.nodes[f"n{place}"] = replace(known, gpu_memory_bytes=(place + 1) << 30)
+        cluster.join_node(2, f"n{place}")
+    cluster.join_router()
+    return cluster
+
+
+def type_of(cluster: FakeCluster, job: str) -> str:
+    group = group_of(cluster, job)
+    groups = cluster.core.list_groups(cluster.now)
+    return next((each["node_type"] for each in groups if each["group"] == group), "")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_job_takes_the_faster_of_two_idle_node_types(policy: str) -> None:
+    cluster = mixed(policy, a100=0.0, b200=0.0)
+    submit(cluster, "first", trace(10.0))
+    assert type_of(cluster, "first") == "b200"
+    # Its agent's figure is worth more than the name.
+    cluster = mixed(policy, a100=3.0, b200=1.0)
+    submit(cluster, "first", trace(10.0))
+    assert type_of(cluster, "first") == "a100"
+
+
+def test_a_job_that_finds_the_fast_nodes_taken_runs_on_slower_ones() -> None:
+    cluster = mixed("isolated", slow=1.0, fast=2.0)
+    for job in ("first", "second", "third"):
+        submit(cluster, job, trace(10.0))
+    assert [type_of(cluster, job) for job in ("first", "second", "third")] == ["fast", "slow", ""]
+
+
+def test_a_job_that_asks_for_a_type_or_memory_gets_it_whatever_its_speed() -> None:
+    cluster = mixed("isolated", fast=2.0, slow=1.0)
+    cluster.job("large")
+    cluster.deploy("large/actor", workers=2, trace=trace(10.0), state_bytes=3 << 30)
+    assert type_of(cluster, "large") == "slow"
+    cluster = mixed("isolated", slow=1.0, fast=2.0)
+    cluster.job("typed")
+    cluster.deploy("typed/actor", workers=2, trace=trace(10.0), node_type="slow")
+    assert type_of(cluster, "typed") == "slow"
+
+
+def test_a_job_joins_no_group_on_slow_nodes_while_it_need_not_wait_on_fast_ones() -> None:
+    cluster = mixed("spread+backfill", slow=1.0, fast=2.0)
+    cluster.job("typed")
+    cluster.deploy("typed/actor", workers=2, trace=trace(10.0), node_type="slow")
+    submit(cluster, "first", trace(60.0))
+    # It would fit into the gaps of either: now those of the fast nodes.
+    submit(cluster, "second", trace(10.0))
+    assert [type_of(cluster, job) for job in ("first", "second")] == ["fast", "fast"]
+    # Here it would have to wait for others, and on the slow nodes it need not.
+    submit(cluster, "third", trace(50.0))
+    assert type_of(cluster, "third") == "slow"
+
+
+def test_a_rollout_leaves_the_fast_nodes_to_training() -> None:
+    cluster = mixed("isolated", slow=1.0, fast=2.0)
+    cluster.job("first")
+    cluster.deploy("first/actor", workers=2, kind="rollout")
+    assert type_of(cluster, "first") == "slow"
+
+
+@given(
+    modes=st.lists(st.sampled_from(PlacementMode), unique=True).map(tuple),
+    speeds=st.lists(st.floats(0.1, 10.0), unique=True).map(lambda found: sorted(found)[::-1]),
+)
+def test_every_mode_is_tried_on_all_nodes_once_and_faster_ones_first(
+    modes: tuple[PlacementMode, ...], speeds: list[float]
+) -> None:
+    found = attempts(modes, speeds)
+    for mode in modes:
+        tried = [speed for each, speed in found if each == mode]
+        assert tried == [*speeds[:-1], None]
+    for speed in {speed for _, speed in found}:
+        assert tuple(mode for mode, at in found if at == speed) == modes
+    if len(speeds) < 2:
+        assert found == [(mode, None) for mode in modes]
+    for index, (mode, _) in enumerate(found):
+        if mode in WAITING_MODES:
+            ahead = modes[: modes.index(mode)]
+            assert {each for each, _ in found[index:]}.isdisjoint(ahead)

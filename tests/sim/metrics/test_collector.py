@@ -57,12 +57,12 @@ def test_the_measures_of_two_jobs_that_share_a_group() -> None:
     collector.job_placed("b", 200.0)
     collector.ran("g", "a", 8, "load", 0.0, 10.0)
     collector.ran("g", "a", 8, "run", 10.0, 110.0)
-    collector.cycle_ended("a", 110.0, 100.0)
+    collector.cycle_ended("a", 110.0, 100.0, 10.0)
     collector.ran("g", "a", 8, "offload", 110.0, 130.0)
     collector.ran("g", "b", 8, "load", 130.0, 150.0)
     collector.job_ended("a", 400.0, "completed", 200.0)
     collector.ran("g", "b", 8, "run", 150.0, 350.0)
-    collector.cycle_ended("b", 150.0, 150.0)
+    collector.cycle_ended("b", 150.0, 150.0, 0.0)
     collector.job_ended("b", 500.0, "completed", 100.0)
     collector.group_gone("g", 8, 500.0)
     found = finish(collector, 500.0)
@@ -82,7 +82,7 @@ def test_the_measures_of_two_jobs_that_share_a_group() -> None:
     assert found.job_slowdown.mean == pytest.approx((1.0 + 2.0) / 2)
     assert found.completion.mean == pytest.approx((2.0 + 4.0) / 2)
     assert found.cycle_slowdown.highest == pytest.approx(0.1)
-    assert found.fairness == pytest.approx(6.0**2 / (2 * (4 + 16)))
+    assert found.worst_tenant == pytest.approx(4.0)
     # Work: a 800, b 1600 GPU-seconds on 16 GPUs.
     assert found.bounds.critical_path_s == 200.0
     assert found.bounds.area_s == pytest.approx(100.0 + 1600 / 16)
@@ -163,7 +163,7 @@ def test_what_is_kept_does_not_grow_with_the_jobs() -> None:
         collector.job_placed(name, now + 1.0)
         collector.group_made(f"g{number}", 8, now)
         collector.ran(f"g{number}", name, 8, "run", now + 1.0, now + 9.0)
-        collector.cycle_ended(name, 9.0, 8.0)
+        collector.cycle_ended(name, 9.0, 8.0, 1.0)
         collector.job_ended(name, now + 9.0, "completed", 8.0)
         collector.group_gone(f"g{number}", 8, now + 9.0)
         now += 10.0
@@ -196,8 +196,8 @@ def test_jobs_that_waited_more_than_they_accept_are_counted() -> None:
         for name, slo, took_s in (("a", 0.1, 120.0), ("b", 0.2, 120.0), ("c", None, 160.0)):
             collector.job_submitted(replace(job(name), slo=slo), 0.0)
             collector.job_placed(name, 0.0)
-            collector.cycle_ended(name, took_s, 100.0)
-            collector.cycle_ended(name, took_s, 100.0)
+            collector.cycle_ended(name, took_s, 100.0, took_s - 100.0)
+            collector.cycle_ended(name, took_s, 100.0, took_s - 100.0)
             collector.job_ended(name, 2 * took_s, "completed", 200.0)
         counts[for_all] = finish(collector, 1000.0).jobs_over_slo
     assert counts == {None: 2, 0.5: 0}

@@ -91,7 +91,7 @@ def test_the_answer_is_held_against_the_isolated_policy_that_backfills() -> None
         ("wait.p95<=60s", {1: math.nan, 2: 10.0}),
         ("wait.p95<=60s", {1: 500.0, 2: 700.0}),
         ("wait.p95>=60s", {1: 0.0, 600: 1e7}),
-        ("fairness>=0.9,drain<=30d,utilisation<=5%,cost<=1k", {1: 0.0, 2: 0.0}),
+        ("worst_tenant<=3,drain<=30d,utilisation<=5%,cost<=1k", {1: 0.0, 2: 0.0}),
         ("wait.max<=1s,failed_jobs<=3", {7: 0.0}),
     ],
 )
@@ -107,9 +107,9 @@ def test_figures_at_their_edges_are_drawn(
 
 
 def test_parts_stand_in_percent_and_indices_and_multiples_do_not() -> None:
-    wanted = "job_slowdown.median<=5%,fairness>=0.9,completion.p95<=3,utilisation>=0.1,drain<=30d"
+    wanted = "job_slowdown.median<=5%,worst_tenant<=3,completion.p95<=3,utilisation>=0.1,drain<=30d"
     (row,) = probe_table([plan_of("pack", wanted, {8: 0.0})]).rows
-    assert row[5:] == ("2.0 %", "0.987", "0", "25.0 %", "10.0 days")
+    assert row[5:] == ("2.0 %", "1.60", "0", "25.0 %", "10.0 days")
 
 
 def test_what_costs_nothing_has_no_cost_curve(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def run_of(policy: str, *, gpus: int = 64, drain_s: float = 864_000.0) -> SimRes
             )
             for tenant, hours in (("vision", 7_000.0), ("speech", 5_000.0))
         ),
-        fairness=0.987,
+        worst_tenant=1.6,
         spans=tuple(
             Span(
                 group=f"g{group}",
@@ -176,7 +176,7 @@ def test_each_run_stands_in_the_table_with_its_figures(compared: str) -> None:
         *("8", "64", "321", "5.00 days", "2.50 days"),
         "50.0 %",  # of the isolated run's 10 days
         "66.7 %",  # 5 of the 7.5 days from there to the bound
-        *("2.00 h", "3.25 days", "54,321", "7,680", "9,000", "5.25", "0.987"),
+        *("2.00 h", "3.25 days", "54,321", "7,680", "9,000", "5.25", "1.60"),
     ]
     assert re.findall(r"<td>(.*?)</td>", slowdowns) == [
         *("8", "64", "1.2 %", "1.9 %", "4.6 %", "2.0 %", "2.0 %", "3.0 %", "1.20", "4.10"),
@@ -192,7 +192,7 @@ def test_page_says_what_sharing_gains(compared: str) -> None:
 
 def test_scenario_and_tenants_are_listed(compared: str) -> None:
     text = read(compared).text
-    for part in ("jitter", "15 %", "vision", "speech", "7,000", "1.38", "fairness", "0.987"):
+    for part in ("jitter", "15 %", "vision", "speech", "7,000", "1.38", "worst", "1.60"):
         assert part in text
 
 
@@ -209,7 +209,8 @@ def test_page_needs_nothing_beside_it(compared: str) -> None:
 
 def test_every_plot_that_has_its_data_is_there(compared: str) -> None:
     assert sections(compared) == [
-        *("runs", "drain", "cost", "wait", "completion", "utilisation", "gantt", "tenants")
+        *("runs", "gpuhours", "drain", "cost", "wait", "completion", "utilisation", "gantt"),
+        "tenants",
     ]
 
 
@@ -398,7 +399,7 @@ def test_what_ifs_are_drawn_beside_what_they_are_of(tmp_path: Path) -> None:
     ]
     path = write_report(runs, tmp_path, title="A plan", scenario_lines=LINES, what_ifs=others)
     page = path.read_text(encoding="utf-8")
-    assert sections(page)[:2] == ["runs", "whatifs"]
+    assert sections(page)[:3] == ["runs", "gpuhours", "whatifs"]
     assert page.count("changes as bars") == 2
     assert "<script" not in page
     with pytest.raises(InvalidRequestError, match="not among the report's 1 runs"):

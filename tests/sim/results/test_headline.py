@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from plexrl.sim.report.comparison import recovered
+from plexrl.cli.simulate.tables import baselines
+from plexrl.sim.report.comparison import compare, recovered
 from plexrl.sim.results.headline import headlines, sentences
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.scenario import Scenario
@@ -99,3 +100,22 @@ def test_no_part_of_a_gap_is_told_that_is_too_small_or_missed() -> None:
     far = run_of("isolated", drain_s=432_000.0)
     assert recovered(run_of("pack", drain_s=500_000.0), far) is None
     assert recovered(run_of("pack", drain_s=324_000.0), far) == pytest.approx(0.5)
+
+
+def test_tables_bars_and_sentences_have_one_baseline() -> None:
+    """`isolated+backfill` where it was run, `isolated` otherwise."""
+    results = [
+        run_of("isolated", drain_s=800_000.0),
+        run_of("isolated+backfill", drain_s=600_000.0),
+        run_of("pack", drain_s=480_000.0),
+    ]
+    pairs = [(replace(BASE, policy=each.policy), each) for each in results]
+    (line,) = headlines(pairs)
+    assert [run.ratio for run in compare(results)] == pytest.approx([8 / 6, 1.0, 0.8])
+    assert {run.baseline for run in compare(results)} == {line.baseline} == {"isolated+backfill"}
+    assert line.drain.values == (compare(results)[2].ratio,)
+    (alone,) = baselines(pairs).values()
+    assert alone is results[1]
+    (alone,) = baselines([pairs[0], pairs[2]]).values()
+    assert alone is results[0]
+    assert compare([results[0], results[2]])[1].ratio == pytest.approx(0.6)

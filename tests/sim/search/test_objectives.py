@@ -23,7 +23,7 @@ from tests.sim.report.test_report import run_of
         ("completion.p95<=3", 3.0),
         ("cost<=1.5M", 1.5e6),
         ("cost<=20k", 20_000.0),
-        ("fairness>=0.9", 0.9),
+        ("worst_tenant<=3", 3.0),
         ("failed_jobs<=2", 2.0),
     ],
 )
@@ -85,8 +85,8 @@ def test_a_bound_is_met_at_its_own_value_and_never_by_no_number() -> None:
     assert not objective("wait.p95<=2h").is_met(
         replace(result, wait=replace(result.wait, p95=7200.5))
     )
-    assert objective("fairness>=0.5").is_met(replace(result, fairness=0.5))
-    assert not objective("fairness>=0.5").is_met(replace(result, fairness=0.4))
+    assert objective("worst_tenant<=2").is_met(replace(result, worst_tenant=2.0))
+    assert not objective("worst_tenant<=2").is_met(replace(result, worst_tenant=2.1))
     nobody = DistributionSummary(
         count=0, mean=math.nan, median=math.nan, p95=math.nan, p99=math.nan, highest=math.nan
     )

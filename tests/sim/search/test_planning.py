@@ -325,9 +325,9 @@ def test_a_result_comes_back_from_its_document() -> None:
     assert "speed" not in values
     assert result_from(values, result.speed) == result
     assert dumps(result_values(result_from(values))) == dumps(values)
-    unknown = replace(result, fairness=math.nan)
-    assert result_values(unknown)["fairness"] is None
-    assert math.isnan(result_from(result_values(unknown)).fairness)
+    unknown = replace(result, worst_tenant=math.nan)
+    assert result_values(unknown)["worst_tenant"] is None
+    assert math.isnan(result_from(result_values(unknown)).worst_tenant)
     assert scenario_values(BASE)["source"] == {"jobs_count": 6, "cycles": 12, "dies": False}
 
 

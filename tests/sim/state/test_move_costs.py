@@ -69,3 +69,13 @@ def test_a_state_is_the_rows_as_far_as_its_gpus_hold_it() -> None:
     assert device_state_bytes(published, H200) == whole
     unknown = TraceJob(job_id="c", submit_s=0.0, duration_s=1.0, gpus=8)
     assert device_state_bytes(unknown, H200) == MODEL_CLASSES["7B"].demand()["state_bytes"]
+
+
+def test_a_switch_of_0_s_takes_no_time_from_or_to_nvme_either() -> None:
+    pool = Pool(nodes=1)
+    for switch_s in (0.0, 8.0):
+        costs = MoveCosts((pool,), switch_s)
+        for tier in (HOST, NVME):
+            assert costs.load_s("h200", 800 << 30, 8, tier) == switch_s / 2
+            assert costs.offload_s("h200", 800 << 30, 8, tier) == switch_s / 2
+        assert costs.nvme_s("h200", 800 << 30) == 0.0

@@ -67,7 +67,7 @@ class Rehearsal:
         kinds = [kind for kind in left if left[kind] >= need.workers and suits(kind, need)]
         if not kinds:
             return False
-        kind = min(kinds, key=lambda each: choice_order(each, left[each]))
+        kind = min(kinds, key=lambda each: choice_order(each, left[each], need.by_speed))
         left[kind] -= need.workers
         self._groups.append(_Group(kind=kind, members=[deployment]))
         return True

@@ -27,6 +27,12 @@ PERIOD_PROFILES_MAX = 32
 """Period profiles kept, one for each recently used number of cycles."""
 
 
+CANDIDATES_PER_PASS = 256
+"""Groups searched at a time, the least loaded first; the first pass with a fit ends the search.
+This bounds the cost of a decision, as does the percentage of nodes that kube-scheduler scores. The
+groups left out are fuller than all groups that were searched."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Shape:
     """Groups of equal shape are interchangeable for a job."""
@@ -342,3 +348,19 @@ class CapacityIndex:
         if found is None:
             found = self._tables[shape] = ShapeTable(shape, self.horizon_slots)
         return found
+
+
+def sorted_passes(
+    table: ShapeTable, rows: NDArray[np.intp], key: NDArray[np.float64]
+) -> "list[NDArray[np.intp]]":
+    """`rows` sorted by key and group number, in passes. Of many rows only the first passes are
+    sorted and returned."""
+    most = 8 * CANDIDATES_PER_PASS
+    if rows.size > most:
+        bound = np.partition(key[rows], most)[most]
+        rows = rows[key[rows] <= bound]
+    ordered = rows[np.lexsort((table.serial[rows], key[rows]))][:most]
+    return [
+        ordered[begin : begin + CANDIDATES_PER_PASS]
+        for begin in range(0, ordered.size, CANDIDATES_PER_PASS)
+    ]

@@ -4,6 +4,7 @@ The state determines all of it: `Inventory(config, policy, state)` rebuilds it a
 `check` compares the two.
 """
 
+import math
 from dataclasses import dataclass
 
 from plexrl.ids import DeploymentId, GroupId, NodeId
@@ -16,6 +17,7 @@ from plexrl.scheduler.placement.capacity.node_pool import (
     NodePool,
     is_in_service,
     kind_of,
+    speed_of,
 )
 from plexrl.scheduler.placement.policies import PlacementPolicy
 from plexrl.scheduler.state.demand.trace import DemandTrace, Footprint, project, whole_ring
@@ -37,6 +39,7 @@ class Inventory:
         self.holds: dict[Need, bool] = {}
         """Whether the nodes in service have these GPUs."""
         self._sizes: dict[NodeKind, tuple[int, int]] | None = None
+        self._speeds: dict[tuple[str, int, str], float] | None = None
         self._in_service: dict[NodeKind, int] | None = None
         self._spills: dict[GroupId, bool] = {}
         self._groups_on: dict[NodeId, dict[GroupId, None]] = {}
@@ -62,7 +65,7 @@ class Inventory:
 
     def node_changed(self, node: Node) -> None:
         """Update after a node joined, returned with other sizes, died, or is drained or not."""
-        self._sizes = self._in_service = None
+        self._sizes = self._in_service = self._speeds = None
         self.holds.clear()
         if node.is_draining:
             self.draining[node.node] = None
@@ -85,7 +88,7 @@ class Inventory:
     def node_removed(self, node: NodeId) -> None:
         """Forget a node without groups."""
         assert not self._groups_on.get(node), f"{node} has groups"
-        self._sizes = self._in_service = None
+        self._sizes = self._in_service = self._speeds = None
         self.holds.clear()
         self.draining.pop(node, None)
         self.pool.remove(node)
@@ -190,6 +193,23 @@ class Inventory:
                     self._in_service[kind] = self._in_service.get(kind, 0) + node.gpus
         return self._in_service
 
+    def speeds(self) -> list[float]:
+        """The speeds of all nodes, fastest first."""
+        return sorted(set(self._speed_by_type().values()), reverse=True)
+
+    def speed(self, shape: Shape) -> float | None:
+        """The speed of groups of this shape; None if no node is of their type any more."""
+        return self._speed_by_type().get((shape.node_type, shape.gpu_memory_bytes, shape.gpu_kind))
+
+    def _speed_by_type(self) -> dict[tuple[str, int, str], float]:
+        if self._speeds is None:
+            self._speeds = {}
+            for node in self._state.nodes.values():
+                key = (node.node_type, node.gpu_memory_bytes, node.gpu_kind)
+                # Nodes of one type may differ: none is slower than its type.
+                self._speeds[key] = min(speed_of(node), self._speeds.get(key, math.inf))
+        return self._speeds
+
     def gpus_in_service(self, group: Group) -> dict[NodeKind, int]:
         """The group's GPUs on nodes in service, by kind."""
         found: dict[NodeKind, int] = {}
@@ -271,8 +291,11 @@ class Inventory:
         alone = need_of(deployment).device_bytes - stays
         return kept + stays + max(most, alone) <= group.gpu_memory_bytes
 
-    def find_gpus(self, deployment: Deployment) -> tuple[RankPlacement, ...] | None:
-        """Free GPUs for a new group of the deployment; None if there are none.
+    def find_gpus(
+        self, deployment: Deployment, speed: float | None = None
+    ) -> tuple[RankPlacement, ...] | None:
+        """Free GPUs for a new group of the deployment, of nodes of this speed only if one is given;
+        None if there are none.
 
         If the policy keeps states in host memory, the deployment must fit into the host memory of
         its nodes with the states there. A deployment alone on its nodes is never offloaded, so its
@@ -281,14 +304,25 @@ class Inventory:
         need = need_of(deployment)
         wanted = (need.workers, need.node_type, need.gpu_memory_bytes)
         if not self._policy.keeps_in_host or deployment.exclusive:
-            return self.pool.find(*wanted, device_bytes_min=need.device_bytes)
+            return self.pool.find(
+                *wanted,
+                device_bytes_min=need.device_bytes,
+                by_speed=need.by_speed,
+                speed=speed,
+            )
 
         def fits(node: NodeId, ranks: int) -> bool:
             kept = self._kept.get(node, 0)
             more = deployment.state_bytes * ranks // deployment.workers
             return not kept or kept + more <= self._state.nodes[node].host_memory_bytes
 
-        return self.pool.find(*wanted, fits, device_bytes_min=need.device_bytes)
+        return self.pool.find(
+            *wanted,
+            fits,
+            device_bytes_min=need.device_bytes,
+            by_speed=need.by_speed,
+            speed=speed,
+        )
 
     def spills(self, group: Group) -> bool:
         """Whether the states on the group's nodes exceed host memory."""

@@ -19,6 +19,9 @@ class Need(NamedTuple):
     """Minimum for each virtual GPU: the state."""
     device_bytes: int = 0
     """Minimum for each real GPU: the whole sum."""
+    by_speed: bool = True
+    """Whether faster GPUs are preferred. A rollout's speed is not known, so rollouts leave fast
+    GPUs to training."""
 
     def on(self, gpu_kind: str) -> int:
         """Minimum for each GPU of this kind; empty: a virtual one."""
@@ -32,7 +35,8 @@ def fits_as_placed(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
         kinds = [kind for kind in left if left[kind] >= need.workers and suits(kind, need)]
         if not kinds:
             return False
-        left[min(kinds, key=lambda kind: choice_order(kind, left[kind]))] -= need.workers
+        order = {kind: choice_order(kind, left[kind], need.by_speed) for kind in kinds}
+        left[min(order, key=order.__getitem__)] -= need.workers
     return True
 
 
@@ -64,7 +68,8 @@ def need_of(deployment: "Deployment") -> Need:
     """The GPUs that a deployment needs."""
     per_rank = -(-deployment.state_bytes // deployment.workers)
     on_gpu = per_rank if deployment.memory is None else deployment.memory.need_bytes
-    return Need(deployment.workers, deployment.node_type, per_rank, on_gpu)
+    by_speed = deployment.kind != "rollout"
+    return Need(deployment.workers, deployment.node_type, per_rank, on_gpu, by_speed)
 
 
 def kept_bytes(deployment: "Deployment") -> int:

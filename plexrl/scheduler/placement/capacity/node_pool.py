@@ -37,6 +37,25 @@ class NodeKind:
     """Equal for nodes that one group may span."""
     gpu_kind: str = ""
     """Name of the GPUs; empty: they are virtual."""
+    speed: float = 1.0
+    """Relative speed of training."""
+
+
+SPEEDS: Final[dict[str, float]] = {"b200": 2.275, "h200": 1.0, "h100": 1.0, "a100": 0.315}
+"""Peak dense bf16 rates (2 250, 989 and 312 TFLOP/s by NVIDIA's data sheets) relative to an H200's,
+by a part of a GPU's or node type's name."""
+
+
+def speed_of(node: "Node") -> float:
+    """The speed of a node's GPUs: as its agent says, else by the name of the GPUs, else by the name
+    of the node type; 1 if neither is known."""
+    if node.speed:
+        return node.speed
+    for name in (node.gpu_kind.lower(), node.node_type.lower()):
+        for part, speed in SPEEDS.items():
+            if part in name:
+                return speed
+    return 1.0
 
 
 def kind_of(node: "Node") -> NodeKind:
@@ -45,7 +64,7 @@ def kind_of(node: "Node") -> NodeKind:
     fabric = ""
     if node.host:
         fabric = TRUSTED if node.fabric == TRUSTED else f"{ALONE}{node.node}"
-    return NodeKind(node.node_type, node.gpu_memory_bytes, fabric, node.gpu_kind)
+    return NodeKind(node.node_type, node.gpu_memory_bytes, fabric, node.gpu_kind, speed_of(node))
 
 
 def fabric_note(kinds: Iterable[NodeKind]) -> str:
@@ -167,20 +186,25 @@ class NodePool:
         memory_bytes_min: int,
         suits: Callable[[NodeId, int], bool] | None = None,
         device_bytes_min: int | None = None,
+        *,
+        by_speed: bool = True,
+        speed: float | None = None,
     ) -> tuple[RankPlacement, ...] | None:
         """`count` free GPUs of one kind with at least that memory each; None if there are none.
 
-        Prefers the kind with the least sufficient memory, then the lowest name, then the fewest
-        free GPUs. `suits(node, n)`: whether n GPUs of the node may be used. `device_bytes_min`: the
-        minimum instead of `memory_bytes_min` on GPUs that are not virtual."""
+        Prefers the fastest kind, unless `by_speed` is false; then the one with the least sufficient
+        memory, then the lowest name, then the fewest free GPUs. `suits(node, n)`: whether n GPUs of
+        the node may be used. `device_bytes_min`: the minimum instead of `memory_bytes_min` on GPUs
+        that are not virtual. `speed`: kinds of this speed only."""
         on_gpu = memory_bytes_min if device_bytes_min is None else device_bytes_min
         kinds = [
             key
             for key in self._kinds
             if node_type in ("", key.node_type)
             and key.gpu_memory_bytes >= (on_gpu if key.gpu_kind else memory_bytes_min)
+            and speed in (None, key.speed)
         ]
-        for key in sorted(kinds, key=lambda k: choice_order(k, self._kinds[k].free_gpus)):
+        for key in sorted(kinds, key=lambda k: choice_order(k, self._kinds[k].free_gpus, by_speed)):
             kind = self._kinds[key]
             if kind.free_gpus < count:
                 continue
@@ -266,9 +290,13 @@ class NodePool:
             del kind.blocks[found.block]
 
 
-def choice_order(kind: NodeKind, free_gpus: int) -> tuple[int, str, int, str, str]:
-    """Sort key of kinds that have enough free GPUs: the lowest is chosen."""
-    return kind.gpu_memory_bytes, kind.node_type, free_gpus, kind.fabric, kind.gpu_kind
+def choice_order(
+    kind: NodeKind, free_gpus: int, by_speed: bool
+) -> tuple[float, int, str, int, str, str]:
+    """Sort key of kinds that have enough free GPUs: the lowest is chosen. `by_speed`: the fastest
+    first."""
+    speed = -kind.speed if by_speed else 0.0
+    return speed, kind.gpu_memory_bytes, kind.node_type, free_gpus, kind.fabric, kind.gpu_kind
 
 
 def _count_in(kind: _Kind, name: NodeId, node: _PoolNode) -> None:

@@ -73,6 +73,8 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     gpu_kind: str = ""
     """Name of its GPUs, as the driver prints it; empty: they are virtual, and workers compute on
     the CPU."""
+    speed: float = 0.0
+    """Speed of training relative to other nodes; 0: by the names of its GPUs and its type."""
 
 
 class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.engine.arrival import new_run
-from plexrl.sim.engine.job_run import JobRun, alone_clock
+from plexrl.sim.engine.job_run import JobRun
 from plexrl.sim.engine.shell import virtual_config
 from plexrl.sim.engine.unshared.backfilling import RigidJob, Rule, conservative, easy
 from plexrl.sim.metrics.collector import COMPLETED, Collector
@@ -90,19 +90,19 @@ class UnsharedRun:
 
     def _rigid(self, job: TraceJob) -> RigidJob:
         run = self._run(job)
-        duration_s = sum(self._cycles(run))
+        duration_s = sum(took_s for took_s, _ in self._cycles(run))
         rollout_gpus = 0 if run.rollouts is None else run.rollouts.gpus
         return RigidJob(job.submit_s, run.gpus + rollout_gpus, duration_s)
 
     def _run(self, job: TraceJob) -> JobRun:
         scenario, kind = self._scenario, self._scenario.pools[0].node_type
         run = new_run(job, job.job_id, kind, scenario, self._cycle_factory)
-        run.node_type, run.speed = kind.name, kind.speed
-        run.alone = alone_clock(run, scenario, self._costs, self._config)
+        run.node_type, run.speed, run.speed_max = kind.name, kind.speed, kind.speed
+        run.start_clocks(scenario, self._costs, self._config)
         return run
 
-    def _cycles(self, run: JobRun) -> Iterator[float]:
-        """Runs all cycles; yields the seconds of each."""
+    def _cycles(self, run: JobRun) -> Iterator[tuple[float, float]]:
+        """Runs all cycles; yields the seconds of each, with the moves of its state and without."""
         for _ in range(run.cycles):
             run.begin_rollout()
             run.rolling = False
@@ -117,10 +117,10 @@ class UnsharedRun:
         if (rollouts := run.rollouts) is not None:
             collector.group_made(rollouts.deployment, rollouts.gpus, start_s, rolls_out=True)
         at, worked_s, rolled_s = start_s, 0.0, 0.0
-        for took_s in self._cycles(run):
+        for took_s, least_s in self._cycles(run):
             at += took_s
             self.cycles += 1
-            collector.cycle_ended(job.job_id, took_s, took_s)
+            collector.cycle_ended(job.job_id, took_s, least_s, 0.0)
             # To the bins of a utilisation it makes no difference when in a cycle GPUs work.
             trained_at = at - (run.worked_s - worked_s)
             collector.ran(job.job_id, job.job_id, run.gpus, "run", trained_at, at)
@@ -134,4 +134,5 @@ class UnsharedRun:
         if rollouts is not None:
             collector.group_gone(rollouts.deployment, rollouts.gpus, at)
             worked_gpu_s += rollouts.gpus * rolled_s
-        collector.job_ended(job.job_id, at, COMPLETED, at - start_s, worked_gpu_s)
+        assert run.least is not None
+        collector.job_ended(job.job_id, at, COMPLETED, run.least.now, worked_gpu_s)

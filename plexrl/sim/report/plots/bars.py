@@ -25,6 +25,7 @@ def drain_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
     if len(runs) < 2:
         return None
     unit = time_unit(max(run.result.drain_s for run in runs))
+    whose = " or ".join(sorted({run.baseline for run in runs if run.baseline})) or "the baseline"
 
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
@@ -43,7 +44,7 @@ def drain_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
         name="drain",
         title="Time to drain the trace",
         says=f"From the trace's start to the end of its last job, in {unit.name}, and as part of "
-        "the isolated run's in brackets: the time of the cluster's GPUs. The stroke is the "
+        f"that of {whose} in brackets: the time of the cluster's GPUs. The stroke is the "
         "lower bound, which no scheduler can beat; shorter is better.",
         pictures=(Picture(svg=draw("drain", _size(runs), paint, describes="Drain times as bars")),),
         keys=(Key(label="lower bound", colour="currentColor", dash=()),),

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plexrl.sim.report.comparison import BASELINE, Run
+from plexrl.sim.report.comparison import ISOLATED, Run
 
 JOB_COLOURS = (
     *("#4590de", "#e69f00", "#3d9a50", "#cf6aab", "#7cc8f2", "#d55e00", "#a983d6", "#a8a13a"),
 )
 SWITCH_COLOUR = "#10161d"
 FIXED = {
-    BASELINE: ("#858c94", (6.0, 2.0)),
+    ISOLATED: ("#858c94", (6.0, 2.0)),
     "pack": ("#d9822b", (7.0, 1.5, 1.5, 1.5)),
     "spread": ("#3d9a50", (4.0, 1.5)),
     "spread+backfill": ("#2a6fbb", ()),

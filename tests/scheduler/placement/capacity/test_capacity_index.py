@@ -8,9 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl import errors
-from plexrl.scheduler.placement.capacity.index import CapacityIndex, Shape, ShapeTable
+from plexrl.scheduler.placement.capacity.index import (
+    CANDIDATES_PER_PASS,
+    CapacityIndex,
+    Shape,
+    ShapeTable,
+    sorted_passes,
+)
 from plexrl.scheduler.placement.capacity.shift_search import ShiftSearch
-from plexrl.scheduler.placement.placement import CANDIDATES_PER_PASS, _sorted_passes
 from plexrl.scheduler.state.demand.trace import CRITICAL_WEIGHT, Footprint, whole_ring
 from tests.scheduler.placement.capacity.footprint_strategies import HORIZON, footprints, slow_slots
 
@@ -272,7 +277,7 @@ def test_the_candidate_limit_keeps_the_least_loaded_groups_in_order(
     table.load[:count] = rng.integers(0, distinct, count) / distinct
     rows = np.flatnonzero(rng.random(len(table.load)) < 0.9)
     rows = rows[rows < count]
-    passes = _sorted_passes(table, rows, table.load)
+    passes = sorted_passes(table, rows, table.load)
     assert all(0 < len(each) <= CANDIDATES_PER_PASS for each in passes)
     ordered = sorted(rows.tolist(), key=lambda row: (table.load[row], table.serial[row]))
     assert [row for each in passes for row in each.tolist()] == ordered[: 8 * CANDIDATES_PER_PASS]

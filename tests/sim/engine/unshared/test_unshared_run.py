@@ -29,7 +29,7 @@ def test_a_job_takes_as_long_as_it_does_alone(policy: str, staleness: int) -> No
     assert rigid.training_gpu_hours == pytest.approx(alone.training_gpu_hours)
     assert rigid.rollout_gpu_hours == pytest.approx(alone.rollout_gpu_hours)
     assert rigid.bounds == alone.bounds
-    assert rigid.cycle_slowdown.highest == 0.0
+    assert rigid.cycle_slowdown.mean == pytest.approx(alone.cycle_slowdown.mean)
 
 
 @pytest.mark.parametrize("policy", UNSHARED)
