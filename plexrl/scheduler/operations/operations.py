@@ -4,10 +4,7 @@ from typing import Final
 
 import msgspec
 
-from plexrl.errors import (
-    OperationCancelledError,
-    PlexRLError,
-)
+from plexrl.errors import OperationCancelledError, PlexRLError
 from plexrl.ids import OperationId
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.dispatch.next_use import next_use_s

@@ -78,8 +78,8 @@ def holders(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> list[H
 def _suitable(cluster: Cluster, waiting: Deployment, now: float) -> dict[JobId, int]:
     """GPUs of each other job that the deployment could use if they became free."""
     state = cluster.state
-    _, rule, _ = why_no_gpus(cluster, waiting, now)
-    if rule not in ("capacity", "turn", "memory", "quota"):
+    _, rule, _ = why_no_gpus(cluster, waiting, now, sees_all=False)
+    if rule not in ("capacity", "turn", "memory", "quota", "reservation"):
         return {}
     tenant = state.job(waiting.job).tenant
     found: dict[JobId, int] = {}

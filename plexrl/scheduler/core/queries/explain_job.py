@@ -59,7 +59,7 @@ def _summary(
         return f"its controller has not acknowledged a failure: {earlier_failure(failure).message}"
     for deployment in deployments:
         if deployment.state == WpgState.WAITING:
-            reason, _, _ = why_no_gpus(cluster, deployment, now)
+            reason, _, _ = why_no_gpus(cluster, deployment, now, sees_all=sees_all)
             return f"{deployment.deployment} waits for GPUs: {reason}"
     for deployment in deployments:
         for row in _operations(cluster, deployment, now, sees_all, most=1):

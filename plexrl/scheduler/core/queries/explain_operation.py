@@ -94,7 +94,7 @@ def _reason(
         left = expected_s - (now - began_at)
         return "it is running", "running", max(0.0, left)
     if deployment.state == WpgState.WAITING or group is None:
-        return why_no_gpus(cluster, deployment, now)
+        return why_no_gpus(cluster, deployment, now, sees_all=sees_all)
     if deployment.state == WpgState.LAUNCHING:
         return "its workers are starting", "launching", None
     if deployment.state in (WpgState.RECOVERING, WpgState.MIGRATING):

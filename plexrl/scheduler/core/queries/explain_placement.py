@@ -38,7 +38,7 @@ _REFUSALS: Final[tuple[tuple[Count, str], ...]] = (
 
 
 def why_no_gpus(
-    cluster: Cluster, deployment: Deployment, now: float
+    cluster: Cluster, deployment: Deployment, now: float, *, sees_all: bool
 ) -> tuple[str, str, float | None]:
     """(reason, rule, seconds until it may get GPUs) of a deployment without GPUs."""
     if deployment.preemptible:
@@ -70,7 +70,7 @@ def why_no_gpus(
         rule = "memory"
     if any(row.get("over_slo") for row in rows):
         rule = "slo"
-    reserved = _reservation(cluster, deployment, now)
+    reserved = _reservation(cluster, deployment, now, sees_all)
     if reserved is not None:
         reason, reserved_s = reserved
         reason = f"{reason}; {what} are wanted; {standing}; {tried}"
@@ -79,7 +79,7 @@ def why_no_gpus(
 
 
 def _reservation(
-    cluster: Cluster, deployment: Deployment, now: float
+    cluster: Cluster, deployment: Deployment, now: float, sees_all: bool
 ) -> tuple[str, float | None] | None:
     """(what a reservation, its own or another's, means for the deployment; seconds until its own).
     None: no reservation keeps GPUs from it."""
@@ -103,7 +103,7 @@ def _reservation(
         return None
     for name, other in sorted(state.reservations.items(), key=lambda each: (each[1].at, each[0])):
         if node_types_compatible(state.deployment(name).node_type, deployment.node_type):
-            owner = name_for(state, name, deployment)
+            owner = name_for(state, name, deployment, sees_all=sees_all)
             until = f"for {other.at - now:.0f} s more" if now < other.at else "until that starts"
             return (
                 f"free GPUs are reserved {until} for {owner}, which has waited longer than "
