@@ -447,7 +447,7 @@ def test_a_job_that_finds_the_fast_nodes_taken_runs_on_slower_ones() -> None:
 def test_a_job_that_asks_for_a_type_or_memory_gets_it_whatever_its_speed() -> None:
     cluster = mixed("isolated", fast=2.0, slow=1.0)
     cluster.job("large")
-    cluster.deploy("large/actor", workers=2, trace=trace(10.0), state_bytes=3 << 30)
+    cluster.deploy("large/actor", workers=2, trace=trace(10.0), state_bytes=3 << 30, exclusive=True)
     assert type_of(cluster, "large") == "slow"
     cluster = mixed("isolated", slow=1.0, fast=2.0)
     cluster.job("typed")

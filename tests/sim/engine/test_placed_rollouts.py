@@ -32,7 +32,7 @@ def test_every_policy_drains_with_placed_rollouts(policy: str) -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_job_alone_takes_as_long_as_it_is_expected_to(staleness: int) -> None:
-    result = simulate(placed(1, nodes=2, staleness=staleness))
+    result = simulate(replace(placed(1, nodes=2, staleness=staleness), switch_s=0.0))
     assert result.job_slowdown.highest == pytest.approx(0.0, abs=1e-9)
     assert result.cycle_slowdown.highest == pytest.approx(0.0, abs=1e-9)
 

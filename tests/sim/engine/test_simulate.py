@@ -63,12 +63,16 @@ def test_every_policy_drains(policy: str) -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("detail", ["burst", "operation"])
-def test_a_job_alone_has_no_slowdown(staleness: int, detail: str) -> None:
+def test_a_job_alone_is_slowed_by_the_moves_of_its_state_only(staleness: int, detail: str) -> None:
     jobs = rows(1, cycles=150, staleness=staleness)
-    result = simulate(replace(scenario(jobs), detail=detail))  # type: ignore[arg-type]
-    assert result.cycles == 150
-    assert result.job_slowdown.highest == pytest.approx(0.0, abs=1e-9)
-    assert result.cycle_slowdown.highest == pytest.approx(0.0, abs=1e-9)
+    alone = replace(scenario(jobs), detail=detail)  # type: ignore[arg-type]
+    cycles: list[tuple[float, float]] = []
+    result = simulate(alone, on_cycle=lambda _, *seconds: cycles.append(seconds))
+    assert len(cycles) == result.cycles == 150
+    assert [took_s for took_s, _ in cycles] == pytest.approx([alone_s for _, alone_s in cycles])
+    unmoved = simulate(replace(alone, switch_s=0.0))
+    assert unmoved.job_slowdown.highest == pytest.approx(0.0, abs=1e-9)
+    assert unmoved.cycle_slowdown.highest == pytest.approx(0.0, abs=1e-9)
 
 
 def test_the_same_scenario_gives_the_same_bytes() -> None:
