@@ -9,7 +9,7 @@ from plexrl.traces import ResponseLength, TraceJob, TraceSegment
 
 # Line ends, other control characters and lone surrogates are what a text may not have.
 TEXTS = st.text(
-    st.characters(exclude_categories=("Cc", "Cs")) | st.sampled_from('",;: '), max_size=12
+    st.characters(exclude_categories=("Cc", "Cs")) | st.sampled_from("\",;: '=+-@"), max_size=12
 )
 SECONDS = st.floats(0.0, 1e9) | st.integers(0, 10**9).map(float)
 LONGER = st.floats(1e-9, 1e9)

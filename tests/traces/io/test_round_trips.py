@@ -64,6 +64,17 @@ def test_the_same_rows_are_the_same_bytes(tmp_path: Path, suffix: str) -> None:
     assert one.read_bytes() == other.read_bytes()
 
 
+def test_ids_that_look_like_formulas_are_escaped_in_csv_and_come_back(tmp_path: Path) -> None:
+    ids = ["=1+1", "+1", "-1", "@SUM(A1)", "'=1", "''-x", "'plain", "\uff1d1"]
+    jobs = [TraceJob(job_id=each, submit_s=0.0, gpus=1, duration_s=1.0) for each in ids]
+    path, columnar = tmp_path / "trace.csv", tmp_path / "trace.parquet"
+    write_jobs(path, jobs)
+    write_jobs(columnar, read_jobs(path))
+    assert list(read_jobs(path)) == list(read_jobs(columnar)) == jobs
+    cells = [line.split(",")[0] for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+    assert cells == [f"'{each}" for each in ids[:6]] + ["'plain", "'\uff1d1"]
+
+
 def test_columns_may_be_absent_and_in_any_order(tmp_path: Path) -> None:
     path = tmp_path / "short.csv"
     path.write_bytes(
