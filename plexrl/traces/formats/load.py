@@ -158,7 +158,7 @@ FORMATS: dict[str, Format] = {
         table=LENGTHS,
         columns=(lengths.OUTPUT, lengths.PROMPT),
         row=lengths.requests,
-        source="Azure, Mooncake or vidur: lengths of requests",
+        source="Azure, BurstGPT, Mooncake or vidur: lengths of requests",
     ),
     "servegen": Format(
         table=LENGTHS,

@@ -251,6 +251,26 @@ def test_faults_of_a_public_trace_are_told_by_its_own_fields(tmp_path: Path) -> 
     assert error.value.details["count"] == 6
 
 
+@pytest.mark.parametrize("more", ["", "Session ID,Elapsed time,"])
+def test_burstgpt_is_read_as_response_lengths_without_its_failures(
+    tmp_path: Path, more: str
+) -> None:
+    path = tmp_path / "BurstGPT_1.csv"
+    cells = "7,2.5," if more else ""
+    path.write_text(
+        f"Timestamp,{more}Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        f"5,{cells}ChatGPT,472,18,490,Conversation log\n"
+        f"45,{cells}GPT-4,1087,0,1087,API log\n118,{cells}GPT-4,417,276,693,API log\n"
+    )
+    source, _ = check_trace(path)
+    assert dict(source.left_out) == {"failed: it has no response": 1}
+    assert source.problems.count == 0
+    assert list(open_trace(path).rows) == [
+        ResponseLength(output_tokens=18, prompt_tokens=472, arrival_s=5.0, source="ChatGPT"),
+        ResponseLength(output_tokens=276, prompt_tokens=417, arrival_s=118.0, source="GPT-4"),
+    ]
+
+
 def test_jobs_of_kalos_that_still_ran_or_waited_are_counted_by_reason() -> None:
     source, good = check_trace(FOLDER / "kalos.csv")
     assert good == 1
