@@ -64,7 +64,7 @@ def jobs(draw: st.DrawFn) -> TraceJob:
 
 
 @st.composite
-def traces(draw: st.DrawFn, min_size: int = 0) -> list[TraceJob]:
+def traces(draw: st.DrawFn, min_size: int = 1) -> list[TraceJob]:
     """Jobs in order, of different ids."""
     made = draw(st.lists(jobs(), min_size=min_size, max_size=8))
     names = draw(st.lists(TEXTS.filter(bool), min_size=len(made), max_size=len(made), unique=True))

@@ -46,7 +46,7 @@ def test_csv_to_parquet_and_back_is_the_same_file(jobs: list[TraceJob]) -> None:
 
 
 @settings(max_examples=20)
-@given(st.lists(LENGTHS, max_size=8))
+@given(st.lists(LENGTHS, min_size=1, max_size=8))
 def test_response_lengths_come_back_as_they_were(rows: list[ResponseLength]) -> None:
     with TemporaryDirectory() as folder:
         for suffix in SUFFIXES:
@@ -111,7 +111,7 @@ def test_parquet_says_which_schema_it_has(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     path = tmp_path / "trace.parquet"
-    write_jobs(path, [])
+    write_jobs(path, [TraceJob(job_id="a", submit_s=0.0, gpus=1, duration_s=1.0)])
     schema = pq.read_schema(path)
     assert schema.metadata[b"plexrl"] == b"jobs/1"
     assert tuple(schema.names) == JOBS.names
