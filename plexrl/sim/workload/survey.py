@@ -97,7 +97,7 @@ def surveyed(jobs: Iterable[TraceJob], *, places_rollouts: bool = False) -> Surv
     if survey.jobs == 0:
         raise InvalidRequestError(
             "the trace has no jobs, or the options exclude all: see `plexrl traces describe`, and "
-            "check --min-gpus, --max-gpus and --days"
+            "check --min-gpus, --max-gpus, --start-day and --days"
         )
     if lacking:
         raise InvalidRequestError(
