@@ -330,16 +330,6 @@ def test_made_up_jobs_and_pools_of_two_kinds() -> None:
     assert run["result"]["jobs"] == found["trace"]["jobs"] > 0
 
 
-def test_a_window_of_a_trace_begins_at_its_day(tmp_path: Path) -> None:
-    path = tmp_path / "days.csv"
-    rows = "".join(f"j{day},{86_400 * day},8,600\n" for day in range(10))
-    path.write_text("job_id,submit_s,gpus,duration_s\n" + rows)
-    window = ("--start-day", "3", "--days", "1.5", "--nodes", "1", "--workers", "1")
-    found = told(str(path), *window)
-    assert found["trace"]["jobs"] == 2
-    assert found["runs"][0]["scenario"]["source"]["shape"]["start_s"] == 3 * 86_400.0
-
-
 def test_bad_rows_are_an_error_or_are_told_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
