@@ -3,12 +3,17 @@
 Characters that control a terminal or the text direction (escape sequences, carriage returns,
 bidirectional overrides) can disguise a name or a message. They are shown as JSON escapes, such as
 `\\u001b` and `\\u202e`.
+
+A spreadsheet runs a cell that begins like a formula; in CSV such text gets an apostrophe in front.
 """
 
 import logging
 
 LINE_ENDS = frozenset("\n\t")
 SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""First characters of a spreadsheet's formulas; the last four are the full-width forms."""
 
 
 def is_plain(text: str) -> bool:
@@ -26,6 +31,18 @@ def many_lines(text: str) -> str:
     if text.replace("\n", "").replace("\t", "").isprintable():
         return text
     return "".join(each if each in LINE_ENDS else _shown(each) for each in text)
+
+
+def csv_text(text: str) -> str:
+    """`text` as a cell of CSV that no spreadsheet takes for a formula. Text that already has
+    apostrophes before a formula gets one more, so `text_of_csv` restores every text."""
+    return "'" + text if text.lstrip("'").startswith(FORMULA_STARTS) else text
+
+
+def text_of_csv(cell: str) -> str:
+    """The text that `csv_text` made `cell` of."""
+    is_escaped = cell.startswith("'") and cell.lstrip("'").startswith(FORMULA_STARTS)
+    return cell[1:] if is_escaped else cell
 
 
 class PlainFormatter(logging.Formatter):

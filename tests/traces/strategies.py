@@ -9,7 +9,7 @@ from plexrl.traces import ResponseLength, TraceJob, TraceSegment
 
 # Line ends, other control characters and lone surrogates are what a text may not have.
 TEXTS = st.text(
-    st.characters(exclude_categories=("Cc", "Cs")) | st.sampled_from('",;: '), max_size=12
+    st.characters(exclude_categories=("Cc", "Cs")) | st.sampled_from("\",;: '=+-@"), max_size=12
 )
 SECONDS = st.floats(0.0, 1e9) | st.integers(0, 10**9).map(float)
 LONGER = st.floats(1e-9, 1e9)
@@ -64,7 +64,7 @@ def jobs(draw: st.DrawFn) -> TraceJob:
 
 
 @st.composite
-def traces(draw: st.DrawFn, min_size: int = 0) -> list[TraceJob]:
+def traces(draw: st.DrawFn, min_size: int = 1) -> list[TraceJob]:
     """Jobs in order, of different ids."""
     made = draw(st.lists(jobs(), min_size=min_size, max_size=8))
     names = draw(st.lists(TEXTS.filter(bool), min_size=len(made), max_size=len(made), unique=True))

@@ -229,6 +229,11 @@ def test_a_trace_is_shaped_in_order(philly: list[TraceJob]) -> None:
     assert list(shaped(philly[:5], Shape())) == philly[:5]
     assert {job.submit_s for job in shaped(philly[:5], Shape(backlog=True))} == {0.0}
     long = replace(philly[0], cycles=1000, duration_s=2000.0, period_s=2.0)
+    window = list(shaped(philly, Shape(start_s=30 * 86_400.0, gpus_min=8)))
+    large = [job for job in philly if job.gpus >= 8]
+    late = [job for job in large if job.submit_s >= large[0].submit_s + 30 * 86_400.0]
+    assert [job.job_id for job in window] == [job.job_id for job in late]
+    assert window[0].submit_s == 0.0
     [cut] = shaped([long], Shape(cap_s=500.0))
     assert (cut.cycles, cut.duration_s) == (250, 500.0)
     with pytest.raises(InvalidRequestError, match="compress"):

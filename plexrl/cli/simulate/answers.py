@@ -208,8 +208,13 @@ def _changes(
 def _sizes(survey: Survey, base: Scenario, max_nodes: int) -> tuple[int, int]:
     lowest, highest = survey.nodes_for(base.pools[0].node_type.gpus)
     if max_nodes < lowest:
+        mend = (
+            "raise it"
+            if lowest <= NODES_MAX
+            else f"a pool has at most {NODES_MAX}, so use nodes of more GPUs (--gpus-per-node)"
+        )
         raise InvalidRequestError(
-            f"the largest job needs {lowest} nodes, and --max-nodes is {max_nodes}: raise it, or "
+            f"the largest job needs {lowest} nodes, and --max-nodes is {max_nodes}: {mend}, or "
             "exclude large jobs by --max-gpus"
         )
     pool = replace(base.pools[0], nodes=lowest)

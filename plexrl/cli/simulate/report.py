@@ -144,6 +144,8 @@ def _shaping(scenario: Scenario) -> list[str]:
         (shape.gpus_min > plain.gpus_min, f"jobs of at least {shape.gpus_min} GPUs"),
         (shape.duration_s_min > 0, f"jobs of at least {span(shape.duration_s_min)}"),
     ]
+    if shape.start_s:
+        parts.append((True, f"from {span(shape.start_s)} on"))
     if shape.cap_s is not None:
         parts.append((True, f"durations capped at {span(shape.cap_s)}"))
     if source.gpus_max is not None:

@@ -19,7 +19,7 @@ from plexrl.cli.terminal.tables import table_lines, wrapped
 from plexrl.cluster.data_dir.folder import DATA_DIR as DATA_DIR
 from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import ConnectionLostError, InvalidRequestError
-from plexrl.process.plain_text import many_lines, one_line
+from plexrl.process.plain_text import csv_text, many_lines, one_line
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -164,9 +164,11 @@ def write_text(text: str) -> None:
 
 
 def write_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print rows as CSV with a header."""
+    """Print rows as CSV with a header; spreadsheets take no text in it for a formula."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    writer = csv.writer(text, lineterminator="\n")
+    for row in (columns, *rows):
+        writer.writerow([csv_text(cell) if isinstance(cell, str) else cell for cell in row])
     write_text(text.getvalue())
 
 

@@ -75,7 +75,7 @@ def validate(trace: Trace, layout: From = None, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-SHAPING = ("compress", "backlog", "cap_days", "min_gpus", "min_duration", "profiles")
+SHAPING = ("compress", "backlog", "cap_days", "min_gpus", "min_duration", "start_day", "profiles")
 """Options of `convert` that change jobs."""
 OF_A_RUN = ("gpus", "rollout_gpus", "metric")
 """Options of `convert` for W&B exports."""
@@ -98,6 +98,9 @@ def convert(
     cap_days: Annotated[float | None, typer.Option(help="Cut longer jobs to so many days.")] = None,
     min_gpus: Annotated[int, typer.Option(min=0, help="Exclude smaller jobs.")] = 0,
     min_duration: Annotated[float, typer.Option(help="Exclude shorter jobs; seconds.")] = 0.0,
+    start_day: Annotated[
+        float, typer.Option(help="Exclude jobs before this day of the trace, counted from 0.")
+    ] = 0.0,
     gpus: Annotated[int, typer.Option(min=1, help="Training GPUs of a W&B run.")] = 8,
     rollout_gpus: Annotated[int, typer.Option(min=0, help="Rollout GPUs of a W&B run.")] = 0,
     metric: Annotated[
@@ -141,6 +144,7 @@ def convert(
         cap_s=None if cap_days is None else cap_days * DAY_S,
         gpus_min=min_gpus,
         duration_s_min=min_duration,
+        start_s=start_day * DAY_S,
     )
     jobs = _shaped(source, shape, skip_bad)
     count = write_jobs(out, with_profiles(jobs, seed=seed) if profiles else jobs)

@@ -64,6 +64,7 @@ OPTIONS = {
     "source.shape.backlog": "--backlog",
     "source.shape.cap_s": "--cap-days",
     "source.shape.gpus_min": "--min-gpus",
+    "source.shape.start_s": "--start-day",
     "source.shape.duration_s_min": "--min-duration",
 }
 """The option of each scenario field; other fields appear under their own names."""

@@ -11,7 +11,7 @@ from itertools import islice
 
 from plexrl.errors import CapacityError, InvalidRequestError
 from plexrl.scheduler.core.limits import PRIORITY_MAX
-from plexrl.sim.workload.scenario import Pool
+from plexrl.sim.workload.scenario import NODES_MAX, Pool
 from plexrl.traces import TraceJob
 
 NAMED = 3
@@ -97,7 +97,7 @@ def surveyed(jobs: Iterable[TraceJob], *, places_rollouts: bool = False) -> Surv
     if survey.jobs == 0:
         raise InvalidRequestError(
             "the trace has no jobs, or the options exclude all: see `plexrl traces describe`, and "
-            "check --min-gpus, --max-gpus and --days"
+            "check --min-gpus, --max-gpus, --start-day and --days"
         )
     if lacking:
         raise InvalidRequestError(
@@ -145,11 +145,20 @@ def check_fits(survey: Survey, pools: Sequence[Pool]) -> None:
         nodes = math.ceil(gpus_wanted / max(pool.node_type.gpus for pool in pools))
         raise CapacityError(
             f"the cluster is too small for {_named(*larger)} of up to {gpus_wanted} GPUs: its "
-            f"largest pool has {largest_gpus}; use --nodes {nodes} or more, or exclude larger jobs "
-            f"by --max-gpus {largest_gpus}",
+            f"largest pool has {largest_gpus}; {_larger_cluster(nodes)}exclude larger jobs by "
+            f"--max-gpus {largest_gpus}",
             jobs=sum(kind.jobs for kind in larger),
             gpus=gpus_wanted,
         )
+
+
+def _larger_cluster(nodes: int) -> str:
+    if nodes <= NODES_MAX:
+        return f"use --nodes {nodes} or more, or "
+    return (
+        f"they need {nodes} nodes and a pool has at most {NODES_MAX}, so use nodes of more GPUs "
+        "(--gpus-per-node), or "
+    )
 
 
 def is_priority(job: TraceJob) -> bool:

@@ -21,6 +21,9 @@ class Shape:
     """Exclude smaller jobs."""
     duration_s_min: float = 0.0
     """Exclude shorter jobs."""
+    start_s: float = 0.0
+    """Exclude jobs submitted sooner than so many seconds after the first job of those sizes and
+    durations."""
 
     def __post_init__(self) -> None:
         if not 0 < self.compress < 1e6:
@@ -31,6 +34,8 @@ class Shape:
             raise InvalidRequestError(
                 f"a minimum duration is below 1e9 s, not {self.duration_s_min}"
             )
+        if not 0 <= self.start_s < 1e9:
+            raise InvalidRequestError(f"start a window at 0 s to 1e9 s, not {self.start_s}")
 
 
 def shaped(jobs: Iterable[TraceJob], shape: Shape) -> Iterator[TraceJob]:
@@ -40,9 +45,12 @@ def shaped(jobs: Iterable[TraceJob], shape: Shape) -> Iterator[TraceJob]:
 
 def kept(jobs: Iterable[TraceJob], shape: Shape) -> Iterator[TraceJob]:
     """The jobs that the shape includes."""
-    return (
+    large = (
         job for job in jobs if job.gpus >= shape.gpus_min and job.service_s >= shape.duration_s_min
     )
+    if not shape.start_s:
+        return large
+    return (job for job in from_first(large) if job.submit_s >= shape.start_s)
 
 
 def from_first(jobs: Iterable[TraceJob]) -> Iterator[TraceJob]:

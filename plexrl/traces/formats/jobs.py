@@ -14,6 +14,7 @@ Values = dict[str, Any]
 """Fields of a `TraceJob`."""
 
 NO_GPU, NEVER_RAN, NO_ID = "asks for no GPU", "never ran", "has no id"
+STILL_RAN = "still ran when the log was taken"
 """Reasons why a row is not a job."""
 
 OUTCOMES = {
@@ -54,21 +55,42 @@ def philly(fields: Fields) -> Values | str:
 def slurm(fields: Fields) -> Values | str:
     """Helios `cluster_log.csv`, Acme `trace_seren.csv`, `trace_kalos.csv`: one Slurm job per row.
 
-    The tenant is the virtual cluster, or the user if there is none (Acme).
+    The tenant is the virtual cluster, or the user if there is none (Acme). The duration is the time
+    from start to end: in Kalos the column `duration` includes the wait in the queue.
     """
+    state = fields.text("state").lower()
+    is_over = fields.has("end_time") or fields.has("duration")
+    if state in _SLURM_RUNNING or (not is_over and fields.has("start_time")):
+        return STILL_RAN
+    if state in _SLURM_WAITING or (not is_over and fields.exists("start_time")):
+        return NEVER_RAN
     values = {
         "job_id": fields.text("job_id"),
         "tenant": fields.text("vc") or fields.text("user"),
         "submit_s": fields.time("submit_time"),
-        "duration_s": fields.number("duration"),
+        "duration_s": _slurm_duration_s(fields),
         "gpus": fields.integer("gpu_num"),
         "model": fields.text("type"),
-        "outcome": OUTCOMES.get(fields.text("state").lower(), ""),
+        "outcome": OUTCOMES.get(state, ""),
     }
     if fields.has("queue"):
         # Some waits are a second below 0, because of two machines' clocks.
         values["wait_s"] = max(0.0, fields.number("queue"))
     return kept(fields, values)
+
+
+_SLURM_RUNNING = frozenset({"running", "suspended", "completing", "stopping"})
+_SLURM_WAITING = frozenset({"pending", "requeued", "configuring"})
+
+
+def _slurm_duration_s(fields: Fields) -> float:
+    if not (fields.has("start_time") and fields.has("end_time")):
+        return fields.number("duration")
+    start_s, end_s = fields.time("start_time"), fields.time("end_time")
+    if end_s < start_s and not fields.faults:
+        fields.faults.append(("end_time", f"is {start_s - end_s:g} s before start_time"))
+    # The fault is reported once, not also as a duration that is not positive.
+    return 1.0 if fields.faults else end_s - start_s
 
 
 PAI_TASK_COLUMNS = (
@@ -100,8 +122,10 @@ def alibaba_2020(fields: Fields) -> Values | str:
     Each task becomes a job. The table has no submission times, so the start is used. Shares of GPUs
     are rounded up to whole GPUs.
     """
-    if not fields.has("start_time") or not fields.has("end_time"):
+    if not fields.has("start_time"):
         return NEVER_RAN
+    if not fields.has("end_time"):
+        return STILL_RAN
     if not fields.has("plan_gpu"):
         return NO_GPU
     start_s, job = fields.number("start_time"), fields.text("job_name")
@@ -119,8 +143,10 @@ def alibaba_2020(fields: Fields) -> Values | str:
 
 def alibaba_2023(fields: Fields) -> Values | str:
     """Alibaba GPU cluster 2023 pods (`openb_pod_list_*.csv`); a shared GPU counts as one."""
-    if not fields.has("deletion_time") or not fields.has("scheduled_time"):
+    if not fields.has("scheduled_time"):
         return NEVER_RAN
+    if not fields.has("deletion_time"):
+        return STILL_RAN
     submit_s, start_s = fields.number("creation_time"), fields.number("scheduled_time")
     values = {
         "job_id": fields.text("name"),

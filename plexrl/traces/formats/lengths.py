@@ -9,10 +9,20 @@ from plexrl.traces.formats.records import Fields, csv_records
 from plexrl.traces.generate.distributions import Histogram
 from plexrl.traces.io.problems import Problem, Problems
 
-OUTPUT = ("output_tokens", "GeneratedTokens", "output_length", "num_decode_tokens")
-PROMPT = ("prompt_tokens", "ContextTokens", "input_length", "num_prefill_tokens")
-ARRIVAL = ("arrival_s", "arrived_at", "TIMESTAMP", "timestamp")
-SOURCE = ("client", "source")
+OUTPUT = (
+    "output_tokens",
+    "GeneratedTokens",
+    "output_length",
+    "num_decode_tokens",
+    "Response tokens",
+)
+PROMPT = ("prompt_tokens", "ContextTokens", "input_length", "num_prefill_tokens", "Request tokens")
+ARRIVAL = ("arrival_s", "arrived_at", "Timestamp", "TIMESTAMP", "timestamp")
+SECONDS = ("arrival_s", "arrived_at", "Timestamp")
+"""Names of arrivals in seconds."""
+SOURCE = ("client", "source", "Model")
+FAILED = "failed: it has no response"
+"""Reason why a row of BurstGPT is left out."""
 
 
 def source_fields(names: Sequence[str]) -> dict[str, str]:
@@ -29,12 +39,17 @@ def source_fields(names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def requests(fields: Fields) -> dict[str, Any]:
-    """A row of Azure, Mooncake or vidur, by the column names that exist."""
+def requests(fields: Fields) -> dict[str, Any] | str:
+    """A row of Azure, BurstGPT, Mooncake or vidur, by the column names that exist.
+
+    BurstGPT lists failed requests with a response of 0 tokens; these are left out.
+    """
     values: dict[str, Any] = {"output_tokens": fields.integer(_first(fields, OUTPUT))}
     if any(fields.has(name) for name in PROMPT):
         values["prompt_tokens"] = fields.integer(_first(fields, PROMPT))
-    if fields.has("arrival_s") or fields.has("arrived_at"):
+    if fields.exists("Response tokens") and not fields.faults and not values["output_tokens"]:
+        return FAILED
+    if any(fields.has(name) for name in SECONDS):
         values["arrival_s"] = fields.number(_first(fields, ARRIVAL))
     elif fields.has("TIMESTAMP"):
         values["arrival_s"] = fields.time("TIMESTAMP")

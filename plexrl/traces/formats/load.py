@@ -22,7 +22,7 @@ from plexrl.traces.io.file_header import (
     read_header,
 )
 from plexrl.traces.io.files import checked
-from plexrl.traces.io.problems import Problem, Problems, Report
+from plexrl.traces.io.problems import NO_ROWS, Problem, Problems, Report
 from plexrl.traces.schema import JOBS, LENGTHS, Table
 
 
@@ -158,7 +158,7 @@ FORMATS: dict[str, Format] = {
         table=LENGTHS,
         columns=(lengths.OUTPUT, lengths.PROMPT),
         row=lengths.requests,
-        source="Azure, Mooncake or vidur: lengths of requests",
+        source="Azure, BurstGPT, Mooncake or vidur: lengths of requests",
     ),
     "servegen": Format(
         table=LENGTHS,
@@ -268,7 +268,7 @@ def load(
         loaded.rows = _drawn(path, draw or servegen.Draw())
         return loaded
     records, header = _records(path, name, problems)
-    parsed = _parsed(records, known, loaded.left_out)
+    parsed = _parsed(_not_empty(records, header, problems), known, loaded.left_out)
     if known.table is LENGTHS:
         report = _by_source_column(problems, lengths.source_fields(header.names))
         loaded.rows = checked(_relative(parsed), LENGTHS, report)
@@ -320,6 +320,17 @@ def _records(path: Path, name: str, report: Report) -> tuple[Iterator[Record], H
     if header.kind == "json lines":
         return json_records(path, report), header
     return csv_records(path, report, None), header
+
+
+def _not_empty(records: Iterator[Record], header: Header, problems: Problems) -> Iterator[Record]:
+    """The records; a file without any is reported."""
+    first = next(records, None)
+    if first is None:
+        if not problems.count:
+            problems(Problem(line=header.line, field="", message=NO_ROWS))
+        return
+    yield first
+    yield from records
 
 
 def _parsed(records: Iterator[Record], known: Format, left_out: Counter[str]) -> Iterator[Parsed]:

@@ -8,12 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from plexrl.traces.formats.jobs import NEVER_RAN, OUTCOMES, Values, kept
+from plexrl.traces.formats.jobs import NEVER_RAN, OUTCOMES, STILL_RAN, Values, kept
 from plexrl.traces.formats.records import Fields, Record, json_text
 from plexrl.traces.io.json_list import json_elements
 from plexrl.traces.io.problems import Problem, Report
-
-STILL_RAN = "still ran when the log was taken"
 
 PLAIN = ("status", "vc", "jobid", "submitted_time", "user")
 NAMES = (*PLAIN, "attempts")

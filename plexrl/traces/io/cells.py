@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from plexrl.process.plain_text import csv_text, text_of_csv
 from plexrl.traces.schema import Column, Fault, Table, TraceSegment, shown
 
 DIGITS_MAX = 32
@@ -48,7 +49,7 @@ def parse_cell(column: Column, text: str) -> Any:
     """
     match column.type:
         case "text":
-            return text
+            return text_of_csv(text)
         case "integer":
             return _integer(text)
         case "number":
@@ -66,7 +67,7 @@ def format_cell(value: Any) -> str:
             f"{each.function}:{each.offset_s!r}:{each.duration_s!r}:{each.slack_s!r}"
             for each in value
         )
-    return value if isinstance(value, str) else repr(value)
+    return csv_text(value) if isinstance(value, str) else repr(value)
 
 
 def _integer(text: str) -> int:

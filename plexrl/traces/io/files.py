@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +21,7 @@ from plexrl.traces.io.parquet_file import (
     column_names,
     read_parquet,
 )
-from plexrl.traces.io.problems import Problem, Problems, Report
+from plexrl.traces.io.problems import NO_ROWS, Problem, Problems, Report
 from plexrl.traces.schema import JOBS, LENGTHS, ResponseLength, Table, TraceJob, row_faults
 
 if TYPE_CHECKING:
@@ -104,8 +105,17 @@ def validate(path: Path, table: Table[Any], on_problem: Report | None = None) ->
 def rows(
     path: Path, table: Table[Row], report: Report, *, keys_in_memory: int = IN_MEMORY
 ) -> Iterator[Row]:
-    """The valid rows of a file; faults of the others are reported."""
-    return checked(_parsed(path, table, report), table, report, keys_in_memory=keys_in_memory)
+    """The valid rows of a file; faults of the others are reported, and so is a file without
+    rows."""
+    told = Problems(report)
+    parsed = _parsed(path, table, told)
+    first = next(parsed, None)
+    if first is None:
+        if not told.count:
+            line = 0 if _format(path) == ".parquet" else read_header(path).line
+            report(Problem(line=line, field="", message=NO_ROWS))
+        return
+    yield from checked(chain((first,), parsed), table, report, keys_in_memory=keys_in_memory)
 
 
 def checked(
@@ -138,6 +148,7 @@ def write_jobs(path: str | Path, jobs: Iterable[TraceJob]) -> int:
 
     Raises:
         TraceError: a job is invalid; nothing is written.
+        InvalidRequestError: there are no jobs, and a trace has at least one; nothing is written.
     """
     return write_table(Path(path), JOBS, jobs)
 
@@ -156,10 +167,16 @@ def write_table(path: Path, table: Table[Row], found: Iterable[Row]) -> int:
             yield number, {name: getattr(row, name) for name in table.names}, []
 
     def good() -> Iterator[Sequence[Any]]:
+        is_empty = True
         for row in checked(typed(), table, problems):
+            is_empty = False
             yield [getattr(row, name) for name in table.names]
         if problems.count:
             raise problems.error(str(path))
+        if is_empty:
+            raise InvalidRequestError(
+                f"{path} is not written: no row of {table.name} is left for it; exclude fewer rows"
+            )
 
     return write_rows(path, table.names, lambda: arrow_schema(table), good())
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from datetime import datetime, timedelta
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import InvalidRequestError
-from plexrl.traces.io.cells import defaults
+from plexrl.traces.io.cells import CellError, defaults, parse_cell
 from plexrl.traces.io.csv_file import Parsed, header_faults
 from plexrl.traces.io.problems import Problem, Report
 from plexrl.traces.schema import Column, Fault, Table, TraceSegment
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 BATCH_ROWS = 4096
+CLOCKS = frozenset({"submit_s", "arrival_s"})
+"""Columns that may be dates; they then count from the first row's date."""
 GROUP_ROWS = 32_768
 """Rows of a row group; a reader holds about one group."""
 
@@ -38,7 +42,8 @@ def read_parquet(path: Path, table: Table[Any], report: Report) -> Iterator[Pars
                 return
             known = [name for name in table.names if name in names]
             yield from _rows(file.iter_batches(BATCH_ROWS, columns=known), table)
-    except (OSError, pyarrow_or_refusal().ArrowException) as error:
+    except (OSError, OverflowError, ValueError, pyarrow_or_refusal().ArrowException) as error:
+        # Python has no dates after the year 9999, and Arrow has.
         raise InvalidRequestError(f"{path} cannot be read as Parquet: {error}") from error
 
 
@@ -52,32 +57,66 @@ def column_names(path: Path) -> list[str]:
 
 def _rows(batches: Iterable["pyarrow.RecordBatch"], table: Table[Any]) -> Iterator[Parsed]:
     absent = defaults(table)
+    first: dict[str, datetime] = {}
     number = 0
     for batch in batches:
-        for row in batch.to_pylist():
+        for row in _in_microseconds(batch).to_pylist():
             number += 1
             values: dict[str, Any] = {}
             faults: list[Fault] = []
             for column in table.columns:
                 value = row.get(column.name)
                 values[column.name] = absent[column.name] if value is None else value
+                if isinstance(value, datetime) and column.name in CLOCKS:
+                    value = value - first.setdefault(column.name, value)
                 if value is not None:
                     values[column.name], fault = _plain(column, value, absent[column.name])
                     faults += [(column.name, fault)] if fault else []
             yield number, values, faults
 
 
+def _in_microseconds(batch: "pyarrow.RecordBatch") -> Any:
+    """The batch with times that Python can hold, because pandas writes nanoseconds; dates are in
+    UTC, because differences of local time are wrong across a change of the clocks."""
+    arrow = pyarrow_or_refusal()
+    types = [
+        arrow.timestamp("us")
+        if arrow.types.is_timestamp(each.type)
+        else arrow.duration("us")
+        if arrow.types.is_duration(each.type)
+        else each.type
+        for each in batch.schema
+    ]
+    columns = [
+        # Only nanoseconds lose digits; a coarser unit may not overflow silently.
+        column if column.type == kind else column.cast(kind, safe=column.type.unit != "ns")
+        for column, kind in zip(batch.columns, types, strict=True)
+    ]
+    return arrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
 def _plain(column: Column, value: Any, absent: Any) -> tuple[Any, str]:
-    """The value of a Parquet cell; pandas stores whole numbers as floats and None as NaN."""
+    """The value of a Parquet cell; pandas stores whole numbers as floats and None as NaN, and
+    databases export numbers as decimals or text."""
+    if column.type == "text":
+        return (str(value) if type(value) is int else value), ""
+    if isinstance(value, str):
+        try:
+            return (parse_cell(column, value) if value else absent), ""
+        except CellError as error:
+            return absent, str(error)
+    if column.type == "segments":
+        return _segments(value)
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, Decimal):
+        value = int(value) if value == value.to_integral_value() else float(value)
     if value != value and not column.required:
         return absent, ""
-    match column.type:
-        case "integer" if type(value) is float and value.is_integer():
-            return int(value), ""
-        case "number" if type(value) is int:
-            return float(value), ""
-        case "segments":
-            return _segments(value)
+    if column.type == "integer" and type(value) is float and value.is_integer():
+        return int(value), ""
+    if column.type == "number" and type(value) is int:
+        return float(value), ""
     return value, ""
 
 

@@ -26,6 +26,8 @@ class Problem:
         return f"line {self.line}: " + (f"{self.field} " if self.field else "") + self.message
 
 
+NO_ROWS = "the file has a header but no rows: add a row, or name another file"
+
 Report = Callable[[Problem], None]
 
 

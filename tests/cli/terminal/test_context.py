@@ -2,7 +2,7 @@
 
 import pytest
 
-from plexrl.cli.terminal.context import print_line, print_table, terminal_width
+from plexrl.cli.terminal.context import print_line, print_table, terminal_width, write_csv
 
 TEXT = "a-word-that-is-long another-word-that-is-long"
 
@@ -30,3 +30,8 @@ def test_a_width_that_is_asked_for_is_kept_in_a_pipe_too(
     monkeypatch.setenv("COLUMNS", "30")
     print_line(TEXT)
     assert capsys.readouterr().out.splitlines() == TEXT.split()
+
+
+def test_csv_has_no_cell_that_a_spreadsheet_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    write_csv(("job", "=metric"), [("=1+1", -0.5), ("@SUM(A1)", 2)])
+    assert capsys.readouterr().out == "job,'=metric\n'=1+1,-0.5\n'@SUM(A1),2\n"

@@ -122,6 +122,8 @@ def test_the_clock_starts_at_the_first_kept_job_unless_a_whole_trace_is_copied(
     path.write_text("job_id,submit_s,gpus,duration_s\na,50,1,9\nb,70,8,9\nc,90,8,x\nd,95,8,9\n")
     told("convert", path, out, "--skip-bad", "--min-gpus", "2")
     assert [job.submit_s for job in read_jobs(out)] == [0.0, 25.0]
+    told("convert", path, out, "--skip-bad", "--start-day", str(15 / 86_400))
+    assert [(job.job_id, job.submit_s) for job in read_jobs(out)] == [("b", 0.0), ("d", 25.0)]
     told("convert", path, out, "--skip-bad")
     assert [job.submit_s for job in read_jobs(out)] == [0.0, 20.0, 45.0]
     path.write_text(path.read_text().replace("x", "9"))

@@ -165,6 +165,15 @@ def test_jobs_that_no_pool_holds_are_named_and_counted() -> None:
     check_fits(survey, pools(5))
 
 
+def test_a_size_beyond_the_largest_pool_is_not_suggested() -> None:
+    survey = surveyed([*FEW, replace(FEW[0], job_id="huge", gpus=1_000_000)])
+    with pytest.raises(CapacityError, match=r"1 job \(huge\)") as raised:
+        check_fits(survey, pools(4))
+    assert "--nodes" not in raised.value.message
+    assert "need 125000 nodes and a pool has at most 10000" in raised.value.message
+    assert "exclude larger jobs by --max-gpus 32" in raised.value.message
+
+
 def test_jobs_that_want_other_nodes_are_named() -> None:
     survey = surveyed([*FEW, replace(FEW[0], job_id="picky", node_type="a100", gpus=16)])
     with pytest.raises(InvalidRequestError, match=r"'a100' is requested by 1 job \(picky\)"):

@@ -91,14 +91,15 @@ LAYOUTS: dict[str, tuple[str, list[TraceJob], int]] = {
                 job_id="dlctk696s0jbvitv",
                 tenant="uf794",
                 submit_s=0.0,
-                duration_s=18.0,
+                # Its column `duration` says 18, with the 10 s in the queue.
+                duration_s=8.0,
                 gpus=64,
                 model="Other",
                 wait_s=10.0,
                 outcome="failed",
             )
         ],
-        0,
+        2,
     ),
     "alibaba-2020": (
         "alibaba-2020",
@@ -235,19 +236,51 @@ def test_faults_of_a_public_trace_are_told_by_its_own_fields(tmp_path: Path) -> 
     path = tmp_path / "helios.csv"
     header, first, *_ = (FOLDER / "helios.csv").read_text().splitlines()
     bad = first.replace("1425511", "2").replace(",1,1,1,", ",one,1,1,").replace("2020-06-09", "9")
-    negative = first.replace("1425511", "3").replace("36848", "-36848")
+    negative = first.replace("1425511", "3").replace("2020-06-10", "2020-06-08")
     path.write_text("\n".join([header, first, bad, negative, first, "too,short"]) + "\n")
     told: list[Problem] = []
     source, good = check_trace(path, on_problem=told.append)
     assert good == 1
     assert [(each.line, each.field) for each in told] == [
-        *((3, "submit_time"), (3, "gpu_num")),
-        *((4, "duration"), (5, "job_id"), (6, "")),
+        *((3, "submit_time"), (3, "start_time"), (3, "gpu_num")),
+        *((4, "end_time"), (5, "job_id"), (6, "")),
     ]
     assert source.problems.bad_lines == 4
     with pytest.raises(TraceError) as error:
         list(open_trace(path).rows)
-    assert error.value.details["count"] == 5
+    assert error.value.details["count"] == 6
+
+
+@pytest.mark.parametrize("more", ["", "Session ID,Elapsed time,"])
+def test_burstgpt_is_read_as_response_lengths_without_its_failures(
+    tmp_path: Path, more: str
+) -> None:
+    path = tmp_path / "BurstGPT_1.csv"
+    cells = "7,2.5," if more else ""
+    path.write_text(
+        f"Timestamp,{more}Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        f"5,{cells}ChatGPT,472,18,490,Conversation log\n"
+        f"45,{cells}GPT-4,1087,0,1087,API log\n118,{cells}GPT-4,417,276,693,API log\n"
+    )
+    source, _ = check_trace(path)
+    assert dict(source.left_out) == {"failed: it has no response": 1}
+    assert source.problems.count == 0
+    assert list(open_trace(path).rows) == [
+        ResponseLength(output_tokens=18, prompt_tokens=472, arrival_s=5.0, source="ChatGPT"),
+        ResponseLength(output_tokens=276, prompt_tokens=417, arrival_s=118.0, source="GPT-4"),
+    ]
+
+
+def test_jobs_of_kalos_that_still_ran_or_waited_are_counted_by_reason() -> None:
+    source, good = check_trace(FOLDER / "kalos.csv")
+    assert good == 1
+    assert source.problems.count == 0
+    assert dict(source.left_out) == {"still ran when the log was taken": 1, "never ran": 1}
+
+
+def test_a_task_of_alibaba_that_still_ran_is_counted_as_such() -> None:
+    source, _ = check_trace(FOLDER / "alibaba-2020.csv")
+    assert dict(source.left_out) == {"still ran when the log was taken": 1, "asks for no GPU": 1}
 
 
 def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:

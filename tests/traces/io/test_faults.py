@@ -17,12 +17,15 @@ from plexrl.traces import (
     Problem,
     TraceJob,
     TraceSegment,
+    check_trace,
+    open_trace,
     read_jobs,
     read_lengths,
     validate,
     write_jobs,
 )
 from plexrl.traces.io.distinct import DistinctKeys
+from plexrl.traces.io.parquet_file import arrow_schema
 
 WHOLE = TraceJob(
     job_id="whole",
@@ -81,6 +84,47 @@ def written(path: Path, rows: list[list[str]]) -> Path:
 
 def many(count: int) -> list[TraceJob]:
     return [replace(WHOLE, job_id=f"job{at}", submit_s=float(at)) for at in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("jobs.csv", "job_id,submit_s,gpus,duration_s\n", 1),
+        ("lengths.csv", "\n\noutput_tokens\n\n", 3),
+        ("philly.csv", "timestamp,duration,num_gpus,gpu_time,cluster", 1),
+        ("azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", 1),
+    ],
+)
+def test_a_file_with_a_header_only_is_refused_by_its_line(
+    tmp_path: Path, name: str, text: str, line: int
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    source, good = check_trace(path)
+    assert good == 0
+    assert [each.line for each in source.problems.kept] == [line]
+    with pytest.raises(TraceError, match="has a header but no rows"):
+        list(open_trace(path).rows)
+
+
+def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "trace.parquet"
+    pq.write_table(arrow_schema(JOBS).empty_table(), path)
+    with pytest.raises(TraceError, match="has a header but no rows"):
+        list(open_trace(path).rows)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_trace_without_rows_is_not_written_and_an_old_one_stays(
+    tmp_path: Path, suffix: str
+) -> None:
+    path = tmp_path / f"trace{suffix}"
+    write_jobs(path, many(1))
+    with pytest.raises(InvalidRequestError, match="is not written: no row of jobs is left"):
+        write_jobs(path, [])
+    assert list(read_jobs(path)) == many(1)
 
 
 def test_every_column_has_faults_to_inject() -> None:

@@ -135,10 +135,15 @@ class TraceOptions:
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave bad rows out instead of ending.")
     ] = False
+    start_day: Annotated[
+        float,
+        typer.Option(help="Leave out jobs before this day of the trace, counted from 0."),
+    ] = 0.0
     days: Annotated[
         float | None,
         typer.Option(
-            min=0.0, help="Use only the first DAYS of the trace; default: all; `published`: 90."
+            min=0.0,
+            help="Use only so many days, from --start-day on; default: all; `published`: 90.",
         ),
     ] = None
     compress: Annotated[float, typer.Option(help="Factor by which arrivals are faster.")] = 1.0

@@ -146,10 +146,11 @@ def source(trace: str, options: TraceOptions, seed: int) -> Source:
         cap_s=None if options.cap_days is None else options.cap_days * DAY_S,
         gpus_min=options.min_gpus,
         duration_s_min=options.min_duration,
+        start_s=options.start_day * DAY_S,
     )
     if trace == PUBLISHED:
         return PublishedSource(
-            span_s=(PUBLISHED_DAYS if days is None else days) * DAY_S,
+            span_s=(options.start_day + (PUBLISHED_DAYS if days is None else days)) * DAY_S,
             jobs_per_day=options.jobs_per_day,
             shape=shape,
             gpus_max=options.max_gpus,
