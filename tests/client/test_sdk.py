@@ -399,7 +399,7 @@ def test_rows_may_be_empty_or_arrays() -> None:
 def test_an_invalid_deadline_is_refused(router: FakeRouter, seconds: Any) -> None:
     with plexrl.connect(router.url, "key") as cluster, cluster.create_job("j") as job:
         rollout = job.rollout_deployment("rollout", plexrl.tiny_qwen2("ab"))
-        with pytest.raises(errors.InvalidRequestError, match="deadline_s is .*must be"):
+        with pytest.raises(errors.InvalidRequestError, match=r"deadline_s is .* must be"):
             rollout.within(seconds)
 
 
