@@ -305,7 +305,14 @@ def test_isolated_jobs_of_one_size_end_when_a_plain_queue_says(
             )
         )
     rows = tuple(found)
-    scenario = Scenario(source=Jobs(rows), pools=(Pool(nodes=2),), policy="isolated", switch_s=8.0)
+    # With a bound of 0 s each job that waits goes by its time of submission, and none by its length.
+    scenario = Scenario(
+        source=Jobs(rows),
+        pools=(Pool(nodes=2),),
+        policy="isolated",
+        switch_s=8.0,
+        starvation_bound_s=0.0,
+    )
     log = EventLog(scenario)
     ended = {
         str(event.job): now for event, _, now in log.entries if isinstance(event, ev.JobFinished)

@@ -165,12 +165,12 @@ def _why_another_holds(
             return "a job with exclusive slots is expected first", "slack", eta_s + wait_s
         return "the group's lock is about to be granted", rule, eta_s
     holder = state.deployment(group.holder)
-    if late := _overdue(state, settings, holder, now):
-        who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
-        return f"{who} has the group, and what it does there is {late}", "overdue", None
+    who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
     if holder.preemptible and holder.moving is None:
-        who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
+        # It is interrupted at once, however long its run was expected to take.
         return f"{who} used the idle time of the group, and gives way", "preemptible", eta_s
+    if late := _overdue(state, settings, holder, now):
+        return f"{who} has the group, and what it does there is {late}", "overdue", None
     if holder.moving is not None:
         return "the group is being switched", "switch", eta_s
     before = goes_before(state, settings, group, deployment, now)
@@ -180,7 +180,6 @@ def _why_another_holds(
             for each in before
         ]
         return f"{', '.join(names)} goes first by the rule {rule}", rule, eta_s
-    who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
     return f"{who} is in the middle of its burst", "burst", eta_s
 
 
