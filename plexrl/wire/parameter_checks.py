@@ -5,7 +5,7 @@ router checks again, because it trusts no client.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from plexrl.errors import InvalidRequestError
@@ -27,6 +27,8 @@ RANGES = ("token_range", "sequence_range")
 STOPS = ("stop_token_ids", "stop_sequences")
 REDUCTIONS = ("token_mean", "sequence_mean", "sum", "sequence_sum")
 
+SHOWN_MAX = 60
+"""Characters of a value in a message."""
 
 GROUPS: Final[Mapping[type, str]] = {
     AdamParams: "optim_step",
@@ -180,3 +182,23 @@ def short(value: Any) -> str:
     shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
     is_plain = value is None or isinstance(value, str | int | float)
     return shown if is_plain else f"a {type(value).__name__} ({shown})"
+
+
+def differing_settings(known: Mapping[str, object], asked: Mapping[str, object]) -> str:
+    """The settings that differ, with both values: `workers (1, not 2), model.layers (2, not 4)`.
+    Settings within a setting are named by both."""
+    return ", ".join(_differences("", known, asked))
+
+
+def _differences(prefix: str, known: object, asked: object) -> Iterator[str]:
+    if isinstance(known, Mapping) and isinstance(asked, Mapping):
+        for name in [*known, *(each for each in asked if each not in known)]:
+            within = f"{prefix}.{name}" if prefix else str(name)
+            yield from _differences(within, known.get(name), asked.get(name))
+    elif known != asked:
+        yield f"{prefix} ({_brief(known)}, not {_brief(asked)})"
+
+
+def _brief(value: object) -> str:
+    text = "none" if value is None else repr(value)
+    return text if len(text) <= SHOWN_MAX else f"{text[: SHOWN_MAX - 1]}…"

@@ -1,6 +1,8 @@
 """Typical first mistakes get a typed error before anything is sent."""
 
+import asyncio
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import plexrl
 from plexrl import errors, losses
 from plexrl.client.calls.requests import create_deployment, create_job
-from plexrl.client.calls.transport import Transport
+from plexrl.client.calls.transport import AsyncTransport, Transport
 from plexrl.client.data.metric_rows import metrics_row, read_rows
 
 VOCABULARY = "0123456789+="
@@ -328,3 +330,22 @@ def test_metrics_that_are_not_numbers_are_refused_by_name(
 ) -> None:
     with pytest.raises(errors.InvalidRequestError, match=message):
         metrics_row(step, values)
+
+
+def test_an_operation_of_another_kind_of_deployment_is_refused_with_a_hint(
+    rollout: plexrl.RolloutDeployment, actor: plexrl.TrainDeployment
+) -> None:
+    transport = AsyncTransport("http://127.0.0.1:1", "key", 1.0)
+    wrong: list[tuple[Any, str, str]] = [
+        (rollout, "forward_backward", "a rollout deployment has no .*; a train deployment has it"),
+        (actor, "score", "a train deployment has no score; a reward deployment has it"),
+        (rollout, "forward", "a train deployment and a reference deployment have it"),
+        (plexrl.AsyncTrainDeployment(transport, actor), "generate", "a rollout deployment has it"),
+        (actor, "optim_steps", "a train deployment has no optim_steps$"),
+    ]
+    for deployment, name, said in wrong:
+        with pytest.raises(AttributeError, match=said) as refused:
+            getattr(deployment, name)
+        assert (refused.value.name, refused.value.obj) == (name, deployment)
+        assert not hasattr(copy(deployment), name)
+    asyncio.run(transport.close())

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import plexrl
+from plexrl.client.calls.transport import Transport
 from plexrl.client.display.cluster_location import ClusterLocation
+from plexrl.errors import ConnectionLostError
 from tests.client.test_sdk import FakeRouter
 
 
@@ -121,5 +123,9 @@ def test_a_zero_exit_of_an_async_script_completes_the_job(router: FakeRouter) ->
 
 
 def test_no_shown_line_contains_the_password_of_a_url() -> None:
-    with plexrl.connect("http://me:secret@h:1", "key") as cluster:
-        assert "secret" not in cluster._transport.location.attach_line("j")
+    transport = Transport("http://me:secret@127.0.0.1:1", "key", 0.0)
+    assert "secret" not in transport.location.attach_line("j")
+    with pytest.raises(ConnectionLostError) as lost:
+        transport.ask("GET", "/v1/jobs")
+    assert "secret" not in lost.value.message
+    transport.close()

@@ -263,11 +263,8 @@ def test_submissions_keep_the_order_of_the_calls(
 
 
 def test_an_unreachable_cluster_is_reported_within_the_timeout() -> None:
-    with (
-        plexrl.connect("http://127.0.0.1:9", "key", timeout_s=0.2) as cluster,
-        pytest.raises(errors.ConnectionLostError, match="check that the cluster is up"),
-    ):
-        cluster.jobs()
+    with pytest.raises(errors.ConnectionLostError, match="check that the cluster is up"):
+        plexrl.connect("http://127.0.0.1:9", "key", timeout_s=0.2)
 
 
 def test_async_controllers_have_the_same_surface(router: FakeRouter) -> None:
@@ -402,7 +399,7 @@ def test_rows_may_be_empty_or_arrays() -> None:
 def test_an_invalid_deadline_is_refused(router: FakeRouter, seconds: Any) -> None:
     with plexrl.connect(router.url, "key") as cluster, cluster.create_job("j") as job:
         rollout = job.rollout_deployment("rollout", plexrl.tiny_qwen2("ab"))
-        with pytest.raises(errors.InvalidRequestError, match="above 0"):
+        with pytest.raises(errors.InvalidRequestError, match=r"deadline_s is .* must be"):
             rollout.within(seconds)
 
 

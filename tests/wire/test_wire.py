@@ -16,6 +16,7 @@ from plexrl import errors
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.codec import Codec
 from plexrl.wire.framing import recv_frame, send_frame
+from plexrl.wire.parameter_checks import differing_settings
 from plexrl.wire.rpc import Handler, Peer
 from plexrl.wire.tensors import decode_body, encode_body, with_params
 
@@ -176,3 +177,12 @@ def test_calls_are_answered_errors_pass_over_and_a_lost_peer_is_noticed() -> Non
         await asyncio.gather(*tasks)
 
     asyncio.run(talk())
+
+
+def test_settings_that_differ_are_named_with_both_values() -> None:
+    known = {"workers": 2, "model": {"layers": 2, "vocabulary": "a" * 900}, "lora": None}
+    asked = {"workers": 2, "model": {"layers": 4, "vocabulary": "b"}, "lora": {"rank": 8}}
+    said = differing_settings(known, asked)
+    assert said.startswith("model.layers (2, not 4), model.vocabulary (")
+    assert said.endswith("'b'), lora (none, not {'rank': 8})")
+    assert len(said) < 200

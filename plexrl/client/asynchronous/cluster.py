@@ -11,8 +11,15 @@ from collections.abc import Sequence
 
 from plexrl.client.asynchronous.from_blocking import in_thread, wrapped_in_thread
 from plexrl.client.asynchronous.job import AsyncJob
-from plexrl.client.blocking.cluster import SILENCE_S_MAX, Cluster, connect
+from plexrl.client.blocking.cluster import (
+    FIRST_CALL,
+    SILENCE_S_MAX,
+    Cluster,
+    open_cluster,
+)
+from plexrl.client.calls.routes import check_router
 from plexrl.client.calls.transport import AsyncTransport
+from plexrl.client.display.first_contact import FirstContact
 
 
 class AsyncCluster:
@@ -85,7 +92,17 @@ async def connect_async(
 ) -> AsyncCluster:
     """As `connect`, for `async` controllers."""
     cluster = await asyncio.to_thread(
-        connect, url, api_key, data_dir=data_dir, ca=ca, timeout_s=timeout_s
+        open_cluster, url, api_key, data_dir=data_dir, ca=ca, timeout_s=timeout_s
     )
     transport = AsyncTransport(cluster.url, cluster.api_key, timeout_s, cluster.ca)
-    return AsyncCluster(cluster, transport)
+    connected = AsyncCluster(cluster, transport)
+    if cluster._local is not None:
+        return connected
+    try:
+        with FirstContact(cluster.url, timeout_s):
+            # On the event loop, where a cancellation ends it at once.
+            check_router(await transport.request(FIRST_CALL))
+    except BaseException:
+        await connected.close()
+        raise
+    return connected

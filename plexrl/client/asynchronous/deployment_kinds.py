@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from copy import copy
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from plexrl.client.asynchronous.from_blocking import ASYNC_FUTURES, in_thread, submitting
-from plexrl.client.blocking.deployment import Deployment
+from plexrl.client.blocking.deployment import Deployment, missing_attribute
 from plexrl.client.blocking.deployment_kinds import (
     ReferenceDeployment,
     RewardDeployment,
@@ -35,6 +35,11 @@ class AsyncDeployment:
 
     def __repr__(self) -> str:
         return handle_repr(self, self.deployment, deadline_s=self._deadline_s)
+
+    if not TYPE_CHECKING:
+        # As in `Deployment`.
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(self, AsyncDeployment, name)
 
     def within(self, deadline_s: float) -> Self:
         """As `Deployment.within`."""

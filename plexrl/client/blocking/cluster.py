@@ -12,8 +12,10 @@ from plexrl.client.blocking.job import Job
 from plexrl.client.calls import requests
 from plexrl.client.calls.controller import Controller
 from plexrl.client.calls.job_exit import warn_of_former_jobs
-from plexrl.client.calls.transport import Transport
+from plexrl.client.calls.routes import check_router
+from plexrl.client.calls.transport import Call, Transport
 from plexrl.client.display.cluster_location import ClusterLocation
+from plexrl.client.display.first_contact import FirstContact
 from plexrl.client.display.handle_repr import handle_repr, without_credentials
 from plexrl.client.futures.checkpoints import list_call
 from plexrl.errors import AuthenticationError, InvalidRequestError
@@ -29,6 +31,8 @@ Plain = dict[str, Any]
 
 SILENCE_S_MAX = 120.0
 """Default time without a response after which a request fails."""
+FIRST_CALL = Call(method="GET", path="/v1/health", read_timeout_s=10.0)
+"""What a new connection asks, to learn whether a router replies. It needs no key."""
 
 
 class Cluster:
@@ -343,13 +347,38 @@ def connect(
     The key is `api_key`, else `PLEXRL_API_KEY`, else, with a data directory, the operator's.
 
     A request fails with `ConnectionLostError` after `timeout_s` seconds (120) without a response.
+    So does `connect`, which asks the router at `url` at once, and prints on standard error what it
+    waits for.
 
     Raises:
-        AuthenticationError: a URL without a key.
-        InvalidRequestError: both `url` and `data_dir` are given, or `ca` cannot be used.
+        AuthenticationError: a URL without a key, or a certificate that is not accepted.
+        ConnectionLostError: no router replied.
+        InvalidRequestError: both `url` and `data_dir` are given, `ca` cannot be used, or another
+            web server replied.
         PermissionDeniedError, StorageError: the data directory cannot be used.
         UnavailableError: the embedded cluster did not start.
     """
+    cluster = open_cluster(url, api_key, data_dir=data_dir, ca=ca, timeout_s=timeout_s)
+    if cluster._local is not None:
+        return cluster
+    try:
+        with FirstContact(cluster.url, timeout_s):
+            check_router(cluster._transport.request(FIRST_CALL))
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster
+
+
+def open_cluster(
+    url: str | Sequence[str] | None,
+    api_key: str | None,
+    *,
+    data_dir: str | os.PathLike[str] | None,
+    ca: str | os.PathLike[str] | None,
+    timeout_s: float,
+) -> Cluster:
+    """As `connect`, without a request to the router at a URL."""
     check_numbers("connection", {"timeout_s": timeout_s})
     if url is not None and data_dir is not None:
         raise InvalidRequestError(

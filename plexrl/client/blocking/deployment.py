@@ -37,6 +37,11 @@ class Deployment:
     def __repr__(self) -> str:
         return handle_repr(self, self.deployment, deadline_s=self._deadline_s)
 
+    if not TYPE_CHECKING:
+        # A type checker would accept every name if it saw this method.
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(self, Deployment, name)
+
     def within(self, deadline_s: float) -> Self:
         """A copy of this deployment that gives its operations a deadline: an operation that has not
         begun `deadline_s` seconds after its submission never runs, and its future raises
@@ -124,3 +129,18 @@ class Deployment:
             steps = submit(submission, self._deadline_s, self._transport.controller)
             view = self._transport.run(steps)
         return future(self._transport, view, submission.decoder, *samples)
+
+
+def missing_attribute(handle: object, base: type, name: str) -> AttributeError:
+    """The error for an attribute that `handle` lacks; it names the other kinds of `base` that have
+    it."""
+    holders = [each for each in base.__subclasses__() if hasattr(each, name)]
+    kind, *others = (
+        each.__name__.removeprefix("Async").removesuffix("Deployment").lower()
+        for each in (type(handle), *holders)
+    )
+    text = f"a {kind} deployment has no {name}"
+    if others and not name.startswith("_"):
+        text += "; " + " and ".join(f"a {each} deployment" for each in others)
+        text += " has it" if len(others) == 1 else " have it"
+    return AttributeError(text, name=name, obj=handle)

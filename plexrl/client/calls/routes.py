@@ -1,10 +1,12 @@
-"""How a client's requests reach its cluster: by which router, directly or through a proxy."""
+"""How a client's requests reach its cluster: by which router, directly or through a proxy, and
+whether a router replied."""
 
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
+from plexrl.client.display.handle_repr import without_credentials
 from plexrl.errors import InvalidRequestError
 from plexrl.proxies import Proxy, proxy_for
 
@@ -69,6 +71,46 @@ class Routes:
             return ""
         host = urlsplit(url).hostname
         return f"; the request went through {proxy}: to reach {host} directly, add it to no_proxy"
+
+
+def check_router(response: "httpx.Response") -> None:
+    """Raises `InvalidRequestError` if a good response is not a JSON object, as a router's are."""
+    if response.is_success and "json" in response.headers.get("content-type", ""):
+        try:
+            is_router = isinstance(response.json(), dict)
+        except ValueError:
+            is_router = False
+        if is_router:
+            return
+    raise InvalidRequestError(no_router(response))
+
+
+def no_router(response: "httpx.Response") -> str:
+    """The message about a response that no router sends: without its body, which may be a page."""
+    return (
+        f"{_server(response)} answers, but is no PlexRL router: it sent {_content(response)}: "
+        "check the URL and its port"
+    )
+
+
+def no_router_yet(response: "httpx.Response") -> str:
+    """The message about a failure of a proxy, or of a router that starts or ends."""
+    return (
+        f"no router replied at {_server(response)}, which sent {_content(response)}: check that "
+        "the cluster is up and the URL is right"
+    )
+
+
+def _server(response: "httpx.Response") -> str:
+    url = response.request.url
+    return f"{url.scheme}://{url.netloc.decode()}"
+
+
+def _content(response: "httpx.Response") -> str:
+    kind = response.headers.get("content-type", "").partition(";")[0] or "no content"
+    target = response.headers.get("location")
+    moved = f", which leads to {without_credentials(target)}" if target else ""
+    return f"{kind} (HTTP {response.status_code} to {response.request.url.path}{moved})"
 
 
 def _through(url: str, proxy: Proxy, make: "Callable[..., TransportT]") -> TransportT:

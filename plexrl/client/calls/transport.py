@@ -26,12 +26,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from urllib.parse import quote
 
-from plexrl.client.calls.routes import Endpoints, Routes
+from plexrl.client.calls.routes import Endpoints, Routes, no_router, no_router_yet
 from plexrl.client.calls.server_certificate import refused_certificate, trusted_by
 from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.handle_repr import without_credentials
 from plexrl.errors import (
     ConnectionLostError,
+    InvalidRequestError,
     NonFiniteInputError,
     PlexRLError,
     from_wire,
@@ -274,8 +275,9 @@ class _Connections(Generic[ClientT]):
             raise refused from error
         self._endpoints.failed(url)
         return ConnectionLostError(
-            f"no response from {url} ({type(error).__name__}: {error}): check that the cluster is "
-            f"up and the URL is right, with its http:// or https://{self._routes.describe(url)}"
+            f"no response from {without_credentials(url)} ({type(error).__name__}: {error}): check "
+            "that the cluster is up and the URL is right, with its http:// or https://"
+            + self._routes.describe(url)
         )
 
 
@@ -461,10 +463,9 @@ def checked(response: "httpx.Response", route: str = "") -> "httpx.Response | Pl
         return response
     typed = _typed_error(response)
     if typed is None:
-        text = f"HTTP {response.status_code} from {response.url}: {response.text[:200]}{route}"
         if response.status_code not in UNTYPED_RETRIED:
-            raise PlexRLError(text)
-        return ConnectionLostError(text)
+            raise InvalidRequestError(no_router(response) + route)
+        return ConnectionLostError(no_router_yet(response) + route)
     after = response.headers.get("retry-after", "")
     if not after.isdigit():
         # A final refusal, or an operation's own error.

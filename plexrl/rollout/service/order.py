@@ -1,6 +1,6 @@
 """What a controller orders: the settings of one asynchronous rollout."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 
 from plexrl.client.data.rollout_policy import check_modes
@@ -15,7 +15,7 @@ from plexrl.rollout.streaming.elastic import Bounds
 from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.wire.operations import SamplingParams
-from plexrl.wire.parameter_checks import check_name, check_parameters
+from plexrl.wire.parameter_checks import check_name, check_parameters, differing_settings
 
 FAILED_PROMPTS_MIN = 8
 NUMBERS = (
@@ -157,6 +157,14 @@ class RolloutOrder:
         if replace(self, **policy) == self:
             return self
         return replace(self, **policy, group_ids=self.settings().staleness.ids_per_group)
+
+    def differences(self, other: "RolloutOrder") -> str:
+        """The settings besides the policy that differ from those of another order."""
+        known, asked = (
+            {name: value for name, value in asdict(order).items() if name not in POLICY}
+            for order in (self, replace(other, group_ids=self.group_ids))
+        )
+        return differing_settings(known, asked)
 
 
 def _extra(eta: float, count: int) -> int:

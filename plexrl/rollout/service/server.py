@@ -194,8 +194,9 @@ class RolloutService:
         changed = found.order.with_policy(order)
         if changed is None:
             raise ConflictError(
-                f"job {order.job!r} has a rollout {order.name!r} with other settings: use another "
-                "name, or the same settings; only the policy may change"
+                f"job {order.job!r} has a rollout {order.name!r} with other settings: "
+                f"{found.order.differences(order)}: use another name, or the same settings; only "
+                "the policy may change"
             )
         if changed != found.order:
             await self._check_profile(changed)

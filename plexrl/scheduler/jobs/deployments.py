@@ -6,6 +6,8 @@ use can be looked up, and its name is not used again, so a controller that repea
 not get GPUs for it a second time.
 """
 
+import json
+
 from plexrl.errors import (
     ConflictError,
     InvalidRequestError,
@@ -39,6 +41,7 @@ from plexrl.scheduler.state.messages.events import (
 )
 from plexrl.scheduler.state.records import Deployment, Job, State
 from plexrl.wire.operations import USER_KINDS
+from plexrl.wire.parameter_checks import differing_settings
 
 
 def deployment_created(context: Context, event: DeploymentCreated, now: float) -> None:
@@ -56,12 +59,15 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     exclusive = event.exclusive or (owns_group and not event.preemptible)
     if known is not None:
         spec_json = known.created_spec_json or known.spec_json
-        same = (known.job, known.kind, known.workers, known.exclusive, spec_json)
-        asked = (event.job, event.kind, event.workers, exclusive, event.spec_json)
-        more = (known.node_type, known.preemptible)
-        if (*same, *more) != (*asked, event.node_type, event.preemptible):
+        names = ("job", "kind", "workers", "node_type", "preemptible")
+        same = {name: getattr(known, name) for name in names} | {"exclusive": known.exclusive}
+        asked = {name: getattr(event, name) for name in names} | {"exclusive": exclusive}
+        if same != asked or spec_json != event.spec_json:
+            # The specification repeats some of them, and tells a reference from a training.
+            same, asked = same | json.loads(spec_json), asked | json.loads(event.spec_json)
             raise ConflictError(
-                f"deployment {event.deployment!r} exists with other settings: use another name"
+                f"deployment {event.deployment!r} exists with other settings: "
+                f"{differing_settings(same, asked)}: use another name, or the same settings"
             )
         return
     if event.kind not in USER_KINDS:

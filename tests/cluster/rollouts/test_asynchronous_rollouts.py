@@ -361,7 +361,7 @@ def test_wrong_settings_are_refused(job: plexrl.Job) -> None:
     with pytest.raises(InvalidRequestError, match=r"sampling\.seed is missing"):
         make(0, plexrl.SamplingParams())
     made = make(0, SAMPLING)
-    with pytest.raises(ConflictError, match="other settings"):
+    with pytest.raises(ConflictError, match=r"other settings: samples \(2, not 3\)"):
         make(0, SAMPLING, samples=3)
     with pytest.raises(InvalidRequestError, match="give more prompts"):
         list(made.batches([next(prompts())], reward, steps=2))

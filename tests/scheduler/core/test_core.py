@@ -355,7 +355,7 @@ def test_a_deployment_asked_for_again_is_the_same_one(cluster: FakeCluster) -> N
         cluster.deploy("a/actor")
         cluster.deploy("a/rollout", "rollout", workers=1)
     assert len(cluster.core.job_view("a", cluster.now)["deployments"]) == 2
-    with pytest.raises(errors.ConflictError, match="other settings"):
+    with pytest.raises(errors.ConflictError, match=r"settings: workers \(1, not 2\): use another"):
         cluster.deploy("a/rollout", "rollout", workers=2)
 
 
