@@ -4,6 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
+from plexrl.errors import JournalUnavailableError
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.state.messages.events import NodeDrainChanged, TimerFired
 from plexrl.wire.rpc import Peer
@@ -146,6 +147,24 @@ def test_a_starving_job_that_keeps_gpus_from_all_others_is_a_condition(tmp_path:
             done = {**A, "job": "small", "outcome": "completed"}
             await router.call("finish_job", done)
             assert "head_job_blocks" not in await conditions(router)
+
+    run_live(talk)
+
+
+def test_explain_says_that_work_is_held_while_the_journal_is_away(tmp_path: Path) -> None:
+    async def talk() -> None:
+        async with live(tmp_path) as cluster:
+            outage = cluster.service.shell.outage
+            router = await cluster.router("r")
+            await router.call("submit_job", job_of("a", "j"))
+            usual = (await router.call("explain_job", {**A, "job": "j"}))["summary"]
+            outage.begin(JournalUnavailableError("/secret/journal.sqlite: I/O error"))
+            held = (await router.call("explain_job", {**A, "job": "j"}))["summary"]
+            outage.end(is_reported=True)
+            assert "takes no new work (journal_unavailable)" in held
+            assert held.endswith(usual)
+            assert "/secret" not in held
+            assert (await router.call("explain_job", {**A, "job": "j"}))["summary"] == usual
 
     run_live(talk)
 
