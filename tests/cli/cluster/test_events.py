@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from plexrl.cli.cluster.events import Lines
+from plexrl.ids import JobId
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -35,7 +36,7 @@ def test_each_state_of_a_job_is_shown_once_and_times_do_not_go_back() -> None:
     look()
     cluster.settle()
     look()
-    cluster.send(ev.JobFinished(job="j", outcome="completed"))
+    cluster.send(ev.JobFinished(job=JobId("j"), outcome="completed"))
     look()
     states = [each["state"] for each in messages]
     assert len(states) > len(set(states)), "no message repeats a state, so this tests nothing"
