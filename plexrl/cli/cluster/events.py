@@ -29,12 +29,13 @@ def events(broker: options.Events, below: Below = "", as_json: Json = False) -> 
     async def follow() -> None:
         from plexrl.events.subscriber import events as all_events
 
+        lines = Lines()
         async for event in all_events(config, below):
             found = _decoded(event.payload)
             if as_json:
                 write_text(json.dumps({"topic": event.topic, "event": found}) + "\n")
-            else:
-                write_text(_line(event.topic, found) + "\n")
+            elif (line := lines.line(event.topic, found)) is not None:
+                write_text(line + "\n")
 
     try:
         asyncio.run(follow())
@@ -51,14 +52,33 @@ def _decoded(payload: bytes) -> Any:
         return text
 
 
-def _line(topic: str, found: Any) -> str:
-    if found is None:
-        return f"{'':23}  {topic}: removed"
-    if not isinstance(found, dict):
-        return f"{'':23}  {topic}: {found}"
-    since = found.get("since", found.get("at"))
-    at = local_time(since) if isinstance(since, int | float) else ""
-    parts = [str(found[name]) for name in ("state", "holder", "why") if found.get(name)]
-    if "next_use_s" in found:
-        parts = [f"{found.get('deployment')} in {found['next_use_s']} s"]
-    return f"{at:23}  {topic}: {', '.join(parts)}"
+class Lines:
+    """The lines of states for people. An object is published with each change of its parts, such
+    as its deployments: only a change of its state, holder or reason is a line."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, list[str]] = {}
+
+    def line(self, topic: str, found: Any) -> str | None:
+        """The line of a message, with the time at which a new state began; None: the line would
+        say what an earlier one said."""
+        if not isinstance(found, dict):
+            self._shown.pop(topic, None)
+            return f"{'':23}  {topic}: {'removed' if found is None else found}"
+        if "next_use_s" in found:
+            what = f"{found.get('deployment')} in {found['next_use_s']} s"
+            return f"{_time(found.get('at')):23}  {topic}: {what}"
+        parts = [str(found.get(name) or "") for name in ("state", "holder", "why")]
+        known = self._shown.get(topic)
+        if parts == known:
+            return None
+        self._shown[topic] = parts
+        text = ", ".join(part for part in parts if part)
+        if known is not None and known[0] == parts[0]:
+            # `since` is the time of the state, which an earlier line has shown.
+            return f"{'':23}  {topic}: still {text}"
+        return f"{_time(found.get('since')):23}  {topic}: {text}"
+
+
+def _time(at: Any) -> str:
+    return local_time(at) if isinstance(at, int | float) else ""

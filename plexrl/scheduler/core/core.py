@@ -32,6 +32,7 @@ from plexrl.scheduler.core.queries import view_types as vt
 from plexrl.scheduler.core.queries.eta import EtaQualityView, eta_quality, record_estimate
 from plexrl.scheduler.core.queries.event_records import ClusterRecords
 from plexrl.scheduler.core.queries.explain_job import explain_job
+from plexrl.scheduler.core.queries.explain_placement import BlockingView, blocking_heads
 from plexrl.scheduler.core.queries.views import (
     cluster_view,
     deployment_view,
@@ -441,6 +442,10 @@ class SchedulerCore:
     def held_deployments(self) -> list[HeldView]:
         """Deployments whose work waits for free memory or disk space, with the reason."""
         return held_view(self._state, self._state.deployments)
+
+    def blocking_heads(self, now: float) -> list[BlockingView]:
+        """Starving deployments that keep free GPUs from all others, longest first."""
+        return blocking_heads(self._cluster, now)
 
     def overdue(self, now: float) -> list[OverdueView]:
         """Operations and moves that are far past their estimates."""

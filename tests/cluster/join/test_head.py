@@ -16,7 +16,7 @@ from plexrl.cluster.join.authority import Authority, make_request
 from plexrl.cluster.join.tokens import parse_token
 from plexrl.cluster.node.membership import Kept, NodeFolder
 from plexrl.cluster.node.options import NodeOptions
-from plexrl.cluster.node.supervisor import Entry, join_once
+from plexrl.cluster.node.supervisor import Entry, NodeSupervisor, join_once
 from plexrl.errors import AuthenticationError, JoinTokenError, PermissionDeniedError
 from plexrl.process.folders.folders import Folders
 from plexrl.wire.links.address import TlsAddress, parse_address
@@ -95,6 +95,22 @@ def test_tokens_that_admit_nobody_are_refused(machines: Machines, tmp_path: Path
             join(machines, tmp_path / "c", token, "joined-c")
         assert caught.value.details["reason"] == reason
     assert not (tmp_path / "c" / "node.json").exists()
+
+
+def test_a_refused_node_leaves_no_sockets_and_no_host_tier(
+    machines: Machines, tmp_path: Path
+) -> None:
+    used = machines.token()
+    join(machines, tmp_path / "g", used, "joined-g")
+    head = parse_address(machines.found["join_address"])
+    assert isinstance(head, TlsAddress)
+    folders = Folders.of(tmp_path / "h")
+    options = NodeOptions(data_dir=folders.data, name="joined-h", gpus=1)
+    supervisor = NodeSupervisor(options, Entry(head=head, token=parse_token(used)))
+    with pytest.raises(JoinTokenError, match="used"):
+        asyncio.run(supervisor.run(asyncio.Event(), lambda _: None))
+    assert not folders.run.exists()
+    assert not folders.shared_memory.exists()
 
 
 def test_a_token_for_two_admits_two(machines: Machines, tmp_path: Path) -> None:

@@ -16,12 +16,14 @@ from typer.testing import CliRunner, Result
 import plexrl
 from plexrl.cli.app import app
 from plexrl.cluster.config.options import ClusterOptions
+from plexrl.cluster.data_dir.endpoint import NAME as ENDPOINT_FILE
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.cluster.supervisor import Supervisor, run_supervisor
 from plexrl.errors import ConflictError, UnknownJobError
 from plexrl.process.folders.folders import Folders
 from plexrl.process.folders.operator_key import operator_key
 from tests.cluster.tools import VOCABULARY, process_of, some_batch, wait_until
+from tests.small_disk import small_disk
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
 
@@ -51,6 +53,36 @@ def test_a_signal_ends_every_process_and_removes_every_file(
     assert not folders.run.exists()
     assert not folders.shared_memory.exists()
     assert not (tmp_path / "cluster.json").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_cluster_whose_disk_became_read_only(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        data = disk.path / "data"
+        command = [sys.executable, "-m", "plexrl.cli.app", "up", "--data-dir", str(data)]
+        errors = tmp_path / "errors"
+        with errors.open("w") as file:
+            running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
+        try:
+            wait_until((data / ENDPOINT_FILE).exists, errors.read_text())
+            folders = Folders.of(data)
+            children = psutil.Process(running.pid).children(recursive=True)
+            # Open files stay writable: Linux refuses to make their own mount read-only.
+            for options in (("--bind",), ("-o", "remount,bind,ro")):
+                subprocess.run(["mount", *options, str(data), str(data)], check=True)
+            try:
+                running.terminate()
+                assert running.wait(60) == 0
+                _, alive = psutil.wait_procs(children, timeout=30)
+            finally:
+                subprocess.run(["umount", "-l", str(data)], check=True)
+        finally:
+            running.kill()
+            running.wait()
+    assert alive == []
+    assert "Traceback" not in errors.read_text()
+    assert not folders.run.exists()
+    assert not folders.shared_memory.exists()
 
 
 class NeverStarting:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
+from plexrl.errors import JournalUnavailableError
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.state.messages.events import NodeDrainChanged, TimerFired
 from plexrl.wire.rpc import Peer
@@ -99,6 +100,71 @@ def test_an_overdue_operation_is_a_condition(tmp_path: Path) -> None:
             assert "replaced in" in found["message"]
             await until(lambda: core.deployment_view("j/actor", 0.0)["incarnation"] == 2)
             assert not [each for each in core.overdue(clock.now()) if each["kind"] == "load"]
+
+    run_live(talk)
+
+
+def test_a_job_that_waits_more_than_it_accepts_is_a_condition(tmp_path: Path) -> None:
+    async def talk() -> None:
+        async with live(tmp_path) as cluster:
+            router = await cluster.router("r")
+            await cluster.agent("n")
+            for job, accepted in (("promised", {"slo": 0.1}), ("plain", {})):
+                await router.call("submit_job", {**job_of("a", job), **accepted})
+                await router.call("create_deployment", deployment_of(A, job))
+            assert "slo_breached" not in await conditions(router)
+            cycles = [
+                each.cycles
+                for each in cluster.service.shell.core._context.state.deployments.values()
+            ]
+            for each in cycles:
+                each.waiting_part = 0.5
+            found = (await conditions(router))["slo_breached"]
+            assert "promised of a waited 50% of its time and accepts 10%" in found["message"]
+            assert "plain" not in found["message"]
+            assert (await conditions(router))["slo_breached"]["since"] == found["since"]
+            for each in cycles:
+                each.waiting_part = 0.1
+            assert "slo_breached" not in await conditions(router)
+
+    run_live(talk)
+
+
+def test_a_starving_job_that_keeps_gpus_from_all_others_is_a_condition(tmp_path: Path) -> None:
+    settings: Plain = {"policy": "isolated", "starvation_bound_s": 0.01, "reservations": False}
+
+    async def talk() -> None:
+        async with live(tmp_path, **settings) as cluster:
+            core, clock = cluster.service.shell.core, cluster.service.shell.clock
+            router = await cluster.router("r")
+            await cluster.agent("n", gpus=2)
+            for job, workers in (("small", 1), ("large", 2)):
+                await router.call("submit_job", job_of("a", job))
+                await router.call("create_deployment", deployment_of(A, job, workers=workers))
+            await until(lambda: bool(core.blocking_heads(clock.now())))
+            found = (await conditions(router))["head_job_blocks"]
+            assert "large/actor of a waits for 2 GPUs and keeps 1 idle" in found["message"]
+            done = {**A, "job": "small", "outcome": "completed"}
+            await router.call("finish_job", done)
+            assert "head_job_blocks" not in await conditions(router)
+
+    run_live(talk)
+
+
+def test_explain_says_that_work_is_held_while_the_journal_is_away(tmp_path: Path) -> None:
+    async def talk() -> None:
+        async with live(tmp_path) as cluster:
+            outage = cluster.service.shell.outage
+            router = await cluster.router("r")
+            await router.call("submit_job", job_of("a", "j"))
+            usual = (await router.call("explain_job", {**A, "job": "j"}))["summary"]
+            outage.begin(JournalUnavailableError("/secret/journal.sqlite: I/O error"))
+            held = (await router.call("explain_job", {**A, "job": "j"}))["summary"]
+            outage.end(is_reported=True)
+            assert "takes no new work (journal_unavailable)" in held
+            assert held.endswith(usual)
+            assert "/secret" not in held
+            assert (await router.call("explain_job", {**A, "job": "j"}))["summary"] == usual
 
     run_live(talk)
 

@@ -1,15 +1,17 @@
 """Explains why a deployment has no GPUs: which groups are full, which do not fit its trace."""
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import numpy as np
 
-from plexrl.ids import DeploymentId
+from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.admission.fit.feasibility import why_impossible
+from plexrl.scheduler.admission.order import blocks_others
 from plexrl.scheduler.admission.queues.gangs import why_not_yet
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.queries.view_types import AttemptView, Census, Count, NearGroupView
+from plexrl.scheduler.dispatch.hrrs import starves_at
 from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable
 from plexrl.scheduler.placement.capacity.needs import (
     kept_bytes,
@@ -112,6 +114,50 @@ def _reservation(
                 None,
             )
     return None
+
+
+class BlockingView(TypedDict):
+    """A deployment that keeps free GPUs from all others until it starts."""
+
+    deployment: DeploymentId
+    tenant: TenantId
+    workers: int
+    free_gpus: int
+    since: float
+    """When its reservation came for the last time, or its starvation bound."""
+
+
+def blocking_heads(cluster: Cluster, now: float) -> list[BlockingView]:
+    """The starving deployments without a reservation to come, while there are free GPUs that they
+    keep from others. A policy without backfilling blocks by design, and has none."""
+    state, config = cluster.state, cluster.settings.config
+    if not cluster.settings.policy.backfills:
+        return []
+    if config.reservations:
+        since = {name: each.at for name, each in state.reservations.items()}
+    else:
+        since = {
+            name: starves_at(state.deployment(name).created_at, config.starvation_bound_s)
+            for name in cluster.waiting
+        }
+    found: list[BlockingView] = []
+    for name, at in sorted(since.items(), key=lambda each: (each[1], each[0])):
+        deployment = state.deployment(name)
+        free = cluster.inventory.pool.free_gpus(deployment.node_type)
+        if now < at or not free or why_not_yet(cluster, deployment) is not None:
+            continue
+        if not blocks_others(cluster, deployment, now):
+            continue
+        found.append(
+            {
+                "deployment": name,
+                "tenant": state.job(deployment.job).tenant,
+                "workers": deployment.workers,
+                "free_gpus": free,
+                "since": at,
+            }
+        )
+    return found
 
 
 def attempts(

@@ -29,6 +29,7 @@ def find_conditions(shell: Shell) -> list[Plain]:
         *_overdue(core, now),
         *_lost_nodes(core),
         *_service_levels(shell),
+        *_blocking_heads(core, now),
         *_merged(reported),
         *_clock(shell),
     ]
@@ -101,6 +102,24 @@ def _service_levels(shell: Shell) -> list[Plain]:
     ]
     message = f"jobs wait for others more than they accept: {_listed(texts, len(over))}"
     return [_condition("slo_breached", message, min(shell.breached_since.values()))]
+
+
+def _blocking_heads(core: SchedulerCore, now: float) -> list[Plain]:
+    """The jobs whose wait keeps GPUs idle, because they have starved for too long."""
+    heads = core.blocking_heads(now)
+    if not heads:
+        return []
+    texts = [
+        f"{each['deployment']} of {each['tenant']} waits for {each['workers']} GPUs and keeps "
+        f"{each['free_gpus']} idle"
+        for each in heads[:NAMED_MAX]
+    ]
+    message = (
+        f"no other job gets free GPUs before these, which starve: {_listed(texts, len(heads))}. "
+        "Cancel or preempt what runs, raise `starvation_bound_s`, or give jobs an `expected_s` "
+        "that holds"
+    )
+    return [_condition("head_job_blocks", message, heads[0]["since"])]
 
 
 def _merged(conditions: Iterable[Condition]) -> list[Plain]:

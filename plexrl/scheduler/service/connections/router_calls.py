@@ -20,6 +20,7 @@ from plexrl.scheduler.service.connections.conditions import find_conditions
 from plexrl.scheduler.service.connections.links import AgentLink
 from plexrl.scheduler.service.connections.tenant_calls import TenantCalls, check_operator
 from plexrl.scheduler.service.shell import Shell
+from plexrl.scheduler.state.machines.job_states import JobState
 from plexrl.scheduler.state.messages import events as ev
 
 WAIT_S_MAX = 120.0
@@ -172,7 +173,15 @@ class RouterCalls:
 
     async def _explain_job(self, scope: Scope, call: calls.OneJob) -> Answer:
         self._check_job(scope, call.job)
-        return self._core.explain_job(call.job, self._now(), sees_all=scope is None)
+        view = self._core.explain_job(call.job, self._now(), sees_all=scope is None)
+        held = self._shell.outage.error
+        if held is not None and not JobState(view["state"]).is_final:
+            # The message may name paths, which are for operators.
+            view["summary"] = (
+                f"the scheduler's storage takes no new work ({held.code}), so requests and "
+                f"results are held until that ends; before, {view['summary']}"
+            )
+        return view
 
     async def _create_deployment(self, scope: Scope, event: ev.DeploymentCreated) -> Answer:
         self._check_job(scope, event.job)
