@@ -134,10 +134,10 @@ class Deployment:
 def missing_attribute(handle: object, base: type, name: str) -> AttributeError:
     """The error for an attribute that `handle` lacks; it names the other kinds of `base` that have
     it."""
-    holders = [each for each in base.__subclasses__() if hasattr(each, name)]
+    holders: list[type] = [kind for kind in base.__subclasses__() if hasattr(kind, name)]
+    names = [holder.__name__ for holder in (type(handle), *holders)]
     kind, *others = (
-        each.__name__.removeprefix("Async").removesuffix("Deployment").lower()
-        for each in (type(handle), *holders)
+        each.removeprefix("Async").removesuffix("Deployment").lower() for each in names
     )
     text = f"a {kind} deployment has no {name}"
     if others and not name.startswith("_"):

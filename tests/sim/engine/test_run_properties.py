@@ -305,7 +305,7 @@ def test_isolated_jobs_of_one_size_end_when_a_plain_queue_says(
             )
         )
     rows = tuple(found)
-    # With a bound of 0 s each job that waits goes by its time of submission, and none by its length.
+    # With a bound of 0 s, jobs that wait go by their times of submission, not by their lengths.
     scenario = Scenario(
         source=Jobs(rows),
         pools=(Pool(nodes=2),),
