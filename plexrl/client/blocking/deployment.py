@@ -131,10 +131,10 @@ class Deployment:
         return future(self._transport, view, submission.decoder, *samples)
 
 
-def missing_attribute(handle: object, base: type, name: str) -> AttributeError:
+def missing_attribute(handle: object, base: type[object], name: str) -> AttributeError:
     """The error for an attribute that `handle` lacks; it names the other kinds of `base` that have
     it."""
-    holders: list[type] = [kind for kind in base.__subclasses__() if hasattr(kind, name)]
+    holders: list[type] = [each for each in base.__subclasses__() if hasattr(each, name)]
     names = [holder.__name__ for holder in (type(handle), *holders)]
     kind, *others = (
         each.removeprefix("Async").removesuffix("Deployment").lower() for each in names
