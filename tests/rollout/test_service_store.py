@@ -322,7 +322,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         ({"instances": ()}, "instances"),
         ({"instances": ("a", "a")}, "instances"),
         ({"source": "../other"}, "deployment name"),
-        ({"prompts": 0}, "batch_groups"),
+        ({"prompts": 0}, "prompts is 0"),
         ({"staleness": -1}, "staleness"),
     ],
 )

@@ -167,11 +167,13 @@ def generate(
     """Samples of prompts. `settings`: values for each prompt, see `PROMPT_SAMPLING`."""
     from plexrl.client.data.batch import Batch
 
+    # What is no `SamplingParams` is refused with the other parameters.
+    is_same = not settings and isinstance(sampling, SamplingParams)
     return submission(
         deployment,
         OperationKind.GENERATE,
         GenerateParams(samples_per_prompt=n, sampling=sampling, stream=stream),
-        _naming_cut_samples(results.generate_decoder(n), None if settings else sampling.max_tokens),
+        _naming_cut_samples(results.generate_decoder(n), sampling.max_tokens if is_same else None),
         {**Batch(prompts).arrays(()), **(settings or {})},
     )
 

@@ -136,8 +136,8 @@ async def digest_of(body: Sequence[Body]) -> str:
 
 
 def result_error(kind: OperationKind, body: Sequence[Body]) -> PlexRLError | None:
-    """As `non_finite_error`, of a joined body in parts."""
-    return non_finite_error(kind, _arrays(body))
+    """As `non_finite_error`, of a joined body in parts. Other kinds compute no such numbers."""
+    return non_finite_error(kind, _arrays(body)) if kind in SPLIT_KINDS else None
 
 
 def unfinished_samples(body: Sequence[Body]) -> int:

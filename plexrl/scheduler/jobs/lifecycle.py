@@ -23,6 +23,7 @@ from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail, interrupt
 from plexrl.scheduler.operations.replay import drop_log, drop_past
+from plexrl.scheduler.operations.submission.queue_order import place_in_queue
 from plexrl.scheduler.placement.capacity.awaited_profiles import await_profile
 from plexrl.scheduler.placement.capacity.inventory import Inventory
 from plexrl.scheduler.placement.placement import release_lock, vacate
@@ -310,7 +311,10 @@ def stop(
     for name in over:
         operation = state.operations[name]
         fail(state, context.effects, operation, early_end(operation, now), now)
-    deployment.queue[:0] = [name for name in interrupted if name not in over]
+    for name in reversed(interrupted):
+        if name not in over:
+            place = place_in_queue(state, deployment, state.operations[name])
+            deployment.queue.insert(place, name)
     if deployment.moving is not None:
         # A new move, with a new name, is made when it is needed.
         del state.operations[deployment.moving.operation]

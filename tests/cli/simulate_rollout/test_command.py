@@ -156,7 +156,10 @@ def test_a_trace_and_costs_of_the_user_are_read(tmp_path: Path) -> None:
         (("--model", "qwen2.5-7b", "--tensor-parallel", "16"), "give 1 to 8"),
         (("--tensor-parallel", "2"), "give a model"),
         (("--system", "flexes"), "the parallelism planner needs"),
-        (("--system", "tail", "--eta", "0.5"), "eta_prompts is 0.5: give 1 to 16"),
+        (
+            ("--system", "tail", "--eta", "0.5"),
+            "--eta is 0.5; it must be a number, at least 1 and at most 16",
+        ),
     ],
 )
 def test_a_question_that_cannot_be_answered_says_why(

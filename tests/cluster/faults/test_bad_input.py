@@ -63,11 +63,8 @@ def test_nan_values_are_reported_with_their_position(job: plexrl.Job) -> None:
 def test_a_non_finite_gradient_is_dropped_and_training_continues(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL, workers=2)
     huge = plexrl.Batch([[3, 4, 5]], {"weights": [[0, 3e38, 3e38]]})
-    trained = actor.forward_backward(huge, plexrl.losses.custom()).result()
-    assert not np.isfinite(trained.metrics["loss"])
-    assert trained.metrics["tokens"] == 2.0
     with pytest.raises(errors.NonFiniteGradientError, match="dropped"):
-        actor.optim_step(learning_rate=0.1).result()
+        actor.forward_backward(huge, plexrl.losses.custom()).result()
     actor.forward_backward(some_batch(1), plexrl.losses.grpo())
     assert actor.optim_step(learning_rate=1e-3).result().metrics["grad_norm"] < 1e3
     assert actor.status()["incarnation"] == 1

