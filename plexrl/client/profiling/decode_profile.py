@@ -91,12 +91,6 @@ class DecodeProfile:
                 )
         own = {"switch_s": self.switch_s, "kv_bytes_per_s": self.kv_bytes_per_s}
         check_numbers("profile", own)
-        bandwidth = 1.0 if self.kv_bytes_per_s is None else self.kv_bytes_per_s
-        if not (0 <= self.switch_s < math.inf and 0 < bandwidth < math.inf):
-            raise InvalidRequestError(
-                f"the profile has a switch of {self.switch_s} s and {bandwidth} bytes/s: they must "
-                "be finite and above 0"
-            )
 
     def to_json(self) -> str:
         """The text of its file."""
