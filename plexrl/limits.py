@@ -213,7 +213,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     },
     "elastic": {"min": _count(1, 4096), "max": _count(1, 4096)},
     "profile": {
-        "minutes": Bounds(1e-3, 1e5),
+        "minutes": Bounds(0, 1e5),
         "switch_s": Bounds(0, SECONDS_MAX),
         "kv_bytes_per_s": _maybe(Bounds(1, 1e18)),
     },

@@ -110,5 +110,5 @@ def test_a_part_waits_while_the_trainer_has_two_and_takes_what_is_complete_by_th
 
 def test_a_wrong_size_is_refused() -> None:
     for size in ((-1, 1), (0, 0)):
-        with pytest.raises(InvalidRequestError, match="or more"):
+        with pytest.raises(InvalidRequestError, match="at least"):
             PartSize(*size)

@@ -212,8 +212,11 @@ def test_a_worker_that_cannot_serve_ends_with_a_reason(
 ) -> None:
     worker = launcher.start(worker_config(tmp_path, "{}"))
     assert has_ended(worker, RESULT_TIMEOUT_S)
+    messages = []
     with pytest.raises(EOFError):
-        worker.ready.recv()
+        while True:
+            messages.append(worker.ready.recv())
+    assert True not in messages, "it never served"
     assert "ValidationError" in worker.exit_reason()
 
 

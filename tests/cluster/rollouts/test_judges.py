@@ -88,10 +88,11 @@ def test_samples_that_the_judge_refuses_cost_no_other_its_score(job: plexrl.Job)
 
 def test_a_judge_that_is_late_fails_the_sample_and_leaves_nothing_waiting(job: plexrl.Job) -> None:
     rollout = job.rollout_deployment("judge", JUDGE)
-    judge = rollout.judge(prompt=judged, score=lambda _: 1.0, timeout_s=0.5)
+    judge = rollout.judge(prompt=judged, score=lambda _: 1.0)
     assert judge.score([3, 4], sample_of(5)) == 1.0
     rollout.pause(for_s=60)
-    graded = rewards.Graded(judge.score, on_failure="zero", at_once=4)
+    hasty = rollout.judge(prompt=judged, score=lambda _: 1.0, timeout_s=0.5)
+    graded = rewards.Graded(hasty.score, on_failure="zero", at_once=4)
     found = graded.grade([[3, 4]], [[sample_of(5)]])
     assert found.rewards.tolist() == [[0.0]]
     assert "judge gave no score" in str(found.failures[0].failure)
