@@ -3,12 +3,12 @@
 import random
 from dataclasses import dataclass
 
-from plexrl.scheduler.context.cluster import Cluster
-from plexrl.scheduler.context.config import SchedulerConfig
-from plexrl.scheduler.context.context import Context
-from plexrl.scheduler.placement.nodes import node_joined
+from plexrl.scheduler.jobs.context import Context
+from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.placement import fitting, join, place
-from plexrl.scheduler.placement.policies import PlacementMode
+from plexrl.scheduler.recovery.nodes import node_joined
+from plexrl.scheduler.rules.config import SchedulerConfig
+from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages.events import NodeJoined

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import GPUS, config, node
 from benchmarks.sizes import sized
-from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.wire.operations import OperationKind
 
 WAITING = sized(10_000, quick=200)

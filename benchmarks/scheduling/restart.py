@@ -7,8 +7,8 @@ from pathlib import Path
 from benchmarks.scheduling.cluster import config
 from benchmarks.scheduling.dispatch import Drive, submit_job
 from benchmarks.sizes import sized
-from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.service.journal.recovery import restore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.state.messages import events as ev

@@ -22,7 +22,7 @@ with rare_collections():
         raise_descriptor_limit,
         run_until_signal,
     )
-    from plexrl.scheduler.context.config import SchedulerConfig
+    from plexrl.scheduler.rules.config import SchedulerConfig
     from plexrl.scheduler.service.journal.leadership import run_scheduler
 
 LOG = logging.getLogger(__name__)

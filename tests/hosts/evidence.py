@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from plexrl.errors import PlexRLError
-from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.state.messages.commands import LaunchWorkers, RunOperation
 from plexrl.scheduler.state.messages.events import (
     CODEC,

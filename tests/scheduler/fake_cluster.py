@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from plexrl.errors import PlexRLError
-from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.core.queries.view_types import ExplanationView
 from plexrl.scheduler.operations.failures import ErrorView
+from plexrl.scheduler.queries.view_types import ExplanationView
+from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.service.journal.recovery import restore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.service import Service

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from plexrl.errors import PlexRLError
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.dispatch.ordering import ORDERINGS
+from plexrl.scheduler.rules.ordering import ORDERINGS
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import commands as cmd

@@ -11,8 +11,8 @@ from plexrl.errors import InvalidRequestError
 from plexrl.events.config import BrokerConfig
 from plexrl.limits import check_numbers
 from plexrl.process.children.pulse import STUCK_S, check_stuck_s
-from plexrl.scheduler.dispatch.ordering import ORDERINGS
-from plexrl.scheduler.placement.policies import POLICIES
+from plexrl.scheduler.rules.ordering import ORDERINGS
+from plexrl.scheduler.rules.policies import POLICIES
 from plexrl.storage.location import check_location
 from plexrl.wire.links.address import host_port
 
@@ -89,9 +89,9 @@ class ClusterOptions:
     """Bind the workers of each virtual GPU to cores of their own, so that virtual GPUs do not
     compete for the CPU."""
     policy: str = "spread+backfill"
-    """Placement policy: one of `plexrl.scheduler.placement.policies.POLICIES`."""
+    """Placement policy: one of `plexrl.scheduler.rules.policies.POLICIES`."""
     ordering: str = "hrrs"
-    """Order of the members of a group: one of `plexrl.scheduler.dispatch.ordering.ORDERINGS`."""
+    """Order of the members of a group: one of `plexrl.scheduler.rules.ordering.ORDERINGS`."""
     node_types: tuple[str, ...] = ()
     """Type of each node, for deployments with a node type; a single name applies to all nodes."""
     blocks: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from plexrl.cluster.ray.options import RayOptions
 from plexrl.events.config import BrokerConfig
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.router.config import RouterConfig
-from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.worker.config import AgentConfig
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import AuthenticationError
 from plexrl.router.http.server.refused_keys import RefusedKeys
-from plexrl.scheduler.jobs.tenants import key_id
+from plexrl.scheduler.accounting.tenants import key_id
 from plexrl.wire.links.handshakes import client_network
 from plexrl.wire.rpc import Peer
 

@@ -18,10 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from plexrl.ids import DeploymentId, TenantId
-from plexrl.scheduler.admission.fair_shares import tenant_share
-from plexrl.scheduler.admission.fit.bound import NO_FIT, FitBound
+from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.bound_cache import FitBoundCache
-from plexrl.scheduler.admission.fit.feasibility import gang_of, is_possible
 from plexrl.scheduler.admission.order import AdmissionKey, admission_key, blocks_others, earliest
 from plexrl.scheduler.admission.queues.gangs import (
     allowed_modes,
@@ -42,18 +40,20 @@ from plexrl.scheduler.admission.queues.pass_entries import (
     size_key,
 )
 from plexrl.scheduler.admission.queues.pass_progress import PassProgress
-from plexrl.scheduler.admission.queues.queue_heads import Head
 from plexrl.scheduler.admission.queues.reservations import Reservations
-from plexrl.scheduler.admission.queues.waiting import Owner, Size, Sizes, size_of
-from plexrl.scheduler.admission.scarcity import is_covered, is_rival, may_join
-from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.fit.feasibility import gang_of, is_possible
 from plexrl.scheduler.placement.placement import modes
-from plexrl.scheduler.placement.policies import PlacementMode
+from plexrl.scheduler.placement.scarcity import is_covered, is_rival, may_join
+from plexrl.scheduler.placement.waiting.bound import NO_FIT, FitBound
+from plexrl.scheduler.placement.waiting.queue_heads import Head
+from plexrl.scheduler.placement.waiting.waiting import Owner, Size, Sizes, size_of
+from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.admission.queues.waiting import Queue
+    from plexrl.scheduler.placement.waiting.waiting import Queue
 
 
 class AdmissionPass:
@@ -237,7 +237,9 @@ class AdmissionPass:
     def _share(self, tenant: TenantId) -> float:
         share = self.progress.shares.get(tenant)
         if share is None:
-            share = self.progress.shares[tenant] = tenant_share(self._cluster, tenant, self._now)
+            share = self.progress.shares[tenant] = tenant_share(
+                self._cluster.holdings, tenant, self._now
+            )
         return share
 
     def _open_class(self, reached: PriorityClass) -> None:

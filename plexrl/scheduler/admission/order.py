@@ -19,12 +19,12 @@ in the order of submission while they wait, and are never sorted again.
 import math
 from collections.abc import Sequence
 
-from plexrl.scheduler.admission.fit.feasibility import is_possible
 from plexrl.scheduler.admission.fit.succession import takes_a_place
-from plexrl.scheduler.admission.queues.waiting import expected_step
-from plexrl.scheduler.context.cluster import Cluster
-from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.dispatch.hrrs import ratio_of, starves_at
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.fit.feasibility import is_possible
+from plexrl.scheduler.placement.waiting.waiting import expected_step
+from plexrl.scheduler.rules.hrrs import ratio_of, starves_at
+from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.records import Deployment, Job, State
 
 AdmissionKey = tuple[bool, int, float, float, float, int]

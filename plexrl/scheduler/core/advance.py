@@ -8,21 +8,22 @@ event on a sound state can leave out that step and do the others.
 from typing import Final
 
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
-from plexrl.scheduler.admission.reclaim.deadlocks import break_deadlocks
-from plexrl.scheduler.admission.reclaim.preemption import preempt_detached
-from plexrl.scheduler.context.cluster import Cluster
-from plexrl.scheduler.context.context import Context
-from plexrl.scheduler.context.effects import Effects
+from plexrl.scheduler.accounting.retention import forget_ended
+from plexrl.scheduler.core.cycles import cycle_over
+from plexrl.scheduler.core.placing import place_waiting
 from plexrl.scheduler.dispatch.group_step import advance
-from plexrl.scheduler.jobs.cycles import cycle_over
-from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, place_waiting, restart
-from plexrl.scheduler.jobs.retention import forget_ended
+from plexrl.scheduler.jobs.context import Context
+from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, restart
 from plexrl.scheduler.operations.deadlines.cancellation import deadline_passed
 from plexrl.scheduler.operations.deadlines.overdue import find_overrun
 from plexrl.scheduler.placement.capacity.awaited_profiles import look_for_profile
-from plexrl.scheduler.placement.evacuation import reconcile_node
-from plexrl.scheduler.placement.relocation import send_migration
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.recovery.deadlocks import break_deadlocks
+from plexrl.scheduler.recovery.evacuation import reconcile_node
+from plexrl.scheduler.recovery.preemption import preempt_detached
+from plexrl.scheduler.recovery.relocation import send_migration
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.timers import Subject, TimerKind
 from plexrl.scheduler.state.records import State
 
@@ -116,7 +117,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     dirty, timers, waiting = effects.dirty, effects.timers, cluster.waiting
     is_due = bool(timers) and timers[0][0] <= now
     must_forget = len(state.ended) > state.ended_jobs
-    preempts = cluster.detached and waiting
+    preempts = cluster.holdings.detached and waiting
     if not (dirty or is_due or must_forget or preempts or _has_steps(cluster, effects)):
         return
     steps = _Steps(state, skipped)
@@ -136,7 +137,11 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
             if dirty or waiting.must_retry or waiting.newcomers:
                 continue
             # While a pass is interrupted, GPUs may be free for whoever waits.
-            if not cluster.detached or not waiting or cluster.admission is not None:
+            if (
+                not cluster.holdings.detached
+                or not waiting
+                or context.admission.interrupted is not None
+            ):
                 break
             if not _preempt(context, steps, now):
                 break
@@ -161,11 +166,10 @@ def _preempt(context: Context, steps: _Steps, now: float) -> bool:
 def _place(context: Context, steps: _Steps, now: float) -> None:
     if steps.begin(PLACEMENT):
         place_waiting(context, now)
-        if context.cluster.admission is None:
+        if context.admission.interrupted is None:
             break_deadlocks(context, now)
     else:
-        context.cluster.waiting.take_newcomers()
-        context.cluster.admission = None
+        context.admission.skip()
 
 
 def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
@@ -202,7 +206,7 @@ def _look_again(context: Context, what: Subject, now: float) -> None:
             effects.touch(GroupId(name))
         case TimerKind.DEADLINE:
             deadline_passed(state, effects, OperationId(name), now)
-        case TimerKind.ADMISSION if context.cluster.admission is not None:
+        case TimerKind.ADMISSION if context.admission.interrupted is not None:
             context.cluster.waiting.must_continue = True
         case TimerKind.PLACEMENT | TimerKind.ADMISSION:
             context.cluster.waiting.retry_all_if_any()

@@ -13,44 +13,21 @@ import msgspec
 
 from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_held
 from plexrl.ids import BlobRef, DeploymentId, JobId, NodeId, OperationId, TenantId
+from plexrl.scheduler.accounting.sharing import SharingView, sharing_view
+from plexrl.scheduler.accounting.tenants import (
+    api_key_added,
+    api_key_revoked,
+    authenticate,
+    check_budget,
+    tenant_configured,
+    tenant_created,
+)
 from plexrl.scheduler.admission.admission import patience_ends
-from plexrl.scheduler.context.config import SchedulerConfig, with_core_settings
-from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault, has_work, work_off
-from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.core.invariants import check
-from plexrl.scheduler.core.limits import check_numbers, within_limits
-from plexrl.scheduler.core.lookups import (
-    check_live,
-    find_deployment,
-    find_job,
-    find_live_job,
-    find_operation,
-    job_named,
-)
-from plexrl.scheduler.core.queries import view_types as vt
-from plexrl.scheduler.core.queries.eta import EtaQualityView, eta_quality, record_estimate
-from plexrl.scheduler.core.queries.event_records import ClusterRecords
-from plexrl.scheduler.core.queries.explain_job import explain_job
-from plexrl.scheduler.core.queries.explain_placement import BlockingView, blocking_heads
-from plexrl.scheduler.core.queries.views import (
-    cluster_view,
-    deployment_view,
-    ended_since,
-    group_view,
-    job_view,
-    list_jobs,
-    live_workers,
-    node_view,
-    operation_log,
-    operation_view,
-    service_levels,
-    tenant_view,
-    unreferenced_payloads,
-    usage_view,
-)
+from plexrl.scheduler.core.outcomes import run_failed, run_finished
 from plexrl.scheduler.core.snapshot import decode, encode
-from plexrl.scheduler.dispatch.switch_cost import state_reported
+from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.controllers import (
     check_controller,
     controller_attached,
@@ -75,41 +52,64 @@ from plexrl.scheduler.jobs.lifecycle import (
     router_lost,
     worker_ready,
 )
-from plexrl.scheduler.jobs.retention import owner_of
-from plexrl.scheduler.jobs.sharing import SharingView, sharing_view
-from plexrl.scheduler.jobs.tenants import (
-    api_key_added,
-    api_key_revoked,
-    authenticate,
-    check_budget,
-    tenant_configured,
-    tenant_created,
-)
 from plexrl.scheduler.operations.deadlines.cancellation import await_deadline, cancel, stop_rows
 from plexrl.scheduler.operations.deadlines.overdue import OverdueView, overdue_view, watch_all
 from plexrl.scheduler.operations.failures import check_not_halted, failure_view, job_failure
-from plexrl.scheduler.operations.holding import (
+from plexrl.scheduler.operations.held.holding import (
     ForeignMemoryView,
     HeldView,
     foreign_memory_view,
     held_view,
 )
 from plexrl.scheduler.operations.operations import enqueue
-from plexrl.scheduler.operations.outcomes import run_failed, run_finished
 from plexrl.scheduler.operations.submission.backpressure import check_room
 from plexrl.scheduler.operations.submission.checks import check_deadline, check_same, check_source
 from plexrl.scheduler.operations.submission.lost_payloads import lost_payloads, replace_payload
 from plexrl.scheduler.placement.capacity.awaited_profiles import await_all_profiles
-from plexrl.scheduler.placement.nodes import (
+from plexrl.scheduler.queries import view_types as vt
+from plexrl.scheduler.queries.eta import EtaQualityView, eta_quality, record_estimate
+from plexrl.scheduler.queries.event_records import ClusterRecords
+from plexrl.scheduler.queries.explain_job import explain_job
+from plexrl.scheduler.queries.explain_placement import BlockingView, blocking_heads
+from plexrl.scheduler.queries.views import (
+    cluster_view,
+    deployment_view,
+    ended_since,
+    group_view,
+    job_view,
+    list_jobs,
+    live_workers,
+    node_view,
+    operation_log,
+    operation_view,
+    service_levels,
+    tenant_view,
+    unreferenced_payloads,
+    usage_view,
+)
+from plexrl.scheduler.recovery.nodes import (
     node_drain_changed,
     node_joined,
     node_lost,
     node_removed,
     state_migrated,
 )
+from plexrl.scheduler.rules.config import SchedulerConfig, with_core_settings
+from plexrl.scheduler.rules.limits import check_numbers, within_limits
+from plexrl.scheduler.rules.lookups import (
+    check_live,
+    find_deployment,
+    find_job,
+    find_live_job,
+    find_operation,
+    job_named,
+    owner_of,
+)
+from plexrl.scheduler.rules.switch_cost import state_reported
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.scheduler.state.messages.commands import Command
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job
@@ -233,6 +233,8 @@ class SchedulerCore:
         except ValueError as error:
             raise InvalidRequestError(f"settings_json is no JSON object: {error}") from error
         self._cluster.reconfigure(with_core_settings(self._cluster.settings.config, settings))
+        # The timer of an interrupted pass begins a new one over all deployments.
+        self._context.admission.interrupted = None
 
     def _tenant_configured(self, event: ev.TenantConfigured, now: float) -> None:
         del now
@@ -283,7 +285,7 @@ class SchedulerCore:
             return
         check_live(job)
         check_not_ended(deployment)
-        check_budget(self._cluster, job.tenant, now, event.kind)
+        check_budget(self._cluster.holdings, job.tenant, now, event.kind)
         if event.kind not in USER_KINDS[deployment.kind]:
             raise InvalidRequestError(
                 f"{event.kind.value} is no operation of a {deployment.kind} deployment: "

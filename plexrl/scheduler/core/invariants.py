@@ -1,6 +1,6 @@
 """Checks of all invariants of the scheduler's state."""
 
-from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, State
@@ -49,7 +49,9 @@ def _check_placed(cluster: Cluster) -> None:
     tenants = {each.deployment: state.jobs[each.job].tenant for each in placed}
     for tenant in {job.tenant for job in state.jobs.values()}:
         expected = {name for name, owner in tenants.items() if owner == tenant}
-        assert set(cluster.placed(tenant)) == expected, f"{tenant} has {expected} on groups"
+        assert set(cluster.holdings.placed(tenant)) == expected, (
+            f"{tenant} has {expected} on groups"
+        )
 
 
 def _check_in_flight(state: State) -> None:

@@ -15,9 +15,9 @@ import msgspec
 from plexrl.errors import StorageError
 from plexrl.scheduler.admission.admission_pass import AdmissionPass
 from plexrl.scheduler.admission.queues.pass_progress import PassProgress
-from plexrl.scheduler.context.config import SchedulerConfig, core_settings, with_core_settings
-from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.core.snapshot_versions import from_version_1
+from plexrl.scheduler.jobs.context import Context
+from plexrl.scheduler.rules.config import SchedulerConfig, core_settings, with_core_settings
 from plexrl.scheduler.state.messages.timers import Timer
 from plexrl.scheduler.state.records import State
 from plexrl.wire.codec import restore_annotations
@@ -33,7 +33,7 @@ def encode(context: Context) -> bytes:
     assert not any((*to_do, waiting.must_retry, waiting.newcomers)), "a snapshot inside an event"
     restore_annotations(State)
     restore_annotations(PassProgress)
-    admission = context.cluster.admission
+    admission = context.admission.interrupted
     return msgspec.msgpack.encode(
         {
             "version": VERSION,
@@ -72,7 +72,7 @@ def decode(body: bytes, config: SchedulerConfig) -> Context:
     context = Context(with_core_settings(config, head.settings), found.state)
     context.effects.timers, context.effects.timer_at = found.timers, found.timer_at
     if found.admission is not None:
-        context.cluster.admission = AdmissionPass(context.cluster, found.admission)
+        context.admission.interrupted = AdmissionPass(context.cluster, found.admission)
         context.cluster.waiting.has_changed = found.queues_changed
     return context
 

@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.context.context import Context
-from plexrl.scheduler.context.effects import Effects
-from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.candidates.group_shares import settle_shares
 from plexrl.scheduler.dispatch.candidates.readiness import (
     candidate,
@@ -21,28 +18,31 @@ from plexrl.scheduler.dispatch.candidates.readiness import (
 )
 from plexrl.scheduler.dispatch.idle_time import (
     expected_next,
-    interrupt_all,
     may_fill,
     must_leave,
 )
-from plexrl.scheduler.dispatch.ordering import first
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
-from plexrl.scheduler.dispatch.switch_cost import round_trip_s
+from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import launch
-from plexrl.scheduler.operations.holding import renew_token
+from plexrl.scheduler.operations.deadlines.cancellation import interrupt_all
+from plexrl.scheduler.operations.held.holding import renew_token
 from plexrl.scheduler.operations.operations import start, start_move
 from plexrl.scheduler.operations.replay import has_much_to_replay, leans_on_its_source
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
-from plexrl.scheduler.placement.evacuation import displace, leaving_fillers
-from plexrl.scheduler.placement.rebuilding import may_replay
-from plexrl.scheduler.placement.relocation import finish as finish_relocation
-from plexrl.scheduler.placement.relocation import is_due, is_stopping
+from plexrl.scheduler.recovery.evacuation import displace, leaving_fillers
+from plexrl.scheduler.recovery.rebuilding import may_replay
+from plexrl.scheduler.recovery.relocation import finish as finish_relocation
+from plexrl.scheduler.recovery.relocation import is_due, is_stopping
+from plexrl.scheduler.rules.ordering import first
+from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.switch_cost import round_trip_s
 from plexrl.scheduler.state import group_lock
 from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.commands import PrefetchState
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationKind

@@ -10,13 +10,12 @@ token, with what they have drawn, return to the queue, and are continued later.
 import math
 from typing import Final
 
-from plexrl.scheduler.context.effects import Effects
-from plexrl.scheduler.dispatch.next_use import EXPECTED_PAUSES, usual_pause_s, worked_until
-from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
-from plexrl.scheduler.operations.operations import interrupt
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
+from plexrl.scheduler.rules.next_use import EXPECTED_PAUSES, usual_pause_s, worked_until
+from plexrl.scheduler.rules.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationKind
 
@@ -81,15 +80,6 @@ def must_leave(
     if change_at < math.inf:
         effects.wake(change_at, timers.group_step(group.group))
     return now >= leave_at
-
-
-def interrupt_all(effects: Effects, state: State, filler: Deployment) -> None:
-    """Have the filler's generations end after their present token."""
-    for name, command in filler.running.items():
-        operation = state.operations[name]
-        if command.kind is _GENERATE and not (operation.is_interrupted or operation.is_aborted):
-            operation.is_interrupted = True
-            interrupt(effects, command)
 
 
 def _until(state: State, group: Group, filler: Deployment, now: float) -> tuple[float, float]:

@@ -6,18 +6,18 @@ a member with exclusive slots. Once the guest has waited too long (`hrrs.guard_e
 anyway (PlexRL §4.4, §7.1).
 """
 
-from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.dispatch.hrrs import (
+from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
+from plexrl.scheduler.placement.contention.colocation import is_partner
+from plexrl.scheduler.rules.hrrs import (
     Candidate,
     guard_ends_at,
     response_ratio,
     starves_at,
     waits_since,
 )
-from plexrl.scheduler.dispatch.next_use import is_overdue, next_use_s, worked_until
-from plexrl.scheduler.dispatch.switch_cost import round_trip_s
-from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
-from plexrl.scheduler.placement.contention.colocation import is_partner
+from plexrl.scheduler.rules.next_use import is_overdue, next_use_s, worked_until
+from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.switch_cost import round_trip_s
 from plexrl.scheduler.state.messages.commands import PrefetchState
 from plexrl.scheduler.state.records import Deployment, Group, State
 

@@ -8,17 +8,18 @@ Calls without a token come from an operator, or from a controller that uses no f
 from typing import TYPE_CHECKING
 
 from plexrl.errors import ConflictError, ControllerReplacedError, InvalidRequestError
-from plexrl.scheduler.admission.reclaim.preemption import resume
-from plexrl.scheduler.context.cluster import Cluster
-from plexrl.scheduler.context.context import Context
-from plexrl.scheduler.context.effects import Effects
-from plexrl.scheduler.core.lookups import find_deployment, find_job, find_live_job, find_operation
+from plexrl.scheduler.accounting.fair_shares import begin_to_wait
+from plexrl.scheduler.accounting.tenants import check_budget, check_live_jobs, check_priority
+from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach_or_cancel, end_job
-from plexrl.scheduler.jobs.tenants import check_budget, check_live_jobs, check_priority
 from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_error, root_of
 from plexrl.scheduler.operations.gradients import gradients_to_come
 from plexrl.scheduler.operations.operations import enqueue_zero_grad
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.rules.lookups import find_deployment, find_job, find_live_job, find_operation
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import (
     ControllerAttached,
     ControllerSeen,
@@ -66,8 +67,8 @@ def job_submitted(cluster: Cluster, effects: Effects, event: JobSubmitted, now: 
             take_over(cluster.state, effects, known, event.controller, now)
         return
     check_priority(cluster.state, event.tenant, event.priority)
-    check_budget(cluster, event.tenant, now)
-    check_live_jobs(cluster, event.tenant)
+    check_budget(cluster.holdings, event.tenant, now)
+    check_live_jobs(cluster.holdings, cluster.settings, event.tenant)
     tenant = cluster.state.tenants.get(event.tenant)
     default_slo = None if tenant is None else tenant.slo
     cluster.state.jobs_made += 1
@@ -87,7 +88,7 @@ def job_submitted(cluster: Cluster, effects: Effects, event: JobSubmitted, now: 
         controller=event.controller,
         halts_on_failure=event.halts_on_failure,
     )
-    cluster.count_live_job(event.tenant, +1)
+    cluster.holdings.count_live_job(event.tenant, +1)
     effects.wake(now + event.controller_timeout_s, timers.silence(event.job))
 
 
@@ -96,9 +97,24 @@ def seen(context: Context, job: Job, now: float) -> None:
     job.seen_at = now
     if not job.attached:
         job.attached = True
-        context.cluster.detached.pop(job.job, None)
+        context.cluster.holdings.detached.pop(job.job, None)
         resume(context, job, now)
         context.effects.wake(now + job.controller_timeout_s, timers.silence(job.job))
+
+
+def resume(context: Context, job: Job, now: float) -> None:
+    """Enqueue the deployments of a job that was set aside and has a controller again."""
+    if not job.is_set_aside:
+        return
+    job.is_set_aside = False
+    begin_to_wait(context.cluster.holdings, context.cluster.waiting.by_tenant, job.tenant, now)
+    for deployment in map(context.state.deployment, job.deployments):
+        if deployment.state == WpgState.WAITING:
+            context.cluster.wait(deployment)
+            for node in deployment.stored.nodes:
+                # A node may have been lost in the meantime.
+                context.effects.wake(now, timers.node_check(node))
+    context.cluster.waiting.retry_all()
 
 
 def controller_seen(context: Context, event: ControllerSeen, now: float) -> None:

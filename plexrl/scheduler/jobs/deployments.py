@@ -14,13 +14,14 @@ from plexrl.errors import (
     OperationCancelledError,
     UnknownDeploymentError,
 )
+from plexrl.scheduler.accounting.known_profiles import profile_key
+from plexrl.scheduler.accounting.sharing import note_wait
+from plexrl.scheduler.accounting.tenants import check_gpus
+from plexrl.scheduler.accounting.usage import bill_cut_off
 from plexrl.scheduler.admission.admission import enqueue_deployment
 from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
-from plexrl.scheduler.context.cluster import Cluster
-from plexrl.scheduler.context.context import Context
-from plexrl.scheduler.core.lookups import find_deployment, find_job, find_live_job
+from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.controllers import check_controller, seen
-from plexrl.scheduler.jobs.cycles import profile_key
 from plexrl.scheduler.jobs.lifecycle import (
     all_placed,
     end_deployment,
@@ -28,9 +29,8 @@ from plexrl.scheduler.jobs.lifecycle import (
     relayout,
     restart,
 )
-from plexrl.scheduler.jobs.sharing import note_wait
-from plexrl.scheduler.jobs.tenants import check_gpus
-from plexrl.scheduler.jobs.usage import bill_cut_off
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.rules.lookups import find_deployment, find_job, find_live_job
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.deployment.replay_log import ReplayLog
 from plexrl.scheduler.state.machines.wpg_states import WpgState

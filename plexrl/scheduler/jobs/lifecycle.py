@@ -9,25 +9,19 @@ from plexrl.errors import (
     PlexRLError,
     StorageFullError,
 )
-from plexrl.scheduler.admission.admission import admit
-from plexrl.scheduler.admission.queues.fillers import place_fillers
-from plexrl.scheduler.context.cluster import Cluster
-from plexrl.scheduler.context.context import Context
-from plexrl.scheduler.context.effects import Effects
-from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
-from plexrl.scheduler.jobs.retention import last_incarnation
-from plexrl.scheduler.jobs.sharing import note_wait
-from plexrl.scheduler.jobs.usage import discard, meter
+from plexrl.scheduler.accounting.profiler import forget_open_cycle, waiting_part
+from plexrl.scheduler.accounting.retention import last_incarnation
+from plexrl.scheduler.accounting.sharing import note_wait
+from plexrl.scheduler.accounting.usage import discard, meter
+from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail, interrupt
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.queue_order import place_in_queue
-from plexrl.scheduler.placement.capacity.awaited_profiles import await_profile
 from plexrl.scheduler.placement.capacity.inventory import Inventory
+from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.placement import release_lock, vacate
-from plexrl.scheduler.placement.relocation import drain, settle
 from plexrl.scheduler.placement.rendezvous import (
     may_span,
     meets_at_port,
@@ -35,6 +29,7 @@ from plexrl.scheduler.placement.rendezvous import (
     rendezvous,
     take_port,
 )
+from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobState, JobTrigger
@@ -48,6 +43,7 @@ from plexrl.scheduler.state.messages.commands import (
     ReleaseState,
     StopWorkers,
 )
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import (
     DeploymentRelaid,
     Event,
@@ -81,9 +77,9 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
     job.reason = reason
     job.ended_at = now
     state.ended[job.job] = None
-    context.cluster.count_live_job(job.tenant, -1)
+    context.cluster.holdings.count_live_job(job.tenant, -1)
     job.attached = False
-    context.cluster.detached.pop(job.job, None)
+    context.cluster.holdings.detached.pop(job.job, None)
     for name in job.deployments:
         group = state.group_of(state.deployment(name))
         if group is not None and state.deployment(name).queue:
@@ -135,28 +131,6 @@ def end_deployment(
     # What no query needs would be part of every snapshot.
     forget_open_cycle(deployment)
     deployment.cycles.end(waiting_part(deployment.cycles.measured))
-
-
-def place_waiting(context: Context, now: float) -> None:
-    """Place all deployments that admission chooses, and start their workers."""
-    state, effects = context.state, context.effects
-    for deployment in (*admit(context.cluster, effects, now), *place_fillers(context.cluster, now)):
-        effects.touch(deployment.group)
-        job = state.job(deployment.job)
-        if deployment.processes.incarnation:
-            # It had GPUs before, and lost them.
-            settle(state, effects, deployment)
-        else:
-            wpg.launch_first(deployment)
-        if deployment.state != WpgState.MIGRATING:
-            launch(state, effects, deployment, now)
-        await_profile(context.settings, effects, deployment)
-        if has_all_gpus(state, job):
-            all_placed(state, context.settings, job)
-
-    for node in sorted(context.cluster.inventory.draining):
-        for group in drain(context.cluster, node, now):
-            effects.touch(group)
 
 
 def has_all_gpus(state: State, job: Job) -> bool:
@@ -398,7 +372,7 @@ def detach(cluster: Cluster, job: Job) -> None:
     """The job has no controller: its GPUs may go to jobs that wait."""
     job.attached = False
     if not job.is_set_aside:
-        cluster.detached[job.job] = None
+        cluster.holdings.detached[job.job] = None
     cluster.waiting.retry_all_if_any()
 
 

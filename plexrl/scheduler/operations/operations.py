@@ -6,27 +6,27 @@ import msgspec
 
 from plexrl.errors import OperationCancelledError, PlexRLError
 from plexrl.ids import OperationId
-from plexrl.scheduler.context.effects import Effects
-from plexrl.scheduler.dispatch.next_use import next_use_s
-from plexrl.scheduler.dispatch.published_versions import (
+from plexrl.scheduler.accounting.profiler import next_began, run_began, run_ended, waits
+from plexrl.scheduler.accounting.retention import forget_oldest
+from plexrl.scheduler.accounting.sharing import note_wait
+from plexrl.scheduler.accounting.usage import bill, count_failure, meter
+from plexrl.scheduler.operations.deadlines.bounds import watch
+from plexrl.scheduler.operations.failures import earlier_failure, failure_of, read_error
+from plexrl.scheduler.operations.gradients import gradients_after
+from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
+from plexrl.scheduler.operations.published_versions import (
     has_published,
     note_published,
     pull_newest,
     statemanagers,
 )
-from plexrl.scheduler.jobs.profiler import next_began, run_began, run_ended, waits
-from plexrl.scheduler.jobs.retention import forget_oldest
-from plexrl.scheduler.jobs.sharing import note_wait
-from plexrl.scheduler.jobs.usage import bill, count_failure, meter
-from plexrl.scheduler.operations.deadlines.bounds import watch
-from plexrl.scheduler.operations.failures import earlier_failure, failure_of, read_error
-from plexrl.scheduler.operations.gradients import gradients_after
-from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
 from plexrl.scheduler.operations.submission.queue_order import position_in_queue
+from plexrl.scheduler.rules.next_use import next_use_s
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State

@@ -1,8 +1,8 @@
 """What is kept of the mutations of a WPG, and when their payloads are discarded."""
 
 from plexrl.ids import OperationId
-from plexrl.scheduler.context.effects import Effects
-from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, State
 
 

@@ -13,15 +13,12 @@ from numpy.typing import NDArray
 
 from plexrl.errors import CapacityError
 from plexrl.ids import GroupId
-from plexrl.scheduler.admission.scarcity import is_scarce
-from plexrl.scheduler.context.cluster import Cluster
-from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.dispatch.switch_cost import load_s, moves_at_best_s
-from plexrl.scheduler.jobs.sharing import settle_group
+from plexrl.scheduler.accounting.sharing import settle_group
 from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable, sorted_passes
 from plexrl.scheduler.placement.capacity.needs import kept_bytes, need_of
 from plexrl.scheduler.placement.capacity.overlaps import refresh_overlap_flags
 from plexrl.scheduler.placement.capacity.shift_search import Fit, ShiftSearch
+from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.co_execution import added_stretch
 from plexrl.scheduler.placement.contention.colocation import (
     own_group,
@@ -35,7 +32,10 @@ from plexrl.scheduler.placement.contention.contention import (
     predict,
 )
 from plexrl.scheduler.placement.contention.service_level import has_tight_bound, keeps_bounds
-from plexrl.scheduler.placement.policies import PlacementMode, attempts
+from plexrl.scheduler.placement.scarcity import is_scarce
+from plexrl.scheduler.rules.policies import PlacementMode, attempts
+from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.switch_cost import load_s, moves_at_best_s
 from plexrl.scheduler.state.demand.trace import DemandTrace, project
 from plexrl.scheduler.state.deployment.wpg import lose_processes
 from plexrl.scheduler.state.group_lock import withdraw

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from plexrl.errors import StorageError
 from plexrl.process.conditions import Conditions
-from plexrl.scheduler.core.calls import Plain
 from plexrl.scheduler.service.listeners import Listeners
+from plexrl.scheduler.state.messages.calls import Plain
 from plexrl.wire.links.dial import Link
 from plexrl.wire.rpc import Handler, Peer
 

@@ -3,7 +3,7 @@
 import socket
 
 from plexrl.errors import ConflictError, InvalidRequestError
-from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress, parse_address
 from plexrl.wire.links.credentials import Credentials, RevocationList, Role
 from plexrl.wire.links.dial import OnLink, Server, connect, serve

@@ -9,7 +9,7 @@ import msgspec
 
 from plexrl.errors import AuthenticationError, ConflictError, UnavailableError
 from plexrl.ids import NodeId, RouterId, TenantId
-from plexrl.scheduler.context.config import SchedulerConfig, core_settings
+from plexrl.scheduler.rules.config import SchedulerConfig, core_settings
 from plexrl.scheduler.service.connections.connection import Connection
 from plexrl.scheduler.service.connections.node_leases import NodeLeases
 from plexrl.scheduler.service.holding_server import HoldingServer

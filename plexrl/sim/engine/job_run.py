@@ -21,7 +21,7 @@ from plexrl.traces.generate.published import STATE_BYTES_PER_PARAMETER, cycles_i
 from plexrl.wire.operations import MUTATING, OperationKind
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.context.config import SchedulerConfig
+    from plexrl.scheduler.rules.config import SchedulerConfig
     from plexrl.scheduler.state.messages.commands import RunOperation
     from plexrl.sim.metrics.collector import RunKind
     from plexrl.sim.state.move_costs import MoveCosts

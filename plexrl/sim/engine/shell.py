@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from plexrl.ids import RouterId
-from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler.dispatch.switch_cost import HOST
+from plexrl.scheduler.rules.switch_cost import HOST
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.fidelity.errors import Errors, errors_of
 from plexrl.sim.fidelity.planning import Planning

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from plexrl.scheduler.context.config import WAITING_PART_MAX
+from plexrl.scheduler.rules.config import WAITING_PART_MAX
 from plexrl.sim.metrics.held_nodes import HeldNodes
 from plexrl.sim.metrics.job_rows import JobDetails, JobRow
 from plexrl.sim.metrics.sketch import Sketch

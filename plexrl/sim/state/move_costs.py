@@ -28,7 +28,7 @@ such systems.
 from collections.abc import Iterable
 
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler.dispatch.switch_cost import HOST, NVME
+from plexrl.scheduler.rules.switch_cost import HOST, NVME
 from plexrl.sim.workload.scenario import NodeType, Pool
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from plexrl.ids import DeploymentId, NodeId
-from plexrl.scheduler.dispatch.switch_cost import HOST, NVME
+from plexrl.scheduler.rules.switch_cost import HOST, NVME
 from plexrl.scheduler.state.messages.events import StateMoved, StateReported, StateResidency
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.workload.scenario import NodeType

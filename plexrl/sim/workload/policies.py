@@ -1,5 +1,5 @@
 """Named configurations of the simulated scheduler. All rules are the scheduler's own
-(`plexrl.scheduler.placement.policies`, `plexrl.scheduler.dispatch.ordering`). Pure.
+(`plexrl.scheduler.rules.policies`, `plexrl.scheduler.rules.ordering`). Pure.
 
 The four policies of PlexRL §6.3 use the default ordering rule. The comparison policies model other
 systems. A system that defines only an ordering is placed by `pack`. All switch groups ahead of

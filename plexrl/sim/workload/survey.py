@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from plexrl.errors import CapacityError, InvalidRequestError
-from plexrl.scheduler.core.limits import PRIORITY_MAX
+from plexrl.scheduler.rules.limits import PRIORITY_MAX
 from plexrl.sim.workload.scenario import NODES_MAX, Pool
 from plexrl.traces import TraceJob
 

@@ -9,7 +9,7 @@ import pytest
 from plexrl.errors import AuthenticationError, UnavailableError
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.router.http.authentication import Caller, KeyCache, key_digest
-from plexrl.scheduler.core.calls import take_scope
+from plexrl.scheduler.state.messages.calls import take_scope
 from plexrl.wire.rpc import Peer
 
 Plain = dict[str, Any]

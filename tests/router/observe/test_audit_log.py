@@ -11,7 +11,7 @@ import pytest
 
 from plexrl.process.folders.rotated_log import FILES, RotatedLog
 from plexrl.router.http.authentication import key_digest
-from plexrl.scheduler.jobs.tenants import key_id
+from plexrl.scheduler.accounting.tenants import key_id
 from tests.router.live_router import OPERATOR_KEY, live_router
 
 

@@ -1,7 +1,7 @@
 """Estimated waits in Prometheus's text."""
 
 from plexrl.router.observe.metrics import WaitCollector, metrics_text
-from plexrl.scheduler.core.queries.eta import eta_quality
+from plexrl.scheduler.queries.eta import eta_quality
 from plexrl.scheduler.state.records import RATIO_BOUNDS, EtaErrors
 
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from plexrl.ids import TenantId
-from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.state.records import Deployment, Job, State
 
 HALF_LIFE_S = 7 * 24 * 3600.0

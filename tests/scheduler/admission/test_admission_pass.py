@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
+from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.admission import admission_pass
-from plexrl.scheduler.admission.fair_shares import tenant_share
-from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.order import AdmissionKey, admission_key, blocks_others
 from plexrl.scheduler.admission.queues.gangs import allowed_modes, place_all, why_not_yet
 from plexrl.scheduler.admission.queues.pass_entries import OwnerEntry
 from plexrl.scheduler.admission.queues.reservations import Reservation, is_rival_of, reserve
-from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.fit.feasibility import gang_of
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment
@@ -39,7 +39,7 @@ def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
     left = {name: cluster.state.deployment(name) for name in cluster.waiting}
 
     def turn(each: Deployment) -> AdmissionKey:
-        share = tenant_share(cluster, cluster.state.job(each.job).tenant, now)
+        share = tenant_share(cluster.holdings, cluster.state.job(each.job).tenant, now)
         return admission_key(cluster.state, cluster.settings, each, share, now)
 
     while left:

@@ -38,7 +38,7 @@ def in_parts(whole: FakeCluster, steps: int) -> FakeCluster:
 def finish_pass(cluster: FakeCluster) -> None:
     """Fire the timer of the interrupted pass until it is over."""
     for _ in range(10_000):
-        if cluster.core._context.cluster.admission is None:
+        if cluster.core._context.admission.interrupted is None:
             return
         due = {what for at, what in cluster.core._context.effects.timers if at <= cluster.now}
         assert timers.ADMISSION in due, "nothing continues the pass"
@@ -131,7 +131,7 @@ def test_ends_of_jobs_in_every_part_of_a_pass_do_not_keep_it_from_its_end(steps:
     cluster = crowd(steps)
     for number in range(GPUS):
         cluster.send(ev.JobFinished(job=f"j{number:02}", outcome="completed"))
-        assert cluster.core._context.cluster.admission is not None
+        assert cluster.core._context.admission.interrupted is not None
     cluster.send(ev.TenantCreated(tenant="x", key_digest="x"))
     for _ in range(400):
         # Budgets of nobody concerned: each has all deployments considered again.
@@ -152,7 +152,7 @@ def test_a_restored_scheduler_goes_on_inside_the_pass() -> None:
     cluster.send(ev.JobFinished(job="j00", outcome="completed"))
     other = SchedulerCore.restore(cluster.config, cluster.core.dump())
     steps = 0
-    while cluster.core._context.cluster.admission is not None:
+    while cluster.core._context.admission.interrupted is not None:
         expected = other.handle(ev.TimerFired(), cluster.now)
         assert cluster.send(ev.TimerFired()) == expected
         other = SchedulerCore.restore(cluster.config, other.dump())

@@ -3,9 +3,9 @@
 import pytest
 
 from plexrl import errors
-from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 

@@ -23,7 +23,7 @@ from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.core.queries.view_types import DeploymentView
+    from plexrl.scheduler.queries.view_types import DeploymentView
 
 NODES = ("n1", "n2", "n3")
 WARM = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))

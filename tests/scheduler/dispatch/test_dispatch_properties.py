@@ -6,8 +6,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from plexrl.scheduler.dispatch.hrrs import Candidate
-from plexrl.scheduler.dispatch.ordering import ORDERINGS, first, make_ordering
+from plexrl.scheduler.rules.hrrs import Candidate
+from plexrl.scheduler.rules.ordering import ORDERINGS, first, make_ordering
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev

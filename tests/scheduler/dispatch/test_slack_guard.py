@@ -3,14 +3,14 @@
 import pytest
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.slack_guard import holds_back, next_critical_s
-from plexrl.scheduler.dispatch.switch_cost import round_trip_s
 from plexrl.scheduler.placement.capacity.overlaps import (
     has_exclusive_slots,
     overlap_s,
     update_reservation,
 )
+from plexrl.scheduler.rules.hrrs import Candidate
+from plexrl.scheduler.rules.switch_cost import round_trip_s
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment, Reservation

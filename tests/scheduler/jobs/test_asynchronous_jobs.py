@@ -2,7 +2,7 @@
 
 import pytest
 
-from plexrl.scheduler.core.queries.view_types import PlacedDeploymentView, ProfileView
+from plexrl.scheduler.queries.view_types import PlacedDeploymentView, ProfileView
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.jobs.asynchronous_job import AsynchronousJob, Clock

@@ -10,7 +10,7 @@ import pytest
 from plexrl.rollout.batching.rounds import RoundKind
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import TrajectoryId
-from plexrl.scheduler.jobs import profiler
+from plexrl.scheduler.accounting import profiler
 from tests.rollout.fleet import Fleet
 from tests.rollout.history import settings_from
 from tests.scheduler.jobs.test_profiler import BUSY_S, CONFIG, CYCLE, deployment, live

@@ -3,7 +3,7 @@
 import pytest
 
 from plexrl import errors
-from plexrl.scheduler.core.calls import ListOperations
+from plexrl.scheduler.state.messages.calls import ListOperations
 from tests.scheduler.fake_cluster import FakeCluster
 
 MB = 1 << 20

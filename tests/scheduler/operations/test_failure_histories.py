@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from plexrl import errors
-from plexrl.scheduler.core.queries.view_types import OperationView
+from plexrl.scheduler.queries.view_types import OperationView
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.commands import RunOperation
 from plexrl.wire.operations import MUTATING

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from plexrl import errors
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.core.queries.view_types import PlacementView
-from plexrl.scheduler.placement.policies import (
+from plexrl.scheduler.queries.view_types import PlacementView
+from plexrl.scheduler.rules.policies import (
     POLICIES,
     WAITING_MODES,
     PlacementMode,

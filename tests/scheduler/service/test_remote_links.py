@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plexrl import errors
-from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.state.messages.events import TimerFired
 from plexrl.wire.framing import encode_head
 from plexrl.wire.links.address import TlsAddress

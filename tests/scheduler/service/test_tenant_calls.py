@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from plexrl import errors
+from plexrl.scheduler.accounting.tenants import KEYS_MAX, key_id
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.jobs.tenants import KEYS_MAX, key_id
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.rpc import Peer
 from tests.scheduler.fake_cluster import FakeCluster

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from plexrl.cli.app import app
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler.context.config import planning
+from plexrl.scheduler.rules.config import planning
 from plexrl.sim.engine.shell import virtual_config
 from plexrl.sim.fidelity.forecast import (
     PlannedJob,

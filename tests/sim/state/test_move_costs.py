@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler.dispatch.switch_cost import HOST, NVME
+from plexrl.scheduler.rules.switch_cost import HOST, NVME
 from plexrl.sim.state.device_state import DEVICE_PART, device_state_bytes
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.workload.scenario import NodeType, Pool

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from plexrl.ids import DeploymentId, NodeId
-from plexrl.scheduler.dispatch.switch_cost import HOST, NVME
+from plexrl.scheduler.rules.switch_cost import HOST, NVME
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.state.virtual_state import Move, VirtualState
 from plexrl.sim.workload.scenario import NodeType, Pool

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler.dispatch.ordering import ORDERINGS
-from plexrl.scheduler.placement.policies import POLICIES
+from plexrl.scheduler.rules.ordering import ORDERINGS
+from plexrl.scheduler.rules.policies import POLICIES
 from plexrl.sim.engine.shell import virtual_config
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.workload.policies import SIM_POLICIES, sim_policy

@@ -10,8 +10,8 @@ from plexrl.cli.terminal.context import DATA_DIR, DataDir
 from plexrl.cluster.config.network import JOIN_PORT, NODE_PORTS, SCHEDULER_PORT, ports_text
 from plexrl.cluster.config.options import JOURNAL_VARIABLE
 from plexrl.events.config import PASSWORD_VARIABLE, BrokerConfig
-from plexrl.scheduler.dispatch.ordering import ORDERINGS
-from plexrl.scheduler.placement.policies import POLICIES
+from plexrl.scheduler.rules.ordering import ORDERINGS
+from plexrl.scheduler.rules.policies import POLICIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from plexrl.scheduler.admission.fit.bound import NO_FIT, FitBound
-from plexrl.scheduler.admission.queues.waiting import Size, Sizes
-from plexrl.scheduler.context.cluster import Cluster
-from plexrl.scheduler.core.limits import TOTAL_MAX
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.waiting.bound import NO_FIT, FitBound
+from plexrl.scheduler.placement.waiting.waiting import Size, Sizes
+from plexrl.scheduler.rules.limits import TOTAL_MAX
 
 
 class FitBoundCache:

@@ -2,11 +2,11 @@
 
 from plexrl.errors import CapacityError, ModelDoesNotFitError, UnavailableError
 from plexrl.model.memory.device_memory import DeviceMemory
-from plexrl.scheduler.admission.fit.feasibility import fits, least_needs
-from plexrl.scheduler.admission.fit.sharing_search import fit_in_groups
-from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.needs import need_of, suits
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind, fabric_note
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.fit.feasibility import fits, least_needs
+from plexrl.scheduler.placement.fit.sharing_search import fit_in_groups
 from plexrl.scheduler.state.records import Deployment, Job
 
 GIB = 1 << 30

@@ -9,9 +9,9 @@ meanwhile, until they are enough for a new group, would help nobody.
 import numpy as np
 
 from plexrl.ids import DeploymentId, GroupId, JobId
-from plexrl.scheduler.admission.fit.feasibility import gang_of
-from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.index import ShapeTable
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.fit.feasibility import gang_of
 from plexrl.scheduler.state.records import Deployment
 
 LIKE = 1.25

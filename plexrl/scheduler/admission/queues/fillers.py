@@ -5,9 +5,9 @@ group, the emptiest first. It never forms a group, is in no plan, and counts in 
 or quota. When the last member leaves a group, its filler does too, and waits for another group.
 """
 
-from plexrl.scheduler.context.cluster import Cluster
-from plexrl.scheduler.dispatch.switch_cost import load_s
 from plexrl.scheduler.placement.capacity.needs import holds
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.rules.switch_cost import load_s
 from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord
 
 WAY = "filler"

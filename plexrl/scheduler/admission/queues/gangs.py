@@ -5,15 +5,15 @@ from typing import Final, NamedTuple
 
 from plexrl.ids import DeploymentId
 from plexrl.model.memory.device_memory import DeviceMemory
-from plexrl.scheduler.admission.fit.feasibility import gang_of
-from plexrl.scheduler.admission.fit.rehearsal import in_placement_order
+from plexrl.scheduler.accounting.quotas import over_quota
 from plexrl.scheduler.admission.order import is_partial
 from plexrl.scheduler.admission.queues.reservations import Reservation, expected_end
-from plexrl.scheduler.admission.quotas import over_quota
-from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.fit.feasibility import gang_of
+from plexrl.scheduler.placement.fit.rehearsal import in_placement_order
 from plexrl.scheduler.placement.placement import leave, modes, place
-from plexrl.scheduler.placement.policies import PlacementMode
+from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.state.demand.trace import DemandTrace
 from plexrl.scheduler.state.records import Deployment, Group, Job
 
@@ -32,7 +32,7 @@ def why_not_yet(cluster: Cluster, deployment: Deployment) -> tuple[str, str] | N
         have = len(job.deployments)
         return f"its gang of {job.gang} has {have} deployments so far", "gang"
     gpus = sum(each.workers for each in gang_of(cluster, deployment))
-    reason = over_quota(cluster, job, gpus)
+    reason = over_quota(cluster.holdings, job, gpus)
     return None if reason is None else (reason, "quota")
 
 

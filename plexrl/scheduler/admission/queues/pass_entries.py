@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.admission.queues.waiting import Owner, QueueKey, Size, Sizes, Unit
+from plexrl.scheduler.placement.waiting.waiting import Owner, QueueKey, Size, Sizes, Unit
 
 OWNERS_AT_ONCE: Final = 256
 """Owners of a class that are opened between two points where a pass may be interrupted."""

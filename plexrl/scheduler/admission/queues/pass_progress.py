@@ -10,8 +10,8 @@ from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.admission.order import AdmissionKey
 from plexrl.scheduler.admission.queues.gangs import BlockingRequest, EquivalenceKey
 from plexrl.scheduler.admission.queues.pass_entries import Entry, IndexId
-from plexrl.scheduler.admission.queues.queue_heads import Head
-from plexrl.scheduler.admission.queues.waiting import Owner, Size, Sizes
+from plexrl.scheduler.placement.waiting.queue_heads import Head
+from plexrl.scheduler.placement.waiting.waiting import Owner, Size, Sizes
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,11 +14,11 @@ the gang has its own: so no job starves because expected lengths are wrong.
 from collections.abc import Collection, Iterable, Sequence
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.admission.fit.feasibility import fit_as_placed, gang_of
-from plexrl.scheduler.admission.queues.waiting import JOB_S, Size
-from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.fit.feasibility import fit_as_placed, gang_of
+from plexrl.scheduler.placement.waiting.waiting import JOB_S, Size
 from plexrl.scheduler.state.records import Deployment, Group, Job, ReservedStart
 
 RENEWALS_MAX = 8

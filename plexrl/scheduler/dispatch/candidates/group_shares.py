@@ -19,13 +19,13 @@ This module alone writes `Group.shares` and `Group.shared_at`.
 
 from typing import TYPE_CHECKING
 
-from plexrl.scheduler.admission.fair_shares import weight_of
+from plexrl.scheduler.accounting.fair_shares import weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from plexrl.ids import TenantId
-    from plexrl.scheduler.context.settings import Settings
+    from plexrl.scheduler.rules.settings import Settings
     from plexrl.scheduler.state.records import Deployment, Group, State
 
 

@@ -4,9 +4,9 @@ from typing import Final
 
 from plexrl.ids import OperationId
 from plexrl.scheduler.dispatch.candidates.group_shares import share_of
-from plexrl.scheduler.dispatch.hrrs import Candidate
-from plexrl.scheduler.dispatch.switch_cost import switch_cost
-from plexrl.scheduler.placement.relocation import is_stopping
+from plexrl.scheduler.recovery.relocation import is_stopping
+from plexrl.scheduler.rules.hrrs import Candidate
+from plexrl.scheduler.rules.switch_cost import switch_cost
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, State

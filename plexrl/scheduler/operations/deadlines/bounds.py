@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from plexrl.ids import OperationId
-from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
+from plexrl.scheduler.rules.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
 from plexrl.wire.operations import OperationKind
@@ -17,9 +17,9 @@ from plexrl.wire.operations import OperationKind
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from plexrl.scheduler.context.effects import Effects
-    from plexrl.scheduler.context.settings import Settings
+    from plexrl.scheduler.rules.settings import Settings
     from plexrl.scheduler.state.messages.commands import RunOperation
+    from plexrl.scheduler.state.messages.effects import Effects
     from plexrl.scheduler.state.records import Deployment, State
 
 FACTOR: Final = 10.0

@@ -12,11 +12,11 @@ from plexrl.errors import (
     PlexRLError,
 )
 from plexrl.ids import OperationId
-from plexrl.scheduler.context.effects import Effects
-from plexrl.scheduler.operations.operations import abort, fail_queued
+from plexrl.scheduler.operations.operations import abort, fail_queued, interrupt
 from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import State
+from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import OperationKind, OperationState
 
 
@@ -36,6 +36,17 @@ def cancel(state: State, effects: Effects, operation: Operation, now: float) -> 
             f"a running {operation.kind.value} cannot be cancelled: wait for its result"
         )
     _end_run(state, effects, operation)
+
+
+def interrupt_all(effects: Effects, state: State, filler: Deployment) -> None:
+    """Have the filler's generations end after their present token."""
+    for name, command in filler.running.items():
+        operation = state.operations[name]
+        if command.kind is OperationKind.GENERATE and not (
+            operation.is_interrupted or operation.is_aborted
+        ):
+            operation.is_interrupted = True
+            interrupt(effects, command)
 
 
 def stop_rows(state: State, effects: Effects, operation: Operation, rows: tuple[int, ...]) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from typing import NamedTuple, TypedDict
 
 from plexrl.ids import DeploymentId, OperationId
-from plexrl.scheduler.context.effects import Effects
-from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.operations.deadlines.bounds import Run, is_launching, runs, watch
+from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, State
 
 

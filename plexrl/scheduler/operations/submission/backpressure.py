@@ -7,7 +7,7 @@ which operations ended lately. Accepted operations are never dropped.
 import math
 
 from plexrl.errors import OverloadedError
-from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.messages.events import OperationSubmitted
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, InFlight, State

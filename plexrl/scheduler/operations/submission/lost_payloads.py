@@ -10,9 +10,9 @@ the operation fails. An operation that a recovery repeats has succeeded before, 
 
 from plexrl.errors import PayloadLostError, PlexRLError
 from plexrl.ids import BlobRef, OperationId
-from plexrl.scheduler.context.effects import Effects
-from plexrl.scheduler.jobs.usage import discard
-from plexrl.scheduler.operations.holding import requeue
+from plexrl.scheduler.accounting.usage import discard
+from plexrl.scheduler.operations.held.holding import requeue
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job, State
 

@@ -17,9 +17,9 @@ from plexrl.scheduler.state.messages import timers
 
 if TYPE_CHECKING:
     from plexrl.ids import DeploymentId
-    from plexrl.scheduler.context.cluster import Cluster
-    from plexrl.scheduler.context.effects import Effects
-    from plexrl.scheduler.context.settings import Settings
+    from plexrl.scheduler.placement.cluster import Cluster
+    from plexrl.scheduler.rules.settings import Settings
+    from plexrl.scheduler.state.messages.effects import Effects
     from plexrl.scheduler.state.records import Deployment
 
 

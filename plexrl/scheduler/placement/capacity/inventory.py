@@ -8,8 +8,6 @@ import math
 from dataclasses import dataclass
 
 from plexrl.ids import DeploymentId, GroupId, NodeId
-from plexrl.scheduler.context.config import SchedulerConfig
-from plexrl.scheduler.core.limits import TOTAL_MAX
 from plexrl.scheduler.placement.capacity.index import CapacityIndex, Shape
 from plexrl.scheduler.placement.capacity.needs import Need, kept_bytes, need_of
 from plexrl.scheduler.placement.capacity.node_pool import (
@@ -19,7 +17,9 @@ from plexrl.scheduler.placement.capacity.node_pool import (
     kind_of,
     speed_of,
 )
-from plexrl.scheduler.placement.policies import PlacementPolicy
+from plexrl.scheduler.rules.config import SchedulerConfig
+from plexrl.scheduler.rules.limits import TOTAL_MAX
+from plexrl.scheduler.rules.policies import PlacementPolicy
 from plexrl.scheduler.state.demand.trace import DemandTrace, Footprint, project, whole_ring
 from plexrl.scheduler.state.messages.commands import RankPlacement
 from plexrl.scheduler.state.records import Deployment, Group, Node, State

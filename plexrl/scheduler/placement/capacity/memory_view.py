@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.context.cluster import Cluster
+    from plexrl.scheduler.placement.cluster import Cluster
     from plexrl.scheduler.state.records import Deployment
 
 

@@ -12,8 +12,8 @@ from plexrl.scheduler.state.demand.trace import Footprint
 from plexrl.scheduler.state.records import Deployment, Group, Reservation
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.context.cluster import Cluster
     from plexrl.scheduler.placement.capacity.index import GroupSlots
+    from plexrl.scheduler.placement.cluster import Cluster
     from plexrl.scheduler.state.demand.trace import DemandTrace
     from plexrl.scheduler.state.records import State
 

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
 from plexrl.scheduler.placement.contention.service_level import waiting_bound
+from plexrl.scheduler.rules.switch_cost import load_s, offload_s
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.context.settings import Settings
+    from plexrl.scheduler.rules.settings import Settings
     from plexrl.scheduler.state.records import Deployment, Group, State
 
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from plexrl.scheduler.dispatch.switch_cost import moves_at_best_s
 from plexrl.scheduler.placement.capacity.needs import (
     fits_as_placed,
     holds,
@@ -18,10 +17,11 @@ from plexrl.scheduler.placement.capacity.needs import (
     placement_rank,
 )
 from plexrl.scheduler.placement.contention.service_level import has_tight_bound, waiting_bound
-from plexrl.scheduler.placement.policies import PlacementMode
+from plexrl.scheduler.rules.policies import PlacementMode
+from plexrl.scheduler.rules.switch_cost import moves_at_best_s
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.context.cluster import Cluster
+    from plexrl.scheduler.placement.cluster import Cluster
     from plexrl.scheduler.state.records import Deployment, Group, State
 
 _DEDICATED: Final = PlacementMode.DEDICATED

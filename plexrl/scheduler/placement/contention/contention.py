@@ -24,8 +24,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plexrl.scheduler.dispatch.hrrs import guard_ends_at, starves_at, urgency_of
-from plexrl.scheduler.dispatch.next_use import EXPECTED_PAUSES, OVERDUE_PART
 from plexrl.scheduler.placement.capacity.shift_search import is_off_plan
 from plexrl.scheduler.placement.contention.cycle_quantiles import (
     ORDER_CYCLES,
@@ -35,6 +33,8 @@ from plexrl.scheduler.placement.contention.cycle_quantiles import (
     factors_of,
     spread_of,
 )
+from plexrl.scheduler.rules.hrrs import guard_ends_at, starves_at, urgency_of
+from plexrl.scheduler.rules.next_use import EXPECTED_PAUSES, OVERDUE_PART
 from plexrl.scheduler.state.demand.estimates import WEIGHT
 from plexrl.scheduler.state.demand.trace import DemandTrace, commensurate
 

@@ -11,9 +11,9 @@ waiting cannot be predicted is refused.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.context.cluster import Cluster
-    from plexrl.scheduler.context.settings import Settings
+    from plexrl.scheduler.placement.cluster import Cluster
     from plexrl.scheduler.placement.contention.contention import Contention
+    from plexrl.scheduler.rules.settings import Settings
     from plexrl.scheduler.state.records import Deployment, Group, Job, State
 
 

@@ -6,10 +6,10 @@ from plexrl.errors import (
     PermissionDeniedError,
     UnknownDeploymentError,
 )
-from plexrl.scheduler.core import calls
-from plexrl.scheduler.core.calls import Plain, Report
 from plexrl.scheduler.service.shell import Shell
+from plexrl.scheduler.state.messages import calls
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages.calls import Plain, Report
 
 if TYPE_CHECKING:
     from plexrl.ids import NodeId

@@ -6,7 +6,7 @@ from typing import Any
 
 from plexrl.process.conditions import Condition
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.operations.holding import foreign_text
+from plexrl.scheduler.operations.held.holding import foreign_text
 from plexrl.scheduler.service.shell import Shell
 
 NAMED_MAX = 10

@@ -18,14 +18,14 @@ from plexrl.errors import (
     PermissionDeniedError,
 )
 from plexrl.ids import NodeId, RouterId
-from plexrl.scheduler.core import calls
-from plexrl.scheduler.core.calls import Answer, Ask, Plain, Report
 from plexrl.scheduler.service.connections.agent_calls import AgentCalls
 from plexrl.scheduler.service.connections.links import AgentLink
 from plexrl.scheduler.service.connections.router_calls import RouterCalls
 from plexrl.scheduler.service.connections.tenant_calls import TenantCalls
 from plexrl.scheduler.service.shell import Shell
+from plexrl.scheduler.state.messages import calls
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages.calls import Answer, Ask, Plain, Report
 from plexrl.wire.links.credentials import LOCAL, Identity, Role
 from plexrl.wire.rpc import Handler, Peer
 

@@ -29,7 +29,7 @@ from plexrl.wire.rpc import Peer
 
 if TYPE_CHECKING:
     from plexrl.process.conditions import Condition
-    from plexrl.scheduler.core.calls import HostMemoryReported
+    from plexrl.scheduler.state.messages.calls import HostMemoryReported
 
 LOG = logging.getLogger(__name__)
 

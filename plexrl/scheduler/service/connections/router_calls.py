@@ -11,17 +11,17 @@ from plexrl.errors import (
     UnavailableError,
 )
 from plexrl.ids import DeploymentId, JobId, OperationId
-from plexrl.scheduler.core import calls
-from plexrl.scheduler.core.calls import Answer, Ask, Plain, Report, Scope
-from plexrl.scheduler.core.lookups import unknown_deployment, unknown_job, unknown_operation
-from plexrl.scheduler.core.queries.checkpoint_reports import merged
-from plexrl.scheduler.core.queries.view_types import NodeView
+from plexrl.scheduler.queries.checkpoint_reports import merged
+from plexrl.scheduler.queries.view_types import NodeView
+from plexrl.scheduler.rules.lookups import unknown_deployment, unknown_job, unknown_operation
 from plexrl.scheduler.service.connections.conditions import find_conditions
 from plexrl.scheduler.service.connections.links import AgentLink
 from plexrl.scheduler.service.connections.tenant_calls import TenantCalls, check_operator
 from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.state.machines.job_states import JobState
+from plexrl.scheduler.state.messages import calls
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages.calls import Answer, Ask, Plain, Report, Scope
 
 WAIT_S_MAX = 120.0
 LOG_PAGE_MAX = 1000

@@ -13,11 +13,11 @@ from plexrl.errors import (
     PermissionDeniedError,
 )
 from plexrl.ids import TenantId
-from plexrl.scheduler.core import calls
-from plexrl.scheduler.core.calls import Answer, Ask, Plain, Report, Scope
-from plexrl.scheduler.jobs.tenants import key_id
+from plexrl.scheduler.accounting.tenants import key_id
 from plexrl.scheduler.service.shell import Shell
+from plexrl.scheduler.state.messages import calls
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages.calls import Answer, Ask, Plain, Report, Scope
 
 SETTINGS = (
     *("weight", "jobs_max", "gpus_max", "gpu_seconds_max", "priority_max"),

@@ -31,8 +31,8 @@ from plexrl.errors import (
 )
 from plexrl.events.publisher import Publisher, publishing
 from plexrl.process.garbage_collection import freeze_existing_objects
-from plexrl.scheduler.context.config import SchedulerConfig
-from plexrl.scheduler.core.queries.event_records import prefetch_hints
+from plexrl.scheduler.queries.event_records import prefetch_hints
+from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.service.holding_server import HoldingServer
 from plexrl.scheduler.service.journal.journal import Journal
 from plexrl.scheduler.service.journal.recovery import restore

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plexrl.errors import JournalMissingError, PlexRLError, StorageError
-from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.core.advance import EVENT, Fault
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.service.journal.journal import Journal
 from plexrl.scheduler.service.skipped_steps import SkippedSteps
 

@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError, PlexRLError, StorageError
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.context.config import (
+from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.core.snapshot import encode
+from plexrl.scheduler.jobs.context import Context
+from plexrl.scheduler.rules.config import (
     LATER_SETTINGS,
     PROCESS_SETTINGS,
     core_settings,
     with_core_settings,
 )
-from plexrl.scheduler.context.context import Context
-from plexrl.scheduler.core.calls import ListOperations
-from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.core.snapshot import encode
 from plexrl.scheduler.service.journal.recovery import restore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.scheduler.state.records import State
 from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster, config

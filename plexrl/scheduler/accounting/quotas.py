@@ -1,0 +1,71 @@
+"""The quotas of tenants: concurrent jobs and GPUs. The owner of the rule."""
+
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from plexrl.ids import TenantId
+    from plexrl.scheduler.accounting.holdings import Holdings
+    from plexrl.scheduler.state.records import Job, State
+    from plexrl.scheduler.state.tenant import Tenant
+
+
+class TenantLimits(TypedDict):
+    """A tenant's limits; None: no limit of its own."""
+
+    weight: float
+    """Weight of its share of the cluster."""
+    jobs_max: int | None
+    """Jobs that hold GPUs at the same time."""
+    gpus_max: int | None
+    """GPUs held at the same time."""
+    gpu_seconds_max: float | None
+    """GPU time in all."""
+    live_jobs_max: int | None
+    checkpoints_max: int | None
+    """Checkpoints on the shared disk."""
+    checkpoint_bytes_max: int | None
+    priority_max: int
+    """Highest priority class of its jobs."""
+    slo: float | None
+    """`slo` of its jobs that name none; None: the cluster's `waiting_part_max`."""
+    model_roots: tuple[str, ...]
+    """Directories below which it may load models."""
+
+
+def over_quota(holdings: "Holdings", job: "Job", gpus: int) -> str | None:
+    """Why a quota of the tenant does not allow `job` to get `gpus` more; None if it does."""
+    tenant = holdings.state.tenants.get(job.tenant)
+    if tenant is None or (tenant.jobs_max is None and tenant.gpus_max is None):
+        return None
+    held_gpus, held_jobs = holdings.of(job.tenant)
+    has_gpus = any(holdings.state.deployment(name).has_gpus for name in job.deployments)
+    if tenant.jobs_max is not None and not has_gpus and held_jobs >= tenant.jobs_max:
+        return f"tenant {job.tenant!r} runs {held_jobs} jobs, its quota is {tenant.jobs_max}"
+    if not allows_gpus(holdings.state, job.tenant, held_gpus + gpus):
+        return (
+            f"tenant {job.tenant!r} holds {held_gpus} GPUs, its quota is {tenant.gpus_max}; this "
+            f"asks for {gpus}"
+        )
+    return None
+
+
+def allows_gpus(state: "State", name: "TenantId", gpus: int) -> bool:
+    """Whether the tenant may hold this many GPUs in all."""
+    tenant = state.tenants.get(name)
+    return tenant is None or tenant.gpus_max is None or gpus <= tenant.gpus_max
+
+
+def limits_of(tenant: "Tenant") -> TenantLimits:
+    """The tenant's limits by name; None: no limit."""
+    return {
+        "weight": tenant.weight,
+        "jobs_max": tenant.jobs_max,
+        "gpus_max": tenant.gpus_max,
+        "gpu_seconds_max": tenant.gpu_seconds_max,
+        "live_jobs_max": tenant.live_jobs_max,
+        "checkpoints_max": tenant.checkpoints_max,
+        "checkpoint_bytes_max": tenant.checkpoint_bytes_max,
+        "priority_max": tenant.priority_max,
+        "slo": tenant.slo,
+        "model_roots": tenant.model_roots,
+    }

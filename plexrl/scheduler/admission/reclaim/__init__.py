@@ -1,1 +1,0 @@
-"""Takes GPUs back from jobs that are stuck or have no controller."""

@@ -1,0 +1,80 @@
+"""Steps after a cycle has ended: profile, reservation, service level, repacking."""
+
+from plexrl.scheduler.accounting.known_profiles import remember
+from plexrl.scheduler.accounting.profiler import refresh
+from plexrl.scheduler.jobs.context import Context
+from plexrl.scheduler.placement.capacity.overlaps import update_reservation
+from plexrl.scheduler.placement.capacity.shift_search import is_off_plan
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.recovery.relocation import (
+    consider_relief,
+    consider_repacking,
+    holds_up_others,
+)
+from plexrl.scheduler.state.job import change_job
+from plexrl.scheduler.state.machines.job_states import JobTrigger
+from plexrl.scheduler.state.records import Deployment
+
+
+def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
+    """Use the deployment's newest cycle."""
+    settings, cluster = context.settings, context.cluster
+    if deployment.group is None or not deployment.shares:
+        return
+    is_renewed = refresh(deployment, settings.profiler)
+    _use_peak(cluster, deployment, is_renewed=is_renewed)
+    if is_renewed:
+        deployment.cycles.have_profile()
+        remember(context.state, settings, deployment)
+        if settings.policy.repacks:
+            # Other policies do not plan by time.
+            _follow(cluster, deployment)
+        if settings.policy.plans_by_profile:
+            # Its group may now take others.
+            cluster.waiting.retry_all_if_any()
+        change_job(context.state.job(deployment.job), JobTrigger.CYCLE_ENDED)
+        moves = consider_repacking(cluster, deployment, now)
+    else:
+        moves = False
+        if settings.policy.repacks:
+            if _is_beside_plan(cluster, deployment):
+                _follow(cluster, deployment)
+            if holds_up_others(cluster, deployment):
+                moves = consider_repacking(cluster, deployment, now)
+    if consider_relief(cluster, deployment, now) or moves:
+        context.effects.touch(deployment.group)
+
+
+def _use_peak(cluster: Cluster, deployment: Deployment, *, is_renewed: bool) -> None:
+    """Replace the estimate of activations by the measured peak once there is a profile, and later
+    if a higher one was measured."""
+    memory, group = deployment.memory, cluster.state.group_of(deployment)
+    if memory is None or group is None or not deployment.peak_bytes:
+        return
+    if not (memory.is_measured or is_renewed):
+        return
+    found = memory.measured(deployment.peak_bytes, group.gpu_memory_bytes)
+    if memory.is_measured and found.activations <= memory.activations:
+        return
+    deployment.memory = found
+    cluster.inventory.refresh(group)
+    cluster.waiting.retry_all_if_any()
+
+
+def _follow(cluster: Cluster, deployment: Deployment) -> None:
+    """Shift the reservation to where the job really runs."""
+    cycle = deployment.cycles.open
+    started_at = (
+        cycle.started_at if cycle is not None else deployment.cycles.measured[-1].started_at
+    )
+    update_reservation(cluster, deployment, started_at % cluster.settings.config.horizon_slots)
+
+
+def _is_beside_plan(cluster: Cluster, deployment: Deployment) -> bool:
+    reservation, cycle = deployment.reservation, deployment.cycles.open
+    if reservation is None or reservation.trace is None or cycle is None:
+        return False
+    assert deployment.group is not None, f"{deployment.deployment} has a plan and no group"
+    footprint = cluster.inventory.index.footprint(deployment.group, deployment.deployment)
+    started_at = cycle.started_at % cluster.settings.config.horizon_slots
+    return is_off_plan(started_at, reservation.shift, footprint.period)

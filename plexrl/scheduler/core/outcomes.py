@@ -1,0 +1,407 @@
+"""Handlers of finished and failed runs."""
+
+from typing import Final
+
+from plexrl.errors import (
+    DeviceMemoryFullError,
+    InvalidRequestError,
+    NonFiniteWeightsError,
+    PayloadLostError,
+    PlexRLError,
+    is_storage_held,
+)
+from plexrl.ids import FencingToken
+from plexrl.scheduler.accounting.usage import bill_run, discard, meter_run
+from plexrl.scheduler.dispatch.group_step import end_burst, load, successor
+from plexrl.scheduler.jobs.context import Context
+from plexrl.scheduler.jobs.lifecycle import (
+    end_job,
+    granted,
+    restart,
+    restart_when_there_is_room,
+)
+from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
+from plexrl.scheduler.operations.failures import read_error
+from plexrl.scheduler.operations.held.holding import delay, hold, is_held, requeue
+from plexrl.scheduler.operations.held.unreturned_memory import keepers
+from plexrl.scheduler.operations.operations import complete, fail, finish
+from plexrl.scheduler.operations.replay import retire_log
+from plexrl.scheduler.operations.submission.lost_payloads import draw_again, is_awaited
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.recovery.rebuilding import LOST_CODES, fall_back, publish_first, republish
+from plexrl.scheduler.recovery.relocation import cancel_move
+from plexrl.scheduler.rules.lookups import owner_of
+from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.switch_cost import HOST, observe_move, record_tier, round_trip_s
+from plexrl.scheduler.state import group_lock
+from plexrl.scheduler.state.deployment import wpg
+from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
+from plexrl.scheduler.state.job import change_job
+from plexrl.scheduler.state.machines.job_states import JobTrigger
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.effects import Effects
+from plexrl.scheduler.state.messages.events import OperationFailed, OperationFinished
+from plexrl.scheduler.state.operation import Operation, change_operation
+from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.wire.operations import OperationKind
+
+BACK_OFF_S = 2.0
+"""Back-off after a context switch that failed."""
+
+REFUSED_LOAD_FACTOR = 10.0
+"""Longest pause between two refused loads, as a multiple of a switch there and back, in a group
+with other members: each attempt takes the GPUs from them."""
+
+SNAPSHOT_BACK_OFF_S = 30.0
+"""Back-off after a snapshot that found no free space; training continues meanwhile."""
+
+_LOAD: Final = OperationKind.LOAD
+_OFFLOAD: Final = OperationKind.OFFLOAD
+_PUBLISH: Final = OperationKind.PUBLISH
+_SUSPENDS: Final = JobTrigger.OFFLOADED
+
+
+def run_finished(
+    state: State, settings: Settings, effects: Effects, event: OperationFinished, now: float
+) -> None:
+    """Handle a completed run; a late report of another run changes nothing."""
+    name = event.operation
+    operation = state.operations.get(name)
+    deployment = None if operation is None else _at_work(state, operation, event.token)
+    if operation is None or deployment is None:
+        return
+    meter_run(state, deployment, operation, now)
+    operation.payload_lost_at = None
+    if event.trainer_step is not None:
+        deployment.trainer_step = event.trainer_step
+    command = deployment.running.pop(name, None)
+    if command is None:
+        _move_finished(state, settings, effects, deployment, operation, event, now)
+    elif event.unfinished_rows and operation.is_interrupted and not is_over(operation, now):
+        _interrupted(state, effects, deployment, operation, event, now)
+    else:
+        deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
+        if event.peak_bytes > deployment.peak_bytes:
+            deployment.peak_bytes = event.peak_bytes
+        deployment.backoff.clear()
+        if command.replay:
+            deployment.replay.replayed(name)
+            if deployment.no_snapshot_until:
+                # The last snapshot found no free space: new work runs before the next attempt.
+                deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
+        else:
+            # Only new work counts as progress. Else an operation that kills its worker would be
+            # retried for ever, since loads and replays succeed.
+            deployment.processes.succeed()
+            complete(state, effects, deployment, operation, event, now)
+        if not deployment.running:
+            deployment.burst.pause(now)
+        if operation.kind == _PUBLISH:
+            _published(state, settings, effects, deployment, now)
+        elif operation.ends_burst and not command.replay:
+            _burst_over(state, settings, deployment, now)
+    group = deployment.group
+    if group is not None:
+        effects.dirty[group] = None
+
+
+def _interrupted(
+    state: State,
+    effects: Effects,
+    deployment: Deployment,
+    operation: Operation,
+    event: OperationFinished,
+    now: float,
+) -> None:
+    """A run of a generation was interrupted: it is continued from what it has drawn."""
+    effects.discard(operation.partial)
+    operation.partial = event.result
+    operation.interruptions += 1
+    bill_run(state, deployment, operation)
+    deployment.processes.succeed()
+    deployment.backoff.clear()
+    requeue(state, deployment, operation, now)
+
+
+def run_failed(context: Context, event: OperationFailed, now: float) -> None:
+    """Handle a run that did not complete."""
+    effects = context.effects
+    state = context.state
+    operation = state.operations.get(event.operation)
+    deployment = None if operation is None else _at_work(state, operation, event.token)
+    if operation is None or deployment is None:
+        return
+    meter_run(state, deployment, operation, now)
+    error = read_error(event.error_json)
+    if is_storage_held(error.code) and not event.state_intact:
+        # Some ranks may have done a part of it: all ranks repeat it from the state before.
+        if deployment.moving is not None and operation.kind == OperationKind.SNAPSHOT:
+            deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
+        restart_when_there_is_room(context, deployment, error.message, now)
+        return
+    if deployment.moving is not None and deployment.moving.operation == event.operation:
+        _move_failed(context, deployment, operation, error, now, is_intact=event.state_intact)
+        return
+    command = deployment.running[event.operation]
+    if command.replay:
+        if republish(context.state, context.settings, effects, deployment, operation, error, now):
+            effects.touch(deployment.group)
+            return
+        if is_held(error, state_intact=event.state_intact) or is_awaited(
+            state, operation, error, now
+        ):
+            del deployment.running[event.operation]
+            hold(context.state, effects, deployment, operation, error, now)
+            return
+        if isinstance(error, PayloadLostError):
+            reason = f"{deployment.deployment!r} cannot be computed again: {error.message}"
+            end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
+            return
+        restart(context, deployment, f"replaying {event.operation!r}: {error.message}", now)
+        return
+    if draw_again(state, effects, deployment, operation, error, now):
+        return
+    del deployment.running[event.operation]
+    if is_held(error, state_intact=event.state_intact) or is_awaited(state, operation, error, now):
+        if not is_over(operation, now):
+            hold(context.state, effects, deployment, operation, error, now)
+            return
+        discard(operation)
+        error = early_end(operation, now)
+    else:
+        deployment.backoff.clear()
+        if event.state_intact and publish_first(state, effects, deployment, operation, error, now):
+            effects.touch(deployment.group)
+            return
+    fail(context.state, effects, operation, error, now)
+    if event.state_intact:
+        deployment.processes.succeed()
+        if not deployment.running:
+            deployment.burst.pause(now)
+        effects.touch(deployment.group)
+    else:
+        # Workers that report non-finite weights are intact; only their state is not.
+        counts = not isinstance(error, NonFiniteWeightsError)
+        restart(context, deployment, error.message, now, counts=counts)
+
+
+def _move_failed(
+    context: Context,
+    deployment: Deployment,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
+    *,
+    is_intact: bool,
+) -> None:
+    state = context.state
+    group = _group_of(state, deployment)
+    is_load = operation.kind == OperationKind.LOAD
+    if is_load and error.code in LOST_CODES:
+        if fall_back(state, deployment):
+            restart(context, deployment, error.message, now, counts=False)
+            return
+        reason = (
+            f"the state of {deployment.deployment!r} cannot be loaded, nor recomputed from "
+            f"the operations that were kept: {error.message}"
+        )
+        discard(operation)
+        end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
+    elif is_load and isinstance(error, InvalidRequestError):
+        # The model or layout is invalid, or a library is not installed.
+        reason = f"{deployment.deployment!r} cannot be built: {error.message}"
+        end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
+    else:
+        if is_intact:
+            _move_called_off(context.cluster, context.effects, deployment, operation, error, now)
+        elif isinstance(error, DeviceMemoryFullError):
+            # Some ranks had memory and have loaded. No fault of this deployment refused the others.
+            restart(context, deployment, error.message, now, counts=False)
+            delay(
+                state,
+                deployment,
+                error,
+                now,
+                _longest_pause_s(state, group, deployment, operation.kind),
+            )
+        else:
+            restart(context, deployment, error.message, now)
+        for keeper, reason in keepers(state, group, error):
+            restart(context, keeper, reason, now, counts=False)
+
+
+def _longest_pause_s(
+    state: State, group: Group, deployment: Deployment, kind: OperationKind
+) -> float:
+    """Longest pause between two refused moves of this kind."""
+    if kind != OperationKind.LOAD or len(group.members) + len(group.fillers) == 1:
+        return BACKOFF_S_MAX
+    return max(BACKOFF_S_MAX, REFUSED_LOAD_FACTOR * round_trip_s(state, deployment))
+
+
+def _at_work(state: State, operation: Operation, token: FencingToken) -> Deployment | None:
+    """The deployment that runs the operation under this token; None if there is none."""
+    if operation.token != token:
+        return None
+    deployment = owner_of(state, operation)
+    if deployment is None:
+        return None
+    name, moving = operation.operation, deployment.moving
+    if moving is None:
+        if name not in deployment.running:
+            return None
+    elif moving.operation != name and name not in deployment.running:
+        return None
+    assert deployment.group is not None, f"{name} is in flight without a group"
+    return deployment
+
+
+def _group_of(state: State, deployment: Deployment) -> Group:
+    assert deployment.group is not None, f"{deployment.deployment} moves without a group"
+    return state.groups[deployment.group]
+
+
+def _move_finished(
+    state: State,
+    settings: Settings,
+    effects: Effects,
+    deployment: Deployment,
+    operation: Operation,
+    event: OperationFinished,
+    now: float,
+) -> None:
+    deployment.moving = None
+    began_at = operation.started_at if operation.started_at is not None else now
+    finish(state, effects, deployment, operation, event, now)
+    kind = operation.kind
+    if kind == _LOAD:
+        if deployment.backoff.code == DeviceMemoryFullError.code:
+            deployment.backoff.clear()
+        observe_move(state, deployment, operation, event)
+        wpg.end_load(deployment)
+        deployment.switch_times.end(now)
+        deployment.replay.begin_replay()
+        # Without work the load was made in anticipation, and no burst begins.
+        if deployment.queue or deployment.replay.replaying:
+            deployment.burst.begin_loaded(now)
+        else:
+            deployment.burst.stay_over()
+        group_lock.count_load(_group_of(state, deployment), now - began_at)
+        granted(state, settings, deployment)
+    elif kind == _OFFLOAD:
+        observe_move(state, deployment, operation, event)
+        _version_made(state, settings, effects, deployment, event)
+        wpg.end_offload(deployment)
+        group = _group_of(state, deployment)
+        group_lock.count_offload(group, now - began_at)
+        if deployment.kind == "train":
+            change_job(state.jobs[deployment.job], _SUSPENDS)
+        _hand_over(state, settings, effects, group, deployment, now)
+    else:
+        deployment.estimates.observe(kind, operation.tokens, event.compute_s)
+        _version_made(state, settings, effects, deployment, event)
+        deployment.no_snapshot_until = 0.0
+        deployment.burst.pause(now)
+
+
+def _version_made(
+    state: State,
+    settings: Settings,
+    effects: Effects,
+    deployment: Deployment,
+    event: OperationFinished,
+) -> None:
+    former_seq = deployment.replay.store()
+    deployment.stored.move_to(deployment.nodes)
+    moved = event.moved
+    record_tier(deployment, HOST if moved is None else moved.tier)
+    if former_seq < deployment.replay.durable_seq:
+        retire_log(state, settings, effects, deployment, former_seq)
+
+
+def _hand_over(
+    state: State,
+    settings: Settings,
+    effects: Effects,
+    group: Group,
+    former: Deployment,
+    now: float,
+) -> None:
+    """The former holder is offloaded: the lock goes to the incoming member, if it is still
+    ready."""
+    incoming = successor(state, settings, effects, group, now)
+    if incoming is None:
+        group_lock.release(group)
+    else:
+        group_lock.hand_over(group, incoming.deployment)
+        load(state, effects, group, incoming, now, former if former.preemptible else None)
+
+
+def _move_called_off(
+    cluster: Cluster,
+    effects: Effects,
+    deployment: Deployment,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
+) -> None:
+    """A move changed nothing. The deployment that needed it waits for a back-off."""
+    state = cluster.state
+    group = _group_of(state, deployment)
+    deployment.moving = None
+    change_operation(operation, OperationTrigger.FAILED)
+    del state.operations[operation.operation]
+    held_back = deployment
+    if operation.kind == OperationKind.LOAD:
+        deployment.switch_times.end(now)
+        wpg.refuse_load(deployment)
+        group_lock.release(group)
+    else:
+        deployment.burst.pause(now)
+        if operation.kind == OperationKind.OFFLOAD:
+            wpg.refuse_offload(deployment)
+            if group.incoming is not None:
+                held_back = state.deployment(group.incoming)
+                held_back.switch_times.end(now)
+                group_lock.end_switch(group)
+    effects.touch(group.group)
+    if operation.kind == OperationKind.SNAPSHOT:
+        deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
+        return
+    if deployment.moves.planned is not None:
+        cancel_move(cluster, deployment, now)
+        for node in deployment.nodes:
+            effects.wake(deployment.moves.not_before, timers.node_check(node))
+        if operation.kind == OperationKind.OFFLOAD and held_back is deployment:
+            # No member waits for the group: the holder continues.
+            return
+    if held_back.queue and is_held(error, state_intact=True):
+        delay(
+            state, held_back, error, now, _longest_pause_s(state, group, held_back, operation.kind)
+        )
+    else:
+        held_back.backoff.wait(now + BACK_OFF_S, error.message)
+    effects.wake(held_back.backoff.until, timers.group_step(group.group))
+
+
+def _published(
+    state: State,
+    settings: Settings,
+    effects: Effects,
+    deployment: Deployment,
+    now: float,
+) -> None:
+    """A publish ended a training cycle: wake the sync that waits, and end the burst."""
+    for name in state.job(deployment.job).deployments:
+        effects.touch(state.deployment(name).group)
+    _burst_over(state, settings, deployment, now)
+
+
+def _burst_over(state: State, settings: Settings, deployment: Deployment, now: float) -> None:
+    """The last operation of a cycle has run: if no more work waits, the burst ends."""
+    if not deployment.queue:
+        end_burst(deployment, now)
+        deployment.burst.forget_pause()
+        if not settings.policy.repacks or deployment.trace is not None:
+            change_job(state.job(deployment.job), JobTrigger.CYCLE_ENDED)

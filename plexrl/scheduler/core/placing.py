@@ -1,0 +1,34 @@
+"""Places the deployments that admission chooses."""
+
+from plexrl.scheduler.admission.queues.fillers import place_fillers
+from plexrl.scheduler.jobs.context import Context
+from plexrl.scheduler.jobs.lifecycle import all_placed, has_all_gpus, launch
+from plexrl.scheduler.placement.capacity.awaited_profiles import await_profile
+from plexrl.scheduler.recovery.relocation import drain, settle
+from plexrl.scheduler.state.deployment import wpg
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+
+
+def place_waiting(context: Context, now: float) -> None:
+    """Place all deployments that admission chooses, and start their workers."""
+    state, effects = context.state, context.effects
+    for deployment in (
+        *context.admission.admit(effects, now),
+        *place_fillers(context.cluster, now),
+    ):
+        effects.touch(deployment.group)
+        job = state.job(deployment.job)
+        if deployment.processes.incarnation:
+            # It had GPUs before, and lost them.
+            settle(state, effects, deployment)
+        else:
+            wpg.launch_first(deployment)
+        if deployment.state != WpgState.MIGRATING:
+            launch(state, effects, deployment, now)
+        await_profile(context.settings, effects, deployment)
+        if has_all_gpus(state, job):
+            all_placed(state, context.settings, job)
+
+    for node in sorted(context.cluster.inventory.draining):
+        for group in drain(context.cluster, node, now):
+            effects.touch(group)

@@ -1,0 +1,1 @@
+"""Operations that wait for storage or for memory that other processes hold."""

@@ -1,0 +1,168 @@
+"""Retry of runs that met a full or failing disk, full memory, or an unavailable service.
+
+Such a run changed nothing and does not fail: the operation returns to the head of its queue, and is
+retried after a back-off. Other members may use the group meanwhile, except during a replay.
+`explain` and the cluster's status show the reason. The number of retries has no limit; an
+operation's deadline ends them.
+"""
+
+from collections.abc import Iterable
+from typing import TypedDict
+
+from plexrl.errors import (
+    DeviceMemoryFullError,
+    OverloadedError,
+    PlexRLError,
+    StorageFullError,
+    StorageUnavailableError,
+    UnavailableError,
+)
+from plexrl.ids import DeploymentId, NodeId
+from plexrl.scheduler.accounting.usage import discard
+from plexrl.scheduler.operations.held.unreturned_memory import foreign_memory, message_for
+from plexrl.scheduler.operations.submission.queue_order import place_in_queue
+from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
+from plexrl.scheduler.state.group_lock import fence
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.effects import Effects
+from plexrl.scheduler.state.operation import Operation, change_operation
+from plexrl.scheduler.state.records import Deployment, Group, State
+
+CONDITIONS = (
+    *(DeviceMemoryFullError, OverloadedError),
+    *(StorageFullError, StorageUnavailableError, UnavailableError),
+)
+"""Errors of conditions that pass: the same run may succeed later."""
+
+
+class HeldView(TypedDict):
+    """A deployment that retries runs."""
+
+    deployment: DeploymentId
+    code: str
+    """Code of the condition's error."""
+    message: str
+    since: float
+    """When the first of these runs met one, in seconds on the scheduler's clock."""
+    tries: int
+    """Runs in a row that met a condition."""
+
+
+class ForeignMemoryView(TypedDict):
+    """Memory of a GPU that a process holds which is no worker, and for which runs wait."""
+
+    node: NodeId
+    gpu: int
+    pid: int
+    """Id of the process, as the node's StateManager sees it."""
+    nbytes: int
+    since: float
+    """When a run first met it, in seconds on the scheduler's clock."""
+
+
+def is_held(error: PlexRLError, *, state_intact: bool) -> bool:
+    """Whether a run that ended with `error` is retried."""
+    return state_intact and isinstance(error, CONDITIONS)
+
+
+def hold(
+    state: State,
+    effects: Effects,
+    deployment: Deployment,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
+) -> None:
+    """Retry a run, which is no longer in flight, after a back-off."""
+    delay(state, deployment, error, now)
+    assert deployment.group is not None, f"{operation.operation} ran without a group"
+    effects.wake(deployment.backoff.until, timers.group_step(deployment.group))
+    effects.touch(deployment.group)
+    # The open cycle does not measure the job's demand.
+    deployment.cycles.abandon()
+    discard(operation)
+    if operation.operation not in deployment.replay.replaying:
+        requeue(state, deployment, operation, now)
+
+
+def delay(
+    state: State,
+    deployment: Deployment,
+    error: PlexRLError,
+    now: float,
+    longest_s: float = BACKOFF_S_MAX,
+) -> None:
+    """Report the condition that a run met, and delay the next one, by at most `longest_s`."""
+    message, foreign = message_for(state, deployment, error), foreign_memory(deployment, error)
+    deployment.backoff.report(error.code, message, now, foreign)
+    deployment.backoff.retry_later(now, longest_s)
+
+
+def requeue(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
+    """Put a run that changed nothing, or is to be continued, and is no longer in flight, back into
+    its queue."""
+    change_operation(operation, OperationTrigger.REQUEUED)
+    operation.started_at = None
+    place = place_in_queue(state, deployment, operation)
+    deployment.queue.insert(place, operation.operation)
+    if not deployment.running:
+        deployment.burst.pause(now)
+        deployment.burst.want(now)
+
+
+def renew_token(state: State, group: Group, operation: Operation) -> None:
+    """Give the group a new token before a run is retried under the same grant: workers answer a
+    repeated (operation, token) with their first answer."""
+    if operation.token == group.token:
+        fence(state, group)
+
+
+def held_view(state: State, names: Iterable[DeploymentId]) -> list[HeldView]:
+    """The deployments among `names` that retry runs, with the reason."""
+    return [
+        {
+            "deployment": deployment.deployment,
+            "code": deployment.backoff.code,
+            "message": deployment.backoff.reason,
+            "since": deployment.backoff.since,
+            "tries": deployment.backoff.tries,
+        }
+        for deployment in _held(state, names)
+    ]
+
+
+def foreign_memory_view(state: State, names: Iterable[DeploymentId]) -> list[ForeignMemoryView]:
+    """The foreign memory for which deployments among `names` wait, by node, GPU and process."""
+    found: dict[tuple[NodeId, int, int], ForeignMemoryView] = {}
+    for deployment in _held(state, names):
+        since = deployment.backoff.since
+        for each in deployment.backoff.foreign:
+            key = each.node, each.gpu, each.pid
+            known = found.get(key)
+            found[key] = {
+                "node": each.node,
+                "gpu": each.gpu,
+                "pid": each.pid,
+                "nbytes": each.nbytes,
+                "since": since if known is None else min(since, known["since"]),
+            }
+    return [found[key] for key in sorted(found)]
+
+
+def foreign_text(each: ForeignMemoryView) -> str:
+    """For people; without the node."""
+    return (
+        f"process {each['pid']}, which is no worker, holds {each['nbytes']} bytes of GPU "
+        f"{each['gpu']}"
+    )
+
+
+def _held(state: State, names: Iterable[DeploymentId]) -> list[Deployment]:
+    deployments = map(state.deployment, names)
+    return [
+        each
+        for each in deployments
+        if each.backoff.code and (each.queue or each.running) and each.state is not WpgState.STOPPED
+    ]

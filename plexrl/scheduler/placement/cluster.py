@@ -1,0 +1,142 @@
+"""The cluster as the core's steps see it: state, settings, and the indexes derived from both."""
+
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from plexrl.ids import DeploymentId
+from plexrl.scheduler.accounting.holdings import Holdings
+from plexrl.scheduler.placement.capacity.inventory import Inventory
+from plexrl.scheduler.placement.contention.contention import Contention, Resident
+from plexrl.scheduler.placement.waiting.waiting import Waiting
+from plexrl.scheduler.rules.config import SchedulerConfig
+from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Job, State
+
+
+@dataclass(slots=True)
+class Cluster:
+    """State, settings and indexes."""
+
+    settings: Settings
+    state: State
+    holdings: Holdings = field(init=False)
+    """What each tenant has."""
+    inventory: Inventory = field(init=False)
+    """The groups' GPUs and time. Derived from the state, as all below."""
+    waiting: Waiting = field(default_factory=Waiting)
+    """Deployments without GPUs."""
+    fillers: dict[DeploymentId, None] = field(default_factory=dict)
+    """Preemptible deployments without a group."""
+    relocating: dict[DeploymentId, None] = field(default_factory=dict)
+    """Deployments whose move waits for an operation boundary."""
+    contentions: dict[tuple[Resident, ...], Contention] = field(default_factory=dict)
+    """Cache of predictions under these settings: a waiting deployment tries a group many times."""
+
+    def __post_init__(self) -> None:
+        ended = [job for job in self.state.jobs.values() if job.state.is_final]
+        if len(ended) > len(self.state.ended):
+            # An old snapshot has no order.
+            ended.sort(key=lambda job: (job.ended_at or 0.0, job.job))
+            self.state.ended = {job.job: None for job in ended}
+        for tenant in self.state.tenants.values():
+            if tenant.key_digest:
+                # An old snapshot has one key.
+                tenant.keys, tenant.key_digest = {tenant.key_digest: 0.0}, ""
+        for deployment in self.state.deployments.values():
+            _name_incarnation(deployment)
+        _number(self.state)
+        # An old snapshot has none.
+        tokens = (group.token for group in self.state.groups.values())
+        self.state.tokens_made = max(self.state.tokens_made, *tokens, 0)
+        self.holdings = Holdings(self.state)
+        self.reconfigure(self.settings.config)
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Use these settings, and derive the indexes again."""
+        self.settings.change(config)
+        self.state.history, self.state.ended_jobs = config.history, config.ended_jobs
+        self.state.overdue_s = config.operation_overdue_s
+        self.inventory = Inventory(config, self.settings.policy, self.state)
+        self.waiting.clear()
+        self.fillers.clear()
+        self.relocating.clear()
+        self.contentions.clear()
+        for deployment in self.state.deployments.values():
+            if deployment.ranks and not deployment.nodes:
+                # An old snapshot has none.
+                deployment.nodes = tuple(sorted({rank.node for rank in deployment.ranks}))
+            if deployment.moves.planned is not None:
+                self.relocating[deployment.deployment] = None
+            is_set_aside = self.state.job(deployment.job).is_set_aside
+            if deployment.state == WpgState.WAITING and not is_set_aside:
+                self.wait(deployment)
+
+    def wait(self, deployment: Deployment) -> None:
+        """Put the deployment into the queues for GPUs, after all others."""
+        job = self.state.job(deployment.job)
+        if deployment.preemptible:
+            if not job.is_set_aside:
+                self.fillers[deployment.deployment] = None
+            return
+        self.waiting.enter(deployment, job)
+        if self._is_placed(job):
+            self.waiting.mark_partial(deployment.deployment)
+        elif not job.gang:
+            self._line_up([deployment], job)
+            # The job has lost its last GPUs: its other deployments are in queues again.
+            for name in job.deployments:
+                if name in self.waiting.of_partial_jobs:
+                    self._line_up([self.state.deployment(name)], job)
+        elif len(job.deployments) >= job.gang:
+            gang = [self.state.deployment(name) for name in job.deployments if name in self.waiting]
+            self._line_up(gang, job)
+
+    def stop_waiting(self, name: DeploymentId) -> None:
+        """Take the deployment out of all queues for GPUs, if it is in one."""
+        self.waiting.remove(name)
+        self.state.reservations.pop(name, None)
+        self.fillers.pop(name, None)
+
+    def _line_up(self, deployments: list[Deployment], job: Job) -> None:
+        duty = self.inventory.duty_when_placed(deployments[0])
+        self.waiting.enqueue_unit(deployments, job, duty)
+
+    def _is_placed(self, job: Job) -> bool:
+        return any(self.state.deployments[name].has_gpus for name in job.deployments)
+
+    def hold(self, deployment: Deployment, sign: int, now: float) -> None:
+        """Add the deployment's GPUs to those that its tenant holds, or subtract them. A
+        filler holds none."""
+        self.holdings.hold(deployment, sign, now)
+        if not deployment.preemptible:
+            for name in self.state.job(deployment.job).deployments:
+                if name in self.waiting:
+                    self.waiting.mark_partial(name)
+
+    def relocating_in_order(self) -> list[Deployment]:
+        """The deployments whose move waits, oldest first."""
+        return sorted(map(self.state.deployment, self.relocating), key=lambda each: each.serial)
+
+
+def _number(state: State) -> None:
+    """Number the jobs and deployments of an old snapshot, which has no numbers: it has them in the
+    order of their creation."""
+    for serial, job in enumerate(state.jobs.values(), start=1):
+        job.serial = job.serial or serial
+    for serial, deployment in enumerate(state.deployments.values(), start=1):
+        deployment.serial = deployment.serial or serial
+    state.jobs_made = max(state.jobs_made, len(state.jobs))
+    state.deployments_made = max(state.deployments_made, len(state.deployments))
+
+
+def _name_incarnation(deployment: Deployment) -> None:
+    """Add the workers' incarnation to the runs of an old snapshot, which has none."""
+    incarnation = deployment.processes.incarnation
+    for name, command in deployment.running.items():
+        if not command.incarnation:
+            deployment.running[name] = replace(command, incarnation=incarnation)
+    moving = deployment.moving
+    if moving is not None and not moving.incarnation:
+        deployment.moving = replace(moving, incarnation=incarnation)

@@ -1,0 +1,1 @@
+"""Whether the nodes could hold deployments at all, without placing them."""

@@ -1,0 +1,87 @@
+"""Whether GPUs are scarce: another eligible deployment waits for more GPUs than would remain."""
+
+from typing import TYPE_CHECKING
+
+from plexrl.scheduler.accounting.quotas import over_quota
+from plexrl.scheduler.placement.capacity.needs import node_types_compatible
+from plexrl.scheduler.placement.fit.feasibility import is_possible
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from plexrl.scheduler.placement.cluster import Cluster
+    from plexrl.scheduler.placement.waiting.waiting import Size
+    from plexrl.scheduler.state.records import Deployment
+
+
+SMALL = 8
+"""A group hardly delays a deployment that needs more than this many times its GPUs: it lives on the
+remainder that large deployments leave. Each job that need not share for that has no waiting."""
+
+
+def is_scarce(cluster: "Cluster", deployment: "Deployment") -> bool:
+    """Whether another eligible deployment needs more GPUs than are free; if `deployment` has none
+    yet, more than would be free after it got a group of its own. Deployments that need `SMALL`
+    times as many GPUs do not count."""
+    taken = deployment.workers if deployment.group is None else 0
+    waiting, node_type, pool = cluster.waiting, deployment.node_type, cluster.inventory.pool
+    for size, tenants in waiting.pending_by_tenant.items():
+        if not node_types_compatible(size.node_type, node_type):
+            continue
+        if size.workers > SMALL * deployment.workers:
+            continue
+        if size.workers <= pool.free_gpus(size.node_type) - taken:
+            continue
+        for queue in tenants.values():
+            # One deployment stands for its queue: the first that is not `deployment` itself.
+            other = cluster.state.deployment(queue[0][2])
+            if other is deployment:
+                if len(queue) == 1:
+                    continue
+                other = cluster.state.deployment(queue[1][2])
+            if _is_eligible(cluster, other):
+                return True
+    for name in waiting.of_partial_jobs:
+        other = cluster.state.deployment(name)
+        if (
+            other is not deployment
+            and node_types_compatible(other.node_type, node_type)
+            and other.workers > pool.free_gpus(other.node_type) - taken
+            and _is_eligible(cluster, other)
+        ):
+            return True
+    return False
+
+
+def _is_eligible(cluster: "Cluster", deployment: "Deployment") -> bool:
+    """Whether only free GPUs are missing: the gang is complete, the quota allows the GPUs, and the
+    nodes in service could hold it."""
+    job = cluster.state.job(deployment.job)
+    if (
+        len(job.deployments) < job.gang
+        or over_quota(cluster.holdings, job, deployment.workers) is not None
+    ):
+        return False
+    return is_possible(cluster, deployment)
+
+
+def is_rival(size: "Size", others: "Iterable[Size]") -> bool:
+    """Whether deployments of `size` compete for groups with deployments of one of the `others`."""
+    for other in others:
+        if other.workers == size.workers and node_types_compatible(other.node_type, size.node_type):
+            return True
+    return False
+
+
+def may_join(sizes: "Iterable[Size]", node_type: str, workers: int) -> bool:
+    """Whether a deployment of these sizes may share a group of that node type and size."""
+    for size in sizes:
+        is_group = size.workers == workers and node_types_compatible(size.node_type, node_type)
+        if size.shares and is_group:
+            return True
+    return False
+
+
+def is_covered(sizes: "Iterable[Size]", blocking: "Collection[tuple[str, int]]") -> bool:
+    """Whether requests equal to these sizes are blocking already."""
+    return all((size.node_type, size.workers) in blocking for size in sizes)

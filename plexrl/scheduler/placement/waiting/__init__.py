@@ -1,0 +1,1 @@
+"""The queues of deployments without GPUs."""

@@ -1,0 +1,145 @@
+"""Explains a job: what it waits for and until when, where it is placed and why."""
+
+import msgspec
+
+from plexrl.scheduler.accounting.profiler import measured_waiting_part
+from plexrl.scheduler.operations.failures import earlier_failure, job_failure
+from plexrl.scheduler.placement.capacity.memory_view import memory_view
+from plexrl.scheduler.placement.capacity.topology import common_part, natural_order
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.contention.service_level import bound_of
+from plexrl.scheduler.queries.eta import eta_quality
+from plexrl.scheduler.queries.explain_holders import holders
+from plexrl.scheduler.queries.explain_operation import explain
+from plexrl.scheduler.queries.explain_placement import attempts, near_groups, why_no_gpus
+from plexrl.scheduler.queries.view_types import (
+    ExplainedJobView,
+    ExplanationView,
+    PlacedDeploymentView,
+    WaitingOperationView,
+)
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Job
+
+BLOCKS_MAX = 4
+"""Maximum number of named blocks for each deployment."""
+OPERATIONS_MAX = 20
+"""Maximum number of explained operations for each deployment, next ones first."""
+
+
+def explain_job(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> ExplainedJobView:
+    """Why `job` waits or runs as it does. `sees_all`: for an operator, who may see which other
+    tenants' jobs hold the GPUs."""
+    deployments = [cluster.state.deployment(name) for name in job.deployments]
+    return {
+        "job": job.job,
+        "tenant": job.tenant,
+        "name": job.name,
+        "state": job.state.value,
+        "slo": bound_of(cluster.settings, job),
+        "summary": _summary(cluster, job, deployments, now, sees_all),
+        "deployments": [_deployment(cluster, each, now, sees_all) for each in deployments],
+        "operations": [
+            row for each in deployments for row in _operations(cluster, each, now, sees_all)
+        ],
+        "holders": holders(cluster, job, now, sees_all=sees_all),
+        "eta_quality": eta_quality(cluster.state.eta_errors),
+    }
+
+
+def _summary(
+    cluster: Cluster, job: Job, deployments: list[Deployment], now: float, sees_all: bool
+) -> str:
+    if job.state.is_final:
+        return f"it has ended: {job.reason}" if job.reason else "it has ended"
+    if not deployments:
+        return "it has no deployments yet"
+    failure = job_failure(cluster.state, job)
+    if failure is not None:
+        return f"its controller has not acknowledged a failure: {earlier_failure(failure).message}"
+    for deployment in deployments:
+        if deployment.state == WpgState.WAITING:
+            reason, _, _ = why_no_gpus(cluster, deployment, now, sees_all=sees_all)
+            return f"{deployment.deployment} waits for GPUs: {reason}"
+    for deployment in deployments:
+        for row in _operations(cluster, deployment, now, sees_all, most=1):
+            if row["rule"] != "running":
+                return f"{row['operation']} waits: {row['reason']}"
+    if any(each.running for each in deployments):
+        return "it runs"
+    return "it waits for its controller's next operation"
+
+
+def _deployment(
+    cluster: Cluster, deployment: Deployment, now: float, sees_all: bool
+) -> PlacedDeploymentView:
+    record = deployment.placement
+    trace = deployment.trace
+    view: PlacedDeploymentView = {
+        "deployment": deployment.deployment,
+        "state": deployment.state.value,
+        "group": deployment.group,
+        "nodes": list(deployment.nodes),
+        "topology": _topology(cluster, deployment),
+        "placement": None if record is None else msgspec.to_builtins(record),
+        "moves": deployment.moves.count,
+        "moved_because": deployment.moves.last_reason,
+        "waiting_part": measured_waiting_part(deployment),
+        "profile": None,
+        "attempts": [],
+        "near": [],
+        "memory": memory_view(cluster, deployment),
+    }
+    if trace is not None:
+        view["profile"] = {
+            "period_s": trace.period_s,
+            "busy_s": trace.busy_s,
+            "duty": trace.duty,
+            "jitter_s": trace.jitter_s,
+            "segments": msgspec.to_builtins(trace.segments),
+            "cycles": trace.cycles,
+        }
+    if deployment.state == WpgState.WAITING:
+        view["attempts"] = attempts(cluster, deployment, now, searches=True)
+    if deployment.shares and trace is not None and deployment.state != WpgState.STOPPED:
+        view["near"] = near_groups(cluster, deployment, now, sees_all=sees_all)
+    return view
+
+
+def _topology(cluster: Cluster, deployment: Deployment) -> str:
+    if not deployment.nodes:
+        return ""
+    nodes = [cluster.state.nodes[name] for name in deployment.nodes]
+    blocks = sorted({node.block for node in nodes}, key=natural_order)
+    count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+    if len(blocks) == 1:
+        return f"{count} in {blocks[0]}" if blocks[0] else f"{count}, without a block"
+    names = ", ".join(each or "no block" for each in blocks[:BLOCKS_MAX])
+    names += ", ..." if len(blocks) > BLOCKS_MAX else ""
+    part = common_part(blocks)
+    return f"{count} in {len(blocks)} blocks of {part or 'several parts'} ({names})"
+
+
+def _operations(
+    cluster: Cluster,
+    deployment: Deployment,
+    now: float,
+    sees_all: bool,
+    most: int = OPERATIONS_MAX,
+) -> list[WaitingOperationView]:
+    rows: list[WaitingOperationView] = []
+    for name in [*deployment.running, *deployment.queue][:most]:
+        operation = cluster.state.operations[name]
+        found = explain(cluster, operation, now, sees_all=sees_all)
+        if found is not None:
+            explanation: ExplanationView = msgspec.to_builtins(found)
+            rows.append(
+                {
+                    "operation": name,
+                    "deployment": deployment.deployment,
+                    "kind": operation.kind.value,
+                    "waited_s": now - operation.submitted_at,
+                    **explanation,
+                }
+            )
+    return rows

@@ -1,0 +1,224 @@
+"""Explains why an operation waits, with an estimated start. Every poll carries the answer."""
+
+from dataclasses import dataclass
+
+from plexrl.ids import DeploymentId
+from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s
+from plexrl.scheduler.dispatch.slack_guard import holds_back
+from plexrl.scheduler.operations.deadlines.bounds import runs
+from plexrl.scheduler.operations.submission.queue_order import position_in_queue
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.queries.eta import goes_before, overdue_s, start_s
+from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
+from plexrl.scheduler.recovery.evacuation import awaited
+from plexrl.scheduler.recovery.relocation import is_stopping
+from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.state.demand.wait_intervals import interval
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.wire.operations import OperationState
+
+OWN_WORK = ("running", "order", "dependency")
+"""Rules by which an operation waits for work of its own job, or runs. The errors of past waits for
+groups say nothing of it: with them, far more than 80 % would start inside the interval."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The reason for which an operation waits."""
+
+    reason: str
+    rule: str
+    """`order`, `burst`, `slack`, `launching`, `recovering`, `migrating`, `relocation`, `capacity`,
+    `slo`, `quota`, `gang`, `impossible`, `turn`, `dependency`, `backoff`, `held`, `no room`,
+    `switch`, `preemptible`, `router`, `running`, `overdue`, or the name of the ordering rule."""
+    holder: str | None
+    """The holder of the group's lock; anonymous for a tenant if it belongs to another one."""
+    eta_s: float | None
+    """Estimated seconds until it starts, or until it ends if it runs; None if unknown, also once
+    the estimate has passed."""
+    eta_low_s: float | None
+    """It starts between `eta_low_s` and `eta_high_s` in 80 % of the cases; None without an estimate
+    of waiting for a group, also of an operation behind others of its own job."""
+    eta_high_s: float | None
+    position: int
+    """Number of operations of the same deployment ahead of it."""
+
+
+def explain(
+    cluster: Cluster, operation: Operation, now: float, *, sees_all: bool = False
+) -> Explanation | None:
+    """The explanation of an unfinished operation for its tenant, or for an operator, who
+    `sees_all`; None for a finished one."""
+    if operation.state.is_final:
+        return None
+    deployment = cluster.state.deployment(operation.deployment)
+    group = cluster.state.group_of(deployment)
+    holder = None
+    if group is not None and group.holder is not None:
+        holder = name_for(cluster.state, group.holder, deployment, sees_all=sees_all)
+    reason, rule, eta_s = _reason(cluster, operation, deployment, group, now, sees_all)
+    position = _position(cluster.state, deployment, operation)
+    low_s = high_s = None
+    if eta_s is not None and group is not None and rule not in OWN_WORK:
+        low_s, high_s = interval(group.wait_errors, cluster.state.eta_errors.newest, eta_s)
+    return Explanation(
+        reason=reason,
+        rule=rule,
+        holder=holder,
+        eta_s=eta_s,
+        eta_low_s=low_s,
+        eta_high_s=high_s,
+        position=position,
+    )
+
+
+def _reason(
+    cluster: Cluster,
+    operation: Operation,
+    deployment: Deployment,
+    group: Group | None,
+    now: float,
+    sees_all: bool,
+) -> tuple[str, str, float | None]:
+    state = cluster.state
+    estimates = deployment.estimates
+    if operation.state == OperationState.RUNNING:
+        if not state.routers:
+            return "no router is connected; it is sent again once one connects", "router", None
+        began_at = operation.started_at if operation.started_at is not None else now
+        expected_s = estimates.operation_s(operation.kind, operation.tokens)
+        if late := _overdue(state, cluster.settings, deployment, now):
+            return f"it is running, expected to take {expected_s:.1f} s, {late}", "running", None
+        left = expected_s - (now - began_at)
+        return "it is running", "running", max(0.0, left)
+    if deployment.state == WpgState.WAITING or group is None:
+        return why_no_gpus(cluster, deployment, now, sees_all=sees_all)
+    if deployment.state == WpgState.LAUNCHING:
+        return "its workers are starting", "launching", None
+    if deployment.state in (WpgState.RECOVERING, WpgState.MIGRATING):
+        nodes = ", ".join(awaited(state, deployment))
+        if nodes:
+            return f"it waits for {nodes} to return with its GPUs and state", "recovering", None
+    if deployment.processes.launch_at is not None:
+        why = deployment.backoff.reason
+        return (
+            f"its workers had not enough memory to start, and are started again: {why}",
+            "no room",
+            None,
+        )
+    if deployment.state == WpgState.RECOVERING:
+        why = f"moved ({deployment.moves.last_reason})" if deployment.moves.last_reason else "lost"
+        if deployment.backoff.code:
+            why = f"stopped ({deployment.backoff.reason})"
+        return f"its workers were {why} and are starting again", "recovering", None
+    if deployment.state == WpgState.MIGRATING:
+        nodes = ", ".join(deployment.stored.awaited_nodes)
+        return f"its state is being copied to {nodes}", "migrating", None
+    if deployment.moves.planned is not None and is_stopping(state, deployment):
+        return f"it is about to be moved: {deployment.moves.planned.reason}", "relocation", None
+    ahead = queued_s(state, deployment, _position(state, deployment, operation))
+    if operation.after is not None:
+        dependency = state.operations.get(operation.after)
+        if dependency is not None and not dependency.state.is_final:
+            found = explain(cluster, dependency, now, sees_all=sees_all)
+            eta_s = None if found is None else found.eta_s
+            why = "" if found is None else f": {found.reason}"
+            return f"the weights it pulls are not published yet{why}", "dependency", eta_s
+    if now < deployment.backoff.until:
+        wait_s = deployment.backoff.until - now
+        if deployment.backoff.code:
+            why = f"it is held and will be tried again: {deployment.backoff.reason}"
+            return why, "held", wait_s + ahead
+        return f"a switch to it failed ({deployment.backoff.reason})", "backoff", wait_s + ahead
+    if group.holder == deployment.deployment:
+        if late := _overdue(state, cluster.settings, deployment, now):
+            return f"an operation of its deployment before it is {late}", "overdue", None
+        eta_s = start_s(state, cluster.settings, group, deployment, now) + ahead
+        if deployment.moving is not None or deployment.replay.replaying:
+            return "its model's state is being moved", "switch", eta_s
+        if not deployment.preemptible or deployment.queue[0] != operation.operation:
+            return "operations of its deployment that were submitted before it", "order", eta_s
+    if deployment.preemptible:
+        return _why_no_idle_time(state, group)
+    return _why_another_holds(state, cluster.settings, deployment, group, now, ahead, sees_all)
+
+
+def _why_another_holds(
+    state: State,
+    settings: Settings,
+    deployment: Deployment,
+    group: Group,
+    now: float,
+    ahead: float,
+    sees_all: bool,
+) -> tuple[str, str, float | None]:
+    eta_s = start_s(state, settings, group, deployment, now) + ahead
+    if group.incoming == deployment.deployment and not _is_late(state, group, now):
+        return "the group is being handed to it", "switch", eta_s
+    rule = settings.config.ordering
+    if group.holder is None:
+        own = candidate(state, group, deployment)
+        wait_s = holds_back(state, settings, group, deployment, own, now)
+        if wait_s is not None:
+            return "a job with exclusive slots is expected first", "slack", eta_s + wait_s
+        return "the group's lock is about to be granted", rule, eta_s
+    holder = state.deployment(group.holder)
+    who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
+    if holder.preemptible and holder.moving is None:
+        # It is interrupted at once, however long its run was expected to take.
+        return f"{who} used the idle time of the group, and gives way", "preemptible", eta_s
+    if late := _overdue(state, settings, holder, now):
+        return f"{who} has the group, and what it does there is {late}", "overdue", None
+    if holder.moving is not None:
+        return "the group is being switched", "switch", eta_s
+    before = goes_before(state, settings, group, deployment, now)
+    if before:
+        names = [
+            name_for(state, DeploymentId(each.name), deployment, sees_all=sees_all)
+            for each in before
+        ]
+        return f"{', '.join(names)} goes first by the rule {rule}", rule, eta_s
+    return f"{who} is in the middle of its burst", "burst", eta_s
+
+
+def _is_late(state: State, group: Group, now: float) -> bool:
+    return group.holder is not None and overdue_s(state, state.deployment(group.holder), now) > 0.0
+
+
+def _overdue(state: State, settings: Settings, deployment: Deployment, now: float) -> str:
+    """By how much what the deployment runs has passed its estimate, and what will happen; empty:
+    it has not."""
+    late_s = overdue_s(state, deployment, now)
+    if not late_s:
+        return ""
+    text = f"overdue for {late_s:.0f} s"
+    if not state.overdue_s:
+        return text
+    left_s = min(each.due_at for each in runs(state, settings, deployment)) - now
+    return f"{text}; its workers are replaced in {max(0.0, left_s):.0f} s if it does not end"
+
+
+def _why_no_idle_time(state: State, group: Group) -> tuple[str, str, float | None]:
+    """Why a filler does not have the lock: it is unknown when it gets it."""
+    deployments = map(state.deployment, group.members)
+    if any(each.queue or each.running or each.moving for each in deployments):
+        return (
+            f"members of group {group.group} work; it is preemptible, and uses their idle time",
+            "preemptible",
+            None,
+        )
+    return (
+        f"members of group {group.group} are expected before it could use the GPUs for as long as "
+        "the switches take",
+        "preemptible",
+        None,
+    )
+
+
+def _position(state: State, deployment: Deployment, operation: Operation) -> int:
+    """Number of queued operations ahead of it; 0 if it is not queued."""
+    if operation.state != OperationState.PENDING:
+        return 0
+    return position_in_queue(state, deployment, operation)

@@ -1,0 +1,331 @@
+"""Explains why a deployment has no GPUs: which groups are full, which do not fit its trace."""
+
+import math
+from typing import TYPE_CHECKING, Final, TypedDict
+
+import numpy as np
+
+from plexrl.ids import DeploymentId, TenantId
+from plexrl.scheduler.admission.order import blocks_others
+from plexrl.scheduler.admission.queues.gangs import why_not_yet
+from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable
+from plexrl.scheduler.placement.capacity.needs import (
+    kept_bytes,
+    need_of,
+    node_types_compatible,
+)
+from plexrl.scheduler.placement.capacity.node_pool import fabric_note, kind_of
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.contention.service_level import is_tight, waiting_bound
+from plexrl.scheduler.placement.fit.feasibility import why_impossible
+from plexrl.scheduler.placement.placement import find, fitting, modes, nearest
+from plexrl.scheduler.queries.view_types import AttemptView, Census, Count, NearGroupView
+from plexrl.scheduler.rules.hrrs import starves_at
+from plexrl.scheduler.rules.policies import PlacementMode
+from plexrl.scheduler.state.records import Deployment, State
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+NEAR_MAX = 3
+"""Maximum number of groups with the best fit in an explanation."""
+
+_REFUSALS: Final[tuple[tuple[Count, str], ...]] = (
+    ("closed", "accept no members now"),
+    ("full", "have the maximum number of members"),
+    ("without_memory", "lack memory for its state"),
+    ("device_full", "lack memory on their GPUs beside what their members keep there"),
+    ("loaded", "are too busy"),
+)
+
+
+def why_no_gpus(
+    cluster: Cluster, deployment: Deployment, now: float, *, sees_all: bool
+) -> tuple[str, str, float | None]:
+    """(reason, rule, seconds until it may get GPUs) of a deployment without GPUs."""
+    if deployment.preemptible:
+        return (
+            f"it is preemptible, and no shared group of {deployment.workers} GPUs has memory for "
+            "its state and no other preemptible deployment",
+            "preemptible",
+            None,
+        )
+    held = why_not_yet(cluster, deployment)
+    if held is not None:
+        return *held, None
+    why_never = why_impossible(cluster, deployment)
+    if why_never is not None:
+        return why_never, "impossible", None
+    eta_s = _capacity_eta_s(cluster, deployment, now)
+    what = f"{deployment.workers} GPUs"
+    if deployment.node_type:
+        what += f" of type {deployment.node_type!r}"
+    # Only a search can tell that the job's own service level is what keeps it out.
+    rows = attempts(cluster, deployment, now, searches=is_tight(cluster, deployment))
+    tried = "; ".join(f"{row['way']}: {row['why']}" for row in rows)
+    ahead, others = cluster.waiting.counts.standing(deployment.deployment)
+    standing = (
+        f"{ahead} of the {others} others that wait have a higher priority or have waited longer"
+    )
+    rule = "turn" if ahead else "capacity"
+    if not ahead and any(row.get("device_full") for row in rows):
+        rule = "memory"
+    if any(row.get("over_slo") for row in rows):
+        rule = "slo"
+    reserved = _reservation(cluster, deployment, now, sees_all)
+    if reserved is not None:
+        reason, reserved_s = reserved
+        reason = f"{reason}; {what} are wanted; {standing}; {tried}"
+        return reason, "reservation", eta_s if reserved_s is None else reserved_s
+    return f"{what} are not free yet; {standing}; {tried}", rule, eta_s
+
+
+def _reservation(
+    cluster: Cluster, deployment: Deployment, now: float, sees_all: bool
+) -> tuple[str, float | None] | None:
+    """(what a reservation, its own or another's, means for the deployment; seconds until its own).
+    None: no reservation keeps GPUs from it."""
+    state, free = cluster.state, cluster.inventory.pool.free_gpus(deployment.node_type)
+    own = state.reservations.get(deployment.deployment)
+    if own is not None and now < own.at:
+        left_s = own.at - now
+        return (
+            f"it has a reservation: it gets GPUs in {left_s:.0f} s if the running jobs end by "
+            "their expected lengths, and others run meanwhile only if that does not delay it",
+            left_s,
+        )
+    if own is not None:
+        return (
+            f"the time of its reservation has come {own.renewals + 1} times, because jobs last "
+            f"longer than expected: until it starts, no other job that waits may take the {free} "
+            "free GPUs",
+            None,
+        )
+    if free < deployment.workers:
+        return None
+    for name, other in sorted(state.reservations.items(), key=lambda each: (each[1].at, each[0])):
+        if node_types_compatible(state.deployment(name).node_type, deployment.node_type):
+            owner = name_for(state, name, deployment, sees_all=sees_all)
+            until = f"for {other.at - now:.0f} s more" if now < other.at else "until that starts"
+            return (
+                f"free GPUs are reserved {until} for {owner}, which has waited longer than "
+                "starvation_bound_s: this one runs before it only if it is expected to end by "
+                "then, or takes none of those GPUs",
+                None,
+            )
+    return None
+
+
+class BlockingView(TypedDict):
+    """A deployment that keeps free GPUs from all others until it starts."""
+
+    deployment: DeploymentId
+    tenant: TenantId
+    workers: int
+    free_gpus: int
+    since: float
+    """When its reservation came for the last time, or its starvation bound."""
+
+
+def blocking_heads(cluster: Cluster, now: float) -> list[BlockingView]:
+    """The starving deployments without a reservation to come, while there are free GPUs that they
+    keep from others. A policy without backfilling blocks by design, and has none."""
+    state, config = cluster.state, cluster.settings.config
+    if not cluster.settings.policy.backfills:
+        return []
+    if config.reservations:
+        since = {name: each.at for name, each in state.reservations.items()}
+    else:
+        since = {
+            name: starves_at(state.deployment(name).created_at, config.starvation_bound_s)
+            for name in cluster.waiting
+        }
+    found: list[BlockingView] = []
+    for name, at in sorted(since.items(), key=lambda each: (each[1], each[0])):
+        deployment = state.deployment(name)
+        free = cluster.inventory.pool.free_gpus(deployment.node_type)
+        if now < at or not free or why_not_yet(cluster, deployment) is not None:
+            continue
+        if not blocks_others(cluster, deployment, now):
+            continue
+        found.append(
+            {
+                "deployment": name,
+                "tenant": state.job(deployment.job).tenant,
+                "workers": deployment.workers,
+                "free_gpus": free,
+                "since": at,
+            }
+        )
+    return found
+
+
+def attempts(
+    cluster: Cluster, deployment: Deployment, now: float, *, searches: bool
+) -> list[AttemptView]:
+    """Why each placement mode fails now, in the order in which they are tried.
+
+    `searches`: also search the groups with capacity for free slots, which takes milliseconds. Polls
+    do not search.
+    """
+    return [
+        _attempt(cluster, deployment, mode, now, searches=searches)
+        for mode in modes(cluster, deployment, now)
+    ]
+
+
+def name_for(state: State, name: DeploymentId, subject: Deployment, *, sees_all: bool) -> str:
+    """A deployment's name in an explanation of `subject` for its tenant, or for an operator, who
+    `sees_all`."""
+    owner = state.job(state.deployment(name).job).tenant
+    is_shown = sees_all or owner == state.job(subject.job).tenant
+    return name if is_shown else "another tenant's job"
+
+
+def near_groups(
+    cluster: Cluster, deployment: Deployment, now: float, *, sees_all: bool
+) -> list[NearGroupView]:
+    """The other groups in which the deployment's trace fits best."""
+    return [
+        {
+            "group": choice.group,
+            "members": [
+                name_for(cluster.state, member, deployment, sees_all=sees_all)
+                for member in cluster.state.groups[choice.group].members
+            ],
+            "shift_s": float(choice.shift_slots),
+            "overlap_s": choice.overlap_s,
+            "interference_s": choice.interference_s,
+            "contention": choice.contention,
+            "load": cluster.inventory.index.load(choice.group),
+        }
+        for choice in nearest(cluster, deployment, now, strict=False, count=NEAR_MAX)
+    ]
+
+
+def _attempt(
+    cluster: Cluster, deployment: Deployment, mode: PlacementMode, now: float, *, searches: bool
+) -> AttemptView:
+    if mode == PlacementMode.DEDICATED:
+        free = cluster.inventory.pool.free_gpus(deployment.node_type)
+        why = f"{free} GPUs are in no group, {deployment.workers} of one kind are wanted"
+        kinds = cluster.inventory.in_service()
+        if free >= deployment.workers:
+            why += fabric_note(kind for kind in kinds if kinds[kind] < deployment.workers)
+        if cluster.inventory.draining:
+            why += f"; {len(cluster.inventory.draining)} nodes are being drained"
+        return {"way": mode.value, "free_gpus": free, "why": why}
+    counts = _census(cluster, deployment)
+    refused = [f"{counts[name]} {words}" for name, words in _REFUSALS if counts[name]]
+    open_count, over_slo = counts["open"], False
+    own = f"{waiting_bound(cluster.state, cluster.settings, deployment):.0%} for this one"
+    if open_count and not searches:
+        refused.append(f"{open_count} have capacity by load and memory")
+    elif (
+        open_count
+        and mode in (PlacementMode.STRICT, PlacementMode.OVERLAP)
+        and deployment.trace is not None
+    ):
+        longest = math.ceil(max(s.duration_s for s in deployment.trace.segments))
+        strict = mode == PlacementMode.STRICT
+        fits = fitting(cluster, deployment, now, strict=strict)
+        if not fits:
+            kind = "free at any shift" if strict else "with little enough overlap"
+            refused.append(f"{open_count} have no window of {longest} s {kind}")
+        elif not nearest(cluster, deployment, now, strict=strict, count=1):
+            over_slo = True
+            refused.append(
+                f"in the best of the {len(fits)} where it fits, a member would wait for a greater "
+                f"part of its time than its job accepts ({own})"
+            )
+    elif (
+        open_count
+        and mode in (PlacementMode.PACKED, PlacementMode.EMPTIEST)
+        and find(cluster, deployment, mode, now) is None
+    ):
+        over_slo = True
+        refused.append(
+            f"in the {open_count} with capacity, no prediction shows that every member would wait "
+            f"for no greater part of its time than its job accepts ({own})"
+        )
+    elif mode == PlacementMode.COLOCATED:
+        refused.append("in none its job's members work only while it does not")
+    elif open_count and mode == PlacementMode.CO_EXECUTED:
+        refused.append(
+            f"{open_count} have too little time in their round, or too little host memory"
+        )
+    groups = f"{counts['groups']} groups of {deployment.workers} GPUs"
+    why = groups + (": " + ", ".join(refused) if refused else "")
+    return {"way": mode.value, **counts, "over_slo": over_slo, "why": why}
+
+
+def _census(cluster: Cluster, deployment: Deployment) -> Census:
+    counts: Census = {
+        "groups": 0,
+        "closed": 0,
+        "full": 0,
+        "without_memory": 0,
+        "device_full": 0,
+        "loaded": 0,
+        "open": 0,
+    }
+    duty = cluster.inventory.duty(deployment)
+    if deployment.trace is not None:
+        duty = deployment.trace.duty
+    index = cluster.inventory.index
+    for shape in index.shapes(deployment.workers, deployment.node_type):
+        for name, count in _census_of(cluster, deployment, shape, duty).items():
+            counts[name] += count
+    return counts
+
+
+def _census_of(
+    cluster: Cluster, deployment: Deployment, shape: Shape, duty: float
+) -> dict[Count, int]:
+    """Counts the groups of a shape, each under the first reason against it."""
+    table = cluster.inventory.index.table(shape)
+    left = np.array([group is not None for group in table.groups])
+    counts: dict[Count, int] = {"groups": int(left.sum())}
+    reasons: tuple[tuple[Count, NDArray[np.bool_]], ...] = (
+        ("closed", ~table.is_open),
+        ("full", table.members >= cluster.settings.config.residents_max),
+        ("without_memory", table.state_bytes_free < deployment.state_bytes),
+        ("device_full", ~_fits_on_device(table, deployment)),
+        ("loaded", table.load + duty > cluster.settings.config.load_bound),
+    )
+    for name, against in reasons:
+        counts[name] = int((left & against).sum())
+        left &= ~against
+    counts["open"] = int(left.sum())
+    return counts
+
+
+def _fits_on_device(table: ShapeTable, deployment: Deployment) -> "NDArray[np.bool_]":
+    if table.is_virtual:
+        return np.ones(len(table.groups), dtype=bool)
+    return table.fit_on_device(need_of(deployment).device_bytes, kept_bytes(deployment))
+
+
+def _capacity_eta_s(cluster: Cluster, deployment: Deployment, now: float) -> float | None:
+    """Seconds until jobs with a declared length have released enough suitable GPUs, ignoring the
+    deployments ahead; None if too few jobs declare a length."""
+    free = dict.fromkeys(cluster.inventory.sizes(), 0)
+    free |= dict(cluster.inventory.pool.free_by_kind(deployment.node_type))
+    free = {
+        kind: gpus for kind, gpus in free.items() if deployment.node_type in ("", kind.node_type)
+    }
+    ends = []
+    for group in cluster.state.groups.values():
+        if len(group.members) != 1:
+            continue
+        job = cluster.state.job(cluster.state.deployment(group.members[0]).job)
+        if job.expected_s and job.job != deployment.job:
+            end_s = max(0.0, job.submitted_at + job.expected_s - now)
+            kind = kind_of(cluster.state.nodes[group.gpus[0].node])
+            ends.append((end_s, kind, len(group.gpus)))
+    for end_s, kind, gpus in sorted(ends):
+        if kind in free:
+            free[kind] += gpus
+            if free[kind] >= deployment.workers:
+                return end_s
+    return None

@@ -1,0 +1,492 @@
+"""Types of the views: their fields as they go over the wire.
+
+Times (`_at`, `now`) are seconds on the scheduler's clock.
+"""
+
+from typing import Literal, NotRequired, TypedDict
+
+from plexrl.ids import (
+    BlobRef,
+    DeploymentId,
+    FencingToken,
+    GroupId,
+    JobId,
+    NodeId,
+    OperationId,
+    TenantId,
+)
+from plexrl.scheduler.accounting.quotas import TenantLimits
+from plexrl.scheduler.operations.failures import ErrorView
+from plexrl.scheduler.operations.held.holding import ForeignMemoryView, HeldView
+from plexrl.scheduler.placement.capacity.memory_view import MemoryView
+from plexrl.scheduler.queries.eta import EtaQualityView
+
+
+class ExplanationView(TypedDict):
+    """`explain_operation.Explanation`."""
+
+    reason: str
+    rule: str
+    holder: str | None
+    """The holder of the group's lock; anonymous if it belongs to another tenant."""
+    eta_s: float | None
+    """Estimated seconds until it starts, or until it ends if it runs; None if unknown."""
+    eta_low_s: float | None
+    """Start of the 80 % interval; None without an estimate of waiting for a group."""
+    eta_high_s: float | None
+    """End of it."""
+    position: int
+    """Number of operations of the same deployment ahead of it."""
+
+
+class OperationView(TypedDict):
+    """One operation."""
+
+    operation: OperationId
+    deployment: DeploymentId
+    job: JobId
+    tenant: TenantId
+    kind: str
+    state: str
+    seq: int
+    """Its number, for a mutation; else that of the last mutation before it. 0: not dispatched."""
+    submitted_at: float
+    started_at: float | None
+    finished_at: float | None
+    deadline_at: float | None
+    compute_s: float | None
+    """Time of the workers."""
+    payload: BlobRef | None
+    result: BlobRef | None
+    result_json: str
+    error: ErrorView | None
+    """None: it has not failed."""
+    explanation: ExplanationView | None
+    """Why it waits; None: it has ended."""
+
+
+class PolledOperationView(OperationView):
+    """One operation, for its controller."""
+
+    job_failure: ErrorView | None
+    """The first failure of its job that is not acknowledged."""
+
+
+class LoggedOperationView(OperationView):
+    """One row of the operation log."""
+
+    index: int
+    """Index in the log, from 1."""
+    queue_s: float | None
+    """Waiting time without context switches; None: it never started."""
+    switch_s: float
+    """Waiting time during context switches."""
+    transfer_s: float
+    """Time in the router."""
+    payload_bytes: int
+    result_bytes: int
+    tokens: int
+    group: GroupId | None
+    token: FencingToken
+    internal: bool
+    """The scheduler made it: a load, an offload, a snapshot or a publish."""
+    interruptions: int
+    """Of a generation: runs that were interrupted for others, and continued."""
+
+
+class RankView(TypedDict):
+    """One rank of a deployment."""
+
+    rank: int
+    node: NodeId
+    gpu: int
+    """Index of the GPU on its node."""
+    address: str | None
+    """None: its worker is not ready."""
+
+
+class DeploymentView(TypedDict):
+    """One deployment and its WPG."""
+
+    deployment: DeploymentId
+    job: JobId
+    kind: str
+    workers: int
+    exclusive: bool
+    preemptible: bool
+    state: str
+    residency: str
+    group: GroupId | None
+    ranks: list[RankView]
+    incarnation: int
+    applied_seq: int
+    """Number of its last completed mutation."""
+    waiting_gradients: int
+    """Completed `forward_backward`s whose gradients wait for a step."""
+    trainer_step: int
+    """Optimizer steps in its weights."""
+    failure: ErrorView | None
+    """Its first failure that is not acknowledged."""
+    durable_seq: int
+    """Version that the StateManagers hold whole; 0: the initial weights."""
+    state_bytes: int
+    nvme_bytes: int
+    """Bytes of its state on NVMe alone, on the node that has most there."""
+    load_s: float
+    """Estimated seconds to load its state."""
+    offload_s: float
+    """Estimated seconds to offload its state."""
+    waiting_part: float | None
+    """Measured waiting / (waiting + running); None: not measured."""
+    pending: int
+    """Number of queued operations."""
+    running: list[str]
+    """Kinds of the operations in flight."""
+    spec_json: str
+    node_type: str
+    """Required node type; empty: any."""
+
+
+class JobView(TypedDict):
+    """One job with its deployments."""
+
+    job: JobId
+    tenant: TenantId
+    name: str
+    state: str
+    attached: bool
+    reason: str
+    """Why it ended; empty: no reason was given."""
+    failure: ErrorView | None
+    """Its first failure that is not acknowledged."""
+    priority: int
+    slo: float
+    """Greatest waiting / (waiting + running) that it accepts: its own, its tenant's at its
+    submission, or the cluster's."""
+    gpu_seconds: float
+    submitted_at: float
+    ended_at: float | None
+    deployments: list[DeploymentView]
+
+
+class ServiceLevelView(TypedDict):
+    """What one live job accepts to wait, and what it waited."""
+
+    job: JobId
+    tenant: TenantId
+    name: str
+    slo: float
+    """Greatest waiting / (waiting + running) that it accepts."""
+    is_promised: bool
+    """The job or its tenant named that bound; otherwise it is the cluster's aim."""
+    waiting_part: float | None
+    """The measured part, the greatest of its deployments; None: not measured."""
+
+
+class GpuView(TypedDict):
+    """One GPU of a group."""
+
+    node: NodeId
+    gpu: int
+    """Index of the GPU on its node."""
+
+
+class GroupView(TypedDict):
+    """One node group and the holder of its lock."""
+
+    group: GroupId
+    gpus: list[GpuView]
+    members: list[DeploymentId]
+    fillers: list[DeploymentId]
+    """Preemptible deployments, which use the members' idle time."""
+    shared: bool
+    node_type: str
+    is_closed: bool
+    """It takes no more members."""
+    load: float
+    """Sum of the members' duties."""
+    holder: DeploymentId | None
+    token: FencingToken
+    phase: str
+    """`idle`, `run`, `hold`, or the kind of the move in flight."""
+    switches: int
+    switch_seconds: float
+
+
+class NodeView(TypedDict):
+    """One node."""
+
+    node: NodeId
+    gpus: int
+    gpus_reserved: int
+    """GPUs that belong to groups."""
+    gpu_memory_bytes: int
+    """Of each GPU."""
+    gpu_kind: str
+    host_memory_bytes: int
+    host_ready_bytes: NotRequired[int]
+    """Host tier that has been allocated in advance; absent: nothing is to be, or is unknown."""
+    host_prefault_bytes: NotRequired[int]
+    """How much of it is to be."""
+    nvme_bytes: int
+    """Capacity of its NVMe tier."""
+    node_type: str
+    block: str
+    fabric: str
+    """`trusted`: groups may span it and other trusted nodes."""
+    is_draining: bool
+    alive: bool
+    groups: NotRequired[list[GroupId]]
+    """For operators only."""
+    host: NotRequired[str]
+    """Address at which other machines reach it; empty: it is on the scheduler's machine. For
+    operators only."""
+    statemanager: NotRequired[str]
+    """Address of its StateManager; for operators only."""
+    foreign_memory: NotRequired[list[ForeignMemoryView]]
+    """What loads on its GPUs wait for; for operators only."""
+
+
+class ClusterTotals(TypedDict):
+    """Totals that a tenant sees of its own jobs."""
+
+    tenants: NotRequired[int]
+    """For operators only."""
+    operations_finished: int
+    """For a tenant, without the operations that never ran."""
+    context_switches: NotRequired[int]
+    """For operators only."""
+
+
+class ClusterView(ClusterTotals):
+    """Totals of the cluster."""
+
+    now: float
+    nodes: int
+    gpus: int
+    gpus_reserved: int
+    """GPUs that belong to groups."""
+    routers: int
+    jobs_live: int
+    jobs_total: int
+    deployments_waiting: int
+    """Deployments that wait for GPUs."""
+    deployments_impossible: int
+    """Those of them that can never get the GPUs they ask for."""
+    deployments_over_slo: int
+    """Deployments that waited a greater part of their time than their job accepts."""
+    operations_pending: int
+    held: list[HeldView]
+    eta_quality: "EtaQualityView"
+    planning: dict[str, str | int | float | bool | None]
+    """Settings that decide which jobs share and who goes next, by their names in
+    `SchedulerConfig`."""
+
+
+class UsageView(TypedDict):
+    """Use of one job by operations of one kind."""
+
+    tenant: TenantId
+    job: JobId
+    name: str
+    kind: str
+    operations: int
+    failed: int
+    tokens: int
+    gpu_seconds: float
+
+
+class KeyView(TypedDict):
+    """One API key."""
+
+    key: str
+    created_at: float | None
+    """None: unknown."""
+
+
+class TenantView(TenantLimits):
+    """One tenant: limits, holdings and usage."""
+
+    tenant: TenantId
+    is_operator: bool
+    keys: list[KeyView]
+    gpus_held: int
+    jobs_running: int
+    """Jobs that hold GPUs."""
+    live_jobs: int
+    live_jobs_bound: int | None
+    """Maximum number of live jobs, its own or the cluster's; None: no limit."""
+    gpu_seconds: float
+    """GPU time used so far, with what runs."""
+    share: float
+    """GPU-hours per weight, decayed; it decides the order of admission."""
+
+
+class HolderView(TypedDict):
+    """`explain_holders.Holder`."""
+
+    job: JobId | None
+    """None, as are `tenant` and `name`: hidden from other tenants."""
+    tenant: TenantId | None
+    name: str | None
+    gpus: int
+    """GPUs that a waiting deployment could use."""
+    condition: str
+    silent_s: float
+    """Time since the last message of the controller."""
+    idle_s: float | None
+    """Time since it last worked; None while it works."""
+    cancelled_in_s: float | None
+    """Time until it is cancelled if its controller stays silent; None otherwise."""
+
+
+class Census(TypedDict):
+    """Numbers of groups of the wanted size, each under the first reason against it."""
+
+    groups: int
+    """All of them."""
+    closed: int
+    full: int
+    """With the maximum number of members."""
+    without_memory: int
+    device_full: int
+    loaded: int
+    """Too busy."""
+    open: int
+    """With capacity by load and memory."""
+
+
+Count = Literal["groups", "closed", "full", "without_memory", "device_full", "loaded", "open"]
+
+
+class NewGroupAttempt(TypedDict):
+    """Why a deployment gets no group of its own."""
+
+    way: str
+    free_gpus: int
+    """GPUs that are in no group."""
+    why: str
+
+
+class SharedGroupAttempt(Census):
+    """Why a placement mode puts a deployment into none of the existing groups."""
+
+    way: str
+    over_slo: bool
+    """There is a group with room for it, and a member would wait more than its job accepts."""
+    why: str
+
+
+AttemptView = NewGroupAttempt | SharedGroupAttempt
+"""Why a placement mode fails."""
+
+
+class NearGroupView(TypedDict):
+    """A group in which a deployment's trace fits well."""
+
+    group: GroupId
+    members: list[str]
+    """Anonymous if they belong to another tenant."""
+    shift_s: float
+    """Micro-shift δ: seconds to the start of the first reserved cycle."""
+    overlap_s: float
+    """Seconds of a cycle in which another member is busy too."""
+    interference_s: float
+    contention: float | None
+    """Predicted waiting / (waiting + running), averaged over the members; None: unknown."""
+    load: float
+    """Sum of the members' duties."""
+
+
+class PlacementView(TypedDict):
+    """`PlacementRecord`: how a deployment was placed on its group."""
+
+    at: float
+    way: str
+    group: GroupId
+    members: int
+    """Members of the group, including this one."""
+    shift_s: float
+    """Micro-shift δ: seconds from `at` to the start of the first reserved cycle."""
+    setup_s: float
+    """Estimated seconds to load its state onto the GPUs."""
+    overlap_s: float
+    """Planned seconds of a cycle in which another member is busy too."""
+    interference_s: float
+    contention: float | None
+    """Predicted waiting / (waiting + running), averaged over the members; None: unknown."""
+
+
+class SegmentView(TypedDict):
+    """One busy stretch of a cycle."""
+
+    offset_s: float
+    """Start, relative to the start of the cycle."""
+    duration_s: float
+    slack_s: float
+    """Delay that does not lengthen the cycle."""
+
+
+class ProfileView(TypedDict):
+    """A deployment's demand."""
+
+    period_s: float
+    busy_s: float
+    """Busy seconds of a cycle."""
+    duty: float
+    """Busy part of a cycle."""
+    jitter_s: float
+    """Standard deviation of the cycle's length."""
+    segments: list[SegmentView]
+    cycles: int
+    """Number of measured cycles; 0: the demand was declared."""
+
+
+class PlacedDeploymentView(TypedDict):
+    """Where a deployment is placed and why."""
+
+    deployment: DeploymentId
+    state: str
+    group: GroupId | None
+    nodes: list[NodeId]
+    topology: str
+    """How its nodes lie to each other, such as `2 nodes in row1/rack3`; empty: no GPUs."""
+    placement: PlacementView | None
+    moves: int
+    moved_because: str
+    """Reason of its last move; empty: it was not moved."""
+    waiting_part: float | None
+    """Measured waiting / (waiting + running); None: not measured."""
+    profile: ProfileView | None
+    """None: its demand is unknown."""
+    attempts: list[AttemptView]
+    """While it waits for GPUs."""
+    near: list[NearGroupView]
+    """Other groups in which it fits best."""
+    memory: MemoryView | None
+
+
+class WaitingOperationView(ExplanationView):
+    """One unfinished operation and what it waits for."""
+
+    operation: OperationId
+    deployment: DeploymentId
+    kind: str
+    waited_s: float
+    """Time since its submission."""
+
+
+class ExplainedJobView(TypedDict):
+    """What a job waits for and until when, where it is placed and why."""
+
+    job: JobId
+    tenant: TenantId
+    name: str
+    state: str
+    slo: float
+    """Greatest waiting / (waiting + running) that it accepts."""
+    summary: str
+    deployments: list[PlacedDeploymentView]
+    operations: list[WaitingOperationView]
+    holders: list[HolderView]
+    eta_quality: EtaQualityView

@@ -1,0 +1,395 @@
+"""Views of the core's state: plain values for the wire."""
+
+from collections.abc import Container, Iterable
+
+import msgspec
+
+from plexrl.ids import BlobRef, DeploymentId, OperationId, TenantId
+from plexrl.scheduler.accounting.fair_shares import tenant_share
+from plexrl.scheduler.accounting.profiler import measured_waiting_part
+from plexrl.scheduler.accounting.quotas import limits_of
+from plexrl.scheduler.accounting.tenants import key_id, live_jobs_bound
+from plexrl.scheduler.accounting.usage import used_gpu_seconds
+from plexrl.scheduler.operations.failures import failure_view, halting_failure, job_failure
+from plexrl.scheduler.operations.held.holding import foreign_memory_view, held_view
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.contention.service_level import bound_of, waiting_bound
+from plexrl.scheduler.placement.fit.feasibility import count_impossible
+from plexrl.scheduler.queries.eta import eta_quality
+from plexrl.scheduler.queries.explain_operation import explain
+from plexrl.scheduler.queries.view_types import (
+    ClusterTotals,
+    ClusterView,
+    DeploymentView,
+    GroupView,
+    JobView,
+    LoggedOperationView,
+    NodeView,
+    OperationView,
+    ServiceLevelView,
+    TenantView,
+    UsageView,
+)
+from plexrl.scheduler.rules.config import planning
+from plexrl.scheduler.rules.lookups import owner_of
+from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.switch_cost import load_s, offload_s
+from plexrl.scheduler.state.messages.calls import ListOperations
+from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
+from plexrl.scheduler.state.tenant import Tenant
+
+
+def operation_view(
+    cluster: Cluster, operation: Operation, now: float, *, sees_all: bool = False
+) -> OperationView:
+    """One operation; while it waits, with the reason."""
+    deployment = cluster.state.deployment(operation.deployment)
+    explanation = explain(cluster, operation, now, sees_all=sees_all)
+    return {
+        "operation": operation.operation,
+        "deployment": operation.deployment,
+        "job": deployment.job,
+        "tenant": cluster.state.job(deployment.job).tenant,
+        "kind": operation.kind.value,
+        "state": operation.state.value,
+        "seq": operation.seq,
+        "submitted_at": operation.submitted_at,
+        "started_at": operation.started_at,
+        "finished_at": operation.finished_at,
+        "deadline_at": operation.deadline_at,
+        "compute_s": operation.compute_s,
+        "payload": operation.payload,
+        "result": operation.result,
+        "result_json": operation.result_json,
+        "error": None
+        if operation.error_json is None
+        else msgspec.json.decode(operation.error_json),
+        "explanation": None if explanation is None else msgspec.to_builtins(explanation),
+    }
+
+
+def log_view(cluster: Cluster, operation: Operation, now: float) -> LoggedOperationView:
+    """One row of the operation log."""
+    return {
+        **operation_view(cluster, operation, now),
+        "index": operation.index,
+        "queue_s": operation.queue_s,
+        "switch_s": operation.switch_s,
+        "transfer_s": operation.transfer_s,
+        "payload_bytes": operation.payload_bytes,
+        "result_bytes": operation.result_bytes,
+        "tokens": operation.tokens,
+        "group": operation.group,
+        "token": operation.token,
+        "internal": operation.internal,
+        "interruptions": operation.interruptions,
+    }
+
+
+def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
+    """One deployment and its WPG."""
+    return {
+        "deployment": deployment.deployment,
+        "job": deployment.job,
+        "kind": deployment.kind,
+        "workers": deployment.workers,
+        "exclusive": deployment.exclusive,
+        "preemptible": deployment.preemptible,
+        "state": deployment.state.value,
+        "residency": deployment.residency.value,
+        "group": deployment.group,
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "node": rank.node,
+                "gpu": rank.gpu,
+                "address": deployment.processes.addresses.get(rank.rank),
+            }
+            for rank in deployment.ranks
+        ],
+        "incarnation": deployment.processes.incarnation,
+        "applied_seq": deployment.replay.completed_seq,
+        "waiting_gradients": deployment.waiting_gradients,
+        "trainer_step": deployment.trainer_step,
+        "failure": failure_view(halting_failure(deployment)),
+        "durable_seq": deployment.replay.durable_seq,
+        "state_bytes": deployment.state_bytes,
+        "nvme_bytes": deployment.stored.nvme_bytes,
+        "load_s": load_s(state, deployment),
+        "offload_s": offload_s(state, deployment),
+        "waiting_part": measured_waiting_part(deployment),
+        "pending": len(deployment.queue),
+        "running": [command.kind.value for command in deployment.running.values()],
+        "spec_json": deployment.spec_json,
+        "node_type": deployment.node_type,
+    }
+
+
+def job_view(state: State, settings: Settings, job: Job) -> JobView:
+    """One job with its deployments."""
+    return {
+        "job": job.job,
+        "tenant": job.tenant,
+        "name": job.name,
+        "state": job.state.value,
+        "attached": job.attached,
+        "reason": job.reason,
+        "failure": failure_view(job_failure(state, job)),
+        "priority": job.priority,
+        "slo": bound_of(settings, job),
+        "gpu_seconds": sum(row.gpu_seconds for row in job.usage.values()),
+        "submitted_at": job.submitted_at,
+        "ended_at": job.ended_at,
+        "deployments": [deployment_view(state, state.deployment(name)) for name in job.deployments],
+    }
+
+
+def list_jobs(state: State, settings: Settings, tenant: TenantId | None) -> list[JobView]:
+    """All jobs of a tenant, or of all tenants, oldest first."""
+    return [
+        job_view(state, settings, job)
+        for job in state.jobs.values()
+        if tenant in (None, job.tenant)
+    ]
+
+
+def live_workers(state: State) -> dict[DeploymentId, int]:
+    """The incarnation of each deployment whose workers are all ready."""
+    found = (each for each in state.deployments.values() if each.is_ready)
+    return {each.deployment: each.processes.incarnation for each in found}
+
+
+def group_view(cluster: Cluster, group: Group) -> GroupView:
+    """One node group and the holder of its lock."""
+    return {
+        "group": group.group,
+        "gpus": [{"node": gpu.node, "gpu": gpu.gpu} for gpu in group.gpus],
+        "members": list(group.members),
+        "fillers": list(group.fillers),
+        "shared": group.shared,
+        "node_type": group.node_type,
+        "is_closed": group.is_closed,
+        "load": cluster.inventory.index.load(group.group),
+        "holder": group.holder,
+        "token": group.token,
+        "phase": _phase(cluster.state, group),
+        "switches": group.switches,
+        "switch_seconds": group.switch_seconds,
+    }
+
+
+def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> NodeView:
+    """One node; for a tenant without its addresses and groups."""
+    reserved = sum(
+        gpu.node == node.node
+        for name in cluster.inventory.groups_on(node.node)
+        for gpu in cluster.state.groups[name].gpus
+    )
+    view: NodeView = {
+        "node": node.node,
+        "gpus": node.gpus,
+        "gpus_reserved": reserved,
+        "gpu_memory_bytes": node.gpu_memory_bytes,
+        "gpu_kind": node.gpu_kind,
+        "host_memory_bytes": node.host_memory_bytes,
+        "nvme_bytes": node.nvme_bytes,
+        "node_type": node.node_type,
+        "block": node.block,
+        "fabric": node.fabric,
+        "is_draining": node.is_draining,
+        "alive": node.alive,
+    }
+    if tenant is None:
+        view["groups"] = cluster.inventory.groups_on(node.node)
+        view["host"] = node.host
+        view["statemanager"] = node.statemanager
+        groups = [cluster.state.groups[name] for name in view["groups"]]
+        names = [name for group in groups for name in (*group.members, *group.fillers)]
+        found = foreign_memory_view(cluster.state, names)
+        view["foreign_memory"] = [each for each in found if each["node"] == node.node]
+    return view
+
+
+def operation_log(
+    cluster: Cluster, tenant: TenantId | None, wanted: ListOperations, now: float
+) -> list[LoggedOperationView]:
+    """At most `wanted.limit` finished operations after index `wanted.after`, oldest first."""
+    state = cluster.state
+    rows: list[LoggedOperationView] = []
+    names = _requested_deployments(state, tenant, wanted)
+    oldest = state.finished_count - len(state.finished) + 1
+    # The history is long: skip other deployments by the name alone.
+    for index in range(max(wanted.after + 1, oldest), state.finished_count + 1):
+        operation = state.operations[state.finished[index]]
+        if (
+            operation.deployment in names
+            and wanted.kind in (None, operation.kind.value)
+            and owner_of(state, operation) is not None
+        ):
+            rows.append(log_view(cluster, operation, now))
+            if len(rows) == wanted.limit:
+                break
+    return rows
+
+
+def _requested_deployments(
+    state: State, tenant: TenantId | None, wanted: ListOperations
+) -> Container[DeploymentId]:
+    names: Iterable[DeploymentId]
+    if wanted.deployment is not None:
+        names = [wanted.deployment] if wanted.deployment in state.deployments else []
+    elif wanted.job is not None:
+        job = state.jobs.get(wanted.job)
+        names = [] if job is None else [*job.deployments, *job.ended_deployments]
+    elif tenant is None:
+        return state.deployments
+    else:
+        owned = (job for job in state.jobs.values() if job.tenant == tenant)
+        names = [name for job in owned for name in (*job.deployments, *job.ended_deployments)]
+    owners = ((name, state.jobs[state.deployments[name].job]) for name in names)
+    return {
+        name
+        for name, job in owners
+        if tenant in (None, job.tenant) and wanted.job in (None, job.job)
+    }
+
+
+def ended_since(state: State, count: int) -> tuple[int, list[OperationId] | None]:
+    """(number of operations ended so far, names of those after the first `count` in order); no
+    names if some of them have left the history."""
+    ended = state.finished_count
+    if ended - count > len(state.finished):
+        return ended, None
+    return ended, [state.finished[index] for index in range(count + 1, ended + 1)]
+
+
+def unreferenced_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRef]:
+    """The payloads, and partial results, that neither an unfinished operation nor a recovery
+    needs."""
+    operations = state.operations.values()
+    kept = [each for each in operations if each.is_logged or not each.state.is_final]
+    needed = {ref for each in kept for ref in (each.payload, each.partial)}
+    return [blob for blob in blobs if blob not in needed]
+
+
+def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> ClusterView:
+    """Totals of the cluster; for a tenant, jobs and operations of the tenant only."""
+    state = cluster.state
+    nodes = [node for node in state.nodes.values() if node.alive]
+    jobs = [job for job in state.jobs.values() if tenant in (None, job.tenant)]
+    totals: ClusterTotals
+    if tenant is None:
+        switches = sum(group.switches for group in state.groups.values())
+        totals = {
+            "tenants": len(state.tenants),
+            "operations_finished": state.finished_count,
+            "context_switches": state.former_switches + switches,
+        }
+    else:
+        # Operations that ran: cancelled ones have no usage row.
+        rows = (row for job in jobs for row in job.usage.values())
+        totals = {"operations_finished": sum(row.operations for row in rows)}
+    totals["operations_finished"] += sum(
+        each.operations for name, each in state.forgotten.items() if tenant == name
+    )
+    live = [job for job in jobs if not job.state.is_final]
+    names = [name for job in live for name in job.deployments]
+    by_tenant = cluster.waiting.by_tenant
+    waiting = len(cluster.waiting) if tenant is None else by_tenant.get(tenant, 0)
+    return {
+        "now": now,
+        "nodes": len(nodes),
+        "gpus": sum(node.gpus for node in nodes),
+        "gpus_reserved": sum(len(group.gpus) for group in state.groups.values()),
+        "routers": len(state.routers),
+        **totals,
+        "jobs_live": len(live),
+        "jobs_total": len(jobs)
+        + sum(each.jobs for name, each in state.forgotten.items() if tenant in (None, name)),
+        "deployments_waiting": waiting,
+        "deployments_impossible": count_impossible(cluster, tenant),
+        "deployments_over_slo": _count_over_slo(cluster, names),
+        "operations_pending": sum(len(state.deployments[name].queue) for name in names),
+        "held": held_view(cluster.state, names),
+        "eta_quality": eta_quality(state.eta_errors),
+        "planning": planning(cluster.settings.config),
+    }
+
+
+def service_levels(cluster: Cluster) -> list[ServiceLevelView]:
+    """The bound and the measured waiting of each live job, oldest first."""
+    state = cluster.state
+    found: list[ServiceLevelView] = []
+    for job in state.jobs.values():
+        if job.state.is_final:
+            continue
+        parts = [measured_waiting_part(state.deployment(name)) for name in job.deployments]
+        found.append(
+            {
+                "job": job.job,
+                "tenant": job.tenant,
+                "name": job.name,
+                "slo": bound_of(cluster.settings, job),
+                "is_promised": job.slo is not None,
+                "waiting_part": max((part for part in parts if part is not None), default=None),
+            }
+        )
+    return found
+
+
+def _count_over_slo(cluster: Cluster, names: Iterable[DeploymentId]) -> int:
+    count = 0
+    for name in names:
+        deployment = cluster.state.deployments[name]
+        part = measured_waiting_part(deployment)
+        if part is not None and part > waiting_bound(cluster.state, cluster.settings, deployment):
+            count += 1
+    return count
+
+
+def usage_view(state: State, tenant: TenantId | None) -> list[UsageView]:
+    """Usage by job and kind of operation, oldest job first."""
+    return [
+        {
+            "tenant": job.tenant,
+            "job": job.job,
+            "name": job.name,
+            "kind": kind.value,
+            "operations": row.operations,
+            "failed": row.failed,
+            "tokens": row.tokens,
+            "gpu_seconds": row.gpu_seconds,
+        }
+        for job in state.jobs.values()
+        if tenant in (None, job.tenant)
+        for kind, row in sorted(job.usage.items())
+    ]
+
+
+def tenant_view(cluster: Cluster, tenant: Tenant, now: float) -> TenantView:
+    """One tenant: limits, holdings and usage."""
+    gpus, jobs = cluster.holdings.of(tenant.tenant)
+    return {
+        "tenant": tenant.tenant,
+        "is_operator": tenant.is_operator,
+        "keys": [
+            {"key": key_id(each), "created_at": at or None} for each, at in tenant.keys.items()
+        ],
+        **limits_of(tenant),
+        "gpus_held": gpus,
+        "jobs_running": jobs,
+        "live_jobs": cluster.holdings.live_jobs.get(tenant.tenant, 0),
+        "live_jobs_bound": live_jobs_bound(cluster.settings, tenant),
+        "gpu_seconds": used_gpu_seconds(cluster.holdings, tenant.tenant, now),
+        "share": tenant_share(cluster.holdings, tenant.tenant, now),
+    }
+
+
+def _phase(state: State, group: Group) -> str:
+    if group.holder is None:
+        return "idle"
+    holder = state.deployment(group.holder)
+    if holder.moving is not None:
+        return holder.moving.kind.value
+    return "run" if holder.running else "hold"

@@ -1,0 +1,136 @@
+"""Recomputes damaged or lost state by replaying the operations that were kept.
+
+The mutations that led to a version are repeated from an earlier version, from the initial weights
+or from the checkpoint loaded last. The backends are deterministic, so the result is bit-identical.
+The weights of a rollout are those of its last sync. If the version it pulled is lost too, its
+trainer publishes again; the rollout then has the present weights of the trainer, which may be
+newer.
+"""
+
+from plexrl.errors import PlexRLError
+from plexrl.scheduler.accounting.usage import discard
+from plexrl.scheduler.operations.held.holding import requeue
+from plexrl.scheduler.operations.operations import enqueue_publish, publish_name
+from plexrl.scheduler.operations.replay import payload_bytes
+from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.effects import Effects
+from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import Deployment, State
+from plexrl.wire.operations import OperationKind
+
+OUT_OF_REACH = frozenset({"state_lost", "connection_lost"})
+"""Errors of a sync that another publish repairs. If a source does not answer, the sync is retried
+instead (`holding`) with the nodes that the trainer is on at that time."""
+
+LOST_CODES = frozenset({"state_lost", "corrupt_state"})
+"""Errors of a load or copy that mean that the version is damaged or missing."""
+
+
+def rebuild(
+    state: State, settings: Settings, effects: Effects, deployment: Deployment, now: float
+) -> bool:
+    """Make the next load start from the initial weights, if a node with the WPG's version is lost
+    and all operations since are kept. False: nothing has changed.
+
+    A lost node that may come back is awaited for as long as the replay would take, so the delay is
+    at most twice that of the better choice.
+    """
+    nodes = state.nodes
+    lost = [each for each in deployment.stored.nodes if not nodes[each].alive]
+    if not lost or not deployment.replay.past_is_whole:
+        return False
+    for name in lost if settings.config.lost_nodes_return else ():
+        node = nodes[name]
+        begins_at = (node.lost_at or 0.0) + _replay_s(state, deployment)
+        if now < begins_at and not node.is_draining:
+            effects.wake(begins_at, timers.node_check(name))
+            return False
+    return _restart_from_initial(deployment)
+
+
+def _replay_s(state: State, deployment: Deployment) -> float:
+    """Compute time of a replay from the initial weights."""
+    operations = state.operations
+    names = [*deployment.replay.past, *deployment.replay.log]
+    return sum(operations[name].compute_s or 0.0 for name in names)
+
+
+def fall_back(state: State, deployment: Deployment) -> bool:
+    """Make the next load start from the version before the damaged or missing durable one, or from
+    the initial weights. False: neither leads to the present state; nothing has changed."""
+    replay = deployment.replay
+    if not replay.previous_seq:
+        return _restart_from_initial(deployment)
+    operations = state.operations
+    behind = [name for name in replay.past if operations[name].seq > replay.previous_seq]
+    replay.fall_back(len(behind), payload_bytes(state, behind))
+    deployment.stored.forget_tier()
+    return True
+
+
+def _restart_from_initial(deployment: Deployment) -> bool:
+    """Make the next load start from the initial weights, if all operations since are kept."""
+    if not deployment.replay.past_is_whole:
+        return False
+    deployment.replay.begin_again()
+    deployment.stored.lose()
+    return True
+
+
+def republish(
+    state: State,
+    settings: Settings,
+    effects: Effects,
+    deployment: Deployment,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
+) -> bool:
+    """Have the trainer publish again for a sync that cannot be repeated, and repeat it afterwards.
+    False: another publish would not help; nothing has changed."""
+    if operation.source is None or error.code not in OUT_OF_REACH:
+        return False
+    if deployment.shares:
+        # It would hold the group while it waits, and the trainer may be another member.
+        return False
+    if deployment.processes.losses >= settings.config.launch_attempts:
+        return False
+    deployment.processes.fail((operation.operation,))
+    del deployment.running[operation.operation]
+    trainer = state.deployment(operation.source)
+    name = publish_name(state, operation.operation, str(deployment.processes.losses))
+    operation.after = name
+    enqueue_publish(state, effects, trainer, name, operation.operation, now)
+    return True
+
+
+def publish_first(
+    state: State,
+    effects: Effects,
+    deployment: Deployment,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
+) -> bool:
+    """Repeat a sync, which is no longer in flight, after a publish of its own: the published
+    version that it was to pull is gone. False: another publish would not help; nothing has
+    changed."""
+    if not operation.pulls_newest or error.code not in OUT_OF_REACH:
+        return False
+    assert operation.source is not None
+    trainer = state.deployment(operation.source)
+    operation.after = publish_name(state, operation.operation)
+    enqueue_publish(state, effects, trainer, operation.after, operation.operation, now)
+    discard(operation)
+    requeue(state, deployment, operation, now)
+    return True
+
+
+def may_replay(state: State, deployment: Deployment) -> bool:
+    """Whether the inputs of the next operation to replay are available."""
+    operation = state.operations[deployment.replay.replaying[0]]
+    if operation.kind != OperationKind.SYNC_WEIGHTS or operation.after is None:
+        return True
+    publish = state.operations.get(operation.after)
+    return publish is None or publish.state.is_final

@@ -1,0 +1,1 @@
+"""Formulas and policies: numbers in, numbers out. Nothing here changes the state."""

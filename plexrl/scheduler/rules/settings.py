@@ -1,0 +1,51 @@
+"""The settings in force, and the strategies that they name."""
+
+from dataclasses import dataclass, field
+
+from plexrl.scheduler.rules.config import SchedulerConfig
+from plexrl.scheduler.rules.ordering import Ordering, make_ordering
+from plexrl.scheduler.rules.policies import (
+    PlacementMode,
+    PlacementPolicy,
+    make_policy,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilerConfig:
+    """Conditions for a complete and for an outdated profile."""
+
+    cycles: int
+    """Measured cycles that complete a profile."""
+    drift_tolerance: float
+    """Relative change of period or busy time that counts as drift."""
+
+
+@dataclass(slots=True)
+class Settings:
+    """Settings of the core. `SchedulerStarted` may change them."""
+
+    config: SchedulerConfig
+    policy: PlacementPolicy = field(init=False)
+    ordering: Ordering = field(init=False)
+    anticipates: bool = field(init=False)
+    """Whether an idle group is switched to the member that is expected next."""
+    anybody_shares: bool = field(init=False)
+    """Whether the policy ever puts two deployments on one group."""
+    profiler: ProfilerConfig = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.change(self.config)
+
+    def change(self, config: SchedulerConfig) -> None:
+        """Use these settings from now on."""
+        self.config = config
+        self.policy = make_policy(config.policy)
+        modes = self.policy.modes(has_profile=True, is_patience_over=True, is_scarce=False)
+        self.anybody_shares = modes != (PlacementMode.DEDICATED,)
+        self.ordering = make_ordering(config.ordering)
+        wanted = config.anticipation
+        self.anticipates = self.ordering.anticipates if wanted is None else wanted
+        self.profiler = ProfilerConfig(
+            cycles=config.profile_cycles, drift_tolerance=config.drift_tolerance
+        )

@@ -1,0 +1,159 @@
+"""The profiler finds the cycle that made the log, whatever warm-up, stragglers and waiting hide."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plexrl.scheduler.accounting import profiler
+from plexrl.scheduler.accounting.profiler import ProfilerConfig
+from plexrl.scheduler.state.demand.estimates import Estimates
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.deployment.cycles import BusySpan, Cycle
+from plexrl.scheduler.state.records import Deployment
+from plexrl.wire.operations import OperationKind
+
+CONFIG = ProfilerConfig(cycles=3, drift_tolerance=0.2)
+
+
+def deployment() -> Deployment:
+    return Deployment(
+        deployment="a/actor",
+        job="a",
+        kind="train",
+        workers=2,
+        state_bytes=1,
+        exclusive=False,
+        spec_json="{}",
+        created_at=0.0,
+        estimates=Estimates(1),
+    )
+
+
+def live(
+    one: Deployment, now: float, rollout_s: float, runs: list[tuple[OperationKind, float, float]]
+) -> float:
+    """One cycle: each run is (kind, seconds waited for the group, seconds on it)."""
+    now += rollout_s
+    for kind, waited_s, seconds in runs:
+        one.burst.want(now)
+        now += waited_s
+        profiler.next_began(one, kind, now)
+        profiler.run_began(one, now, overlapped=False)
+        began_at, now = now, now + seconds
+        profiler.run_ended(one, kind, began_at, now, overlapped=False)
+    return now
+
+
+CYCLE = (
+    (OperationKind.FORWARD, 9.66),
+    (OperationKind.FORWARD_BACKWARD, 30.0),
+    (OperationKind.OPTIM_STEP, 8.08),
+    (OperationKind.PUBLISH, 9.76),
+)
+BUSY_S = sum(seconds for _, seconds in CYCLE)
+
+
+def test_a_cycle_with_warm_up_a_straggler_and_waiting_gives_the_trace_of_the_job_alone() -> None:
+    one, now, rng = deployment(), 100.0, random.Random(7)
+    for index in range(9):
+        slow = 4.0 if index == 0 else 1.0
+        rollout_s = 2000.0 if index == 5 else 231.5
+        runs = [(kind, rng.choice((0.0, 0.0, 40.0)), slow * s) for kind, s in CYCLE]
+        now = live(one, now, rollout_s, runs)
+    assert profiler.refresh(one, CONFIG)
+    assert one.trace is not None
+    assert one.trace.period_s == pytest.approx(231.5 + BUSY_S)
+    assert [segment.duration_s for segment in one.trace.segments] == [pytest.approx(BUSY_S)]
+    assert one.trace.jitter_s == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_job_that_publishes_nothing_has_cycles_that_end_with_the_optimizer_step() -> None:
+    one, now = deployment(), 0.0
+    for _ in range(6):
+        now = live(
+            one,
+            now,
+            5.0,
+            [(OperationKind.FORWARD_BACKWARD, 0.0, 3.0), (OperationKind.OPTIM_STEP, 0.0, 1.0)],
+        )
+    assert profiler.refresh(one, CONFIG)
+    assert one.trace is not None
+    assert one.trace.period_s == pytest.approx(9.0)
+
+
+def test_a_long_pause_inside_a_cycle_makes_two_segments() -> None:
+    one, now = deployment(), 0.0
+    for _ in range(6):
+        now = live(one, now, 50.0, [(OperationKind.FORWARD, 0.0, 10.0)])
+        now = live(one, now, 20.0, [(OperationKind.PUBLISH, 0.0, 20.0)])
+    assert profiler.refresh(one, CONFIG)
+    assert one.trace is not None
+    assert [s.offset_s for s in one.trace.segments] == pytest.approx([0.0, 30.0])
+    assert [s.duration_s for s in one.trace.segments] == pytest.approx([10.0, 20.0])
+
+
+def test_a_lasting_change_renews_the_profile_and_one_slow_cycle_does_not() -> None:
+    one, now = deployment(), 0.0
+    runs = [(OperationKind.FORWARD_BACKWARD, 0.0, 10.0), (OperationKind.PUBLISH, 0.0, 1.0)]
+    for _ in range(6):
+        now = live(one, now, 50.0, runs)
+        profiler.refresh(one, CONFIG)
+    first = one.trace
+    now = live(one, now, 500.0, runs)
+    for _ in range(4):
+        now = live(one, now, 50.0, runs)
+        assert not profiler.refresh(one, CONFIG)
+    assert one.trace is first
+    renewed = 0
+    for _ in range(8):
+        now = live(one, now, 90.0, runs)
+        renewed += profiler.refresh(one, CONFIG)
+    assert renewed >= 1
+    assert one.trace is not None
+    assert one.trace.period_s == pytest.approx(101.0)
+
+
+def test_what_runs_beside_a_rollout_has_slack_until_the_next_segment() -> None:
+    cycles = [
+        Cycle(
+            started_at=0.0,
+            length_s=100.0,
+            waited_s=0.0,
+            busy_s=30.0,
+            spans=(BusySpan(offset_s=0.0, duration_s=30.0, overlapped=True),),
+        )
+    ] * 3
+    found = profiler.profile(cycles)
+    assert found is not None
+    assert found.segments == (Segment(offset_s=0.0, duration_s=30.0, slack_s=70.0),)
+
+
+spans = st.builds(
+    BusySpan,
+    offset_s=st.floats(0, 1e3),
+    duration_s=st.floats(0, 1e3),
+    overlapped=st.booleans(),
+)
+cycles_of_anything = st.builds(
+    lambda length, waited, found: Cycle(
+        started_at=0.0,
+        length_s=length,
+        waited_s=waited * length,
+        busy_s=sum(span.duration_s for span in found),
+        spans=tuple(found),
+    ),
+    st.floats(1e-3, 1e4),
+    st.floats(0, 1),
+    st.lists(spans, max_size=6),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(cycles_of_anything, max_size=8))
+def test_any_log_gives_a_valid_trace_or_none(cycles: list[Cycle]) -> None:
+    found = profiler.profile(cycles)
+    assert found is None or isinstance(found, DemandTrace)
+    part = profiler.waiting_part(cycles)
+    assert part is None or 0.0 <= part <= 1.0 + 1e-9
