@@ -15,7 +15,7 @@ from plexrl.errors import DeviceUnavailableError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import ModelSpec, tiny_qwen2
 from plexrl.statemanager.client.client import StateManagerClient
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.cuda.bindings import BoundDriver
 from plexrl.statemanager.device.cuda.driver import CudaDriver

@@ -10,7 +10,7 @@ import torch
 from benchmarks.sizes import sized
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.client.client import StateManagerClient
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role

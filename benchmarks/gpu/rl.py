@@ -34,7 +34,7 @@ from benchmarks.sizes import sized
 from plexrl.errors import DeviceUnavailableError
 from plexrl.losses import grpo
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.cuda.driver import CudaDriver
 from plexrl.wire.operations import (
     AdamParams,

@@ -34,7 +34,7 @@ from benchmarks.gpu.replicas import replica_figures
 from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.errors import DeviceUnavailableError
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.cuda.bindings import BoundDriver
 from plexrl.statemanager.device.mapping import map_zero, set_zero

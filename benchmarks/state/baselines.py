@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.sizes import sized
-from plexrl.statemanager.transfer.copy.mapped_memory import address_of
+from plexrl.statemanager.bytes.mapped_memory import address_of
 
 MIB = 1 << 20
 GB = 1e9

@@ -21,7 +21,7 @@ from benchmarks.sizes import sized
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.host_arena import HostArena
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.layout.keys import StateKey, StatePart
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.sizes import sized
 from benchmarks.state.baselines import GB, MIB, Seconds, Work, fio, in_turns, timed
 from benchmarks.state.rig import Figures, Rows, fill_randomly, folders, manifest_of, row, tensors
-from plexrl.statemanager.daemon.config import TenantLimit
+from plexrl.statemanager.config import TenantLimit
 from plexrl.statemanager.device.cpu.device import CpuDevice
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName

@@ -18,14 +18,14 @@ from plexrl.process.memory.tuning import tuned
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.reports import LoadReport, MoveReport
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.memory import DeviceMemory, Run
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout.layout import lay_out
+from plexrl.statemanager.layout.versions import Manifest, VersionKind
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, job_of
-from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 
 Rows = list[tuple[str, ...]]
 Figures = dict[str, float]

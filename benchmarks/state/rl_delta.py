@@ -26,10 +26,11 @@ from plexrl.statemanager.layout.keys import (
     StateSlice,
 )
 from plexrl.statemanager.layout.state_digest import digest_of_slices
+from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.transfer.delta.codec import encode
-from plexrl.statemanager.transfer.delta.delta import BATCH_BYTES, DeltaPolicy
+from plexrl.statemanager.transfer.delta.delta import BATCH_BYTES
 
 LEARNING_RATES = sized((1e-6, 1e-5, 1e-3), quick=(1e-3,))
 STEPS = sized(24, quick=1)

@@ -22,9 +22,10 @@ with rare_collections():
         remove_socket,
         run_until_signal,
     )
-    from plexrl.statemanager.daemon.config import StateManagerConfig
+    from plexrl.statemanager.config import StateManagerConfig
     from plexrl.statemanager.daemon.server import Server
     from plexrl.statemanager.daemon.service_manager import ServiceManager
+    from plexrl.statemanager.daemon.tcp.server import TcpServer
     from plexrl.statemanager.device.backend import DeviceKind
     from plexrl.statemanager.device.choice import open_devices
     from plexrl.statemanager.observe.health import Health
@@ -32,7 +33,6 @@ with rare_collections():
     from plexrl.statemanager.store.store import Store
     from plexrl.statemanager.store.tiers.eviction.policy import TierName
     from plexrl.statemanager.transfer.transport.nixl import NixlLender
-    from plexrl.statemanager.transfer.transport.tcp.server import TcpServer
 
 LOG = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def _observation(port: int, server: Server, accepting: Callable[[], bool]) -> ObservationServer:
-    from plexrl.statemanager.observe.metrics import DaemonCollector, exposition
+    from plexrl.statemanager.daemon.metrics import DaemonCollector, exposition
 
     services = server.services
     health = Health(services.config, services.store, services.move_queue, accepting)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.switch import GIB, running_daemon
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.worker.state.device import GpuDevice
 from tests.statemanager.device_rigs import real_driver
 

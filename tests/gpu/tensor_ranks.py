@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.model.parallelism import Parallelism
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.state.device import open_device
 from tests.statemanager.device.test_emulated_workers import Rank

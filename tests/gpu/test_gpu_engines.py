@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.state.device import Capture, GpuDevice
 from tests.gpu import tensor_ranks

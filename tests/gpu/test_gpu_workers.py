@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.gpu.replicas import Replica
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.layout.versions import Extent, Section
 from plexrl.statemanager.protocol.messages import ReplicatedSection
-from plexrl.statemanager.store.versions.versions import Extent, Section
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.process.backend import Backend
 from plexrl.worker.state.contents.device_digest import CHUNK_ROWS, ROW_BYTES, DeviceDigests

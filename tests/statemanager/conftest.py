@@ -24,7 +24,7 @@ import pytest
 
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key

@@ -16,9 +16,9 @@ from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.checkpoint.places.directory import DirectoryRoot
 from plexrl.statemanager.checkpoint.requests import WriteCheckpoint
 from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.client.migration import migrate
 from plexrl.statemanager.protocol.tickets import Role
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.transfer.migration import migrate
 from tests.statemanager.conftest import DEADLINE_S, Daemon, wait_until
 from tests.statemanager.soak_processes import ANSWER_S, Node, Player
 from tests.statemanager.soak_worker import (

@@ -11,8 +11,8 @@ from plexrl.errors import PlexRLError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.protocol.network import Network
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from tests.statemanager.conftest import ALL_PARTS
 
 ELEMENTS = 64 * 1024

@@ -131,7 +131,7 @@ def _fields(config: Path | None) -> dict[str, Any]:
 
 def _status(listen: str, ticket_key_file: str) -> dict[str, Any]:
     """The daemon's status, from a process with the dependencies of its protocol."""
-    command = [sys.executable, "-m", "plexrl.statemanager.observe.status", listen, ticket_key_file]
+    command = [sys.executable, "-m", "plexrl.statemanager.client.status", listen, ticket_key_file]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         found: dict[str, Any] = json.loads(done.stdout)

@@ -20,7 +20,7 @@ from plexrl.events.config import BrokerConfig
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.router.config import RouterConfig
 from plexrl.scheduler.rules.config import SchedulerConfig
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.worker.config import AgentConfig
 
 DEFAULTED = ("data_dir", "journal", "listen")

@@ -37,8 +37,8 @@ from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, Checkpo
 from plexrl.statemanager.checkpoint.requests import CheckpointReport, CheckpointState
 from plexrl.statemanager.checkpoint.write.progress import Progress
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
-from plexrl.statemanager.daemon.config import StateManagerConfig
-from plexrl.statemanager.transfer.transport.reader import StateReader
+from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.store.receiving.reader import StateReader
 
 LOG = logging.getLogger(__name__)
 

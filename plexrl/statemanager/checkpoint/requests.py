@@ -57,13 +57,6 @@ class WriteCheckpoint(Request, frozen=True, kw_only=True):
     """Applied to the job's other checkpoints when this one is complete."""
 
 
-class PinVersions(Request, frozen=True, kw_only=True):
-    """Pin every rank's version until the connection closes; returns descriptors of their files."""
-
-    deployment: str
-    seq: int
-
-
 class CheckpointStatus(Request, frozen=True, kw_only=True):
     """Report the checkpoints of a deployment's job, including complete ones."""
 

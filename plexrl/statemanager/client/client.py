@@ -25,6 +25,7 @@ from plexrl.statemanager.device.cuda.arena import CudaArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.protocol.address import is_remote, nearest
+from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.protocol.messages import (
     Adopt,
     Answer,
@@ -43,8 +44,7 @@ from plexrl.statemanager.protocol.messages import (
     Usage,
 )
 from plexrl.statemanager.protocol.network import NO_NETWORK, Network
-from plexrl.statemanager.transfer.copy.pull_target import CudaTarget, HostTarget, PullTarget
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
+from plexrl.statemanager.store.receiving.pull_target import CudaTarget, HostTarget, PullTarget
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller
 from plexrl.statemanager.transfer.transport.choice import Transports
 

@@ -20,8 +20,8 @@ from typing import Protocol
 
 from plexrl.statemanager.device.mapping import map_file, map_over, map_zero, move, unmap
 from plexrl.statemanager.device.memory import MemoryUsers
-from plexrl.statemanager.store.versions.versions import padded
-from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
+from plexrl.statemanager.layout.ranges import PAGE_BYTES
+from plexrl.statemanager.layout.versions import padded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

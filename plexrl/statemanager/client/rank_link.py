@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from plexrl.errors import ConflictError, ConnectionLostError, PlexRLError
-from plexrl.statemanager.client.connection import connect, exchange, retry_connect
 from plexrl.statemanager.client.host_arena import Borrowed, HostArena
 from plexrl.statemanager.device.backend import Segment, WorkerArena
 from plexrl.statemanager.protocol.channel import Channel, close_all
+from plexrl.statemanager.protocol.connection import connect, exchange, retry_connect
 from plexrl.statemanager.protocol.host_requests import BorrowHost, Returned, ReturnHost
 from plexrl.statemanager.protocol.messages import (
     Answer,

@@ -15,26 +15,26 @@ from plexrl.errors import (
     PermissionDeniedError,
     PlexRLError,
 )
+from plexrl.statemanager.bytes.fair_queue import FairQueue
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
-from plexrl.statemanager.client.connection import peer_pid, peer_uid
-from plexrl.statemanager.daemon.config import StateManagerConfig
-from plexrl.statemanager.daemon.fencing import Fencing
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.daemon.handlers.caller import Services
-from plexrl.statemanager.daemon.incarnations import Incarnations
 from plexrl.statemanager.daemon.memory.prefetch import ArenaPrefetcher
-from plexrl.statemanager.daemon.registry import Registry
+from plexrl.statemanager.daemon.registry.fencing import Fencing
+from plexrl.statemanager.daemon.registry.incarnations import Incarnations
+from plexrl.statemanager.daemon.registry.registry import Registry
 from plexrl.statemanager.daemon.session import Session
 from plexrl.statemanager.device.backend import DeviceBackend, DeviceKind
 from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache
 from plexrl.statemanager.observe.counters import Counters
 from plexrl.statemanager.protocol.channel import Channel, Kind, close_all
+from plexrl.statemanager.protocol.connection import peer_pid, peer_uid
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import make_ticket_key
 from plexrl.statemanager.store.background.drain import Drainer
 from plexrl.statemanager.store.background.earlier_versions import EarlierVersions
 from plexrl.statemanager.store.background.prefetch import Prefetcher
 from plexrl.statemanager.store.store import Store
-from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 from plexrl.statemanager.transfer.replicas import Replicas
 

@@ -11,7 +11,7 @@ import xxhash
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, StateSlice
-from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section, padded
+from plexrl.statemanager.layout.versions import Extent, Manifest, Section, padded
 
 _Identity = tuple[object, ...]
 """Identity of a slice, independent of its offset."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from plexrl.statemanager.layout.plan.columns import ITEM_BYTES, Ints
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, concatenated
+from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, concatenated
 
 
 class StagingBlocks:

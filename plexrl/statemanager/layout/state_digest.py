@@ -6,7 +6,7 @@ import msgspec
 import xxhash
 
 from plexrl.statemanager.layout.keys import StateSlice
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes
+from plexrl.statemanager.layout.strided.copy import Bytes
 
 
 def digest_of_slices(slices: Sequence[StateSlice], memory: Bytes) -> str:

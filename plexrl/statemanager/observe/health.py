@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.bytes.fair_queue import FairQueue
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 
 FULL = 0.99
 """Share of a tier's capacity from which it counts as full."""

@@ -5,9 +5,9 @@ Offsets of slices in host memory start at `host_start`, after those of the arena
 
 from enum import StrEnum
 
+from plexrl.statemanager.layout.ranges import PAGE_BYTES
+from plexrl.statemanager.layout.versions import padded
 from plexrl.statemanager.protocol.messages import Request
-from plexrl.statemanager.store.versions.versions import padded
-from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
 
 
 class BorrowHost(Request, frozen=True, kw_only=True):
@@ -37,3 +37,10 @@ class ReturnHost(Request, frozen=True, kw_only=True):
 def host_start(arena_bytes: int) -> int:
     """First offset of slices in host memory, for an arena of that size."""
     return padded(arena_bytes, PAGE_BYTES)
+
+
+class PinVersions(Request, frozen=True, kw_only=True):
+    """Pin every rank's version until the connection closes; returns descriptors of their files."""
+
+    deployment: str
+    seq: int

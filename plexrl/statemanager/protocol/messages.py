@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.bytes.mapped_memory import Region
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
-from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section
-from plexrl.statemanager.transfer.copy.mapped_memory import Region
+from plexrl.statemanager.layout.versions import Extent, Manifest, Section
 
 Answer = dict[str, Any]
 

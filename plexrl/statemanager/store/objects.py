@@ -3,14 +3,14 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.tiers.host.free_ranges import Piece
-from plexrl.statemanager.store.versions.versions import (
+from plexrl.statemanager.layout.ranges import Piece
+from plexrl.statemanager.layout.versions import (
     Manifest,
     ObjectRecord,
     VersionRecord,
     padded,
 )
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 
 ShareKey = tuple[str, str, int, str, str, int]
 """Tenant, deployment, sequence number, kind, section's share key, and size in bytes."""

@@ -2,13 +2,13 @@
 
 import logging
 
-from plexrl.statemanager.store.catalog import Catalog
+from plexrl.statemanager.layout.versions import ObjectRecord, VersionRecord
 from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.nvme import NvmeObjects, file_bytes
 from plexrl.statemanager.store.tiers.tier import Tier
-from plexrl.statemanager.store.versions.versions import ObjectRecord, VersionRecord
+from plexrl.statemanager.store.versions.catalog import Catalog
 
 LOG = logging.getLogger(__name__)
 

@@ -22,12 +22,15 @@ from pathlib import Path
 
 from plexrl.errors import QuotaExceededError, StateTierFullError
 from plexrl.process.memory.numa import distinct
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.bytes.data_plane import DataPlane, OnMap
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.memory import DeviceMemory
-from plexrl.statemanager.store.catalog import Catalog
+from plexrl.statemanager.layout.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.store.objects import Version
+from plexrl.statemanager.store.receiving.receive import DataMemory, ResumableReceive, VersionData
 from plexrl.statemanager.store.recovery import recover
-from plexrl.statemanager.store.saving import DonatedSection, ReplicaCounters, Saver
+from plexrl.statemanager.store.saving.mover import Mover
+from plexrl.statemanager.store.saving.saving import DonatedSection, ReplicaCounters, Saver
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.fault_points import FaultPoints
 from plexrl.statemanager.store.tiers.host.allocations import HostAllocations, HostState
@@ -37,12 +40,9 @@ from plexrl.statemanager.store.tiers.promotion import Promoter
 from plexrl.statemanager.store.tiers.tenant_quotas import TenantQuotas
 from plexrl.statemanager.store.tiers.tier import Tier
 from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
+from plexrl.statemanager.store.versions.catalog import Catalog
 from plexrl.statemanager.store.versions.lease import Lease, describe_damage
 from plexrl.statemanager.store.versions.state_location import StateLocation, state_locations
-from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section, VersionKind
-from plexrl.statemanager.transfer.copy.data_plane import DataPlane, OnMap
-from plexrl.statemanager.transfer.copy.mover import Mover
-from plexrl.statemanager.transfer.resumable_receive import DataMemory, ResumableReceive, VersionData
 
 LOG = logging.getLogger(__name__)
 

@@ -20,14 +20,14 @@ from enum import StrEnum
 from functools import partial
 
 from plexrl.errors import ConnectionLostError, CorruptStateError, StateLostError, UnavailableError
-from plexrl.statemanager.client.connection import retry_connect
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
-from plexrl.statemanager.layout.strided_copies import StridedCopies, concatenated, without
-from plexrl.statemanager.transfer.copy.pull_target import PullTarget
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
+from plexrl.statemanager.layout.strided.copies import StridedCopies, concatenated, without
+from plexrl.statemanager.protocol.connection import retry_connect
+from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
+from plexrl.statemanager.store.receiving.pull_target import PullTarget
+from plexrl.statemanager.store.receiving.reader import Delta, VersionReader, as_source
 from plexrl.statemanager.transfer.delta.pace import DeltaPace
-from plexrl.statemanager.transfer.transport.reader import Delta, VersionReader, as_source
 
 
 class PullMode(StrEnum):

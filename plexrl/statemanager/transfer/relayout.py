@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from plexrl.errors import InvalidRequestError, StateLostError
 from plexrl.statemanager.layout.keys import StateKey, StateSlice
-from plexrl.statemanager.store.versions.versions import Manifest
+from plexrl.statemanager.layout.versions import Manifest
 
 _Save = tuple[int, int, tuple[str, ...]]
 """World size, token and parts."""

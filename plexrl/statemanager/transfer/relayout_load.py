@@ -14,23 +14,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from plexrl.errors import StateLostError, UnavailableError
+from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES, DataPlane
 from plexrl.statemanager.device.memory import DeviceMemory, Run
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan
 from plexrl.statemanager.layout.staging import StagingBlocks, covered
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies
+from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies
+from plexrl.statemanager.layout.versions import Manifest
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.tickets import AGENT, TicketKey
+from plexrl.statemanager.store.receiving.reader import StateReader, as_source
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.leasing import lease_states
-from plexrl.statemanager.store.versions.versions import Manifest
-from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, DataPlane
 from plexrl.statemanager.transfer.relayout import check_dtypes, lost_error, saves, wanted_slices
 from plexrl.statemanager.transfer.transport.choice import open_elsewhere
-from plexrl.statemanager.transfer.transport.reader import StateReader, as_source
 
 DIRECT_BYTES_MIN = 64 << 10
 """A range of this many bytes is copied without staging."""

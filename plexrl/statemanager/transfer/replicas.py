@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import msgspec
 
 from plexrl.errors import ConnectionLostError, PlexRLError, StateLostError, UnavailableError
+from plexrl.statemanager.layout.versions import Manifest, VersionKind
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.tickets import AGENT, Claims, TicketKey
 from plexrl.statemanager.store.store import Store
-from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.transport.tcp.client import TcpConnection
 from plexrl.statemanager.transfer.transport.tcp.state import ReconnectingReader, open_states
 

@@ -19,11 +19,11 @@ from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.process.children.pulse import Pulse
 from plexrl.statemanager.checkpoint.requests import CheckpointStatus
 from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.client.migration import migrate
 from plexrl.statemanager.client.reports import MoveReport
 from plexrl.statemanager.protocol.network import NO_NETWORK, Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims
-from plexrl.statemanager.transfer.migration import migrate
 from plexrl.wire.rpc import Peer
 from plexrl.worker.agent.state_watch import Changes, StateWatch
 
@@ -132,7 +132,7 @@ class NodeState:
         ranks.
 
         Raises:
-            PlexRLError: as `plexrl.statemanager.transfer.migration.migrate`.
+            PlexRLError: as `plexrl.statemanager.client.migration.migrate`.
         """
         del peer
         command = params["command"]

@@ -8,7 +8,7 @@ from typing import Any
 from plexrl.errors import ExecutionError, PlexRLError
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.layout.state_digest import digest_of_slices
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
+from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.transfer.transport.choice import transport_of
 from plexrl.wire.operations import SyncWeightsParams
 from plexrl.worker.process.backend import Backend, RolloutBackend

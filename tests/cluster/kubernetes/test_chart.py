@@ -13,7 +13,7 @@ from plexrl.process.startup import parse_config
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.router.config import RouterConfig
 from plexrl.scheduler.rules.config import SchedulerConfig
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.worker.config import AgentConfig
 from tests.cluster.kubernetes.chart import (
     CHART,

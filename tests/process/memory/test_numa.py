@@ -19,8 +19,8 @@ from plexrl.process.memory.numa import (
     set_memory_policy,
     work_near,
 )
+from plexrl.statemanager.bytes.mapped_memory import address_of
 from plexrl.statemanager.device.cuda.device import CudaDevices
-from plexrl.statemanager.transfer.copy.mapped_memory import address_of
 from tests.statemanager.emulated_cuda import EmulatedCuda
 
 

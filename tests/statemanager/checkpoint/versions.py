@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
-from plexrl.statemanager.layout.strided_copies import StridedCopies
+from plexrl.statemanager.layout.strided.copies import StridedCopies
+from plexrl.statemanager.layout.strided.copy import Bytes, copy_strided
+from plexrl.statemanager.layout.versions import Manifest, VersionKind, padded
+from plexrl.statemanager.store.receiving.reader import Arrived, Delta, HeldState
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.versions.versions import Manifest, VersionKind, padded
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
-from plexrl.statemanager.transfer.transport.reader import Arrived, Delta, HeldState
 
 Tensors = dict[StateKey, tuple[str, npt.NDArray[np.generic]]]
 """Dtype and values, as unsigned integers of the dtype's size."""

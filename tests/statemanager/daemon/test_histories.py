@@ -15,8 +15,8 @@ from hypothesis.stateful import (
 )
 
 from plexrl.errors import ConflictError, PermissionDeniedError, StateLostError
+from plexrl.statemanager.client.migration import migrate
 from plexrl.statemanager.protocol.tickets import Role, job_of
-from plexrl.statemanager.transfer.migration import migrate
 from tests.examples import examples
 from tests.statemanager.conftest import DEADLINE_S, MIB, Daemon, StartDaemon, wait_until
 from tests.statemanager.soak_model import Shelf

@@ -27,13 +27,13 @@ from plexrl.cli.app import app
 from plexrl.errors import InvalidRequestError, StaleTokenError, UnavailableError
 from plexrl.process.memory.tuning import tuned
 from plexrl.process.startup import load_config
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.bytes.fair_queue import FairQueue
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.daemon.service_manager import ServiceManager
 from plexrl.statemanager.observe.health import Health
 from plexrl.statemanager.observe.http import ObservationServer
 from plexrl.statemanager.protocol.messages import Confirm
 from plexrl.statemanager.store.store import Store
-from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 from tests.free_ports import free_port
 from tests.statemanager.conftest import (
     DEADLINE_S,
@@ -209,8 +209,8 @@ def test_idle_http_clients_block_nobody() -> None:
 
 WORKER = """
 import sys, msgspec
-from plexrl.statemanager.daemon.config import StateManagerConfig
-from plexrl.statemanager.client.connection import connect, exchange
+from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.protocol.connection import connect, exchange
 from plexrl.statemanager.protocol.messages import OpenPublished
 from tests.statemanager.conftest import Daemon, Shard
 

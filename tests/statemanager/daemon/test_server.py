@@ -20,11 +20,11 @@ from plexrl.errors import (
     from_wire,
 )
 from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.client.connection import connect, exchange
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.daemon.server import check_peer
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.protocol.channel import Channel, Kind
+from plexrl.statemanager.protocol.connection import connect, exchange
 from plexrl.statemanager.protocol.messages import Confirm, Register, Save
 from tests.statemanager.conftest import (
     ALL_PARTS,

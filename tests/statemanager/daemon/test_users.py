@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from plexrl.errors import PlexRLError
-from plexrl.statemanager.client.connection import connect, exchange
 from plexrl.statemanager.protocol.channel import close_all
+from plexrl.statemanager.protocol.connection import connect, exchange
 from plexrl.statemanager.protocol.messages import OpenPublished
 from plexrl.statemanager.protocol.tickets import Role
 from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon

@@ -21,7 +21,7 @@ from benchmarks.gpu.switch import Job, overlapped_ratio
 from plexrl.errors import DeviceMemoryFullError, InvalidRequestError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.daemon.server import Server
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.cuda.device import CudaDevices

@@ -23,7 +23,7 @@ from plexrl.errors import DeviceMemoryFullError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.memory.state_terms import state_terms
 from plexrl.statemanager.client.client import StateManagerClient
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.daemon.server import Server
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.cuda.device import CudaDevices

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from plexrl.cluster.join.authority import Authority
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.protocol.network import remote_address
 from plexrl.wire.links.credentials import Identity, Role, TlsFiles
 from tests.hosts.host import Host, HostProcess

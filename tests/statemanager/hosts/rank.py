@@ -19,12 +19,12 @@ import numpy.typing as npt
 from plexrl.errors import PlexRLError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.client.migration import migrate
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
+from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, job_of
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
-from plexrl.statemanager.transfer.migration import migrate
 from plexrl.wire.links.credentials import TlsFiles
 
 Bytes = npt.NDArray[np.uint8]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout.layout import ExtentMap, check_layout, lay_out, slices_in_data
-from plexrl.statemanager.store.versions.versions import Extent, Manifest, VersionKind
+from plexrl.statemanager.layout.versions import Extent, Manifest, VersionKind
 
 PAGE = 4096
 

@@ -16,7 +16,7 @@ from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan, make_plan
-from plexrl.statemanager.transfer.copy.strided_copy import Copier, copy_strided
+from plexrl.statemanager.layout.strided.copy import Copier, copy_strided
 
 Tensor = npt.NDArray[np.uint8]
 """Bytes of the elements in its last dimension, so that it stands for any dtype."""

@@ -23,18 +23,18 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.client.client import StateManagerClient
-from plexrl.statemanager.client.connection import connect, exchange
-from plexrl.statemanager.daemon.config import TenantLimit
+from plexrl.statemanager.config import TenantLimit
 from plexrl.statemanager.daemon.handlers import HANDLERS
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.layout import lay_out
+from plexrl.statemanager.layout.versions import Manifest, VersionKind
 from plexrl.statemanager.protocol.channel import close_all
+from plexrl.statemanager.protocol.connection import connect, exchange
+from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.protocol.messages import Confirm, Hello, Register, Release, Request, Usage
 from plexrl.statemanager.protocol.ticket_key import KEY_FILE, make_ticket_key, read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, TicketKey
-from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from tests.statemanager.conftest import ALL_PARTS, DEADLINE_S, Daemon, MakeShard, Shard, StartDaemon
 
 VICTIM = "victim/actor"

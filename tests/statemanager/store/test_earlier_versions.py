@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plexrl.errors import StateLostError
-from plexrl.statemanager.daemon.config import TenantLimit
+from plexrl.statemanager.config import TenantLimit
 from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon, wait_until
 
 STATE = MIB // 2

@@ -14,13 +14,13 @@ import pytest
 
 from plexrl.errors import OperationCancelledError, QuotaExceededError
 from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.daemon.config import StateManagerConfig, TenantLimit
+from plexrl.statemanager.config import StateManagerConfig, TenantLimit
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout.layout import lay_out
+from plexrl.statemanager.layout.versions import Manifest, Section, VersionKind
 from plexrl.statemanager.store.background.drain import Drainer
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.versions.versions import Manifest, Section, VersionKind
 from tests.statemanager.conftest import MIB, run_together, wait_until
 from tests.statemanager.host_memory import HostMemory
 

@@ -24,14 +24,14 @@ from hypothesis.stateful import (
 )
 
 from plexrl.errors import CorruptStateError, OperationCancelledError, StateTierFullError
+from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES, THREADED_BYTES_MIN
+from plexrl.statemanager.bytes.file_data import FileData
 from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.layout.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.lease import Lease
-from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section, VersionKind
-from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, THREADED_BYTES_MIN
-from plexrl.statemanager.transfer.copy.file_data import FileData
 from tests.examples import examples
 from tests.statemanager.host_memory import HostMemory
 

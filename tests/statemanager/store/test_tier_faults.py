@@ -15,14 +15,14 @@ from plexrl.errors import (
     StateTierFullError,
     StorageError,
 )
-from plexrl.statemanager.client.connection import connect, exchange
+from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES, DataPlane
 from plexrl.statemanager.protocol.channel import close_all
+from plexrl.statemanager.protocol.connection import connect, exchange
 from plexrl.statemanager.protocol.messages import OpenState
 from plexrl.statemanager.protocol.tickets import Role
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.nvme import NvmeObjects, file_bytes
 from plexrl.statemanager.store.tiers.tier import Tier
-from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, DataPlane
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies
-from plexrl.statemanager.transfer.copy.mapped_memory import Region
+from plexrl.statemanager.bytes.mapped_files import MappedData
+from plexrl.statemanager.bytes.mapped_memory import Region
+from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies
 from plexrl.statemanager.transfer.transport.copy_stream import (
     DIRECT_BYTES_MIN,
     ROW_BYTES_MIN,
@@ -23,7 +24,6 @@ from plexrl.statemanager.transfer.transport.copy_stream import (
     receive_copies,
     send_copies,
 )
-from plexrl.statemanager.transfer.transport.mapped_files import MappedData
 
 Bytes = npt.NDArray[np.uint8]
 DATA_BYTES = 3 << 20

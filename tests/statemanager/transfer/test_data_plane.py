@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from plexrl.errors import CorruptStateError
+from plexrl.statemanager.bytes.data_plane import PIECE_BYTES, DataPlane
 from plexrl.statemanager.device.memory import Run
-from plexrl.statemanager.transfer.copy.data_plane import PIECE_BYTES, DataPlane
 
 
 def spread(plane: DataPlane, task: Callable[[int], None]) -> None:

@@ -10,17 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import CorruptStateError, InvalidRequestError
+from plexrl.statemanager.bytes.mapped_files import MappedData
+from plexrl.statemanager.bytes.mapped_memory import Region
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import make_plan
-from plexrl.statemanager.layout.strided_copies import StridedCopies
-from plexrl.statemanager.transfer.copy.mapped_memory import Region
-from plexrl.statemanager.transfer.copy.strided_copy import copy_strided
+from plexrl.statemanager.layout.strided.copies import StridedCopies
+from plexrl.statemanager.layout.strided.copy import copy_strided
+from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.transfer.delta.codec import DeltaDecoder, Form, encode
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy, changed_blocks
+from plexrl.statemanager.transfer.delta.delta import changed_blocks
 from plexrl.statemanager.transfer.delta.stream import apply_delta, copy_changed, encode_delta
-from plexrl.statemanager.transfer.transport.mapped_files import MappedData
 from tests.statemanager.conftest import Daemon, StartDaemon
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, slices_of, tensor_parallel
 

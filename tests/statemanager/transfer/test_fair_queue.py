@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from plexrl.errors import OverloadedError
-from plexrl.statemanager.client.connection import connect
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.bytes.fair_queue import FairQueue
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.daemon.server import Server
 from plexrl.statemanager.device.cpu.device import CpuDevice
 from plexrl.statemanager.protocol.channel import Kind
+from plexrl.statemanager.protocol.connection import connect
 from plexrl.statemanager.protocol.messages import OpenPublished
 from plexrl.statemanager.store.store import Store
-from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from plexrl.statemanager.transfer.copy.mapped_memory import MappedFile, discard, equal, populate
+from plexrl.statemanager.bytes.mapped_memory import MappedFile, discard, equal, populate
 
 PAGE = 4096
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from plexrl.errors import InvalidRequestError, UnavailableError
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from tests.statemanager.conftest import StartDaemon
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel
 

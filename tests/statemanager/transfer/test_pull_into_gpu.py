@@ -12,11 +12,11 @@ import pytest
 from plexrl.errors import DeviceError
 from plexrl.statemanager.device.cuda.device import CudaDevices
 from plexrl.statemanager.layout.plan.columns import Layout
-from plexrl.statemanager.transfer.copy.pull_target import CudaTarget
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
+from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
+from plexrl.statemanager.store.receiving.pull_target import CudaTarget
+from plexrl.statemanager.store.receiving.reader import VersionReader
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller
 from plexrl.statemanager.transfer.transport.choice import Transports
-from plexrl.statemanager.transfer.transport.reader import VersionReader
 from tests.statemanager.conftest import DEADLINE_S, NETWORK, Daemon, StartDaemon
 from tests.statemanager.device_rigs import segments
 from tests.statemanager.emulated_cuda import EmulatedCuda

@@ -14,10 +14,10 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
-from plexrl.statemanager.client.connection import connect, exchange
 from plexrl.statemanager.daemon.handlers.caller import OPENED_MAX
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.channel import close_all
+from plexrl.statemanager.protocol.connection import connect, exchange
 from plexrl.statemanager.protocol.messages import Confirm, OpenPublished
 from tests.statemanager.conftest import (
     DEADLINE_S,

@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 
 from plexrl.errors import StateLostError
 from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout.layout import lay_out
 from plexrl.statemanager.layout.plan.columns import DTYPES
 from plexrl.statemanager.layout.staging import StagingBlocks, covered
-from plexrl.statemanager.layout.strided_copies import (
+from plexrl.statemanager.layout.strided.copies import (
     BYTES_CAST,
     StridedCopies,
     concatenated,
 )
+from plexrl.statemanager.layout.strided.copy import copy_strided
+from plexrl.statemanager.layout.versions import Manifest, VersionKind
 from plexrl.statemanager.protocol.network import NO_NETWORK
 from plexrl.statemanager.protocol.tickets import KEY_BYTES, TicketKey
 from plexrl.statemanager.store.store import Store
-from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
-from plexrl.statemanager.transfer.copy.strided_copy import copy_strided
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 from tests.examples import examples
 from tests.statemanager.host_memory import HostMemory

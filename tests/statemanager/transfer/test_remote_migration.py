@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from plexrl.errors import CorruptStateError, PermissionDeniedError, StateLostError, UnavailableError
+from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES
+from plexrl.statemanager.client.migration import migrate
 from plexrl.statemanager.client.reports import MoveReport
 from plexrl.statemanager.protocol.messages import Fetch
 from plexrl.statemanager.protocol.tickets import Role
-from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES
-from plexrl.statemanager.transfer.migration import migrate
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -335,7 +335,7 @@ def test_workers_may_not_have_versions_fetched(make_shard: MakeShard, source: Da
 AGENT = """
 import sys
 from plexrl.statemanager.protocol.network import Network
-from plexrl.statemanager.transfer.migration import migrate
+from plexrl.statemanager.client.migration import migrate
 migrate([sys.argv[1]], sys.argv[2], deployment="job/actor", seq=1,
         ticket=bytes.fromhex(sys.argv[3]), timeout_s=20.0, network=Network(is_trusted=True))
 """

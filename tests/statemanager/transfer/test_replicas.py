@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from plexrl.errors import PermissionDeniedError
-from plexrl.statemanager.client.connection import connect, exchange
 from plexrl.statemanager.client.reports import PullReport
+from plexrl.statemanager.protocol.connection import connect, exchange
 from plexrl.statemanager.protocol.messages import ReplicaArrived, Replicate
 from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel

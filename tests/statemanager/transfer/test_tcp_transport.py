@@ -18,12 +18,12 @@ from plexrl.errors import (
     UnavailableError,
     from_wire,
 )
-from plexrl.statemanager.layout.strided_copies import StridedCopies, concatenated
+from plexrl.statemanager.daemon.tcp.requests import BASES_MAX
+from plexrl.statemanager.layout.strided.copies import StridedCopies, concatenated
 from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
 from plexrl.statemanager.transfer.transport.copy_stream import encode_copies
 from plexrl.statemanager.transfer.transport.handshake import greet_server
 from plexrl.statemanager.transfer.transport.tcp.client import Tcp
-from plexrl.statemanager.transfer.transport.tcp.requests import BASES_MAX
 from plexrl.wire.framing import recv_frame, send_frame
 from tests.statemanager.conftest import NETWORK, Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp

@@ -12,15 +12,15 @@ import pytest
 
 from plexrl.errors import StateLostError
 from plexrl.statemanager.client.reports import PullReport
-from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import make_plan
-from plexrl.statemanager.transfer.copy.pull_target import HostTarget
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
+from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
+from plexrl.statemanager.store.receiving.pull_target import HostTarget
+from plexrl.statemanager.store.receiving.reader import VersionReader
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller
 from plexrl.statemanager.transfer.transport.choice import Transports
-from plexrl.statemanager.transfer.transport.reader import VersionReader
 from tests.statemanager.conftest import DEADLINE_S, NETWORK, Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel, whole
 

@@ -21,8 +21,8 @@ from plexrl.model.lora import are_adapters
 from plexrl.statemanager.checkpoint.format.published_names import Named, published_tensors
 from plexrl.statemanager.checkpoint.format.safetensors import encode_head
 from plexrl.statemanager.checkpoint.format.tensors import WholeTensor
-from plexrl.statemanager.layout.casts import CAST_RULES
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StatePart
+from plexrl.statemanager.layout.strided.casts import CAST_RULES
 
 SHARD_BYTES_MAX = 5_000_000_000
 """Shard size of `transformers`' own checkpoints."""

@@ -10,7 +10,7 @@ from plexrl.errors import CorruptStateError
 from plexrl.statemanager.checkpoint.format.tensors import WholeTensor, range_in_slice
 from plexrl.statemanager.layout.boxes import Box, difference, intersection
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateSlice
-from plexrl.statemanager.transfer.transport.reader import StateReader
+from plexrl.statemanager.store.receiving.reader import StateReader
 
 
 class Assembler:

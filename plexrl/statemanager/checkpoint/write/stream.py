@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from plexrl.statemanager.transfer.copy.direct_io import open_direct, reserve, transfer
+from plexrl.statemanager.bytes.direct_io import open_direct, reserve, transfer
 
 PAGE_BYTES = mmap.PAGESIZE
 WRITE_BYTES = 8 << 20

@@ -34,10 +34,10 @@ from plexrl.statemanager.checkpoint.format.tensors import TENSOR_BLOCK_BYTES, bl
 from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, Draft, FileStream
 from plexrl.statemanager.checkpoint.write.assembly import Assembler
 from plexrl.statemanager.checkpoint.write.progress import Progress
-from plexrl.statemanager.layout.casts import NUMPY_DTYPES, cast
 from plexrl.statemanager.layout.keys import DTYPE_BYTES
+from plexrl.statemanager.layout.strided.casts import NUMPY_DTYPES, cast
 from plexrl.statemanager.store.disk_space import checkpoint_write_error
-from plexrl.statemanager.transfer.transport.reader import StateReader
+from plexrl.statemanager.store.receiving.reader import StateReader
 
 EXTRAS_BYTES_MAX = 256 << 20
 """Limit of the small extra files: tokenizers have tens of megabytes."""

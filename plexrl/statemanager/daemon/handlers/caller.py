@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from plexrl.errors import AuthenticationError, DeviceError, OverloadedError, PermissionDeniedError
+from plexrl.statemanager.bytes.fair_queue import FairQueue
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
-from plexrl.statemanager.daemon.config import StateManagerConfig
-from plexrl.statemanager.daemon.fencing import Fencing
-from plexrl.statemanager.daemon.incarnations import Incarnations
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.daemon.memory.prefetch import ArenaPrefetcher
-from plexrl.statemanager.daemon.registry import Registration, Registry
+from plexrl.statemanager.daemon.registry.fencing import Fencing
+from plexrl.statemanager.daemon.registry.incarnations import Incarnations
+from plexrl.statemanager.daemon.registry.registry import Registration, Registry
 from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache
 from plexrl.statemanager.observe.counters import Counters
@@ -22,7 +23,6 @@ from plexrl.statemanager.store.background.earlier_versions import EarlierVersion
 from plexrl.statemanager.store.background.prefetch import Prefetcher
 from plexrl.statemanager.store.store import Store, StoredVersion
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 from plexrl.statemanager.transfer.replicas import Replicas
 

@@ -30,9 +30,9 @@ from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec
 from plexrl.statemanager.daemon.handlers.caller import TICKETS, Caller, Reply, handles
 from plexrl.statemanager.protocol.address import nearest
 from plexrl.statemanager.protocol.tickets import AGENT, Role, job_of
+from plexrl.statemanager.store.receiving.reader import StateReader
 from plexrl.statemanager.store.versions.leasing import lease_states
 from plexrl.statemanager.transfer.transport.choice import open_elsewhere
-from plexrl.statemanager.transfer.transport.reader import StateReader
 
 
 def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Reply:

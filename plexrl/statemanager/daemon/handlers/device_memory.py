@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from plexrl.errors import ConflictError, DeviceMemoryFullError
 from plexrl.statemanager.daemon.handlers.caller import WORKERS, Caller, Reply, handles
 from plexrl.statemanager.daemon.memory.holders import Need, Resident, held_error
-from plexrl.statemanager.daemon.registry import Registration
+from plexrl.statemanager.daemon.registry.registry import Registration
 from plexrl.statemanager.device.backend import DeviceAllocation
 from plexrl.statemanager.device.filled_allocation import Fill, allocate_filled
 from plexrl.statemanager.device.frozen_weights import WeightsKey

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.daemon.handlers.caller import WORKERS, Caller, Reply, handles
-from plexrl.statemanager.daemon.registry import Registration, check_slices
+from plexrl.statemanager.daemon.registry.registry import Registration, check_slices
+from plexrl.statemanager.layout.versions import Manifest, padded
 from plexrl.statemanager.protocol.host_requests import (
     BorrowHost,
     Returned,
@@ -13,7 +14,6 @@ from plexrl.statemanager.protocol.host_requests import (
 )
 from plexrl.statemanager.protocol.messages import Register
 from plexrl.statemanager.store.tiers.host.allocations import HostState
-from plexrl.statemanager.store.versions.versions import Manifest, padded
 
 
 def check_slice_offsets(request: Register) -> None:

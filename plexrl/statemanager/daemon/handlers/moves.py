@@ -23,10 +23,11 @@ from plexrl.statemanager.daemon.handlers.device_memory import (
     prefault_for_offload,
 )
 from plexrl.statemanager.daemon.handlers.host_memory import is_in_host, open_host
-from plexrl.statemanager.daemon.registry import PrefetchedArena, Registration
+from plexrl.statemanager.daemon.registry.registry import PrefetchedArena, Registration
 from plexrl.statemanager.device.backend import DeviceAllocation
 from plexrl.statemanager.device.memory import MemoryRange
 from plexrl.statemanager.layout.keys import StatePart
+from plexrl.statemanager.layout.versions import Manifest, VersionKind, version_name
 from plexrl.statemanager.protocol.messages import (
     PUBLISHED_PARTS,
     ListReplicated,
@@ -37,7 +38,6 @@ from plexrl.statemanager.protocol.messages import (
 )
 from plexrl.statemanager.store.store import StoredVersion
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.versions.versions import Manifest, VersionKind, version_name
 
 if TYPE_CHECKING:
     from plexrl.statemanager.device.memory import DeviceMemory

@@ -10,7 +10,7 @@ from plexrl.statemanager.daemon.handlers.host_memory import (
     host_state,
     keep_host,
 )
-from plexrl.statemanager.daemon.registry import Registration
+from plexrl.statemanager.daemon.registry.registry import Registration
 from plexrl.statemanager.protocol.messages import Hello, Register, Release
 from plexrl.statemanager.protocol.tickets import Claims, Role
 

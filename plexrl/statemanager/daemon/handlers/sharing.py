@@ -10,7 +10,8 @@ from dataclasses import replace
 import msgspec
 
 from plexrl.errors import InvalidRequestError, StateLostError
-from plexrl.statemanager.checkpoint.requests import PinVersions
+from plexrl.statemanager.bytes.file_data import FileData
+from plexrl.statemanager.bytes.mapped_memory import Region
 from plexrl.statemanager.daemon.handlers.caller import (
     AGENTS,
     TICKETS,
@@ -20,9 +21,11 @@ from plexrl.statemanager.daemon.handlers.caller import (
     handles,
     move_report,
 )
-from plexrl.statemanager.daemon.registry import check_slices
+from plexrl.statemanager.daemon.registry.registry import check_slices
 from plexrl.statemanager.layout.layout import check_layout
+from plexrl.statemanager.layout.versions import Manifest, VersionKind
 from plexrl.statemanager.protocol.address import is_remote
+from plexrl.statemanager.protocol.host_requests import PinVersions
 from plexrl.statemanager.protocol.messages import (
     Adopt,
     Confirm,
@@ -38,9 +41,6 @@ from plexrl.statemanager.protocol.messages import (
 )
 from plexrl.statemanager.protocol.tickets import AGENT
 from plexrl.statemanager.store.versions.leasing import lease_published, lease_states, offer
-from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
-from plexrl.statemanager.transfer.copy.file_data import FileData
-from plexrl.statemanager.transfer.copy.mapped_memory import Region
 from plexrl.statemanager.transfer.transport.tcp.state import ReconnectingReader
 
 

@@ -22,11 +22,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 from plexrl.errors import PlexRLError
-from plexrl.statemanager.daemon.registry import PrefetchedArena, Registration, Registry
+from plexrl.statemanager.daemon.registry.registry import PrefetchedArena, Registration, Registry
 from plexrl.statemanager.device.memory import MemoryRange
+from plexrl.statemanager.layout.versions import VersionKind, version_name
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.versions.versions import VersionKind, version_name
 
 LOG = logging.getLogger(__name__)
 

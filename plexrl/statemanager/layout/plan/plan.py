@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from plexrl.errors import InvalidRequestError, StateLostError
-from plexrl.statemanager.layout.casts import CAST_RULES
 from plexrl.statemanager.layout.keys import StateKey
 from plexrl.statemanager.layout.plan.balance import Source, assign, in_fair_pieces
 from plexrl.statemanager.layout.plan.columns import (
@@ -27,7 +26,8 @@ from plexrl.statemanager.layout.plan.columns import (
     widened,
 )
 from plexrl.statemanager.layout.plan.match import Boxes, Matches, match
-from plexrl.statemanager.layout.strided_copies import (
+from plexrl.statemanager.layout.strided.casts import CAST_RULES
+from plexrl.statemanager.layout.strided.copies import (
     NO_COPIES,
     StridedCopies,
     coalesced,

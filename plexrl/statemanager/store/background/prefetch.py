@@ -9,9 +9,9 @@ import queue
 import threading
 
 from plexrl.errors import PlexRLError
+from plexrl.statemanager.layout.versions import VersionKind
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.versions.versions import VersionKind
 
 LOG = logging.getLogger(__name__)
 

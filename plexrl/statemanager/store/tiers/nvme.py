@@ -20,10 +20,10 @@ import xxhash
 
 from plexrl.errors import CorruptStateError, PlexRLError
 from plexrl.process.folders.durable_files import rename_durably
+from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES, DataPlane
+from plexrl.statemanager.bytes.direct_io import open_direct, reserve, transfer
+from plexrl.statemanager.layout.versions import decode_page, encode_page, padded
 from plexrl.statemanager.store.tiers.tier import PART_SUFFIX, Tier
-from plexrl.statemanager.store.versions.versions import decode_page, encode_page, padded
-from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, DataPlane
-from plexrl.statemanager.transfer.copy.direct_io import open_direct, reserve, transfer
 
 MAGIC = b"PLEXRLO1"
 DIGEST_BYTES = 16

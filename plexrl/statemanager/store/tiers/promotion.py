@@ -3,21 +3,21 @@
 from collections.abc import Iterable
 from threading import Event
 
-from plexrl.statemanager.store.catalog import Catalog
-from plexrl.statemanager.store.objects import StoredObject, Version
-from plexrl.statemanager.store.saving import PIECE_TEXT_BYTES
-from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.tiers.host.free_ranges import Piece
-from plexrl.statemanager.store.tiers.host.pool import HostPool
-from plexrl.statemanager.store.tiers.tier import Tier
-from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
-from plexrl.statemanager.store.versions.versions import (
+from plexrl.statemanager.layout.ranges import Piece
+from plexrl.statemanager.layout.versions import (
     ObjectRecord,
     VersionRecord,
     encode_header,
     padded,
 )
-from plexrl.statemanager.transfer.copy.mover import Mover
+from plexrl.statemanager.store.objects import StoredObject, Version
+from plexrl.statemanager.store.saving.mover import Mover
+from plexrl.statemanager.store.saving.saving import PIECE_TEXT_BYTES
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.store.tiers.host.pool import HostPool
+from plexrl.statemanager.store.tiers.tier import Tier
+from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
+from plexrl.statemanager.store.versions.catalog import Catalog
 
 HOST = TierName.HOST
 

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from plexrl.errors import QuotaExceededError
-from plexrl.statemanager.daemon.config import StateManagerConfig, TenantLimit
-from plexrl.statemanager.store.catalog import Catalog
+from plexrl.statemanager.config import StateManagerConfig, TenantLimit
+from plexrl.statemanager.layout.versions import Manifest
 from plexrl.statemanager.store.objects import StoredObject, Version, share_keys
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.host.allocations import HostAllocations, HostState
-from plexrl.statemanager.store.versions.versions import Manifest
+from plexrl.statemanager.store.versions.catalog import Catalog
 
 HOST, NVME = TierName.HOST, TierName.NVME
 _UNLIMITED = TenantLimit()

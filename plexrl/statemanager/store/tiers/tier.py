@@ -13,10 +13,10 @@ from pathlib import Path
 from plexrl.errors import ConflictError, CorruptStateError, StorageError
 from plexrl.process.folders.durable_files import create_durably, rename_durably
 from plexrl.process.folders.private_folder import make_private_folder
+from plexrl.statemanager.layout.versions import VersionRecord, decode_header, encode_header
 from plexrl.statemanager.store import disk_space
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.fault_points import FaultPoints
-from plexrl.statemanager.store.versions.versions import VersionRecord, decode_header, encode_header
 
 LOG = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from plexrl.errors import PlexRLError
-from plexrl.statemanager.store.catalog import Catalog, Described
+from plexrl.statemanager.layout.versions import VersionKind, encode_header
 from plexrl.statemanager.store.objects import StoredObject, Version
+from plexrl.statemanager.store.saving.mover import Mover
 from plexrl.statemanager.store.tiers.eviction.candidates import eviction_candidates
 from plexrl.statemanager.store.tiers.eviction.policy import (
     TierName,
@@ -22,8 +23,7 @@ from plexrl.statemanager.store.tiers.eviction.policy import (
     plan_eviction,
 )
 from plexrl.statemanager.store.tiers.tier import Tier
-from plexrl.statemanager.store.versions.versions import VersionKind, encode_header
-from plexrl.statemanager.transfer.copy.mover import Mover
+from plexrl.statemanager.store.versions.catalog import Catalog, Described
 
 HOST, NVME = TierName.HOST, TierName.NVME
 

@@ -1,6 +1,6 @@
 """A numbered log of the deployments whose state may have moved. Pure."""
 
-from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
+from plexrl.statemanager.layout.versions import Manifest, VersionKind
 
 GONE_MAX = 10_000
 """Deployments without state that stay in the log. A reader that misses more of them gets a full

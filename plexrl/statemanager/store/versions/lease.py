@@ -11,22 +11,22 @@ from itertools import islice
 import numpy as np
 
 from plexrl.errors import CorruptStateError
+from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES
+from plexrl.statemanager.bytes.mapped_files import MappedData
+from plexrl.statemanager.bytes.mapped_memory import Region
 from plexrl.statemanager.device.memory import DeviceMemory
 from plexrl.statemanager.layout.layout import ExtentMap
 from plexrl.statemanager.layout.plan.columns import Ints
-from plexrl.statemanager.layout.strided_copies import StridedCopies, cut_at
+from plexrl.statemanager.layout.strided.copies import StridedCopies, cut_at
+from plexrl.statemanager.layout.strided.copy import Bytes, copy_strided
+from plexrl.statemanager.layout.versions import Manifest, digest_of, padded
 from plexrl.statemanager.store.objects import StoredObject, Version
+from plexrl.statemanager.store.receiving.reader import Arrived, Delta, HeldState
+from plexrl.statemanager.store.saving.mover import Mover, ObjectPlacement
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.fault_points import FaultPoints
 from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.nvme import NvmeObjects, data_offset
-from plexrl.statemanager.store.versions.versions import Manifest, digest_of, padded
-from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES
-from plexrl.statemanager.transfer.copy.mapped_memory import Region
-from plexrl.statemanager.transfer.copy.mover import Mover, ObjectPlacement
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
-from plexrl.statemanager.transfer.transport.mapped_files import MappedData
-from plexrl.statemanager.transfer.transport.reader import Arrived, Delta, HeldState
 
 BYTES_PER_S = 10e9
 BLOCKS_KEPT = 8

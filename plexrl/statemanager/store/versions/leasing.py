@@ -5,9 +5,9 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from plexrl.errors import StorageError
+from plexrl.statemanager.layout.versions import VersionKind
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.lease import Lease
-from plexrl.statemanager.store.versions.versions import VersionKind
 
 
 class PublishedVersionId(Protocol):

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from plexrl.statemanager.store.catalog import Catalog
+from plexrl.statemanager.layout.versions import VersionKind
 from plexrl.statemanager.store.objects import Version
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.versions.versions import VersionKind
+from plexrl.statemanager.store.versions.catalog import Catalog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

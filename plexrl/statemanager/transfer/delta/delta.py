@@ -7,13 +7,12 @@ batches, so no lengths are sent.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.layout.strided_copies import StridedCopies
+from plexrl.statemanager.layout.strided.copies import StridedCopies
+from plexrl.statemanager.protocol.delta_policy import STRIDE_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
@@ -21,26 +20,6 @@ Flags = npt.NDArray[np.bool_]
 BATCH_BYTES = 256 << 10
 """Bytes compared at once: both versions fit the CPU cache."""
 _WORD_BYTES = 8
-_STRIDE_BYTES = _WORD_BYTES * _WORD_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaPolicy:
-    """Whether and how a pull transfers only changes."""
-
-    block_bytes: int = 128
-    """Size of a compared block; a multiple of 64."""
-    changed_max: float = 0.8
-    """Maximum size of a delta, as a fraction of all bytes; a larger one is not used."""
-    only_where_quicker: bool = False
-    """Use no delta within a machine, where comparing takes two to four times as long as copying,
-    nor over a network on which recent full pulls were quicker."""
-
-    def __post_init__(self) -> None:
-        if self.block_bytes < _STRIDE_BYTES or self.block_bytes % _STRIDE_BYTES:
-            raise InvalidRequestError(f"block_bytes must be a multiple of {_STRIDE_BYTES}")
-        if not 0 <= self.changed_max <= 1:
-            raise InvalidRequestError("changed_max must be between 0 and 1")
 
 
 def batches(copies: StridedCopies) -> Iterator[StridedCopies]:
@@ -59,7 +38,7 @@ def changed_blocks(old: Bytes, new: Bytes, block_bytes: int) -> Flags:
         words = old[:whole].view(np.uint64) != new[:whole].view(np.uint64)
         # Eight results, one byte each, form one word.
         eights = words.view(np.uint64)
-        per_block = block_bytes // _STRIDE_BYTES
+        per_block = block_bytes // STRIDE_BYTES
         found = eights[::per_block].copy()
         for step in range(1, per_block):
             found |= eights[step::per_block]

@@ -6,17 +6,18 @@ import numpy as np
 import xxhash
 
 from plexrl.errors import CorruptStateError
-from plexrl.statemanager.layout.strided_copies import (
+from plexrl.statemanager.bytes.mapped_files import MappedData
+from plexrl.statemanager.layout.strided.copies import (
     BYTES_CAST,
     StridedCopies,
     packed,
     reversed_copies,
     unpacked,
 )
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
+from plexrl.statemanager.layout.strided.copy import Bytes, copy_strided
+from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.transfer.delta.codec import WORD_BYTES, DeltaDecoder, encode
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy, batches, changed_blocks
-from plexrl.statemanager.transfer.transport.mapped_files import MappedData
+from plexrl.statemanager.transfer.delta.delta import batches, changed_blocks
 
 DIGEST_BYTES = 16
 

@@ -4,11 +4,11 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
 from plexrl.errors import ConnectionLostError, UnavailableError
+from plexrl.statemanager.layout.strided.copy import Copier
 from plexrl.statemanager.protocol.address import NIXL_SCHEME, is_remote, nearest
 from plexrl.statemanager.protocol.network import Network
-from plexrl.statemanager.transfer.copy.strided_copy import Copier
+from plexrl.statemanager.store.receiving.reader import LayoutOf, StateReader, VersionReader
 from plexrl.statemanager.transfer.transport.nixl import Nixl
-from plexrl.statemanager.transfer.transport.reader import LayoutOf, StateReader, VersionReader
 from plexrl.statemanager.transfer.transport.shared_memory import SharedMemory, open_neighbour
 from plexrl.statemanager.transfer.transport.tcp.client import Tcp, TcpConnection
 from plexrl.statemanager.transfer.transport.tcp.state import open_states

@@ -18,10 +18,10 @@ import numpy.typing as npt
 import xxhash
 
 from plexrl.errors import ConnectionLostError, CorruptStateError
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, packed, unpacked
-from plexrl.statemanager.transfer.copy.mapped_memory import Region, parts_of
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
-from plexrl.statemanager.transfer.transport.mapped_files import MappedData
+from plexrl.statemanager.bytes.mapped_files import MappedData
+from plexrl.statemanager.bytes.mapped_memory import Region, parts_of
+from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, packed, unpacked
+from plexrl.statemanager.layout.strided.copy import Bytes, copy_strided
 from plexrl.wire.links.dial import BlockingSocket
 from plexrl.wire.links.tls_socket import TlsSocket
 

@@ -9,11 +9,16 @@ from functools import cached_property
 import msgspec
 
 from plexrl.errors import UnavailableError
-from plexrl.statemanager.checkpoint.requests import PinVersions
-from plexrl.statemanager.client.connection import connect, exchange
+from plexrl.statemanager.bytes.file_data import FileData
+from plexrl.statemanager.bytes.mapped_files import MappedData, MappedFiles
+from plexrl.statemanager.bytes.mapped_memory import Region
 from plexrl.statemanager.layout.plan.columns import Layout
-from plexrl.statemanager.layout.strided_copies import StridedCopies
+from plexrl.statemanager.layout.strided.copies import StridedCopies
+from plexrl.statemanager.layout.strided.copy import Bytes, Copier
+from plexrl.statemanager.layout.versions import Manifest
 from plexrl.statemanager.protocol.channel import Channel, close_all
+from plexrl.statemanager.protocol.connection import connect, exchange
+from plexrl.statemanager.protocol.host_requests import PinVersions
 from plexrl.statemanager.protocol.messages import (
     Confirm,
     OpenPublished,
@@ -21,14 +26,7 @@ from plexrl.statemanager.protocol.messages import (
     StoredShard,
     regions_of,
 )
-from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.versions.versions import Manifest
-from plexrl.statemanager.transfer.copy.file_data import FileData
-from plexrl.statemanager.transfer.copy.mapped_memory import Region
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes, Copier
-from plexrl.statemanager.transfer.delta.stream import copy_changed
-from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
-from plexrl.statemanager.transfer.transport.reader import (
+from plexrl.statemanager.store.receiving.reader import (
     Arrived,
     Delta,
     HeldState,
@@ -36,6 +34,8 @@ from plexrl.statemanager.transfer.transport.reader import (
     offered_layout,
     while_there,
 )
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.transfer.delta.stream import copy_changed
 
 BYTES_PER_S = 10e9
 REQUEST_S = 1e-6

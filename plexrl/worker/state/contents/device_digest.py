@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from plexrl.statemanager.layout.layout import ExtentMap
+from plexrl.statemanager.layout.versions import Extent
 from plexrl.statemanager.protocol.messages import ReplicatedSection
-from plexrl.statemanager.store.versions.versions import Extent
 
 BLOCK_BYTES = 1024
 ROW_BLOCKS = 16

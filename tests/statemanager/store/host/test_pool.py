@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from plexrl.errors import StateTierFullError
-from plexrl.statemanager.store.tiers.host.free_ranges import FreeRanges, Piece, subrange
+from plexrl.statemanager.layout.ranges import FreeRanges, Piece, subrange
 from plexrl.statemanager.store.tiers.host.prefault.prefaulted_pool import PrefaultedPool
 from plexrl.statemanager.store.tiers.host.segment import HostSegment
 from tests.examples import examples

@@ -24,10 +24,10 @@ from hypothesis.stateful import (
 )
 
 from plexrl.errors import StateTierFullError
-from plexrl.statemanager.store.tiers.host.free_ranges import Piece
+from plexrl.statemanager.config import default_prefault_bytes
+from plexrl.statemanager.layout.ranges import Piece
 from plexrl.statemanager.store.tiers.host.prefault.budget import (
     RESERVE,
-    default_prefault_bytes,
     emptiest,
     may_prefault,
 )

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plexrl.statemanager.layout.versions import Extent, Section
 from plexrl.statemanager.protocol.messages import ReplicatedSection
-from plexrl.statemanager.store.versions.versions import Extent, Section
 from plexrl.worker.state.contents.device_digest import CHUNK_ROWS, LANES, ROW_BYTES, DeviceDigests
 
 ALIGNMENT = 256

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from plexrl.statemanager.store.tiers.eviction.policy import EvictionCandidate, TierName
 
 if TYPE_CHECKING:
-    from plexrl.statemanager.store.catalog import Catalog
     from plexrl.statemanager.store.objects import StoredObject, Version
+    from plexrl.statemanager.store.versions.catalog import Catalog
 
 
 def eviction_candidates(

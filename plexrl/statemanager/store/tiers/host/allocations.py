@@ -18,11 +18,10 @@ from functools import partial
 from plexrl.errors import ConflictError, CorruptStateError
 from plexrl.statemanager.device.mapping import move
 from plexrl.statemanager.device.memory import DeviceMemory, Run
-from plexrl.statemanager.store.catalog import Catalog
+from plexrl.statemanager.layout.ranges import Piece
 from plexrl.statemanager.store.objects import StoredObject
-from plexrl.statemanager.store.saving import DonatedSection
+from plexrl.statemanager.store.saving.saving import DonatedSection
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.tiers.host.free_ranges import Piece
 from plexrl.statemanager.store.tiers.host.ofd_locks import (
     has_holder,
     has_writer,
@@ -31,6 +30,7 @@ from plexrl.statemanager.store.tiers.host.ofd_locks import (
 )
 from plexrl.statemanager.store.tiers.host.worker_file_pool import WorkerFilePool
 from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
+from plexrl.statemanager.store.versions.catalog import Catalog
 
 HOST = TierName.HOST
 

@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Protocol
 
 from plexrl.errors import StateTierFullError
-from plexrl.statemanager.store.tiers.host.free_ranges import (
+from plexrl.statemanager.bytes.data_plane import OnMap
+from plexrl.statemanager.layout.ranges import (
+    PAGE_BYTES,
     FreeMemory,
     FreeRanges,
     Piece,
     total_bytes,
 )
 from plexrl.statemanager.store.tiers.host.segment import SUFFIX, HostSegment
-from plexrl.statemanager.transfer.copy.data_plane import OnMap
-from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
 
 SEGMENT_BYTES_MIN = 256 << 10
 

@@ -5,9 +5,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from plexrl.statemanager.store.tiers.host.free_ranges import FreeRanges, Piece
+from plexrl.statemanager.bytes.mapped_memory import discard, populate
+from plexrl.statemanager.layout.ranges import FreeRanges, Piece
 from plexrl.statemanager.store.tiers.host.tier_file import TierFile
-from plexrl.statemanager.transfer.copy.mapped_memory import discard, populate
 
 SUFFIX = ".segment"
 

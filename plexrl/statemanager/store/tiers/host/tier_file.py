@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from plexrl.process.memory.numa import set_memory_policy
-from plexrl.statemanager.store.tiers.host.free_ranges import Piece
-from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, MappedFile
+from plexrl.statemanager.bytes.mapped_memory import MappedFile
+from plexrl.statemanager.layout.ranges import PAGE_BYTES, Piece
 
 
 class TierFile:

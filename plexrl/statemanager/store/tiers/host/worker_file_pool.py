@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from plexrl.statemanager.store.tiers.host.free_ranges import Piece
+from plexrl.statemanager.layout.ranges import PAGE_BYTES, Piece
 from plexrl.statemanager.store.tiers.host.ofd_locks import has_holder
 from plexrl.statemanager.store.tiers.host.prefault.prefaulted_pool import PrefaultedPool
 from plexrl.statemanager.store.tiers.host.worker_files import WorkerFile, WorkerFiles
-from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
 
 
 class WorkerFilePool(PrefaultedPool):

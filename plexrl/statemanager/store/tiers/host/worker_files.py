@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from plexrl.statemanager.layout.ranges import PAGE_BYTES
 from plexrl.statemanager.store.tiers.host.ofd_locks import has_holder
 from plexrl.statemanager.store.tiers.host.tier_file import TierFile
-from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
 
 SUFFIX = ".lent"
 

@@ -11,9 +11,16 @@ import msgspec
 from plexrl.errors import ConnectionLostError, from_wire
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.plan.columns import Layout
-from plexrl.statemanager.layout.strided_copies import StridedCopies
+from plexrl.statemanager.layout.strided.copies import StridedCopies
+from plexrl.statemanager.layout.strided.copy import Bytes
 from plexrl.statemanager.protocol.network import Network
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes
+from plexrl.statemanager.store.receiving.reader import (
+    Arrived,
+    Delta,
+    LayoutOf,
+    offered_layout,
+    while_there,
+)
 from plexrl.statemanager.transfer.delta.stream import apply_delta
 from plexrl.statemanager.transfer.transport.copy_stream import (
     ANSWER_BYTES_MAX,
@@ -24,13 +31,6 @@ from plexrl.statemanager.transfer.transport.copy_stream import (
     receive_copies,
 )
 from plexrl.statemanager.transfer.transport.handshake import greet_server
-from plexrl.statemanager.transfer.transport.reader import (
-    Arrived,
-    Delta,
-    LayoutOf,
-    offered_layout,
-    while_there,
-)
 from plexrl.statemanager.transfer.transport.tcp.sockets import bound_waits
 from plexrl.wire.framing import recv_head, send_frame
 

@@ -14,13 +14,13 @@ from plexrl.errors import (
     StateLostError,
     UnavailableError,
 )
-from plexrl.statemanager.layout.strided_copies import StridedCopies, one_range
+from plexrl.statemanager.layout.strided.copies import StridedCopies, one_range
+from plexrl.statemanager.layout.strided.copy import Bytes
+from plexrl.statemanager.layout.versions import Manifest, VersionKind, digest_of
 from plexrl.statemanager.protocol.network import Network
+from plexrl.statemanager.store.receiving.reader import Arrived, Delta, HeldState, while_there
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.nvme import digests_bytes
-from plexrl.statemanager.store.versions.versions import Manifest, VersionKind, digest_of
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes
-from plexrl.statemanager.transfer.transport.reader import Arrived, Delta, HeldState, while_there
 from plexrl.statemanager.transfer.transport.tcp.client import BYTES_PER_S, Opened, TcpConnection
 
 PATIENCE_S = 10.0

@@ -2,22 +2,8 @@
 
 from typing import Final
 
-SHARE: Final = 15 / 16
-"""Part of a GPU node's host tier to make ready. The rest is for what is not in segments: headers of
-versions, and files of workers, which have sizes of their own."""
 RESERVE: Final = 1 / 16
 """Part of the machine's memory that is left to others."""
-
-
-def default_prefault_bytes(host_bytes: int, *, has_gpus: bool) -> int:
-    """What a node makes ready unless its operator says otherwise. Without GPUs that is nothing:
-    workers of several virtual nodes share the machine's memory, and nothing is pinned.
-
-    Args:
-        host_bytes: capacity of the host tier.
-        has_gpus: whether the node's workers compute on GPUs.
-    """
-    return int(host_bytes * SHARE) if has_gpus else 0
 
 
 def may_prefault(nbytes: int, *, usable_bytes: int, available_bytes: int) -> bool:

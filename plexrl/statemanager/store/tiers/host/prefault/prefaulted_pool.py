@@ -16,12 +16,12 @@ from typing import Any
 
 from plexrl.errors import StateTierFullError
 from plexrl.process.memory.usable import available_bytes, usable_bytes
-from plexrl.statemanager.store.tiers.host.free_ranges import Piece, chunks, total_bytes
+from plexrl.statemanager.bytes.mapped_memory import populate
+from plexrl.statemanager.layout.ranges import PAGE_BYTES, Piece, chunks, total_bytes
 from plexrl.statemanager.store.tiers.host.pool import SEGMENT_BYTES_MIN, HostPool
 from plexrl.statemanager.store.tiers.host.prefault.budget import emptiest, may_prefault
 from plexrl.statemanager.store.tiers.host.prefault.idle_process import IdleProcess
 from plexrl.statemanager.store.tiers.host.segment import HostSegment
-from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, populate
 
 LOG = logging.getLogger(__name__)
 

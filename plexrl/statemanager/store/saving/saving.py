@@ -18,16 +18,8 @@ import msgspec
 from plexrl.errors import CorruptStateError, StateTierFullError
 from plexrl.statemanager.device.memory import DeviceMemory
 from plexrl.statemanager.layout.layout import ExtentMap
-from plexrl.statemanager.store.catalog import Catalog
-from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
-from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.tiers.fault_points import FaultPoints
-from plexrl.statemanager.store.tiers.host.free_ranges import Piece
-from plexrl.statemanager.store.tiers.host.pool import HostPool
-from plexrl.statemanager.store.tiers.nvme import file_bytes
-from plexrl.statemanager.store.tiers.tier import Tier
-from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
-from plexrl.statemanager.store.versions.versions import (
+from plexrl.statemanager.layout.ranges import Piece
+from plexrl.statemanager.layout.versions import (
     Extent,
     Manifest,
     Section,
@@ -35,7 +27,15 @@ from plexrl.statemanager.store.versions.versions import (
     header_bytes,
     padded,
 )
-from plexrl.statemanager.transfer.copy.mover import Mover, ObjectPlacement
+from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
+from plexrl.statemanager.store.saving.mover import Mover, ObjectPlacement
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.store.tiers.fault_points import FaultPoints
+from plexrl.statemanager.store.tiers.host.pool import HostPool
+from plexrl.statemanager.store.tiers.nvme import file_bytes
+from plexrl.statemanager.store.tiers.tier import Tier
+from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
+from plexrl.statemanager.store.versions.catalog import Catalog
 
 LOG = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.layout.casts import CAST_RULES, NUMPY_DTYPES, cast
+from plexrl.statemanager.layout.strided.casts import CAST_RULES, NUMPY_DTYPES, cast
 
 TORCH_DTYPES = {
     "F32": torch.float32,

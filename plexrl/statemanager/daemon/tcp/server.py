@@ -12,10 +12,10 @@ from contextlib import ExitStack, suppress
 
 from plexrl.errors import ConnectionLostError, OverloadedError, PlexRLError
 from plexrl.statemanager.daemon.handlers.caller import Services
+from plexrl.statemanager.daemon.tcp.requests import REQUEST_BYTES_MAX, Requests
 from plexrl.statemanager.protocol.address import NIXL_SCHEME, TCP_SCHEME
 from plexrl.statemanager.transfer.transport.handshake import greet_client
 from plexrl.statemanager.transfer.transport.nixl import NixlLender
-from plexrl.statemanager.transfer.transport.tcp.requests import REQUEST_BYTES_MAX, Requests
 from plexrl.statemanager.transfer.transport.tcp.sockets import bound_waits
 from plexrl.wire.framing import recv_frame
 from plexrl.wire.links.dial import BlockingSocket

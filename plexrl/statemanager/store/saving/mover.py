@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Event
 
+from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES, Buffer, DataPlane
+from plexrl.statemanager.bytes.mapped_memory import equal
 from plexrl.statemanager.device.memory import DeviceMemory, Run
 from plexrl.statemanager.layout.layout import ExtentMap
+from plexrl.statemanager.layout.ranges import Piece, subrange
+from plexrl.statemanager.layout.versions import padded
 from plexrl.statemanager.store.objects import StoredObject
 from plexrl.statemanager.store.tiers.fault_points import FaultPoints
-from plexrl.statemanager.store.tiers.host.free_ranges import Piece, subrange
 from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.nvme import (
     DIGEST_BYTES,
@@ -27,9 +30,6 @@ from plexrl.statemanager.store.tiers.nvme import (
     digest,
     digests_bytes,
 )
-from plexrl.statemanager.store.versions.versions import padded
-from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, Buffer, DataPlane
-from plexrl.statemanager.transfer.copy.mapped_memory import equal
 
 Span = tuple[int, int]
 """Address and bytes."""

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plexrl.statemanager.layout.casts import NUMPY_DTYPES, cast
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, cast_names
+from plexrl.statemanager.layout.strided.casts import NUMPY_DTYPES, cast
+from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, cast_names
 
 Bytes = npt.NDArray[np.uint8]
 

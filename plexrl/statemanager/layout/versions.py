@@ -17,8 +17,7 @@ import xxhash
 
 from plexrl.errors import CorruptStateError
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
-from plexrl.statemanager.store.tiers.host.free_ranges import Piece
-from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
+from plexrl.statemanager.layout.ranges import PAGE_BYTES, Piece
 
 MAGIC = b"PLEXRLS2"
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from plexrl.errors import OperationCancelledError
+from plexrl.statemanager.bytes.mapped_memory import address_of
 from plexrl.statemanager.device.memory import Run
-from plexrl.statemanager.transfer.copy.mapped_memory import address_of
 
 BLOCK_BYTES = 4 << 20
 """Block size of a drive's requests and of checksums."""

@@ -3,14 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.protocol.network import TRUSTED
 from plexrl.statemanager.protocol.ticket_key import KEY_FILE
-from plexrl.statemanager.store.tiers.host.prefault.budget import default_prefault_bytes
 from plexrl.storage.location import check_location
 from plexrl.wire.links.credentials import TlsFiles
+
+PREFAULT_SHARE: Final = 15 / 16
+"""Part of a GPU node's host tier to make ready. The rest is for what is not in segments: headers of
+versions, and files of workers, which have sizes of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,3 +169,14 @@ class StateManagerConfig:
         if self.ticket_key_file is not None:
             return Path(self.ticket_key_file)
         return Path(self.nvme_dir) / KEY_FILE
+
+
+def default_prefault_bytes(host_bytes: int, *, has_gpus: bool) -> int:
+    """What a node makes ready unless its operator says otherwise. Without GPUs that is nothing:
+    workers of several virtual nodes share the machine's memory, and nothing is pinned.
+
+    Args:
+        host_bytes: capacity of the host tier.
+        has_gpus: whether the node's workers compute on GPUs.
+    """
+    return int(host_bytes * PREFAULT_SHARE) if has_gpus else 0

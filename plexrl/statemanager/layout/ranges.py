@@ -4,6 +4,9 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
+PAGE_BYTES = 4096
+"""Regions of versions begin at multiples of a page."""
+
 
 class Piece(NamedTuple):
     """A byte range of one segment."""

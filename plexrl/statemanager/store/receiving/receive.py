@@ -24,18 +24,11 @@ from typing import Protocol
 import msgspec
 
 from plexrl.errors import ConflictError, CorruptStateError, OperationCancelledError
+from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES
+from plexrl.statemanager.bytes.mapped_memory import view_at
 from plexrl.statemanager.device.memory import Run
-from plexrl.statemanager.store.catalog import Catalog
-from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
-from plexrl.statemanager.store.saving import PIECE_TEXT_BYTES, new_object
-from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.tiers.fault_points import FaultPoints
-from plexrl.statemanager.store.tiers.host.free_ranges import subrange
-from plexrl.statemanager.store.tiers.host.pool import HostPool
-from plexrl.statemanager.store.tiers.nvme import DIGEST_BYTES, digest, file_bytes
-from plexrl.statemanager.store.tiers.tier import Tier
-from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
-from plexrl.statemanager.store.versions.versions import (
+from plexrl.statemanager.layout.ranges import subrange
+from plexrl.statemanager.layout.versions import (
     Manifest,
     VersionRecord,
     decode_page,
@@ -43,8 +36,15 @@ from plexrl.statemanager.store.versions.versions import (
     header_bytes,
     padded,
 )
-from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES
-from plexrl.statemanager.transfer.copy.mapped_memory import view_at
+from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
+from plexrl.statemanager.store.saving.saving import PIECE_TEXT_BYTES, new_object
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.store.tiers.fault_points import FaultPoints
+from plexrl.statemanager.store.tiers.host.pool import HostPool
+from plexrl.statemanager.store.tiers.nvme import DIGEST_BYTES, digest, file_bytes
+from plexrl.statemanager.store.tiers.tier import Tier
+from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
+from plexrl.statemanager.store.versions.catalog import Catalog
 
 LOG = logging.getLogger(__name__)
 

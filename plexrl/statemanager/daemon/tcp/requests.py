@@ -28,9 +28,13 @@ from plexrl.errors import (
     PlexRLError,
     StateLostError,
 )
+from plexrl.statemanager.bytes.mapped_files import MappedData, MappedFiles
 from plexrl.statemanager.daemon.handlers.caller import OPENED_MAX, Services
 from plexrl.statemanager.layout.plan.columns import DTYPES
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, packed
+from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, packed
+from plexrl.statemanager.layout.strided.copy import Bytes
+from plexrl.statemanager.layout.versions import VersionKind
+from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.versions.lease import Lease
 from plexrl.statemanager.store.versions.leasing import (
@@ -39,9 +43,6 @@ from plexrl.statemanager.store.versions.leasing import (
     lease_states,
     offer,
 )
-from plexrl.statemanager.store.versions.versions import VersionKind
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.stream import encode_delta
 from plexrl.statemanager.transfer.transport.copy_stream import (
     ANSWER_BYTES_MAX,
@@ -50,7 +51,6 @@ from plexrl.statemanager.transfer.transport.copy_stream import (
     decode_copies,
     send_copies,
 )
-from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
 from plexrl.statemanager.transfer.transport.nixl import NixlLender
 from plexrl.wire.framing import encode_head, send_frame
 from plexrl.wire.links.dial import BlockingSocket

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from plexrl.errors import StateLostError, StateTierFullError
+from plexrl.statemanager.layout.versions import VersionRecord
 from plexrl.statemanager.store.objects import ObjectState, ShareKey, StoredObject, Version
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.nvme import NvmeObjects
 from plexrl.statemanager.store.tiers.tier import Tier
 from plexrl.statemanager.store.versions.changes import Changes
-from plexrl.statemanager.store.versions.versions import VersionRecord
 
 
 class Described(Protocol):

@@ -8,7 +8,7 @@ Invariants:
 - A rank's version comes from the first source that has it. If no source has it any more, it may be
   at the target: the sources were released, and the command was repeated.
 - On one machine, the daemons pass descriptors. Between machines the target fetches over TCP and can
-  resume an interrupted rank (`plexrl.statemanager.transfer.resumable_receive`).
+  resume an interrupted rank (`plexrl.statemanager.store.receiving.receive`).
 """
 
 import time
@@ -21,14 +21,14 @@ import msgspec
 
 from plexrl.errors import StateLostError, UnavailableError
 from plexrl.statemanager.client.client import StateManagerClient
-from plexrl.statemanager.client.connection import connect, exchange, retry_connect
 from plexrl.statemanager.client.reports import MoveReport
+from plexrl.statemanager.layout.versions import Manifest, VersionKind
 from plexrl.statemanager.protocol.address import is_remote, nearest
 from plexrl.statemanager.protocol.channel import Channel, close_all
+from plexrl.statemanager.protocol.connection import connect, exchange, retry_connect
 from plexrl.statemanager.protocol.messages import Answer, Fetch, OpenState, StoredShard
 from plexrl.statemanager.protocol.network import NO_NETWORK, Network
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.transport.tcp.client import TcpConnection
 from plexrl.statemanager.transfer.transport.tcp.state import open_states
 

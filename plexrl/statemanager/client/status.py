@@ -1,4 +1,4 @@
-"""Print a daemon's status as JSON: `python -m plexrl.statemanager.observe.status SOCKET
+"""Print a daemon's status as JSON: `python -m plexrl.statemanager.client.status SOCKET
 KEY_FILE`."""
 
 import argparse
@@ -18,7 +18,7 @@ TIMEOUT_S = 5.0
 
 def main() -> None:
     """Print one JSON object: the daemon's usage report, or `{"error": …}`."""
-    parser = argparse.ArgumentParser(prog="python -m plexrl.statemanager.observe.status")
+    parser = argparse.ArgumentParser(prog="python -m plexrl.statemanager.client.status")
     parser.add_argument("socket")
     parser.add_argument("key_file", type=Path)
     given = parser.parse_args()

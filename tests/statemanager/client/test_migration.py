@@ -24,13 +24,13 @@ from plexrl.errors import (
     UnavailableError,
 )
 from plexrl.statemanager.client.client import StateManagerClient
-from plexrl.statemanager.client.connection import connect, exchange
+from plexrl.statemanager.client.migration import migrate
 from plexrl.statemanager.client.reports import MoveReport
+from plexrl.statemanager.layout.versions import NO_DIGEST, Extent, VersionKind
 from plexrl.statemanager.protocol.channel import Channel, close_all
+from plexrl.statemanager.protocol.connection import connect, exchange
 from plexrl.statemanager.protocol.messages import Adopt, OpenState, StoredShard
 from plexrl.statemanager.protocol.tickets import Role
-from plexrl.statemanager.store.versions.versions import NO_DIGEST, Extent, VersionKind
-from plexrl.statemanager.transfer.migration import migrate
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,

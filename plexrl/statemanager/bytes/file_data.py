@@ -8,8 +8,9 @@ import os
 from collections.abc import Sequence
 
 from plexrl.errors import CorruptStateError, InvalidRequestError
-from plexrl.statemanager.transfer.copy.direct_io import transfer
-from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, Region, parts_of
+from plexrl.statemanager.bytes.direct_io import transfer
+from plexrl.statemanager.bytes.mapped_memory import Region, parts_of
+from plexrl.statemanager.layout.ranges import PAGE_BYTES
 
 
 class FileData:

@@ -1,0 +1,1 @@
+"""Clients of the daemon, and which of them may still write."""

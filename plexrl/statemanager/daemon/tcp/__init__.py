@@ -1,0 +1,1 @@
+"""Requests of other nodes over TCP."""

@@ -1,0 +1,1 @@
+"""Copies of boxes of tensors, as strided runs of bytes."""

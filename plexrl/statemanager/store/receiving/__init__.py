@@ -1,0 +1,1 @@
+"""Receives versions of other nodes, whole or in part."""

@@ -1,0 +1,1 @@
+"""Writes versions into the tiers."""
