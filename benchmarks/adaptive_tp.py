@@ -13,10 +13,10 @@ the decisions are compared. The controller decides every 32 steps, and knows 512
 `regret_*`: by how much the batch takes longer than with the controller that knows each row's length
 and may plan 32 moments; mean over the batches, in percent. `paper`: Alg. 1 as it is, with the
 longest response for each row. `mean`: each row ends at the mean of the past lengths beyond its own.
-`now`: the projection of `plexrl.rollout.adaptive_tp.projection`, compared with no switch, as in
-Alg. 1. `plan`: the same, and a switch may come later: what a rollout does. `gain_*`: time with tp 2
-throughout, divided by the time of the controller; `gain_best_fixed`: by that of the best fixed
-size.
+`now`: the projection of `plexrl.rollout.policies.adaptive_tp.projection`, compared with no switch,
+as in Alg. 1. `plan`: the same, and a switch may come later: what a rollout does. `gain_*`: time
+with tp 2 throughout, divided by the time of the controller; `gain_best_fixed`: by that of the best
+fixed size.
 """
 
 import math
@@ -29,11 +29,11 @@ from statistics import fmean
 
 from benchmarks.report import report
 from benchmarks.sizes import sized
-from plexrl.client.profiling.decode_profile import DecodeProfile, ProfilePoint, ProfileSubject
-from plexrl.rollout.adaptive_tp.controller import SwitchController
-from plexrl.rollout.adaptive_tp.predictor import LatencyPredictor
-from plexrl.rollout.adaptive_tp.projection import DecodingRow, bound, project
-from plexrl.rollout.adaptive_tp.remaining import UnfinishedRow, remaining_s
+from plexrl.client.data.decode_profile import DecodeProfile, ProfilePoint, ProfileSubject
+from plexrl.rollout.policies.adaptive_tp.controller import SwitchController
+from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
+from plexrl.rollout.policies.adaptive_tp.projection import DecodingRow, bound, project
+from plexrl.rollout.policies.adaptive_tp.remaining import UnfinishedRow, remaining_s
 
 SIZES = (2, 4, 8)
 RANKS = SIZES[-1]

@@ -24,11 +24,11 @@ import plexrl
 from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.client.calls.transport import deployment_path
-from plexrl.client.profiling.decode_profile import DecodeProfile
+from plexrl.client.data.decode_profile import DecodeProfile
 from plexrl.cluster.embedded.start import start_embedded
-from plexrl.rollout.adaptive_tp.controller import SwitchController
-from plexrl.rollout.adaptive_tp.predictor import LatencyPredictor
-from plexrl.rollout.adaptive_tp.projection import DecodingRow, project
+from plexrl.rollout.policies.adaptive_tp.controller import SwitchController
+from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
+from plexrl.rollout.policies.adaptive_tp.projection import DecodingRow, project
 
 SIZES = (1, 2)
 MODEL = plexrl.tiny_qwen2(

@@ -41,9 +41,9 @@ from numpy.typing import NDArray
 
 from benchmarks.report import report
 from benchmarks.sizes import sized
-from plexrl.rollout.coordinator.cost_model import QWEN3_30B_A3B_ON_H20
-from plexrl.rollout.ranking.dispatch import LONG_PART, LengthSpread, divide
-from plexrl.rollout.ranking.ranker import LengthExample, LengthRanker, Tokens, fit
+from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20
+from plexrl.rollout.policies.ranking.dispatch import LONG_PART, LengthSpread, divide
+from plexrl.rollout.policies.ranking.ranker import LengthExample, LengthRanker, Tokens, fit
 from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import Trajectory

@@ -23,6 +23,7 @@ from plexrl.client.blocking.deployment_kinds import (
 )
 from plexrl.client.blocking.job import Job
 from plexrl.client.data.batch import Batch
+from plexrl.client.data.decode_profile import DecodeProfile
 from plexrl.client.data.demand import DemandTrace, Segment
 from plexrl.client.data.results import (
     Chunk,
@@ -47,7 +48,6 @@ from plexrl.client.display.progress import Progress
 from plexrl.client.futures.checkpoints import AsyncCheckpointFuture, CheckpointFuture
 from plexrl.client.futures.futures import AsyncFuture, Future
 from plexrl.client.futures.generations import AsyncGenerateFuture, GenerateFuture
-from plexrl.client.profiling.decode_profile import DecodeProfile
 from plexrl.client.profiling.decode_profiler import read_profile
 from plexrl.errors import PlexRLError
 from plexrl.model.lora import LoraSpec

@@ -20,8 +20,8 @@ from plexrl.cli.app import app
 from plexrl.cli.terminal.help import CommandGroup
 from plexrl.client.calls import requests
 from plexrl.client.data.argument_checks import check_lora, check_model, checked_layout
+from plexrl.client.data.decode_profile import DecodeProfile, ProfileSubject
 from plexrl.client.data.demand import plain_trace
-from plexrl.client.profiling.decode_profile import DecodeProfile, ProfileSubject
 from plexrl.errors import InvalidRequestError, LayoutError
 from plexrl.limits import LIMITS, Bounds
 from plexrl.router.http import schemas

@@ -23,9 +23,9 @@ from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import Arrays
-from plexrl.worker.process.backend import Backend, BackendCall
+from plexrl.worker.interface.backend import Backend, BackendCall
+from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.process.backend_factory import make_backend
-from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.device import WorkerDevice, open_device
 from plexrl.worker.state.state_mover import StateMover
 

@@ -15,8 +15,8 @@ from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.operations import OperationKind
-from plexrl.worker.process.backend import Backend, BackendCall, BackendResult
-from plexrl.worker.process.command import RunCommand
+from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult
+from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.state.arena_tensors import ArenaLayout, ShardBox, view, whole_box
 from plexrl.worker.state.contents.replicas import ReplicaDigests
 from plexrl.worker.state.device import CPU

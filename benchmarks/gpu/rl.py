@@ -45,7 +45,7 @@ from plexrl.wire.operations import (
     SyncWeightsParams,
 )
 from plexrl.wire.tensors import Arrays
-from plexrl.worker.process.backend import RolloutBackend
+from plexrl.worker.interface.backend import RolloutBackend
 
 VOCABULARY = "0123456789abcdefghijklmnopqrstuvwxyz"
 STEPS = sized(4, quick=2)

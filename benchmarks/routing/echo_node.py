@@ -23,7 +23,7 @@ from plexrl.errors import PlexRLError
 from plexrl.wire.framing import recv_frame_or_file, send_frame
 from plexrl.wire.rpc import Handler, Peer
 from plexrl.wire.tensors import encode_body
-from plexrl.worker.process.server import StagedPayload
+from plexrl.worker.process.server.server import StagedPayload
 
 Plain = dict[str, Any]
 HEADER_LENGTH = struct.Struct("<Q")

@@ -36,7 +36,7 @@ from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.one_run import FailedRun
 from plexrl.sim.search.sweep import run_all
 from plexrl.sim.workload.scenario import Behaviour, JobSource, Pool, Scenario
-from plexrl.sim.workload.trace_source import PublishedSource
+from plexrl.sim.workload.source.trace_source import PublishedSource
 from plexrl.traces import Shape, TraceJob
 
 SEEDS = sized((1, 2, 3), quick=(1,))

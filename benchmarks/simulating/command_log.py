@@ -16,7 +16,7 @@ from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.trace_run import TraceRun
 from plexrl.sim.workload.policies import SIM_POLICIES
 from plexrl.sim.workload.scenario import Behaviour, Failures, Pool, Scenario
-from plexrl.sim.workload.trace_source import PublishedSource
+from plexrl.sim.workload.source.trace_source import PublishedSource
 from plexrl.traces import Shape
 
 DAY_S = 86_400.0

@@ -43,7 +43,7 @@ from pathlib import Path
 from benchmarks.report import Part, report
 from benchmarks.sizes import sized
 from plexrl.sim.engine.simulate import simulate
-from plexrl.sim.report.comparison import recovered
+from plexrl.sim.results.comparison import recovered
 from plexrl.sim.results.headline import whole_gpu_hours
 from plexrl.sim.results.result import SimResult, Speed
 from plexrl.sim.results.result_json import dumps, result_from, result_values, speed_values
@@ -51,7 +51,7 @@ from plexrl.sim.search.one_run import FailedRun
 from plexrl.sim.search.sweep import run_all
 from plexrl.sim.workload.policies import SIM_POLICIES
 from plexrl.sim.workload.scenario import Behaviour, JobSource, Pool, Scenario
-from plexrl.sim.workload.trace_source import PublishedSource, TraceSource
+from plexrl.sim.workload.source.trace_source import PublishedSource, TraceSource
 from plexrl.traces import Shape, TraceJob
 
 DAY_S = 86_400.0

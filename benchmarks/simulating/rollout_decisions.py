@@ -16,7 +16,6 @@ from time import process_time
 from benchmarks.report import percentile, report
 from benchmarks.sizes import sized
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
-from plexrl.rollout.coordinator.cost_model import QWEN3_30B_A3B_ON_H20
 from plexrl.rollout.coordinator.messages import (
     Abort,
     BatchRequested,
@@ -36,7 +35,8 @@ from plexrl.rollout.coordinator.messages import (
     Train,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings, Synchronisation
-from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20
+from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Segment, TrajectoryId
 

@@ -13,7 +13,7 @@ from benchmarks.report import Part, report
 from benchmarks.simulating.cluster import results
 from benchmarks.sizes import sized
 from plexrl.sim.workload.scenario import STARVATION_S_MAX, Pool, Scenario
-from plexrl.sim.workload.trace_source import TraceSource
+from plexrl.sim.workload.source.trace_source import TraceSource
 
 ALONE, SHARED = "isolated+backfill", "spread+backfill"
 DEFAULT_S = 600.0

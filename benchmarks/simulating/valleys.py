@@ -22,7 +22,7 @@ from benchmarks.simulating.drain import CAP_S, Sample
 from benchmarks.sizes import sized
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.scenario import Behaviour, Pool, Scenario
-from plexrl.sim.workload.trace_source import PublishedSource
+from plexrl.sim.workload.source.trace_source import PublishedSource
 from plexrl.traces import Shape
 
 SEEDS = sized((1, 2, 3, 4, 5, 6), quick=(1,))

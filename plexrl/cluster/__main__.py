@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from plexrl.cluster.config.options import JOURNAL_VARIABLE, ClusterOptions, check_argument
+from plexrl.cluster.config.ray_options import RayOptions
 from plexrl.cluster.data_dir.endpoint import Endpoint
 from plexrl.cluster.embedded.script_lock import wait_for_last_script
-from plexrl.cluster.ray.options import RayOptions
 from plexrl.cluster.supervisor import run_cluster
 from plexrl.errors import PlexRLError
 from plexrl.events.config import PASSWORD_VARIABLE, BrokerConfig
-from plexrl.process.startup import print_refused
+from plexrl.process.children.startup import print_refused
 
 NOT_ARGUMENTS = frozenset({"data_dir", "places_per_node", "events", "network", "settings"})
 """Options that are set otherwise, or only by `plexrl up`."""

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from plexrl.cluster.config.options import ClusterOptions
+from plexrl.cluster.config.ray_options import RayOptions
 from plexrl.cluster.data_dir.endpoint import NAME as ENDPOINT_FILE
 from plexrl.cluster.data_dir.endpoint import Endpoint, in_use
 from plexrl.cluster.data_dir.folder import make_data_dir, try_lock
 from plexrl.cluster.data_dir.ports import choose_ports
 from plexrl.cluster.join.head import Head
-from plexrl.cluster.parts import (
+from plexrl.cluster.node.parts import (
     NodeConfig,
     head_node_links,
     node_parts,
@@ -27,7 +28,6 @@ from plexrl.cluster.parts import (
     scheduler_part,
     with_host_tier,
 )
-from plexrl.cluster.ray.options import RayOptions
 from plexrl.errors import PlexRLError
 from plexrl.process.children.part import Part
 from plexrl.process.children.processes import RESTART_S_MAX, PartProcesses

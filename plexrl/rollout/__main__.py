@@ -10,7 +10,12 @@ from plexrl.process.garbage_collection import rare_collections
 
 with rare_collections():
     from plexrl.errors import PlexRLError
-    from plexrl.process.startup import load_config, print_ready, print_refused, run_until_signal
+    from plexrl.process.children.startup import (
+        load_config,
+        print_ready,
+        print_refused,
+        run_until_signal,
+    )
     from plexrl.rollout.service.config import RolloutConfig
     from plexrl.rollout.service.server import RolloutService
 

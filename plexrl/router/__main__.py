@@ -13,16 +13,21 @@ with rare_collections():
     import uvicorn
 
     from plexrl.errors import PlexRLError
-    from plexrl.process.startup import load_config, print_ready, print_refused, run_until_signal
+    from plexrl.process.children.startup import (
+        load_config,
+        print_ready,
+        print_refused,
+        run_until_signal,
+    )
     from plexrl.router.config import RouterConfig
     from plexrl.router.http.app import make_app
-    from plexrl.router.http.server.connection_limits import (
+    from plexrl.router.server.connection_limits import (
         AcceptErrorHandler,
         RateLimitedWarnings,
         make_connections,
     )
-    from plexrl.router.http.server.guarded_protocol import guarded
-    from plexrl.router.http.server.https import guarded_https, server_certificate
+    from plexrl.router.server.guarded_protocol import guarded
+    from plexrl.router.server.https import guarded_https, server_certificate
 
 DRAIN_S = 3
 """Time for running requests to end once the router stops. Long polls end at once. A request that is

@@ -15,7 +15,7 @@ from plexrl.process.garbage_collection import rare_collections
 
 with rare_collections():
     from plexrl.errors import LeaseLostError, PlexRLError
-    from plexrl.process.startup import (
+    from plexrl.process.children.startup import (
         load_config,
         print_ready,
         print_refused,

@@ -14,14 +14,14 @@ from pathlib import Path
 from plexrl.process.garbage_collection import rare_collections
 
 with rare_collections():
-    from plexrl.process.memory.numa import node_of
-    from plexrl.process.startup import (
+    from plexrl.process.children.startup import (
         load_config,
         parse_config,
         print_ready,
         remove_socket,
         run_until_signal,
     )
+    from plexrl.process.memory.numa import node_of
     from plexrl.statemanager.config import StateManagerConfig
     from plexrl.statemanager.daemon.server import Server
     from plexrl.statemanager.daemon.service_manager import ServiceManager

@@ -11,10 +11,15 @@ from plexrl.process.garbage_collection import rare_collections
 
 with rare_collections():
     from plexrl.errors import PlexRLError
-    from plexrl.process.startup import load_config, print_ready, print_refused, run_until_signal
+    from plexrl.process.children.startup import (
+        load_config,
+        print_ready,
+        print_refused,
+        run_until_signal,
+    )
     from plexrl.worker.agent.agent import Agent
     from plexrl.worker.agent.launcher import LocalLauncher
-    from plexrl.worker.config import AgentConfig
+    from plexrl.worker.interface.config import AgentConfig
 
 LOG = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from plexrl.process.folders.operator_key import operator_key
-from plexrl.router.http.authentication import key_digest
+from plexrl.router.services.authentication import key_digest
 from tests.router.live_router import OPERATOR_KEY, LiveRouter, live_router
 
 PLEXRL = (sys.executable, "-m", "plexrl.cli.app")

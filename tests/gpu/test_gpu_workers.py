@@ -13,7 +13,7 @@ from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.layout.versions import Extent, Section
 from plexrl.statemanager.protocol.messages import ReplicatedSection
 from plexrl.wire.operations import OperationKind
-from plexrl.worker.process.backend import Backend
+from plexrl.worker.interface.backend import Backend
 from plexrl.worker.state.contents.device_digest import CHUNK_ROWS, ROW_BYTES, DeviceDigests
 from plexrl.worker.state.device import GpuDevice
 from tests.statemanager.device.test_emulated_workers import (

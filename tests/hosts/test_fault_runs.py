@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plexrl.process.startup import load_config
+from plexrl.process.children.startup import load_config
 from plexrl.scheduler.rules.config import SchedulerConfig
 from tests.hosts.cluster import HostCluster, SoloCluster
 from tests.hosts.evidence import (

@@ -21,8 +21,8 @@ from plexrl.ids import BlobRef
 from plexrl.process.folders.disk_errors import AWAY, FAILING
 from plexrl.router.blobs import upload
 from plexrl.router.blobs.directory import DirectoryBlobStore
-from plexrl.router.http.error_responses import error_response
 from plexrl.router.job_files.metrics_log import MetricsFiles
+from plexrl.router.services.error_responses import error_response
 from plexrl.scheduler.operations.held.holding import is_held
 from plexrl.scheduler.service.journal.database import Postgres, open_database, translate
 from plexrl.statemanager.store import disk_space

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SERVICE = """
-from plexrl.process.startup import run_until_signal
+from plexrl.process.children.startup import run_until_signal
 async def serve(stop):
     print("ready", flush=True)
     await stop.wait()

@@ -39,7 +39,7 @@ from plexrl.rollout.coordinator.messages import (
     Train,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
-from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     SampleGroupId,

@@ -17,8 +17,6 @@ from random import Random
 from typing import get_args
 
 from plexrl.errors import InvariantError
-from plexrl.rollout.adaptive_tp.settings import AdaptiveTpSettings
-from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.messages import (
     GroupFiltered,
     PolicyChanged,
@@ -27,8 +25,10 @@ from plexrl.rollout.coordinator.messages import (
     StepsMeasured,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings, Routing
+from plexrl.rollout.instances.cost_model import CostModel
+from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
+from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
-from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.trajectories.record import TrajectoryId
 from tests.rollout.adaptive_tp.oracle import profile
 from tests.rollout.fleet import PROMPT, Engine, Fleet

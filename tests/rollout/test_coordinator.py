@@ -4,7 +4,6 @@ import pytest
 
 from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
-from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.messages import (
     Abort,
     BatchRequested,
@@ -30,7 +29,8 @@ from plexrl.rollout.coordinator.messages import (
     TrainedTrajectory,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings, are_equal
-from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.instances.cost_model import CostModel
+from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import (
     InstanceId,

@@ -7,8 +7,8 @@ import pytest
 
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.coordinator.cost_fit import CostFit
-from plexrl.rollout.coordinator.cost_model import QWEN3_30B_A3B_ON_H20, CostModel
 from plexrl.rollout.coordinator.messages import StepMeasured
+from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20, CostModel
 
 PRIOR = CostModel(k1=1e-6, k2=1e-2, k3=1e-4, k4=1e-3, k5=2.0)
 

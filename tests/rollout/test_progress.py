@@ -4,13 +4,13 @@ from itertools import product
 
 import pytest
 
-from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import (
     CoordinatorSettings,
     Migration,
     Routing,
     Synchronisation,
 )
+from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import TrajectoryId
 from tests.rollout.fleet import Fleet

@@ -16,10 +16,10 @@ from plexrl.errors import (
     StorageError,
     UnavailableError,
 )
+from plexrl.rollout.policies.streaming.elastic import STEPS, StepTimes
 from plexrl.rollout.service.instances import balancing
 from plexrl.rollout.service.live_rollout import LiveRollout
 from plexrl.rollout.service.status import status
-from plexrl.rollout.streaming.elastic import STEPS, StepTimes
 from tests.rollout.test_service_membership import (
     ORDER,
     ScriptedCluster,

@@ -24,7 +24,7 @@ from plexrl.rollout.coordinator.messages import (
     Route,
     SnapshotTaken,
 )
-from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
 from plexrl.rollout.service.journal.state import RolloutState
 from plexrl.rollout.service.journal.store import Entry, Part, RolloutStore

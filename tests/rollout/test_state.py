@@ -8,9 +8,9 @@ import pytest
 
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
-from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.messages import StepMeasured, StepsMeasured
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import TrajectoryId
 from tests.rollout.fleet import Fleet

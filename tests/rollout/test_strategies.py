@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from plexrl.rollout.coordinator.cost_model import QWEN3_30B_A3B_ON_H20, CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
-from plexrl.rollout.coordinator.snapshot import InstanceLoad
 from plexrl.rollout.coordinator.strategies.length_aware import make_router
 from plexrl.rollout.coordinator.strategies.migration import to_migrate
 from plexrl.rollout.coordinator.strategies.routing import Candidate, Queue, route
 from plexrl.rollout.coordinator.strategies.synchronisation import to_synchronise
+from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20, CostModel
+from plexrl.rollout.instances.snapshot import InstanceLoad
 from plexrl.rollout.staleness.manager import StalenessManager, StalenessSettings
 from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Trajectory, TrajectoryId
 from tests.rollout import plain_strategies as plain

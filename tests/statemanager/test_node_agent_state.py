@@ -21,7 +21,7 @@ from plexrl.statemanager.protocol.address import nearest
 from plexrl.wire.rpc import Peer
 from plexrl.worker.agent.agent import Agent
 from plexrl.worker.agent.launcher import WorkerProcess
-from plexrl.worker.config import AgentConfig, WorkerConfig
+from plexrl.worker.interface.config import AgentConfig, WorkerConfig
 from tests.statemanager.conftest import DEADLINE_S, MIB, Daemon, MakeShard, StartDaemon, wait_until
 
 STATE = MIB // 2

@@ -8,8 +8,8 @@ from plexrl.errors import DeviceMemoryFullError, InvalidRequestError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.wire.operations import OperationKind
-from plexrl.worker.process.backend import Backend, BackendCall, BackendResult, SharedWeights
-from plexrl.worker.process.command import RunCommand
+from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult, SharedWeights
+from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.state.state_mover import StateMover
 from tests.statemanager.conftest import (
     ALL_PARTS,

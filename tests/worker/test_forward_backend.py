@@ -15,8 +15,8 @@ from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import CheckpointParams, ForwardParams, OperationKind
 from plexrl.wire.tensors import Array, Arrays
 from plexrl.worker.forward.backend import ForwardBackend
+from plexrl.worker.interface.backend import BackendCall
 from plexrl.worker.models import build_model
-from plexrl.worker.process.backend import BackendCall
 
 CAUSAL = tiny_qwen2("0123456789abcdefghi", seed=1, hidden=32)
 REWARD = tiny_qwen2("0123456789abcdefghi", seed=1, hidden=32, head="reward")

@@ -30,9 +30,9 @@ from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import InvalidRequestError, NotFoundError
 
 if TYPE_CHECKING:
+    from plexrl.cluster.config.node_options import NodeOptions
     from plexrl.cluster.join.authority import Authority
     from plexrl.cluster.join.ledger import Ledger
-    from plexrl.cluster.node.options import NodeOptions
     from plexrl.cluster.node.supervisor import RunningNode
 
 node_app = typer.Typer(cls=CommandGroup, help="Machines that join a cluster.", no_args_is_help=True)
@@ -336,7 +336,7 @@ def _node_options(
 ) -> "NodeOptions":
     """The options of the file, overridden by those of the command line."""
     from plexrl.cluster.config.file import NodeFile, read_node_file
-    from plexrl.cluster.node.options import NodeOptions
+    from plexrl.cluster.config.node_options import NodeOptions
 
     file = NodeFile() if joining.config is None else read_node_file(joining.config)
     values: dict[str, Any] = {

@@ -12,7 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-BLOCKS = "▁▂▃▄▅▆▇█"
+from plexrl.cli.terminal.sparkline import sparkline
+
 PLAIN_PERIOD_S = 5.0
 
 
@@ -106,19 +107,6 @@ def group_line(group: Mapping[str, Any], jobs: Sequence[JobLine]) -> str:
         f"group {group['group']}: held by {owner} ({group['phase']}), "
         f"{group['switches']} switches, {group['switch_seconds']:.1f} s in them"
     )
-
-
-def sparkline(values: Sequence[float], width: int = 30) -> str:
-    """`values` (0 to 1) as at most `width` block characters."""
-    if not values:
-        return ""
-    stride = max(1, -(-len(values) // width))
-    means = [
-        sum(values[i : i + stride]) / len(values[i : i + stride])
-        for i in range(0, len(values), stride)
-    ]
-    top = len(BLOCKS) - 1
-    return "".join(BLOCKS[min(top, max(0, round(value * top)))] for value in means)
 
 
 def plain_line(screen: Screen) -> str:

@@ -15,7 +15,7 @@ PLOT_INCHES = (4.0, 2.6)
 
 def trend(values: Sequence[float], points: int) -> str:
     """The finite values as at most `points` block characters, scaled from minimum to maximum."""
-    from plexrl.cli.demo.view import sparkline
+    from plexrl.cli.terminal.sparkline import sparkline
 
     finite = [value for value in values if math.isfinite(value)]
     least, most = min(finite, default=0.0), max(finite, default=0.0)

@@ -22,11 +22,11 @@ from plexrl.sim.search.axes import scenarios_along
 from plexrl.sim.search.capacity_search import CapacityPlan, smallest_cluster
 from plexrl.sim.search.one_run import FailedRun
 from plexrl.sim.search.what_if import changed, repriced
-from plexrl.sim.workload.job_copy import JobCopy, copied
 from plexrl.sim.workload.response_lengths import read_longest_of
 from plexrl.sim.workload.scenario import NODES_MAX, Scenario
-from plexrl.sim.workload.survey import Survey, check_fits, surveyed
-from plexrl.sim.workload.trace_source import PublishedSource, TraceSource
+from plexrl.sim.workload.source.job_copy import JobCopy, copied
+from plexrl.sim.workload.source.survey import Survey, check_fits, surveyed
+from plexrl.sim.workload.source.trace_source import PublishedSource, TraceSource
 from plexrl.traces import Problem, Problems, TraceJob
 
 

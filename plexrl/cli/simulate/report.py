@@ -21,8 +21,8 @@ from plexrl.sim.report.bills import Billed, price_lines
 from plexrl.sim.report.units import percent
 from plexrl.sim.search.capacity_search import CapacityPlan
 from plexrl.sim.workload.scenario import Scenario
-from plexrl.sim.workload.survey import Survey
-from plexrl.sim.workload.trace_source import PublishedSource, TraceSource
+from plexrl.sim.workload.source.survey import Survey
+from plexrl.sim.workload.source.trace_source import PublishedSource, TraceSource
 from plexrl.traces import Shape
 
 NEEDS = ("jinja2", "matplotlib")

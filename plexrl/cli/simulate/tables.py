@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from plexrl.cli.terminal.context import plain_cell, print_line, terminal_width
 from plexrl.sim.report.bills import Billed, bill_table, price_lines, with_own_prices
 from plexrl.sim.report.capacity import certainty, headline, probe_table
-from plexrl.sim.report.comparison import BACKFILLED, BASELINES, GAP_PART_MIN, ISOLATED, recovered
 from plexrl.sim.report.units import percent
+from plexrl.sim.results.comparison import BACKFILLED, BASELINES, GAP_PART_MIN, ISOLATED, recovered
 from plexrl.sim.results.gpu_hours import tail_sentence
 from plexrl.sim.results.headline import headlines, sentences
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.capacity_search import CapacityPlan
 from plexrl.sim.search.objectives import utilisation
 from plexrl.sim.workload.scenario import Scenario
-from plexrl.sim.workload.survey import Survey
+from plexrl.sim.workload.source.survey import Survey
 
 if TYPE_CHECKING:
     from rich.console import Console

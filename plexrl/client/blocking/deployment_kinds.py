@@ -14,6 +14,7 @@ from plexrl.client.blocking.judges import (
 )
 from plexrl.client.calls import requests
 from plexrl.client.calls.transport import deployment_path
+from plexrl.client.data.decode_profile import DecodeProfile
 from plexrl.client.data.results import (
     Chunk,
     ForwardResult,
@@ -27,7 +28,6 @@ from plexrl.client.data.results import (
 from plexrl.client.futures.checkpoints import CheckpointFuture
 from plexrl.client.futures.futures import Future
 from plexrl.client.futures.generations import GenerateFuture
-from plexrl.client.profiling.decode_profile import DecodeProfile
 from plexrl.client.profiling.decode_profiler import DecodeProfiler
 from plexrl.model.parallelism import Parallelism
 from plexrl.rewards.graders.judge import Judge

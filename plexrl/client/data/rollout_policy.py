@@ -9,7 +9,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from plexrl.client.profiling.decode_profile import DecodeProfile
+from plexrl.client.data.decode_profile import DecodeProfile
 from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
 

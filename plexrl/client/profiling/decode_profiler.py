@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from plexrl.client.calls.transport import Transport, deployment_path
-from plexrl.client.profiling.decode_profile import (
+from plexrl.client.data.decode_profile import (
     DecodeProfile,
     ProfilePoint,
     ProfileSubject,

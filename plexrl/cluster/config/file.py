@@ -12,8 +12,8 @@ import msgspec
 from plexrl.cluster.config.checks import Problem, check_tables, config_error
 from plexrl.cluster.config.network import NetworkOptions
 from plexrl.cluster.config.options import PartSettings, check_argument
+from plexrl.cluster.config.ray_options import RayOptions
 from plexrl.cluster.config.schema import CLUSTER_FILE, MOVED, NODE_FILE, Section
-from plexrl.cluster.ray.options import RayOptions
 from plexrl.errors import ConfigError, InvalidRequestError
 from plexrl.events.config import BrokerConfig
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from plexrl.cluster.config.network import NetworkOptions
+from plexrl.cluster.config.node_options import NodeOptions
 from plexrl.cluster.config.options import ClusterOptions
-from plexrl.cluster.node.options import NodeOptions
-from plexrl.cluster.ray.options import RayOptions
+from plexrl.cluster.config.ray_options import RayOptions
 from plexrl.events.config import BrokerConfig
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.router.config import RouterConfig
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.worker.config import AgentConfig
+from plexrl.worker.interface.config import AgentConfig
 
 DEFAULTED = ("data_dir", "journal", "listen")
 """Settings without a default in their dataclass, to which the launcher gives one."""

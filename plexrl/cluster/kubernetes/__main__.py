@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from plexrl.errors import InvalidRequestError, PlexRLError
-from plexrl.process.startup import ending_signals, set_up_process
+from plexrl.process.children.startup import ending_signals, set_up_process
 
 LOG = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from plexrl.errors import CapacityError
-from plexrl.process.startup import visible_parts
+from plexrl.process.children.startup import visible_parts
 from plexrl.statemanager.device.cuda.bindings import device_names
 
 LOG = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from plexrl.cluster.config.node_options import NodeOptions, host_name
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.data_dir.folder import make_data_dir, try_lock
 from plexrl.cluster.join.client import HeadClient, join
@@ -18,8 +19,7 @@ from plexrl.cluster.join.tokens import JoinToken
 from plexrl.cluster.node.gpus import Gpus, required_gpus
 from plexrl.cluster.node.host_memory import default_host_bytes
 from plexrl.cluster.node.membership import Kept, NodeFolder
-from plexrl.cluster.node.options import NodeOptions, host_name
-from plexrl.cluster.parts import NodeConfig, NodeLinks, node_parts, with_host_tier
+from plexrl.cluster.node.parts import NodeConfig, NodeLinks, node_parts, with_host_tier
 from plexrl.errors import (
     AuthenticationError,
     ConflictError,

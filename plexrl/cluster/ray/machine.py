@@ -13,18 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plexrl.cluster.config.node_options import NodeOptions
 from plexrl.cluster.join.tokens import parse_token
 from plexrl.cluster.node.gpus import first_gpus
-from plexrl.cluster.node.options import NodeOptions
 from plexrl.cluster.node.supervisor import Entry, NodeSupervisor
 from plexrl.errors import UnavailableError
 from plexrl.process.children.part import Part
+from plexrl.process.children.startup import parse_config
 from plexrl.process.ray_connection import GPU
-from plexrl.process.startup import parse_config
 from plexrl.wire.links.address import TlsAddress, parse_address
 from plexrl.worker.agent.agent import Agent
 from plexrl.worker.agent.ray.launcher import RayLauncher
-from plexrl.worker.config import AgentConfig
+from plexrl.worker.interface.config import AgentConfig
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

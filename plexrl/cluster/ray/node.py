@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.node.gpus import first_gpus
 from plexrl.cluster.node.host_memory import default_host_bytes
-from plexrl.cluster.parts import NodeConfig, node_parts, scheduler_address
+from plexrl.cluster.node.parts import NodeConfig, node_parts, scheduler_address
 from plexrl.errors import UnavailableError
 from plexrl.process.children.part import Part
 from plexrl.process.children.processes import PartProcesses
+from plexrl.process.children.startup import LOG_FORMAT, parse_config
 from plexrl.process.folders.folders import Folders
 from plexrl.process.folders.private_folder import make_private_folder, remove_private_folder
 from plexrl.process.plain_text import PlainFormatter
 from plexrl.process.ray_connection import GPU
-from plexrl.process.startup import LOG_FORMAT, parse_config
 from plexrl.worker.agent.agent import Agent
 from plexrl.worker.agent.ray.launcher import RayLauncher
-from plexrl.worker.config import AgentConfig
+from plexrl.worker.interface.config import AgentConfig
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plexrl.cluster.config.node_options import NodeOptions
 from plexrl.cluster.config.options import ClusterOptions
+from plexrl.cluster.config.ray_options import RayOptions
 from plexrl.cluster.join.head import Head
 from plexrl.cluster.join.tokens import create_token
-from plexrl.cluster.node.options import NodeOptions
-from plexrl.cluster.parts import NodeConfig, options_of_nodes
-from plexrl.cluster.ray.options import RayOptions
+from plexrl.cluster.node.parts import NodeConfig, options_of_nodes
 from plexrl.errors import PlexRLError, UnavailableError
 from plexrl.process.children.restart_log import PartRecord
 from plexrl.process.folders.folders import Folders

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from plexrl.errors import StorageError
+from plexrl.process.children.startup import LOG_FORMAT, ending_signals
 from plexrl.process.folders.rotated_log import RotatedLog
 from plexrl.process.plain_text import PlainFormatter
-from plexrl.process.startup import LOG_FORMAT, ending_signals
 
 LOG_BYTES_MAX = 32 << 20
 """Bound on all files of a supervisor's log."""

@@ -18,11 +18,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
-from plexrl.rollout.adaptive_tp.engines import AdaptiveTp
-from plexrl.rollout.batching.rounds import Rounds
 from plexrl.rollout.coordinator.assignment.assignments import Assignments
 from plexrl.rollout.coordinator.cost_fit import CostFit
-from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
     Command,
@@ -54,8 +51,11 @@ from plexrl.rollout.coordinator.messages import (
 from plexrl.rollout.coordinator.settings import CoordinatorSettings, are_equal
 from plexrl.rollout.coordinator.state import CoordinatorState
 from plexrl.rollout.coordinator.strategies.cycle import Cycle
+from plexrl.rollout.instances.cost_model import CostModel
+from plexrl.rollout.policies.adaptive_tp.engines import AdaptiveTp
+from plexrl.rollout.policies.batching.rounds import Rounds
+from plexrl.rollout.policies.streaming.freed_instances import FreedInstances
 from plexrl.rollout.staleness.manager import StalenessManager
-from plexrl.rollout.streaming.freed_instances import FreedInstances
 from plexrl.rollout.trajectories.record import (
     GENERATED,
     InstanceId,

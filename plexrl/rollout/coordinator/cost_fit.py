@@ -22,8 +22,8 @@ from itertools import product
 import numpy as np
 
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.coordinator.cost_model import CostModel, Floats
 from plexrl.rollout.coordinator.messages import StepMeasured
+from plexrl.rollout.instances.cost_model import CostModel, Floats
 
 STEPS_MIN = 8
 ROUNDS_MAX = 30

@@ -9,12 +9,12 @@ of a trajectory is an event of its own (`Generated`, `GenerationFailed`), which 
 
 from dataclasses import dataclass
 
-from plexrl.rollout.adaptive_tp.predictor import KvHandling
-from plexrl.rollout.adaptive_tp.settings import AdaptiveTpSettings
 from plexrl.rollout.coordinator.settings import Routing
-from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.instances.snapshot import InstanceSnapshot
+from plexrl.rollout.policies.adaptive_tp.predictor import KvHandling
+from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
+from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
-from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     SampleGroupId,

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.adaptive_tp.settings import AdaptiveTpSettings
-from plexrl.rollout.coordinator.cost_model import CostModel
+from plexrl.rollout.instances.cost_model import CostModel
+from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
+from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
-from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 
 Routing = Literal["throughput", "length-aware", "count"]
 Synchronisation = Literal["throughput", "greedy"]

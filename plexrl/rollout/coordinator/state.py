@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.batching.rounds import HeldPrompts
-from plexrl.rollout.coordinator.assignment.speculation import ExpectedInstance
+from plexrl.rollout.instances.expected_instance import ExpectedInstance
+from plexrl.rollout.policies.batching.rounds import HeldPrompts
+from plexrl.rollout.policies.streaming.scale_down import HeldScaleDown
 from plexrl.rollout.staleness.manager import HeldEntries, StalenessSettings
-from plexrl.rollout.streaming.scale_down import HeldScaleDown
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.rollout.trajectories.server import HeldTrajectories
 

@@ -37,6 +37,7 @@ from plexrl.rollout.coordinator.messages import (
     StepsMeasured,
     TrainedTrajectory,
 )
+from plexrl.rollout.policies.streaming.stage_clock import StageClock
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.rollout.service.instances.balancing import InstanceCount
@@ -49,7 +50,6 @@ from plexrl.rollout.service.journal.store import STEPS_KEPT, Part, RolloutStore
 from plexrl.rollout.service.journal.writer import JournalWriter
 from plexrl.rollout.service.length_learning import learn_lengths
 from plexrl.rollout.service.order import RolloutOrder
-from plexrl.rollout.streaming.stage_clock import StageClock
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     SampleGroupId,
@@ -59,8 +59,8 @@ from plexrl.rollout.trajectories.record import (
 from plexrl.wire.tensors import Array
 
 if TYPE_CHECKING:
-    from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
-    from plexrl.rollout.ranking.ranker import LengthRanker
+    from plexrl.rollout.instances.snapshot import InstanceSnapshot
+    from plexrl.rollout.policies.ranking.ranker import LengthRanker
 
 LOG = logging.getLogger(__name__)
 

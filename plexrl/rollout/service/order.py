@@ -3,16 +3,16 @@
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 
+from plexrl.client.data.decode_profile import DecodeProfile
 from plexrl.client.data.rollout_policy import check_modes
-from plexrl.client.profiling.decode_profile import DecodeProfile
 from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
-from plexrl.rollout.adaptive_tp.settings import AdaptiveTpSettings
-from plexrl.rollout.coordinator.cost_model import QWEN3_30B_A3B_ON_H20
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20
+from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
+from plexrl.rollout.policies.streaming.elastic import Bounds
+from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
-from plexrl.rollout.streaming.elastic import Bounds
-from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.wire.operations import SamplingParams
 from plexrl.wire.parameter_checks import check_name, check_parameters, differing_settings

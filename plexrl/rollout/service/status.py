@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from plexrl.rollout.batching.rounds import RoundKind
+from plexrl.rollout.policies.batching.rounds import RoundKind
 from plexrl.rollout.service.instances.membership import Member
 from plexrl.rollout.service.live_rollout import LiveRollout, PullTimes
 from plexrl.rollout.staleness.buffers import BufferState

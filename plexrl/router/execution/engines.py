@@ -14,7 +14,7 @@ from plexrl.errors import (
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.worker_link import WorkerGoneError
-from plexrl.worker.process.server import WorkerName
+from plexrl.worker.process.server.server import WorkerName
 
 COMMAND_TIMEOUT_S = 20.0
 STATS_TIMEOUT_S = 2.0

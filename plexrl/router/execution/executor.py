@@ -49,7 +49,7 @@ from plexrl.wire.operations import (
     params_from_json,
 )
 from plexrl.wire.rpc import Peer
-from plexrl.worker.process.server import WorkerName
+from plexrl.worker.process.server.server import WorkerName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,7 @@ from plexrl.wire.framing import Buffer, Header
 from plexrl.wire.links.address import Address, UnixAddress, parse_address
 from plexrl.wire.links.credentials import Credentials
 from plexrl.wire.links.frame_socket import FrameSocket
-from plexrl.worker.process.server import WorkerName
+from plexrl.worker.process.server.server import WorkerName
 
 LOG = logging.getLogger(__name__)
 

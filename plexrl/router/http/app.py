@@ -25,8 +25,6 @@ from plexrl.router.execution.engines import Engines
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.rollout_link import RolloutLink
 from plexrl.router.execution.scheduler_link import SchedulerLink
-from plexrl.router.http.authentication import KeyCache
-from plexrl.router.http.error_responses import error_response, public_error
 from plexrl.router.http.routes import (
     asynchronous_rollouts,
     cluster,
@@ -38,9 +36,6 @@ from plexrl.router.http.routes import (
     streams,
 )
 from plexrl.router.http.schemas import ErrorResponse
-from plexrl.router.http.server.request_limits import BodyRefusedError, RequestLimits, close_after
-from plexrl.router.http.server.shutdown import RetryOnShutdown
-from plexrl.router.http.services import RouterServices
 from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 from plexrl.router.job_files.metrics_log import MetricsFiles, MetricsLog
 from plexrl.router.job_files.metrics_objects import MetricsObjects
@@ -49,7 +44,12 @@ from plexrl.router.observe.audit_log import AuditLog
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.rollouts import RolloutViews
 from plexrl.router.observe.spans import SpanSender
-from plexrl.router.streams.cancel_on_disconnect import CancelOnDisconnect
+from plexrl.router.server.request_limits import BodyRefusedError, RequestLimits, close_after
+from plexrl.router.services.authentication import KeyCache
+from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
+from plexrl.router.services.error_responses import error_response, public_error
+from plexrl.router.services.services import RouterServices
+from plexrl.router.services.shutdown import RetryOnShutdown
 from plexrl.statemanager.checkpoint.places.choice import root_at
 from plexrl.storage.location import directory, is_url
 from plexrl.storage.object_store import ObjectStore

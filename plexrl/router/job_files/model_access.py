@@ -18,7 +18,7 @@ from plexrl.storage.location import directory, is_url
 
 if TYPE_CHECKING:
     from plexrl.router.execution.scheduler_link import SchedulerLink
-    from plexrl.router.http.authentication import Caller
+    from plexrl.router.services.authentication import Caller
 
 INDEX = "model.safetensors.index.json"
 """File that names the files of a model's weights."""

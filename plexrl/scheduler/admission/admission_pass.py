@@ -228,18 +228,16 @@ class AdmissionPass:
         if isinstance(entry, Closed):
             tenant, priority = entry.owner
             return True, -priority, self._share(tenant), *entry.first
-        deployment = self._cluster.state.deployment(entry)
-        share = self._share(self._cluster.state.job(deployment.job).tenant)
-        return admission_key(
-            self._cluster.state, self._cluster.settings, deployment, share, self._now
-        )
+        cluster = self._cluster
+        deployment = cluster.state.deployment(entry)
+        share = self._share(cluster.state.job(deployment.job).tenant)
+        return admission_key(cluster.state, cluster.settings, deployment, share, self._now)
 
     def _share(self, tenant: TenantId) -> float:
         share = self.progress.shares.get(tenant)
         if share is None:
-            share = self.progress.shares[tenant] = tenant_share(
-                self._cluster.holdings, tenant, self._now
-            )
+            share = tenant_share(self._cluster.holdings, tenant, self._now)
+            self.progress.shares[tenant] = share
         return share
 
     def _open_class(self, reached: PriorityClass) -> None:

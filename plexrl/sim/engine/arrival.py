@@ -3,10 +3,10 @@
 from plexrl.ids import TenantId
 from plexrl.scheduler.state.demand.trace import DemandTrace
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.sim.engine.job_run import JobRun, Rollouts, behaviour_staleness
 from plexrl.sim.engine.shell import FOREVER_S
 from plexrl.sim.state.device_state import device_state_bytes
 from plexrl.sim.workload.cycles import CycleFactory
+from plexrl.sim.workload.job_run import JobRun, Rollouts, behaviour_staleness
 from plexrl.sim.workload.scenario import NodeType, Scenario
 from plexrl.traces import TraceJob
 

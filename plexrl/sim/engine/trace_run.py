@@ -22,14 +22,6 @@ from plexrl.sim.engine.checks.checker import Checker
 from plexrl.sim.engine.controllers.controllers import Controllers
 from plexrl.sim.engine.controllers.fillers import Fillers
 from plexrl.sim.engine.faults.fault_injector import FaultInjector
-from plexrl.sim.engine.job_run import (
-    JobRun,
-    Rollouts,
-    Workers,
-    demand_of,
-    rollout_demand_of,
-    swap_s,
-)
 from plexrl.sim.engine.shell import (
     CommandHandler,
     VirtualShell,
@@ -37,16 +29,24 @@ from plexrl.sim.engine.shell import (
     virtual_config,
     worker_ready_events,
 )
+from plexrl.sim.engine.statemanagers import NodeStates, Refusal
 from plexrl.sim.metrics.collector import Collector, RunKind
 from plexrl.sim.metrics.group_members import GroupMembers
 from plexrl.sim.metrics.job_rows import JobRow
 from plexrl.sim.results.result import SimResult, Speed
 from plexrl.sim.state.move_costs import MoveCosts
-from plexrl.sim.state.statemanagers import NodeStates, Refusal
 from plexrl.sim.workload.cycles import CycleDistribution, CycleFactory
+from plexrl.sim.workload.job_run import (
+    JobRun,
+    Rollouts,
+    Workers,
+    demand_of,
+    rollout_demand_of,
+    swap_s,
+)
 from plexrl.sim.workload.policies import sim_policy
 from plexrl.sim.workload.scenario import NodeType, Scenario
-from plexrl.sim.workload.survey import WRONG_PRIORITY, is_priority
+from plexrl.sim.workload.source.survey import WRONG_PRIORITY, is_priority
 from plexrl.traces import TraceJob
 from plexrl.wire.operations import OperationKind
 

@@ -1,8 +1,8 @@
 """Counts the members of each group: a group begins with its first member and ends with its last.
 Pure."""
 
-from plexrl.sim.engine.job_run import Rollouts, WorkerGroup
 from plexrl.sim.metrics.collector import Collector
+from plexrl.sim.workload.job_run import Rollouts, WorkerGroup
 
 
 class GroupMembers:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.metrics.job_rows import JobRow
-from plexrl.sim.workload.job_copy import read_batches, write_batch
+from plexrl.sim.workload.source.job_copy import read_batches, write_batch
 from plexrl.traces.io.files import write_rows
 from plexrl.traces.io.parquet_file import pyarrow_or_refusal
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from plexrl.sim.report.comparison import BACKFILLED, ISOLATED
 from plexrl.sim.report.tables import Table
 from plexrl.sim.report.units import duration, percent, short
+from plexrl.sim.results.comparison import BACKFILLED, ISOLATED
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.capacity_search import CapacityPlan
 from plexrl.sim.search.objectives import NO_FAILED_JOBS, Objective

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from plexrl.sim.report.bills import Billed, bill_table, split_plot, with_own_prices
 from plexrl.sim.report.capacity import answer, certainty, probe_table
 from plexrl.sim.report.capacity import headline as capacity_headline
-from plexrl.sim.report.comparison import DRAWN_RUNS_MAX, Run, compare, drawn, sizes
 from plexrl.sim.report.plots.bars import cost_plot, drain_plot
 from plexrl.sim.report.plots.capacity import cost_curve, objective_plot
 from plexrl.sim.report.plots.cumulative import completion_plot, wait_plot
@@ -20,6 +19,7 @@ from plexrl.sim.report.plots.utilisation import utilisation_plot
 from plexrl.sim.report.plots.what_ifs import WhatIf, what_if_plot
 from plexrl.sim.report.tables import Table, gpu_hours, slowdowns, summary, tenants
 from plexrl.sim.report.units import duration, percent
+from plexrl.sim.results.comparison import DRAWN_RUNS_MAX, Run, compare, drawn, sizes
 from plexrl.sim.results.gpu_hours import tail_sentence
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.capacity_search import CapacityPlan

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from plexrl.sim.report.comparison import Run
 from plexrl.sim.report.plots.utilisation import part_of_cluster, trained
 from plexrl.sim.report.units import ABSENT, duration, percent, short
+from plexrl.sim.results.comparison import Run
 from plexrl.sim.results.result import DistributionSummary, TenantResult
 
 TENANTS_MAX = 50

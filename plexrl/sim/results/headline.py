@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from plexrl.sim.report.comparison import BASELINES, recovered
+from plexrl.sim.results.comparison import BASELINES, recovered
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.scenario import Scenario
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.ranking.dispatch import LONG_PART
+from plexrl.rollout.policies.ranking.dispatch import LONG_PART
 from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.engine.models import Model
 from plexrl.sim.rollout.engine.rewards import AT_ONCE, RewardCosts
@@ -168,7 +168,7 @@ class Ends(StrEnum):
     """Where `pat` expects unfinished responses to end."""
 
     PROJECTED = "projected"
-    """At earlier lengths, as a live rollout does (`plexrl.rollout.adaptive_tp.projection`)."""
+    """At earlier lengths, as a live rollout does (`policies.adaptive_tp.projection`)."""
     LIMIT = "limit"
     """At the limit (PAT Alg. 1)."""
     KNOWN = "known"

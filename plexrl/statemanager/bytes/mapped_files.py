@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from plexrl.statemanager.bytes.mapped_memory import Region, populate_for_reading
+from plexrl.statemanager.bytes.strided_copy import Bytes, Job, copy_strided
 from plexrl.statemanager.layout.plan.columns import Ints
 from plexrl.statemanager.layout.ranges import PAGE_BYTES
 from plexrl.statemanager.layout.strided.copies import StridedCopies, cut_at
-from plexrl.statemanager.layout.strided.copy import Bytes, Job, copy_strided
 
 
 class MappedFiles:

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from plexrl.statemanager.layout.keys import StateSlice
-from plexrl.statemanager.layout.strided.copy import Bytes
+
+Bytes = npt.NDArray[np.uint8]
 
 
 def digest_of_slices(slices: Sequence[StateSlice], memory: Bytes) -> str:

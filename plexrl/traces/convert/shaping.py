@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from plexrl.errors import InvalidRequestError
+from plexrl.traces.formats.sorting import from_first
 from plexrl.traces.schema import TraceJob
 
 
@@ -51,16 +52,6 @@ def kept(jobs: Iterable[TraceJob], shape: Shape) -> Iterator[TraceJob]:
     if not shape.start_s:
         return large
     return (job for job in from_first(large) if job.submit_s >= shape.start_s)
-
-
-def from_first(jobs: Iterable[TraceJob]) -> Iterator[TraceJob]:
-    """The jobs on a clock that starts at the first submission."""
-    start_s: float | None = None
-    for job in jobs:
-        if start_s is None:
-            start_s = job.submit_s
-        # Sources have milliseconds at best; rounding removes float noise of the difference.
-        yield replace(job, submit_s=round(job.submit_s - start_s, 6)) if start_s else job
 
 
 def changed(jobs: Iterable[TraceJob], shape: Shape) -> Iterator[TraceJob]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, TraceError
-from plexrl.traces.convert.sorting import by_submission
 from plexrl.traces.formats import jobs, lengths, philly_log, servegen
 from plexrl.traces.formats.nearest import nearest
 from plexrl.traces.formats.records import Fields, Record, csv_records, json_records
+from plexrl.traces.formats.sorting import by_submission
 from plexrl.traces.io.cells import defaults
 from plexrl.traces.io.csv_file import Parsed
 from plexrl.traces.io.file_header import (

@@ -22,7 +22,7 @@ from plexrl.errors import (
     PlexRLError,
     from_wire,
 )
-from plexrl.process.startup import remove_socket
+from plexrl.process.children.startup import remove_socket
 from plexrl.wire.framing import read_frame, recv_frame, send_frame, write_frame
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
 from plexrl.wire.links.credentials import LOCAL, Credentials, Identity, Role

@@ -19,8 +19,8 @@ from plexrl.errors import (
     from_wire,
 )
 from plexrl.process.children.pulse import BEAT_S, Pulse
+from plexrl.process.children.startup import remove_socket
 from plexrl.process.folders.folder_watch import Finding, FolderWatch
-from plexrl.process.startup import remove_socket
 from plexrl.statemanager.protocol.address import announced
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.tickets import Claims, Role
@@ -34,11 +34,11 @@ from plexrl.worker.agent.node_conditions import (
     STATEMANAGER_UNHEALTHY,
     NodeConditions,
 )
-from plexrl.worker.agent.node_lease import CHECK_S, NodeLease, clock, machine
 from plexrl.worker.agent.node_state import NodeState
 from plexrl.worker.agent.scheduler_connection import SchedulerConnection
 from plexrl.worker.agent.state_watch import Changes
-from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
+from plexrl.worker.interface.config import AgentConfig, WorkerConfig, cores_of_gpu
+from plexrl.worker.process.node_lease import CHECK_S, NodeLease, clock, machine
 from plexrl.worker.process.process_group import LOOPBACK, interface_of
 
 LOG = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from plexrl.process.lifeline import PARENT, die_with_parent
-from plexrl.worker.config import WorkerConfig
+from plexrl.worker.interface.config import WorkerConfig
 
 STOP_GRACE_S = 2.0
 EXIT_ORPHANED = 3

@@ -10,8 +10,8 @@ from plexrl.errors import ConnectionLostError, PlexRLError, StorageError, Unavai
 from plexrl.wire.links.credentials import Credentials
 from plexrl.wire.links.standing_link import RECONNECT_S, StandingLink
 from plexrl.wire.rpc import Handler, Peer
-from plexrl.worker.agent.node_lease import NodeLease, clock
-from plexrl.worker.config import AgentConfig
+from plexrl.worker.interface.config import AgentConfig
+from plexrl.worker.process.node_lease import NodeLease, clock
 
 LOG = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from plexrl.worker.batches.logprobs import token_logprobs
 from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack, unpack_rows
 from plexrl.worker.batches.results import on_cpu
 from plexrl.worker.forward.hosted_layers import ModelMemory
+from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult
 from plexrl.worker.models import lay_out_model
-from plexrl.worker.process.backend import Backend, BackendCall, BackendResult
 from plexrl.worker.state.arena_tensors import ARENA_DTYPES
 from plexrl.worker.state.checkpoint_files import load_for, recorded_trainer_step
 from plexrl.worker.state.device import CPU, WorkerDevice

@@ -10,7 +10,7 @@ from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.storage.location import is_url
 from plexrl.storage.model_folder import model_folder
-from plexrl.worker.process.backend import Backend, BackendCall
+from plexrl.worker.interface.backend import Backend, BackendCall
 from plexrl.worker.state.device import CPU, WorkerDevice
 
 

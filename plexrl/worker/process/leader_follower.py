@@ -16,9 +16,9 @@ import msgspec
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import OperationKind
-from plexrl.worker.process.backend import Backend
-from plexrl.worker.process.command import RunCommand, RunName
-from plexrl.worker.process.server import REQUESTS_MAX, Request
+from plexrl.worker.interface.backend import Backend
+from plexrl.worker.interface.command import RunCommand, RunName
+from plexrl.worker.process.server.server import REQUESTS_MAX, Request
 from plexrl.worker.process.worker import Worker
 from plexrl.worker.rollout.engine.backend import EngineBackend
 from plexrl.worker.rollout.engine.tensor_parallel import (

@@ -12,7 +12,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from plexrl.errors import InvalidRequestError
-from plexrl.worker.config import WorkerConfig
+from plexrl.worker.interface.config import WorkerConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

@@ -24,12 +24,12 @@ from plexrl.errors import (
 from plexrl.statemanager.store.disk_space import held_error
 from plexrl.wire.operations import MUTATING, OperationKind
 from plexrl.wire.tensors import decode_body, encode_body
-from plexrl.worker.process.backend import Backend, BackendCall, BackendResult, RolloutBackend
-from plexrl.worker.process.command import RunCommand, RunName
-from plexrl.worker.process.reply_cache import Reply, ReplyCache
-from plexrl.worker.process.server import Connection, Payload, Request
-from plexrl.worker.rollout.control_requests import ControlRequests
-from plexrl.worker.rollout.token_streams import Log, RowLog, TokenLog, TokenStreams
+from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult, RolloutBackend
+from plexrl.worker.interface.command import RunCommand, RunName
+from plexrl.worker.process.server.control_requests import ControlRequests
+from plexrl.worker.process.server.reply_cache import Reply, ReplyCache
+from plexrl.worker.process.server.server import Connection, Payload, Request
+from plexrl.worker.process.server.token_streams import Log, RowLog, TokenLog, TokenStreams
 from plexrl.worker.state.state_mover import MOVES, StateMover
 
 LOG = logging.getLogger(__name__)

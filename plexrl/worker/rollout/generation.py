@@ -8,7 +8,7 @@ import numpy as np
 
 from plexrl.wire.operations import SamplingParams
 from plexrl.wire.tensors import Array, Arrays
-from plexrl.worker.process.backend import Emit
+from plexrl.worker.interface.backend import Emit
 from plexrl.worker.rollout.sampling import stream_of
 
 STOP, LENGTH, ABORT = range(3)

@@ -6,8 +6,8 @@ A worker sees one GPU only, so that is `cuda:0` in every worker; its UUID names 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from plexrl.process.children.startup import show_only_gpu
 from plexrl.process.memory.numa import work_near
-from plexrl.process.startup import show_only_gpu
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.device.cuda.arena import CudaArena

@@ -15,8 +15,8 @@ from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.checkpoint.requests import CheckpointReport, WriteCheckpoint
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.wire.operations import CheckpointParams
-from plexrl.worker.process.backend import Backend
-from plexrl.worker.process.command import RunCommand
+from plexrl.worker.interface.backend import Backend
+from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.state.checkpoint_files import pack_files
 from plexrl.worker.state.rank_agreement import on_all_ranks
 

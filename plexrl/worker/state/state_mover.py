@@ -11,8 +11,8 @@ from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.reports import LoadReport, MoveReport
 from plexrl.statemanager.protocol.messages import DeviceUse, MakeRoom
 from plexrl.wire.operations import CheckpointParams, OperationKind
-from plexrl.worker.process.backend import Backend
-from plexrl.worker.process.command import RunCommand
+from plexrl.worker.interface.backend import Backend
+from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.state.contents.replicas import ReplicaDigests
 from plexrl.worker.state.device import CPU, WorkerDevice
 from plexrl.worker.state.rank_agreement import on_all_ranks

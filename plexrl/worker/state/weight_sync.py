@@ -11,8 +11,8 @@ from plexrl.statemanager.layout.state_digest import digest_of_slices
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.transfer.transport.choice import transport_of
 from plexrl.wire.operations import SyncWeightsParams
-from plexrl.worker.process.backend import Backend, RolloutBackend
-from plexrl.worker.process.command import RunCommand, RunName
+from plexrl.worker.interface.backend import Backend, RolloutBackend
+from plexrl.worker.interface.command import RunCommand, RunName
 from plexrl.worker.state.arena_tensors import whole
 
 Plain = dict[str, Any]

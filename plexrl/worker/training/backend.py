@@ -21,7 +21,7 @@ from plexrl.worker.batches.losses import compute_loss
 from plexrl.worker.batches.packed_batches import packed_micro_batches
 from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack
 from plexrl.worker.batches.results import on_cpu
-from plexrl.worker.process.backend import Backend, BackendCall, BackendResult, SharedWeights
+from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult, SharedWeights
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.checkpoint_files import model_files, tokenizer_files
 from plexrl.worker.state.contents.finite_weights import check_finite_weights

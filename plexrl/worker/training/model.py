@@ -23,7 +23,7 @@ from plexrl.worker.state.device import CPU, WorkerDevice
 
 if TYPE_CHECKING:
     from plexrl.model.deployment_spec import DeploymentSpec
-    from plexrl.worker.process.backend import SharedWeights
+    from plexrl.worker.interface.backend import SharedWeights
 
 LossOfBatch = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 """Maps logprobs float32 `[B, L]` of a micro-batch to its share of the batch's loss, a scalar.

@@ -18,7 +18,7 @@ from plexrl.cli.simulate.tables import print_runs
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.one_run import FailedRun
 from plexrl.sim.search.sweep import run_all
-from plexrl.sim.workload.survey import surveyed
+from plexrl.sim.workload.source.survey import surveyed
 from plexrl.traces import write_jobs
 from plexrl.traces.io.files import write_whole
 from tests.sim.search.test_sweep import BASE, FewJobs

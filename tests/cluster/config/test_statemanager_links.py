@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from plexrl.cluster.config.options import ClusterOptions, PartSettings
-from plexrl.cluster.parts import NodeConfig, NodeLinks, node_parts
+from plexrl.cluster.node.parts import NodeConfig, NodeLinks, node_parts
+from plexrl.process.children.startup import parse_config
 from plexrl.process.folders.folders import Folders
-from plexrl.process.startup import parse_config
 from plexrl.wire.links.credentials import Role
-from plexrl.worker.config import AgentConfig
+from plexrl.worker.interface.config import AgentConfig
 from tests.certificates import TestAuthority
 from tests.free_ports import free_port
 

@@ -14,7 +14,7 @@ import pytest
 import plexrl
 from plexrl import errors
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
-from plexrl.cluster.parts import rollout_address
+from plexrl.cluster.node.parts import rollout_address
 from plexrl.process.folders.folders import Folders
 from plexrl.router.execution.rollout_link import RolloutLink
 from tests.cluster.tools import (

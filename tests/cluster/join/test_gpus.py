@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from plexrl.cluster.config.node_options import NodeOptions
 from plexrl.cluster.config.options import ClusterOptions, PartSettings
+from plexrl.cluster.config.ray_options import RayOptions
 from plexrl.cluster.join.tokens import VERSION
 from plexrl.cluster.node.gpus import MIB, Gpus, find_gpus, first_gpus, required_gpus
-from plexrl.cluster.node.options import NodeOptions
-from plexrl.cluster.parts import NodeConfig, node_parts, options_of_nodes
+from plexrl.cluster.node.parts import NodeConfig, node_parts, options_of_nodes
 from plexrl.cluster.ray.machine import RayMachineActor
 from plexrl.cluster.ray.node import RayNodeActor, parts_here
 from plexrl.cluster.ray.nodes import _NodeActor
-from plexrl.cluster.ray.options import RayOptions
 from plexrl.errors import CapacityError
 from plexrl.events.config import BrokerConfig
 from plexrl.process.folders.folders import Folders

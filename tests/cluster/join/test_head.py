@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import pytest
 
 import plexrl
+from plexrl.cluster.config.node_options import NodeOptions
 from plexrl.cluster.join.authority import Authority, make_request
 from plexrl.cluster.join.tokens import parse_token
 from plexrl.cluster.node.membership import Kept, NodeFolder
-from plexrl.cluster.node.options import NodeOptions
 from plexrl.cluster.node.supervisor import Entry, NodeSupervisor, join_once
 from plexrl.errors import AuthenticationError, JoinTokenError, PermissionDeniedError
 from plexrl.process.folders.folders import Folders

@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from plexrl.cluster.kubernetes.settings import fill
-from plexrl.process.startup import parse_config
+from plexrl.process.children.startup import parse_config
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.router.config import RouterConfig
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.worker.config import AgentConfig
+from plexrl.worker.interface.config import AgentConfig
 from tests.cluster.kubernetes.chart import (
     CHART,
     FULL,

@@ -7,7 +7,7 @@ import pytest
 
 from plexrl.cluster.kubernetes.workers.launcher import groups_version
 from plexrl.cluster.kubernetes.workers.pods import GROUP, PodsConfig, pod_group, worker_pod
-from plexrl.worker.config import WorkerConfig
+from plexrl.worker.interface.config import WorkerConfig
 from tests.cluster.kubernetes.api_server import Kubernetes
 from tests.cluster.kubernetes.objects import make_node, wait_for
 

@@ -14,7 +14,7 @@ import pytest
 import plexrl
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.data_dir.endpoint import Endpoint
-from plexrl.cluster.parts import NodeConfig, node_parts
+from plexrl.cluster.node.parts import NodeConfig, node_parts
 from plexrl.cluster.supervisor import HeadOf, Supervisor
 from plexrl.process.children.part import Part  # noqa: TC001
 from plexrl.process.children.processes import PartProcesses

@@ -20,7 +20,7 @@ from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.process.folders.folders import Folders
 from plexrl.worker.agent.ray.launcher import RayLauncher, RayWorker
-from plexrl.worker.config import WorkerConfig
+from plexrl.worker.interface.config import WorkerConfig
 from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,

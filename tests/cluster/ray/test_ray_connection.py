@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from plexrl.cluster.ray.options import RayOptions
+from plexrl.cluster.config.ray_options import RayOptions
 from plexrl.errors import InvalidRequestError, UnavailableError
 from plexrl.process.ray_connection import connect, none_usable, usable
 

@@ -3,7 +3,7 @@ generated, and what was learned survives `kill -9`."""
 
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
-from plexrl.rollout.ranking.ranker import PROMPTS_MIN
+from plexrl.rollout.policies.ranking.ranker import PROMPTS_MIN
 from tests.cluster.rollouts.test_asynchronous_rollouts import (
     MODEL,
     PROMPTS,

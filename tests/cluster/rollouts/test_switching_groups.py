@@ -10,7 +10,7 @@ import pytest
 
 import plexrl
 from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
-from plexrl.client.profiling.decode_profile import DecodeProfile, ProfilePoint
+from plexrl.client.data.decode_profile import DecodeProfile, ProfilePoint
 from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.errors import InvalidRequestError, LayoutError
 from tests.cluster.rollouts.test_asynchronous_rollouts import SAMPLING, prompts, reward

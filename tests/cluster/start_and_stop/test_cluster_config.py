@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import make_url
 
 from plexrl.cluster.config.options import ClusterOptions, PartSettings, check_argument
-from plexrl.cluster.parts import router_parts, scheduler_part, with_host_tier
+from plexrl.cluster.node.parts import router_parts, scheduler_part, with_host_tier
 from plexrl.errors import InvalidRequestError
 from plexrl.process.folders.folders import Folders
 from tests.small_disk import small_disk

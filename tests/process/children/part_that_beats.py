@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from plexrl.process.startup import print_ready, run_until_signal
+from plexrl.process.children.startup import print_ready, run_until_signal
 
 if __name__ == "__main__":
     config = json.loads(Path(sys.argv[2]).read_text())

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from plexrl.process.startup import print_ready
+from plexrl.process.children.startup import print_ready
 
 
 def end(config: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from plexrl.process.startup import print_ready
+from plexrl.process.children.startup import print_ready
 
 if __name__ == "__main__":
     config = json.loads(Path(sys.argv[2]).read_text())

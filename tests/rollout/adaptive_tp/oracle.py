@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from plexrl.client.profiling.decode_profile import DecodeProfile, ProfilePoint, ProfileSubject
-from plexrl.rollout.adaptive_tp.predictor import LatencyPredictor
-from plexrl.rollout.adaptive_tp.remaining import UnfinishedRow, deal
+from plexrl.client.data.decode_profile import DecodeProfile, ProfilePoint, ProfileSubject
+from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
+from plexrl.rollout.policies.adaptive_tp.remaining import UnfinishedRow, deal
 
 Rows = Sequence[UnfinishedRow]
 StepSeconds = Callable[[int, int, float], float]

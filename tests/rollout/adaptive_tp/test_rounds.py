@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.adaptive_tp.settings import AdaptiveTpSettings
-from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.messages import (
     GroupAdded,
     InstanceLost,
@@ -16,6 +14,8 @@ from plexrl.rollout.coordinator.messages import (
     TpSwitched,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.instances.cost_model import CostModel
+from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
 from tests.rollout.adaptive_tp.oracle import profile, subject

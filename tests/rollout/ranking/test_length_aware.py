@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
-from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
     Command,
@@ -26,7 +25,8 @@ from plexrl.rollout.coordinator.messages import (
     Train,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings, Routing
-from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.instances.cost_model import CostModel
+from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import (

@@ -29,7 +29,7 @@ from plexrl.wire.links.credentials import Role
 from plexrl.wire.links.frame_socket import FrameSocket
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.rpc import Handler, Peer
-from plexrl.worker.process.server import Server, WorkerName
+from plexrl.worker.process.server.server import Server, WorkerName
 from tests.certificates import TestAuthority
 from tests.small_disk import SmallDisk, small_disk
 

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis.strategies import DataObject, data, sampled_from
 
-from plexrl.router.http.server.connections import Connections, connections_possible
+from plexrl.router.server.connections import Connections, connections_possible
 
 TOTAL, OF_ADDRESS = 5, 3
 

@@ -4,7 +4,7 @@ import re
 
 import httpx
 
-from plexrl.router.dashboard.page import HEADERS, PAGE
+from plexrl.router.http.dashboard.page import HEADERS, PAGE
 from tests.router.live_router import live_router
 
 

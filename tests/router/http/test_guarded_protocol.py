@@ -10,8 +10,8 @@ import uvicorn
 import xxhash
 from uvicorn.server import ServerState
 
-from plexrl.router.http.server.connections import Connections
-from plexrl.router.http.server.guarded_protocol import LARGE_PART_BYTES, GuardedProtocol
+from plexrl.router.server.connections import Connections
+from plexrl.router.server.guarded_protocol import LARGE_PART_BYTES, GuardedProtocol
 
 Plain = dict[str, Any]
 DEADLINE_S = 60.0

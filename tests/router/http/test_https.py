@@ -16,7 +16,7 @@ import plexrl
 from plexrl import errors
 from plexrl.cli.app import app
 from plexrl.router.config import HttpsFiles
-from plexrl.router.http.server.https import server_certificate
+from plexrl.router.server.https import server_certificate
 from plexrl.wire.links.credentials import Role, TlsFiles
 from tests.certificates import TestAuthority
 from tests.router.live_router import OPERATOR_KEY, live_router

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import OverloadedError
-from plexrl.router.http.server.refused_keys import BURST, NETWORKS_MAX, QUIET_S, RATE, RefusedKeys
+from plexrl.router.server.refused_keys import BURST, NETWORKS_MAX, QUIET_S, RATE, RefusedKeys
 from tests.router.live_router import live_router
 
 

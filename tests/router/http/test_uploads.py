@@ -11,9 +11,9 @@ from plexrl.errors import PlexRLError, StorageFullError
 from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.router.blobs.store import INLINE_BYTES_MAX
 from plexrl.router.blobs.upload_admission import UploadAdmission
-from plexrl.router.http.authentication import Caller
-from plexrl.router.http.server.request_limits import BODY_KEY, LimitedBody
-from plexrl.router.http.services import RouterServices
+from plexrl.router.server.request_limits import BODY_KEY, LimitedBody
+from plexrl.router.services.authentication import Caller
+from plexrl.router.services.services import RouterServices
 from plexrl.wire.tensors import MEDIA_TYPE
 from tests.small_disk import small_disk
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from plexrl.errors import InvalidRequestError, NotFoundError, UnknownJobError
-from plexrl.router.http.authentication import Caller
 from plexrl.router.job_files.model_access import ModelAccess
+from plexrl.router.services.authentication import Caller
 
 TENANT = Caller("t", is_operator=False)
 OPERATOR = Caller("operator", is_operator=True)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from plexrl.process.folders.rotated_log import FILES, RotatedLog
-from plexrl.router.http.authentication import key_digest
+from plexrl.router.services.authentication import key_digest
 from plexrl.scheduler.accounting.tenants import key_id
 from tests.router.live_router import OPERATOR_KEY, live_router
 

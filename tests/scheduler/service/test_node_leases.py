@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from plexrl.ids import NodeId
 from plexrl.scheduler.service.connections.node_leases import DRIFT, FENCING_S, NodeLeases
-from plexrl.worker.agent.node_lease import NodeLease
+from plexrl.worker.process.node_lease import NodeLease
 from tests.examples import examples
 
 NODE = NodeId("n")

@@ -20,7 +20,7 @@ from plexrl.sim.workload.policies import SIM_POLICIES
 from plexrl.sim.engine.simulate import is_compiled, simulate
 from plexrl.sim.results.result_json import NO_SPEED
 from plexrl.sim.workload.scenario import Behaviour, Pool, Scenario
-from plexrl.sim.workload.trace_source import TraceSource
+from plexrl.sim.workload.source.trace_source import TraceSource
 
 found = {"compiled": is_compiled()}
 for name in SIM_POLICIES:

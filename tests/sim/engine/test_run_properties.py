@@ -14,10 +14,10 @@ from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim import virtual_config
-from plexrl.sim.engine.job_run import JobRun
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.engine.trace_run import RETENTION, TraceRun
 from plexrl.sim.results.result import SimResult
+from plexrl.sim.workload.job_run import JobRun
 from plexrl.sim.workload.policies import POLICY_NAMES, SIM_POLICIES, UNSHARED, sim_policy
 from plexrl.sim.workload.scenario import Behaviour, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment

@@ -10,11 +10,11 @@ import pytest
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.report import WhatIf, write_report
-from plexrl.sim.report.comparison import compare, drawn
 from plexrl.sim.report.plots.gantt import job_colours, natural
 from plexrl.sim.report.plots.style import looks
 from plexrl.sim.report.plots.what_ifs import BARS_MAX
 from plexrl.sim.report.units import duration, percent, short
+from plexrl.sim.results.comparison import compare, drawn
 from plexrl.sim.results.result import (
     Bounds,
     DistributionSummary,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from plexrl.cli.simulate.tables import baselines
-from plexrl.sim.report.comparison import compare, recovered
+from plexrl.sim.results.comparison import compare, recovered
 from plexrl.sim.results.headline import headlines, sentences
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.scenario import Scenario

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.adaptive_tp.predictor import LatencyPredictor
+from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
 from plexrl.sim.rollout.engine.gpus import A40, H100, Switching
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.models import LLAMA31_8B, Model

@@ -18,8 +18,8 @@ from plexrl.sim.search.what_if import change, changed, repriced
 from plexrl.sim.state.node_types import NODE_TYPES, node_type
 from plexrl.sim.workload.policies import SIM_POLICIES
 from plexrl.sim.workload.scenario import GIB, TIB, NodeType, Pool, Scenario
-from plexrl.sim.workload.survey import check_fits, surveyed
-from plexrl.sim.workload.trace_source import PublishedSource, TraceSource
+from plexrl.sim.workload.source.survey import check_fits, surveyed
+from plexrl.sim.workload.source.trace_source import PublishedSource, TraceSource
 from plexrl.traces import Problem, Shape, TraceJob
 from tests.sim.search.test_sweep import BASE, FewJobs
 

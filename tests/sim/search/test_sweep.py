@@ -19,7 +19,7 @@ from plexrl.sim.search.axes import axis, scenarios_along
 from plexrl.sim.search.one_run import FailedRun, Outcome, label
 from plexrl.sim.search.sweep import run_all
 from plexrl.sim.workload.scenario import Behaviour, Pool, Scenario
-from plexrl.sim.workload.trace_source import TraceSource
+from plexrl.sim.workload.source.trace_source import TraceSource
 from plexrl.traces import TraceJob, TraceSegment, read_jobs, write_jobs
 
 

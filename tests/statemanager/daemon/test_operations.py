@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 
 from plexrl.cli.app import app
 from plexrl.errors import InvalidRequestError, StaleTokenError, UnavailableError
+from plexrl.process.children.startup import load_config
 from plexrl.process.memory.tuning import tuned
-from plexrl.process.startup import load_config
 from plexrl.statemanager.bytes.fair_queue import FairQueue
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.daemon.service_manager import ServiceManager

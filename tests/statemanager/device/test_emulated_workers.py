@@ -39,9 +39,9 @@ from plexrl.wire.operations import (
     SamplingParams,
     SyncWeightsParams,
 )
-from plexrl.worker.process.backend import Backend, BackendCall
+from plexrl.worker.interface.backend import Backend, BackendCall
+from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.process.backend_factory import make_backend
-from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.device import CPU, WorkerDevice
 from plexrl.worker.state.state_mover import StateMover

@@ -10,7 +10,7 @@ import pytest
 from plexrl.errors import DeviceMemoryFullError
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import OperationKind
-from plexrl.worker.process.backend import Backend, BackendCall, BackendResult
+from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult
 from plexrl.worker.state.arena_tensors import ArenaLayout, whole_box
 from tests.statemanager.device.test_emulated_workers import ENGINE, MIB, TRAINER, Daemon, Rank
 from tests.statemanager.emulated_cuda import EmulatedCuda

@@ -14,7 +14,7 @@ from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.lora import LoraSpec
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.wire.operations import OperationKind
-from plexrl.worker.process.backend import SharedWeights
+from plexrl.worker.interface.backend import SharedWeights
 from plexrl.worker.training.backend import TrainingBackend
 from plexrl.worker.training.fsdp.model import FsdpModel
 from plexrl.worker.training.model import TrainingRank

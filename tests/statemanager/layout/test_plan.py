@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError, StateLostError
+from plexrl.statemanager.bytes.strided_copy import Copier, copy_strided
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan, make_plan
-from plexrl.statemanager.layout.strided.copy import Copier, copy_strided
 
 Tensor = npt.NDArray[np.uint8]
 """Bytes of the elements in its last dimension, so that it stands for any dtype."""

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from plexrl.errors import CorruptStateError, InvalidRequestError
 from plexrl.statemanager.bytes.mapped_files import MappedData
 from plexrl.statemanager.bytes.mapped_memory import Region
+from plexrl.statemanager.bytes.strided_copy import copy_strided
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import make_plan
 from plexrl.statemanager.layout.strided.copies import StridedCopies
-from plexrl.statemanager.layout.strided.copy import copy_strided
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.transfer.delta.codec import DeltaDecoder, Form, encode
 from plexrl.statemanager.transfer.delta.delta import changed_blocks

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import StateLostError
+from plexrl.statemanager.bytes.strided_copy import copy_strided
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
@@ -23,7 +24,6 @@ from plexrl.statemanager.layout.strided.copies import (
     StridedCopies,
     concatenated,
 )
-from plexrl.statemanager.layout.strided.copy import copy_strided
 from plexrl.statemanager.layout.versions import Manifest, VersionKind
 from plexrl.statemanager.protocol.network import NO_NETWORK
 from plexrl.statemanager.protocol.tickets import KEY_BYTES, TicketKey

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.traces import JOBS, TraceJob, describe_jobs, write_jobs
-from plexrl.traces.convert.sorting import by_submission
+from plexrl.traces.formats.sorting import by_submission
 from plexrl.traces.io.files import checked, rows
 from plexrl.traces.io.json_list import json_elements
 from plexrl.traces.io.problems import Problems

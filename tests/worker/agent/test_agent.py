@@ -10,7 +10,7 @@ from typing import Any
 
 from plexrl.wire.rpc import Peer
 from plexrl.worker.agent.agent import Agent
-from plexrl.worker.config import AgentConfig, WorkerConfig
+from plexrl.worker.interface.config import AgentConfig, WorkerConfig
 from tests.statemanager.conftest import (
     DEADLINE_S,
     Daemon,

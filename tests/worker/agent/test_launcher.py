@@ -9,7 +9,7 @@ import plexrl
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.process.lifeline import PARENT
 from plexrl.worker.agent.launcher import LocalLauncher
-from plexrl.worker.config import WorkerConfig
+from plexrl.worker.interface.config import WorkerConfig
 from tests.small_disk import small_disk
 
 TIED = (

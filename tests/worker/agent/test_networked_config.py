@@ -6,7 +6,7 @@ import pytest
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.links.credentials import TlsFiles
-from plexrl.worker.config import AgentConfig
+from plexrl.worker.interface.config import AgentConfig
 from plexrl.worker.process.process_group import interface_of
 
 TLS = TlsFiles(ca="ca", certificate="c", key="k")

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from plexrl.worker.agent.node_conditions import NodeConditions
-from plexrl.worker.config import WorkerConfig
+from plexrl.worker.interface.config import WorkerConfig
 from tests.statemanager.conftest import Daemon, StartDaemon, daemon, make_shard, start_daemon
 from tests.statemanager.test_node_agent_state import run_dir
 from tests.worker.agent.test_agent import FakeLauncher, FakeWorker, Plain, Scheduler, agent_of

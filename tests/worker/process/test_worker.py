@@ -20,9 +20,9 @@ from plexrl.statemanager.transfer.pull import PullMode
 from plexrl.wire.framing import recv_frame
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import encode_body
-from plexrl.worker.process.backend import BackendResult
-from plexrl.worker.process.command import RunCommand
-from plexrl.worker.process.server import Connection, Request
+from plexrl.worker.interface.backend import BackendResult
+from plexrl.worker.interface.command import RunCommand
+from plexrl.worker.process.server.server import Connection, Request
 from plexrl.worker.process.worker import Worker
 from plexrl.worker.rollout.engine import TorchRolloutBackend
 from plexrl.worker.state.state_mover import StateMover

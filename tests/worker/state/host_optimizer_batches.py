@@ -17,7 +17,7 @@ from plexrl.wire.operations import (
     OperationKind,
 )
 from plexrl.wire.tensors import Arrays
-from plexrl.worker.process.backend import BackendCall
+from plexrl.worker.interface.backend import BackendCall
 from plexrl.worker.training.backend import TrainingBackend
 from plexrl.worker.training.fsdp.model import FsdpModel
 from plexrl.worker.training.model import TrainingRank

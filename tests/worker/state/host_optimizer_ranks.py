@@ -13,7 +13,7 @@ from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.operations import CheckpointParams, OperationKind
-from plexrl.worker.process.command import RunCommand
+from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.state.save_checkpoint import save_checkpoint
 from plexrl.worker.training.backend import TrainingBackend
 from tests.worker.arena_memory import memory_of

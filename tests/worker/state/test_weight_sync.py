@@ -16,14 +16,14 @@ import pytest
 from plexrl.errors import StateLostError, UnavailableError
 from plexrl.statemanager.transfer.pull import PullMode
 from plexrl.wire.operations import OperationKind
-from plexrl.worker.process.backend import (
+from plexrl.worker.interface.backend import (
     BackendCall,
     BackendResult,
     Emit,
     EmitRow,
     RolloutBackend,
 )
-from plexrl.worker.process.command import RunCommand
+from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.rollout.rollout_engine import EngineStats
 from plexrl.worker.state.state_mover import StateMover
 from plexrl.worker.state.weight_sync import SplitVersionError

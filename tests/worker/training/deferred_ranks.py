@@ -18,7 +18,7 @@ from plexrl.wire.operations import (
     OperationKind,
 )
 from plexrl.wire.tensors import Arrays
-from plexrl.worker.process.backend import BackendCall, BackendResult
+from plexrl.worker.interface.backend import BackendCall, BackendResult
 from plexrl.worker.process.backend_factory import make_backend
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.training.flat_state import STEP

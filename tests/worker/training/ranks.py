@@ -32,9 +32,9 @@ from plexrl.wire.operations import (
     OperationKind,
 )
 from plexrl.wire.tensors import Array, Arrays
-from plexrl.worker.process.backend import Backend, BackendCall, BackendResult
+from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult
+from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.process.backend_factory import make_backend
-from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.arena_tensors import TORCH_DTYPES
 from plexrl.worker.state.save_checkpoint import save_checkpoint
 from tests.worker.arena_memory import memory_of

@@ -16,7 +16,7 @@ from plexrl.events.config import absolute, usable_broker
 
 if TYPE_CHECKING:
     from plexrl.cluster.config.file import ClusterFile
-    from plexrl.cluster.ray.options import RayOptions
+    from plexrl.cluster.config.ray_options import RayOptions
 
 GPUS_PER_NODE = 4
 """Default GPUs of a virtual node."""
@@ -130,7 +130,7 @@ def _network(
 
 
 def _ray(context: typer.Context, given: UpOptions, file: "ClusterFile") -> "RayOptions | None":
-    from plexrl.cluster.ray.options import RayOptions
+    from plexrl.cluster.config.ray_options import RayOptions
 
     on_ray, former = given.on_ray, file.ray
     if on_ray.ray is None and former is None:

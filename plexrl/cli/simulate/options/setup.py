@@ -34,7 +34,7 @@ from plexrl.sim.workload.scenario import (
     Scenario,
     ToolStalls,
 )
-from plexrl.sim.workload.trace_source import PublishedSource, TraceSource
+from plexrl.sim.workload.source.trace_source import PublishedSource, TraceSource
 from plexrl.traces import Shape
 
 PUBLISHED = "published"

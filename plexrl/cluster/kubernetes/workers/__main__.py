@@ -14,9 +14,9 @@ with rare_collections():
     from plexrl.cluster.kubernetes.api import connect
     from plexrl.cluster.kubernetes.workers.launcher import PodLauncher
     from plexrl.cluster.kubernetes.workers.pods import PodsConfig
-    from plexrl.process.startup import parse_config, print_ready, run_until_signal
+    from plexrl.process.children.startup import parse_config, print_ready, run_until_signal
     from plexrl.worker.agent.agent import Agent
-    from plexrl.worker.config import AgentConfig
+    from plexrl.worker.interface.config import AgentConfig
 
 
 def main() -> None:

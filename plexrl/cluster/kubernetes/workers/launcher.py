@@ -28,7 +28,7 @@ from plexrl.cluster.kubernetes.workers.pods import (
 )
 from plexrl.process.memory.tuning import tuned
 from plexrl.worker.agent.launcher import last_line
-from plexrl.worker.config import WorkerConfig
+from plexrl.worker.interface.config import WorkerConfig
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plexrl.errors import InvalidRequestError
-from plexrl.worker.config import WorkerConfig
+from plexrl.worker.interface.config import WorkerConfig
 
 Plain = dict[str, Any]
 

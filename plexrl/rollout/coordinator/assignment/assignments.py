@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 from plexrl.errors import InvalidRequestError, InvariantError
-from plexrl.rollout.coordinator.assignment.speculation import ExpectedInstance, SpeculativeState
+from plexrl.rollout.coordinator.assignment.speculation import SpeculativeState
 from plexrl.rollout.coordinator.messages import Abort, Command, Interrupt, Route, Stopped
+from plexrl.rollout.instances.expected_instance import ExpectedInstance
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     Trajectory,

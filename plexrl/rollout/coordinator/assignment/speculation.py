@@ -9,35 +9,11 @@ was taken before a command took effect. Table 1 says how commands change `P`. Tw
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.instances.expected_instance import ExpectedInstance
+from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
-
-
-@dataclass(slots=True, kw_only=True)
-class ExpectedInstance:
-    """What a snapshot of the instance must show, and the commands that it has not answered."""
-
-    kv_budget: float
-    version: int
-    gpus: int = 1
-    is_draining: bool = False
-    """It gets nothing more, and returns what it has."""
-    trajectories: int = 0
-    """Running, waiting and completed since the last pull."""
-    pulls: int = 0
-    """Pulls issued so far."""
-    pulls_unanswered: int = 0
-    is_switching: bool = False
-    """A `SwitchTp` is not answered. It changes nothing else of what a snapshot must show."""
-    coming: list[TrajectoryId] = field(default_factory=list)
-    """Routed there and not sent yet, in the order of routing; `trajectories` counts them."""
-    stops: list[dict[TrajectoryId, int]] = field(default_factory=list)
-    """Each `Interrupt` and `Abort` that is not answered, in the order of issue: its trajectories
-    that have not ended there, and `pulls` when it was issued. A trajectory is in one at most: one
-    that failed there can be routed there again, and be in a later command."""
 
 
 class SpeculativeState:

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
-from plexrl.rollout.coordinator.snapshot import InstanceLoad, InstanceSnapshot
 from plexrl.rollout.coordinator.strategies.length_aware import longest_first, make_router, sides
 from plexrl.rollout.coordinator.strategies.migration import to_migrate
 from plexrl.rollout.coordinator.strategies.routing import Candidate, Queue, route
 from plexrl.rollout.coordinator.strategies.synchronisation import to_synchronise
+from plexrl.rollout.instances.cost_model import CostModel
+from plexrl.rollout.instances.snapshot import InstanceLoad, InstanceSnapshot
 from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
 from plexrl.rollout.trajectories.server import TrajectoryServer

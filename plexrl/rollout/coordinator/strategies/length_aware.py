@@ -12,9 +12,7 @@ A prompt without an expected length, such as one of the first batch, is not long
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
-from plexrl.rollout.coordinator.snapshot import InstanceLoad
 from plexrl.rollout.coordinator.strategies.routing import (
     Candidate,
     Choice,
@@ -22,7 +20,9 @@ from plexrl.rollout.coordinator.strategies.routing import (
     Router,
     ThroughputRouter,
 )
-from plexrl.rollout.ranking.dispatch import LONG_PART, LengthSpread, divide
+from plexrl.rollout.instances.cost_model import CostModel
+from plexrl.rollout.instances.snapshot import InstanceLoad
+from plexrl.rollout.policies.ranking.dispatch import LONG_PART, LengthSpread, divide
 from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.trajectories.record import SampleGroupId, Trajectory
 from plexrl.rollout.trajectories.server import TrajectoryServer

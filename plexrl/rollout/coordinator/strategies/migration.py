@@ -12,11 +12,11 @@ returned ones anew raises the throughput by `migration_gain_min` or more, by the
 
 from collections.abc import Callable, Iterable, Sequence
 
-from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
-from plexrl.rollout.coordinator.snapshot import InstanceLoad
 from plexrl.rollout.coordinator.strategies.length_aware import Sides, make_router
 from plexrl.rollout.coordinator.strategies.routing import Candidate, Queue, route
+from plexrl.rollout.instances.cost_model import CostModel
+from plexrl.rollout.instances.snapshot import InstanceLoad
 from plexrl.rollout.staleness.buffers import Buffers
 
 Work = Callable[[InstanceLoad], tuple[list[Candidate], list[Candidate]]]

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from plexrl.rollout.coordinator.cost_model import CostModel
-from plexrl.rollout.coordinator.snapshot import InstanceLoad
+from plexrl.rollout.instances.cost_model import CostModel
+from plexrl.rollout.instances.snapshot import InstanceLoad
 from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.trajectories.record import SampleGroupId, Trajectory, TrajectoryId
 

@@ -13,11 +13,11 @@ new for it: it would stay idle until others make room, and for ever if those wer
 
 from collections.abc import Iterable, Sequence
 
-from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
-from plexrl.rollout.coordinator.snapshot import InstanceLoad
 from plexrl.rollout.coordinator.strategies.length_aware import Sides, make_router
 from plexrl.rollout.coordinator.strategies.routing import Candidate, Choice, Router, is_routable
+from plexrl.rollout.instances.cost_model import CostModel
+from plexrl.rollout.instances.snapshot import InstanceLoad
 from plexrl.rollout.staleness.buffers import Buffers
 
 

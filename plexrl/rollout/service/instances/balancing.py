@@ -28,12 +28,7 @@ from plexrl.errors import (
 )
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import InstanceLost, InstancesChosen
-from plexrl.rollout.service.cluster_calls import ClusterCalls
-from plexrl.rollout.service.instances.membership import Member
-from plexrl.rollout.service.instances.work import Instances
-from plexrl.rollout.service.journal.progress import Progress
-from plexrl.rollout.service.order import RolloutOrder
-from plexrl.rollout.streaming.elastic import (
+from plexrl.rollout.policies.streaming.elastic import (
     Bounds,
     Change,
     Decision,
@@ -42,6 +37,11 @@ from plexrl.rollout.streaming.elastic import (
     Workload,
     generation_s,
 )
+from plexrl.rollout.service.cluster_calls import ClusterCalls
+from plexrl.rollout.service.instances.membership import Member
+from plexrl.rollout.service.instances.work import Instances
+from plexrl.rollout.service.journal.progress import Progress
+from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.trajectories.record import InstanceId
 
 LOG = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from plexrl.rollout.coordinator.messages import (
     SwitchTp,
     TpSwitched,
 )
-from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.service.cluster_calls import ClusterCalls, RowRequest
 from plexrl.rollout.service.instances.work import InstanceCommand, Instances, InstanceWork
 from plexrl.rollout.service.journal.store import ABORTED, Part, RolloutStore

@@ -19,8 +19,8 @@ from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.model.layout import with_layout
 from plexrl.model.parallelism import Parallelism
-from plexrl.rollout.batching.parallelism import ParallelismPlanner
-from plexrl.rollout.batching.rounds import RoundKind
+from plexrl.rollout.policies.batching.parallelism import ParallelismPlanner
+from plexrl.rollout.policies.batching.rounds import RoundKind
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.instances.membership import Member
 from plexrl.rollout.service.journal.progress import Progress

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from plexrl.client.profiling.decode_profile import DecodeProfile, ProfileSubject
+from plexrl.client.data.decode_profile import DecodeProfile, ProfileSubject
 from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.rollout.service.cluster_calls import ClusterCalls

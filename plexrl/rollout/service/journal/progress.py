@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from plexrl.rollout.batching.rounds import RoundKind
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
@@ -23,6 +22,7 @@ from plexrl.rollout.coordinator.messages import (
     TpSwitched,
     Train,
 )
+from plexrl.rollout.policies.batching.rounds import RoundKind
 from plexrl.rollout.service.order import RolloutOrder, deployment_of
 from plexrl.rollout.trajectories.record import (
     SampleGroupId,

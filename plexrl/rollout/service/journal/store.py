@@ -28,7 +28,7 @@ import numpy as np
 from plexrl.errors import NotFoundError, StorageError
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.rollout.coordinator.messages import Event
-from plexrl.rollout.ranking.ranker import EXAMPLES_MAX, LengthExample
+from plexrl.rollout.policies.ranking.ranker import EXAMPLES_MAX, LengthExample
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
 from plexrl.wire.tensors import Array

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from plexrl.router.http.schemas import BatchRequest, ExchangeRequest, Limited, RolloutRequest
-from plexrl.router.http.services import RESPONSE_MARGIN_S, RouterServices, Services
+from plexrl.router.services.services import RESPONSE_MARGIN_S, RouterServices, Services
 from plexrl.wire.tensors import MEDIA_TYPE
 
 Plain = dict[str, Any]

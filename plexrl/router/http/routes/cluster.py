@@ -12,9 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from plexrl.errors import PlexRLError
 from plexrl.process.folders.durable_files import rename_durably
 from plexrl.process.folders.operator_key import NAME, new_api_key, stage_private
-from plexrl.router.http.authentication import key_digest
 from plexrl.router.http.schemas import TenantRequest, TenantSettings
-from plexrl.router.http.services import Services
 from plexrl.router.observe.health import SCHEDULER_TIMEOUT_S
 from plexrl.router.observe.metrics import (
     HealthCollector,
@@ -23,6 +21,8 @@ from plexrl.router.observe.metrics import (
     WaitCollector,
     metrics_text,
 )
+from plexrl.router.services.authentication import key_digest
+from plexrl.router.services.services import Services
 from plexrl.wire.parameter_checks import check_name
 
 Plain = dict[str, Any]

@@ -18,7 +18,7 @@ from plexrl.router.http.deployment_checks import (
     state_bytes,
 )
 from plexrl.router.http.schemas import CopyRequest, DeploymentRequest, ParallelismRequest
-from plexrl.router.http.services import Services
+from plexrl.router.services.services import Services
 from plexrl.storage.location import is_url
 from plexrl.storage.model_folder import model_folder
 from plexrl.wire.parameter_checks import check_name

@@ -13,7 +13,7 @@ from plexrl.errors import (
     PermissionDeniedError,
 )
 from plexrl.router.http.schemas import FinishRequest, JobRequest, Limited, MetricsRequest
-from plexrl.router.http.services import Services
+from plexrl.router.services.services import Services
 from plexrl.wire.parameter_checks import check_identifier
 
 Plain = dict[str, Any]

@@ -29,11 +29,11 @@ from plexrl.router.blobs.store import (
     Upload,
     digested_ref,
 )
-from plexrl.router.http.authentication import Caller
-from plexrl.router.http.error_responses import final_response
 from plexrl.router.http.operation_checks import CheckedOperation, check_operation, check_source
 from plexrl.router.http.schemas import Limited, StopRowsRequest
-from plexrl.router.http.services import RouterServices, Services
+from plexrl.router.services.authentication import Caller
+from plexrl.router.services.error_responses import final_response
+from plexrl.router.services.services import RouterServices, Services
 from plexrl.wire.operations import (
     CheckpointParams,
     GenerateParams,

@@ -5,8 +5,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from plexrl.router.dashboard.page import HEADERS, PAGE
-from plexrl.router.http.services import Services
+from plexrl.router.http.dashboard.page import HEADERS, PAGE
+from plexrl.router.services.services import Services
 
 Plain = dict[str, Any]
 

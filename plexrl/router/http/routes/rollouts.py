@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from plexrl.errors import LayoutError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.router.http.schemas import PauseRequest, TpRequest
-from plexrl.router.http.services import Plain, Services
+from plexrl.router.services.services import Plain, Services
 
 ROUTES = APIRouter(prefix="/v1/jobs", tags=["deployments"])
 

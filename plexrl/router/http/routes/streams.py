@@ -6,9 +6,9 @@ from typing import Literal
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import StreamingResponse
 
-from plexrl.router.http.services import Plain, RouterServices, Services
-from plexrl.router.streams.events import json_line, read_cursor, server_sent
-from plexrl.router.streams.token_reader import TokenReader
+from plexrl.router.http.streams.events import json_line, read_cursor, server_sent
+from plexrl.router.http.streams.token_reader import TokenReader
+from plexrl.router.services.services import Plain, RouterServices, Services
 
 SERVER_SENT = "text/event-stream"
 JSON_LINES = "application/x-ndjson"

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 
 from plexrl.ids import OperationId
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.sim.engine.job_run import JobRun
 from plexrl.sim.engine.shell import VirtualShell
+from plexrl.sim.workload.job_run import JobRun
 from plexrl.wire.operations import OperationKind
 
 NO_OPERATION = OperationId("")

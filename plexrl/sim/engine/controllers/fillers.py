@@ -11,10 +11,10 @@ from plexrl.errors import CapacityError, ModelDoesNotFitError
 from plexrl.ids import BlobRef, OperationId, TenantId
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.sim.engine.job_run import WEIGHTS_PART, Filler, JobRun
 from plexrl.sim.engine.shell import FOREVER_S, VirtualShell, worker_ready_events
+from plexrl.sim.engine.statemanagers import NodeStates, Refusal
 from plexrl.sim.metrics.collector import Collector, RunKind
-from plexrl.sim.state.statemanagers import NodeStates, Refusal
+from plexrl.sim.workload.job_run import WEIGHTS_PART, Filler, JobRun
 from plexrl.wire.operations import OperationKind
 
 TENANT = TenantId("preemptible")

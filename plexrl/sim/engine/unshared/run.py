@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.engine.arrival import new_run
-from plexrl.sim.engine.job_run import JobRun
 from plexrl.sim.engine.shell import virtual_config
 from plexrl.sim.engine.unshared.backfilling import RigidJob, Rule, conservative, easy
 from plexrl.sim.metrics.collector import COMPLETED, Collector
@@ -16,6 +15,7 @@ from plexrl.sim.metrics.job_rows import JobRow
 from plexrl.sim.results.result import SimResult, Speed
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.workload.cycles import CycleFactory
+from plexrl.sim.workload.job_run import JobRun
 from plexrl.sim.workload.policies import UNSHARED
 from plexrl.sim.workload.scenario import Scenario
 from plexrl.traces import TraceJob

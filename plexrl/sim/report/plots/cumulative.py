@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from plexrl.sim.report.comparison import Run
 from plexrl.sim.report.plots.figure import Key, Picture, Plot, draw
 from plexrl.sim.report.plots.style import Look
+from plexrl.sim.results.comparison import Run
 from plexrl.sim.results.result import DistributionSummary
 
 if TYPE_CHECKING:

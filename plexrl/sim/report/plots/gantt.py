@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from plexrl.sim.report.comparison import Run
 from plexrl.sim.report.plots.figure import GROUND, THEME, Key, Picture, Plot, draw, plain
 from plexrl.sim.report.plots.style import JOB_COLOURS, SWITCH_COLOUR
 from plexrl.sim.report.units import duration, time_unit
+from plexrl.sim.results.comparison import Run
 from plexrl.sim.results.result import Span
 
 if TYPE_CHECKING:

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from plexrl.sim.report.comparison import Run, sizes
 from plexrl.sim.report.plots.cumulative import line_keys
 from plexrl.sim.report.plots.figure import Picture, Plot, draw
 from plexrl.sim.report.plots.style import Look
 from plexrl.sim.report.units import time_unit
+from plexrl.sim.results.comparison import Run, sizes
 from plexrl.sim.results.result import SimResult
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plexrl.sim.report.comparison import ISOLATED, Run
+from plexrl.sim.results.comparison import ISOLATED, Run
 
 JOB_COLOURS = (
     *("#4590de", "#e69f00", "#3d9a50", "#cf6aab", "#7cc8f2", "#d55e00", "#a983d6", "#a8a13a"),

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from plexrl.sim.report.comparison import Run
 from plexrl.sim.report.plots.figure import INK, Key, Picture, Plot, draw
 from plexrl.sim.report.plots.style import Look
 from plexrl.sim.report.units import TimeUnit, percent, time_unit
+from plexrl.sim.results.comparison import Run
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.report.comparison import Run
 from plexrl.sim.report.plots.figure import INK, Key, Picture, Plot, draw, plain
 from plexrl.sim.report.plots.style import Look
 from plexrl.sim.report.units import duration, percent, short
+from plexrl.sim.results.comparison import Run
 from plexrl.sim.results.result import SimResult
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from functools import cache
 from math import inf
 
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.streaming.allocation import (
+from plexrl.rollout.policies.streaming.allocation import (
     Allocation,
     GpuKind,
     PricedAllocation,

@@ -12,7 +12,6 @@ from typing import cast
 
 from plexrl.errors import InvariantError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
-from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.messages import (
     Abort,
     BatchRequested,
@@ -33,9 +32,10 @@ from plexrl.rollout.coordinator.messages import (
     Train,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
-from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.instances.cost_model import CostModel
+from plexrl.rollout.instances.snapshot import InstanceSnapshot
+from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
-from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Segment, TrajectoryId
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import Trajectory

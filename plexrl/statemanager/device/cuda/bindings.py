@@ -8,7 +8,7 @@ from typing import Any
 from uuid import UUID
 
 from plexrl.errors import DeviceError, DeviceMemoryFullError, DeviceUnavailableError
-from plexrl.process.startup import visible_parts
+from plexrl.process.children.startup import visible_parts
 from plexrl.statemanager.device.cuda.driver import DeviceCopy, driver_error
 
 LOG = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ import xxhash
 
 from plexrl.errors import CorruptStateError
 from plexrl.statemanager.bytes.mapped_files import MappedData
+from plexrl.statemanager.bytes.strided_copy import Bytes, copy_strided
 from plexrl.statemanager.layout.strided.copies import (
     BYTES_CAST,
     StridedCopies,
@@ -14,7 +15,6 @@ from plexrl.statemanager.layout.strided.copies import (
     reversed_copies,
     unpacked,
 )
-from plexrl.statemanager.layout.strided.copy import Bytes, copy_strided
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.transfer.delta.codec import WORD_BYTES, DeltaDecoder, encode
 from plexrl.statemanager.transfer.delta.delta import batches, changed_blocks

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
 from plexrl.errors import ConnectionLostError, UnavailableError
-from plexrl.statemanager.layout.strided.copy import Copier
+from plexrl.statemanager.bytes.strided_copy import Copier
 from plexrl.statemanager.protocol.address import NIXL_SCHEME, is_remote, nearest
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.store.receiving.reader import LayoutOf, StateReader, VersionReader

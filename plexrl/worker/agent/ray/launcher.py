@@ -21,7 +21,7 @@ from plexrl.process.memory.tuning import tuned
 from plexrl.process.ray_connection import GPU
 from plexrl.worker.agent.launcher import STOP_GRACE_S, last_line
 from plexrl.worker.agent.ray.worker import RayWorkerActor
-from plexrl.worker.config import WorkerConfig
+from plexrl.worker.interface.config import WorkerConfig
 
 if TYPE_CHECKING:
     from ray import ObjectRef

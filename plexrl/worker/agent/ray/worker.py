@@ -6,7 +6,7 @@ import traceback
 from multiprocessing.connection import Connection
 
 from plexrl.process.lifeline import die_with_parent
-from plexrl.worker.config import WorkerConfig
+from plexrl.worker.interface.config import WorkerConfig
 
 EXIT_FAILED = 1
 

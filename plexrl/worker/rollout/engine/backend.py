@@ -13,8 +13,14 @@ from plexrl.model.spec import ARCHITECTURES
 from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import PROMPT_SAMPLING, OperationKind
+from plexrl.worker.interface.backend import (
+    BackendCall,
+    BackendResult,
+    Emit,
+    EmitRow,
+    RolloutBackend,
+)
 from plexrl.worker.models import LaidOutModel, device_name, lay_out_model, named_parameters
-from plexrl.worker.process.backend import BackendCall, BackendResult, Emit, EmitRow, RolloutBackend
 from plexrl.worker.rollout.engine.engine import Engine
 from plexrl.worker.rollout.engine.forward.joined_linear import arena_order
 from plexrl.worker.rollout.engine.forward.selection import cache_size, probe

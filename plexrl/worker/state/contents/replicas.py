@@ -16,7 +16,7 @@ from plexrl.statemanager.protocol.messages import (
     ListReplicated,
     ReplicatedSection,
 )
-from plexrl.worker.process.backend import Backend
+from plexrl.worker.interface.backend import Backend
 from plexrl.worker.state.arena_tensors import whole
 from plexrl.worker.state.contents.device_digest import DeviceDigests
 from plexrl.worker.state.device import WorkerDevice

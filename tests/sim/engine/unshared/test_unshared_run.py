@@ -10,7 +10,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.workload.policies import UNSHARED
 from plexrl.sim.workload.scenario import Failures, Pool, Scenario
-from plexrl.sim.workload.trace_source import PublishedSource
+from plexrl.sim.workload.source.trace_source import PublishedSource
 from plexrl.traces import Shape
 from tests.sim.engine.test_placed_rollouts import placed
 from tests.sim.engine.test_simulate import Jobs, rows

@@ -11,8 +11,8 @@ import torch
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import tiny_qwen2
 from plexrl.wire.operations import GenerateParams, OperationKind, SamplingParams
+from plexrl.worker.interface.backend import BackendCall
 from plexrl.worker.models import build_model, named_parameters
-from plexrl.worker.process.backend import BackendCall
 from plexrl.worker.rollout.engine import Engine, Generation, Segment, TorchRolloutBackend
 from plexrl.worker.state.arena_tensors import view
 from tests.worker.arena_memory import memory_of

@@ -13,8 +13,8 @@ import torch
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import ModelSpec, tiny_qwen2
 from plexrl.wire.operations import GenerateParams, OperationKind, SamplingParams
+from plexrl.worker.interface.backend import BackendCall, BackendResult, RolloutBackend
 from plexrl.worker.models import build_model, named_parameters
-from plexrl.worker.process.backend import BackendCall, BackendResult, RolloutBackend
 from plexrl.worker.rollout.vllm.installation import INSTALL
 from plexrl.worker.state.arena_tensors import view
 

@@ -11,7 +11,7 @@ import torch
 from plexrl.errors import StaleWeightsError
 from plexrl.model.lora import LoraSpec, adapter_names
 from plexrl.wire.operations import CheckpointParams, OperationKind
-from plexrl.worker.process.backend import BackendCall
+from plexrl.worker.interface.backend import BackendCall
 from plexrl.worker.state.arena_tensors import view
 from tests.worker.arena_memory import memory_of
 from tests.worker.rollout.vllm.backends import (

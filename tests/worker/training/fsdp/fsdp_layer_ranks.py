@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plexrl.model.memory.state_terms import LAYERWISE_PARAMETERS
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import ForwardBackwardParams, OperationKind
-from plexrl.worker.process.backend import BackendCall
+from plexrl.worker.interface.backend import BackendCall
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.training.backend import TrainingBackend
 from plexrl.worker.training.fsdp.model import FsdpModel

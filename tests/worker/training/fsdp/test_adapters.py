@@ -23,10 +23,10 @@ from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import AdamParams, ForwardBackwardParams, OperationKind
 from plexrl.worker.batches.losses import compute_loss
 from plexrl.worker.batches.packing import micro_batches
+from plexrl.worker.interface.backend import BackendCall
+from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.models import build_model
-from plexrl.worker.process.backend import BackendCall
 from plexrl.worker.process.backend_factory import make_backend
-from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.state_mover import StateMover
 from plexrl.worker.training.backend import TrainingBackend

@@ -9,7 +9,6 @@ The data set has as many prompts as the run trains, so that the last steps take 
 
 from collections.abc import Callable, Sequence
 
-from plexrl.rollout.batching.parallelism import ParallelismPlanner
 from plexrl.rollout.coordinator.messages import (
     Abort,
     BatchRequested,
@@ -26,6 +25,7 @@ from plexrl.rollout.coordinator.messages import (
     Route,
     Train,
 )
+from plexrl.rollout.policies.batching.parallelism import ParallelismPlanner
 from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
 from plexrl.sim.rollout.engine.rewards import Rewards
 from plexrl.sim.rollout.engine.trajectory import Trajectory

@@ -1,17 +1,17 @@
 """Synchronous rollout whose tensor-parallel size changes while a batch drains (PAT).
 
 Whether and to which size a node switches is decided by the code of a live rollout
-(`plexrl.rollout.adaptive_tp`), each time responses end. `System.ends` says where it expects them to
-end. A batch begins with the size of the setting; to return to that size costs a switch without KV
-cache.
+(`plexrl.rollout.policies.adaptive_tp`), each time responses end. `System.ends` says where it
+expects them to end. A batch begins with the size of the setting; to return to that size costs a
+switch without KV cache.
 """
 
 from collections.abc import Sequence
 
 from plexrl.errors import InvariantError
-from plexrl.rollout.adaptive_tp.predictor import LatencyPredictor
-from plexrl.rollout.adaptive_tp.projection import DecodingRow, bound, project
-from plexrl.rollout.adaptive_tp.remaining import UnfinishedRow
+from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
+from plexrl.rollout.policies.adaptive_tp.projection import DecodingRow, bound, project
+from plexrl.rollout.policies.adaptive_tp.remaining import UnfinishedRow
 from plexrl.rollout.trajectories.lengths import RECENT_MAX
 from plexrl.sim.rollout.engine.trajectory import Trajectory
 from plexrl.sim.rollout.setting import Ends, System

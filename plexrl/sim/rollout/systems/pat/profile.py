@@ -1,6 +1,6 @@
 """The profile of a simulated engine (PAT §4.2): its own latencies at the points of a profiler."""
 
-from plexrl.client.profiling.decode_profile import DecodeProfile, ProfilePoint, ProfileSubject
+from plexrl.client.data.decode_profile import DecodeProfile, ProfilePoint, ProfileSubject
 from plexrl.sim.rollout.engine.models import Model
 from plexrl.sim.rollout.setting import Setting
 

@@ -1,0 +1,1 @@
+"""What all routes use, and who calls."""

@@ -1,0 +1,132 @@
+"""API keys: who sends a request, with a cache of the scheduler's replies."""
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from plexrl.errors import AuthenticationError
+from plexrl.router.server.refused_keys import RefusedKeys
+from plexrl.scheduler.accounting.tenants import key_id
+from plexrl.wire.links.handshakes import client_network
+from plexrl.wire.rpc import Peer
+
+if TYPE_CHECKING:
+    from plexrl.router.execution.scheduler_link import SchedulerLink
+
+LOG = logging.getLogger(__name__)
+
+Plain = dict[str, Any]
+CACHE_S = 60.0
+CACHE_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The tenant, or the operator, that owns the key of a request."""
+
+    tenant: str
+    is_operator: bool
+    controller: str = ""
+    """Token of the controller that sent the request; empty: the request has none."""
+    key: str = ""
+    """Id of the key."""
+
+    @property
+    def scope(self) -> str | None:
+        """The tenant whose objects the caller may see; None sees all."""
+        return None if self.is_operator else self.tenant
+
+    @property
+    def claim(self) -> Plain:
+        """Fields of a scheduler call that identify the caller and its controller."""
+        if not self.controller:
+            return self.rights
+        return {**self.rights, "controller": self.controller}
+
+    @property
+    def rights(self) -> Plain:
+        """Like `claim` but without the controller, for calls about a job that another controller
+        may have."""
+        if self.is_operator:
+            return {"tenant": None, "as_operator": True}
+        return {"tenant": self.tenant}
+
+
+class KeyCache:
+    """Looks API keys up at the scheduler and caches the replies for `CACHE_S` seconds.
+
+    The scheduler reports each revocation; the cache is cleared then. The cache is also cleared when
+    the connection to the scheduler ends, because no report arrives until the next connection.
+    """
+
+    def __init__(self) -> None:
+        self.scheduler: SchedulerLink | None = None
+        self.refused = RefusedKeys()
+        self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
+        """By digest of the key: when the entry was made, by the monotonic clock, and the caller."""
+        self._clear_count = 0
+        """Number of clears. A reply to a request sent before the last clear may be older than a
+        revocation and is not cached."""
+
+    async def caller_of(self, authorization: str, address: str) -> Caller:
+        """Return who owns the key in an `Authorization` header from a client's address.
+
+        Raises:
+            AuthenticationError: the header has no key, or an unknown one.
+            OverloadedError: too many such requests came from the address.
+        """
+        network = client_network(address)
+        try:
+            return await self._caller_of(bearer_key(authorization), network)
+        except AuthenticationError:
+            if (text := self.refused.add(network, time.monotonic())) is not None:
+                LOG.warning("%s", text)
+            raise
+
+    async def _caller_of(self, key: str, network: str) -> Caller:
+        digest = key_digest(key)
+        entry = self._callers.get(digest)
+        if entry is not None and time.monotonic() - entry[0] < CACHE_S:
+            return entry[1]
+        self.refused.check(network, time.monotonic())
+        clear_count = self._clear_count
+        assert self.scheduler is not None
+        reply = await self.scheduler.call("authenticate", {"key_digest": digest})
+        caller = Caller(reply["tenant"], bool(reply["is_operator"]), key=key_id(digest))
+        if clear_count == self._clear_count:
+            self._callers[digest] = (time.monotonic(), caller)
+            while len(self._callers) > CACHE_MAX:
+                self._callers.popitem(last=False)
+        return caller
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        self._callers.clear()
+        self._clear_count += 1
+
+    async def on_forget(self, _: Peer, __: Plain) -> Plain:
+        """Handle the scheduler's call `forget_callers`."""
+        self.clear()
+        return {}
+
+
+def bearer_key(authorization: str) -> str:
+    """The API key in a request's `Authorization` header.
+
+    Raises:
+        AuthenticationError: the header has none.
+    """
+    scheme, _, key = authorization.partition(" ")
+    if scheme.lower() != "bearer" or not key:
+        raise AuthenticationError(
+            "the request carries no API key: send `Authorization: Bearer <key>`"
+        )
+    return key
+
+
+def key_digest(key: str) -> str:
+    """The SHA-256 digest of an API key, which is what the scheduler stores."""
+    return hashlib.sha256(key.encode()).hexdigest()

@@ -1,0 +1,174 @@
+"""The objects that all routes share, and how a route handler gets them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+
+from plexrl.errors import (
+    ConnectionLostError,
+    OverloadedError,
+    PermissionDeniedError,
+    StorageFullError,
+)
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.router.blobs.store import BlobStore, Upload
+from plexrl.router.blobs.upload_admission import UploadAdmission, timed_chunks
+from plexrl.router.execution.deployment_specs import DeploymentSpecs
+from plexrl.router.execution.engines import Engines
+from plexrl.router.execution.executor import Executor
+from plexrl.router.execution.rollout_link import RolloutLink
+from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
+from plexrl.router.job_files.metrics_log import MetricsLog
+from plexrl.router.job_files.model_access import ModelAccess
+from plexrl.router.observe.health import ClusterHealth
+from plexrl.router.observe.rollouts import RolloutViews
+from plexrl.router.server.request_limits import BODY_KEY, BodyRefusedError, LimitedBody
+from plexrl.router.services.authentication import Caller, KeyCache
+from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
+from plexrl.router.services.shutdown import Shutdown
+from plexrl.wire.tensors import MEDIA_TYPE
+
+Plain = dict[str, Any]
+RESPONSE_MARGIN_S = 30.0
+"""How much longer than the poll itself the router waits for the scheduler's reply to a poll."""
+CONTROLLER_HEADER = "plexrl-controller"
+"""Header that identifies the controller that sends a request, by a token of its own choice."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RouterServices:
+    """The shared objects of one router. They hold no state that another router would need."""
+
+    scheduler: SchedulerLink
+    executor: Executor
+    blobs: BlobStore
+    metrics: MetricsLog
+    specs: DeploymentSpecs
+    uploads: UploadAdmission
+    model_access: ModelAccess
+    checkpoint_quota: CheckpointQuota
+    keys: KeyCache
+    engines: Engines
+    rollouts: RolloutLink
+    rollout_views: RolloutViews
+    disconnects: CancelOnDisconnect
+    health: ClusterHealth
+    data_dir: Path
+    threads: ThreadPoolExecutor
+    """Runs calls that may wait for an object store."""
+    body_bytes_max: int
+    """Largest payload of an operation, in bytes."""
+    shutdown: Shutdown = field(default_factory=Shutdown)
+
+    async def caller(self, request: Request) -> Caller:
+        """Return who sent the request.
+
+        Raises:
+            AuthenticationError: the request has no key or an unknown one.
+            OverloadedError: too many such requests came from the same address.
+        """
+        address = request.client.host if request.client else ""
+        caller = await self.keys.caller_of(request.headers.get("authorization", ""), address)
+        request.state.is_operator = caller.is_operator
+        request.state.tenant, request.state.key = caller.tenant, caller.key
+        return replace(caller, controller=request.headers.get(CONTROLLER_HEADER, ""))
+
+    async def operator(self, request: Request) -> Caller:
+        """Return the caller, who must be the operator. Raises `PermissionDeniedError`."""
+        caller = await self.caller(request)
+        if not caller.is_operator:
+            raise PermissionDeniedError("this needs the operator's key")
+        return caller
+
+    async def ask(self, request: Request, method: str, **fields: Any) -> Plain:
+        """Call the scheduler with `fields` and the claim of the sender of the request. Raises as
+        `caller` and `SchedulerLink.call`."""
+        caller = await self.caller(request)
+        return await self.scheduler.call(method, {**fields, **caller.claim})
+
+    async def ask_as_operator(self, request: Request, method: str, **fields: Any) -> Plain:
+        """As `ask`; the sender must be the operator. Raises `PermissionDeniedError`."""
+        caller = await self.operator(request)
+        return await self.scheduler.call(method, {**fields, **caller.claim})
+
+    async def spec(self, deployment: str, caller: Caller) -> DeploymentSpec:
+        """Return a deployment's specification. Raises `UnknownDeploymentError`."""
+        return await self.specs.read(deployment, caller.scope)
+
+    async def operation(self, caller: Caller, operation: str, wait_s: float) -> Plain:
+        """Return the scheduler's view of an operation, once the operation is final, `wait_s`
+        seconds have passed or this router stops. Raises `UnknownOperationError`."""
+        fields = {"operation": operation, **caller.claim, "timeout_s": wait_s}
+        if wait_s > 0 and not self.shutdown.has_begun:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as wait:
+                    with self.shutdown.interrupting(wait):
+                        return await self.scheduler.call(
+                            "wait_operation", fields, timeout_s=wait_s + RESPONSE_MARGIN_S
+                        )
+        return await self.scheduler.call("wait_operation", {**fields, "timeout_s": 0.0})
+
+    async def deployment(self, caller: Caller, deployment: str) -> Plain:
+        """Return the scheduler's view of a deployment. Raises `UnknownDeploymentError`."""
+        fields = {"deployment": deployment, **caller.claim}
+        return await self.scheduler.call("get_deployment", fields)
+
+    async def check_job(self, caller: Caller, job: str) -> None:
+        """Check that the caller may see a job, which another controller may have. Raises
+        `UnknownJobError`."""
+        await self.scheduler.call("get_job", {"job": job, **caller.rights})
+
+    @asynccontextmanager
+    async def upload(self, request: Request, caller: Caller) -> AsyncIterator[Upload]:
+        """Receive the request's body; drop it when the block ends, unless it was published.
+
+        Raises:
+            PayloadTooLargeError: the body is over the limit.
+            OverloadedError: too many bytes are arriving already.
+            StorageFullError: the disk is full.
+            ConnectionLostError: the client disconnected before the end of the body.
+        """
+        body = request.scope["state"][BODY_KEY]
+        assert isinstance(body, LimitedBody)
+        if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
+            body.allow(self.body_bytes_max)
+        # A body without a declared length may be as long as the limit.
+        declared = self.body_bytes_max if body.content_length is None else body.content_length
+        try:
+            with self.uploads.admit(caller.tenant, min(declared, self.body_bytes_max)):
+                chunks = timed_chunks(body.chunks(), body.timeout_s)
+                upload = await self.blobs.receive(chunks, self.body_bytes_max)
+        except (OverloadedError, StorageFullError):
+            # A client that is still sending does not read the response.
+            await self._drain(body)
+            raise
+        try:
+            yield upload
+        finally:
+            upload.drop()
+
+    async def _drain(self, body: LimitedBody) -> None:
+        left = self.body_bytes_max
+        with suppress(ConnectionLostError, BodyRefusedError):
+            async for chunk in timed_chunks(body.chunks(), body.timeout_s):
+                left -= len(chunk)
+                if left < 0:
+                    return
+
+
+async def router_services(request: Request) -> RouterServices:
+    """Return the services of the application that serves `request`."""
+    services = request.app.state.services
+    assert isinstance(services, RouterServices)
+    return services
+
+
+Services = Annotated[RouterServices, Depends(router_services)]
+"""Type of a route handler's parameter that receives the shared services."""

@@ -1,0 +1,1 @@
+"""Jobs of a trace, read once and shared by runs."""

@@ -1,0 +1,1 @@
+"""What a worker is told, and what each backend offers."""
