@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.scheduler.accounting import profiler
-from plexrl.scheduler.accounting.profiler import ProfilerConfig
+from plexrl.scheduler.rules.settings import ProfilerConfig
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.deployment.cycles import BusySpan, Cycle

@@ -13,7 +13,7 @@ from plexrl.rollout.trajectories.record import TrajectoryId
 from plexrl.scheduler.accounting import profiler
 from tests.rollout.fleet import Fleet
 from tests.rollout.history import settings_from
-from tests.scheduler.jobs.test_profiler import BUSY_S, CONFIG, CYCLE, deployment, live
+from tests.scheduler.accounting.test_profiler import BUSY_S, CONFIG, CYCLE, deployment, live
 
 STEP_S = 5.0
 """Seconds of a decode step of the fleet, in which all samples grow by a token."""

@@ -5,7 +5,7 @@ import pytest
 from plexrl.errors import ConflictError, NotFoundError
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import events as ev
-from tests.scheduler.placement.test_relocation import cluster_of, drain, explained, with_jobs
+from tests.scheduler.recovery.test_relocation import cluster_of, drain, explained, with_jobs
 
 
 def names(core: SchedulerCore) -> list[str]:

@@ -9,7 +9,7 @@ from plexrl.errors import InvalidRequestError, LayoutError, PlexRLError, StateTi
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.commands import LaunchWorkers, ReleaseState, StopWorkers
 from tests.scheduler.fake_cluster import FakeCluster
-from tests.scheduler.placement.test_relocation import cluster_of, drain, explained, moves, with_jobs
+from tests.scheduler.recovery.test_relocation import cluster_of, drain, explained, moves, with_jobs
 
 
 def refuse(cluster: FakeCluster, kind: str, error: PlexRLError | None = None) -> None:

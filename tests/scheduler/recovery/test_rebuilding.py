@@ -16,7 +16,7 @@ from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.commands import Command, DiscardBlobs, RunOperation
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster, config
-from tests.scheduler.placement.test_relocation import cluster_of, drain, explained, with_jobs
+from tests.scheduler.recovery.test_relocation import cluster_of, drain, explained, with_jobs
 
 GONE_S = 121.0
 """Beyond `node_replace_s`."""

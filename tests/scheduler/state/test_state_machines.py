@@ -20,7 +20,7 @@ from plexrl.scheduler.state.records import Group, State
 from plexrl.wire.operations import OperationState
 from scripts.state_machines import TABLES
 from tests.scheduler.fake_cluster import FakeCluster
-from tests.scheduler.placement.test_relocation import cluster_of
+from tests.scheduler.recovery.test_relocation import cluster_of
 
 INITIAL: dict[str, StrEnum] = {
     "job": JobState.QUEUED,

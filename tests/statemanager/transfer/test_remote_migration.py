@@ -19,6 +19,13 @@ from plexrl.statemanager.client.migration import migrate
 from plexrl.statemanager.client.reports import MoveReport
 from plexrl.statemanager.protocol.messages import Fetch
 from plexrl.statemanager.protocol.tickets import Role
+from tests.statemanager.client.test_migration import (
+    NAME,
+    check_loads,
+    observer,
+    offloaded,
+    ranks_held,
+)
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -27,13 +34,6 @@ from tests.statemanager.conftest import (
     MakeShard,
     StartDaemon,
     wait_until,
-)
-from tests.statemanager.transfer.test_migration import (
-    NAME,
-    check_loads,
-    observer,
-    offloaded,
-    ranks_held,
 )
 from tests.statemanager.weight_sync import SERVING_TCP
 

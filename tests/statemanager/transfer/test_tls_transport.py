@@ -31,6 +31,7 @@ from plexrl.wire.links.credentials import Credentials, Role, TlsFiles
 from plexrl.wire.links.dial import BLOCKING_HANDSHAKES_MAX
 from tests.certificates import TestAuthority
 from tests.half_open import half_open, is_ended
+from tests.statemanager.client.test_migration import NAME, offloaded
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -39,7 +40,6 @@ from tests.statemanager.conftest import (
     MakeShard,
     StartDaemon,
 )
-from tests.statemanager.transfer.test_migration import NAME, offloaded
 from tests.statemanager.weight_sync import Rank, fsdp, tensor_parallel
 
 TIMEOUT_S = 10.0

@@ -6,7 +6,7 @@ from plexrl.errors import StateTierFullError
 from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
-from tests.scheduler.placement.test_rebuilding import refuse, train, trained
+from tests.scheduler.recovery.test_rebuilding import refuse, train, trained
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from plexrl.errors import CapacityError, ModelDoesNotFitError
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.placement.fit.feasibility import is_possible
 from plexrl.scheduler.state.messages import events as ev
-from tests.scheduler.admission.test_sharing_search import Asked, Kind, asked, cluster_of, deploy
-from tests.scheduler.admission.test_sharing_search import kinds as node_kinds
 from tests.scheduler.fake_cluster import FakeCluster
+from tests.scheduler.placement.fit.test_sharing_search import Asked, Kind, asked, cluster_of, deploy
+from tests.scheduler.placement.fit.test_sharing_search import kinds as node_kinds
 
 POLICIES = ("isolated", "pack", "spread+backfill")
 

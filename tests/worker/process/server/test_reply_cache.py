@@ -5,8 +5,8 @@ import pytest
 from plexrl.errors import ConflictError, StaleTokenError
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.interface.command import RunCommand, RunName
+from plexrl.worker.process.server import reply_cache
 from plexrl.worker.process.server.reply_cache import KEPT_MAX, Reply, ReplyCache
-from plexrl.worker.process.server.server import reply_cache
 
 
 def command(

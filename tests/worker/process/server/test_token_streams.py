@@ -8,7 +8,8 @@ import pytest
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.framing import recv_frame
-from plexrl.worker.process.server.server import Connection, token_streams
+from plexrl.worker.process.server import token_streams
+from plexrl.worker.process.server.server import Connection
 from plexrl.worker.process.server.token_streams import RowLog, TokenLog, TokenStreams
 
 
