@@ -15,7 +15,6 @@ import msgspec
 from plexrl.errors import StorageError
 from plexrl.scheduler.admission.admission_pass import AdmissionPass
 from plexrl.scheduler.admission.queues.pass_progress import PassProgress
-from plexrl.scheduler.core.snapshot_versions import from_version_1
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.rules.config import SchedulerConfig, core_settings, with_core_settings
 from plexrl.scheduler.state.messages.timers import Timer
@@ -55,11 +54,9 @@ def decode(body: bytes, config: SchedulerConfig) -> Context:
     """
     try:
         head = msgspec.msgpack.decode(body, type=_Head)
-        if head.version == 1:
-            body = from_version_1(body)
-        elif head.version != VERSION:
+        if head.version != VERSION:
             raise StorageError(
-                f"the snapshot has format {head.version}; this version reads 1 and {VERSION}: "
+                f"the snapshot has format {head.version}; this version reads {VERSION}: "
                 "use the version of PlexRL that wrote it",
                 version=head.version,
             )

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.accounting.holdings import Holdings
 from plexrl.scheduler.placement.capacity.inventory import Inventory
@@ -35,21 +33,6 @@ class Cluster:
     """Cache of predictions under these settings: a waiting deployment tries a group many times."""
 
     def __post_init__(self) -> None:
-        ended = [job for job in self.state.jobs.values() if job.state.is_final]
-        if len(ended) > len(self.state.ended):
-            # An old snapshot has no order.
-            ended.sort(key=lambda job: (job.ended_at or 0.0, job.job))
-            self.state.ended = {job.job: None for job in ended}
-        for tenant in self.state.tenants.values():
-            if tenant.key_digest:
-                # An old snapshot has one key.
-                tenant.keys, tenant.key_digest = {tenant.key_digest: 0.0}, ""
-        for deployment in self.state.deployments.values():
-            _name_incarnation(deployment)
-        _number(self.state)
-        # An old snapshot has none.
-        tokens = (group.token for group in self.state.groups.values())
-        self.state.tokens_made = max(self.state.tokens_made, *tokens, 0)
         self.holdings = Holdings(self.state)
         self.reconfigure(self.settings.config)
 
@@ -64,9 +47,6 @@ class Cluster:
         self.relocating.clear()
         self.contentions.clear()
         for deployment in self.state.deployments.values():
-            if deployment.ranks and not deployment.nodes:
-                # An old snapshot has none.
-                deployment.nodes = tuple(sorted({rank.node for rank in deployment.ranks}))
             if deployment.moves.planned is not None:
                 self.relocating[deployment.deployment] = None
             is_set_aside = self.state.job(deployment.job).is_set_aside
@@ -118,25 +98,3 @@ class Cluster:
     def relocating_in_order(self) -> list[Deployment]:
         """The deployments whose move waits, oldest first."""
         return sorted(map(self.state.deployment, self.relocating), key=lambda each: each.serial)
-
-
-def _number(state: State) -> None:
-    """Number the jobs and deployments of an old snapshot, which has no numbers: it has them in the
-    order of their creation."""
-    for serial, job in enumerate(state.jobs.values(), start=1):
-        job.serial = job.serial or serial
-    for serial, deployment in enumerate(state.deployments.values(), start=1):
-        deployment.serial = deployment.serial or serial
-    state.jobs_made = max(state.jobs_made, len(state.jobs))
-    state.deployments_made = max(state.deployments_made, len(state.deployments))
-
-
-def _name_incarnation(deployment: Deployment) -> None:
-    """Add the workers' incarnation to the runs of an old snapshot, which has none."""
-    incarnation = deployment.processes.incarnation
-    for name, command in deployment.running.items():
-        if not command.incarnation:
-            deployment.running[name] = replace(command, incarnation=incarnation)
-    moving = deployment.moving
-    if moving is not None and not moving.incarnation:
-        deployment.moving = replace(moving, incarnation=incarnation)

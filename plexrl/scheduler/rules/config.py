@@ -72,8 +72,6 @@ RANGES: dict[str, tuple[float, float]] = {
 """Minimum and maximum of every number in `SchedulerConfig`."""
 
 LATER_SETTINGS: dict[str, float | bool | None] = {
-    "tenant_live_jobs_max": None,
-    "admission_steps": None,
     "operation_overdue_s": 0.0,
     "reservations": False,
 }

@@ -11,8 +11,6 @@ class Tenant:
 
     tenant: TenantId
     is_operator: bool
-    key_digest: str = ""
-    """Only in old snapshots: the tenant's only key."""
     keys: dict[str, float] = field(default_factory=dict)
     """Digest of each valid API key, oldest first, and the time at which it was added; 0:
     unknown."""

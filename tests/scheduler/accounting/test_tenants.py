@@ -120,9 +120,9 @@ def test_a_restarted_scheduler_counts_what_it_counted(restored: bool) -> None:
         cluster.job("d")
 
 
-def test_what_was_accepted_before_there_was_a_bound_is_replayed() -> None:
-    now = config(tenant_live_jobs_max=2)
-    before = {k: v for k, v in core_settings(now).items() if k != "tenant_live_jobs_max"}
-    assert with_core_settings(now, before).tenant_live_jobs_max is None
-    assert with_core_settings(config(), core_settings(now)).tenant_live_jobs_max == 2
-    assert with_core_settings(now, {}).tenant_live_jobs_max == 2
+def test_what_was_decided_before_there_was_a_bound_is_replayed_without_it() -> None:
+    now = config(operation_overdue_s=2.0)
+    before = {k: v for k, v in core_settings(now).items() if k != "operation_overdue_s"}
+    assert with_core_settings(now, before).operation_overdue_s == 0.0
+    assert with_core_settings(config(), core_settings(now)).operation_overdue_s == 2.0
+    assert with_core_settings(now, {}).operation_overdue_s == 2.0

@@ -91,9 +91,3 @@ def overdue(deployment: DeploymentId) -> Subject:
 def profile(deployment: DeploymentId) -> Subject:
     """The subject for a deployment whose profile is awaited."""
     return Subject(TimerKind.PROFILE, deployment)
-
-
-def parse(text: str) -> Subject:
-    """The subject with that text: snapshots of version 1 hold timers as text."""
-    kind, _, name = text.partition(":")
-    return Subject(TimerKind(kind), name)
