@@ -11,7 +11,7 @@ from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
 from plexrl.scheduler.accounting.retention import forget_ended
 from plexrl.scheduler.core.cycles import cycle_over
 from plexrl.scheduler.core.placing import place_waiting
-from plexrl.scheduler.dispatch.group_step import advance
+from plexrl.scheduler.dispatch.group_step import GroupStep
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, restart
 from plexrl.scheduler.operations.deadlines.cancellation import deadline_passed
@@ -179,7 +179,7 @@ def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
         del dirty[touched]
         group = groups.get(touched)
         if group is not None and steps.begin("group", touched):
-            advance(context, group, now)
+            GroupStep(context, group, now).advance()
 
 
 def _end_cycles(context: Context, steps: _Steps, now: float) -> None:

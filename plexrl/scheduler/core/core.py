@@ -309,7 +309,7 @@ class SchedulerCore:
             await_deadline(context.effects, operation)
 
     def _operation_finished(self, event: ev.OperationFinished, now: float) -> None:
-        run_finished(self._state, self.settings, self._effects, within_limits(event), now)
+        run_finished(self._context, within_limits(event), now)
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
         operation = self._operation(event.operation)

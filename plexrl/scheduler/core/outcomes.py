@@ -12,7 +12,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import FencingToken
 from plexrl.scheduler.accounting.usage import bill_run, discard, meter_run
-from plexrl.scheduler.dispatch.group_step import end_burst, load, successor
+from plexrl.scheduler.dispatch.group_step import GroupStep, end_burst
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import (
     end_job,
@@ -62,10 +62,9 @@ _PUBLISH: Final = OperationKind.PUBLISH
 _SUSPENDS: Final = JobTrigger.OFFLOADED
 
 
-def run_finished(
-    state: State, settings: Settings, effects: Effects, event: OperationFinished, now: float
-) -> None:
+def run_finished(context: Context, event: OperationFinished, now: float) -> None:
     """Handle a completed run; a late report of another run changes nothing."""
+    state, settings, effects = context.state, context.settings, context.effects
     name = event.operation
     operation = state.operations.get(name)
     deployment = None if operation is None else _at_work(state, operation, event.token)
@@ -77,7 +76,7 @@ def run_finished(
         deployment.trainer_step = event.trainer_step
     command = deployment.running.pop(name, None)
     if command is None:
-        _move_finished(state, settings, effects, deployment, operation, event, now)
+        _move_finished(context, deployment, operation, event, now)
     elif event.unfinished_rows and operation.is_interrupted and not is_over(operation, now):
         _interrupted(state, effects, deployment, operation, event, now)
     else:
@@ -263,14 +262,13 @@ def _group_of(state: State, deployment: Deployment) -> Group:
 
 
 def _move_finished(
-    state: State,
-    settings: Settings,
-    effects: Effects,
+    context: Context,
     deployment: Deployment,
     operation: Operation,
     event: OperationFinished,
     now: float,
 ) -> None:
+    state, settings, effects = context.state, context.settings, context.effects
     deployment.moving = None
     began_at = operation.started_at if operation.started_at is not None else now
     finish(state, effects, deployment, operation, event, now)
@@ -297,7 +295,7 @@ def _move_finished(
         group_lock.count_offload(group, now - began_at)
         if deployment.kind == "train":
             change_job(state.jobs[deployment.job], _SUSPENDS)
-        _hand_over(state, settings, effects, group, deployment, now)
+        _hand_over(GroupStep(context, group, now), group, deployment)
     else:
         deployment.estimates.observe(kind, operation.tokens, event.compute_s)
         _version_made(state, settings, effects, deployment, event)
@@ -320,22 +318,15 @@ def _version_made(
         retire_log(state, settings, effects, deployment, former_seq)
 
 
-def _hand_over(
-    state: State,
-    settings: Settings,
-    effects: Effects,
-    group: Group,
-    former: Deployment,
-    now: float,
-) -> None:
+def _hand_over(step: GroupStep, group: Group, former: Deployment) -> None:
     """The former holder is offloaded: the lock goes to the incoming member, if it is still
     ready."""
-    incoming = successor(state, settings, effects, group, now)
+    incoming = step.successor()
     if incoming is None:
         group_lock.release(group)
     else:
         group_lock.hand_over(group, incoming.deployment)
-        load(state, effects, group, incoming, now, former if former.preemptible else None)
+        step.load(incoming, former if former.preemptible else None)
 
 
 def _move_called_off(
