@@ -139,7 +139,7 @@ class _Member:
     def __init__(self, number: int, resident: Resident, phase: float) -> None:
         self.load_s, self.offload_s = resident.load_s, resident.offload_s
         self.plan: _Plan | None = None
-        self.is_critical = any(each.slack_s < each.duration_s for each in resident.trace.segments)
+        self.is_critical = resident.trace.has_critical
         self.has_exclusive_slots = False
         round_trip_s = self.load_s + self.offload_s
         self.segments = _bursts(resident.trace, round_trip_s)
