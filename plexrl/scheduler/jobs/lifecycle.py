@@ -23,7 +23,7 @@ from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail, interrupt
 from plexrl.scheduler.operations.replay import drop_log, drop_past
-from plexrl.scheduler.operations.submission.queue_order import place_in_queue
+from plexrl.scheduler.operations.submission.queue_order import return_to_queue
 from plexrl.scheduler.placement.capacity.awaited_profiles import await_profile
 from plexrl.scheduler.placement.capacity.inventory import Inventory
 from plexrl.scheduler.placement.placement import release_lock, vacate
@@ -313,8 +313,7 @@ def stop(
         fail(state, context.effects, operation, early_end(operation, now), now)
     for name in reversed(interrupted):
         if name not in over:
-            place = place_in_queue(state, deployment, state.operations[name])
-            deployment.queue.insert(place, name)
+            return_to_queue(state, deployment, state.operations[name])
     if deployment.moving is not None:
         # A new move, with a new name, is made when it is needed.
         del state.operations[deployment.moving.operation]

@@ -83,7 +83,7 @@ class Metered(FakeCluster):
         """Runs that have begun while no router is there: they hold their GPUs until one comes."""
         if self.has_router:
             return []
-        found = []
+        found: list[cmd.RunOperation] = []
         for each in self.core._context.state.deployments.values():
             found += each.running.values()
             found += [each.moving] if each.moving is not None else []
