@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 import numpy as np
 
 from plexrl.ids import DeploymentId, TenantId
-from plexrl.scheduler.admission.fit.feasibility import why_impossible
+from plexrl.scheduler.admission.fit.feasibility import gang_of, why_impossible
 from plexrl.scheduler.admission.order import blocks_others
 from plexrl.scheduler.admission.queues.expected_ends import expected_end
 from plexrl.scheduler.admission.queues.gangs import why_not_yet
@@ -159,6 +159,30 @@ def blocking_heads(cluster: Cluster, now: float) -> list[BlockingView]:
             }
         )
     return found
+
+
+def kept_gpus(cluster: Cluster, now: float) -> int:
+    """Number of free GPUs that a reservation or a job that nobody may pass keeps, while a smaller
+    unit waits that needs no more GPUs than these. Quotas and memory are not looked at."""
+    state, waiting, pool = cluster.state, cluster.waiting, cluster.inventory.pool
+    if not cluster.settings.policy.backfills:
+        heads = list(waiting)
+    elif cluster.settings.config.reservations:
+        heads = list(state.reservations)
+    else:
+        heads = [DeploymentId(each["deployment"]) for each in blocking_heads(cluster, now)]
+    if not heads or not pool.free_gpus():
+        return 0
+    gangs = [gang_of(cluster, state.deployment(name)) for name in heads]
+    largest = max(sum(each.workers for each in gang) for gang in gangs)
+    types = {each.node_type: None for gang in gangs for each in gang}
+    free = pool.free_gpus() if "" in types else sum(pool.free_gpus(each) for each in types)
+    for sizes in waiting.heads:
+        wanted = sum(size.workers for size in sizes)
+        is_rival = "" in types or any(size.node_type in ("", *types) for size in sizes)
+        if wanted <= free and wanted < largest and is_rival:
+            return free
+    return 0
 
 
 def attempts(
