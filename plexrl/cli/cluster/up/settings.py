@@ -67,7 +67,7 @@ def chosen_options(
     is_virtual = topology or "nodes" in file.options
     if ray is not None and (is_virtual or given.local.nodes is not None):
         raise InvalidRequestError(
-            "--nodes, --node-types, --node-speeds and --blocks are of virtual nodes; with --ray the "
+            "--nodes, --node-types, --node-speeds and --blocks are of virtual nodes; with --ray "
             "nodes and types are Ray's, and speeds follow from the names of GPUs and types"
         )
     if ray is not None and cluster.network is not None:
