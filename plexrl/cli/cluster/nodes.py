@@ -115,9 +115,8 @@ def show_nodes(found: list[dict[str, Any]], output: Output) -> None:
         places: Cells = {"node": "node"} | {
             title: partial(_text, name) for title, name in _PLACE.items()
         }
-        if has_speeds:
-            places["speed"] = lambda each: f"{each['speed']:g}"
-        print_records("Where they are", places, found)
+        speeds: Cells = {"speed": lambda each: f"{each['speed']:g}"} if has_speeds else {}
+        print_records("Where they are", {**places, **speeds}, found)
     foreign = [row for each in found for row in each.get("foreign_memory", ())]
     if foreign and not output.as_json:
         rows: Cells = {
