@@ -27,6 +27,8 @@ WAIT_S_MAX = 1e6
 """Longest time that a thread or a socket may wait: the C library counts milliseconds in 31 bits."""
 CONNECTIONS_MAX = 1 << 20
 MEMORY_MAX = 1 << 50
+SPEED_MAX = 1e6
+"""Training speed of a node relative to others."""
 SLEEP_S_MIN = 1e-3
 """Shortest time: clocks and timers are about as exact."""
 
@@ -108,6 +110,7 @@ _PART: Final = Bounds(0, 1, is_open=True)
 _CLIP: Final = Bounds(0, 1e6)
 _ETA: Final = Bounds(1, 16)
 _PORT: Final = _count(0, 65_535)
+_SPEED: Final = Bounds(0, SPEED_MAX)
 _PRICE: Final = Bounds(0, 1e6)
 _YEARS_DAYS: Final = 36_500.0
 
@@ -274,6 +277,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "max_s": _WAIT,
     },
     "plexrl up": {
+        "node_speed": _SPEED,
         "nodes": _maybe(_count(0, 65_536)),
         "routers": _RANKS,
         "gpus_per_node": _maybe(_RANKS),
@@ -303,6 +307,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "json_bytes_max": _maybe(_count(1, 1 << 40)),
     },
     "plexrl node join": {
+        "node_speed": _SPEED,
         "gpus": _maybe(_RANKS),
         "gpu_memory_bytes": _maybe(_count(1, MEMORY_MAX)),
         "host_memory_bytes": _maybe(_count(1, MEMORY_MAX)),

@@ -83,6 +83,9 @@ class Resources:
     ] = None
     nvme: Annotated[str, typer.Option(help="Size of the NVMe tier.")] = "64GiB"
     node_type: Annotated[str, typer.Option(help="Type of the node, such as h200.")] = ""
+    node_speed: Annotated[
+        float, typer.Option(help="Training speed relative to other nodes; 0: by its GPUs and type.")
+    ] = 0.0
     block: Annotated[str, typer.Option(help="Location, such as row1/rack3.")] = ""
     pin_workers: Annotated[
         bool, typer.Option("--pin-workers", help="Bind workers to cores of their own.")
@@ -347,6 +350,7 @@ def _node_options(
         "host_memory_bytes": _size(resources.host_memory),
         "nvme_bytes": memory_size(resources.nvme),
         "node_type": resources.node_type,
+        "node_speed": resources.node_speed,
         "block": resources.block,
         "pin_workers": resources.pin_workers,
         "host": links.host,

@@ -94,6 +94,9 @@ class ClusterOptions:
     """Order of the members of a group: one of `plexrl.scheduler.dispatch.ordering.ORDERINGS`."""
     node_types: tuple[str, ...] = ()
     """Type of each node, for deployments with a node type; a single name applies to all nodes."""
+    node_speeds: tuple[float, ...] = ()
+    """Training speed of each node relative to the others; one number applies to all nodes. Absent,
+    or 0: by the names of its GPUs and its type."""
     blocks: tuple[str, ...] = ()
     """Location of each node, such as `row1/rack3`; a single name applies to all nodes."""
     host: str = "127.0.0.1"
@@ -185,11 +188,13 @@ class ClusterOptions:
             location = getattr(self, name)
             if location is not None:
                 check_location(name, location)
-        for name in ("node_types", "blocks"):
+        for speed in self.node_speeds:
+            check_numbers("plexrl up", {"node_speed": speed})
+        for name in ("node_types", "node_speeds", "blocks"):
             count = len(getattr(self, name))
             if count not in (0, 1, self.nodes):
                 raise InvalidRequestError(
-                    f"{name} has {count} names for {self.nodes} nodes: give one, or one for each"
+                    f"{name} has {count} entries for {self.nodes} nodes: give one, or one for each"
                 )
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(HTTP):
             raise InvalidRequestError(

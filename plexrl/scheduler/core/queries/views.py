@@ -34,6 +34,7 @@ from plexrl.scheduler.jobs.tenants import key_id, live_jobs_bound
 from plexrl.scheduler.jobs.usage import used_gpu_seconds
 from plexrl.scheduler.operations.failures import failure_view, halting_failure, job_failure
 from plexrl.scheduler.operations.holding import foreign_memory_view, held_view
+from plexrl.scheduler.placement.capacity.node_pool import speed_of
 from plexrl.scheduler.placement.contention.service_level import bound_of, waiting_bound
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
@@ -195,6 +196,7 @@ def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> N
         "host_memory_bytes": node.host_memory_bytes,
         "nvme_bytes": node.nvme_bytes,
         "node_type": node.node_type,
+        "speed": speed_of(node),
         "block": node.block,
         "fabric": node.fabric,
         "is_draining": node.is_draining,
