@@ -3,7 +3,7 @@
 `LIMITS` is the one table. The SDK checks an option by it before anything is sent, a command before
 it does anything, and the router again, because it trusts no client. A bound is the last value whose
 arithmetic works: float32 for what models compute with, 32 bits for counts of engines, 64 bits for
-bytes. Numbers of configuration files that are no option are bounded beside their settings.
+bytes. Most numbers of configuration files that are no option are bounded beside their settings.
 """
 
 import math
@@ -272,6 +272,11 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "factor": Bounds(1, 1e6),
         "min_s": _WAIT,
         "max_s": _WAIT,
+    },
+    # A setting of the routers. An hour after the last wrong key, a network may send one again.
+    "router": {
+        "refused_keys_burst": _count(1, 1_000_000),
+        "refused_keys_per_s": Bounds(1 / 3600, 1e6),
     },
     "plexrl up": {
         "nodes": _maybe(_count(0, 65_536)),
