@@ -86,6 +86,7 @@ def test_helm_finds_no_fault_in_the_chart() -> None:
         ({"scheduler": {"replicas": 2}}, "/journal/type"),
         ({"journal": {"type": "postgresql"}}, "/journal/postgresql/secretName"),
         ({"router": {"replicas": 2}}, "/data"),
+        ({"router": {"modelRoots": ["models"]}}, "/router/modelRoots/0"),
         ({"router": {"ingress": {"enabled": True}}}, "/router/ingress/hosts"),
         ({"nodePools": [{"gpus": 1}]}, "name"),
         ({"nodePools": [{"name": "a", "gpu": 1}]}, "gpu"),
@@ -124,7 +125,8 @@ def test_settings_are_those_that_the_processes_read(name: str, tmp_path: Path) -
     scheduler = settings("demo-plexrl-scheduler", "scheduler.json")
     router = settings("demo-plexrl-router", "router.json")
     parse_config(json.dumps(scheduler), SchedulerConfig, name)
-    parse_config(json.dumps(router), RouterConfig, name)
+    given = parse_config(json.dumps(router), RouterConfig, name)
+    assert given.model_roots == tuple(VALUES[name].get("router", {}).get("modelRoots", ()))
     if "demo-plexrl-rollout" in maps:
         rollout = settings("demo-plexrl-rollout", "rollout.json")
         parse_config(json.dumps(rollout), RolloutConfig, name)
