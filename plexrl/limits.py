@@ -74,8 +74,18 @@ class Bounds:
     def __str__(self) -> str:
         noun = "a whole number" if self.is_whole else "a number"
         zero = "0, or " if self.may_be_zero else ""
-        most = f"below {_text(self.most)}" if self.is_open else f"at most {_text(self.most)}"
-        return f"{zero}{noun}, at least {_text(self.least)} and {most}"
+        most = f"below {self.most_text}" if self.is_open else f"at most {self.most_text}"
+        return f"{zero}{noun}, at least {self.least_text} and {most}"
+
+    @property
+    def least_text(self) -> str:
+        """The lower bound as text."""
+        return _text(self.least)
+
+    @property
+    def most_text(self) -> str:
+        """The upper bound as text."""
+        return _text(self.most)
 
 
 def _text(number: float) -> str:
