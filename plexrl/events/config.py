@@ -7,13 +7,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from plexrl.errors import InvalidRequestError
+from plexrl.process.secret_arguments import exposed
 
 PORTS = {"mqtt": 1883, "mqtts": 8883}
 """Schemes, and their ports. `mqtts` is TLS."""
 PREFIX = "plexrl"
 PASSWORD_VARIABLE = "PLEXRL_MQTT_PASSWORD"
-"""Environment variable with the password. All users of a machine can read the arguments of
-processes, but only the own user can read a process's environment."""
+"""Environment variable with the password."""
 FORMS = "write mqtt://HOST[:PORT][/PREFIX] or mqtts://[USER@]HOST[:PORT][/PREFIX]"
 
 
@@ -87,10 +87,9 @@ class BrokerConfig:
         except ValueError as error:
             raise InvalidRequestError(f"the event broker's URL: {error}; {FORMS}") from error
         if parts.password is not None:
-            # The URL is not repeated: the message may go to a log.
-            raise InvalidRequestError(
-                "the event broker's URL holds a password, which others may read in the list of "
-                f"processes: give it in {PASSWORD_VARIABLE} or in a password file"
+            raise exposed(
+                "the event broker's URL holds a password",
+                f"give it in {PASSWORD_VARIABLE} or in a password file",
             )
         if parts.scheme not in PORTS or not parts.hostname or port == 0:
             raise InvalidRequestError(f"the event broker's URL is {self.url!r}: {FORMS}")

@@ -332,9 +332,8 @@ def test_a_node_without_logs_is_reported(
         assert job.logs() == []
         assert "no logs from node n7: it is silent" in caplog.text
         assert [each["node"] for each in job.read_logs()["failed"]] == ["n7"]
-    found = CliRunner().invoke(
-        app, ["logs", "j", "--url", router.url, "--api-key", "key", "--json"]
-    )
+    where = {"PLEXRL_URL": router.url, "PLEXRL_API_KEY": "key"}
+    found = CliRunner().invoke(app, ["logs", "j", "--json"], env=where)
     assert found.stdout == "[]\n"
     assert "n7: it is silent" in found.stderr
 
@@ -418,8 +417,9 @@ def test_an_example_shows_a_refusal_as_one_line(example: str) -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_reported(router: FakeRouter, tmp_path: Path) -> None:
-    where = ["--url", router.url, "--api-key", "key"]
-    result = CliRunner().invoke(app, ["trace", "--out", str(tmp_path / "no" / "x.json"), *where])
+    where = {"PLEXRL_URL": router.url, "PLEXRL_API_KEY": "key"}
+    words = ["trace", "--out", str(tmp_path / "no" / "x.json")]
+    result = CliRunner().invoke(app, words, env=where)
     assert isinstance(result.exception, errors.StorageError), result.output
 
 

@@ -318,3 +318,10 @@ def test_an_installation_with_own_keys_gets_none_of_the_chart(tmp_path: Path) ->
         if "secret" in volume
     }
     assert secrets == {"own-keys", "own-authority"}
+
+
+def test_workers_as_pods_get_credentials_from_the_secret_alone(tmp_path: Path) -> None:
+    maps = of_kind(render(FULL, tmp_path), "ConfigMap")
+    node = json.loads(maps["demo-plexrl-node-cpu"]["data"]["node.json"])
+    (worker,) = node["pods"]["template"]["containers"]
+    assert worker["envFrom"] == [{"secretRef": {"name": "s3"}}]
