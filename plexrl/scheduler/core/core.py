@@ -460,6 +460,14 @@ class SchedulerCore:
             if not each.alive and each.lost_at is not None and not each.is_draining
         ]
 
+    def expected_nodes(self, now: float) -> list[NodeId]:
+        """The nodes that are connected, or may be back before their work is placed elsewhere."""
+        patience_s = self.settings.config.node_replace_s
+        nodes = self._state.nodes.values()
+        return [
+            each.node for each in nodes if each.lost_at is None or now < each.lost_at + patience_s
+        ]
+
     def foreign_memory(self) -> list[ForeignMemoryView]:
         """Memory of GPUs for which work waits, and which processes hold that are no workers."""
         return foreign_memory_view(self._state, self._state.deployments)
