@@ -1,13 +1,16 @@
 """Configuration of the connection to an MQTT broker."""
 
-import ssl
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from plexrl.errors import InvalidRequestError
 from plexrl.process.secret_arguments import exposed
+
+if TYPE_CHECKING:
+    import ssl
 
 PORTS = {"mqtt": 1883, "mqtts": 8883}
 """Schemes, and their ports. `mqtts` is TLS."""
@@ -139,7 +142,7 @@ class BrokerConfig:
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequestError(f"the event broker's password file: {error}") from error
 
-    def tls_context(self) -> ssl.SSLContext | None:
+    def tls_context(self) -> "ssl.SSLContext | None":
         """TLS 1.2 or newer, with the certificates of the files; None without TLS.
 
         Raises:
@@ -147,6 +150,9 @@ class BrokerConfig:
         """
         if not self.is_tls:
             return None
+        # The command line imports this module for its options, and does not connect.
+        import ssl
+
         try:
             context = ssl.create_default_context(cafile=self.ca or None)
             if self.certificate:
