@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from plexrl.errors import InvalidRequestError
-from plexrl.process.secret_arguments import exposed
+from plexrl.secret_arguments import exposed
 
 if TYPE_CHECKING:
     import ssl

@@ -12,7 +12,7 @@ from plexrl.cli.app import app
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.errors import InvalidRequestError
 from plexrl.events.config import BrokerConfig
-from plexrl.process.secret_arguments import check_url
+from plexrl.secret_arguments import check_url
 from tests.router.live_router import OPERATOR_KEY, LiveRouter, live_router
 from tests.test_limits import commands
 

@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from plexrl.cli.terminal.option_groups import option_name
-from plexrl.process.secret_arguments import check_url, exposed, read_secret
+from plexrl.secret_arguments import check_url, exposed, read_secret
 
 
 def secret_option(variable: str) -> Any:

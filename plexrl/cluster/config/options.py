@@ -11,9 +11,9 @@ from plexrl.errors import InvalidRequestError
 from plexrl.events.config import BrokerConfig
 from plexrl.limits import check_numbers
 from plexrl.process.children.pulse import STUCK_S, check_stuck_s
-from plexrl.process.secret_arguments import check_url, exposed
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import POLICIES
+from plexrl.secret_arguments import check_url, exposed
 from plexrl.storage.location import check_location
 from plexrl.wire.links.address import host_port
 

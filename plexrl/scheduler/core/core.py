@@ -37,10 +37,12 @@ from plexrl.scheduler.core.queries.views import (
     cluster_view,
     deployment_view,
     ended_since,
+    expected_nodes,
     group_view,
     job_view,
     list_jobs,
     live_workers,
+    lost_nodes,
     node_view,
     operation_log,
     operation_view,
@@ -453,20 +455,11 @@ class SchedulerCore:
 
     def lost_nodes(self) -> list[tuple[NodeId, float]]:
         """The nodes whose agents were lost, and when; without those that drain."""
-        nodes = self._state.nodes.values()
-        return [
-            (each.node, each.lost_at)
-            for each in nodes
-            if not each.alive and each.lost_at is not None and not each.is_draining
-        ]
+        return lost_nodes(self._state)
 
     def expected_nodes(self, now: float) -> list[NodeId]:
         """The nodes that are connected, or may be back before their work is placed elsewhere."""
-        patience_s = self.settings.config.node_replace_s
-        nodes = self._state.nodes.values()
-        return [
-            each.node for each in nodes if each.lost_at is None or now < each.lost_at + patience_s
-        ]
+        return expected_nodes(self._state, self.settings, now)
 
     def foreign_memory(self) -> list[ForeignMemoryView]:
         """Memory of GPUs for which work waits, and which processes hold that are no workers."""
