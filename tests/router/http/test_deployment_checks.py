@@ -334,6 +334,7 @@ def test_a_deployment_that_does_not_fit_is_told_the_longest_rows_that_would(
         assert "no smaller one makes it fit" in found.message
         assert need(2) > memory
     else:
+        assert isinstance(fitting, int)
         assert f"with {fitting} or less it fits" in found.message
         assert need(fitting) <= memory < need(fitting + 1)
 
