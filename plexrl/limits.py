@@ -3,7 +3,7 @@
 `LIMITS` is the one table. The SDK checks an option by it before anything is sent, a command before
 it does anything, and the router again, because it trusts no client. A bound is the last value whose
 arithmetic works: float32 for what models compute with, 32 bits for counts of engines, 64 bits for
-bytes. Numbers of configuration files that are no option are bounded beside their settings.
+bytes. Most numbers of configuration files that are no option are bounded beside their settings.
 """
 
 import math
@@ -76,8 +76,18 @@ class Bounds:
     def __str__(self) -> str:
         noun = "a whole number" if self.is_whole else "a number"
         zero = "0, or " if self.may_be_zero else ""
-        most = f"below {_text(self.most)}" if self.is_open else f"at most {_text(self.most)}"
-        return f"{zero}{noun}, at least {_text(self.least)} and {most}"
+        most = f"below {self.most_text}" if self.is_open else f"at most {self.most_text}"
+        return f"{zero}{noun}, at least {self.least_text} and {most}"
+
+    @property
+    def least_text(self) -> str:
+        """The lower bound as text."""
+        return _text(self.least)
+
+    @property
+    def most_text(self) -> str:
+        """The upper bound as text."""
+        return _text(self.most)
 
 
 def _text(number: float) -> str:
@@ -275,6 +285,11 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "factor": Bounds(1, 1e6),
         "min_s": _WAIT,
         "max_s": _WAIT,
+    },
+    # A setting of the routers. An hour after the last wrong key, a network may send one again.
+    "router": {
+        "refused_keys_burst": _count(1, 1_000_000),
+        "refused_keys_per_s": Bounds(1 / 3600, 1e6),
     },
     "plexrl up": {
         "node_speed": _SPEED,

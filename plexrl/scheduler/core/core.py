@@ -37,10 +37,12 @@ from plexrl.scheduler.core.queries.views import (
     cluster_view,
     deployment_view,
     ended_since,
+    expected_nodes,
     group_view,
     job_view,
     list_jobs,
     live_workers,
+    lost_nodes,
     node_view,
     operation_log,
     operation_view,
@@ -457,11 +459,11 @@ class SchedulerCore:
 
     def lost_nodes(self) -> list[tuple[NodeId, float]]:
         """The nodes whose agents were lost, and when; without those that drain."""
-        return [
-            (each.node, each.lost_at)
-            for each in self._state.nodes.values()
-            if not each.alive and each.lost_at is not None and not each.is_draining
-        ]
+        return lost_nodes(self._state)
+
+    def expected_nodes(self, now: float) -> list[NodeId]:
+        """The nodes that are connected, or may be back before their work is placed elsewhere."""
+        return expected_nodes(self._state, self.settings, now)
 
     def foreign_memory(self) -> list[ForeignMemoryView]:
         """Memory of GPUs for which work waits, and which processes hold that are no workers."""

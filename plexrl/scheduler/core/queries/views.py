@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable
 
 import msgspec
 
-from plexrl.ids import BlobRef, DeploymentId, OperationId, TenantId
+from plexrl.ids import BlobRef, DeploymentId, NodeId, OperationId, TenantId
 from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.feasibility import count_impossible
 from plexrl.scheduler.admission.quotas import limits_of
@@ -211,6 +211,22 @@ def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> N
         found = foreign_memory_view(cluster.state, names)
         view["foreign_memory"] = [each for each in found if each["node"] == node.node]
     return view
+
+
+def lost_nodes(state: State) -> list[tuple[NodeId, float]]:
+    """The nodes whose agents were lost, and when; without those that drain."""
+    return [
+        (each.node, each.lost_at)
+        for each in state.nodes.values()
+        if not each.alive and each.lost_at is not None and not each.is_draining
+    ]
+
+
+def expected_nodes(state: State, settings: Settings, now: float) -> list[NodeId]:
+    """The nodes that are connected, or may be back before their work is placed elsewhere."""
+    patience_s = settings.config.node_replace_s
+    nodes = state.nodes.values()
+    return [each.node for each in nodes if each.lost_at is None or now < each.lost_at + patience_s]
 
 
 def operation_log(
