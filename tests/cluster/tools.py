@@ -1,7 +1,5 @@
 """Shared actions on and observations of a live cluster."""
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,20 +39,24 @@ def process_of(embedded: EmbeddedCluster, module: str) -> psutil.Process:
     return found[0]
 
 
-def kill_worker(
-    deployment: plexrl.TrainDeployment | plexrl.RolloutDeployment | plexrl.ReferenceDeployment,
-    rank: int,
-) -> None:
-    """`kill -9` the process of one rank: the one that listens on its socket."""
+AnyDeployment = plexrl.TrainDeployment | plexrl.RolloutDeployment | plexrl.ReferenceDeployment
+
+
+def rank_process(deployment: AnyDeployment, rank: int) -> psutil.Process:
+    """The process of one rank: the one that listens on its socket."""
     address = deployment.status()["ranks"][rank]["address"].removeprefix("unix:")
     for process in psutil.process_iter():
         try:
-            if any(c.laddr == address for c in process.net_connections(kind="unix")):
-                os.kill(process.pid, signal.SIGKILL)
-                return
+            if any(each.laddr == address for each in process.net_connections(kind="unix")):
+                return process
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     raise AssertionError(f"nobody listens on {address}")
+
+
+def kill_worker(deployment: AnyDeployment, rank: int) -> None:
+    """`kill -9` the process of one rank."""
+    rank_process(deployment, rank).kill()
 
 
 def some_batch(seed: int, rows: int = 12) -> plexrl.Batch:

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
 import plexrl
@@ -21,10 +21,14 @@ from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,
     process_of,
+    rank_process,
     train,
     wait_until,
     weights_after,
 )
+
+if TYPE_CHECKING:
+    import psutil
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
 STUCK_S = 6.0
@@ -44,18 +48,6 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedClus
 @pytest.fixture(scope="module")
 def undisturbed(impatient: EmbeddedCluster) -> bytes:
     return weights_after(impatient, MODEL, STEPS)
-
-
-def rank_process(actor: plexrl.TrainDeployment, rank: int) -> psutil.Process:
-    """The process of one rank: the one that listens on its socket."""
-    address = actor.status()["ranks"][rank]["address"].removeprefix("unix:")
-    for process in psutil.process_iter():
-        try:
-            if any(each.laddr == address for each in process.net_connections(kind="unix")):
-                return process
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    raise AssertionError(f"nobody listens on {address}")
 
 
 def is_named(cluster: plexrl.Cluster, text: str) -> bool:
