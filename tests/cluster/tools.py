@@ -14,9 +14,9 @@ VOCABULARY = "0123456789sr="
 DEADLINE_S = 60.0
 
 
-def wait_until(what: Callable[[], bool], message: str) -> None:
-    """Poll until `what` holds; fails after the deadline."""
-    deadline = time.monotonic() + DEADLINE_S
+def wait_until(what: Callable[[], bool], message: str, limit_s: float = DEADLINE_S) -> None:
+    """Poll until `what` holds; fails after `limit_s`."""
+    deadline = time.monotonic() + limit_s
     while not what():
         assert time.monotonic() < deadline, message
         time.sleep(0.02)

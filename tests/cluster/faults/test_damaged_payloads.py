@@ -5,11 +5,15 @@ import logging
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
+import httpx
 import pytest
 
 import plexrl
 from plexrl import errors
+from plexrl.client.calls import requests
 from plexrl.cluster.embedded.start import EmbeddedCluster
 from tests.cluster.tools import (
     VOCABULARY,
@@ -123,3 +127,68 @@ def test_a_damaged_result_fails_its_reader_only(
         train(actor, STEPS - 1).result()
         assert checkpoint_weights(actor) == undisturbed
         assert actor.status()["incarnation"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sender", ["an earlier controller", "plain HTTP"])
+def test_a_payload_that_nobody_sends_again_fails_its_operation_and_nothing_else(
+    embedded: EmbeddedCluster, undisturbed: bytes, sender: str
+) -> None:
+    with plexrl.connect(embedded.url, embedded.api_key) as cluster:
+        job = cluster.create_job("alone", controller_timeout_s=15.0)
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        train(actor, 0).result()
+        stopped = rank_process(actor, 1)
+        stopped.suspend()
+        train(actor, 1)
+        if sender == "plain HTTP":
+            lost = submit_over_http(embedded, actor)
+        else:
+            lost = actor.forward_backward(some_batch(2), plexrl.losses.grpo()).operation
+            # The new controller has none of the batches that the earlier one sent.
+            job = cluster.attach_job(job.job, keep_gradients=True)
+            actor = job.train_deployment("actor", MODEL, workers=2)
+        damaged = damage(embedded, lost.rpartition(":")[2], "in")
+        stopped.resume()
+        assert len(damaged) == 1
+        error = failure_of(embedded, lost)
+        assert error["code"] == errors.PayloadLostError.code
+        assert "submit its batch again" in error["message"]
+        actor.recover()
+        train(actor, 2).result()
+        train(actor, 3).result()
+        with job:
+            assert checkpoint_weights(actor) == undisturbed
+            assert actor.status()["incarnation"] == 1, "the damage cost workers"
+
+
+def submit_over_http(embedded: EmbeddedCluster, actor: plexrl.TrainDeployment) -> str:
+    """Submit the batch of step 2 as a program without the SDK does; returns its operation."""
+    call = requests.forward_backward(
+        actor.deployment, some_batch(2), plexrl.losses.grpo(), 16_384
+    ).call
+    reply = httpx.post(
+        f"{embedded.url}{call.path}",
+        params=call.query,
+        content=call.content,
+        headers={
+            "Authorization": f"Bearer {embedded.api_key}",
+            "Content-Type": call.content_type,
+        },
+    )
+    assert reply.status_code == httpx.codes.ACCEPTED, reply.text
+    return str(reply.json()["operation"])
+
+
+def failure_of(embedded: EmbeddedCluster, operation: str) -> dict[str, Any]:
+    """The error of an operation, once it has failed."""
+    url = f"{embedded.url}/v1/operations/{quote(operation, safe='')}"
+    replies: list[httpx.Response] = []
+
+    def has_ended() -> bool:
+        headers = {"Authorization": f"Bearer {embedded.api_key}"}
+        replies.append(httpx.get(url, params={"wait_s": 20}, headers=headers, timeout=60))
+        return replies[-1].status_code != httpx.codes.ACCEPTED
+
+    wait_until(has_ended, "it does not fail", LIMIT_S)
+    return dict(replies[-1].json()["error"])
