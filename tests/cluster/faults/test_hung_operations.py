@@ -25,6 +25,7 @@ STEPS = 4
 OVERDUE_S = 5.0
 CODE = "operation_overdue"
 CONFIG = f"""
+[cluster]
 part_stuck_s = 0
 
 [scheduler]
