@@ -191,7 +191,7 @@ def submit_over_http(embedded: EmbeddedCluster, actor: plexrl.TrainDeployment) -
         content=call.content,
         headers={
             "Authorization": f"Bearer {embedded.api_key}",
-            "Content-Type": call.content_type,
+            "Content-Type": str(call.content_type),
         },
     )
     assert reply.status_code == httpx.codes.ACCEPTED, reply.text

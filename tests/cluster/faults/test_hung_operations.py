@@ -109,4 +109,4 @@ def _conditions(cluster: plexrl.Cluster) -> list[dict[str, Any]]:
 
 
 def _is_there(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
