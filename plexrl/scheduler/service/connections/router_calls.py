@@ -284,7 +284,12 @@ class RouterCalls:
                 for link in links
             ]
         found: list[Plain] = []
-        failed: dict[str, str] = {}
+        # What only these know is unknown, not absent: an agent may be about to return.
+        failed = {
+            str(each["node"]): "its agent is not connected"
+            for each in self._core.list_nodes()
+            if not each["is_draining"] and each["node"] not in {link.node for link in links}
+        }
         for node, task in asked:
             answer = task.result()
             if isinstance(answer, PlexRLError):
