@@ -201,11 +201,8 @@ class SchedulerCore:
     @classmethod
     def restore(cls, config: SchedulerConfig, body: bytes) -> "SchedulerCore":
         """The core that wrote the snapshot `body`: its decisions are the same. Its settings are
-        those of the snapshot, until the next `SchedulerStarted`.
-
-        Raises:
-            StorageError: another version of PlexRL wrote it.
-        """
+        those of the snapshot, until the next `SchedulerStarted`. Raises `StorageError`: another
+        version of PlexRL wrote it."""
         core = cls(config)
         core._begin(decode(body, config))
         return core

@@ -31,7 +31,11 @@ from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.holding import delay, hold, is_held, requeue
 from plexrl.scheduler.operations.operations import complete, fail, finish
 from plexrl.scheduler.operations.replay import retire_log
-from plexrl.scheduler.operations.submission.lost_payloads import draw_again, is_awaited
+from plexrl.scheduler.operations.submission.lost_payloads import (
+    draw_again,
+    is_awaited,
+    may_have_run,
+)
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, publish_first, republish
 from plexrl.scheduler.placement.relocation import cancel_move
 from plexrl.scheduler.state import group_lock
@@ -144,6 +148,9 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         _move_failed(context, deployment, operation, error, now, is_intact=event.state_intact)
         return
     command = deployment.running[event.operation]
+    if isinstance(error, PayloadLostError) and may_have_run(state, deployment, command):
+        restart(context, deployment, error.message, now, counts=False)
+        return
     if command.replay:
         if republish(context.state, context.settings, effects, deployment, operation, error, now):
             effects.touch(deployment.group)
