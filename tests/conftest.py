@@ -13,9 +13,9 @@ import pytest
 from hypothesis import settings
 
 from plexrl.process.garbage_collection import rare_collections
-from tests.lost_workers import pytest_xdist_make_scheduler
+from tests.lost_workers import pytest_runtest_setup, pytest_xdist_make_scheduler
 
-__all__ = ["pytest_xdist_make_scheduler"]
+__all__ = ["pytest_runtest_setup", "pytest_xdist_make_scheduler"]
 
 # How long an example takes says nothing on a machine that others use too.
 settings.register_profile("plexrl", deadline=None, print_blob=True)

@@ -6,14 +6,20 @@ process again, in process after process. And a process begins a test when it has
 gets a single one that is left of a file, it waits, and the run stays at 99 % for ever.
 """
 
+import faulthandler
 from typing import TYPE_CHECKING
 
+import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from xdist.scheduler import LoadFileScheduling, Scheduling
 
 if TYPE_CHECKING:
-    import pytest
     from xdist.remote import Producer
     from xdist.workermanage import WorkerController
+
+
+HANGING_S = 60.0
+"""Time after a test's own timeout in which Python may still end it."""
 
 
 class LoadFileOnce(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist ships no types
@@ -49,6 +55,21 @@ class LoadFileOnce(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist sh
             node.shutdown()
 
 
-def pytest_xdist_make_scheduler(config: "pytest.Config", log: "Producer") -> Scheduling | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> Scheduling | None:
     """A hook of pytest-xdist. None: its own scheduler."""
     return LoadFileOnce(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test with a longer `timeout` of its own may take that long before its process is ended."""
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(item.config.getini("faulthandler_timeout"))
+    if marker is None or not marker.args or not limit_s or marker.args[0] <= limit_s:
+        return
+    # In place of the timer that pytest has set for all tests alike.
+    faulthandler.dump_traceback_later(
+        marker.args[0] + HANGING_S,
+        file=item.config.stash[fault_handler_stderr_fd_key],
+        exit=bool(item.config.getini("faulthandler_exit_on_timeout")),
+    )

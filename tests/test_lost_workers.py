@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 FILES = {
-    "conftest": "from tests.lost_workers import pytest_xdist_make_scheduler",
+    "conftest": "from tests.lost_workers import pytest_runtest_setup, pytest_xdist_make_scheduler",
     "test_dies": """
         import os, signal
         def test_before(): pass
@@ -18,6 +18,11 @@ FILES = {
         from itertools import repeat
         def test_hangs(): sum(repeat(0))
         def test_after(): pass
+    """,
+    "test_has_longer": """
+        import time, pytest
+        @pytest.mark.timeout(60)
+        def test_has_longer(): time.sleep(7)
     """,
     "test_waits": """
         import threading
@@ -51,5 +56,5 @@ def test_what_kills_or_blocks_a_process_fails_alone_and_the_run_ends(tmp_path: P
         "test_hangs.py::test_hangs",
         "test_waits.py::test_waits",
     ], done.stdout
-    assert "3 failed, 4 passed" in done.stdout.splitlines()[-1], done.stdout
+    assert "3 failed, 5 passed" in done.stdout.splitlines()[-1], done.stdout
     assert done.returncode == 1

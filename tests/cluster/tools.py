@@ -1,7 +1,5 @@
 """Shared actions on and observations of a live cluster."""
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +14,9 @@ VOCABULARY = "0123456789sr="
 DEADLINE_S = 60.0
 
 
-def wait_until(what: Callable[[], bool], message: str) -> None:
-    """Poll until `what` holds; fails after the deadline."""
-    deadline = time.monotonic() + DEADLINE_S
+def wait_until(what: Callable[[], bool], message: str, limit_s: float = DEADLINE_S) -> None:
+    """Poll until `what` holds; fails after `limit_s`."""
+    deadline = time.monotonic() + limit_s
     while not what():
         assert time.monotonic() < deadline, message
         time.sleep(0.02)
@@ -41,20 +39,24 @@ def process_of(embedded: EmbeddedCluster, module: str) -> psutil.Process:
     return found[0]
 
 
-def kill_worker(
-    deployment: plexrl.TrainDeployment | plexrl.RolloutDeployment | plexrl.ReferenceDeployment,
-    rank: int,
-) -> None:
-    """`kill -9` the process of one rank: the one that listens on its socket."""
+AnyDeployment = plexrl.TrainDeployment | plexrl.RolloutDeployment | plexrl.ReferenceDeployment
+
+
+def rank_process(deployment: AnyDeployment, rank: int) -> psutil.Process:
+    """The process of one rank: the one that listens on its socket."""
     address = deployment.status()["ranks"][rank]["address"].removeprefix("unix:")
     for process in psutil.process_iter():
         try:
-            if any(c.laddr == address for c in process.net_connections(kind="unix")):
-                os.kill(process.pid, signal.SIGKILL)
-                return
+            if any(each.laddr == address for each in process.net_connections(kind="unix")):
+                return process
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     raise AssertionError(f"nobody listens on {address}")
+
+
+def kill_worker(deployment: AnyDeployment, rank: int) -> None:
+    """`kill -9` the process of one rank."""
+    rank_process(deployment, rank).kill()
 
 
 def some_batch(seed: int, rows: int = 12) -> plexrl.Batch:

@@ -1,7 +1,8 @@
 """One job of the fault suites, as a researcher would write it: `python controller.py NAME`.
 
 Prints `ready` once its models are there and goes on when its standard input has a line, so that
-all jobs run at the same time; `step N` after every step and `weights PATH` at the end. Most
+all jobs run at the same time; `accepted ID` after the cluster has accepted an operation, `step N`
+after every step and `weights PATH` at the end. Most
 futures are never read: a failure that nobody would notice must end the job, not change its
 weights. The same name, workers and steps give the same weights, bit for bit, on every cluster.
 
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -94,9 +96,9 @@ def policy_gradient(run: Run) -> plexrl.TrainDeployment:
         rewards = np.array([[sum(s.tokens) % 7 for s in group] for group in samples], dtype=float)
         advantages = rewards - rewards.mean(axis=1, keepdims=True)
         batch = plexrl.Batch.from_samples(prompts, samples, advantages)
-        actor.forward_backward(batch, plexrl.losses.grpo())
-        actor.optim_step(learning_rate=1e-3, grad_clip_norm=1.0)
-        rollout.sync_weights(actor)
+        tell_accepted(actor.forward_backward(batch, plexrl.losses.grpo()))
+        tell_accepted(actor.optim_step(learning_rate=1e-3, grad_clip_norm=1.0))
+        tell_accepted(rollout.sync_weights(actor))
         run.report(step)
     return actor
 
@@ -107,8 +109,8 @@ def trainer(run: Run) -> plexrl.TrainDeployment:
     actor = run.job.train_deployment("actor", model, workers=run.workers)
     actor.barrier().result(LIMIT_S)
     for step in run.steps():
-        actor.forward_backward(batch_of(run.seed(step)), plexrl.losses.grpo())
-        actor.optim_step(learning_rate=1e-2)
+        tell_accepted(actor.forward_backward(batch_of(run.seed(step)), plexrl.losses.grpo()))
+        tell_accepted(actor.optim_step(learning_rate=1e-2))
         # Without any answer read it would be far ahead of the cluster.
         actor.barrier().result(LIMIT_S)
         run.report(step)
@@ -150,6 +152,10 @@ LATE = {"latecomer": latecomer}
 def tell(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
+
+
+def tell_accepted(future: "plexrl.Future[Any]") -> None:
+    tell(f"accepted {future.operation}")
 
 
 def main() -> None:

@@ -49,6 +49,9 @@ class LiveCluster(SoloCluster):
             "gpus-per-node": "3",
             "host-memory-bytes": str(HOST_TIER_BYTES),
             "gpu-memory-bytes": str(64 * MIB),
+            # Others would let each job in only after the profile of the one before, and the
+            # controllers wait for each other before they train.
+            "policy": "pack",
         }
         self._jobs: list[Jobs] = []
 

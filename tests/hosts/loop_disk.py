@@ -19,7 +19,7 @@ NO_LOG_FLUSH = 2
 COMMIT_S = 300
 """Period of ext4's own commits: without it, five seconds, nearly everything old is durable."""
 GONE_S = 60.0
-PROGRAMS = ("losetup", "mkfs.ext4", "mount", "umount")
+PROGRAMS = ("losetup", "mkfs.ext4", "mount", "umount", "fsfreeze")
 
 
 class LoopDisk:
@@ -56,6 +56,15 @@ class LoopDisk:
         finally:
             os.close(descriptor)
         self.unmount()
+
+    def freeze(self) -> None:
+        """Stall whoever writes, until `thaw`; reads are answered, as by a network file system that
+        has cached what is read."""
+        _run("fsfreeze", "-f", str(self.folder))
+
+    def thaw(self) -> None:
+        """End a freeze; what was stalled goes on."""
+        _run("fsfreeze", "-u", str(self.folder))
 
     def unmount(self) -> None:
         """Unmount it, and wait until the kernel has let go of it."""

@@ -1,7 +1,9 @@
 """Watches folders that a process needs: they may disappear, and a network file system may stall."""
 
 import asyncio
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 FOLDER_MISSING = "folder_missing"
@@ -39,4 +41,10 @@ class FolderWatch:
         ]
 
     def _missing(self) -> list[Path]:
-        return [each for each in self._folders if not each.is_dir()]
+        missing = [each for each in self._folders if not each.is_dir()]
+        for each in self._folders:
+            # A file system may answer reads from its caches and stall whoever writes. One that
+            # refuses the write is not stalled; what it refuses to others they report.
+            with suppress(OSError):
+                os.utime(each)
+        return missing

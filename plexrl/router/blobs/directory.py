@@ -24,6 +24,7 @@ import xxhash
 from plexrl.ids import BlobRef
 from plexrl.process.folders.durable_files import FolderFlush, create_durably, flush
 from plexrl.process.folders.private_folder import make_private_folder
+from plexrl.router.blobs.checked_file import read_checked
 from plexrl.router.blobs.store import (
     PAYLOAD_SUFFIX,
     RECENT_BYTES_MAX,
@@ -36,7 +37,6 @@ from plexrl.router.blobs.store import (
 from plexrl.router.blobs.upload import (
     INLINE_BYTES_MAX,
     Upload,
-    map_file,
     receive,
     write_error,
 )
@@ -48,8 +48,6 @@ Result = TypeVar("Result")
 
 FLUSHES_MAX = 16
 """Blobs that are written and flushed at a time."""
-READ_BYTES = 1 << 20
-"""Bytes of a large blob that are read and checked at a time."""
 
 _NUMBERS = itertools.count()
 _PROCESS = uuid.uuid4().hex[:12]
@@ -81,7 +79,7 @@ class DirectoryBlobStore:
                 body = path.read_bytes()
                 check_digest(ref, xxhash.xxh3_128_hexdigest(body))
                 return body
-            return await self._in_thread(partial(_map_checked, ref, path))
+            return await self._in_thread(partial(read_checked, ref, path))
         except FileNotFoundError as error:
             raise missing(ref) from error
         except OSError as error:
@@ -180,15 +178,3 @@ class DirectoryBlobStore:
 
     def _path(self, ref: BlobRef) -> Path:
         return self._directory / blob_name(ref)
-
-
-def _map_checked(ref: BlobRef, path: Path) -> Body:
-    """A large blob's bytes, memory-mapped. They are read first: a block that the disk cannot read
-    is an error then, and would be a fatal signal in the map. Raises `OSError`."""
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(READ_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    check_digest(ref, digest.hexdigest())
-    return map_file(path)

@@ -1,7 +1,6 @@
 """Copies of blobs on this router's machine, within a bound: the least recently used go first.
 
-The blob store has every blob, so a copy may go at any time. A memory map of a deleted file stays
-valid.
+The blob store has every blob, so a copy may go at any time.
 """
 
 import itertools
@@ -14,8 +13,6 @@ from typing import Generic, TypeVar
 from plexrl.ids import BlobRef
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.router.blobs.store import RECENT_BYTES_MAX
-from plexrl.router.blobs.upload import map_file
-from plexrl.wire.tensors import Body
 
 Value = TypeVar("Value")
 
@@ -42,27 +39,23 @@ class LocalCache:
         with self._lock:
             self._bodies.put(ref, body, len(body))
 
-    def keep_file(self, ref: BlobRef, path: Path) -> Body:
-        """Keep a large blob, whose file the cache then owns; returns its bytes. Raises
-        `OSError`."""
-        body = map_file(path)
+    def keep_file(self, ref: BlobRef, path: Path) -> None:
+        """Keep a large blob, whose file the cache then owns. Raises `OSError`."""
+        nbytes = path.stat().st_size
         with self._lock:
-            gone = self._files.put(ref, path, body.nbytes)
+            gone = self._files.put(ref, path, nbytes)
         for each in gone:
             each.unlink(missing_ok=True)
-        return body
 
-    def read(self, ref: BlobRef) -> Body | None:
-        """A blob's bytes, if they are here."""
+    def read(self, ref: BlobRef) -> bytes | None:
+        """The bytes of a small blob, if they are here."""
         with self._lock:
-            body = self._bodies.get(ref)
-            path = self._files.get(ref)
-        if path is None:
-            return body
-        try:
-            return map_file(path)
-        except FileNotFoundError:
-            return None
+            return self._bodies.get(ref)
+
+    def file(self, ref: BlobRef) -> Path | None:
+        """The file of a large blob, if there is one. It may go at any time, and may be damaged."""
+        with self._lock:
+            return self._files.get(ref)
 
     def discard(self, ref: BlobRef) -> None:
         """Delete the copy, if it exists."""

@@ -20,14 +20,14 @@ from urllib.parse import unquote
 
 import xxhash
 
-from plexrl.errors import PlexRLError
+from plexrl.errors import PayloadLostError, PlexRLError
 from plexrl.ids import BlobRef
+from plexrl.router.blobs.checked_file import read_checked
 from plexrl.router.blobs.local_cache import LocalCache
 from plexrl.router.blobs.store import PAYLOAD_SUFFIX, blob_name, check_digest, missing
 from plexrl.router.blobs.upload import (
     INLINE_BYTES_MAX,
     Upload,
-    map_file,
     receive,
     write_all,
     write_error,
@@ -84,6 +84,12 @@ class ObjectBlobStore:
     async def read(self, ref: BlobRef) -> Body:
         if (found := self._cache.read(ref)) is not None:
             return found
+        if (path := self._cache.file(ref)) is not None:
+            try:
+                return await self._in_thread(lambda: read_checked(ref, path))
+            except (PayloadLostError, OSError) as error:
+                LOG.info("the copy of %s is fetched again: %s", ref, error)
+                self._cache.discard(ref)
         task = self._reading.get(ref)
         if task is None:
             task = asyncio.create_task(self._in_thread(lambda: self._fetch(ref)))
@@ -176,8 +182,9 @@ class ObjectBlobStore:
                 self._store.read_ranges([(key, 0, size)], take)
             finally:
                 os.close(fd)
-            check_digest(ref, xxhash.xxh3_128_hexdigest(map_file(path)))
-            return self._cache.keep_file(ref, path)
+            body = read_checked(ref, path)
+            self._cache.keep_file(ref, path)
+            return body
         except BaseException:
             path.unlink(missing_ok=True)
             raise

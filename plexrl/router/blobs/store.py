@@ -122,9 +122,14 @@ def check_digest(ref: BlobRef, digest: str) -> None:
 
 def lost(ref: BlobRef, why: str) -> PayloadLostError:
     """The error for a blob that is damaged or missing."""
-    what = "payload" if ref.endswith(PAYLOAD_SUFFIX) else "result"
+    if ref.endswith(PAYLOAD_SUFFIX):
+        what, remedy = "payload", "submit its batch again if its operation fails"
+    else:
+        what, remedy = "result", "compute it again with a new operation"
     return PayloadLostError(
-        f"the {what} {ref!r} is damaged or lost ({why}): see the blob store's disk", payload=ref
+        f"the {what} {ref!r} is damaged or lost ({why}): {remedy}, and check the disk of the blob "
+        "store",
+        payload=ref,
     )
 
 

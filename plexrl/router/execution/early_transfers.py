@@ -12,7 +12,7 @@ one such payload, that of the operation which was submitted first.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,16 +67,21 @@ class EarlyTransfers:
         deployment: str,
         params: "OperationParams",
         payload: BlobRef,
-        body: "Body",
+        nbytes: int,
+        read: "Callable[[], Awaitable[Body]]",
         workers: Workers,
         spec: "DeploymentSpec",
     ) -> None:
-        """Split `body` for `workers`, which have the layout of `spec`, and send it to them; unless
-        it is too large, or the deployment has an early transfer already."""
-        nbytes = memoryview(body).nbytes
+        """Split a payload of `nbytes`, which `read` reads, for `workers`, which have the layout of
+        `spec`, and send it to them; unless it is too large, or the deployment has an early transfer
+        already."""
         if nbytes > EARLY_BYTES_MAX or deployment in self._by_deployment:
             return
-        splitting = asyncio.create_task(split_batch(params, len(workers.links), body, spec))
+
+        async def split() -> RunParts:
+            return await split_batch(params, len(workers.links), await read(), spec)
+
+        splitting = asyncio.create_task(split())
         # Errors are found again, and reported, when the run is executed.
         splitting.add_done_callback(lambda done: done.cancelled() or done.exception())
         early = _Early(payload, nbytes, workers, splitting)

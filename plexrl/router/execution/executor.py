@@ -16,6 +16,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.store import (
+    INLINE_BYTES_MAX,
     PAYLOAD_SUFFIX,
     RESULT_SUFFIX,
     STORE_AWAY,
@@ -241,8 +242,15 @@ class Executor:
         if workers is None:
             return
         spec = self.specs.cached(deployment, workers.incarnation)
-        if spec is not None:
-            self._early.begin(deployment, params, payload, body, workers, spec)
+        if spec is None:
+            return
+        nbytes = memoryview(body).nbytes
+
+        async def read() -> "Body":
+            # A large upload is a map of its file, and only a read checks what the file holds.
+            return body if nbytes <= INLINE_BYTES_MAX else await self._blobs.read(payload)
+
+        self._early.begin(deployment, params, payload, nbytes, read, workers, spec)
 
     def discard_early(self, deployment: str, payload: BlobRef) -> None:
         """Let the workers forget the payload of an operation that was not accepted."""

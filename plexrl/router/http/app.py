@@ -44,6 +44,7 @@ from plexrl.router.observe.audit_log import AuditLog
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.rollouts import RolloutViews
 from plexrl.router.observe.spans import SpanSender
+from plexrl.router.server.refused_keys import RefusedKeys
 from plexrl.router.server.request_limits import BodyRefusedError, RequestLimits, close_after
 from plexrl.router.services.authentication import KeyCache
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
@@ -143,7 +144,8 @@ def _make_services(config: RouterConfig) -> RouterServices:
     blobs, metrics = _stores(config)
     credentials = None if config.tls is None else Credentials(config.tls)
     executor = Executor(blobs, credentials)
-    keys, rollouts = KeyCache(), RolloutLink(config.rollout, credentials)
+    refused = RefusedKeys(burst=config.refused_keys_burst, per_s=config.refused_keys_per_s)
+    keys, rollouts = KeyCache(refused), RolloutLink(config.rollout, credentials)
     scheduler = SchedulerLink(
         config.scheduler,
         config.router,

@@ -26,7 +26,11 @@ from plexrl.scheduler.operations.held.holding import delay, hold, is_held, reque
 from plexrl.scheduler.operations.held.unreturned_memory import keepers
 from plexrl.scheduler.operations.operations import complete, fail, finish
 from plexrl.scheduler.operations.replay import retire_log
-from plexrl.scheduler.operations.submission.lost_payloads import draw_again, is_awaited
+from plexrl.scheduler.operations.submission.lost_payloads import (
+    draw_again,
+    is_awaited,
+    may_have_run,
+)
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.recovery.rebuilding import LOST_CODES, fall_back, publish_first, republish
 from plexrl.scheduler.recovery.relocation import cancel_move
@@ -143,6 +147,9 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         _move_failed(context, deployment, operation, error, now, is_intact=event.state_intact)
         return
     command = deployment.running[event.operation]
+    if isinstance(error, PayloadLostError) and may_have_run(state, deployment, command):
+        restart(context, deployment, error.message, now, counts=False)
+        return
     if command.replay:
         if republish(context.state, context.settings, effects, deployment, operation, error, now):
             effects.touch(deployment.group)

@@ -11,11 +11,12 @@ from plexrl.errors import ConflictError, ControllerReplacedError, InvalidRequest
 from plexrl.scheduler.accounting.fair_shares import begin_to_wait
 from plexrl.scheduler.accounting.tenants import check_budget, check_live_jobs, check_priority
 from plexrl.scheduler.jobs.context import Context
-from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach_or_cancel, end_job
+from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach, detach_or_cancel, end_job
 from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_error, root_of
 from plexrl.scheduler.operations.gradients import gradients_to_come
 from plexrl.scheduler.operations.operations import enqueue_zero_grad
 from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.recovery.preemption import resume
 from plexrl.scheduler.rules.lookups import find_deployment, find_job, find_live_job, find_operation
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
@@ -193,7 +194,9 @@ def job_finished(context: Context, event: JobFinished, now: float) -> None:
         return
     check_controller(job, event.controller)
     if event.outcome == DETACHED:
-        job.seen_at = now - job.controller_timeout_s
+        # Not later than it was: who reports an absent controller is not that controller.
+        job.seen_at = min(job.seen_at, now - job.controller_timeout_s)
+        detach(context.cluster, job)
         detach_or_cancel(context, job, now)
         return
     outcome, reason = event.outcome, event.reason

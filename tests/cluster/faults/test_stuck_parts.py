@@ -1,14 +1,11 @@
 """A part or a worker that is stopped for ever is named, killed and replaced; no step is lost."""
 
 import asyncio
-import os
 import shutil
-import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
 import plexrl
@@ -21,10 +18,14 @@ from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,
     process_of,
+    rank_process,
     train,
     wait_until,
     weights_after,
 )
+
+if TYPE_CHECKING:
+    import psutil
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
 STUCK_S = 6.0
@@ -44,18 +45,6 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedClus
 @pytest.fixture(scope="module")
 def undisturbed(impatient: EmbeddedCluster) -> bytes:
     return weights_after(impatient, MODEL, STEPS)
-
-
-def rank_process(actor: plexrl.TrainDeployment, rank: int) -> psutil.Process:
-    """The process of one rank: the one that listens on its socket."""
-    address = actor.status()["ranks"][rank]["address"].removeprefix("unix:")
-    for process in psutil.process_iter():
-        try:
-            if any(each.laddr == address for each in process.net_connections(kind="unix")):
-                return process
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    raise AssertionError(f"nobody listens on {address}")
 
 
 def is_named(cluster: plexrl.Cluster, text: str) -> bool:
@@ -130,19 +119,32 @@ def test_a_removed_runtime_folder_is_made_again(
     assert folders.run.is_dir()
 
 
+async def refusal_code(impatient: EmbeddedCluster) -> str:
+    """The code with which the rollout service refuses an empty order; starts the service."""
+    link = RolloutLink(str(rollout_address(Folders.of(impatient.data_dir))), None)
+    try:
+        with pytest.raises(errors.PlexRLError) as refused:
+            await link.call("create", {"order": {}}, timeout_s=10)
+    finally:
+        await link.close()
+    return refused.value.code
+
+
+def serves(impatient: EmbeddedCluster) -> bool:
+    return asyncio.run(refusal_code(impatient)) == errors.InvalidRequestError.code
+
+
 @pytest.mark.slow
 def test_a_stopped_rollout_service_is_replaced(impatient: EmbeddedCluster) -> None:
-    async def create() -> None:
-        """Starts the service, which refuses the order."""
-        link = RolloutLink(str(rollout_address(Folders.of(impatient.data_dir))), None)
-        with suppress(errors.PlexRLError):
-            await link.call("create", {"order": {}}, timeout_s=10)
-        await link.close()
-
-    asyncio.run(create())
-    first = process_of(impatient, "plexrl.rollout").pid
+    wait_until(lambda: serves(impatient), "it does not start")
+    first = process_of(impatient, "plexrl.rollout")
     # Until it serves it is not watched: a start has another limit.
     log = impatient.data_dir / "logs" / "up.log"
-    wait_until(lambda: f"rollout runs as process {first}" in log.read_text(), "it does not serve")
-    os.kill(first, signal.SIGSTOP)
-    wait_until(lambda: process_of(impatient, "plexrl.rollout").pid != first, "it is not replaced")
+    running = f"rollout runs as process {first.pid}"
+    wait_until(lambda: running in log.read_text(), "it does not serve")
+    first.suspend()
+    wait_until(lambda: not first.is_running(), "it is not replaced")
+    second = process_of(impatient, "plexrl.rollout")
+    assert second.pid != first.pid
+    wait_until(lambda: serves(impatient), "its replacement does not start")
+    assert second.is_running(), "the replacement has ended"

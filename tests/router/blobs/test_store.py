@@ -235,3 +235,22 @@ def test_a_damaged_blob_is_found_by_the_digest_in_its_name(
     with pytest.raises(PayloadLostError, match=r"payload .* is damaged") as raised:
         asyncio.run(store.read(ref))
     assert raised.value.details["payload"] == ref
+
+
+@pytest.mark.parametrize("damage", ["cut to nothing", "one bit"])
+def test_the_bytes_of_a_large_payload_are_those_that_were_checked(
+    tmp_path: Path, damage: str
+) -> None:
+    store = DirectoryBlobStore(tmp_path)
+    body = os.urandom(INLINE_BYTES_MAX + 1)
+    ref = digested_ref("job:1.0", xxhash.xxh3_128_hexdigest(body), PAYLOAD_SUFFIX)
+    asyncio.run(store.write(ref, body))
+    read = asyncio.run(store.read(ref))
+    (path,) = tmp_path.iterdir()
+    # The same file, which a map of it would show.
+    with path.open("r+b") as file:
+        if damage == "one bit":
+            file.write(bytes([body[0] ^ 1]))
+        else:
+            file.truncate(0)
+    assert bytes(read) == body

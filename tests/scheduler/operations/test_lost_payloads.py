@@ -108,6 +108,35 @@ def test_a_payload_that_nobody_sends_again_fails_its_operation_and_no_worker(
     assert cluster.wpgs["a/actor"].device == ["a:2"]
 
 
+@pytest.mark.parametrize("had_run", [False, True])
+def test_a_lost_payload_of_a_run_that_a_lost_router_had_is_run_exactly_once(
+    cluster: FakeCluster, *, had_run: bool
+) -> None:
+    """The workers may have the payload from the lost router, and its report never came."""
+    submit(cluster, "a:1", "a:1.in")
+    (run,) = cluster.runs
+    if had_run:
+        cluster.execute(run, report=False)
+    cluster.lose_router()
+    cluster.pass_time(1.0)
+    cluster.join_router()
+    (run,) = cluster.runs
+    lose(cluster, run, "a:1.in")
+    assert cluster.launches, "the workers keep what may have run"
+    cluster.launch(cluster.launches[0])
+    while not cluster.core.lost_payloads("a"):
+        (run,) = cluster.runs
+        if run.operation == "a:1":
+            lose(cluster, run, "a:1.in")
+        else:
+            cluster.execute(run)
+    submit(cluster, "a:1", "again.in")
+    submit(cluster, "a:2", "a:2.in")
+    cluster.settle()
+    assert cluster.wpgs["a/actor"].device == ["a:1", "a:2"]
+    assert job_state(cluster) != "FAILED"
+
+
 def begin_replay(cluster: FakeCluster) -> RunOperation:
     submit(cluster, "a:1", "a:1.in")
     cluster.settle()

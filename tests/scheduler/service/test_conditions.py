@@ -54,6 +54,18 @@ def test_a_lost_node_is_a_condition_until_it_returns_or_is_drained(tmp_path: Pat
     run_live(talk)
 
 
+def test_a_checkpoint_may_be_on_a_node_whose_agent_is_about_to_return(tmp_path: Path) -> None:
+    async def talk() -> None:
+        async with live(tmp_path) as cluster:
+            router = await cluster.router("r")
+            await cluster.leave(await cluster.agent("n"))
+            await router.call("submit_job", job_of("a", "j"))
+            answer = await router.call("list_checkpoints", {**A, "job": "j"})
+            assert [each["node"] for each in answer["failed"]] == ["n"]
+
+    run_live(talk)
+
+
 def test_what_nodes_report_is_merged_by_code_and_ends_with_their_connection(
     tmp_path: Path,
 ) -> None:
