@@ -3,7 +3,7 @@
 `LIMITS` is the one table. The SDK checks an option by it before anything is sent, a command before
 it does anything, and the router again, because it trusts no client. A bound is the last value whose
 arithmetic works: float32 for what models compute with, 32 bits for counts of engines, 64 bits for
-bytes. Numbers of configuration files that are no option are bounded beside their settings.
+bytes. Most numbers of configuration files that are no option are bounded beside their settings.
 """
 
 import math
@@ -27,6 +27,8 @@ WAIT_S_MAX = 1e6
 """Longest time that a thread or a socket may wait: the C library counts milliseconds in 31 bits."""
 CONNECTIONS_MAX = 1 << 20
 MEMORY_MAX = 1 << 50
+SPEED_MAX = 1e6
+"""Training speed of a node relative to others."""
 SLEEP_S_MIN = 1e-3
 """Shortest time: clocks and timers are about as exact."""
 
@@ -74,8 +76,18 @@ class Bounds:
     def __str__(self) -> str:
         noun = "a whole number" if self.is_whole else "a number"
         zero = "0, or " if self.may_be_zero else ""
-        most = f"below {_text(self.most)}" if self.is_open else f"at most {_text(self.most)}"
-        return f"{zero}{noun}, at least {_text(self.least)} and {most}"
+        most = f"below {self.most_text}" if self.is_open else f"at most {self.most_text}"
+        return f"{zero}{noun}, at least {self.least_text} and {most}"
+
+    @property
+    def least_text(self) -> str:
+        """The lower bound as text."""
+        return _text(self.least)
+
+    @property
+    def most_text(self) -> str:
+        """The upper bound as text."""
+        return _text(self.most)
 
 
 def _text(number: float) -> str:
@@ -108,6 +120,7 @@ _PART: Final = Bounds(0, 1, is_open=True)
 _CLIP: Final = Bounds(0, 1e6)
 _ETA: Final = Bounds(1, 16)
 _PORT: Final = _count(0, 65_535)
+_SPEED: Final = Bounds(0, SPEED_MAX)
 _PRICE: Final = Bounds(0, 1e6)
 _YEARS_DAYS: Final = 36_500.0
 
@@ -273,7 +286,13 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "min_s": _WAIT,
         "max_s": _WAIT,
     },
+    # A setting of the routers. An hour after the last wrong key, a network may send one again.
+    "router": {
+        "refused_keys_burst": _count(1, 1_000_000),
+        "refused_keys_per_s": Bounds(1 / 3600, 1e6),
+    },
     "plexrl up": {
+        "node_speed": _SPEED,
         "nodes": _maybe(_count(0, 65_536)),
         "routers": _RANKS,
         "gpus_per_node": _maybe(_RANKS),
@@ -303,6 +322,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "json_bytes_max": _maybe(_count(1, 1 << 40)),
     },
     "plexrl node join": {
+        "node_speed": _SPEED,
         "gpus": _maybe(_RANKS),
         "gpu_memory_bytes": _maybe(_count(1, MEMORY_MAX)),
         "host_memory_bytes": _maybe(_count(1, MEMORY_MAX)),

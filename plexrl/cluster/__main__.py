@@ -85,6 +85,8 @@ def _reader(kind: Any) -> Callable[[str], Any]:
     """Parses an option of a field of this type."""
     if kind == tuple[str, ...]:
         return lambda text: tuple(text.split(","))
+    if kind == tuple[float, ...]:
+        return lambda text: tuple(float(number) for number in text.split(","))
     if kind is bool:
         return lambda text: text == "True"
     union = get_args(kind) or (kind,)

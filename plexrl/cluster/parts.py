@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from plexrl.cluster.config.options import GIB, ClusterOptions, PartSettings
 from plexrl.cluster.node.host_memory import (
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 MIB = 1 << 20
+OptionT = TypeVar("OptionT")
+
 GPU_MEMORY_BYTES = 2 * GIB
 """Memory of a virtual GPU, if the operator gives none."""
 
@@ -47,6 +49,7 @@ class NodeConfig:
     node: str
     gpus: int
     node_type: str = ""
+    speed: float = 0.0
     block: str = ""
     cores: tuple[int, ...] = ()
     """Cores for the workers of the virtual GPUs; empty: workers are not bound."""
@@ -61,8 +64,9 @@ class NodeConfig:
         return cls(
             node=f"node{index}",
             gpus=options.gpus_per_node,
-            node_type=_of_node(options.node_types, index),
-            block=_of_node(options.blocks, index),
+            node_type=_of_node(options.node_types, index, ""),
+            speed=_of_node(options.node_speeds, index, 0.0),
+            block=_of_node(options.blocks, index, ""),
             cores=tuple(_cores(options, index)),
         )
 
@@ -236,6 +240,7 @@ def node_parts(
             "host_memory_bytes": options.host_memory_bytes or HOST_BYTES_USUAL,
             "nvme_bytes": options.nvme_bytes,
             "node_type": config.node_type,
+            "node_speed": config.speed,
             "block": config.block,
             "run_dir": str(run),
             "rendezvous_dir": str(folders.run),
@@ -360,9 +365,9 @@ def _journal(options: ClusterOptions, folders: Folders) -> str:
     return str(Path(options.journal).expanduser().resolve())
 
 
-def _of_node(names: tuple[str, ...], node: int) -> str:
-    """The node's own entry of `names`, or the single entry for all nodes."""
-    return names[node % len(names)] if names else ""
+def _of_node(values: tuple[OptionT, ...], node: int, default: OptionT) -> OptionT:
+    """The node's own entry of `values`, or the single entry for all nodes."""
+    return values[node % len(values)] if values else default
 
 
 def _cores(options: ClusterOptions, node: int) -> list[int]:

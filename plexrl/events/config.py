@@ -1,19 +1,22 @@
 """Configuration of the connection to an MQTT broker."""
 
-import ssl
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from plexrl.errors import InvalidRequestError
+from plexrl.secret_arguments import exposed
+
+if TYPE_CHECKING:
+    import ssl
 
 PORTS = {"mqtt": 1883, "mqtts": 8883}
 """Schemes, and their ports. `mqtts` is TLS."""
 PREFIX = "plexrl"
 PASSWORD_VARIABLE = "PLEXRL_MQTT_PASSWORD"
-"""Environment variable with the password. All users of a machine can read the arguments of
-processes, but only the own user can read a process's environment."""
+"""Environment variable with the password."""
 FORMS = "write mqtt://HOST[:PORT][/PREFIX] or mqtts://[USER@]HOST[:PORT][/PREFIX]"
 
 
@@ -87,10 +90,9 @@ class BrokerConfig:
         except ValueError as error:
             raise InvalidRequestError(f"the event broker's URL: {error}; {FORMS}") from error
         if parts.password is not None:
-            # The URL is not repeated: the message may go to a log.
-            raise InvalidRequestError(
-                "the event broker's URL holds a password, which others may read in the list of "
-                f"processes: give it in {PASSWORD_VARIABLE} or in a password file"
+            raise exposed(
+                "the event broker's URL holds a password",
+                f"give it in {PASSWORD_VARIABLE} or in a password file",
             )
         if parts.scheme not in PORTS or not parts.hostname or port == 0:
             raise InvalidRequestError(f"the event broker's URL is {self.url!r}: {FORMS}")
@@ -140,7 +142,7 @@ class BrokerConfig:
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequestError(f"the event broker's password file: {error}") from error
 
-    def tls_context(self) -> ssl.SSLContext | None:
+    def tls_context(self) -> "ssl.SSLContext | None":
         """TLS 1.2 or newer, with the certificates of the files; None without TLS.
 
         Raises:
@@ -148,6 +150,9 @@ class BrokerConfig:
         """
         if not self.is_tls:
             return None
+        # The command line imports this module for its options, and does not connect.
+        import ssl
+
         try:
             context = ssl.create_default_context(cafile=self.ca or None)
             if self.certificate:

@@ -1,9 +1,10 @@
 """Configuration of a router process."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 from plexrl.storage.location import check_location
 from plexrl.wire.links.credentials import TlsFiles
 from plexrl.wire.links.standing_link import check_scheduler
@@ -81,6 +82,11 @@ class RouterConfig:
     descriptors may lower it."""
     address_connections_max: int | None = None
     """Bound on open connections of one client address; absent: half of `connections_max`."""
+    refused_keys_burst: int = 20
+    """Requests without a valid API key that one client network may send at once; more are refused
+    with 429."""
+    refused_keys_per_s: float = 1.0
+    """Requests without a valid API key that it may send per second after that."""
     arriving_bytes_max: int = 8 << 30
     """Bound on the bytes of request bodies that arrive at a time; more are refused with 429."""
     tenant_arriving_bytes_max: int = 4 << 30
@@ -88,6 +94,8 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_scheduler(self.scheduler, self.tls)
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        check_numbers("router", own)
         for name in (
             "json_bytes_max",
             "body_bytes_max",

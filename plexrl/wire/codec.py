@@ -83,9 +83,10 @@ def _float_fields(kind: type) -> tuple[str, ...]:
     return tuple(name for name, hint in hints.items() if hint is float or float in get_args(hint))
 
 
+@cache
 def restore_annotations(kind: type) -> None:
     """Restore the annotations of a compiled class, and of all dataclasses and named tuples in its
-    fields.
+    fields, once in a process.
 
     mypyc keeps only the class of an annotation: `tuple[Segment, ...]` becomes `tuple`, `float |
     None` becomes `type`. msgspec needs the full annotations, so this function reads them from the

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 from plexrl.process.children.pulse import STUCK_S, check_stuck_s
 from plexrl.statemanager.protocol.network import TRUSTED
 from plexrl.wire.links.credentials import TlsFiles
@@ -44,6 +45,9 @@ class AgentConfig:
     """Capacity of the StateManager's NVMe tier."""
     node_type: str = ""
     """The operator's name for this type of node, such as `h200`; deployments can request it."""
+    node_speed: float = 0.0
+    """Its training speed relative to other nodes, such as 0.3; 0: by the names of its GPUs and its
+    type. Training goes to the fastest nodes first."""
     block: str = ""
     """Location of the node, such as `row1/rack3`; nodes of one block are near each other."""
     threads: int = 1
@@ -75,6 +79,7 @@ class AgentConfig:
     def __post_init__(self) -> None:
         check_stuck_s("part_stuck_s", self.part_stuck_s)
         check_scheduler(self.scheduler, self.tls)
+        check_numbers("plexrl node join", {"node_speed": self.node_speed})
         if self.gpus < 1 or self.threads < 1:
             raise InvalidRequestError(
                 f"gpus is {self.gpus} and threads is {self.threads}: both must be at least 1"

@@ -71,8 +71,8 @@ def test_another_web_server_is_refused_at_once_by_name(other_server: str) -> Non
     assert "<html>" not in refused.value.message
     with pytest.raises(errors.InvalidRequestError, match=said):
         asyncio.run(connect())
-    command = ["status", "--url", other_server, "--api-key", "key"]
-    shown = CliRunner().invoke(app, command)
+    command = ["status", "--url", other_server]
+    shown = CliRunner().invoke(app, command, env={"PLEXRL_API_KEY": "key"})
     assert shown.exit_code != 0
     assert "is no PlexRL router" in shown.output + str(shown.exception)
 

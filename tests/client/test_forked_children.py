@@ -2,12 +2,10 @@
 
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 
 import pytest
 
-from tests.client.test_sdk import FakeRouter
+from tests.client.fake_router import FakeRouter
 
 SCRIPT = """
 import os, signal, sys
@@ -30,17 +28,6 @@ ENDINGS = {
     "an error": "raise ValueError('of the child')",
     "Ctrl-C": "signal.raise_signal(signal.SIGINT)",
 }
-
-
-@pytest.fixture
-def router() -> Iterator[FakeRouter]:
-    server = FakeRouter()
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 def run(script: str, router: FakeRouter) -> list[tuple[str, str]]:

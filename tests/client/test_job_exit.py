@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,18 +11,7 @@ import plexrl
 from plexrl.client.calls.transport import Transport
 from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.errors import ConnectionLostError
-from tests.client.test_sdk import FakeRouter
-
-
-@pytest.fixture
-def router() -> Iterator[FakeRouter]:
-    server = FakeRouter()
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+from tests.client.fake_router import FakeRouter
 
 
 @pytest.fixture

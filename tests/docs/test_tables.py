@@ -3,8 +3,10 @@
 import re
 from collections.abc import Iterator
 
+from plexrl.limits import LIMITS
 from plexrl.model.capabilities import BACKENDS
 from plexrl.sim.workload.policies import SIM_POLICIES
+from scripts.limits_page import PAGE, filled_in
 from tests.docs.pages import ROOT
 
 
@@ -46,3 +48,18 @@ def test_the_guide_lists_the_placement_of_every_simulated_policy() -> None:
         for like in re.findall(r"^as `([\w+-]+)`", placement):
             settings = SIM_POLICIES[name].settings
             assert settings["policy"] == SIM_POLICIES[like].settings["policy"], name
+
+
+def test_the_page_of_limits_is_up_to_date() -> None:
+    page = PAGE.read_text()
+    assert page == filled_in(page), "run `python -m scripts.limits_page`"
+
+
+def test_the_page_of_limits_has_every_option_with_its_bounds() -> None:
+    head = "| of | option | type | at least | at most | also |"
+    page = PAGE.read_text()
+    shown = [line for line in page.splitlines() if line.startswith("| `")]
+    assert page.count(head) == 2
+    assert len(shown) == sum(map(len, LIMITS.values()))
+    assert "| `sampling` | `temperature` | number | 1e-06 | 1000000 | 0 |" in shown
+    assert "| `plexrl node token` | `uses` | whole number | 1 | 1,000,000 |  |" in shown

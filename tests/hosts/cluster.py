@@ -164,9 +164,10 @@ class HostCluster(SoloCluster):
         command += ["--gpus", str(self._gpus), "--fabric", "trusted"]
         command += ["--gpu-memory", GPU_MEMORY_GIB]
         command += ["--host-memory", HOST_MEMORY_GIB]
+        environment = {**store_environment(self._store_host)}
         if token:
-            command += ["--token", token]
-        self._supervisors[node.name] = node.start(*command, env=store_environment(self._store_host))
+            environment["PLEXRL_JOIN_TOKEN"] = token
+        self._supervisors[node.name] = node.start(*command, env=environment)
 
     def supervisor(self, host: Host) -> HostProcess:
         """The process that an operator started on a host."""

@@ -27,7 +27,8 @@ from plexrl.rollout.service.instances.driver import InstanceDriver
 from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.live_rollout import LiveRollout
 from plexrl.rollout.service.order import RolloutOrder
-from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
+from plexrl.rollout.service.status import status
+from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId, group_of
 from plexrl.wire.operations import SamplingParams
 
 ORDER = RolloutOrder(
@@ -189,6 +190,27 @@ async def make_first_batch(rollout: LiveRollout) -> None:
         rollout.reward(each, event + 1, 0.5, "")  # of another generation
         rollout.reward(each, event, 1.0, "")
     await reached(rollout, lambda: rollout.progress.batch is not None)
+
+
+def test_the_status_names_the_prompt_whose_reward_is_missing(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path, ScriptedCluster()) as rollout:
+            await reached(rollout, lambda: len(rollout.instances.work) == 2)
+            assert status(rollout)["oldest_unrewarded"] is None
+            give_prompts(rollout)
+            rollout.request_batch(0, 7)
+            await reached(rollout, lambda: len(rollout.progress.unrewarded) == ORDER.prompts)
+            held, *others = list(rollout.progress.unrewarded.items())
+            for each, event in others:
+                rollout.reward(each, event, 1.0, "")
+            shown = status(rollout)
+            assert shown["unrewarded"] == 1
+            assert shown["oldest_unrewarded"]["prompt"] == group_of(held[0], 1)
+            assert shown["oldest_unrewarded"]["waiting_s"] >= 0
+            rollout.reward(*held, 1.0, "")
+            assert status(rollout)["oldest_unrewarded"] is None
+
+    asyncio.run(check())
 
 
 def test_a_failed_pull_is_acknowledged_and_tried_again(tmp_path: Path) -> None:

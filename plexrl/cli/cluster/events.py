@@ -1,6 +1,5 @@
 """`plexrl events`: follows the events of a cluster at its MQTT broker."""
 
-import asyncio
 import json
 import os
 from typing import Annotated, Any
@@ -21,6 +20,8 @@ Below = Annotated[
 @with_option_groups
 def events(broker: options.Events, below: Below = "", as_json: Json = False) -> None:
     """Follow a cluster's events at its MQTT broker: the present states, then each change."""
+    import asyncio
+
     named = broker.broker()
     if named is None:
         raise InvalidRequestError("name the broker: --mqtt mqtt://HOST[:PORT][/PREFIX]")

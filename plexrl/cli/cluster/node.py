@@ -24,6 +24,7 @@ from plexrl.cli.terminal.context import (
 )
 from plexrl.cli.terminal.help import CommandGroup
 from plexrl.cli.terminal.option_groups import given_options, option_name, with_option_groups
+from plexrl.cli.terminal.secret_options import chosen_secret, secret_file_option, secret_option
 from plexrl.cli.terminal.sizes import memory_size
 from plexrl.cluster.config.network import NODE_PORTS, parse_ports, ports_text
 from plexrl.cluster.data_dir.folder import data_dir_at
@@ -32,13 +33,14 @@ from plexrl.errors import InvalidRequestError, NotFoundError
 if TYPE_CHECKING:
     from plexrl.cluster.join.authority import Authority
     from plexrl.cluster.join.ledger import Ledger
+    from plexrl.cluster.join.tokens import JoinToken
     from plexrl.cluster.node.options import NodeOptions
     from plexrl.cluster.node.supervisor import RunningNode
 
 node_app = typer.Typer(cls=CommandGroup, help="Machines that join a cluster.", no_args_is_help=True)
 NodeDir = Annotated[Path, typer.Option("--data-dir", help="Data directory of the node.")]
 TOKEN_VARIABLE = "PLEXRL_JOIN_TOKEN"
-"""Environment variable with the token. All users of a machine can read arguments."""
+"""Environment variable with the token."""
 NODE_DIR = Path("~/.plexrl-node")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
@@ -51,9 +53,9 @@ class Joining:
         str | None,
         typer.Argument(metavar="[HEAD]", help="tls://HOST:PORT, as `plexrl up` prints it."),
     ] = None
-    token: Annotated[
-        str | None,
-        typer.Option(help="From `plexrl node token`; once.", envvar=TOKEN_VARIABLE),
+    token: Annotated[str | None, secret_option(TOKEN_VARIABLE)] = None
+    token_file: Annotated[
+        Path | None, secret_file_option("what `plexrl node token` made; once", TOKEN_VARIABLE)
     ] = None
     data_dir: NodeDir = NODE_DIR
     config: Annotated[
@@ -83,6 +85,9 @@ class Resources:
     ] = None
     nvme: Annotated[str, typer.Option(help="Size of the NVMe tier.")] = "64GiB"
     node_type: Annotated[str, typer.Option(help="Type of the node, such as h200.")] = ""
+    node_speed: Annotated[
+        float, typer.Option(help="Training speed relative to other nodes; 0: by its GPUs and type.")
+    ] = 0.0
     block: Annotated[str, typer.Option(help="Location, such as row1/rack3.")] = ""
     pin_workers: Annotated[
         bool, typer.Option("--pin-workers", help="Bind workers to cores of their own.")
@@ -136,7 +141,7 @@ def token(
     check_shown(show_key=show_key)
     made, entry = create_token(ledger, authority.fingerprint, ttl_s=_seconds(ttl), uses=uses)
     address = _join_address(data_dir)
-    command = f"plexrl node join {address or 'tls://HEAD:PORT'} --token {made}"
+    command = _join_command(address or "tls://HEAD:PORT", made)
     if as_json:
         write_json(
             {
@@ -216,7 +221,12 @@ def join_command(data_dir: str, address: str) -> tuple[str, float]:
 
     ledger, authority = _head_record(Path(data_dir))
     made, _ = create_token(ledger, authority.fingerprint)
-    return f"plexrl node join {address} --token {made}", TTL_S / 3600
+    return _join_command(address, made), TTL_S / 3600
+
+
+def _join_command(address: str, token: "JoinToken") -> str:
+    """For a shell, whose assignments are in no process's arguments."""
+    return f"{TOKEN_VARIABLE}={token} plexrl node join {address}"
 
 
 def _head_record(data_dir: Path) -> "tuple[Ledger, Authority]":
@@ -274,13 +284,13 @@ def join(
     head = None if joining.head is None else parse_address(joining.head)
     if head is not None and not isinstance(head, TlsAddress):
         raise InvalidRequestError(f"{joining.head!r}: write the head as tls://HOST:PORT")
-    token_text = None if joining.token is None else parse_token(joining.token)
-    entry = Entry(head=head, token=token_text)
+    token = chosen_secret("token", joining.token_file, joining.token)
+    entry = Entry(head=head, token=None if token is None else parse_token(token))
     if joining.systemd is not None:
         kept = join_once(options, entry)
         arguments = [] if joining.config is None else ["--config", str(joining.config.resolve())]
         for name, value in given_options(context).items():
-            if name not in ("head", "token", "config", "systemd", "as_json"):
+            if name not in ("head", "token_file", "config", "systemd", "as_json"):
                 arguments += [option_name(name), str(value)]
         joining.systemd.write_text(unit_text(options.data_dir, arguments))
         if as_json:
@@ -347,6 +357,7 @@ def _node_options(
         "host_memory_bytes": _size(resources.host_memory),
         "nvme_bytes": memory_size(resources.nvme),
         "node_type": resources.node_type,
+        "node_speed": resources.node_speed,
         "block": resources.block,
         "pin_workers": resources.pin_workers,
         "host": links.host,

@@ -97,7 +97,8 @@ def nodes(context: typer.Context, access: Access, output: Output) -> None:
 
 def show_nodes(found: list[dict[str, Any]], output: Output) -> None:
     """Print two tables, because one with all columns is wider than a terminal. There is no second
-    one if nothing is known of where the nodes are. A third one has what holds their GPUs up."""
+    one if nothing is known of where the nodes are and all are equally fast. A third one has what
+    holds their GPUs up."""
     cells: Cells = {
         "node": "node",
         "alive": lambda each: _yes(each["alive"]),
@@ -108,11 +109,14 @@ def show_nodes(found: list[dict[str, Any]], output: Output) -> None:
         "NVMe tier": lambda each: _gib(each["nvme_bytes"]),
     }
     output.table(cells, found)
-    if not output.as_json and any(each.get(name) for each in found for name in _PLACE.values()):
+    is_told = any(each.get(name) for each in found for name in _PLACE.values())
+    has_speeds = any(each["speed"] != 1 for each in found)
+    if not output.as_json and (is_told or has_speeds):
         places: Cells = {"node": "node"} | {
             title: partial(_text, name) for title, name in _PLACE.items()
         }
-        print_records("Where they are", places, found)
+        speeds: Cells = {"speed": lambda each: f"{each['speed']:g}"} if has_speeds else {}
+        print_records("Where they are", {**places, **speeds}, found)
     foreign = [row for each in found for row in each.get("foreign_memory", ())]
     if foreign and not output.as_json:
         rows: Cells = {

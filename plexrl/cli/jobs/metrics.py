@@ -23,7 +23,6 @@ from plexrl.cli.terminal.context import (
 from plexrl.cli.terminal.job_ids import JobArgument, find_job, is_live
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.cli.terminal.tables import table_width
-from plexrl.client.data.metric_rows import metrics_row
 from plexrl.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -118,6 +117,8 @@ def write_rows(rows: Sequence[Row]) -> None:
 
 def _as_json(row: Row) -> Row:
     """The row in its wire form, because JSON has no non-finite numbers."""
+    from plexrl.client.data.metric_rows import metrics_row
+
     return {**row, **metrics_row(row["step"], row["values"])}
 
 

@@ -10,7 +10,7 @@ from plexrl.sim.report.bills import Billed, bill_table, price_lines, with_own_pr
 from plexrl.sim.report.capacity import certainty, headline, probe_table
 from plexrl.sim.report.comparison import BACKFILLED, BASELINES, GAP_PART_MIN, ISOLATED, recovered
 from plexrl.sim.report.units import percent
-from plexrl.sim.results.gpu_hours import tail_sentence
+from plexrl.sim.results.gpu_hours import kept_sentence, tail_sentence
 from plexrl.sim.results.headline import headlines, sentences
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.capacity_search import CapacityPlan
@@ -121,6 +121,7 @@ def _print_gpu_hours(runs: Sequence[Run]) -> None:
         parts = [
             *result.where.parts(),
             ("of it tail", result.where.unallocated_tail),
+            ("of it kept", result.where.unallocated_kept),
         ]
         _add(
             columns, {name: percent(_part(hours, total)) if hours else "" for name, hours in parts}
@@ -130,6 +131,8 @@ def _print_gpu_hours(runs: Sequence[Run]) -> None:
     for place, (_, result) in enumerate(runs[:HEADLINES_MAX]):
         name = ", ".join(filter(None, (cells[place] for cells in names.values())))
         print_line(f"{name} nodes: {tail_sentence(result.tail)}.")
+        if kept := kept_sentence(result.where):
+            print_line(f"{name} nodes: {kept}.")
 
 
 def _run_names(runs: Sequence[Run]) -> "Columns":

@@ -15,6 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from plexrl.cli.terminal.secret_options import (
+    chosen_secret,
+    secret_file_option,
+    secret_option,
+    url_option,
+)
 from plexrl.cli.terminal.tables import table_lines, wrapped
 from plexrl.cluster.data_dir.folder import DATA_DIR as DATA_DIR
 from plexrl.cluster.data_dir.folder import data_dir_at
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 5.0
 """Request timeout of interactive commands."""
 GIB = 1 << 30
+KEY_VARIABLE = "PLEXRL_API_KEY"
 
 Cells = Mapping[str, str | Callable[[Any], Any]]
 """By heading of the column: the field of the record, or a function of the record."""
@@ -42,10 +49,9 @@ DataDir = Annotated[
 class Access:
     """The options by which a command finds its cluster."""
 
-    url: Annotated[str | None, typer.Option(help="The cluster's URL.", envvar="PLEXRL_URL")] = None
-    api_key: Annotated[
-        str | None, typer.Option(help="The API key.", envvar="PLEXRL_API_KEY", show_envvar=True)
-    ] = None
+    url: Annotated[str | None, url_option("The cluster's URL.", "PLEXRL_URL")] = None
+    api_key: Annotated[str | None, secret_option(KEY_VARIABLE)] = None
+    api_key_file: Annotated[Path | None, secret_file_option("the API key", KEY_VARIABLE)] = None
     ca_file: Annotated[
         str | None,
         typer.Option(
@@ -60,11 +66,13 @@ class Access:
 
         Raises:
             ConnectionLostError: there is neither a URL nor a local cluster.
+            InvalidRequestError: the file with the API key cannot be read.
         """
         from plexrl.client.blocking.cluster import connect
         from plexrl.cluster.data_dir.endpoint import read_endpoint
 
-        url, api_key, ca = self.url, self.api_key, self.ca_file
+        url, ca = self.url, self.ca_file
+        api_key = chosen_secret("api_key", self.api_key_file, self.api_key)
         if url is None:
             folder = data_dir_at(self.data_dir)
             endpoint = read_endpoint(folder)

@@ -93,8 +93,8 @@ class Cluster:
 
         A job of higher `priority` (-100 to 100, at most the tenant's limit) gets GPUs first and
         runs first. The first `gang` deployments get GPUs all at once or not at all. `expected_s` is
-        the job's expected length in seconds; the scheduler uses it to estimate when others get the
-        GPUs.
+        the job's expected length in seconds on GPUs of its own; the scheduler uses it to estimate
+        when others get the GPUs.
 
         `slo` is the greatest part waiting / (waiting + running) of its time that the job accepts to
         wait for others on its GPUs, at least 0 and below 1: it joins no group in which it would

@@ -66,6 +66,17 @@ LOG = logging.getLogger(__name__)
 
 Plain = dict[str, Any]
 
+TRACEBACK_VARIABLE = "PLEXRL_TRACEBACK"
+"""`full` keeps the SDK's inner frames in tracebacks."""
+
+
+def without_steps(error: PlexRLError) -> PlexRLError:
+    """The error without the frames of the steps that raised it: its message says what happened, and
+    a controller's traceback ends near the controller's own call."""
+    if os.environ.get(TRACEBACK_VARIABLE) == "full":
+        return error
+    return error.with_traceback(None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -344,6 +355,8 @@ class Transport(_Connections["httpx.Client"]):
                 except StopIteration as end:
                     result: ResultT = end.value
                     return result
+                except PlexRLError as error:
+                    raise without_steps(error) from error.__cause__
                 try:
                     if isinstance(step, Call):
                         advance = partial(steps.send, self.request(step))
@@ -424,6 +437,8 @@ class AsyncTransport(_Connections["httpx.AsyncClient"]):
                 except StopIteration as end:
                     result: ResultT = end.value
                     return result
+                except PlexRLError as error:
+                    raise without_steps(error) from error.__cause__
                 try:
                     if isinstance(step, Call):
                         advance = partial(steps.send, await self.request(step))

@@ -13,13 +13,14 @@ from plexrl.limits import check_numbers
 from plexrl.process.children.pulse import STUCK_S, check_stuck_s
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import POLICIES
+from plexrl.secret_arguments import check_url, exposed
 from plexrl.storage.location import check_location
 from plexrl.wire.links.address import host_port
 
 GIB = 1 << 30
 JOURNAL_VARIABLE = "PLEXRL_JOURNAL"
-"""Environment variable that names the journal. All users of a machine can read the arguments of
-processes, but only the own user can read a process's environment."""
+"""Environment variable that names the journal."""
+OTLP_CREDENTIALS = "set OTEL_EXPORTER_OTLP_HEADERS to the header with the credentials"
 HTTP = ("http://", "https://")
 
 SECRETS = frozenset({"password", "sslpassword"})
@@ -43,10 +44,10 @@ def check_argument(journal: str) -> None:
     except sa.exc.ArgumentError as error:
         raise InvalidRequestError("the journal's URL cannot be parsed: check it") from error
     if url.password is not None or SECRETS & url.query.keys():
-        raise InvalidRequestError(
-            "the journal's URL holds a password, and every user of this machine can read the "
-            f"arguments of processes: set {JOURNAL_VARIABLE} to the URL instead of --journal, or "
-            "keep the password in ~/.pgpass; change a password that others may have read"
+        raise exposed(
+            "the journal's URL holds a password",
+            f"set {JOURNAL_VARIABLE} to the URL instead of --journal, or keep the password in "
+            "~/.pgpass",
         )
 
 
@@ -94,6 +95,9 @@ class ClusterOptions:
     """Order of the members of a group: one of `plexrl.scheduler.dispatch.ordering.ORDERINGS`."""
     node_types: tuple[str, ...] = ()
     """Type of each node, for deployments with a node type; a single name applies to all nodes."""
+    node_speeds: tuple[float, ...] = ()
+    """Training speed of each node relative to the others; one number applies to all nodes. Absent,
+    or 0: by the names of its GPUs and its type."""
     blocks: tuple[str, ...] = ()
     """Location of each node, such as `row1/rack3`; a single name applies to all nodes."""
     host: str = "127.0.0.1"
@@ -185,17 +189,21 @@ class ClusterOptions:
             location = getattr(self, name)
             if location is not None:
                 check_location(name, location)
-        for name in ("node_types", "blocks"):
+        for speed in self.node_speeds:
+            check_numbers("plexrl up", {"node_speed": speed})
+        for name in ("node_types", "node_speeds", "blocks"):
             count = len(getattr(self, name))
             if count not in (0, 1, self.nodes):
                 raise InvalidRequestError(
-                    f"{name} has {count} names for {self.nodes} nodes: give one, or one for each"
+                    f"{name} has {count} entries for {self.nodes} nodes: give one, or one for each"
                 )
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(HTTP):
             raise InvalidRequestError(
                 f"otlp_endpoint {self.otlp_endpoint!r} is not a URL: write it as "
                 "http://127.0.0.1:4318/v1/traces"
             )
+        if self.otlp_endpoint is not None:
+            check_url("otlp_endpoint", self.otlp_endpoint, OTLP_CREDENTIALS)
         if self.nodes == 0 and self.network is None:
             raise InvalidRequestError(
                 "nodes is 0, and no others can join: give at least 1, or let nodes join with --tls"

@@ -233,4 +233,4 @@ def _kept_files(data_dir: Path) -> str:
 
 
 def _word(value: Any) -> str:
-    return ",".join(value) if isinstance(value, tuple) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

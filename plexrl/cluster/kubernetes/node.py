@@ -2,6 +2,9 @@
 
 A device plugin gives a GPU to one container, so both run in one. If either ends, this process ends
 too, and the kubelet starts the container again; the host tier in memory is found by the next run.
+
+Both write their logs to standard error, which the kubelet rotates. Workers, also those in pods,
+have files of their own for `plexrl logs`, which this process bounds.
 """
 
 import asyncio
@@ -15,6 +18,7 @@ from typing import Any
 
 from plexrl.errors import InvalidRequestError, UnavailableError
 from plexrl.process.folders.operator_key import write_private
+from plexrl.process.folders.rotated_log import keep_logs_bounded
 from plexrl.process.lifeline import PARENT
 from plexrl.process.memory.tuning import tuned
 
@@ -42,12 +46,14 @@ async def run_node(settings: Plain, stop: asyncio.Event) -> int:
     if missing:
         raise InvalidRequestError(f"the node's settings have no {', '.join(missing)}")
     run_dir = Path(settings["agent"]["run_dir"])
-    for folder in (run_dir, Path(settings["agent"]["data_dir"]) / "logs"):
+    logs = Path(settings["agent"]["data_dir"]) / "logs"
+    for folder in (run_dir, logs):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     ready = run_dir / READY
     ready.unlink(missing_ok=True)
     running: list[asyncio.subprocess.Process] = []
     stopping = asyncio.create_task(stop.wait())
+    trimming = asyncio.create_task(keep_logs_bounded(logs))
     try:
         for name, module in PARTS:
             content = settings[name]
@@ -71,6 +77,7 @@ async def run_node(settings: Plain, stop: asyncio.Event) -> int:
     finally:
         ready.unlink(missing_ok=True)
         stopping.cancel()
+        trimming.cancel()
         # The agent first: its workers use the StateManager.
         for process in reversed(running):
             await _end(process)

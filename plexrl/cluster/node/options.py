@@ -36,6 +36,9 @@ class NodeOptions:
     """Bound on the NVMe tier, in `data_dir`."""
     node_type: str = ""
     """The operator's name for this type of node, such as `h200`; deployments can request it."""
+    node_speed: float = 0.0
+    """Its training speed relative to other nodes, such as 0.3; 0: by the names of its GPUs and its
+    type. Training goes to the fastest nodes first."""
     block: str = ""
     """Location of the node, such as `row1/rack3`; nodes of one block are near each other."""
     host: str = ""

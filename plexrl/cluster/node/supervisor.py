@@ -327,6 +327,7 @@ class NodeSupervisor:
             node=kept.node,
             gpus=cluster.gpus_per_node,
             node_type=options.node_type,
+            speed=options.node_speed,
             block=options.block,
             cores=cores,
             gpu_uuids=self._gpu_uuids,

@@ -8,7 +8,6 @@ deadlines of its own (`plexrl.scheduler.operations.deadlines`).
 A process that has never beaten is not judged: it may be one that sends no beats.
 """
 
-import asyncio
 import os
 import select
 import sys
@@ -92,6 +91,8 @@ def must_beat(environment: MutableMapping[str, str]) -> bool:
 async def beat(works: Callable[[], object] | None = None) -> None:
     """Beat on standard output until cancelled. `works`, called on a thread before each beat but
     the first, returns only if the work on this process's other threads makes progress."""
+    import asyncio  # The command line imports this module for the bounds of an option.
+
     while True:
         # A watcher that does not read must not block this process; one byte fits, or nothing.
         if select.select([], [sys.stdout.fileno()], [], 0)[1]:

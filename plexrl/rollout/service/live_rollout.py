@@ -24,6 +24,7 @@ from plexrl.errors import (
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
     Event,
+    Generated,
     GroupAdded,
     GroupFiltered,
     InstanceJoined,
@@ -56,6 +57,7 @@ from plexrl.rollout.trajectories.record import (
     TrajectoryId,
     group_of,
 )
+from plexrl.rollout.trajectories.reward_waits import RewardWaits
 from plexrl.wire.tensors import Array
 
 if TYPE_CHECKING:
@@ -137,6 +139,7 @@ class LiveRollout:
         ]
         self.stages = StageClock()
         """When generation and training are busy."""
+        self.reward_waits = RewardWaits(asyncio.get_running_loop().time())
         self.count = InstanceCount(self)
         """Runs the members, and decides how many there are."""
 
@@ -243,7 +246,10 @@ class LiveRollout:
         )
         # What waits for newer weights keeps nobody busy.
         busy = any(each.held or each.unanswered for each in self.instances.work.values())
-        self.stages.note(asyncio.get_running_loop().time(), generates=busy)
+        now = asyncio.get_running_loop().time()
+        self.stages.note(now, generates=busy)
+        if isinstance(event, Generated):
+            self.reward_waits.generated(event.trajectory, self.progress.unrewarded, now)
         if taken is not None:
             entry, orders = taken
             self.writer.add(entry, lambda: self._release(orders))

@@ -1,5 +1,6 @@
 """What controllers and operators see of a rollout."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -8,6 +9,7 @@ from plexrl.rollout.batching.rounds import RoundKind
 from plexrl.rollout.service.instances.membership import Member
 from plexrl.rollout.service.live_rollout import LiveRollout, PullTimes
 from plexrl.rollout.staleness.buffers import BufferState
+from plexrl.rollout.trajectories.record import group_of
 
 Plain = dict[str, Any]
 
@@ -107,6 +109,7 @@ def _trajectories(rollout: LiveRollout) -> Plain:
         "queued_prompts": len(prompts.queue),
         "waiting": core.trajectories.waiting,
         "unrewarded": len(progress.unrewarded),
+        "oldest_unrewarded": _oldest_unrewarded(rollout),
         "dropped": progress.dropped_groups,
         "dropped_reason": progress.dropped_reason,
         "in_flight": len(core.trajectories.groups) * started,
@@ -124,6 +127,14 @@ def _trajectories(rollout: LiveRollout) -> Plain:
         "tokens_generated": progress.generated.tokens,
         "tokens_per_s": rollout.tokens_per_s(),
     }
+
+
+def _oldest_unrewarded(rollout: LiveRollout) -> Plain | None:
+    progress, now = rollout.progress, asyncio.get_running_loop().time()
+    found = rollout.reward_waits.oldest(progress.unrewarded, now)
+    if found is None:
+        return None
+    return {"prompt": group_of(found[0], progress.group_size), "waiting_s": found[1]}
 
 
 def measured(rollout: LiveRollout) -> Plain:

@@ -38,6 +38,7 @@ from plexrl.router.http.routes import (
     streams,
 )
 from plexrl.router.http.schemas import ErrorResponse
+from plexrl.router.http.server.refused_keys import RefusedKeys
 from plexrl.router.http.server.request_limits import BodyRefusedError, RequestLimits, close_after
 from plexrl.router.http.server.shutdown import RetryOnShutdown
 from plexrl.router.http.services import RouterServices
@@ -143,7 +144,8 @@ def _make_services(config: RouterConfig) -> RouterServices:
     blobs, metrics = _stores(config)
     credentials = None if config.tls is None else Credentials(config.tls)
     executor = Executor(blobs, credentials)
-    keys, rollouts = KeyCache(), RolloutLink(config.rollout, credentials)
+    refused = RefusedKeys(burst=config.refused_keys_burst, per_s=config.refused_keys_per_s)
+    keys, rollouts = KeyCache(refused), RolloutLink(config.rollout, credentials)
     scheduler = SchedulerLink(
         config.scheduler,
         config.router,

@@ -62,9 +62,9 @@ class KeyCache:
     the connection to the scheduler ends, because no report arrives until the next connection.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, refused: RefusedKeys) -> None:
         self.scheduler: SchedulerLink | None = None
-        self.refused = RefusedKeys()
+        self.refused = refused
         self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
         """By digest of the key: when the entry was made, by the monotonic clock, and the caller."""
         self._clear_count = 0

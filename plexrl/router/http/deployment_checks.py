@@ -1,9 +1,10 @@
 """Checks of a deployment request, and the specification that results. Pure."""
 
+from bisect import bisect_right
 from dataclasses import replace
 from typing import Any
 
-from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.errors import InvalidRequestError, LayoutError, ModelDoesNotFitError
 from plexrl.model.capabilities import (
     backend_capabilities,
     check_adapters,
@@ -25,6 +26,7 @@ from plexrl.model.layout import (
     megatron_state_bytes,
 )
 from plexrl.model.lora import LoraSpec, adapter_parameter_count
+from plexrl.model.memory.device_memory import device_memory
 from plexrl.model.memory.kv_cache import BLOCK_TOKENS, check_cache_budget, kv_token_bytes
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import (
@@ -162,6 +164,38 @@ def _check_sequence_length(spec: DeploymentSpec) -> None:
             f"max_sequence_tokens is {spec.max_sequence_tokens}; the model has {positions} "
             "positions: lower it"
         )
+
+
+def with_fitting_length(
+    error: ModelDoesNotFitError, spec: DeploymentSpec, *, is_default: bool
+) -> ModelDoesNotFitError:
+    """The scheduler's refusal of this deployment, with the longest rows that would fit its GPUs.
+
+    The default of `max_sequence_tokens` cannot be lowered to that before: the scheduler alone knows
+    the GPUs, they change, and a request that is sent again has to mean the same deployment.
+
+    Args:
+        error: says the GPU's memory, unless the deployment was refused for another reason.
+        spec: the deployment.
+        is_default: whether the request left `max_sequence_tokens` out.
+    """
+    memory = error.details.get("gpu_memory_bytes")
+    if "terms" not in error.details or not isinstance(memory, int):
+        return error
+
+    def excess(tokens: int) -> int:
+        return device_memory(replace(spec, max_sequence_tokens=tokens)).need_bytes - memory
+
+    lengths = range(2, spec.max_sequence_tokens)
+    fitting = bisect_right(lengths, 0, key=excess) + 1
+    asked = f"{spec.max_sequence_tokens}{', the default' if is_default else ''}"
+    if fitting < 2:
+        advice = f"max_sequence_tokens is {asked}: no smaller one makes it fit"
+    else:
+        advice = f"max_sequence_tokens is {asked}: with {fitting} or less it fits"
+    found = ModelDoesNotFitError(f"{error.message}. {advice}")
+    found.details = {**error.details, "max_sequence_tokens": fitting if fitting >= 2 else None}
+    return found
 
 
 def state_bytes(spec: DeploymentSpec, parameters: int) -> int:

@@ -364,8 +364,9 @@ class AdmissionPass:
                     if workers == size.workers:
                         return None
                     takes_free[at] = False
-        for each in self._reservations.coming:
-            # All units of the index last at least so long.
+        # All units of an index last at least so long, except those that have had GPUs before.
+        is_least = not self._cluster.waiting.displaced
+        for each in self._reservations.coming if is_least else ():
             if self._now + where.key.expected_s > each.at and not each.is_kept_beside(sizes):
                 takes_free = [False] * len(sizes)
         if len(sizes) > 1:

@@ -76,7 +76,7 @@ def blocks_others(cluster: Cluster, deployment: Deployment, now: float) -> bool:
         return is_possible(cluster, deployment)
     if now < starves_at(deployment.created_at, cluster.settings.config.starvation_bound_s):
         return False
-    return is_possible(cluster, deployment) and not takes_a_place(cluster, deployment)
+    return is_possible(cluster, deployment) and not takes_a_place(cluster, deployment, now)
 
 
 def is_partial(state: State, job: Job) -> bool:

@@ -32,15 +32,17 @@ from plexrl.scheduler.core.queries import view_types as vt
 from plexrl.scheduler.core.queries.eta import EtaQualityView, eta_quality, record_estimate
 from plexrl.scheduler.core.queries.event_records import ClusterRecords
 from plexrl.scheduler.core.queries.explain_job import explain_job
-from plexrl.scheduler.core.queries.explain_placement import BlockingView, blocking_heads
+from plexrl.scheduler.core.queries.explain_placement import BlockingView, blocking_heads, kept_gpus
 from plexrl.scheduler.core.queries.views import (
     cluster_view,
     deployment_view,
     ended_since,
+    expected_nodes,
     group_view,
     job_view,
     list_jobs,
     live_workers,
+    lost_nodes,
     node_view,
     operation_log,
     operation_view,
@@ -447,18 +449,21 @@ class SchedulerCore:
         """Starving deployments that keep free GPUs from all others, longest first."""
         return blocking_heads(self._cluster, now)
 
+    def kept_gpus(self, now: float) -> int:
+        """Free GPUs that are kept for a job while a smaller one waits."""
+        return kept_gpus(self._cluster, now)
+
     def overdue(self, now: float) -> list[OverdueView]:
         """Operations and moves that are far past their estimates."""
         return overdue_view(self._state, self.settings, self._state.deployments, now)
 
     def lost_nodes(self) -> list[tuple[NodeId, float]]:
         """The nodes whose agents were lost, and when; without those that drain."""
-        nodes = self._state.nodes.values()
-        return [
-            (each.node, each.lost_at)
-            for each in nodes
-            if not each.alive and each.lost_at is not None and not each.is_draining
-        ]
+        return lost_nodes(self._state)
+
+    def expected_nodes(self, now: float) -> list[NodeId]:
+        """The nodes that are connected, or may be back before their work is placed elsewhere."""
+        return expected_nodes(self._state, self.settings, now)
 
     def foreign_memory(self) -> list[ForeignMemoryView]:
         """Memory of GPUs for which work waits, and which processes hold that are no workers."""

@@ -12,6 +12,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import SPEED_MAX
 from plexrl.scheduler.state.messages import events as ev
 
 COUNT_MAX = 1_000_000_000
@@ -28,9 +29,6 @@ WEIGHT_MAX = 1e6
 PORT_MAX = 65_535
 TOTAL_MAX = (1 << 62) - 1
 """Sums saturate here."""
-
-SPEED_MAX = 1e6
-"""Speed of a node relative to others."""
 
 _Range = tuple[str, float, float]
 

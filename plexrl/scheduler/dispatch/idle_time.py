@@ -43,15 +43,15 @@ def expected_next(
         ended_at = member.burst.ended_at
         if ended_at is None or member.state is not _READY:
             continue
-        think_s = member.estimates.think_seconds
-        if think_s is None or now < member.backoff.until:
+        pause_s = usual_pause_s(member)
+        if pause_s is None or now < member.backoff.until:
             continue
-        if now > ended_at + EXPECTED_PAUSES * think_s:
+        if now > ended_at + EXPECTED_PAUSES * pause_s:
             # It may have stopped for good.
             continue
         if critical and (member.queue or not has_exclusive_slots(member)):
             continue
-        at = ended_at + think_s
+        at = ended_at + pause_s
         if first_due is None or at < due_at or (at == due_at and name < first_due.deployment):
             first_due, due_at = member, at
     return first_due

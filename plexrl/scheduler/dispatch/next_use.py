@@ -20,8 +20,7 @@ def next_use_s(member: "Deployment", now: float) -> float | None:
     """Seconds until a member is likely to need its state; None if unknown.
 
     A member with waiting work needs its state as soon as it gets the group. Any other member is
-    expected one usual pause after its last burst. Before its first burst, the usual pause is the
-    mean pause of the declared or remembered cycle.
+    expected one usual pause after its last burst.
     """
     if member.queue or member.replay.replaying:
         return 0.0
@@ -45,7 +44,8 @@ def worked_until(member: "Deployment") -> float | None:
 
 
 def usual_pause_s(member: "Deployment") -> float | None:
-    """From the end of a burst to the arrival of the next one; None if unknown."""
+    """From the end of a burst to the arrival of the next one: as measured; before the first
+    measurement the mean pause of the declared or remembered cycle; None if unknown."""
     if member.estimates.think_seconds is not None:
         return member.estimates.think_seconds
     if member.trace is None:

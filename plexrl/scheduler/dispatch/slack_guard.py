@@ -14,7 +14,7 @@ from plexrl.scheduler.dispatch.hrrs import (
     starves_at,
     waits_since,
 )
-from plexrl.scheduler.dispatch.next_use import is_overdue, next_use_s, worked_until
+from plexrl.scheduler.dispatch.next_use import is_overdue, next_use_s, usual_pause_s, worked_until
 from plexrl.scheduler.dispatch.switch_cost import round_trip_s
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.placement.contention.colocation import is_partner
@@ -37,11 +37,11 @@ def next_critical_s(state: State, group: Group, except_for: Deployment, now: flo
         if is_partner(member, except_for):
             # Its next burst follows that of its partner.
             continue
-        think_s, ended_at = member.estimates.think_seconds, worked_until(member)
-        if think_s is None or ended_at is None or member.queue or member.running:
+        pause_s, ended_at = usual_pause_s(member), worked_until(member)
+        if pause_s is None or ended_at is None or member.queue or member.running:
             continue
-        due_s = ended_at + think_s - now
-        if is_overdue(due_s, think_s):
+        due_s = ended_at + pause_s - now
+        if is_overdue(due_s, pause_s):
             continue
         due_s = max(0.0, due_s)
         if soonest is None or due_s < soonest:

@@ -13,7 +13,7 @@ from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.core.lookups import find_deployment, find_job, find_live_job, find_operation
-from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach_or_cancel, end_job
+from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach, detach_or_cancel, end_job
 from plexrl.scheduler.jobs.tenants import check_budget, check_live_jobs, check_priority
 from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_error, root_of
 from plexrl.scheduler.operations.gradients import gradients_to_come
@@ -177,7 +177,9 @@ def job_finished(context: Context, event: JobFinished, now: float) -> None:
         return
     check_controller(job, event.controller)
     if event.outcome == DETACHED:
-        job.seen_at = now - job.controller_timeout_s
+        # Not later than it was: who reports an absent controller is not that controller.
+        job.seen_at = min(job.seen_at, now - job.controller_timeout_s)
+        detach(context.cluster, job)
         detach_or_cancel(context, job, now)
         return
     outcome, reason = event.outcome, event.reason

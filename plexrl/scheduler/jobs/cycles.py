@@ -25,6 +25,7 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     _use_peak(cluster, deployment, is_renewed=is_renewed)
     if is_renewed:
         deployment.cycles.have_profile()
+        _expect_cycles(context.state, deployment)
         remember(context.state, settings, deployment)
         if settings.policy.repacks:
             # Other policies do not plan by time.
@@ -43,6 +44,12 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
                 moves = consider_repacking(cluster, deployment, now)
     if consider_relief(cluster, deployment, now) or moves:
         context.effects.touch(deployment.group)
+
+
+def _expect_cycles(state: State, deployment: Deployment) -> None:
+    assert deployment.trace is not None
+    expected_s = state.job(deployment.job).expected_s
+    deployment.cycles.expect(expected_s, deployment.trace.period_s)
 
 
 def _use_peak(cluster: Cluster, deployment: Deployment, *, is_renewed: bool) -> None:

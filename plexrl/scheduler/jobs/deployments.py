@@ -99,6 +99,8 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     job.deployments.append(event.deployment)
     if deployment.trace is None:
         deployment.trace = context.state.profiles.get(profile_key(context.state, deployment))
+    if deployment.trace is not None:
+        deployment.cycles.expect(job.expected_s, deployment.trace.period_s)
     seen(context, job, now)
     enqueue_deployment(context.cluster, context.effects, deployment)
 

@@ -23,7 +23,7 @@ from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail, interrupt
 from plexrl.scheduler.operations.replay import drop_log, drop_past
-from plexrl.scheduler.operations.submission.queue_order import place_in_queue
+from plexrl.scheduler.operations.submission.queue_order import return_to_queue
 from plexrl.scheduler.placement.capacity.awaited_profiles import await_profile
 from plexrl.scheduler.placement.capacity.inventory import Inventory
 from plexrl.scheduler.placement.placement import release_lock, vacate
@@ -313,8 +313,7 @@ def stop(
         fail(state, context.effects, operation, early_end(operation, now), now)
     for name in reversed(interrupted):
         if name not in over:
-            place = place_in_queue(state, deployment, state.operations[name])
-            deployment.queue.insert(place, name)
+            return_to_queue(state, deployment, state.operations[name])
     if deployment.moving is not None:
         # A new move, with a new name, is made when it is needed.
         del state.operations[deployment.moving.operation]
@@ -386,12 +385,10 @@ def router_lost(state: State, effects: Effects, event: RouterLost, now: float) -
 
 
 def excuse_silence(state: State, event: Event, now: float) -> None:
-    """Reset controller timeouts: the scheduler received no heartbeats while it was down."""
+    """Count the silence of attached controllers anew: the scheduler received no heartbeats while it
+    was down. A job whose controller was gone before has the time that was left to it."""
     del event
-    state.issued_at = now
-    for job in state.jobs.values():
-        if not job.state.is_final:
-            job.seen_at = now
+    state.issued_at = state.resumed_at = now
 
 
 def detach(cluster: Cluster, job: Job) -> None:
@@ -406,12 +403,13 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
     """Apply the timeouts of the job's controller."""
     if job.state.is_final:
         return
-    gone_at = job.seen_at + job.controller_timeout_s
-    if now < gone_at:
-        context.effects.wake(gone_at, timers.silence(job.job))
-        return
+    if job.attached:
+        gone_at = heard_at(context.state, job) + job.controller_timeout_s
+        if now < gone_at:
+            context.effects.wake(gone_at, timers.silence(job.job))
+            return
     detach(context.cluster, job)
-    cancelled_at = gone_at + job.reattach_timeout_s
+    cancelled_at = cancelled_without_controller_at(job)
     if now < cancelled_at:
         context.effects.wake(cancelled_at, timers.silence(job.job))
         return
@@ -422,6 +420,16 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
         f"its controller was silent for {now - job.seen_at:.0f} s and did not come back",
         now,
     )
+
+
+def heard_at(state: State, job: Job) -> float:
+    """From when the silence of the job's controller counts."""
+    return max(job.seen_at, state.resumed_at)
+
+
+def cancelled_without_controller_at(job: Job) -> float:
+    """When a detached job is cancelled, unless a controller attaches it before."""
+    return job.seen_at + job.controller_timeout_s + job.reattach_timeout_s
 
 
 def issue_again(state: State, effects: Effects, now: float) -> None:

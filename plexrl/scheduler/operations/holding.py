@@ -21,7 +21,7 @@ from plexrl.ids import DeploymentId, NodeId
 from plexrl.scheduler.admission.reclaim.unreturned_memory import foreign_memory, message_for
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.jobs.usage import discard
-from plexrl.scheduler.operations.submission.queue_order import place_in_queue
+from plexrl.scheduler.operations.submission.queue_order import return_to_queue
 from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
@@ -105,8 +105,7 @@ def requeue(state: State, deployment: Deployment, operation: Operation, now: flo
     its queue."""
     change_operation(operation, OperationTrigger.REQUEUED)
     operation.started_at = None
-    place = place_in_queue(state, deployment, operation)
-    deployment.queue.insert(place, operation.operation)
+    return_to_queue(state, deployment, operation)
     if not deployment.running:
         deployment.burst.pause(now)
         deployment.burst.want(now)

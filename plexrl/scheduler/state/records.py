@@ -315,6 +315,8 @@ class Job:
     reattach_timeout_s: float
     submitted_at: float
     seen_at: float
+    """When its controller last sent something. Not reset by a restart, so that the time until the
+    job is cancelled goes on while no scheduler runs."""
     state: JobState = JobState.QUEUED
     attached: bool = True
     is_set_aside: bool = False
@@ -436,6 +438,8 @@ class State:
     """The least bound of a run, likewise a setting; 0: runs have no bound."""
     issued_at: float = 0.0
     """When all runs were last sent again, or reports could arrive again: bounds count from then."""
+    resumed_at: float = 0.0
+    """When heartbeats could last arrive again: nobody was silent before."""
 
     def job(self, name: JobId) -> Job:
         return self.jobs[name]

@@ -40,6 +40,7 @@ from plexrl.sim.engine.shell import (
 from plexrl.sim.metrics.collector import Collector, RunKind
 from plexrl.sim.metrics.group_members import GroupMembers
 from plexrl.sim.metrics.job_rows import JobRow
+from plexrl.sim.metrics.kept_gpus import KeptGpus
 from plexrl.sim.results.result import SimResult, Speed
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.state.statemanagers import NodeStates, Refusal
@@ -91,7 +92,9 @@ class TraceRun:
         if scenario.fills_valleys:
             handlers = {kind: self._routed(each) for kind, each in handlers.items()}
         self.shell = VirtualShell(config, handlers)
-        self._collector = Collector(scenario, on_job)
+        kept = KeptGpus(self.shell.core)
+        self.shell.observe(kept.observe)
+        self._collector = Collector(scenario, on_job, kept)
         self._checker = Checker(scenario, self.shell.core) if scenario.check else None
         if self._checker is not None:
             self.shell.observe(self._checker.observe)

@@ -11,6 +11,7 @@ from typing import Literal
 from plexrl.scheduler.context.config import WAITING_PART_MAX
 from plexrl.sim.metrics.held_nodes import HeldNodes
 from plexrl.sim.metrics.job_rows import JobDetails, JobRow
+from plexrl.sim.metrics.kept_gpus import KeptGpus
 from plexrl.sim.metrics.sketch import Sketch
 from plexrl.sim.metrics.tenant_table import HOUR_S, TenantSums, TenantTable
 from plexrl.sim.metrics.utilisation import Series
@@ -51,8 +52,15 @@ class _LiveJob:
 class Collector:
     """Receives what happens in a run; `now` is in seconds on the virtual clock."""
 
-    def __init__(self, scenario: Scenario, on_job: Callable[[JobRow], None] | None = None) -> None:
-        """`on_job` receives the row of each job that ends."""
+    def __init__(
+        self,
+        scenario: Scenario,
+        on_job: Callable[[JobRow], None] | None = None,
+        kept: KeptGpus | None = None,
+    ) -> None:
+        """`on_job` receives the row of each job that ends. Without `kept` no GPUs are counted as
+        kept for a job."""
+        self._kept = kept
         self._scenario = scenario
         self._on_job = on_job
         self._jobs: dict[str, _LiveJob] = {}
@@ -332,6 +340,7 @@ class Collector:
         total_gpu_s = self._scenario.gpus * self._drain_s
         unallocated = (total_gpu_s - self._grouped_gpu_s - placed_gpu_s) / HOUR_S
         training_idle_gpu_s = self._grouped_gpu_s - self._used_gpu_s[False] - self._filled_gpu_s
+        kept_gpu_s = 0.0 if self._kept is None else self._kept.gpu_seconds(self._drain_s)
         in_tail = (1.0 - tail.held) * self._scenario.gpus * tail.seconds / HOUR_S
         return GpuHours(
             rollouts_work=self._rollout_work_gpu_s / HOUR_S,
@@ -342,6 +351,7 @@ class Collector:
             training_gpus_idle=training_idle_gpu_s / HOUR_S,
             unallocated=unallocated,
             unallocated_tail=min(in_tail, unallocated),
+            unallocated_kept=min(kept_gpu_s / HOUR_S, unallocated),
         )
 
     def _bill_move(self, group: str, job: _LiveJob | None, kind: RunKind, held: float) -> None:

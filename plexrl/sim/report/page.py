@@ -20,7 +20,7 @@ from plexrl.sim.report.plots.utilisation import utilisation_plot
 from plexrl.sim.report.plots.what_ifs import WhatIf, what_if_plot
 from plexrl.sim.report.tables import Table, gpu_hours, slowdowns, summary, tenants
 from plexrl.sim.report.units import duration, percent
-from plexrl.sim.results.gpu_hours import tail_sentence
+from plexrl.sim.results.gpu_hours import kept_sentence, tail_sentence
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.capacity_search import CapacityPlan
 from plexrl.traces.io.files import write_whole
@@ -69,7 +69,7 @@ def write_report(
         summary=summary(runs, gpus_per_node),
         slowdowns=slowdowns(runs, gpus_per_node),
         gpu_hours=gpu_hours(single),
-        tails=[(run.label, tail_sentence(run.result.tail)) for run in single],
+        notes=[(run.label, note) for run in single for note in _notes(run)],
         tenants=tenants(single),
         bills=bill_table(own) if own else None,
         split=split_plot(own, looks(runs)),
@@ -147,3 +147,9 @@ def page_template(name: str) -> "Template":
     )
     environment.filters.update(duration=duration, percent=percent)
     return environment.get_template(name)
+
+
+def _notes(run: Run) -> list[str]:
+    """Sentences below the table of GPU-hours."""
+    found = [tail_sentence(run.result.tail), kept_sentence(run.result.where)]
+    return [each for each in found if each]

@@ -107,6 +107,9 @@ def gpu_hours(runs: Sequence[Run]) -> Table:
     ]
     tail = [percent(part_of_cluster(run, run.result.where.unallocated_tail)) for run in runs]
     rows.append(("of it in the tail", *tail))
+    if any(run.result.where.unallocated_kept for run in runs):
+        kept = [percent(part_of_cluster(run, run.result.where.unallocated_kept)) for run in runs]
+        rows.append(("of it kept for a job", *kept))
     rows.append(("all GPU-hours", *(short(run.result.where.total) for run in runs)))
     return Table(
         groups=(("", 1), ("part of the cluster's GPU-hours", len(runs))),

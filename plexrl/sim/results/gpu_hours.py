@@ -34,6 +34,10 @@ class GpuHours:
     """No group has the GPUs."""
     unallocated_tail: float = 0.0
     """Part of `unallocated` that falls into the tail."""
+    unallocated_kept: float = 0.0
+    """Part of `unallocated` that waited for a job, by its reservation or because nobody may pass
+    it, while one that needs no more GPUs than were free waited behind it. An upper bound of what
+    backfilling could have used: whether these GPUs suited the other job was not tried."""
 
     @property
     def total(self) -> float:
@@ -85,6 +89,17 @@ def tail_of(
         part=seconds / drain_s,
         held=min(held / seconds, 1.0),
         works=min(works / seconds, 1.0),
+    )
+
+
+def kept_sentence(where: GpuHours) -> str:
+    """The GPU-hours that are kept for jobs, in one line; empty if there are none."""
+    if not where.unallocated_kept:
+        return ""
+    part = where.unallocated_kept / where.total
+    return (
+        f"{where.unallocated_kept:,.0f} GPU-h ({part:.1%}) are free GPUs that are kept for the "
+        "first job of the queue while a smaller one waits"
     )
 
 

@@ -229,6 +229,7 @@ class Agent:
             "host_memory_bytes": config.host_memory_bytes,
             "nvme_bytes": config.nvme_bytes,
             "node_type": config.node_type,
+            "speed": config.node_speed,
             "block": config.block,
             "host": config.host,
             "ports": config.meeting_ports,

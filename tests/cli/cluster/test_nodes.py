@@ -20,6 +20,7 @@ def node(name: str, **changes: Any) -> dict[str, Any]:
         "host_memory_bytes": 1536 * GIB,
         "nvme_bytes": 3576 * GIB,
         "node_type": "",
+        "speed": 1.0,
         "block": "",
         "fabric": "",
         "is_draining": False,
@@ -49,6 +50,11 @@ def test_address_fabric_and_place_of_a_node_fit_80_columns(
     assert ["gpu-0118", "gpu-0118.cluster.example", "-", "h200", "-"] in rows
     # No row is broken into a block or wrapped.
     assert len([row for row in rows if row and row[0].startswith("gpu-")]) == 4
+
+
+def test_nodes_of_different_speed_show_it(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, [node("node0", speed=0.315), node("node1")])
+    assert ["node0", "-", "-", "-", "-", "0.315"] in [line.split() for line in lines]
 
 
 def test_nodes_of_one_machine_have_one_table(capsys: pytest.CaptureFixture[str]) -> None:

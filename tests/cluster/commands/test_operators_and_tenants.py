@@ -68,8 +68,8 @@ def own_name(operator: plexrl.Cluster) -> str:
 
 
 def cli(cluster: plexrl.Cluster, *words: str) -> str:
-    where = ["--url", cluster.url, "--api-key", cluster.api_key]
-    found = CliRunner().invoke(app, [*words, *where], env={"COLUMNS": "240"})
+    where = {"PLEXRL_URL": cluster.url, "PLEXRL_API_KEY": cluster.api_key, "COLUMNS": "240"}
+    found = CliRunner().invoke(app, words, env=where)
     assert found.exit_code == 0, (found.output, found.exception)
     return found.output
 

@@ -176,6 +176,18 @@ def test_workers_die_with_their_agent(embedded: EmbeddedCluster, cluster: plexrl
         actor.barrier().result(120)
 
 
+def test_a_checkpoint_is_awaited_while_its_nodes_agent_restarts(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster
+) -> None:
+    with cluster.create_job("awaiting") as job:
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        saving = actor.save_checkpoint("kept")
+        seq = saving.pinned(60)["seq"]
+        process_of(embedded, "plexrl.worker").kill()
+        saved = saving.result(120)
+        assert (saved["seq"], saved["durable"]) == (seq, True)
+
+
 CONTROLLER = """
 import sys, time, plexrl
 with plexrl.connect() as cluster:

@@ -222,16 +222,17 @@ def test_the_operation_log_has_phase_times_and_is_exported(
     assert row["compute_s"] + row["transfer_s"] <= row["finished_at"] - row["started_at"] + 0.05
     assert rows["load"]["internal"]
 
-    where = ["--url", two.url, "--api-key", two.api_key]
-    table = CliRunner().invoke(app, ["operations", name, *where], env={"COLUMNS": "200"})
+    where = {"PLEXRL_URL": two.url, "PLEXRL_API_KEY": two.api_key, "COLUMNS": "200"}
+    cli = CliRunner(env=where)
+    table = cli.invoke(app, ["operations", name])
     assert "forward_backward" in table.output, table.output
-    result = CliRunner().invoke(app, ["operations", name, "--json", "--kind", "load", *where])
+    result = cli.invoke(app, ["operations", name, "--json", "--kind", "load"])
     assert [each["kind"] for each in json.loads(result.output)] == ["load"]
-    typo = CliRunner().invoke(app, ["operations", name, "--kind", "laod", *where])
+    typo = cli.invoke(app, ["operations", name, "--kind", "laod"])
     assert "It has: " in typo.output, typo.output
     assert "actor load" in " ".join(typo.output.split())
     out = tmp_path / "trace.json"
-    CliRunner().invoke(app, ["trace", name, "--out", str(out), *where])
+    cli.invoke(app, ["trace", name, "--out", str(out)])
     events = json.loads(out.read_text())["traceEvents"]
     named = {event["args"].get("name") for event in events if event["ph"] == "M"}
     assert {f"job {name}", "actor compute", "held by", "switches"} <= named

@@ -122,6 +122,11 @@ class Machines:
         fingerprint = Authority.open(folder).fingerprint
         return str(create_token(Ledger(folder), fingerprint, uses=uses)[0])
 
+    def _token_file(self, name: str) -> str:
+        path = self._folder / f"{name}.token"
+        path.write_text(self.token())
+        return str(path)
+
     def cli_token(self) -> str:
         """A new token, as an operator makes it."""
         return str(run("node", "token", "--show-key", "--data-dir", str(self.head_dir))["token"])
@@ -138,7 +143,7 @@ class Machines:
         number = self._numbers.setdefault(name, 3 + len(self._numbers))
         is_first = not (self.node_dir(name) / "node.json").exists()
         entry = (
-            (self.found["join_address"], "--token", self.token(), "--name", name)
+            (self.found["join_address"], "--token-file", self._token_file(name), "--name", name)
             if is_first
             else ()
         )

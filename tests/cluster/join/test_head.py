@@ -59,7 +59,10 @@ def test_a_machine_joins_with_a_token_and_keeps_a_unit_without_it(
     machines: Machines, tmp_path: Path
 ) -> None:
     token, path = machines.cli_token(), tmp_path / "plexrl-node.service"
-    command = ["node", "join", machines.found["join_address"], "--token", token, "--gpus", "1"]
+    file = tmp_path / "token"
+    file.write_text(f"{token}\n")
+    command = ["node", "join", machines.found["join_address"], "--gpus", "1"]
+    command += ["--token-file", str(file)]
     command += ["--name", "joined-a", "--node-type", "h200", "--data-dir", str(tmp_path / "a")]
     found = run(*command, "--systemd", str(path))
     assert found == {"node": "joined-a", "unit": str(path)}

@@ -43,6 +43,7 @@ FULL: Plain = {
     "journal": {"type": "postgresql", "postgresql": {"secretName": "journal"}},
     "router": {
         "replicas": 3,
+        "modelRoots": ["/mnt/nvme/models"],
         "service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["10.0.0.0/8"]},
         "ingress": {"enabled": True, "className": "nginx", "hosts": ["plexrl.example.com"]},
     },

@@ -86,6 +86,7 @@ def test_helm_finds_no_fault_in_the_chart() -> None:
         ({"scheduler": {"replicas": 2}}, "/journal/type"),
         ({"journal": {"type": "postgresql"}}, "/journal/postgresql/secretName"),
         ({"router": {"replicas": 2}}, "/data"),
+        ({"router": {"modelRoots": ["models"]}}, "/router/modelRoots/0"),
         ({"router": {"ingress": {"enabled": True}}}, "/router/ingress/hosts"),
         ({"nodePools": [{"gpus": 1}]}, "name"),
         ({"nodePools": [{"name": "a", "gpu": 1}]}, "gpu"),
@@ -124,7 +125,8 @@ def test_settings_are_those_that_the_processes_read(name: str, tmp_path: Path) -
     scheduler = settings("demo-plexrl-scheduler", "scheduler.json")
     router = settings("demo-plexrl-router", "router.json")
     parse_config(json.dumps(scheduler), SchedulerConfig, name)
-    parse_config(json.dumps(router), RouterConfig, name)
+    given = parse_config(json.dumps(router), RouterConfig, name)
+    assert given.model_roots == tuple(VALUES[name].get("router", {}).get("modelRoots", ()))
     if "demo-plexrl-rollout" in maps:
         rollout = settings("demo-plexrl-rollout", "rollout.json")
         parse_config(json.dumps(rollout), RolloutConfig, name)
@@ -316,3 +318,10 @@ def test_an_installation_with_own_keys_gets_none_of_the_chart(tmp_path: Path) ->
         if "secret" in volume
     }
     assert secrets == {"own-keys", "own-authority"}
+
+
+def test_workers_as_pods_get_credentials_from_the_secret_alone(tmp_path: Path) -> None:
+    maps = of_kind(render(FULL, tmp_path), "ConfigMap")
+    node = json.loads(maps["demo-plexrl-node-cpu"]["data"]["node.json"])
+    (worker,) = node["pods"]["template"]["containers"]
+    assert worker["envFrom"] == [{"secretRef": {"name": "s3"}}]

@@ -14,6 +14,7 @@ import pytest
 import plexrl
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.data_dir.endpoint import Endpoint
+from plexrl.cluster.kubernetes.workers.launcher import PASSED_ON
 from plexrl.cluster.parts import NodeConfig, node_parts
 from plexrl.cluster.supervisor import HeadOf, Supervisor
 from plexrl.process.children.part import Part  # noqa: TC001
@@ -185,3 +186,8 @@ def check_pods(
         assert [each["spec"]["schedulingPolicy"]["gang"] for each in groups["items"]] == [
             {"minCount": 2}
         ]
+
+
+def test_no_secret_of_the_agents_environment_is_in_a_pods_specification() -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN", "PLEXRL_API_KEY"):
+        assert not name.startswith(PASSED_ON)

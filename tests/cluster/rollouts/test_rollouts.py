@@ -52,11 +52,11 @@ def test_a_small_cache_draws_the_same_tokens_and_reports_preemptions(
     [engine] = short.status()["engines"]
     assert engine["preemptions"] == found.metrics["preemptions"]
     assert (engine["running"], engine["blocks"], engine["blocks_held"]) == (0, 6, 0)
-    arguments = ["jobs", job.job, "--url", embedded.url, "--api-key", embedded.api_key]
-    shown = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    where = {"PLEXRL_URL": embedded.url, "PLEXRL_API_KEY": embedded.api_key, "COLUMNS": "200"}
+    shown = json.loads(CliRunner().invoke(app, ["jobs", job.job, "--json"], env=where).stdout)
     engines = {each["deployment"]: each["engines"] for each in shown["deployments"]}
     assert engines[short.deployment] == [engine]
-    assert "preemptions" in CliRunner().invoke(app, arguments, env={"COLUMNS": "200"}).stdout
+    assert "preemptions" in CliRunner().invoke(app, ["jobs", job.job], env=where).stdout
 
 
 def stepped(actor: plexrl.TrainDeployment) -> None:

@@ -30,8 +30,8 @@ def test_a_jobs_operations_are_recorded(
             actor.optim_step(learning_rate=1e-3).result(120)
             rollout.sync_weights(actor).result(120)
     out = tmp_path / "live.parquet"
-    where = ["--url", embedded.url, "--api-key", embedded.api_key]
-    result = CliRunner().invoke(app, ["traces", "record", str(out), *where, "--json"])
+    where = {"PLEXRL_URL": embedded.url, "PLEXRL_API_KEY": embedded.api_key}
+    result = CliRunner().invoke(app, ["traces", "record", str(out), "--json"], env=where)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["rows"] >= 1
     [row] = [each for each in read_jobs(out) if each.job_id == job.job]

@@ -44,7 +44,9 @@ def test_a_journal_without_a_password_may_be_an_argument(journal: str) -> None:
         ),
         ({"otlp_endpoint": "collector:4318"}, "is not a URL"),
         ({"journal": ""}, "give a path or postgresql"),
-        ({"nodes": 3, "node_types": ("a", "b")}, "2 names for 3 nodes"),
+        ({"nodes": 3, "node_types": ("a", "b")}, "2 entries for 3 nodes"),
+        ({"nodes": 3, "node_speeds": (1.0, 0.3)}, "2 entries for 3 nodes"),
+        ({"node_speeds": (-0.5,)}, "node_speed is -0.5; it must be a number, at least 0"),
         ({"settings": PartSettings(rollout={"listen": ["tls://h:1"]})}, "which need certificates"),
     ],
 )

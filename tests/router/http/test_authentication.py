@@ -9,6 +9,7 @@ import pytest
 from plexrl.errors import AuthenticationError, UnavailableError
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.router.http.authentication import Caller, KeyCache, key_digest
+from plexrl.router.http.server.refused_keys import RefusedKeys
 from plexrl.scheduler.core.calls import take_scope
 from plexrl.wire.rpc import Peer
 
@@ -34,7 +35,7 @@ def test_a_key_is_looked_up_once_until_the_scheduler_reports_a_revocation(tmp_pa
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await Peer(reader, writer, {"hello": hello, "authenticate": authenticate}).run()
 
-        keys = KeyCache()
+        keys = KeyCache(RefusedKeys(burst=20, per_s=1.0))
         link = SchedulerLink(
             [f"unix:{tmp_path}/s"], "r", {"forget_callers": keys.on_forget}, keys.clear
         )
@@ -87,7 +88,7 @@ def test_a_reply_from_before_a_revocation_is_not_cached(tmp_path: Path) -> None:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await Peer(reader, writer, {"hello": hello, "authenticate": authenticate}).run()
 
-        keys = KeyCache()
+        keys = KeyCache(RefusedKeys(burst=20, per_s=1.0))
         link = SchedulerLink([f"unix:{tmp_path}/s"], "r", {}, keys.clear)
         keys.scheduler = link
         server = await asyncio.start_unix_server(serve, tmp_path / "s")

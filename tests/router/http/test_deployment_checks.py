@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,20 @@ from pydantic import ValidationError
 from plexrl.errors import (
     InvalidRequestError,
     LayoutError,
+    ModelDoesNotFitError,
     UnsupportedDtypeError,
     UnsupportedModelError,
 )
 from plexrl.model.layout import with_layout
+from plexrl.model.memory.device_memory import device_memory
 from plexrl.model.memory.kv_cache import kv_token_bytes
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import tiny_qwen2
-from plexrl.router.http.deployment_checks import check_deployment, state_bytes
+from plexrl.router.http.deployment_checks import (
+    check_deployment,
+    state_bytes,
+    with_fitting_length,
+)
 from plexrl.router.http.schemas import DeploymentRequest
 
 
@@ -294,3 +301,45 @@ def test_adapters_of_a_rank_beyond_the_layer_are_refused() -> None:
     assert spec.lora is not None
     with pytest.raises(InvalidRequestError, match=r"lora.rank is 33, and k_proj has 64 inputs"):
         check_deployment(request(lora={"rank": 33, "targets": ["q_proj", "k_proj"]}))
+
+
+LONG = {"max_position_embeddings": 1 << 20}
+
+
+@given(
+    kind=st.sampled_from(["train", "forward", "rollout"]),
+    tokens=st.integers(3, 1 << 20),
+    part=st.floats(0.01, 1.0),
+    is_default=st.booleans(),
+)
+def test_a_deployment_that_does_not_fit_is_told_the_longest_rows_that_would(
+    kind: str, tokens: int, part: float, is_default: bool
+) -> None:
+    model = tiny_qwen2("0123456789")
+    config = json.dumps({**json.loads(model.config_json or ""), **LONG})
+    sent = {"architecture": model.architecture, "config_json": config}
+    fields = {"name": "a", "kind": kind, "model": sent, "max_sequence_tokens": tokens}
+    spec, _ = check_deployment(DeploymentRequest.model_validate(fields))
+    memory = int(device_memory(spec).need_bytes * part) - 1
+    refusal = ModelDoesNotFitError("too large", terms={}, gpu_memory_bytes=memory)
+    found = with_fitting_length(refusal, spec, is_default=is_default)
+    fitting = found.details["max_sequence_tokens"]
+
+    def need(length: int) -> int:
+        return device_memory(replace(spec, max_sequence_tokens=length)).need_bytes
+
+    assert f"max_sequence_tokens is {tokens}{', the default' * is_default}: " in found.message
+    assert found.details["gpu_memory_bytes"] == memory
+    if fitting is None:
+        assert "no smaller one makes it fit" in found.message
+        assert need(2) > memory
+    else:
+        assert isinstance(fitting, int)
+        assert f"with {fitting} or less it fits" in found.message
+        assert need(fitting) <= memory < need(fitting + 1)
+
+
+def test_another_refusal_is_left_as_it_is() -> None:
+    spec, _ = check_deployment(request())
+    refusal = ModelDoesNotFitError("the tiers are full", host_memory_bytes=1)
+    assert with_fitting_length(refusal, spec, is_default=True) is refusal

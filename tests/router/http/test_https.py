@@ -48,8 +48,9 @@ def test_sdk_and_cli_accept_the_authority_that_they_are_given(
                 return (await cluster.status())["routers"]
 
         assert asyncio.run(ask()) == 1
-        access = ["status", "--url", router.url, "--api-key", OPERATOR_KEY]
-        shown = CliRunner().invoke(app, [*access, "--ca-file", files.ca])
+        monkeypatch.setenv("PLEXRL_API_KEY", OPERATOR_KEY)
+        access = ["status", "--url", router.url, "--ca-file", files.ca]
+        shown = CliRunner().invoke(app, access)
         assert shown.exit_code == 0, shown.output
         monkeypatch.setenv("PLEXRL_CA_FILE", files.ca)
         with plexrl.connect(router.url, OPERATOR_KEY) as cluster:

@@ -3,12 +3,14 @@
 import heapq
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.queues.reservations import RENEWALS_MAX
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster, Quick
@@ -105,6 +107,106 @@ def test_a_cancelled_job_leaves_no_reservation() -> None:
     cluster.send(ev.JobFinished(job="large", outcome="cancelled"))
     assert has_gpus(cluster, "long")
     assert not cluster.core._context.state.reservations
+
+
+def make_cycle(cluster: FakeCluster, job: str, number: int, length_s: float) -> None:
+    """A training cycle of this length; each of its operations takes a second."""
+    ends_at = cluster.now + length_s
+    for kind in ("forward_backward", "optim_step"):
+        cluster.submit(f"{job}/{kind}{number}", f"{job}/a", kind)
+    while cluster.launches:
+        cluster.launch(cluster.launches[0])
+    while cluster.runs:
+        cluster.pass_time(1.0)
+        cluster.execute(cluster.runs[0])
+    cluster.pass_time(ends_at - cluster.now)
+
+
+def start_training(
+    gpus: int, expected_s: float, bound_s: float = BOUND_S, **fields: object
+) -> FakeCluster:
+    """A job of this length has all GPUs but one."""
+    cluster = FakeCluster(policy="isolated", starvation_bound_s=bound_s)
+    cluster.start_node(gpus)
+    cluster.job("running", expected_s=expected_s)
+    cluster.deploy("running/a", workers=gpus - 1, **fields)
+    return cluster
+
+
+def declared(period_s: float) -> DemandTrace:
+    """Busy for a fifth of its cycle."""
+    segments = (Segment(offset_s=0.0, duration_s=period_s / 5),)
+    return DemandTrace(period_s=period_s, segments=segments)
+
+
+def test_cycles_that_are_left_take_as_long_as_the_newest_ones() -> None:
+    cluster = start_training(4, expected_s=3000.0, trace=declared(100.0))
+    for number in range(10):
+        make_cycle(cluster, "running", number, 200.0)
+    submit(cluster, "large", 4, 3000.0)
+    began_at = cluster.now
+    # Cycle 10 of 30 begins; by its length the job would end in 1000 s.
+    make_cycle(cluster, "running", 10, BOUND_S)
+    submit(cluster, "short", 1, 3300.0)
+    assert reserved_at(cluster, "large") == pytest.approx(began_at + 1.5 * BOUND_S + 19 * 200.0)
+    assert has_gpus(cluster, "short")
+    submit(cluster, "long", 1, 5000.0)
+    assert not has_gpus(cluster, "long")
+
+
+def test_a_job_that_is_ahead_of_its_length_ends_earlier() -> None:
+    cluster = start_training(4, expected_s=3000.0, bound_s=0.0, trace=declared(100.0))
+    for number in range(20):
+        make_cycle(cluster, "running", number, 50.0)
+    submit(cluster, "large", 4, 3000.0)
+    submit(cluster, "short", 1, 10.0)
+    # Of 30 cycles 19 have ended, and number 19 is about to.
+    assert reserved_at(cluster, "large") == pytest.approx(cluster.now + 10 * 50.0)
+
+
+def test_a_job_with_more_cycles_than_expected_counts_by_its_length() -> None:
+    cluster = start_training(4, expected_s=1000.0, bound_s=0.0, trace=declared(100.0))
+    began_at = cluster.now
+    for number in range(15):
+        make_cycle(cluster, "running", number, 50.0)
+    submit(cluster, "large", 4, 3000.0)
+    submit(cluster, "short", 1, 10.0)
+    assert reserved_at(cluster, "large") == pytest.approx(began_at + 1000.0)
+
+
+def test_the_number_of_cycles_follows_from_the_first_profile() -> None:
+    cluster = start_training(4, expected_s=4000.0)
+    for number in range(10):
+        make_cycle(cluster, "running", number, 100.0)
+    deployment = cluster.core._context.state.deployments[DeploymentId("running/a")]
+    assert deployment.trace is not None
+    assert deployment.trace.cycles
+    for number in range(10, 16):
+        make_cycle(cluster, "running", number, 300.0)
+    assert deployment.cycles.expected == pytest.approx(40.0, rel=0.02)
+    assert deployment.trace.period_s == pytest.approx(300.0, rel=0.02)
+
+
+def test_a_displaced_job_passes_a_reservation_by_the_time_that_is_left_of_it() -> None:
+    cluster = FakeCluster(policy="isolated", starvation_bound_s=BOUND_S)
+    cluster.join_node(4, node_type="large")
+    cluster.join_router()
+    submit(cluster, "running", 3, 3000.0)
+    submit(cluster, "first", 1, 10.0)
+    began_at = cluster.now
+    cluster.job("large", expected_s=3000.0)
+    cluster.deploy("large/a", workers=4, exclusive=True, node_type="large")
+    cluster.join_node(1, node="lost", node_type="small")
+    submit(cluster, "moved", 1, 3000.0)
+    cluster.send(ev.JobFinished(job="first", outcome="completed"))
+    cluster.pass_time(2000.0)
+    submit(cluster, "long", 1, 1001.0)
+    assert not has_gpus(cluster, "long")
+    assert reserved_at(cluster, "large") == began_at + 3000.0
+    cluster.lose_node("lost")
+    cluster.pass_time(200.0)
+    ranks = cluster.core.deployment_view("moved/a", cluster.now)["ranks"]
+    assert [rank["node"] for rank in ranks] == ["n"]
 
 
 JOBS = st.lists(

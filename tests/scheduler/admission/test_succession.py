@@ -14,9 +14,16 @@ def trace(busy_s: float) -> DemandTrace:
     return DemandTrace(period_s=100.0, segments=(segment,))
 
 
-def submit(cluster: FakeCluster, job: str, *, busy_s: float = 50.0, rollout_gpus: int = 2) -> None:
+def submit(
+    cluster: FakeCluster,
+    job: str,
+    *,
+    busy_s: float = 50.0,
+    rollout_gpus: int = 2,
+    expected_s: float = 0.0,
+) -> None:
     """A job that trains on four GPUs and generates on others."""
-    cluster.job(job, gang=2)
+    cluster.job(job, gang=2, expected_s=expected_s)
     cluster.deploy(f"{job}/actor", workers=4, trace=trace(busy_s))
     cluster.deploy(f"{job}/rollout", workers=rollout_gpus, exclusive=True)
 
@@ -59,6 +66,24 @@ def test_no_job_that_runs_leaves_a_place_for_a_longer_burst_or_other_rollouts(
 ) -> None:
     cluster = behind_a_full_group("spread+backfill", busy_s=busy_s, rollout_gpus=rollout_gpus)
     assert waiting(cluster) == ["first", "small"]
+
+
+@pytest.mark.parametrize(("runs_s", "is_kept"), [(1e6, True), (1000.0, False)])
+def test_a_place_that_comes_later_than_gpus_of_its_own_does_not_count(
+    runs_s: float, is_kept: bool
+) -> None:
+    cluster = FakeCluster(policy="spread+backfill")
+    cluster.start_node(12)
+    submit(cluster, "runs", expected_s=runs_s)
+    for number in range(6):
+        cluster.job(f"short{number}", expected_s=1000.0)
+        cluster.deploy(f"short{number}/actor", workers=1, exclusive=True)
+    submit(cluster, "first", expected_s=1000.0)
+    cluster.pass_time(cluster.config.starvation_bound_s)
+    cluster.send(ev.JobFinished(job="short0", outcome="completed"))
+    cluster.job("small", expected_s=1e5)
+    cluster.deploy("small/actor", workers=1, exclusive=True)
+    assert waiting(cluster) == (["first", "small"] if is_kept else ["first"])
 
 
 def test_a_small_group_delays_no_job_that_needs_many_more_gpus() -> None:

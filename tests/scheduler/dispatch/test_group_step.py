@@ -2,6 +2,7 @@
 
 import pytest
 
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from tests.scheduler.fake_cluster import FakeCluster
 
 
@@ -58,6 +59,25 @@ def test_the_member_expected_first_is_loaded_before_it_asks() -> None:
     assert (group["holder"], group["phase"]) == ("b/actor", "hold")
     cycle(cluster, "b", 9)
     assert on_the_trainers(cluster) == [("optim_step", "b/actor")]
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_declared_demand_says_when_a_member_is_first_expected_again(is_declared: bool) -> None:
+    segments = (Segment(offset_s=0.0, duration_s=20.0),)
+    demand = DemandTrace(period_s=100.0, segments=segments) if is_declared else None
+    cluster = FakeCluster()
+    cluster.start_node()
+    for job in ("a", "b"):
+        cluster.job(job)
+        cluster.deploy(f"{job}/actor", trace=demand)
+        cluster.deploy(f"{job}/rollout", "rollout", workers=1)
+    cluster.settle()
+    cycle(cluster, "a", 0)
+    cluster.settle()
+    cycle(cluster, "b", 0)
+    finish_burst(cluster, "b")
+    # Neither has paused between two bursts yet.
+    assert on_the_trainers(cluster) == ([("offload", "b/actor")] if is_declared else [])
 
 
 def test_who_comes_during_the_offload_is_handed_the_group() -> None:

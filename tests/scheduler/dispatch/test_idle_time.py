@@ -3,8 +3,10 @@
 import pytest
 
 from plexrl.errors import ConflictError, InvalidRequestError
+from plexrl.ids import DeploymentId
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
 PAUSE_S = 100.0
@@ -107,6 +109,40 @@ def test_it_leaves_before_the_expected_burst_so_that_the_member_need_not_wait() 
     assert group["holder"] == "a/actor"
     cluster.submit("a:9", "a/actor", "optim_step")
     assert runs(cluster) == [("optim_step", "a/actor")]
+
+
+def known_moves(cluster: FakeCluster) -> None:
+    """The member's offload takes 1 s and its load 4 s, the filler's 2 s and 3 s."""
+    for name, offload_s, load_s in (("a/actor", 1.0, 4.0), ("e/batch", 2.0, 3.0)):
+        member = cluster.core._context.state.deployment(DeploymentId(name))
+        moves = {OperationKind.OFFLOAD: offload_s, OperationKind.LOAD: load_s}
+        member.estimates.seconds_by_kind |= moves
+
+
+@pytest.mark.parametrize(("due_s", "begins"), [(16.0, True), (15.9, False)])
+def test_it_begins_only_if_it_may_work_as_long_as_all_its_moves_take(
+    due_s: float, begins: bool
+) -> None:
+    """1 + 3 s to begin with, 2 s to end with; then the member's load of 4 s and the same 6 s of
+    work have room before its burst."""
+    cluster = begun()
+    known_moves(cluster)
+    cluster.pass_time(PAUSE_S - due_s)
+    cluster.submit("g", "e/batch", "generate")
+    assert runs(cluster) == ([("offload", "a/actor")] if begins else [])
+
+
+def test_it_leaves_as_early_as_its_offload_and_the_members_load_need() -> None:
+    cluster = begun()
+    generating(cluster)
+    known_moves(cluster)
+    # The timer was set for moves of 1 s.
+    cluster.submit("g:1", "e/batch", "generate")
+    # 2 s of the pause have passed.
+    cluster.pass_time(PAUSE_S - 2.0 - 6.5)
+    assert not cluster.interrupted
+    cluster.pass_time(0.5)
+    assert cluster.interrupted
 
 
 def test_it_does_not_begin_when_a_burst_is_expected_soon() -> None:

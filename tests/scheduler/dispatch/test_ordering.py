@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
+from plexrl.ids import DeploymentId
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.ordering import ORDERINGS, first, make_ordering
+from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster, config
 
 seconds = st.floats(0, 1e4)
@@ -162,3 +164,30 @@ def test_only_burst_orderings_wait_for_a_pause_inside_a_burst(rule: str) -> None
     cluster.execute(cluster.runs[0])
     holds = make_ordering(rule).holds_bursts
     assert [run.kind.value for run in cluster.runs] == ([] if holds else ["offload"])
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "held_s"), [(None, 0.05), (1.0, 4.0), (4.9, 4 * 4.9), (6.0, 20.0)]
+)
+def test_a_paused_burst_holds_the_group_for_four_usual_gaps_or_a_switch_if_that_is_shorter(
+    gap_s: float | None, held_s: float
+) -> None:
+    """A switch away and back takes 20 s here."""
+    cluster = FakeCluster()
+    cluster.start_node()
+    for job in ("a", "b"):
+        cluster.job(job)
+        cluster.deploy(f"{job}/actor")
+    cluster.settle()
+    cluster.submit("a:0", "a/actor", "barrier")
+    cluster.settle()
+    estimates = cluster.core._context.state.deployment(DeploymentId("a/actor")).estimates
+    estimates.seconds_by_kind |= {OperationKind.OFFLOAD: 12.0, OperationKind.LOAD: 8.0}
+    estimates.gap_seconds = gap_s
+    cluster.submit("a:1", "a/actor", "forward_backward")
+    cluster.submit("b:1", "b/actor", "barrier")
+    cluster.execute(cluster.runs[0])
+    cluster.pass_time(held_s - 0.01)
+    assert cluster.runs == []
+    cluster.pass_time(0.02)
+    assert [run.kind.value for run in cluster.runs] == ["offload"]

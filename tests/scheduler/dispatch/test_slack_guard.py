@@ -14,6 +14,7 @@ from plexrl.scheduler.placement.capacity.overlaps import (
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment, Reservation
+from plexrl.wire.operations import OperationKind
 from tests.scheduler.dispatch.test_group_step import (
     cycle,
     finish_burst,
@@ -192,6 +193,37 @@ def test_a_guests_burst_and_the_switch_back_must_both_fit() -> None:
     late = guest_burst(cluster, service_s=critical_s - back_s - 1.0 + 1e-3)
     assert checked_after(cluster, fits) is None
     assert checked_after(cluster, late) is not None
+
+
+def exactly_due_cluster(due_s: float) -> FakeCluster:
+    """Members with exclusive slots are due after `due_s`, 64 s after their last bursts; the guest's
+    moves take 4 s each."""
+    cluster, _ = expecting_cluster()
+    cluster.now = 8192.0
+    for job in ("a", "b"):
+        owner = member(cluster, job)
+        owner.estimates.think_seconds = 64.0
+        owner.burst.started_at, owner.burst.ended_at = None, cluster.now + due_s - 64.0
+    moves = {OperationKind.OFFLOAD: 4.0, OperationKind.LOAD: 4.0}
+    member(cluster, "c").estimates.seconds_by_kind |= moves
+    return cluster
+
+
+@pytest.mark.parametrize(("service_s", "starts"), [(55.0, True), (55.001, False)])
+def test_a_guest_starts_if_its_switch_back_ends_just_when_the_critical_segment_begins(
+    service_s: float, starts: bool
+) -> None:
+    cluster = exactly_due_cluster(64.0)
+    assert (checked_after(cluster, guest_burst(cluster, service_s=service_s)) is None) is starts
+
+
+@pytest.mark.parametrize(("late_s", "is_expected"), [(32.0, True), (32.001, False)])
+def test_a_member_that_is_late_by_half_its_pause_is_expected_and_after_that_no_longer(
+    late_s: float, is_expected: bool
+) -> None:
+    cluster = exactly_due_cluster(-late_s)
+    burst = guest_burst(cluster, service_s=1.0)
+    assert (checked_after(cluster, burst) is not None) is is_expected
 
 
 def test_a_guests_wait_ends_at_the_starvation_bound_counted_from_its_last_service() -> None:

@@ -66,7 +66,7 @@ class Metered(FakeCluster):
                     if isinstance(event, ev.OperationFailed) or not event.unfinished_rows:
                         self.ended[self._row(run)].add(run.command.operation)
         commands = super().send(event)
-        for command in commands:
+        for command in (*commands, *self._unsent()):
             if isinstance(command, cmd.StopWorkers):
                 job = self.core.job_view(command.deployment.split("/")[0], self.now)
                 is_billed = isinstance(event, ENDINGS) or job["state"] == "FAILED"
@@ -78,6 +78,16 @@ class Metered(FakeCluster):
                 run = self._flying[command.deployment].setdefault(key, Run(command))
                 self.begun[self._row(run)].add(command.operation)
         return commands
+
+    def _unsent(self) -> list[cmd.RunOperation]:
+        """Runs that have begun while no router is there: they hold their GPUs until one comes."""
+        if self.has_router:
+            return []
+        found: list[cmd.RunOperation] = []
+        for each in self.core._context.state.deployments.values():
+            found += each.running.values()
+            found += [each.moving] if each.moving is not None else []
+        return found
 
     def _row(self, run: Run) -> Row:
         return run.command.job, run.command.kind.value
@@ -187,6 +197,9 @@ steps = st.lists(
         _step("relayout", st.sampled_from(("a/rollout", "d/batch")), st.integers(0, 1)),
         _step("kill", st.sampled_from(sorted(GPUS))),
         _step("node"),
+        _step("answer", _run),
+        _step("report again", _run),
+        _step("router", st.sampled_from(("lost", "back", "replaced"))),
         _step("end deployment", st.sampled_from(("a/rollout", "d/batch"))),
         _step("end job", st.sampled_from("abcd"), st.sampled_from(("completed", "cancelled"))),
     ),
@@ -203,7 +216,7 @@ class Steps:
 
     def take(self, step: str, what: Any, number: Any) -> None:
         cluster = self.cluster
-        if step in ("run", "break"):
+        if step in ("run", "break", "answer"):
             number = what
         run = None
         if cluster.runs and isinstance(number, int):
@@ -223,6 +236,20 @@ class Steps:
                 cluster.fail(run, intact=True, code=what)
             case "break" if run is not None:
                 cluster.kill(run.deployment)
+            case "answer" if run is not None:
+                # The router dies before it has reported the end of the run.
+                cluster.execute(run, report=False)
+                self.take("router", "replaced", 0)
+            case "report again":
+                # A router that was replaced has been slow.
+                ends = ev.OperationFinished | ev.OperationFailed
+                if reports := [each for each, _ in cluster.journal if isinstance(each, ends)]:
+                    cluster.send(reports[-1 - what % len(reports)])
+            case "router":
+                if what != "back":
+                    cluster.lose_router()
+                if what != "lost":
+                    cluster.join_router()
             case "time":
                 cluster.pass_time(float(what))
             case "cancel" if self.accepted:

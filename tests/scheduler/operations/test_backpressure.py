@@ -3,7 +3,9 @@
 import pytest
 
 from plexrl import errors
+from plexrl.ids import DeploymentId
 from plexrl.scheduler.core.calls import ListOperations
+from plexrl.scheduler.operations.submission.backpressure import retry_after_s
 from tests.scheduler.fake_cluster import FakeCluster
 
 MB = 1 << 20
@@ -77,6 +79,22 @@ def test_the_refused_are_told_the_pace_of_the_queue() -> None:
     with pytest.raises(errors.OverloadedError) as caught:
         cluster.submit("a:z", "a/actor", "barrier")
     assert caught.value.details["retry_after_s"] == pytest.approx(3.0, rel=0.1)
+
+
+def test_the_newest_pace_counts_for_a_quarter_and_the_bytes_that_are_missing_for_whole_ends() -> (
+    None
+):
+    cluster = cluster_with(deployment_payload_bytes_max=10 * MB)
+    in_flight = cluster.core._context.state.deployment(DeploymentId("a/actor")).in_flight
+    in_flight.gap_s, in_flight.bytes_each = 8.0, 2.0 * MB
+    cluster.submit("a:0", "a/actor", "barrier", payload="p0", payload_bytes=6 * MB)
+    while cluster.runs[0].kind.value != "barrier":
+        cluster.execute(cluster.runs[0])
+    in_flight.ended_at = cluster.now
+    cluster.pass_time(4.0)
+    cluster.execute(cluster.runs[0])
+    assert (in_flight.gap_s, in_flight.bytes_each) == (7.0, 3.0 * MB)
+    assert [retry_after_s(in_flight, missing) for missing in (0, 3 * MB, 3 * MB + 1)] == [7, 7, 14]
 
 
 def test_an_operation_is_logged_with_where_its_time_went() -> None:

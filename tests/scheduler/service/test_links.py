@@ -1,6 +1,7 @@
 """Connections of the scheduler's socket, and calls to node agents."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,29 @@ def test_one_node_without_an_answer_does_not_hide_the_others_logs(tmp_path: Path
             assert failed["refusing"] == "the disk is gone"
             nothing = {**A, "job": "j", "deployment": "critic"}
             assert await router.call("read_log", nothing) == {"logs": [], "failed": []}
+
+    run_live(talk)
+
+
+def test_a_node_whose_agent_is_away_is_named_until_its_work_goes_elsewhere(tmp_path: Path) -> None:
+    async def talk() -> None:
+        async with live(tmp_path, node_replace_s=0.05) as cluster:
+            router = await cluster.router()
+            agent = await cluster.agent("n", {"list_checkpoints": none_here})
+            await router.call("submit_job", job_of("a", "j"))
+            ask = partial(router.call, "list_checkpoints", {**A, "job": "j"})
+            assert await ask() == {"checkpoints": [], "failed": []}
+            await cluster.leave(agent)
+            await until(lambda: not cluster.service.shell.agents.connected())
+            away = {"node": "n", "reason": "its agent is not connected"}
+            assert await ask() == {"checkpoints": [], "failed": [away]}
+            pass_time(GRACE_S)
+            core = cluster.service.shell.core
+            await until(lambda: not core.expected_nodes(cluster.service.shell.clock.now()))
+            assert await ask() == {"checkpoints": [], "failed": []}
+
+    async def none_here(_: Peer, __: Plain) -> Plain:
+        return {"checkpoints": []}
 
     run_live(talk)
 

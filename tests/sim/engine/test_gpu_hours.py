@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.sim.engine.simulate import simulate
-from plexrl.sim.results.gpu_hours import Tail, tail_of, tail_sentence
+from plexrl.sim.results.gpu_hours import Tail, kept_sentence, tail_of, tail_sentence
 from plexrl.sim.workload.policies import UNSHARED
-from plexrl.sim.workload.scenario import Failures, NodeType, Pool, Scenario
+from plexrl.sim.workload.scenario import STARVATION_S_MAX, Failures, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
 from tests.sim.engine.test_run_properties import Jobs, scenarios
 
@@ -46,6 +46,7 @@ def test_the_gpu_hours_sum_to_those_of_the_cluster_and_none_is_below_0(
     assert result.where.total == pytest.approx(total, rel=1e-9)
     for name, hours in result.where.parts():
         assert hours >= -1e-9 * total, name
+    assert 0.0 <= result.where.unallocated_kept <= result.where.unallocated + 1e-9
     assert -1e-9 <= result.where.unallocated_tail <= result.where.unallocated + 1e-9
     if rollouts == "outside":
         assert result.where.rollouts_work == result.where.rollout_gpus_idle == 0.0
@@ -62,6 +63,46 @@ def test_the_tail_is_measured_from_the_middle_of_a_bin() -> None:
     assert tail.works == pytest.approx((0.4 * 50 + 0.1 * 50) / 100)
     assert "the last 40 % of the drain" in tail_sentence(tail)
     assert tail_of(series, 250.0, 250.0) == Tail()
+
+
+@pytest.mark.parametrize(
+    ("policy", "bound_s", "kept_gpus"),
+    [
+        ("isolated+backfill", 0.0, 4),
+        ("isolated+backfill", STARVATION_S_MAX, 0),
+        ("isolated", 0.0, 4),
+    ],
+)
+def test_free_gpus_that_are_kept_for_a_large_job_are_counted(
+    policy: str, bound_s: float, kept_gpus: int
+) -> None:
+    busy = (TraceSegment(function="update", offset_s=10.0, duration_s=90.0),)
+    jobs = tuple(
+        TraceJob(
+            job_id=name,
+            submit_s=submit_s,
+            gpus=gpus,
+            cycles=cycles,
+            state_bytes=1 << 30,
+            period_s=100.0,
+            segments=busy,
+        )
+        for name, submit_s, gpus, cycles in (
+            ("first", 0.0, 4, 36),
+            ("large", 1.0, 8, 36),
+            ("long", 2.0, 4, 360),
+        )
+    )
+    result = simulate(
+        Scenario(
+            source=Jobs(jobs), pools=(Pool(nodes=1),), policy=policy, starvation_bound_s=bound_s
+        )
+    )
+    where = result.where
+    # While the first runs for an hour, half of the GPUs wait for the large one.
+    assert where.unallocated_kept == pytest.approx(kept_gpus, rel=0.05)
+    assert where.unallocated >= where.unallocated_kept
+    assert ("kept for the first job" in kept_sentence(where)) == (kept_gpus > 0)
 
 
 def test_one_job_runs_on_the_faster_of_two_idle_node_types() -> None:

@@ -81,6 +81,9 @@ class Topology:
     node_types: Annotated[
         str, typer.Option(help="Types of the nodes, separated by commas: one for all, or one each.")
     ] = ""
+    node_speeds: Annotated[
+        str, typer.Option(help="Training speeds relative to each other, such as 1,0.3.")
+    ] = ""
     blocks: Annotated[str, typer.Option(help="Network blocks of the nodes, in the same form.")] = ""
 
 

@@ -63,10 +63,12 @@ def chosen_options(
         settings=file.settings,
     )
     ray = _ray(context, given, file)
-    is_virtual = cluster.node_types or cluster.blocks or "nodes" in file.options
+    topology = cluster.node_types or cluster.node_speeds or cluster.blocks
+    is_virtual = topology or "nodes" in file.options
     if ray is not None and (is_virtual or given.local.nodes is not None):
         raise InvalidRequestError(
-            "--nodes, --node-types and --blocks are of virtual nodes; with --ray they are Ray's"
+            "--nodes, --node-types, --node-speeds and --blocks are of virtual nodes; with --ray "
+            "nodes and types are Ray's, and speeds follow from the names of GPUs and types"
         )
     if ray is not None and cluster.network is not None:
         cluster = replace(cluster, nodes=0)
@@ -83,6 +85,7 @@ def _fields(given: UpOptions) -> dict[str, Any]:
         "gpu_memory_bytes": None if local.gpu_memory is None else memory_size(local.gpu_memory),
         "host_memory_bytes": None if local.host_memory is None else memory_size(local.host_memory),
         "node_types": _names(topology.node_types),
+        "node_speeds": _speeds(topology.node_speeds),
         "blocks": _names(topology.blocks),
         **asdict(given.scheduling),
         **asdict(given.api),
@@ -156,6 +159,15 @@ _RAY_OPTION = {
     "places_per_node": "gpus_per_node",
     "node_dir": "ray_node_dir",
 }
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(number) for number in text.split(",")) if text else ()
+    except ValueError:
+        raise InvalidRequestError(
+            f"--node-speeds {text!r} are no numbers: write them as 1,0.3"
+        ) from None
 
 
 def _names(text: str) -> tuple[str, ...]:

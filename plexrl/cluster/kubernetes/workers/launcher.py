@@ -42,9 +42,10 @@ STOP_GRACE_S = 2
 REASON_S = 5.0
 """For the kubelet to report why a container ended."""
 HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError"})
-PASSED_ON = ("NVIDIA_VISIBLE_DEVICES", "NCCL_", "GLOO_", "AWS_", "HF_")
+PASSED_ON = ("NVIDIA_VISIBLE_DEVICES", "NCCL_", "GLOO_", "HF_HOME", "HF_HUB_")
 """Beginnings of the agent's variables that workers get too. With the first, the runtime class gives
-them the GPUs that the device plugin gave to the node's pod."""
+them the GPUs that the device plugin gave to the node's pod. None is a secret, because many may read
+pods; workers get credentials from the Secret that the pods' template names."""
 
 
 class PodLauncher:

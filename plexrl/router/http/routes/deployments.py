@@ -7,7 +7,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from plexrl.errors import NotFoundError
+from plexrl.errors import ModelDoesNotFitError, NotFoundError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.model.layout import with_layout
 from plexrl.model.memory.device_memory import device_memory
@@ -16,6 +16,7 @@ from plexrl.model.spec import ModelSpec, parameter_count
 from plexrl.router.http.deployment_checks import (
     check_deployment,
     state_bytes,
+    with_fitting_length,
 )
 from plexrl.router.http.schemas import CopyRequest, DeploymentRequest, ParallelismRequest
 from plexrl.router.http.services import Services
@@ -42,24 +43,26 @@ async def deploy(request: Request, services: Services, job: str, body: Deploymen
         spec, parameters = await loop.run_in_executor(services.threads, check_deployment, body)
     else:
         spec, parameters = check_deployment(body)
-    view = await services.scheduler.call(
-        "create_deployment",
-        {
-            "deployment": f"{job}/{body.name}",
-            "job": job,
-            **caller.claim,
-            "kind": spec.kind,
-            "workers": spec.workers,
-            "state_bytes": state_bytes(spec, parameters),
-            "memory": msgspec.to_builtins(device_memory(spec)),
-            "exclusive": body.exclusive,
-            "shares": body.shares_gpus,
-            "preemptible": body.preemptible,
-            "spec_json": spec.to_json(),
-            "node_type": body.node_type,
-            "trace": None if body.trace is None else body.trace.model_dump(),
-        },
-    )
+    asked = {
+        "deployment": f"{job}/{body.name}",
+        "job": job,
+        **caller.claim,
+        "kind": spec.kind,
+        "workers": spec.workers,
+        "state_bytes": state_bytes(spec, parameters),
+        "memory": msgspec.to_builtins(device_memory(spec)),
+        "exclusive": body.exclusive,
+        "shares": body.shares_gpus,
+        "preemptible": body.preemptible,
+        "spec_json": spec.to_json(),
+        "node_type": body.node_type,
+        "trace": None if body.trace is None else body.trace.model_dump(),
+    }
+    try:
+        view = await services.scheduler.call("create_deployment", asked)
+    except ModelDoesNotFitError as error:
+        is_default = body.max_sequence_tokens is None
+        raise with_fitting_length(error, spec, is_default=is_default) from error
     return {**view, "parameters": parameters}
 
 

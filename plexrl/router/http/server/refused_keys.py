@@ -1,6 +1,6 @@
 """Requests without a valid API key: counted, reported, and limited for each client network.
 
-A network may send `BURST` of them at once and `RATE` a second after that. Beyond it, keys that the
+A network may send `burst` of them at once and `per_s` a second after that. Beyond it, keys that the
 router does not know yet are refused unseen with 429, until the network has been quiet for a moment.
 Keys that the router has seen to be valid pass always, so that somebody who guesses behind a proxy
 does not lock out those who work behind it. Pure.
@@ -10,8 +10,6 @@ from collections import OrderedDict
 
 from plexrl.errors import OverloadedError
 
-BURST = 20.0
-RATE = 1.0
 NETWORKS_MAX = 10_000
 """Networks that are remembered; the one that was seen longest ago is forgotten first."""
 QUIET_S = 60.0
@@ -21,7 +19,9 @@ QUIET_S = 60.0
 class RefusedKeys:
     """The refused requests of one router."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, burst: int, per_s: float) -> None:
+        self._burst = burst
+        self._per_s = per_s
         self.count = 0
         """Requests refused with 401."""
         self.limited_count = 0
@@ -37,13 +37,13 @@ class RefusedKeys:
         Raises:
             OverloadedError: it has; the error says when to try again.
         """
-        excess = self._spent_now(network, now) + 1 - BURST
+        excess = self._spent_now(network, now) + 1 - self._burst
         if excess > 0:
             self.limited_count += 1
             raise OverloadedError(
                 "too many requests without a valid API key came from your address: check "
                 "PLEXRL_API_KEY, and try again later",
-                retry_after_s=max(1.0, excess / RATE),
+                retry_after_s=max(1.0, excess / self._per_s),
             )
 
     def add(self, network: str, now: float) -> str | None:
@@ -65,4 +65,4 @@ class RefusedKeys:
 
     def _spent_now(self, network: str, now: float) -> float:
         spent, at = self._spent.get(network, (0.0, now))
-        return max(0.0, spent - (now - at) * RATE)
+        return max(0.0, spent - (now - at) * self._per_s)

@@ -8,7 +8,7 @@ block others from free GPUs, so in doubt the answer is no.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from plexrl.scheduler.admission.fit import backtracking
 from plexrl.scheduler.admission.fit.rehearsal import Rehearsal, in_placement_order
@@ -25,6 +25,10 @@ from plexrl.scheduler.state.records import Deployment, Job, State
 
 if TYPE_CHECKING:
     from plexrl.ids import NodeId, TenantId
+
+
+HELD_GANGS_MAX: Final = 4096
+"""Largest number of gangs of which it is kept whether the nodes hold them."""
 
 
 def fits(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
@@ -96,12 +100,36 @@ def is_possible(cluster: Cluster, deployment: Deployment) -> bool:
             known = inventory.holds[need] = fits_as_placed(inventory.in_service(), [need])
         return known
     free = dict(inventory.in_service())
-    groups = {each.group: None for each in map(cluster.state.deployment, job.deployments)}
+    members = [cluster.state.deployment(name) for name in job.deployments]
+    groups = {each.group: None for each in members if each.group is not None}
+    if not groups:
+        return _holds_gang(cluster, gang, members)
     for group in groups:
-        if group is not None:
-            for kind, gpus in inventory.gpus_in_service(cluster.state.groups[group]).items():
-                free[kind] -= gpus
+        for kind, gpus in inventory.gpus_in_service(cluster.state.groups[group]).items():
+            free[kind] -= gpus
     return fit_as_placed(cluster, free, gang)
+
+
+def _holds_gang(
+    cluster: Cluster, gang: Sequence[Deployment], members: Sequence[Deployment]
+) -> bool:
+    """Whether the nodes in service hold a gang of a job without GPUs. A pass asks so for each gang
+    that starves, and the answer changes with the nodes only: it is kept."""
+    inventory = cluster.inventory
+    key = (
+        *[each.deployment for each in gang],
+        *[
+            (each.deployment, each.workers, each.state_bytes, each.trace, each.memory)
+            for each in members
+        ],
+    )
+    known = inventory.holds_gangs.get(key)
+    if known is None:
+        if len(inventory.holds_gangs) >= HELD_GANGS_MAX:
+            inventory.holds_gangs.clear()
+        known = fit_as_placed(cluster, inventory.in_service(), gang)
+        inventory.holds_gangs[key] = known
+    return known
 
 
 def why_impossible(cluster: Cluster, deployment: Deployment) -> str | None:

@@ -3,13 +3,19 @@
 A job that trains on a shared group and generates on other GPUs frees both when it ends: a place in
 the group, and those GPUs, or a place in their group. A waiting job of the same sizes needs just
 these, and it is considered first if it has waited longest. Free GPUs that were kept for it
-meanwhile, until they are enough for a new group, would help nobody.
+meanwhile, until they are enough for a new group, would help nobody, unless there are enough of them
+before that job ends: then the gang is reserved GPUs like any other, and does not starve while
+others take them one by one.
 """
+
+import math
 
 import numpy as np
 
 from plexrl.ids import DeploymentId, GroupId, JobId
 from plexrl.scheduler.admission.fit.feasibility import gang_of
+from plexrl.scheduler.admission.queues.expected_ends import expected_end
+from plexrl.scheduler.admission.queues.reservations import earliest_start
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.index import ShapeTable
 from plexrl.scheduler.state.records import Deployment
@@ -18,9 +24,9 @@ LIKE = 1.25
 """Largest ratio of a successor's duty to the mean duty of the group's members."""
 
 
-def takes_a_place(cluster: Cluster, deployment: Deployment) -> bool:
+def takes_a_place(cluster: Cluster, deployment: Deployment, now: float) -> bool:
     """Whether `deployment` and its gang fit once some running job ends, without a new group for
-    those that share.
+    those that share, and that job is expected to end before there are GPUs for new groups.
 
     Only for gangs of several deployments, of which some share. The running job has to have
     deployments of the same kinds and sizes. The duty of each that shares has to be like those of
@@ -34,13 +40,18 @@ def takes_a_place(cluster: Cluster, deployment: Deployment) -> bool:
         return False
     places = {each.deployment: _places(cluster, each) for each in sharing}
     tried: set[JobId] = set()
+    ends_at = math.inf
     for name in places[sharing[0].deployment]:
         for member in cluster.state.groups[name].members:
             job = cluster.state.deployment(member).job
             if job not in tried and _succeeds(cluster, gang, job, places):
-                return True
+                ends_at = min(ends_at, expected_end(cluster.state, cluster.state.job(job), now))
             tried.add(job)
-    return False
+    if ends_at == math.inf:
+        return False
+    at = earliest_start(cluster, gang, now)
+    # There seem to be enough now, and yet they are not where it could take them.
+    return at <= now or ends_at <= at
 
 
 def _places(cluster: Cluster, joining: Deployment) -> dict[GroupId, None]:

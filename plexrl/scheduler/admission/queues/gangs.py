@@ -8,7 +8,8 @@ from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.fit.rehearsal import in_placement_order
 from plexrl.scheduler.admission.order import is_partial
-from plexrl.scheduler.admission.queues.reservations import Reservation, expected_end
+from plexrl.scheduler.admission.queues.expected_ends import expected_end
+from plexrl.scheduler.admission.queues.reservations import Reservation
 from plexrl.scheduler.admission.quotas import over_quota
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
@@ -79,7 +80,7 @@ def _place_in_order(
             _undo(cluster, done, now)
             return False
         done.append((deployment, group, group.alone_since))
-    ends_at = expected_end(cluster.state.job(gang[0].job), now)
+    ends_at = expected_end(cluster.state, cluster.state.job(gang[0].job), now)
     left = [each.left_after(gang, ends_at, now) for each in reservations]
     for found in left:
         if found is None:

@@ -1,7 +1,7 @@
 """Reservations of starving jobs: others may run meanwhile, if that delays no reservation.
 
 The first deployment of the order that starves, and its gang, has a reservation: the time at which
-enough GPUs are free if all running jobs end by their expected lengths (EASY backfilling, Lifka
+enough GPUs are free if all running jobs end as expected (`expected_ends`; EASY backfilling, Lifka
 1995). A job behind it may take GPUs if its own expected end is no later, or if the gang has its
 GPUs at that time nevertheless. Of those that can use no common node type each first one has a
 reservation.
@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.fit.feasibility import fit_as_placed, gang_of
-from plexrl.scheduler.admission.queues.waiting import JOB_S, Size
+from plexrl.scheduler.admission.queues.expected_ends import expected_end
+from plexrl.scheduler.admission.queues.waiting import Size
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind
@@ -23,10 +24,6 @@ from plexrl.scheduler.state.records import Deployment, Group, Job, ReservedStart
 
 RENEWALS_MAX = 8
 """Jobs of shared groups last a little longer than alone, so few renewals suffice."""
-
-LATE = 1.5
-"""A job that has outlasted its expected length is expected to last this many times as long as it
-has lasted so far."""
 
 
 class Reservation:
@@ -125,7 +122,7 @@ class Reservations:
 
     def count_passed(self, job: Job, now: float) -> int:
         """Number of reservations by whose time the job would not have ended."""
-        ends_at = expected_end(job, now)
+        ends_at = expected_end(self._cluster.state, job, now)
         return len([each for each in self.coming if ends_at > each.at])
 
 
@@ -173,13 +170,6 @@ def earliest_start(cluster: Cluster, gang: Sequence[Deployment], now: float) -> 
     return ends[low - 1][0] if 0 < low <= len(ends) else now
 
 
-def expected_end(job: Job, now: float) -> float:
-    """When a job ends by its expected length, counted from now if it has no GPUs yet."""
-    began_at = now if job.placed_at is None else job.placed_at
-    lasts_s, lasted_s = job.expected_s or JOB_S, now - began_at
-    return began_at + (lasts_s if lasted_s <= lasts_s else LATE * lasted_s)
-
-
 def _ends(cluster: Cluster, now: float) -> list[tuple[float, Group]]:
     """The groups and their expected ends, earliest first."""
     ends = [(_end_of(cluster, group, now), group) for group in cluster.state.groups.values()]
@@ -194,7 +184,7 @@ def _end_of(
     state, latest = cluster.state, now
     for name in group.members:
         if name not in without:
-            latest = max(latest, expected_end(state.job(state.deployment(name).job), now))
+            latest = max(latest, expected_end(state, state.job(state.deployment(name).job), now))
     return latest
 
 

@@ -9,6 +9,7 @@ from plexrl.ids import JobId, TenantId
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.queries.explain_placement import why_no_gpus
 from plexrl.scheduler.core.queries.view_types import HolderView
+from plexrl.scheduler.jobs.lifecycle import cancelled_without_controller_at, heard_at
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Job, State
 
@@ -98,7 +99,7 @@ def _suitable(cluster: Cluster, waiting: Deployment, now: float) -> dict[JobId, 
 def _holder(state: State, job: Job, gpus: int, now: float) -> Holder:
     deployments = [state.deployment(name) for name in job.deployments]
     works = any(bool(each.queue or each.running or each.moving) for each in deployments)
-    silent_s = now - job.seen_at
+    silent_s = now - (heard_at(state, job) if job.attached else job.seen_at)
     if not job.attached:
         condition = Condition.DETACHED
     elif silent_s > job.controller_timeout_s / 2:
@@ -106,7 +107,9 @@ def _holder(state: State, job: Job, gpus: int, now: float) -> Holder:
     else:
         condition = Condition.WORKING if works else Condition.IDLE
     worked_at = max([_worked_at(each) for each in deployments], default=job.submitted_at)
-    end_s = job.controller_timeout_s + job.reattach_timeout_s - silent_s
+    end_s = cancelled_without_controller_at(job) - now
+    if job.attached:
+        end_s = max(end_s, job.controller_timeout_s - silent_s)
     is_leaving = condition in (Condition.DETACHED, Condition.SILENT)
     return Holder(
         job=job.job,

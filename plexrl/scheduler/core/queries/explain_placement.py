@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Final, TypedDict
 import numpy as np
 
 from plexrl.ids import DeploymentId, TenantId
-from plexrl.scheduler.admission.fit.feasibility import why_impossible
+from plexrl.scheduler.admission.fit.feasibility import gang_of, why_impossible
 from plexrl.scheduler.admission.order import blocks_others
+from plexrl.scheduler.admission.queues.expected_ends import expected_end
 from plexrl.scheduler.admission.queues.gangs import why_not_yet
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.queries.view_types import AttemptView, Census, Count, NearGroupView
@@ -160,6 +161,30 @@ def blocking_heads(cluster: Cluster, now: float) -> list[BlockingView]:
     return found
 
 
+def kept_gpus(cluster: Cluster, now: float) -> int:
+    """Number of free GPUs that a reservation or a job that nobody may pass keeps, while a smaller
+    unit waits that needs no more GPUs than these. Quotas and memory are not looked at."""
+    state, waiting, pool = cluster.state, cluster.waiting, cluster.inventory.pool
+    if not cluster.settings.policy.backfills:
+        heads = list(waiting)
+    elif cluster.settings.config.reservations:
+        heads = list(state.reservations)
+    else:
+        heads = [DeploymentId(each["deployment"]) for each in blocking_heads(cluster, now)]
+    if not heads or not pool.free_gpus():
+        return 0
+    gangs = [gang_of(cluster, state.deployment(name)) for name in heads]
+    largest = max(sum(each.workers for each in gang) for gang in gangs)
+    types = {each.node_type: None for gang in gangs for each in gang}
+    free = pool.free_gpus() if "" in types else sum(pool.free_gpus(each) for each in types)
+    for sizes in waiting.heads:
+        wanted = sum(size.workers for size in sizes)
+        is_rival = "" in types or any(size.node_type in ("", *types) for size in sizes)
+        if wanted <= free and wanted < largest and is_rival:
+            return free
+    return 0
+
+
 def attempts(
     cluster: Cluster, deployment: Deployment, now: float, *, searches: bool
 ) -> list[AttemptView]:
@@ -307,8 +332,8 @@ def _fits_on_device(table: ShapeTable, deployment: Deployment) -> "NDArray[np.bo
 
 
 def _capacity_eta_s(cluster: Cluster, deployment: Deployment, now: float) -> float | None:
-    """Seconds until jobs with a declared length have released enough suitable GPUs, ignoring the
-    deployments ahead; None if too few jobs declare a length."""
+    """Seconds until jobs with a declared length are expected to have released enough suitable GPUs,
+    ignoring the deployments ahead; None if too few jobs declare a length."""
     free = dict.fromkeys(cluster.inventory.sizes(), 0)
     free |= dict(cluster.inventory.pool.free_by_kind(deployment.node_type))
     free = {
@@ -316,11 +341,9 @@ def _capacity_eta_s(cluster: Cluster, deployment: Deployment, now: float) -> flo
     }
     ends = []
     for group in cluster.state.groups.values():
-        if len(group.members) != 1:
-            continue
-        job = cluster.state.job(cluster.state.deployment(group.members[0]).job)
-        if job.expected_s and job.job != deployment.job:
-            end_s = max(0.0, job.submitted_at + job.expected_s - now)
+        jobs = [cluster.state.job(cluster.state.deployment(name).job) for name in group.members]
+        if jobs and all(job.expected_s and job.job != deployment.job for job in jobs):
+            end_s = max(expected_end(cluster.state, job, now) for job in jobs) - now
             kind = kind_of(cluster.state.nodes[group.gpus[0].node])
             ends.append((end_s, kind, len(group.gpus)))
     for end_s, kind, gpus in sorted(ends):

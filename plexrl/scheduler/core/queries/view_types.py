@@ -231,6 +231,8 @@ class NodeView(TypedDict):
     nvme_bytes: int
     """Capacity of its NVMe tier."""
     node_type: str
+    speed: float
+    """Of training, relative to other nodes."""
     block: str
     fabric: str
     """`trusted`: groups may span it and other trusted nodes."""

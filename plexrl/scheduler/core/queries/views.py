@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable
 
 import msgspec
 
-from plexrl.ids import BlobRef, DeploymentId, OperationId, TenantId
+from plexrl.ids import BlobRef, DeploymentId, NodeId, OperationId, TenantId
 from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.feasibility import count_impossible
 from plexrl.scheduler.admission.quotas import limits_of
@@ -34,6 +34,7 @@ from plexrl.scheduler.jobs.tenants import key_id, live_jobs_bound
 from plexrl.scheduler.jobs.usage import used_gpu_seconds
 from plexrl.scheduler.operations.failures import failure_view, halting_failure, job_failure
 from plexrl.scheduler.operations.holding import foreign_memory_view, held_view
+from plexrl.scheduler.placement.capacity.node_pool import speed_of
 from plexrl.scheduler.placement.contention.service_level import bound_of, waiting_bound
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
@@ -195,6 +196,7 @@ def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> N
         "host_memory_bytes": node.host_memory_bytes,
         "nvme_bytes": node.nvme_bytes,
         "node_type": node.node_type,
+        "speed": speed_of(node),
         "block": node.block,
         "fabric": node.fabric,
         "is_draining": node.is_draining,
@@ -209,6 +211,22 @@ def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> N
         found = foreign_memory_view(cluster.state, names)
         view["foreign_memory"] = [each for each in found if each["node"] == node.node]
     return view
+
+
+def lost_nodes(state: State) -> list[tuple[NodeId, float]]:
+    """The nodes whose agents were lost, and when; without those that drain."""
+    return [
+        (each.node, each.lost_at)
+        for each in state.nodes.values()
+        if not each.alive and each.lost_at is not None and not each.is_draining
+    ]
+
+
+def expected_nodes(state: State, settings: Settings, now: float) -> list[NodeId]:
+    """The nodes that are connected, or may be back before their work is placed elsewhere."""
+    patience_s = settings.config.node_replace_s
+    nodes = state.nodes.values()
+    return [each.node for each in nodes if each.lost_at is None or now < each.lost_at + patience_s]
 
 
 def operation_log(

@@ -9,16 +9,21 @@ from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, State
 
 
-def place_in_queue(state: State, deployment: Deployment, operation: Operation) -> int:
-    """Queue index at which an operation returns: after all that were submitted before it."""
+def return_to_queue(state: State, deployment: Deployment, operation: Operation) -> None:
+    """Put an operation back into its queue, after all that were submitted before it."""
+    place = _place(state, deployment, operation)
+    deployment.queue.insert(place, operation.operation)
+
+
+def position_in_queue(state: State, deployment: Deployment, operation: Operation) -> int:
+    """Queue index of a queued operation, in time linear in the operations that were submitted at
+    the same instant."""
+    return deployment.queue.index(operation.operation, _place(state, deployment, operation))
+
+
+def _place(state: State, deployment: Deployment, operation: Operation) -> int:
     return bisect_left(
         deployment.queue,
         operation.submitted_at,
         key=lambda name: state.operations[name].submitted_at,
     )
-
-
-def position_in_queue(state: State, deployment: Deployment, operation: Operation) -> int:
-    """Queue index of a queued operation; the time is as for `place_in_queue`, and linear in the
-    operations that were submitted at the same instant."""
-    return deployment.queue.index(operation.operation, place_in_queue(state, deployment, operation))

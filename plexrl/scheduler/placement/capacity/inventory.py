@@ -38,6 +38,8 @@ class Inventory:
         """Nodes that operators drain."""
         self.holds: dict[Need, bool] = {}
         """Whether the nodes in service have these GPUs."""
+        self.holds_gangs: dict[tuple[object, ...], bool] = {}
+        """The same for gangs of jobs without GPUs."""
         self._sizes: dict[NodeKind, tuple[int, int]] | None = None
         self._speeds: dict[tuple[str, int, str], float] | None = None
         self._in_service: dict[NodeKind, int] | None = None
@@ -67,6 +69,7 @@ class Inventory:
         """Update after a node joined, returned with other sizes, died, or is drained or not."""
         self._sizes = self._in_service = self._speeds = None
         self.holds.clear()
+        self.holds_gangs.clear()
         if node.is_draining:
             self.draining[node.node] = None
         else:
@@ -90,6 +93,7 @@ class Inventory:
         assert not self._groups_on.get(node), f"{node} has groups"
         self._sizes = self._in_service = self._speeds = None
         self.holds.clear()
+        self.holds_gangs.clear()
         self.draining.pop(node, None)
         self.pool.remove(node)
         self._groups_on.pop(node, None)

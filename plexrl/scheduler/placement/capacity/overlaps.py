@@ -14,7 +14,6 @@ from plexrl.scheduler.state.records import Deployment, Group, Reservation
 if TYPE_CHECKING:
     from plexrl.scheduler.context.cluster import Cluster
     from plexrl.scheduler.placement.capacity.index import GroupSlots
-    from plexrl.scheduler.state.demand.trace import DemandTrace
     from plexrl.scheduler.state.records import State
 
 UNCOUNTED_S: Final = math.inf
@@ -75,15 +74,7 @@ def has_exclusive_slots(member: Deployment) -> bool:
     reservation = member.reservation
     if reservation is None or reservation.overlap_s != 0.0 or reservation.trace is None:
         return False
-    return has_critical(reservation.trace)
-
-
-def has_critical(trace: "DemandTrace") -> bool:
-    """Whether a segment has less slack than its own duration."""
-    found = False
-    for segment in trace.segments:
-        found |= segment.slack_s < segment.duration_s
-    return found
+    return reservation.trace.has_critical
 
 
 def footprints_overlap(one: Footprint, other: Footprint) -> bool:

@@ -120,13 +120,13 @@ class _Member:
         "cycles",
         "ended_at",
         "has_exclusive_slots",
+        "has_worked",
         "is_critical",
         "load_s",
         "offload_s",
         "own_factors",
         "own_order",
         "pause_s",
-        "pauses_seen",
         "plan",
         "requested_at",
         "round",
@@ -139,7 +139,7 @@ class _Member:
     def __init__(self, number: int, resident: Resident, phase: float) -> None:
         self.load_s, self.offload_s = resident.load_s, resident.offload_s
         self.plan: _Plan | None = None
-        self.is_critical = any(each.slack_s < each.duration_s for each in resident.trace.segments)
+        self.is_critical = resident.trace.has_critical
         self.has_exclusive_slots = False
         round_trip_s = self.load_s + self.offload_s
         self.segments = _bursts(resident.trace, round_trip_s)
@@ -154,9 +154,8 @@ class _Member:
         self.burst = self.cycles = 0
         self.burst_s = self.segments[0][0]
         self.pause_s = self.segments[-1][1]
-        # A member is expected only after one of its pauses was observed. The pause before the first
-        # burst does not count.
-        self.pauses_seen = -1
+        # A member is expected only after its first burst.
+        self.has_worked = False
         # Evenly spaced starts.
         self.requested_at = phase * resident.trace.period_s
         self.ended_at = self.requested_at - self.pause_s
@@ -367,7 +366,7 @@ class _Network:
             is_measured = member.cycles == self.config.profile_cycles
             if is_measured or is_off_plan(member.requested_at, plan.shift, plan.period):
                 self._follow(member, plan)
-        member.pauses_seen += 1
+        member.has_worked = True
         waited_s = self.now - member.requested_at
         member.waited_s += waited_s
         ended_at = self.now + member.burst_s
@@ -422,7 +421,7 @@ class _Network:
             due = ended_at + pause_s
             if (
                 due >= soonest
-                or member.pauses_seen == 0
+                or not member.has_worked
                 or now > ended_at + EXPECTED_PAUSES * pause_s
             ):
                 continue
@@ -451,7 +450,7 @@ class _Network:
             for member in self.members
             if member is not guest
             and member.has_exclusive_slots
-            and member.pauses_seen > 0
+            and member.has_worked
             and member.requested_at > self.now
             and self.now <= member.ended_at + (1.0 + OVERDUE_PART) * member.pause_s
         ]

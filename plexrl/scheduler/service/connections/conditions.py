@@ -35,52 +35,49 @@ def find_conditions(shell: Shell) -> list[Plain]:
     ]
 
 
-def _condition(code: str, message: str, since: float) -> Plain:
-    return {"code": code, "message": message, "since": since}
+def _condition(code: str, found: Sequence[tuple[str, float]], message: str = "{}") -> list[Plain]:
+    """The condition of all that was found, each with its text and since when it is so; none if
+    nothing was found. `message` has the texts in place of `{}`."""
+    if not found:
+        return []
+    texts = [text for text, _ in found[:NAMED_MAX]]
+    if len(found) > NAMED_MAX:
+        texts.append(f"and {len(found) - NAMED_MAX} more")
+    since = min(since for _, since in found)
+    return [{"code": code, "message": message.format("; ".join(texts)), "since": since}]
 
 
 def _held(core: SchedulerCore) -> list[Plain]:
     held = core.held_deployments()
-    if not held:
-        return []
-    reasons = "; ".join(f"{each['deployment']}: {each['message']}" for each in held[:NAMED_MAX])
-    message = f"{len(held)} deployments wait for memory: {reasons}"
-    return [_condition("deployments_held", message, min(each["since"] for each in held))]
+    found = [(f"{each['deployment']}: {each['message']}", each["since"]) for each in held]
+    return _condition("deployments_held", found, f"{len(held)} deployments wait for memory: {{}}")
 
 
 def _foreign_memory(core: SchedulerCore) -> list[Plain]:
     foreign = core.foreign_memory()
-    if not foreign:
-        return []
-    texts = "; ".join(f"{each['node']}: {foreign_text(each)}" for each in foreign[:NAMED_MAX])
-    message = f"{texts}: end what is not needed, or drain the node"
-    return [_condition("foreign_memory", message, min(each["since"] for each in foreign))]
+    found = [(f"{each['node']}: {foreign_text(each)}", each["since"]) for each in foreign]
+    return _condition("foreign_memory", found, "{}: end what is not needed, or drain the node")
 
 
 def _overdue(core: SchedulerCore, now: float) -> list[Plain]:
-    overdue = core.overdue(now)
-    if not overdue:
-        return []
-    texts = [
-        f"{each['kind']} {each['operation']} of {each['deployment']} was expected to end "
-        f"{now - each['expected_at']:.0f} s ago, and its workers are replaced in "
-        f"{max(0.0, each['replaced_at'] - now):.0f} s if it does not"
-        for each in overdue[:NAMED_MAX]
+    found = [
+        (
+            f"{each['kind']} {each['operation']} of {each['deployment']} was expected to end "
+            f"{now - each['expected_at']:.0f} s ago, and its workers are replaced in "
+            f"{max(0.0, each['replaced_at'] - now):.0f} s if it does not",
+            each["expected_at"],
+        )
+        for each in core.overdue(now)
     ]
-    since = min(each["expected_at"] for each in overdue)
-    return [_condition("operation_overdue", _listed(texts, len(overdue)), since)]
+    return _condition("operation_overdue", found)
 
 
 def _lost_nodes(core: SchedulerCore) -> list[Plain]:
-    lost = core.lost_nodes()
-    if not lost:
-        return []
-    names = _listed([name for name, _ in lost[:NAMED_MAX]], len(lost))
     message = (
-        f"the agents of these nodes are not connected, so their workers do not run: {names}. "
-        "See to the machine or its network, or run `plexrl nodes remove` if it does not come back"
+        "the agents of these nodes are not connected, so their workers do not run: {}. See to the "
+        "machine or its network, or run `plexrl nodes remove` if it does not come back"
     )
-    return [_condition("node_lost", message, min(at for _, at in lost))]
+    return _condition("node_lost", core.lost_nodes(), message)
 
 
 def _service_levels(shell: Shell) -> list[Plain]:
@@ -93,48 +90,40 @@ def _service_levels(shell: Shell) -> list[Plain]:
     ]
     known, now = shell.breached_since, shell.clock.now()
     shell.breached_since = {each["job"]: known.get(each["job"], now) for each in over}
-    if not over:
-        return []
-    texts = [
-        f"{each['job']} of {each['tenant']} waited {each['waiting_part']:.0%} of its time and "
-        f"accepts {each['slo']:.0%}"
-        for each in over[:NAMED_MAX]
+    found = [
+        (
+            f"{each['job']} of {each['tenant']} waited {each['waiting_part']:.0%} of its time and "
+            f"accepts {each['slo']:.0%}",
+            shell.breached_since[each["job"]],
+        )
+        for each in over
     ]
-    message = f"jobs wait for others more than they accept: {_listed(texts, len(over))}"
-    return [_condition("slo_breached", message, min(shell.breached_since.values()))]
+    return _condition("slo_breached", found, "jobs wait for others more than they accept: {}")
 
 
 def _blocking_heads(core: SchedulerCore, now: float) -> list[Plain]:
     """The jobs whose wait keeps GPUs idle, because they have starved for too long."""
-    heads = core.blocking_heads(now)
-    if not heads:
-        return []
-    texts = [
-        f"{each['deployment']} of {each['tenant']} waits for {each['workers']} GPUs and keeps "
-        f"{each['free_gpus']} idle"
-        for each in heads[:NAMED_MAX]
+    found = [
+        (
+            f"{each['deployment']} of {each['tenant']} waits for {each['workers']} GPUs and keeps "
+            f"{each['free_gpus']} idle",
+            each["since"],
+        )
+        for each in core.blocking_heads(now)
     ]
     message = (
-        f"no other job gets free GPUs before these, which starve: {_listed(texts, len(heads))}. "
-        "Cancel or preempt what runs, raise `starvation_bound_s`, or give jobs an `expected_s` "
-        "that holds"
+        "no other job gets free GPUs before these, which starve: {}. Cancel or preempt what runs, "
+        "raise `starvation_bound_s`, or give jobs an `expected_s` that holds"
     )
-    return [_condition("head_job_blocks", message, heads[0]["since"])]
+    return _condition("head_job_blocks", found, message)
 
 
 def _merged(conditions: Iterable[Condition]) -> list[Plain]:
     """One condition of each code that nodes have reported."""
-    by_code: dict[str, list[Condition]] = {}
+    by_code: dict[str, list[tuple[str, float]]] = {}
     for each in conditions:
-        by_code.setdefault(each.code, []).append(each)
-    return [
-        _condition(
-            code,
-            _listed([each.message for each in found[:NAMED_MAX]], len(found)),
-            min(each.since for each in found),
-        )
-        for code, found in sorted(by_code.items())
-    ]
+        by_code.setdefault(each.code, []).append((each.message, each.since))
+    return [condition for code in sorted(by_code) for condition in _condition(code, by_code[code])]
 
 
 def _clock(shell: Shell) -> list[Plain]:
@@ -148,9 +137,4 @@ def _clock(shell: Shell) -> list[Plain]:
         "was ahead at an earlier start or has been set back since: decisions need differences only "
         "and are right; shown times are right again once the cluster has been stopped for as long"
     )
-    return [_condition("clock_ahead", message, shell.clock.started_at)]
-
-
-def _listed(texts: Sequence[str], count: int) -> str:
-    more = f"; and {count - len(texts)} more" if count > len(texts) else ""
-    return "; ".join(texts) + more
+    return _condition("clock_ahead", [(message, shell.clock.started_at)])

@@ -275,7 +275,10 @@ class RouterCalls:
     async def _query_nodes(
         self, method: str, queries: Sequence[Plain], wanted: str
     ) -> tuple[list[Plain], list[Plain]]:
-        """(the merged lists under key `wanted` of all nodes' answers, the nodes that sent none)."""
+        """(the merged lists under key `wanted` of all nodes' answers, the nodes that sent none).
+
+        A node whose agent is being restarted sends none, and may have what is asked for.
+        """
         links = self._shell.agents.connected()
         async with asyncio.TaskGroup() as tasks:
             asked = [
@@ -284,7 +287,12 @@ class RouterCalls:
                 for link in links
             ]
         found: list[Plain] = []
-        failed: dict[str, str] = {}
+        connected = {link.node for link in links}
+        failed: dict[str, str] = {
+            node: "its agent is not connected"
+            for node in self._core.expected_nodes(self._now())
+            if queries and node not in connected
+        }
         for node, task in asked:
             answer = task.result()
             if isinstance(answer, PlexRLError):

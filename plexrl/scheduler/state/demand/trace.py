@@ -52,6 +52,11 @@ class Segment:
     slack_s: float = 0.0
     """Delay that does not lengthen the cycle (PlexRL §7.1)."""
 
+    @property
+    def is_critical(self) -> bool:
+        """Whether a delay by its own duration would lengthen the cycle."""
+        return self.slack_s < self.duration_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemandTrace:
@@ -103,6 +108,11 @@ class DemandTrace:
     def duty(self) -> float:
         """Part of the cycle in which the group is needed, 0 to 1."""
         return self.busy_s / self.period_s
+
+    @property
+    def has_critical(self) -> bool:
+        """Whether a segment is critical."""
+        return any(segment.is_critical for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +291,7 @@ def project(trace: DemandTrace, horizon_slots: int, tolerance: float = 0.0) -> F
     stretch = period / trace.period_s
     segments = []
     for segment in trace.segments:
-        weight = 1 if segment.slack_s >= segment.duration_s else CRITICAL_WEIGHT
+        weight = CRITICAL_WEIGHT if segment.is_critical else 1
         # Gaps stretch with the period, work does not; a segment is cut at the end of the cycle.
         offset = _in_parts(segment.offset_s * stretch, period)
         segments.append((offset, _in_parts(segment.duration_s, period), weight))

@@ -91,6 +91,10 @@ class Cycles:
     """The newest cycles after the warm-up."""
     seen: int = 0
     """Cycles by the present processes."""
+    ended: int = 0
+    """Cycles by all processes."""
+    expected: float = 0.0
+    """Cycles from the first one to the end of the job, by its declared length; 0: unknown."""
     waiting_part: float | None = None
     """waiting / (waiting + running) over the last measured cycles of a deployment that has ended;
     None while `measured` holds them."""
@@ -115,6 +119,7 @@ class Cycles:
     def count(self) -> bool:
         """A cycle has ended. True if the warm-up was over before it."""
         self.seen += 1
+        self.ended += 1
         return self.seen > WARM_UP_CYCLES
 
     def add(self, cycle: Cycle) -> None:
@@ -122,6 +127,12 @@ class Cycles:
         self.measured.append(cycle)
         if len(self.measured) > KEPT_CYCLES:
             del self.measured[:-KEPT_CYCLES]
+
+    def expect(self, job_s: float, period_s: float) -> None:
+        """The first demand trace is known: a job of this length, 0 if none is declared, makes so
+        many cycles. Later profiles change the cycles' length, not their number."""
+        if not self.expected:
+            self.expected = job_s / period_s
 
     def await_no_profile(self) -> None:
         """The first profile was awaited in vain."""

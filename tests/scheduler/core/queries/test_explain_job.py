@@ -9,6 +9,7 @@ from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.core.queries.view_types import ExplanationView
 from plexrl.scheduler.dispatch.candidates.readiness import queued_s
 from plexrl.scheduler.state.demand.wait_intervals import ERRORS_MIN
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -83,6 +84,23 @@ def test_a_waiting_job_reports_when_declared_lengths_free_gpus() -> None:
     cluster.pass_time(100.0)
     explanation = cluster.explanation_of("b:1")
     assert explanation["eta_s"] == 400.0
+
+
+def test_a_declared_length_counts_from_the_first_gpus_and_is_never_over_while_the_job_runs() -> (
+    None
+):
+    cluster = cluster_of(policy="isolated")
+    submit(cluster, "first", expected_s=300.0)
+    submit(cluster, "a", expected_s=500.0)
+    cluster.pass_time(300.0)
+    cluster.send(ev.JobFinished(job="first", outcome="completed"))
+    submit(cluster, "b")
+    cluster.submit("b:1", "b/actor", "barrier")
+    cluster.pass_time(100.0)
+    assert cluster.explanation_of("b:1")["eta_s"] == 400.0
+    cluster.pass_time(500.0)
+    # It has lasted 600 s, and is expected to last half as long again.
+    assert cluster.explanation_of("b:1")["eta_s"] == 300.0
 
 
 def test_an_incomplete_gang_and_a_quota_are_explained() -> None:

@@ -15,7 +15,7 @@ from plexrl.scheduler.placement.capacity.index import (
     ShapeTable,
     sorted_passes,
 )
-from plexrl.scheduler.placement.capacity.shift_search import ShiftSearch
+from plexrl.scheduler.placement.capacity.shift_search import ShiftSearch, is_off_plan
 from plexrl.scheduler.state.demand.trace import CRITICAL_WEIGHT, Footprint, whole_ring
 from tests.scheduler.placement.capacity.footprint_strategies import HORIZON, footprints, slow_slots
 
@@ -281,3 +281,17 @@ def test_the_candidate_limit_keeps_the_least_loaded_groups_in_order(
     assert all(0 < len(each) <= CANDIDATES_PER_PASS for each in passes)
     ordered = sorted(rows.tolist(), key=lambda row: (table.load[row], table.serial[row]))
     assert [row for each in passes for row in each.tolist()] == ordered[: 8 * CANDIDATES_PER_PASS]
+
+
+@pytest.mark.parametrize(
+    ("started_at", "is_off"),
+    [
+        *((50.0, False), (60.0, False), (60.5, True), (40.0, False), (39.5, True), (100.0, True)),
+        *((340.0, False), (339.5, True), (350.0, False)),
+    ],
+)
+def test_a_cycle_leaves_its_plan_when_it_starts_off_by_more_than_a_tenth_of_its_period(
+    started_at: float, is_off: bool
+) -> None:
+    """Early or late, in any cycle of the ring; the plan has a shift of 50 and a period of 100."""
+    assert is_off_plan(started_at, 50.0, 100.0) is is_off

@@ -141,6 +141,17 @@ def test_a_malformed_trace_is_refused(
         )
 
 
+@pytest.mark.parametrize(("slack_s", "is_critical"), [(5.9, True), (6.0, False), (6.1, False)])
+def test_a_segment_that_may_be_late_by_its_own_duration_is_not_critical(
+    slack_s: float, is_critical: bool
+) -> None:
+    segment = Segment(offset_s=0.0, duration_s=6.0, slack_s=slack_s)
+    trace = DemandTrace(period_s=60.0, segments=(segment,))
+    assert trace.has_critical is is_critical
+    ((_, _, weight),) = project(trace, HORIZON).segments
+    assert weight == (CRITICAL_WEIGHT if is_critical else 1)
+
+
 def test_a_cycle_too_short_for_slots_is_planned_as_a_block_of_the_same_duty() -> None:
     quick = DemandTrace(
         period_s=0.01, segments=tuple(Segment(offset_s=i / 1e4, duration_s=5e-5) for i in range(60))
