@@ -1,118 +1,26 @@
 """PlexRL: LLM execution for RL with verifiable rewards, as a shared service of the cluster.
 
-A controller imports this package and nothing heavy comes with it: no torch, no server.
+A controller uses the names of `plexrl.client.public` as `plexrl.connect`, `plexrl.Batch` and so on.
+They are imported at the first use of one: every process of a cluster imports this package, only
+controllers need the SDK, and its import takes half a second.
 """
 
-from plexrl import errors, losses, rewards
-from plexrl.client.asynchronous.bounded_rollout import AsyncBoundedRollout
-from plexrl.client.asynchronous.cluster import AsyncCluster, connect_async
-from plexrl.client.asynchronous.deployment_kinds import (
-    AsyncReferenceDeployment,
-    AsyncRewardDeployment,
-    AsyncRolloutDeployment,
-    AsyncTrainDeployment,
-)
-from plexrl.client.asynchronous.job import AsyncJob
-from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
-from plexrl.client.blocking.cluster import Cluster, connect
-from plexrl.client.blocking.deployment_kinds import (
-    ReferenceDeployment,
-    RewardDeployment,
-    RolloutDeployment,
-    TrainDeployment,
-)
-from plexrl.client.blocking.job import Job
-from plexrl.client.data.batch import Batch
-from plexrl.client.data.decode_profile import DecodeProfile
-from plexrl.client.data.demand import DemandTrace, Segment
-from plexrl.client.data.results import (
-    Chunk,
-    ForwardResult,
-    GenerateResult,
-    LoadedCheckpoint,
-    Sample,
-    SavedCheckpoint,
-    ScoreResult,
-    StepResult,
-    SyncReport,
-    TrainResult,
-    WeightsSpan,
-)
-from plexrl.client.data.rollout_policy import (
-    BoundedStaleness,
-    Elastic,
-    RolloutPolicy,
-    TailBatching,
-)
-from plexrl.client.display.progress import Progress
-from plexrl.client.futures.checkpoints import AsyncCheckpointFuture, CheckpointFuture
-from plexrl.client.futures.futures import AsyncFuture, Future
-from plexrl.client.futures.generations import AsyncGenerateFuture, GenerateFuture
-from plexrl.client.profiling.decode_profiler import read_profile
-from plexrl.errors import PlexRLError
-from plexrl.model.lora import LoraSpec
-from plexrl.model.parallelism import Parallelism
-from plexrl.model.spec import ModelSpec, tiny_qwen2
-from plexrl.model.tokenizer import BOS, EOS, PAD, Tokenizer
-from plexrl.wire.operations import LossSpec, SamplingParams
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BOS",
-    "EOS",
-    "PAD",
-    "AsyncBoundedRollout",
-    "AsyncCheckpointFuture",
-    "AsyncCluster",
-    "AsyncFuture",
-    "AsyncGenerateFuture",
-    "AsyncJob",
-    "AsyncReferenceDeployment",
-    "AsyncRewardDeployment",
-    "AsyncRolloutDeployment",
-    "AsyncTrainDeployment",
-    "Batch",
-    "BoundedRollout",
-    "BoundedStaleness",
-    "CheckpointFuture",
-    "Chunk",
-    "Cluster",
-    "DecodeProfile",
-    "DemandTrace",
-    "Elastic",
-    "ForwardResult",
-    "Future",
-    "GenerateFuture",
-    "GenerateResult",
-    "Job",
-    "LoadedCheckpoint",
-    "LoraSpec",
-    "LossSpec",
-    "ModelSpec",
-    "Parallelism",
-    "PlexRLError",
-    "Progress",
-    "ReferenceDeployment",
-    "RewardDeployment",
-    "RolloutBatch",
-    "RolloutDeployment",
-    "RolloutPolicy",
-    "Sample",
-    "SamplingParams",
-    "SavedCheckpoint",
-    "ScoreResult",
-    "Segment",
-    "StepResult",
-    "SyncReport",
-    "TailBatching",
-    "Tokenizer",
-    "TrainDeployment",
-    "TrainResult",
-    "WeightsSpan",
-    "connect",
-    "connect_async",
-    "errors",
-    "losses",
-    "read_profile",
-    "rewards",
-    "tiny_qwen2",
-]
+if TYPE_CHECKING:
+    from plexrl.client.public import *  # noqa: F403  # one list of names; `public` has it
+    from plexrl.client.public import __all__ as __all__
+else:
+    # Types must not see it: any name would be one of this package.
+    def __getattr__(name: str) -> object:
+        from plexrl.client import public
+
+        if name != "__all__" and name not in public.__all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = getattr(public, name)
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        from plexrl.client import public
+
+        return sorted({*globals(), *public.__all__})

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from plexrl.process.garbage_collection import rare_collections
+from tests.examples import examples
 from tests.lost_workers import pytest_runtest_setup, pytest_xdist_make_scheduler
 
 __all__ = ["pytest_runtest_setup", "pytest_xdist_make_scheduler"]
@@ -43,7 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fault-seed", default="1", help="of the moments and victims of fault runs")
     parser.addoption("--fault-seconds", default="240", help="of faults in tests/hosts")
     parser.addoption("--fault-cuts", default="5", help="power cuts of each run in tests/faults")
-    parser.addoption("--rollout-histories", default="10000", help="random ones in tests/rollout")
+    parser.addoption(
+        "--rollout-histories", default=examples(2_500), help="random ones in tests/rollout"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

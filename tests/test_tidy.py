@@ -35,7 +35,9 @@ LAYERS = {
     "cli": (
         *("app", "demo", "simulate_rollout", "simulate", "cluster", "traces", "jobs", "terminal"),
     ),
-    "client": (*("asynchronous", "blocking", "profiling", "futures", "calls", "display", "data"),),
+    "client": (
+        *("public", "asynchronous", "blocking", "profiling", "futures", "calls", "display", "data"),
+    ),
     "cluster": (
         *("supervisor", "ray", "kubernetes", "embedded", "node", "join", "data_dir", "config"),
     ),

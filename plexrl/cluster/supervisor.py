@@ -17,7 +17,6 @@ from plexrl.cluster.data_dir.endpoint import NAME as ENDPOINT_FILE
 from plexrl.cluster.data_dir.endpoint import Endpoint, in_use
 from plexrl.cluster.data_dir.folder import make_data_dir, try_lock
 from plexrl.cluster.data_dir.ports import choose_ports
-from plexrl.cluster.join.head import Head
 from plexrl.cluster.node.parts import (
     NodeConfig,
     head_node_links,
@@ -40,6 +39,7 @@ from plexrl.process.plain_text import PlainFormatter
 from plexrl.rollout.on_demand import first_rollout, has_rollouts
 
 if TYPE_CHECKING:
+    from plexrl.cluster.join.head import Head
     from plexrl.cluster.join.service import JoinService
 
 LOG = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ EXPOSED = (
     "it, or leave --host at 127.0.0.1."
 )
 WRITE_RETRY_S = 5.0
-HeadOf = Callable[[], Head | None]
+HeadOf = Callable[[], "Head | None"]
 """Returns what lets other machines reach this cluster, once it is there."""
 
 
@@ -176,6 +176,10 @@ class Supervisor:
             key = operator_key(self._folders.data)
             ports = choose_ports(self._options, self._folders.data)
             if self._options.network is not None:
+                # With it come an HTTP client and cryptography, which a cluster of one machine does
+                # not need.
+                from plexrl.cluster.join.head import Head
+
                 self._head = Head(self._options, ports)
             scheduler, *others = self._control_plane(key, ports)
             rollout = rollout_part(self._options, self._folders, ports, self._head)

@@ -234,10 +234,28 @@ def test_a_node_without_logs_is_reported(
     assert "n7: it is silent" in found.stderr
 
 
-def test_the_sdk_loads_nothing_heavy() -> None:
-    code = "import sys, plexrl; print(sorted(set(sys.modules) & {'torch','transformers','numpy'}))"
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    return set(found.stdout.split())
+
+
+def test_the_sdk_loads_nothing_heavy() -> None:
+    loaded = loaded_by("from plexrl import *")
+    assert "plexrl.client.blocking.cluster" in loaded
+    assert not loaded & {"torch", "transformers", "numpy"}
+
+
+@pytest.mark.parametrize("part", ["scheduler", "router", "statemanager", "cluster", "worker"])
+def test_parts_do_not_load_the_sdk(part: str) -> None:
+    loaded = loaded_by(f"import plexrl.{part}.__main__")
+    assert not loaded & {"plexrl.client.public", "plexrl.rewards", "httpx", "rich"}
+
+
+def test_an_unknown_name_is_no_public_name() -> None:
+    with pytest.raises(AttributeError, match="module 'plexrl' has no attribute 'conect'"):
+        getattr(plexrl, "conect")  # noqa: B009  # mypy refuses the attribute
+    assert "connect" in dir(plexrl)
 
 
 def test_the_public_names_are_these() -> None:

@@ -17,8 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.data_dir.ports import choose_network_ports
 from plexrl.cluster.join import messages
@@ -35,7 +33,14 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.protocol.ticket_key import make_ticket_key
 from plexrl.wire.links.address import TlsAddress
-from plexrl.wire.links.credentials import Identity, Role, TlsFiles
+from plexrl.wire.links.credentials import (
+    ROLLOUT,
+    SCHEDULER,
+    Identity,
+    Role,
+    TlsFiles,
+    router_identity,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -45,8 +50,6 @@ TICKET_KEY = "ticket.key"
 RENEWAL_CHECK_S = 3600.0
 API_TIMEOUT_S = 10.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-SCHEDULER = Identity(Role.SCHEDULER, "scheduler")
-ROLLOUT = Identity(Role.ROLLOUT, "rollout")
 
 
 class Head:
@@ -186,11 +189,6 @@ class Head:
         self._issued[identity] = replace(files, crl=str(self.ledger.crl))
 
 
-def router_identity(index: int) -> Identity:
-    """The identity of a router."""
-    return Identity(Role.ROUTER, f"router{index}")
-
-
 def advertised_host(options: ClusterOptions) -> str:
     """The name or address by which other machines reach this one.
 
@@ -264,6 +262,8 @@ class _ApiView:
         )
 
     async def _ask(self, method: str, path: str) -> dict[str, Any]:
+        import httpx
+
         failure = "there is no router"
         async with httpx.AsyncClient(
             verify=await asyncio.to_thread(self._context),

@@ -5,10 +5,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from plexrl.cluster.config.options import GIB, ClusterOptions, PartSettings
-from plexrl.cluster.join.head import ROLLOUT, SCHEDULER, Head, router_identity
 from plexrl.cluster.node.host_memory import (
     HOST_BYTES_MIN,
     HOST_BYTES_USUAL,
@@ -22,7 +21,17 @@ from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.process.memory.usable import ROOT
 from plexrl.statemanager.protocol.network import remote_address
 from plexrl.wire.links.address import UnixAddress, host_port
-from plexrl.wire.links.credentials import Identity, Role, TlsFiles
+from plexrl.wire.links.credentials import (
+    ROLLOUT,
+    SCHEDULER,
+    Identity,
+    Role,
+    TlsFiles,
+    router_identity,
+)
+
+if TYPE_CHECKING:
+    from plexrl.cluster.join.head import Head
 
 LOG = logging.getLogger(__name__)
 
@@ -95,7 +104,7 @@ def scheduler_part(
     folders: Folders,
     key_digest: str,
     settings: Mapping[str, Any] | None = None,
-    head: Head | None = None,
+    head: "Head | None" = None,
 ) -> Part:
     """The scheduler; `settings` override the options. With a `head`, other machines reach it."""
     listen, tls = [scheduler_address(folders)], None
@@ -124,7 +133,7 @@ def scheduler_part(
 
 
 def router_parts(
-    options: ClusterOptions, folders: Folders, ports: Sequence[int], head: Head | None = None
+    options: ClusterOptions, folders: Folders, ports: Sequence[int], head: "Head | None" = None
 ) -> list[Part]:
     """The routers, one for each port. With a `head` they serve HTTPS and reach other machines."""
     return [
@@ -154,7 +163,7 @@ def router_parts(
 
 
 def rollout_part(
-    options: ClusterOptions, folders: Folders, ports: Sequence[int], head: Head | None = None
+    options: ClusterOptions, folders: Folders, ports: Sequence[int], head: "Head | None" = None
 ) -> Part:
     """The rollout service, which reaches the cluster by the routers at `ports`."""
     given = options.settings.rollout
@@ -249,7 +258,9 @@ def node_parts(
     return statemanager, agent
 
 
-def head_node_links(options: ClusterOptions, folders: Folders, head: Head, index: int) -> NodeLinks:
+def head_node_links(
+    options: ClusterOptions, folders: Folders, head: "Head", index: int
+) -> NodeLinks:
     """The links of the head's own node number `index`, which has a share of the ports."""
     assert options.network is not None
     first, last = options.network.node_ports

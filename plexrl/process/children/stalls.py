@@ -16,14 +16,18 @@ AT_WORK = ("R", "D")
 def is_at_work(leader: int, *, with_children: bool) -> bool:
     """Whether any thread of a process is at work; `with_children`: of any process in the session
     that it leads. False without /proc."""
-    processes = [PROC / str(leader)]
-    if with_children:
-        processes = [each for each in _entries(PROC) if _state_and_session(each)[1] == leader]
-    return any(
-        _state_and_session(task)[0] in AT_WORK
-        for process in processes
-        for task in _entries(process / "task")
+    if _has_task_at_work(PROC / str(leader)):
+        return True
+    # All of /proc is read for this, so only if the process itself sleeps.
+    return with_children and any(
+        _has_task_at_work(process)
+        for process in _entries(PROC)
+        if _state_and_session(process)[1] == leader
     )
+
+
+def _has_task_at_work(process: Path) -> bool:
+    return any(_state_and_session(task)[0] in AT_WORK for task in _entries(process / "task"))
 
 
 def _entries(folder: Path) -> list[Path]:

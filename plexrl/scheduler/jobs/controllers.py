@@ -16,7 +16,6 @@ from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_
 from plexrl.scheduler.operations.gradients import gradients_to_come
 from plexrl.scheduler.operations.operations import enqueue_zero_grad
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.recovery.preemption import resume
 from plexrl.scheduler.rules.lookups import find_deployment, find_job, find_live_job, find_operation
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers

@@ -72,6 +72,13 @@ class Identity:
 
 
 LOCAL = Identity(Role.LOCAL)
+SCHEDULER = Identity(Role.SCHEDULER, "scheduler")
+ROLLOUT = Identity(Role.ROLLOUT, "rollout")
+
+
+def router_identity(index: int) -> Identity:
+    """The identity of a head's router."""
+    return Identity(Role.ROUTER, f"router{index}")
 
 
 def identity_of(certificate: Mapping[str, Any] | None) -> Identity:

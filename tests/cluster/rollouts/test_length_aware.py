@@ -1,12 +1,15 @@
 """Length-aware rollouts on a real cluster: what is trained does not depend on where samples are
 generated, and what was learned survives `kill -9`."""
 
+from dataclasses import replace
+
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.rollout.policies.ranking.ranker import PROMPTS_MIN
 from tests.cluster.rollouts.test_asynchronous_rollouts import (
     MODEL,
     PROMPTS,
+    SAMPLING,
     check,
     prompts,
     reward,
@@ -15,13 +18,17 @@ from tests.cluster.rollouts.test_asynchronous_rollouts import (
 from tests.cluster.rollouts.test_tail_batching import tail_rollout
 from tests.cluster.tools import checkpoint_weights, process_of, wait_until
 
-STEPS = PROMPTS_MIN // PROMPTS + 4
+STEPS = PROMPTS_MIN // PROMPTS + 3
+# A third of the samples are as long as they may be, the others are shorter.
+SHORT = replace(SAMPLING, max_tokens=72)
 
 
 def trained(job: plexrl.Job, embedded: EmbeddedCluster, *, is_aware: bool) -> bytes:
     """Weights after `STEPS`; the service is killed when it has learned enough to rank prompts."""
     actor = job.train_deployment("actor", MODEL)
-    rollout = tail_rollout(job, actor, plexrl.BoundedStaleness(0, length_aware=is_aware))
+    rollout = tail_rollout(
+        job, actor, plexrl.BoundedStaleness(0, length_aware=is_aware), sampling=SHORT
+    )
 
     def learned() -> int:
         return int(rollout.status()["ranked_prompts"])

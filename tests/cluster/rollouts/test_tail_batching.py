@@ -33,6 +33,7 @@ def tail_rollout(
     actor: plexrl.TrainDeployment,
     policy: plexrl.RolloutPolicy,
     *,
+    sampling: plexrl.SamplingParams = SAMPLING,
     dynamic_sampling: bool = False,
 ) -> BoundedRollout:
     return job.rollout(
@@ -43,7 +44,7 @@ def tail_rollout(
         policy=policy,
         prompts=PROMPTS,
         samples=SAMPLES,
-        sampling=SAMPLING,
+        sampling=sampling,
         dynamic_sampling=dynamic_sampling,
     )
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import OverloadedError
-from plexrl.router.server.refused_keys import BURST, NETWORKS_MAX, QUIET_S, RefusedKeys
+from plexrl.router.server.refused_keys import NETWORKS_MAX, QUIET_S, RefusedKeys
 from tests.router.live_router import live_router
 
 BURST = 7

@@ -73,7 +73,7 @@ def test_the_cost_of_a_poll_does_not_grow_with_the_backlog() -> None:
         cluster.submit(f"{last}:1", f"{last}/actor", "barrier")
         return count_calls(lambda: cluster.core.operation_view(f"{last}:1", cluster.now))
 
-    assert steps_of_a_poll(600) < 2 * steps_of_a_poll(20)
+    assert steps_of_a_poll(200) < 2 * steps_of_a_poll(20)
 
 
 def test_a_waiting_job_reports_when_declared_lengths_free_gpus() -> None:

@@ -8,7 +8,7 @@ from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.accounting.quotas import over_quota
 from plexrl.scheduler.admission.order import is_partial
 from plexrl.scheduler.admission.queues.expected_ends import expected_end
-from plexrl.scheduler.admission.queues.reservations import Reservation, expected_end
+from plexrl.scheduler.admission.queues.reservations import Reservation
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import gang_of
