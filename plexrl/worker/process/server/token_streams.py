@@ -5,6 +5,7 @@ So a slow reader delays nothing, and the memory used is that of the result, for 
 readers.
 """
 
+import math
 import uuid
 from array import array
 from collections import OrderedDict
@@ -35,12 +36,17 @@ class TokenLog:
         self._rows = array("i")
         self._tokens = array("i")
         self._logprobs = array("f")
+        self._is_spoilt = False
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def append(self, row: int, tokens: list[int], logprobs: list[float]) -> None:
-        """Append tokens of one row."""
+        """Append tokens of one row. From the first logprob that is not finite on nothing is
+        appended: the generation will fail, and no reader may take such a number for a result."""
+        self._is_spoilt = self._is_spoilt or not all(map(math.isfinite, logprobs))
+        if self._is_spoilt:
+            return
         self._rows.extend([row] * len(tokens))
         self._tokens.extend(tokens)
         self._logprobs.extend(logprobs)
@@ -81,8 +87,10 @@ class RowLog:
         finish: int,
         weights: list[list[int]],
     ) -> None:
-        """Append a row that has ended; see `EmitRow`."""
-        self._rows.append([row, tokens, logprobs, finish, weights])
+        """Append a row that has ended; see `EmitRow`. A row with logprobs that are not finite is no
+        result: the generation will fail."""
+        if all(map(math.isfinite, logprobs)):
+            self._rows.append([row, tokens, logprobs, finish, weights])
 
     def read(self, after: int) -> Plain:
         """As `TokenLog.read`, for whole rows; offsets count rows."""

@@ -168,3 +168,20 @@ def test_without_a_longer_past_response_a_sample_is_expected_at_the_limit() -> N
 def test_wrong_settings_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidRequestError):
         ScaleDownSettings(**{"response_tokens_max": 9, **wrong})
+
+
+def test_it_looks_again_when_a_step_of_the_samples_is_generated_and_not_before() -> None:
+    core = ScaleDown(
+        ScaleDownSettings(
+            response_tokens_max=LIMIT, first_percent=20, last_percent=80, step_percent=10
+        )
+    )
+    core.begin_round()
+    assert [core.is_due(generated, 100) for generated in (19, 20, 80, 81)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    core.decide(20, 100, [], [], [])
+    assert [core.is_due(generated, 100) for generated in (29, 30)] == [False, True]

@@ -162,3 +162,15 @@ def test_long_rows_come_in_several_replies_and_none_is_split(
     assert [row[0] for row in log.read(0)["rows"]] == [0, 1]
     assert [row[0] for row in log.read(4)["rows"]] == [4]
     assert log.read(4)["next"] == 5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_are_not_finite_reach_no_reader(bad: float) -> None:
+    tokens, rows = TokenLog(), RowLog()
+    tokens.append(0, [7], [-0.5])
+    tokens.append(1, [8, 9], [-0.5, bad])
+    tokens.append(0, [7], [-0.5])
+    assert tokens.read(0)["rows"] == [[0, [7], [-0.5]]]
+    rows.append(0, [7, 8], [-0.5, bad], 0, [])
+    rows.append(1, [7], [-0.5], 0, [])
+    assert [row[0] for row in rows.read(0)["rows"]] == [1]
