@@ -26,3 +26,9 @@ class Context:
         self.cluster = Cluster(self.settings, self.state)
         self.admission = Admission(self.cluster)
         self.effects = Effects(self.state)
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Use these settings. The timer of an interrupted admission pass begins a new one over all
+        waiting deployments."""
+        self.cluster.reconfigure(config)
+        self.admission.interrupted = None
