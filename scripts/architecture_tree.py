@@ -1,7 +1,7 @@
 """The generated parts of docs/architecture.md: package tree, pure folders, import direction.
 
-The tree is the first paragraph of the docstring of each package. Pure folders and import direction
-are the lists of tests/test_tidy.py.
+The tree is the first paragraph of the docstring of each package, in the order of imports. Pure
+folders and import direction are the lists of tests/test_tidy.py.
 
     python -m scripts.architecture_tree    # writes docs/architecture.md
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.docs.pages import ROOT
-from tests.test_tidy import DIRECTION, PURE_FOLDERS
+from tests.test_tidy import DIRECTION, LAYERS, PURE_FOLDERS
 
 PAGE = ROOT / "docs/architecture.md"
 PACKAGE = ROOT / "plexrl"
@@ -31,7 +31,8 @@ def generated() -> dict[str, str]:
 
 def tree(folder: Path, depth: int) -> Iterator[str]:
     """One line for each package below `folder`."""
-    for child in sorted(folder.iterdir()):
+    order = DIRECTION if folder == PACKAGE else LAYERS.get(folder.name, ())
+    for child in sorted(folder.iterdir(), key=lambda path: _place(path.name, order)):
         init = child / "__init__.py"
         if not init.exists():
             continue
@@ -39,6 +40,10 @@ def tree(folder: Path, depth: int) -> Iterator[str]:
         yield f"{name:<{COLUMN - 1}} {summary(init)}".rstrip()
         if depth < DEPTH_MAX:
             yield from tree(child, depth + 1)
+
+
+def _place(name: str, order: tuple[str, ...]) -> tuple[int, str]:
+    return (order.index(name) if name in order else len(order)), name
 
 
 def summary(path: Path) -> str:

@@ -1,1 +1,1 @@
-"""Jobs, their controllers and tenants, their profiles and their usage. Pure."""
+"""Jobs, their controllers and deployments. Pure."""

@@ -1,1 +1,1 @@
-"""Placement: the GPUs that a deployment gets, and its moves. Pure."""
+"""Placement: the GPUs that a deployment gets, and the queues of those without. Pure."""

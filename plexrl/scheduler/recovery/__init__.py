@@ -1,1 +1,1 @@
-"""Losses of nodes and workers, moves to other groups, deadlocks and preemption."""
+"""Losses of nodes and workers, moves to other groups, deadlocks and preemption. Pure."""

@@ -1,1 +1,1 @@
-"""Formulas and policies: numbers in, numbers out. Nothing here changes the state."""
+"""Formulas, policies and settings. Nothing here changes the state but what it measures. Pure."""

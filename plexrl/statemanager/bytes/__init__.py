@@ -1,1 +1,1 @@
-"""Bytes between arena, host segments and NVMe."""
+"""Moves bytes between memory, files and devices. It knows neither versions nor sockets."""

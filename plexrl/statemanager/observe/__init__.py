@@ -1,1 +1,1 @@
-"""Health, metrics and counters of the daemon."""
+"""Health and counters of the daemon, and its HTTP server."""
