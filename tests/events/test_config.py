@@ -32,7 +32,7 @@ def test_a_url_names_host_port_user_and_prefix() -> None:
         ({"url": "mqtt://h/a/%23"}, "is no topic"),
         ({"url": "mqtt://h/+"}, "is no topic"),
         ({"url": "mqtt://h/$SYS"}, "begins with \\$"),
-        ({"url": "mqtt://u:secret@h"}, "PLEXRL_MQTT_PASSWORD"),
+        ({"url": "mqtt://u:hidden@h"}, "PLEXRL_MQTT_PASSWORD"),
         ({"url": "mqtt://h", "password": "p"}, "names no user"),
         ({"url": "mqtt://u@h", "password": "p", "password_file": "f"}, "one of them"),
         ({"url": "mqtt://h", "ca": "ca.pem"}, "write mqtts://"),
@@ -45,7 +45,7 @@ def test_a_url_names_host_port_user_and_prefix() -> None:
 def test_a_wrong_setting_is_refused(fields: dict[str, str], why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why) as refused:
         BrokerConfig(**fields)  # type: ignore[arg-type]  # wrong values on purpose
-    assert "secret" not in refused.value.message
+    assert "hidden" not in refused.value.message
 
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_ray_learns_of_a_node_what_it_needs_and_no_password(tmp_path: Path) -> N
     options = ClusterOptions(
         data_dir=tmp_path / "data",
         journal="postgresql://plexrl:hidden@db/journal",
-        otlp_endpoint="http://plexrl:hidden@host/v1/traces",
+        otlp_endpoint="http://host/v1/traces",
         events=BrokerConfig(url="mqtt://plexrl@host", password="hidden"),
         checkpoint_url="s3://bucket/checkpoints",
         gpu_memory_bytes=5,

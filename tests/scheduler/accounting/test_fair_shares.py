@@ -215,7 +215,7 @@ def test_a_job_starves_at_the_bound_and_not_later() -> None:
 def test_gpus_that_become_free_together_go_to_the_tenants_in_turns() -> None:
     """GPUs held now count at once; GPU-seconds only as time passes."""
     load = Load("isolated", {"one": 1.0, "three": 3.0})
-    load.submit("three", GPUS, 1000.0)
+    load.submit("three", GPUS, BOUND_S - 100.0)
     waiting = [load.submit(owner, 1, 1000.0) for owner in ("one", "three") for _ in range(GPUS)]
     load.end_next()
     begun = [load.owners[job] for job in waiting if job in load.begun]

@@ -66,7 +66,7 @@ def test_the_profiler_and_the_records_measure_the_same_waiting(sigma: float) -> 
         for job in group.jobs:
             readings[job].append(group.explain(job)["waiting_part"])
     for job in group.jobs:
-        assert fmean(readings[job]) == pytest.approx(group.waiting_part(job, 6), abs=0.005)
+        assert fmean(readings[job]) == pytest.approx(group.waiting_part(job, 6), abs=0.008)
 
 
 def test_a_placement_predicts_what_its_group_will_wait() -> None:
