@@ -40,8 +40,8 @@ def test_training_goes_to_the_node_with_the_highest_speed_also_after_a_restart(
                 assert wait_for_place(other) == {"node2"}
             found = {node["node"]: node["speed"] for node in cluster.nodes()}
             assert found == {"node0": 0.5, "node1": 2.0, "node2": 1.0}
-        where = ["--url", running.url, "--api-key", running.api_key, "--json"]
-        printed = json.loads(CliRunner().invoke(app, ["nodes", *where]).output)
+        where = {"PLEXRL_URL": running.url, "PLEXRL_API_KEY": running.api_key}
+        printed = json.loads(CliRunner().invoke(app, ["nodes", "--json"], env=where).output)
         assert {node["node"]: node["speed"] for node in printed} == found
     finally:
         running.close()

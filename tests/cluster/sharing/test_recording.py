@@ -51,7 +51,7 @@ def test_a_jobs_operations_are_recorded(
     starts = [each["started_at"] for each in rows]
     assert row.service_s >= 0.9 * (starts[-1] - starts[0]) - (row.wait_s or 0)
     history = tmp_path / "live.json"
-    result = CliRunner().invoke(app, ["traces", "record", str(history), *where, "--json"])
+    result = CliRunner().invoke(app, ["traces", "record", str(history), "--json"], env=where)
     assert result.exit_code == 0, result.output
     command = ["fidelity", str(history), "--warm-up", "1", "--json"]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
