@@ -22,7 +22,7 @@ from tests.cluster.rollouts.test_asynchronous_rollouts import (
 from tests.cluster.tools import checkpoint_weights, process_of, some_batch, wait_until
 
 STEPS_MAX = 40
-LONG = replace(SAMPLING, max_tokens=200, ignore_eos=True)
+LONG = replace(SAMPLING, max_tokens=100, ignore_eos=True)
 
 
 def trained(

@@ -20,7 +20,7 @@ from tests.cluster.tools import checkpoint_weights, process_of, wait_until
 
 STEPS = PROMPTS_MIN // PROMPTS + 3
 # A third of the samples are as long as they may be, the others are shorter.
-SHORT = replace(SAMPLING, max_tokens=72)
+SHORT = replace(SAMPLING, max_tokens=36)
 
 
 def trained(job: plexrl.Job, embedded: EmbeddedCluster, *, is_aware: bool) -> bytes:

@@ -18,8 +18,8 @@ from tests.cluster.rollouts.test_streamed_rollouts import MODEL, add_gradients, 
 from tests.cluster.tools import checkpoint_weights, process_of
 
 PROMPTS, SAMPLES, STEPS = 4, 2, 2
-# Each token ends a sample with a probability of about 1/300, so a few samples outlast the others.
-LONG = replace(SAMPLING, max_tokens=480)
+# Each token ends a sample with a probability of about 1/150, so a few samples outlast the others.
+LONG = replace(SAMPLING, max_tokens=240)
 PAIR = plexrl.Parallelism(tp=2)
 
 

@@ -80,7 +80,7 @@ class Killer(threading.Thread):
 def test_every_prompt_is_trained_once_though_service_and_instance_are_killed(
     cluster: plexrl.Cluster, job: plexrl.Job, embedded: EmbeddedCluster
 ) -> None:
-    steps, policy = 10, plexrl.TailBatching(eta=1.5)
+    steps, policy = 8, plexrl.TailBatching(eta=1.5)
     actor = job.train_deployment("actor", MODEL)
     rollout = tail_rollout(job, actor, policy)
     killer = Killer(embedded, job, rollout)
