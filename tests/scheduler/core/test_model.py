@@ -279,7 +279,7 @@ class Cluster(RuleBasedStateMachine):
 
 TestCluster = Cluster.TestCase
 TestCluster.settings = settings(
-    max_examples=examples(40),
+    max_examples=examples(20),
     stateful_step_count=50,
     deadline=None,
     # Shrinking and explaining a failure of this size takes many minutes, without an end in sight.

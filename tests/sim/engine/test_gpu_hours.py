@@ -11,10 +11,11 @@ from plexrl.sim.results.gpu_hours import Tail, kept_sentence, tail_of, tail_sent
 from plexrl.sim.workload.policies import UNSHARED
 from plexrl.sim.workload.scenario import STARVATION_S_MAX, Failures, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
+from tests.examples import examples
 from tests.sim.engine.test_run_properties import Jobs, scenarios
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     scenarios(),
     st.sampled_from(["outside", "own", "shared", "colocated"]),
