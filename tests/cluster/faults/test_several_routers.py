@@ -166,7 +166,7 @@ def test_a_full_queue_makes_its_clients_wait_and_loses_nothing(
         transport.timeout_s = 0.0
 
         # Each takes longer to execute than to submit.
-        long = plexrl.Batch([[3] * 500] * 32, {})
+        long = plexrl.Batch([[3] * 500] * 16, {})
 
         def flood() -> None:
             for _ in range(20 * PENDING_MAX):
