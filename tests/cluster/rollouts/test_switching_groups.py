@@ -113,6 +113,9 @@ def profile(embedded: EmbeddedCluster, tmp_path_factory: pytest.TempPathFactory)
     return invented(found)
 
 
+# Engines that switch draw the same tokens (`tests/worker/rollout/engine/tensor_parallel`), and the
+# service orders switches and survives crashes (`tests/rollout/test_service_membership.py`).
+@pytest.mark.slow
 def test_rounds_whose_engines_switch_train_what_others_train(
     cluster: plexrl.Cluster, embedded: EmbeddedCluster, profile: DecodeProfile
 ) -> None:
