@@ -220,6 +220,8 @@ class Agent:
 
     async def _node_description(self) -> Plain:
         config = self._config
+        # Awaited first: the rest is of one moment, and a node that was fenced lists no workers.
+        states = await self._state.deployments()
         return {
             "role": "agent",
             "node": config.node,
@@ -245,7 +247,7 @@ class Agent:
                 for worker in self._workers.values()
                 if worker.is_ready and worker.is_wanted and not worker.is_killed
             ],
-            "states": await self._state.deployments(),
+            "states": states,
             "was_fenced": self._was_fenced,
             "machine": machine(),
         }
