@@ -65,8 +65,8 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     options.out.mkdir(parents=True, exist_ok=True)
     console.print("Starting the cluster: router, scheduler, StateManager, node agent …")
     wanted = options.group_workers + len(TASKS)
-    gpus = {"gpus" if find_gpus().count >= wanted else "virtual_gpus": wanted}
-    embedded = start_embedded(**gpus, pin_workers=True)
+    kind = "gpus" if find_gpus().count >= wanted else "virtual_gpus"
+    embedded = start_embedded(None, **{kind: wanted, "pin_workers": True})
     console.print(f"GPUs: {embedded.gpus}.")
     try:
         with plexrl.connect(embedded.url, embedded.api_key) as cluster:

@@ -153,7 +153,7 @@ def test_a_nodes_file(tmp_path: Path) -> None:
     path.write_text('[node]\nname = "gpu7"\ngpus = 8\nports = [20000, 20099]\n[agent]\nthreads = 4')
     found = read_node_file(path)
     assert found.options == {"name": "gpu7", "gpus": 8, "ports": (20_000, 20_099)}
-    path.write_text("[node]\ngpus = 0\nports = [5, 4]\nfabric = 'ours'\nhost = '0.0.0.0'")
+    path.write_text("[node]\ngpus = -1\nports = [5, 4]\nfabric = 'ours'\nhost = '0.0.0.0'")
     with pytest.raises(ConfigError) as caught:
         read_node_file(path)
     for name in ("gpus", "ports", "fabric", "host"):

@@ -89,6 +89,7 @@ class NeverStarting:
     """Nodes whose start never ends."""
 
     join = False
+    gpus = None
 
     def __init__(self) -> None:
         self.stopped = False
