@@ -20,7 +20,7 @@ from tests.scheduler.postgres import PostgresServer, server_folder
 
 PASSWORD = "s3cret-of-the-journal"
 JOURNAL = "events-of-mine.sqlite"
-UP = (sys.executable, "-m", "plexrl.cli.app", "up", "--gpus-per-node", "1", "--json")
+UP = (sys.executable, "-m", "plexrl.cli.app", "up", "--virtual-gpus", "1", "--json")
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def documented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedClu
     """A cluster with a journal of that name, which serves the documentation of its API."""
     folder = tmp_path_factory.mktemp("documented")
     running = start_embedded(
-        folder / "data", gpus_per_node=1, api_docs=True, journal=str(folder / JOURNAL)
+        folder / "data", virtual_gpus=1, api_docs=True, journal=str(folder / JOURNAL)
     )
     yield running
     running.close()

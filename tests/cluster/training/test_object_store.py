@@ -49,7 +49,7 @@ def storing(
     running = start_embedded(
         folder,
         nodes=nodes,
-        gpus_per_node=2,
+        virtual_gpus=2,
         data_url=server.url(f"{prefix}data"),
         checkpoint_url=server.url(f"{prefix}checkpoints"),
     )
@@ -165,7 +165,7 @@ def test_a_job_trains_to_the_same_bits_as_on_directories(
     job, actor = train(cluster, "stored")
     saved = actor.save_checkpoint("end").result(LIMIT_S)
     assert saved["path"] == f"{server.url('checkpoints')}/{job.job}/end"
-    running = start_embedded(tmp_path / "local", nodes=2, gpus_per_node=2)
+    running = start_embedded(tmp_path / "local", nodes=2, virtual_gpus=2)
     try:
         with plexrl.connect(running.url, running.api_key) as local:
             other, twin = train(local, "stored")
