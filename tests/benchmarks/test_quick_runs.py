@@ -28,7 +28,7 @@ LONG = {
         "rollout_streamrl_pat.py",
         "rollout_tail.py",
     ),
-    *("roundtrip.py", "scale.py", "scheduler.py"),
+    *("roundtrip.py", "scale.py", "scheduler.py", "simulator.py"),
     *(
         "simulating/cluster.py",
         "simulating/pareto.py",
