@@ -47,7 +47,7 @@ help:
 	@echo "make pure         delete the C extensions"
 	@echo "make gpu-kit      pack wheels for scripts/gpu_check.sh on a GPU machine without internet"
 	@echo "make clean        delete .venv, .venv-core, caches and build output"
-	@echo "All targets but help, pure and clean create .venv first if it is missing."
+	@echo "All targets but help, pure, test-core and clean create .venv first if it is missing."
 
 setup: $(STAMP)
 
