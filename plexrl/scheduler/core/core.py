@@ -112,9 +112,9 @@ from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.calls import ListOperations
-from plexrl.scheduler.state.messages.commands import Command
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job
+from plexrl.wire.messages import Command
 from plexrl.wire.operations import HALTED, USER_KINDS
 
 if TYPE_CHECKING:

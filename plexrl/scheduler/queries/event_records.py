@@ -28,8 +28,8 @@ from plexrl.scheduler.operations.held.holding import (
 from plexrl.scheduler.state.group_lock import lock_state
 from plexrl.scheduler.state.machines.job_states import FINAL, JobState
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.messages.commands import Command, PrefetchState
 from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
+from plexrl.wire.messages import Command, PrefetchState
 
 Change = tuple[str, Record | None]
 """A topic below the prefix and its new record; None: the object does not exist any more."""

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from plexrl import errors
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.messages.commands import RunOperation
+from plexrl.wire.messages import Run
 from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck
@@ -244,7 +244,7 @@ class Cluster(RuleBasedStateMachine):
             if view["residency"] in ("device", "offloaded"):
                 assert held == wanted, name
 
-    def _offloads(self) -> list[RunOperation]:
+    def _offloads(self) -> list[Run]:
         """Asked for and not carried out: one whose answer was lost is not refused after all."""
         wpgs = self.cluster.wpgs
         return [
@@ -253,7 +253,7 @@ class Cluster(RuleBasedStateMachine):
             if run.kind == "offload" and wpgs[run.deployment].device is not None
         ]
 
-    def _loads(self) -> list[RunOperation]:
+    def _loads(self) -> list[Run]:
         """Of versions; asked for and not carried out."""
         wpgs = self.cluster.wpgs
         return [

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from plexrl.scheduler.queries.view_types import PlacedDeploymentView
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.messages.commands import ReleaseState
+from plexrl.wire.messages import ReleaseState
 from tests.scheduler.fake_cluster import FakeCluster
 
 REST_S = 100.0

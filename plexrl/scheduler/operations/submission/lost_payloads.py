@@ -12,10 +12,10 @@ from plexrl.errors import PayloadLostError, PlexRLError
 from plexrl.ids import BlobRef, OperationId
 from plexrl.scheduler.accounting.usage import discard
 from plexrl.scheduler.operations.held.holding import requeue
-from plexrl.scheduler.state.messages.commands import RunOperation
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job, State
+from plexrl.wire.messages import Run
 from plexrl.wire.operations import MUTATING
 
 ASKED_S = 120.0
@@ -32,7 +32,7 @@ def is_awaited(state: State, operation: Operation, error: PlexRLError, now: floa
     return not job.attached or now < operation.payload_lost_at + ASKED_S
 
 
-def may_have_run(state: State, deployment: Deployment, command: RunOperation) -> bool:
+def may_have_run(state: State, deployment: Deployment, command: Run) -> bool:
     """Whether the workers may have carried out a mutation whose payload is lost: a router that is
     gone had the run before. They start again from the state before it then, because a second run,
     or none, would be wrong if they have."""
