@@ -13,11 +13,10 @@ from msgspec.structs import replace
 
 from plexrl.errors import PlexRLError
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.operations.failures import ErrorView
-from plexrl.scheduler.queries.view_types import ExplanationView
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
+from plexrl.wire.messages.views import ErrorView, ExplanationView
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind
 
 MOVES = (OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT)

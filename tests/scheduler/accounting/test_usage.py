@@ -14,10 +14,12 @@ from plexrl.errors import PlexRLError, QuotaExceededError
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
+from plexrl.wire.messages.cluster_views import UsageView
 from tests.scheduler.fake_cluster import FakeCluster
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.queries.view_types import UsageView
+    from plexrl.wire.messages.cluster_views import UsageView
+
 
 GPUS = {"a/actor": 2, "b/actor": 2, "c/actor": 2, "a/rollout": 1, "d/batch": 2}
 MOVES = ("load", "offload", "snapshot")

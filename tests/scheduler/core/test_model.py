@@ -18,12 +18,14 @@ from plexrl import errors
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.messages import Run
+from plexrl.wire.messages.views import DeploymentView
 from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.queries.view_types import DeploymentView
+    from plexrl.wire.messages.views import DeploymentView
+
 
 NODES = ("n1", "n2", "n3")
 WARM = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from plexrl import errors
-from plexrl.scheduler.queries.view_types import OperationView
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.messages import Run
+from plexrl.wire.messages.views import OperationView
 from plexrl.wire.operations import MUTATING
 from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
