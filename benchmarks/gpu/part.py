@@ -139,6 +139,6 @@ def move_message(kind: OperationKind, seq: int, **fields: Any) -> Any:
     kept = {"keep_seq": seq} if kind in (OperationKind.OFFLOAD, OperationKind.SNAPSHOT) else {}
     if kind not in (OperationKind.PUBLISH, OperationKind.SYNC_WEIGHTS):
         kept["previous_seq"] = 0
-    made = next(each for each in RUNS if each.kind is kind)
+    made: Any = next(each for each in RUNS if each.kind is kind)
     head = ("o", "deployment", "job", "group", 1, seq, (), 1, False)
     return made(*head, **kept, **fields)

@@ -49,9 +49,9 @@ class Codec(Generic[MessageT]):
         """`upgrade` changes a message of an earlier version to what the present types say; it sees
         the lines that match `earlier`."""
         self._upgrade, self._earlier = upgrade, earlier
-        self._union: Any = functools.reduce(operator.or_, kinds)
+        self._kinds = {kind.__name__: kind for kind in kinds}
         self._encoder = msgspec.json.Encoder()
-        self._decoder = msgspec.json.Decoder(self._union)
+        self._decoder = msgspec.json.Decoder(functools.reduce(operator.or_, kinds))
 
     def encode(self, message: MessageT) -> bytes:
         """`message` as one line of JSON. Raises as `check`."""
@@ -81,8 +81,7 @@ class Codec(Generic[MessageT]):
         if self._earlier is not None and self._earlier.search(body):
             plain = msgspec.json.decode(body, type=Plain)
             self._upgrade(plain)
-            message: MessageT = msgspec.convert(plain, self._union)
-            return message
+            return msgspec.convert(plain, self._kinds[str(plain["type"])])
         decoded: MessageT = self._decoder.decode(body)
         return decoded
 

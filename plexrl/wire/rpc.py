@@ -176,7 +176,7 @@ class Peer:
 
 
 def read_command(params: Mapping[str, Any], kind: type[CommandT]) -> CommandT:
-    """The command that a call carries as `command`; `kind` may be a union.
+    """The command that a call carries as `command`.
 
     Raises:
         InvalidRequestError: there is none, or it is malformed.

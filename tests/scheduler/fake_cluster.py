@@ -359,8 +359,8 @@ class FakeCluster:
         name = (run.operation, run.token)
         assert name not in wpg.refused, "a run that was refused is asked for under the same name"
         self._apply(wpg, run)
-        partial = run.partial if isinstance(run, cmd.Generate) else None
-        assert partial == self.partials.get(run.operation), "it continues from something else"
+        former = run.partial if isinstance(run, cmd.Generate) else None
+        assert former == self.partials.get(run.operation), "it continues from something else"
         if report:
             self.runs.remove(run)
             partial = f"{run.operation}.{run.token}" if name in self.interrupted else None

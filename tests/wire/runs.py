@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from plexrl.wire.messages import RUNS, AnyRun
+from plexrl.wire.messages import RUNS
 from plexrl.wire.operations import OperationKind
 
 USUAL: dict[str, Any] = {
@@ -29,10 +29,9 @@ USUAL: dict[str, Any] = {
 
 def make_run(kind: OperationKind, **fields: Any) -> Any:
     """A run of this kind; fields that are not given have the usual values."""
-    made = next(each for each in RUNS if each.kind is kind)
+    made: Any = next(each for each in RUNS if each.kind is kind)
     usual = {name: value for name, value in USUAL.items() if name in made.__struct_fields__}
-    run: AnyRun = made(**{**usual, **fields})
-    return run
+    return made(**{**usual, **fields})
 
 
 def move_of(kind: OperationKind, seq: int) -> Any:

@@ -11,8 +11,6 @@ from plexrl.wire.messages import (
     RUNS,
     Abort,
     AbortOperation,
-    AnyReply,
-    AnyRequest,
     AnyRun,
     EngineLoad,
     EngineStatistics,
@@ -29,6 +27,9 @@ from plexrl.wire.messages import (
     StartRun,
     WorkerRequest,
     frame_header,
+    read_reply,
+    read_request,
+    read_run,
 )
 from plexrl.wire.operations import (
     AdamParams,
@@ -80,17 +81,17 @@ def test_every_kind_of_operation_has_one_type() -> None:
 @pytest.mark.parametrize("kind", OperationKind)
 def test_a_run_reaches_router_and_worker_with_its_parameters(kind: OperationKind) -> None:
     run = run_of(kind)
-    routed: Any = read_command(over_the_wire({"command": run}), AnyRun)  # type: ignore[arg-type]
+    routed = read_run(over_the_wire({"command": run})["command"])
     assert (type(routed), routed, routed.name) == (type(run), run, ("o", 3))
     request = StartRun(run=routed, share=RankShare(micro_batches=2, denominator=1.5))
     header = over_the_wire({**frame_header(request), "worker": ("j/actor", 0, 1)})
-    assert msgspec.convert(header, AnyRequest) == request
+    assert read_request(header) == request
 
 
 @pytest.mark.parametrize(
     "request_",
     [
-        Abort(abort=AbortOperation(operation="o", deployment="d", addresses=("a",), rows=(1, 2))),  # type: ignore[arg-type]
+        Abort(abort=AbortOperation(operation="o", deployment="d", addresses=("a",), rows=(1, 2))),
         EngineStatistics(ask="a"),
         EngineLoad(ask="a"),
         Pause(ask="a", for_s=2.0),
@@ -100,7 +101,7 @@ def test_a_run_reaches_router_and_worker_with_its_parameters(kind: OperationKind
     ],
 )
 def test_other_requests_reach_a_worker(request_: WorkerRequest) -> None:
-    assert msgspec.convert(over_the_wire(frame_header(request_)), AnyRequest) == request_
+    assert read_request(over_the_wire(frame_header(request_))) == request_
 
 
 @pytest.mark.parametrize(
@@ -111,17 +112,17 @@ def test_other_requests_reach_a_worker(request_: WorkerRequest) -> None:
     ],
 )
 def test_replies_reach_a_router(reply: Reply) -> None:
-    assert msgspec.convert(over_the_wire(frame_header(reply)), AnyReply) == reply
+    assert read_reply(over_the_wire(frame_header(reply))) == reply
 
 
 def test_a_malformed_command_is_refused_with_the_place_of_the_fault() -> None:
     launch = LaunchWorkers(
-        deployment="d",  # type: ignore[arg-type]
-        tenant="t",  # type: ignore[arg-type]
+        deployment="d",
+        tenant="t",
         kind="train",
         incarnation=1,
-        group="g",  # type: ignore[arg-type]
-        ranks=(RankPlacement(rank=0, node="n", gpu=0),),  # type: ignore[arg-type]
+        group="g",
+        ranks=(RankPlacement(rank=0, node="n", gpu=0),),
         spec_json="{}",
     )
     params = over_the_wire({"command": launch})
@@ -131,3 +132,11 @@ def test_a_malformed_command_is_refused_with_the_place_of_the_fault() -> None:
         read_command(params, LaunchWorkers)
     with pytest.raises(InvalidRequestError, match="malformed command"):
         read_command({}, LaunchWorkers)
+
+
+@pytest.mark.parametrize("plain", [None, [], {}, {"kind": "prune"}, {"kind": 3}])
+def test_what_is_no_run_is_refused(plain: object) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        read_run(plain)
+    with pytest.raises(msgspec.ValidationError):
+        read_request({"request": plain})

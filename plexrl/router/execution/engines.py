@@ -18,12 +18,12 @@ from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.worker_link import WorkerGoneError
 from plexrl.wire.messages import (
     AnyEngineRequest,
-    AnyReply,
     EngineStatistics,
     Failed,
     Finished,
     WorkerName,
     frame_header,
+    read_reply,
 )
 
 COMMAND_TIMEOUT_S = 20.0
@@ -84,7 +84,7 @@ class Engines:
                 retry_after_s=0.5,
                 is_gone=isinstance(error, WorkerGoneError),
             ) from error
-        reply: AnyReply = msgspec.convert(answered, AnyReply)
+        reply = read_reply(answered)
         if isinstance(reply, Failed):
             raise from_wire(reply.error)
         assert not isinstance(reply, Finished), "an engine request is no run"

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from plexrl.errors import (
     ExecutionError,
     PlexRLError,
@@ -50,6 +48,8 @@ from plexrl.wire.messages import (
     StartRun,
     WorkerName,
     frame_header,
+    read_reply,
+    read_run,
 )
 from plexrl.wire.operations import (
     MUTATING,
@@ -134,7 +134,7 @@ class Executor:
     async def on_run(self, peer: Peer, params: Plain) -> None:
         """Handle the admission of a run."""
         del peer
-        command: AnyRun = read_command(params, AnyRun)  # type: ignore[arg-type]
+        command = read_run(params.get("command"))
         # Tokens count from 1 in each group, and a WPG that loses its node moves to another group.
         grant: _Grant = (command.group, command.token, command.addresses)
         current = self._runs.get(command.operation)
@@ -478,8 +478,7 @@ async def _reply(
 ) -> Answer:
     """The reply to a run on one rank. Raises as `WorkerLink.run`."""
     header, body = await link.run(request.run.name, frame_header(request), payload, staged)
-    reply: AnyReply = msgspec.convert(header, AnyReply)
-    return reply, body
+    return read_reply(header), body
 
 
 def _workers(

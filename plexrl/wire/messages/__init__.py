@@ -34,6 +34,7 @@ from plexrl.wire.messages.runs import (
     Snapshot,
     Sync,
     ZeroGrad,
+    read_run,
 )
 from plexrl.wire.messages.workers import (
     Abort,
@@ -56,6 +57,8 @@ from plexrl.wire.messages.workers import (
     WorkerName,
     WorkerRequest,
     frame_header,
+    read_reply,
+    read_request,
 )
 
 __all__ = [
@@ -110,4 +113,7 @@ __all__ = [
     "WorkerRequest",
     "ZeroGrad",
     "frame_header",
+    "read_reply",
+    "read_request",
+    "read_run",
 ]

@@ -39,6 +39,7 @@ from plexrl.wire.messages import (
     StartRun,
     Sync,
     frame_header,
+    read_request,
 )
 from plexrl.wire.operations import MUTATING, OperationKind
 from plexrl.wire.tensors import decode_body, encode_body
@@ -121,13 +122,12 @@ class Worker:
     def _read(self, request: Request) -> AnyRequest | None:
         """What a frame asks for. None: nothing that is known, and the router was told so."""
         try:
-            message: AnyRequest = msgspec.convert(request.header, AnyRequest)
+            return read_request(request.header)
         except msgspec.ValidationError as cause:
             name = request.header.get("request")
             error = InvalidRequestError(f"malformed or unknown request {name!r}: {cause}")
             request.connection.refuse(str(request.header.get("ask", "")), error)
             return None
-        return message
 
     def _runs_beside(self, command: AnyRun) -> bool:
         """Whether a run may start now, between two tokens of running generations. What a sync needs

@@ -1,6 +1,7 @@
 """A damaged payload is asked again, costs no worker, and fails its operation only at the end."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -137,7 +138,7 @@ def test_a_lost_payload_of_a_run_that_a_lost_router_had_is_run_exactly_once(
     assert job_state(cluster) != "FAILED"
 
 
-def begin_replay(cluster: FakeCluster) -> Run:
+def begin_replay(cluster: FakeCluster) -> Any:
     submit(cluster, "a:1", "a:1.in")
     cluster.settle()
     cluster.kill("a/actor")

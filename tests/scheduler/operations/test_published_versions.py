@@ -2,6 +2,7 @@
 there."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def cluster() -> FakeCluster:
     return cluster
 
 
-def run_of(cluster: FakeCluster, operation: str) -> cmd.Run:
+def run_of(cluster: FakeCluster, operation: str) -> Any:
     while not any(run.operation == operation for run in cluster.runs):
         cluster.execute(cluster.runs[0])
     return next(run for run in cluster.runs if run.operation == operation)

@@ -1,6 +1,7 @@
 """State that is lost with its node is recomputed from the operations that led to it."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -214,7 +215,7 @@ def offloaded_after(steps: int, **changes: object) -> FakeCluster:
     return cluster
 
 
-def load_of_a(cluster: FakeCluster) -> Run:
+def load_of_a(cluster: FakeCluster) -> Any:
     """The load of `a`, once it runs."""
     while True:
         for run in cluster.runs:

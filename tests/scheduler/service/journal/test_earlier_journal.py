@@ -76,7 +76,7 @@ def test_jobs_and_operations_are_shown_as_before(earlier: Earlier, core: Schedul
 
 def test_runs_are_sent_again_with_their_parameters(earlier: Earlier, core: SchedulerCore) -> None:
     now = earlier.now + 1.0
-    runs: list[Run] = []
+    runs: list[Any] = []
     sampling = SamplingParams(seed=7, stop_sequences=((1, 2),))
     expected: dict[OperationKind, object] = {
         OperationKind.FORWARD_BACKWARD: ForwardBackwardParams(
