@@ -41,7 +41,7 @@ def figures_of(rows: list[LoggedOperationView], kind: str) -> tuple[float, float
     """(median MB moved, median milliseconds) of the moves of one kind."""
     own = [row for row in rows if row["kind"] == kind and row["state"] == "finished"]
     moved = [json.loads(row["result_json"]).get("bytes_moved", 0) for row in own]
-    times = [1e3 * (row["finished_at"] - row["started_at"]) for row in own]
+    times = [1e3 * ((row["finished_at"] or 0.0) - (row["started_at"] or 0.0)) for row in own]
     return percentile(moved, 50) / 1e6, percentile(times, 50)
 
 

@@ -53,10 +53,10 @@ class LiveRun:
     """The job views, the operation log and the final status of a run."""
 
     jobs: list[Plain]
-    operations: list[Plain]
+    operations: list[Any]
     status: Plain
     """Of the cluster at the end."""
-    explained: list[Plain]
+    explained: list[Any]
     """Answers of `explain` about waiting operations, asked every `ASK_S` during the run."""
 
 

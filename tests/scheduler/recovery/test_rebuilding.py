@@ -235,7 +235,7 @@ def damage(cluster: FakeCluster, error: PlexRLError) -> int:
     run = load_of_a(cluster)
     cluster.wpgs["a/actor"].versions.pop(run.seq, None)
     refuse(cluster, run, error)
-    return run.seq
+    return int(run.seq)
 
 
 @pytest.mark.parametrize("error", [CorruptStateError("a block"), StateLostError("no file")])
