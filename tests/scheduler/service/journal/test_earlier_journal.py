@@ -71,7 +71,11 @@ def test_jobs_and_operations_are_shown_as_before(earlier: Earlier, core: Schedul
             core.operation_view(each["operation"], earlier.now) for each in expected["operations"]
         ],
     }
-    assert msgspec.json.decode(msgspec.json.encode(shown)) == expected
+    found = msgspec.json.decode(msgspec.json.encode(shown))
+    for each in (*found["operations"], *expected["operations"]):
+        # How it is estimated and told may change; what has happened does not.
+        del each["explanation"]
+    assert found == expected
 
 
 def test_runs_are_sent_again_with_their_parameters(earlier: Earlier, core: SchedulerCore) -> None:
