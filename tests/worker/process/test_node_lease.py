@@ -38,6 +38,7 @@ LAUNCH = {
     "spec_json": "{}",
     "ranks": [{"node": "node0", "rank": 0, "gpu": 0}],
 }
+STOP = {"deployment": "j/actor", "incarnation": 1, "nodes": ["node0"]}
 
 
 class StoppableScheduler:
@@ -130,7 +131,7 @@ def test_a_node_that_is_cut_off_ends_its_workers_with_its_lease_and_says_so(
         peer, hello = await scheduler.hellos.get()
         assert hello["was_fenced"]
         assert hello["workers"] == []
-        await peer.call("stop", {"command": LAUNCH})
+        await peer.call("stop", {"command": STOP})
         peer.close()
         _, hello = await scheduler.hellos.get()
         assert not hello["was_fenced"], "said once"
