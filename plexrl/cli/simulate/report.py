@@ -45,7 +45,7 @@ def report(
             "pip install 'plexrl[simulator]'"
         )
         return None
-    from plexrl.sim.report import WhatIf, write_report
+    from plexrl.sim.report import write_report
 
     scenarios = [scenario for scenario, _ in runs]
     sizes = {pool.node_type.gpus for scenario in scenarios for pool in scenario.pools}
@@ -61,7 +61,6 @@ def report(
         plans=plans,
         headline=headline_texts(runs)[:HEADLINES_MAX],
         billed=billed(runs),
-        what_ifs=[WhatIf(change=each.what, of=each.of, result=each.result) for each in changes],
         gpus_per_node=sizes.pop() if len(sizes) == 1 else None,
         window_s=scenarios[0].window_s,
     )
