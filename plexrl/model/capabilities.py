@@ -18,7 +18,7 @@ from plexrl.model.spec import ARCHITECTURES, DENSE_ARCHITECTURES, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendCapabilities:
-    """What one backend supports."""
+    """The layouts and models that one backend supports."""
 
     backend: str
     kind: str

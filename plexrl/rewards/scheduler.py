@@ -148,7 +148,7 @@ class SampleReward:
     """Why the grader failed in the last attempt; None if it did not."""
     attempts: int
     grade: Grade | None
-    """What the grader gave, if it gives grades."""
+    """The grade, if the grader gives grades."""
     wall_s: float
     """From `submit` to the result."""
 
@@ -187,7 +187,7 @@ class _Submitted(Generic[SampleT]):
 
 @dataclass(slots=True)
 class _Results:
-    """What waits for the controller."""
+    """Results that wait for the controller."""
 
     ready: deque[SampleReward] = field(default_factory=deque)
     failure: Exception | None = None
@@ -201,7 +201,7 @@ class RewardScheduler(Generic[SampleT]):
         self._core = GradingCore(graded.settings)
         self._samples: dict[int, _Submitted[SampleT]] = {}
         self._deadlines_s: dict[int, float] = {}
-        """Of the samples that are graded now."""
+        """Deadlines of the samples that are graded now."""
         self._count = 0
         self._changed = threading.Condition()
         self._results = _Results()

@@ -115,11 +115,6 @@ def _refused(
             return
 
 
-def _suspects(values: Mapping[str, Any], error: str) -> list[str]:
-    """The settings, with those first that the message names."""
-    return sorted(values, key=lambda each: (not error.startswith(each), each not in error))
-
-
 def _attempt(
     section: Section, required: Mapping[str, Any], values: Mapping[str, Any]
 ) -> str | None:

@@ -132,7 +132,7 @@ class Head:
         return {"certificate": certificate, "key": key}
 
     def membership(self) -> messages.Membership:
-        """What every node is told."""
+        """The membership that every node gets."""
         make_ticket_key(self._data / TICKET_KEY)
         return messages.Membership(
             ca=self.authority.pem.decode(),

@@ -84,7 +84,7 @@ class AuthorityAnswer(msgspec.Struct, kw_only=True):
 
 
 class Membership(msgspec.Struct, kw_only=True):
-    """What a node needs to know of its cluster."""
+    """The cluster as a node knows it."""
 
     ca: str
     """Certificates of the authorities to trust (PEM)."""
@@ -103,7 +103,7 @@ class Membership(msgspec.Struct, kw_only=True):
 
 
 class DrainProgress(msgspec.Struct, kw_only=True):
-    """What a drained node still has."""
+    """The work that a drained node still has."""
 
     gpus_reserved: int
     groups: list[str]

@@ -56,7 +56,7 @@ _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
 class ClusterView(Protocol):
-    """What the service asks the running cluster."""
+    """The running cluster as the service sees it."""
 
     async def live_nodes(self) -> Collection[str]:
         """Names of the nodes whose agent is connected.

@@ -1,4 +1,4 @@
-"""What the chart's pods run: `python -m plexrl.cluster.kubernetes COMMAND`.
+"""The entry point of the chart's pods: `python -m plexrl.cluster.kubernetes COMMAND`.
 
 keys: make the cluster's Secrets. issuer: issue certificates. certificate: keep a pod's certificate.
 settings: fill a pod's settings. scheduler: a scheduler with standbys. node: StateManager and agent.

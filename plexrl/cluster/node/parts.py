@@ -183,8 +183,8 @@ def rollout_part(
 
 
 def options_of_nodes(options: ClusterOptions) -> ClusterOptions:
-    """What `node_parts` reads, without the rest: the journal's URL may have a password, and so may
-    those of brokers and collectors."""
+    """The options that `node_parts` reads, without the others: the journal's URL may have a
+    password, and so may those of brokers and collectors."""
     given = options.settings
     return ClusterOptions(
         data_dir=options.data_dir,

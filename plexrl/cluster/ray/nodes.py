@@ -217,13 +217,13 @@ class _NodeActor:
 
     @property
     def _here(self) -> tuple[Any, ...]:
-        """What an actor of this machine needs."""
+        """Arguments of an actor of this machine."""
         node = self._node
         config = NodeConfig(node=node.node, gpus=node.gpus, node_type=node.node_type)
         return self._options, self._folders, config
 
     async def _joining(self, head: Head) -> tuple[Any, ...]:
-        """What an actor of another machine needs: its options, and a token."""
+        """Arguments of an actor of another machine: its options, and a token."""
         options, node, network = self._options, self._node, self._network
         assert network is not None
         chosen = NodeOptions(

@@ -14,7 +14,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
 
 OnFailure = Literal["drop", "zero", "raise"]
-"""What the last failed attempt to grade a sample means. `drop`: the sample has no reward, and its
+"""Meaning of the last failed attempt to grade a sample. `drop`: the sample has no reward, and its
 prompt is not trained. `zero`: the reward is 0. `raise`: the controller gets the error."""
 
 
@@ -40,7 +40,7 @@ class GradingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What has happened to a sample, numbered by the caller."""
+    """An event of a sample, which the caller numbers."""
 
     sample: int
 
@@ -76,7 +76,7 @@ class AttemptTimedOut(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What the caller does."""
+    """A command to the caller."""
 
     sample: int
 
@@ -138,7 +138,7 @@ class GradingCore:
         raise AssertionError(event)
 
     def stop(self) -> None:
-        """Nothing more is graded or delivered, and no attempt is waited for."""
+        """Grade and deliver no more samples, and wait for no attempt."""
         self.is_stopped = True
         self._waiting.clear()
         self._running.clear()

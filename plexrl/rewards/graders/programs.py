@@ -23,7 +23,7 @@ SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """What a correct program prints for an input."""
+    """An input, and the output of a correct program."""
 
     stdin: str
     expected: str

@@ -30,7 +30,7 @@ SYSTEM = (
     "/etc/alternatives",
     "/etc/ld.so.cache",
 )
-"""What programs need of the system, where it exists. Nothing else of `/etc` is visible."""
+"""Files of the system that programs need, where they exist. Nothing else of `/etc` is visible."""
 PROGRAM_FOLDER = "/program"
 START_MARK = b"\x06"
 """Written to the standard error before the program starts. If the controller was killed, nobody
@@ -139,7 +139,7 @@ def _as_in_the_system(path: Path) -> list[str]:
 
 
 def _outermost(folders: Sequence[Path]) -> list[Path]:
-    """Those that are neither in `/usr` nor in another one of them."""
+    """The folders that are neither in `/usr` nor in another one of them."""
     found: list[Path] = []
     for folder in sorted({each.absolute() for each in folders}, key=lambda each: len(each.parts)):
         if not any(folder.is_relative_to(each) for each in (Path("/usr"), *found)):

@@ -134,7 +134,7 @@ class SandboxProcess:
             os.waitpid(self.init, os.WNOHANG)
 
     def exit_code(self) -> int | None:
-        """What bubblewrap has reported, after its end; None if it reported none."""
+        """The exit code that bubblewrap reported, after its end; None if it reported none."""
         while found := os.read(self.status_fd, CHUNK_BYTES):
             self.status += found
         reports = [json.loads(line) for line in self.status.splitlines()]

@@ -13,7 +13,7 @@ from plexrl.rewards.sandbox.limits import Limits, Program
 from plexrl.rewards.sandbox.runner import started
 
 LINE_BYTES_MAX = 1 << 16
-"""Of an answer."""
+"""Most bytes of an answer's line."""
 
 
 class Session:

@@ -89,7 +89,7 @@ class CheckpointJobs:
         self._entries: OrderedDict[CheckpointPlace, _Entry] = OrderedDict()
         self._queue: queue.Queue[_Entry | None] = queue.Queue()
         self._active: list[_Entry] = []
-        """Those that are not over, by time of acceptance."""
+        """Jobs that are not over, by time of acceptance."""
         self._clean_up()
         self._ended = threading.Event()
         self._renewing = threading.Thread(target=self._renew, name="announcements", daemon=True)

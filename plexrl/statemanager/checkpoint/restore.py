@@ -207,7 +207,7 @@ class Checkpoint:
                 start += math.prod(shape) * DTYPE_BYTES[record.dtype]
 
     def _entries(self, record: TensorRecord) -> tuple[Named, ...]:
-        """What the file's header names for a tensor."""
+        """The entries of the file's header for a tensor."""
         is_training = record.file.startswith(f"{TRAINING_DIR}/")
         model_type = "" if is_training else self.record.model_type
         return published_tensors(model_type, record.key.name, record.shape)

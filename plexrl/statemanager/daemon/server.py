@@ -68,7 +68,7 @@ class Server:
             store=store,
             registry=registry,
             fencing=Fencing(Path(config.host_dir) / "fencing.json"),
-            relayouter=Relayouter(store, key, network),
+            relayouter=Relayouter(store),
             prefetcher=Prefetcher(store),
             arena_prefetcher=ArenaPrefetcher(
                 store,

@@ -31,7 +31,7 @@ from plexrl.statemanager.transfer.delta.pace import DeltaPace
 
 
 class PullMode(StrEnum):
-    """What a pull transferred."""
+    """The kind of a pull's transfer."""
 
     FULL = "full"
     DELTA = "delta"
@@ -259,7 +259,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What one source sends."""
+    """The part of a pull that one source sends."""
 
     address: str
     parts: tuple[_Part, ...]

@@ -6,14 +6,13 @@ whatever the layouts are.
 """
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 
-from plexrl.errors import StateLostError, UnavailableError
+from plexrl.errors import StateLostError
 from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES, DataPlane
 from plexrl.statemanager.device.memory import DeviceMemory, Run
 from plexrl.statemanager.layout.keys import StateSlice
@@ -23,14 +22,11 @@ from plexrl.statemanager.layout.plan.plan import Plan
 from plexrl.statemanager.layout.staging import StagingBlocks, covered
 from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies
 from plexrl.statemanager.layout.versions import Manifest
-from plexrl.statemanager.protocol.network import Network
-from plexrl.statemanager.protocol.tickets import AGENT, TicketKey
 from plexrl.statemanager.store.receiving.reader import StateReader, as_source
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.leasing import lease_states
 from plexrl.statemanager.transfer.relayout import check_dtypes, lost_error, saves, wanted_slices
-from plexrl.statemanager.transfer.transport.choice import open_elsewhere
 
 DIRECT_BYTES_MIN = 64 << 10
 """A range of this many bytes is copied without staging."""
@@ -48,18 +44,14 @@ class RelayoutLoad:
     """(offset, bytes) of the written parts of the arena."""
     tier: TierName
     """NVMe if any bytes came from there."""
-    bytes_by_source: dict[str, int]
-    """Address → bytes from there; this daemon's own address is empty."""
 
 
 class Relayouter:
     """Loads across layouts; caches plans. Thread-safe."""
 
-    def __init__(self, store: Store, key: TicketKey, network: Network) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._network = network
         self._plane = store.plane
-        self._key = key
         self._planning = threading.Lock()
         self._plans = PlanCache()
 
@@ -69,44 +61,23 @@ class Relayouter:
         seq: int,
         slices: Sequence[StateSlice],
         memory: DeviceMemory,
-        *,
-        sources: Sequence[str] = (),
-        cast: bool = False,
     ) -> RelayoutLoad:
-        """Fill the slices of an arena from a version held by this daemon and those at `sources`.
-
-        With `cast`, elements may change their dtype as `casts.CAST_RULES` allow.
+        """Fill the slices of an arena from a version that this daemon holds.
 
         Raises:
             StateLostError: no save is complete; nothing was written.
             InvalidRequestError: a tensor was saved with another shape or dtype; nothing was
                 written.
-            UnavailableError: a source that may hold missing parts cannot be reached, or ended
-                while it was read; then the arena may be partly written.
             CorruptStateError: a version is damaged; the arena may be partly written.
         """
         with ExitStack() as held:
-            opened: list[StateReader] = [*lease_states(self._store, held, deployment, seq)]
-            unreachable: UnavailableError | None = None
-            ticket = self._key.mint(AGENT)
-            for address in dict.fromkeys(sources):
-                try:
-                    opened += open_elsewhere(held, self._network, address, ticket, deployment, seq)
-                except UnavailableError as error:
-                    unreachable = error
-            try:
-                save, wants, plan = self._planned(deployment, seq, slices, opened, cast=cast)
-            except StateLostError as error:
-                if unreachable is not None:
-                    raise unreachable from error
-                raise
+            opened = lease_states(self._store, held, deployment, seq)
+            save, wants, plan = self._plan_load(deployment, seq, slices, opened)
             [target] = plan.targets
             used = {save[index]: copies for index, copies in target.copies.items()}
             _fill(self._plane, memory, used)
-            by_source: Counter[str] = Counter()
-            for reader, copies in used.items():
+            for reader in used:
                 reader.confirm()
-                by_source[reader.address] += copies.nbytes
             return RelayoutLoad(
                 manifest=save[0].manifest,
                 nbytes=target.nbytes,
@@ -114,17 +85,14 @@ class Relayouter:
                 tier=TierName.HOST
                 if all(reader.tier == TierName.HOST for reader in used)
                 else TierName.NVME,
-                bytes_by_source=dict(by_source),
             )
 
-    def _planned(
+    def _plan_load(
         self,
         deployment: str,
         seq: int,
         slices: Sequence[StateSlice],
         opened: Sequence[StateReader],
-        *,
-        cast: bool,
     ) -> tuple[list[StateReader], tuple[StateSlice, ...], Plan]:
         """The first save that covers all wanted slices, those slices, and the plan.
 
@@ -135,9 +103,8 @@ class Relayouter:
         for indices in saves(manifests):
             save = [opened[index] for index in indices]
             wants = wanted_slices(slices, save[0].manifest)
-            if not cast:
-                for reader in save:
-                    check_dtypes(wants, reader.slices)
+            for reader in save:
+                check_dtypes(wants, reader.slices)
             try:
                 return save, wants, self._plan(save, wants)
             except StateLostError as error:

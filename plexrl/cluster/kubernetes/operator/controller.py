@@ -26,7 +26,6 @@ LOG = logging.getLogger(__name__)
 RETRY_S = 0.5
 RETRY_S_MAX = 60.0
 CONFLICT_S = 0.1
-LIST_TIMEOUT_S = 60.0
 
 
 class WorkQueue:

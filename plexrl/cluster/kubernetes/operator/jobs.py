@@ -1,4 +1,4 @@
-"""What the operator asks of PlexRL: a job's state, its end, and draining of nodes."""
+"""The operator's requests to PlexRL: a job's state, its end, and draining of nodes."""
 
 from typing import TYPE_CHECKING, Any, Protocol
 

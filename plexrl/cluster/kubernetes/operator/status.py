@@ -36,7 +36,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """What PlexRL says about a job."""
+    """A job as PlexRL sees it."""
 
     state: str
     why: str
@@ -45,7 +45,7 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of an RLJob's parts."""
+    """The parts of an RLJob as last seen."""
 
     job: Plain | None
     """The Job of its name; None: there is none."""

@@ -55,7 +55,7 @@ class PlannedTensor:
 
     @property
     def entries(self) -> tuple[Named, ...]:
-        """What the file's header names: the tensor, or parts of it, end to end."""
+        """The entries of the file's header: the tensor, or parts of it, end to end."""
         return published_tensors(self.model_type, self.source.key.name, self.source.shape)
 
     @property

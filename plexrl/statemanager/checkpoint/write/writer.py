@@ -45,7 +45,7 @@ EXTRAS_BYTES_MAX = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
-    """What to write."""
+    """The checkpoint to write."""
 
     target: CheckpointPlace
     """The checkpoint's place."""
@@ -57,7 +57,7 @@ class CheckpointSpec:
     shard_bytes_max: int
     overwrite: bool
     model_type: str = ""
-    """Whose published names the model's files get; empty: the names of the state."""
+    """Model type whose published names the files get; empty: the names of the state."""
     step: int | None = None
     """Training step, for the retention policy; absent: the version's seq."""
     trainer_step: int = 0

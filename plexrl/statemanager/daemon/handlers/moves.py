@@ -126,7 +126,6 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
                 "parts": [part.value for part in manifest.parts],
                 "meta": json.loads(manifest.meta_json),
                 "stamp": loaded.stamp,
-                "bytes_by_source": loaded.bytes_by_source,
                 "prefetched_bytes": loaded.prefetched_bytes,
                 "prefetch_s": 0.0 if prefetched is None else prefetched.seconds_before(started),
             },
@@ -135,7 +134,7 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
 
 
 class _LoadResult(NamedTuple):
-    """What a load wrote."""
+    """The result of a load."""
 
     manifest: Manifest
     nbytes: int
@@ -144,7 +143,6 @@ class _LoadResult(NamedTuple):
     """Stamp of the rank's own version that the arena now equals; empty after a relayout."""
     ranges: Sequence[tuple[int, int]]
     """(offset, bytes) in the arena."""
-    bytes_by_source: dict[str, int]
     prefetched_bytes: int = 0
     """Bytes of these that were in the arena before."""
 
@@ -177,26 +175,18 @@ def _load_version(
         ranges = _on_device(rank, ((e.arena_offset, e.nbytes) for e in manifest.extents))
         reads_snapshot = rank.host is not None and rank.host.allocation is None
         nbytes = _bytes_without_last(manifest) if reads_snapshot else manifest.nbytes
-        return _LoadResult(manifest, nbytes, lease.tier, manifest.stamp, ranges, {}, found_bytes)
+        return _LoadResult(manifest, nbytes, lease.tier, manifest.stamp, ranges, found_bytes)
     memory: DeviceMemory = allocation
     if rank.host is not None:
         store.allocate_host(rank.host)
         memory = store.host_allocations.joined_memory(rank.host, allocation)
-    relaid = caller.services.relayouter.load(
-        rank.deployment,
-        request.seq,
-        rank.slices,
-        memory,
-        sources=request.sources,
-        cast=request.cast,
-    )
+    relaid = caller.services.relayouter.load(rank.deployment, request.seq, rank.slices, memory)
     return _LoadResult(
         relaid.manifest,
         relaid.nbytes,
         relaid.tier,
         "",
         _on_device(rank, relaid.ranges),
-        relaid.bytes_by_source,
     )
 
 

@@ -1,4 +1,4 @@
-"""Who holds a device's memory when a load finds too little of it free. Pure."""
+"""The holders of a device's memory when a load finds too little of it free. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Resident(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What a rank needs of a device."""
+    """The device memory that a rank needs."""
 
     who: str
     rank: int
@@ -29,7 +29,7 @@ class Need(NamedTuple):
     state_bytes: int
     """Its arena, and shared frozen weights that are not on the device."""
     working_bytes: int
-    """What its framework will allocate besides; 0: not measured yet."""
+    """Bytes that its framework will allocate besides; 0: not measured yet."""
 
     @property
     def nbytes(self) -> int:

@@ -59,7 +59,7 @@ class Registration:
     allocation: DeviceAllocation | None = None
     """Device memory; absent while the state is off the device."""
     prefetched: PrefetchedArena | None = None
-    """What the next load finds on the device; absent: nothing."""
+    """The part of the next load that is on the device already; absent: none."""
     host: HostState | None = None
     """State that stays in host memory; absent: none."""
     host_allocations: HostAllocations | None = None
@@ -130,7 +130,7 @@ class Registration:
                 LOG.exception("device memory of %s could not be freed", self.description)
 
     def take_prefetched(self) -> PrefetchedArena | None:
-        """What is prefetched; the caller owns its memory. The lock is held."""
+        """Take the prefetched part; the caller owns its memory. The lock is held."""
         prefetched, self.prefetched = self.prefetched, None
         return prefetched
 

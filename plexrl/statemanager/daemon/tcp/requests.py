@@ -29,9 +29,8 @@ from plexrl.errors import (
     StateLostError,
 )
 from plexrl.statemanager.bytes.mapped_files import MappedData, MappedFiles
-from plexrl.statemanager.bytes.strided_copy import Bytes
 from plexrl.statemanager.daemon.handlers.caller import OPENED_MAX, Services
-from plexrl.statemanager.layout.plan.columns import DTYPES
+from plexrl.statemanager.layout.plan.columns import DTYPES, Bytes
 from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, packed
 from plexrl.statemanager.layout.versions import VersionKind
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy

@@ -7,11 +7,10 @@ from typing import NamedTuple, Protocol
 
 from plexrl.errors import ConnectionLostError, UnavailableError
 from plexrl.statemanager.bytes.mapped_files import MappedData
-from plexrl.statemanager.bytes.strided_copy import Bytes
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.layout import slices_in_data
 from plexrl.statemanager.layout.plan.balance import Source
-from plexrl.statemanager.layout.plan.columns import Layout
+from plexrl.statemanager.layout.plan.columns import Bytes, Layout
 from plexrl.statemanager.layout.strided.copies import StridedCopies
 from plexrl.statemanager.layout.versions import Manifest
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy

@@ -14,10 +14,10 @@ from plexrl.errors import CorruptStateError
 from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES
 from plexrl.statemanager.bytes.mapped_files import MappedData
 from plexrl.statemanager.bytes.mapped_memory import Region
-from plexrl.statemanager.bytes.strided_copy import Bytes, copy_strided
+from plexrl.statemanager.bytes.strided_copy import copy_strided
 from plexrl.statemanager.device.memory import DeviceMemory
 from plexrl.statemanager.layout.layout import ExtentMap
-from plexrl.statemanager.layout.plan.columns import Ints
+from plexrl.statemanager.layout.plan.columns import Bytes, Ints
 from plexrl.statemanager.layout.strided.copies import StridedCopies, cut_at
 from plexrl.statemanager.layout.versions import Manifest, digest_of, padded
 from plexrl.statemanager.store.objects import StoredObject, Version

@@ -7,7 +7,8 @@ import xxhash
 
 from plexrl.errors import CorruptStateError
 from plexrl.statemanager.bytes.mapped_files import MappedData
-from plexrl.statemanager.bytes.strided_copy import Bytes, copy_strided
+from plexrl.statemanager.bytes.strided_copy import copy_strided
+from plexrl.statemanager.layout.plan.columns import Bytes
 from plexrl.statemanager.layout.strided.copies import (
     BYTES_CAST,
     StridedCopies,

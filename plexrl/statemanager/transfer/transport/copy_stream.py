@@ -20,7 +20,8 @@ import xxhash
 from plexrl.errors import ConnectionLostError, CorruptStateError
 from plexrl.statemanager.bytes.mapped_files import MappedData
 from plexrl.statemanager.bytes.mapped_memory import Region, parts_of
-from plexrl.statemanager.bytes.strided_copy import Bytes, copy_strided
+from plexrl.statemanager.bytes.strided_copy import copy_strided
+from plexrl.statemanager.layout.plan.columns import Bytes
 from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, packed, unpacked
 from plexrl.wire.links.dial import BlockingSocket
 from plexrl.wire.links.tls_socket import TlsSocket
