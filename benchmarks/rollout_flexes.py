@@ -78,7 +78,7 @@ GROUP = sized(8, quick=4)
 GPU_SHARE = sized(1, quick=8)
 """A smoke test has as many responses for each GPU as the others."""
 SYNC = System(name=SystemName.SYNC)
-ETAS = sized((1.0, 1.25, 1.5), quick=(1.0, 1.25))
+FACTORS = sized((1.0, 1.25, 1.5), quick=(1.0, 1.25))
 COLUMNS = (
     *("setting", "system", "speed-up", "paper", "rollout s", "rewards s", "training s"),
     *("not trained", "tokens"),
@@ -100,7 +100,9 @@ def setting(case: Published, seed: int) -> Setting:
     )
 
 
-def flexes(letters: str, eta_prompts: float = 1.25, eta_responses: float = 1.25) -> System:
+def flexes(
+    letters: str, over_launch_prompts: float = 1.25, over_launch_responses: float = 1.25
+) -> System:
     """Flexes with those of its parts whose letters are given."""
     return System(
         name=SystemName.FLEXES,
@@ -110,8 +112,8 @@ def flexes(letters: str, eta_prompts: float = 1.25, eta_responses: float = 1.25)
             parallelism="P" in letters,
             stream="S" in letters,
         ),
-        eta_prompts=eta_prompts,
-        eta_responses=eta_responses,
+        over_launch_prompts=over_launch_prompts,
+        over_launch_responses=over_launch_responses,
     )
 
 
@@ -176,8 +178,8 @@ def table_rows(run: Runner, case: Published, figures: dict[str, float]) -> list[
 
 def eta_rows(run: Runner, case: Published, figures: dict[str, float]) -> list[Row]:
     """Rollout times of tail batching by those of the baseline; adds their figures."""
-    pairs = [(eta, 1.0) for eta in ETAS[1:]] + [(1.0, eta) for eta in ETAS[1:]]
-    pairs += [(eta, eta) for eta in ETAS[1:]]
+    pairs = [(factor, 1.0) for factor in FACTORS[1:]] + [(1.0, factor) for factor in FACTORS[1:]]
+    pairs += [(factor, factor) for factor in FACTORS[1:]]
     settings = [setting(case, seed) for seed in SEEDS]
     base, *others = speedups(run, settings, [flexes("T", *pair) for pair in pairs])
     rows: list[Row] = []

@@ -11,9 +11,10 @@ from dataclasses import replace
 from statistics import fmean, stdev
 
 from benchmarks.report import report
+from benchmarks.rollout_systems.rivals import Rival, split
 from benchmarks.sizes import sized
 from plexrl.sim.rollout.engine.costs import EngineCosts
-from plexrl.sim.rollout.results.outcome import outcome
+from plexrl.sim.rollout.results.outcome import Outcome, outcome
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.setting import Setting, Strategies, System, SystemName
 from plexrl.sim.rollout.workload import R1, Workload
@@ -24,19 +25,7 @@ CLUSTER = sized({"gpus": 32, "batch_groups": 32}, quick={"gpus": 8, "batch_group
 ROLLOUT_GPUS = sized(20, quick=5)
 STEPS = sized(24, quick=8)
 VANILLA = Strategies(routing=False, synchronization=False, migration=False)
-BASELINES = (
-    System(name=SystemName.SYNC),
-    System(name=SystemName.ONE_STEP, staleness=1, rollout_gpus=ROLLOUT_GPUS),
-    System(name=SystemName.INFLIGHT, staleness=BOUND, rollout_gpus=ROLLOUT_GPUS),
-    System(name=SystemName.INFLIGHT_LOOSE, staleness=BOUND, rollout_gpus=ROLLOUT_GPUS),
-    System(
-        name=SystemName.STALEFLOW,
-        staleness=BOUND,
-        rollout_gpus=ROLLOUT_GPUS,
-        strategies=VANILLA,
-    ),
-)
-STALEFLOW = System(name=SystemName.STALEFLOW, staleness=BOUND, rollout_gpus=ROLLOUT_GPUS)
+STALEFLOW = split(BOUND, ROLLOUT_GPUS)
 COSTS = EngineCosts()
 VARIANTS = {
     "as the benchmark": (Workload(), COSTS),
@@ -53,9 +42,18 @@ VARIANTS = {
 }
 
 
-def throughput(setting: Setting, system: System) -> float:
-    """Tokens per second."""
-    return outcome(setting, system, simulate_rollout(setting, system)).throughput
+def own_outcome(setting: Setting, system: System) -> Outcome:
+    """The figures of a system of the simulator."""
+    return outcome(setting, system, simulate_rollout(setting, system))
+
+
+BASELINES = {
+    "sync": (own_outcome, System(name=SystemName.SYNC)),
+    "one-step": (Rival.ONE_STEP.outcome, split(1, ROLLOUT_GPUS)),
+    "inflight": (Rival.INFLIGHT.outcome, STALEFLOW),
+    "inflight-loose": (Rival.INFLIGHT_LOOSE.outcome, STALEFLOW),
+    "vanilla": (own_outcome, replace(STALEFLOW, strategies=VANILLA)),
+}
 
 
 def gains(workload: Workload, costs: EngineCosts) -> list[list[float]]:
@@ -71,9 +69,9 @@ def gains(workload: Workload, costs: EngineCosts) -> list[list[float]]:
             warmup_steps=4,
             cycle_s=5.0,
         )
-        ours = throughput(setting, STALEFLOW)
-        for at, system in enumerate(BASELINES):
-            found[at].append(ours / throughput(setting, system))
+        ours = own_outcome(setting, STALEFLOW).throughput
+        for at, (run, system) in enumerate(BASELINES.values()):
+            found[at].append(ours / run(setting, system).throughput)
     return found
 
 
@@ -81,7 +79,7 @@ def main() -> None:
     """Run all variants."""
     rows = []
     figures: dict[str, float] = {}
-    names = ("sync", "one-step", "inflight", "inflight-loose", "vanilla")
+    names = tuple(BASELINES)
     for variant, (workload, costs) in VARIANTS.items():
         found = gains(workload, costs)
         rows.append((variant, *(f"{fmean(each):.2f} ±{stdev(each):.2f}" for each in found)))

@@ -63,7 +63,7 @@ def statemanager_status(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What this node's StateManager stores and does."""
+    """Show what this node's StateManager stores and does."""
     fields = _fields(config)
     listen = listen or fields.get("listen")
     if ticket_key_file is None:

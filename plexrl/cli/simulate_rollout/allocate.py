@@ -85,7 +85,7 @@ def allocate_rollout(
 
 def _pools(texts: "Sequence[str]") -> "dict[str, Pool]":
     """The pools by the name of their kind. Raises InvalidRequestError: a text is none."""
-    from plexrl.rollout.policies.streaming.allocation import GpuKind
+    from plexrl.rollout.policies.allocation import GpuKind
     from plexrl.sim.rollout.engine.gpus import GPUS
     from plexrl.sim.rollout.plan.allocation import PRICES, Pool
 

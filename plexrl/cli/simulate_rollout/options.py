@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from plexrl.client.data.rollout_policy import OVER_LAUNCH
 from plexrl.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -96,11 +97,10 @@ class SystemOptions:
     system: Annotated[
         str,
         typer.Option(
-            help="sync, one-step, inflight, inflight-rebalanced, inflight-loose, staleflow, "
-            "tail, flexes, streamrl-skew, streamrl-sync, streamrl-async, pat, "
-            "with commas between."
+            help="sync, staleflow, tail, flexes, streamrl-skew, streamrl-sync, streamrl-async, "
+            "pat, with commas between."
         ),
-    ] = "sync,one-step,inflight,staleflow"
+    ] = "sync,staleflow"
     staleness: Annotated[str, typer.Option(help="Staleness bounds, with commas between.")] = "1,2,3"
     ablation: Annotated[
         bool,
@@ -110,13 +110,13 @@ class SystemOptions:
             "parts.",
         ),
     ] = False
-    eta: Annotated[
+    over_launch: Annotated[
         float,
         typer.Option(
-            help="Flexes' η: how many times the trained prompts, and responses to each, short "
-            "rounds of tail and flexes start."
+            help="How many times the trained prompts, and responses to each, short rounds of tail "
+            "and flexes start."
         ),
-    ] = 1.25
+    ] = OVER_LAUNCH
     recall: Annotated[
         float,
         typer.Option(
@@ -233,7 +233,7 @@ def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
     Raises:
         InvalidRequestError: a name or a bound is invalid.
     """
-    from plexrl.sim.rollout.setting import BOUNDED, FIXED_STALENESS, SPLIT, Ends, SystemName
+    from plexrl.sim.rollout.setting import FIXED_STALENESS, SPLIT, Ends, SystemName
 
     bounds = numbers("--staleness", options.staleness)
     if options.ends not in tuple(Ends):
@@ -252,12 +252,12 @@ def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
                 each,
                 staleness=bound,
                 rollout_gpus=gpus,
-                eta_prompts=options.eta,
-                eta_responses=options.eta,
+                over_launch_prompts=options.over_launch,
+                over_launch_responses=options.over_launch,
                 recall=options.recall,
                 ends=ends if name == SystemName.PAT else Ends.PROJECTED,
             )
-            for bound in (bounds if name in BOUNDED else [FIXED_STALENESS[name]])
+            for bound in ([FIXED_STALENESS[name]] if name in FIXED_STALENESS else bounds)
             for each in _variants(name, ablation=options.ablation)
         ]
     return list(dict.fromkeys(found))

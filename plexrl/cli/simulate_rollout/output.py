@@ -12,7 +12,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.sim.results.result_json import dumps
 from plexrl.sim.rollout.report.histories import History
 from plexrl.sim.rollout.results.bound import bounds
-from plexrl.sim.rollout.results.gains import gain_lines, gain_over_sync, gains
+from plexrl.sim.rollout.results.gains import gain_lines, gain_over_sync
 from plexrl.sim.rollout.results.outcome import Outcome
 from plexrl.sim.rollout.setting import Setting
 from plexrl.traces.io.files import write_whole
@@ -77,7 +77,7 @@ def show(setting: Setting, outcomes: Sequence[Outcome]) -> None:
 
 
 def bound_lines(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> list[str]:
-    """What no schedule exceeds, one sentence per limit."""
+    """The throughput that no schedule exceeds, one sentence per limit."""
     return [
         f"at most {each.workload.limit:,} tokens: no split trains more than {bound:,.0f} tokens/s"
         for each, bound in zip(settings, bounds(settings, outcomes), strict=False)
@@ -96,18 +96,6 @@ def document(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> dict[s
         "bounds": [
             {"limit": each.workload.limit, "throughput": bound}
             for each, bound in zip(settings, bounds(settings, outcomes), strict=False)
-        ],
-        "gains": [
-            {
-                "over": each.over.value,
-                "mean": each.mean,
-                "largest": each.largest,
-                "ratios": [
-                    {"limit": limit, "staleness": bound, "ratio": ratio}
-                    for (limit, bound), ratio in each.ratios.items()
-                ],
-            }
-            for each in gains(outcomes)
         ],
     }
 

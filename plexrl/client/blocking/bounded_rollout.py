@@ -84,7 +84,13 @@ class BoundedRollout:
             LOG.info("rollout %s: instances are placed and load the weights", self.name)
 
     def __repr__(self) -> str:
-        shown = ("staleness", "eta_prompts", "eta_responses", "scale_down", "length_aware")
+        shown = (
+            "staleness",
+            "over_launch_prompts",
+            "over_launch_responses",
+            "scale_down",
+            "length_aware",
+        )
         return handle_repr(self, self.name, **{each: self._order[each] for each in shown})
 
     def status(self) -> Plain:

@@ -32,7 +32,7 @@ Plain = dict[str, Any]
 SILENCE_S_MAX = 120.0
 """Default time without a response after which a request fails."""
 FIRST_CALL = Call(method="GET", path="/v1/health", read_timeout_s=10.0)
-"""What a new connection asks, to learn whether a router replies. It needs no key."""
+"""The first request of a connection, to learn whether a router replies. It needs no key."""
 
 
 class Cluster:

@@ -194,7 +194,7 @@ ClientT = TypeVar("ClientT", bound="httpx.Client | httpx.AsyncClient")
 ResultT = TypeVar("ResultT")
 
 Steps = Generator[Call | float, Any, ResultT]
-"""What a request of several steps does, without I/O: yields each `Call`, gets its response or its
+"""A request of several steps, without I/O: yields each `Call`, gets its response or its
 error, and yields a float to pause for so many seconds. `Transport.run` and `AsyncTransport.run`
 carry the steps out."""
 

@@ -16,12 +16,12 @@ from plexrl.limits import check_numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSubject:
-    """What was profiled: a profile serves only engines of which all this is equal."""
+    """The engine that was profiled; a profile serves only engines that are equal in all of this."""
 
     model: str
     """Architecture and sizes."""
     dtype: str
-    """Of the weights."""
+    """Type of the weights."""
     device: str
     """Name of the processor of each rank."""
     tp_sizes: tuple[int, ...]
@@ -68,7 +68,7 @@ class DecodeProfile:
     """
 
     subject: ProfileSubject
-    """What was profiled."""
+    """The engine that was profiled."""
     points: tuple[ProfilePoint, ...] = ()
     """In the order in which they were measured."""
     switch_s: float = 0.0

@@ -87,7 +87,7 @@ class StreamState(ABC, Generic[ReadT]):
     def _read(
         self, sample: int, tokens: list[int], logprobs: list[float], **ended: Any
     ) -> ReadT | None:
-        """What is new in a row of an event."""
+        """The new part of a row of an event."""
 
     def _other_tokens(self, sample: int) -> ExecutionError:
         return ExecutionError(

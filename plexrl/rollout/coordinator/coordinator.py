@@ -53,8 +53,8 @@ from plexrl.rollout.coordinator.state import CoordinatorState
 from plexrl.rollout.coordinator.strategies.cycle import Cycle
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.policies.adaptive_tp.engines import AdaptiveTp
-from plexrl.rollout.policies.batching.rounds import Rounds
-from plexrl.rollout.policies.streaming.freed_instances import FreedInstances
+from plexrl.rollout.policies.freed_instances import FreedInstances
+from plexrl.rollout.policies.tail_batching import Rounds
 from plexrl.rollout.staleness.manager import StalenessManager
 from plexrl.rollout.trajectories.record import (
     GENERATED,
@@ -87,7 +87,7 @@ class RolloutCoordinator:
         self._is_trainer_free = False
 
     def state(self) -> dict[str, object]:
-        """All that it knows, as plain data that can be written as JSON: mappings (their order
+        """The whole state, as plain data that can be written as JSON: mappings (their order
         counts), lists, text, numbers and None. It holds what is in flight and the latest measured
         steps; nothing of what was trained or dropped."""
         return CoordinatorState(
@@ -264,7 +264,8 @@ class RolloutCoordinator:
         return commands or self._switch_groups(event)
 
     def _switch_groups(self, event: SnapshotTaken) -> list[Command]:
-        """Of instances that get no other command."""
+        """The commands that switch tensor-parallel groups, of instances that get no other
+        command."""
         commands: list[Command] = []
         found = self.adaptive_tp.switches(
             self.trajectories, self.rounds, event.instances, self.assignments.instances

@@ -13,7 +13,7 @@ from plexrl.rollout.coordinator.settings import Routing
 from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.policies.adaptive_tp.predictor import KvHandling
 from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
-from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
+from plexrl.rollout.policies.scale_down import ScaleDownSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import (
     InstanceId,
@@ -55,9 +55,9 @@ class InstancesChosen(Event):
     """Other deployments generate from now on, because their number changes (StreamRL §4.2)."""
 
     deployments: tuple[str, ...]
-    """Those that generate, one or more."""
+    """Deployments that generate, one or more."""
     ending: tuple[str, ...] = ()
-    """Those that are to be ended and have not ended yet."""
+    """Deployments that are to be ended and have not ended yet."""
     drained: tuple[InstanceId, ...] = ()
     """Joined instances that get nothing more, and return what they have; they are lost then."""
     change: int = 0
@@ -110,7 +110,7 @@ class Pulled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppedTrajectory:
-    """What an instance had generated of a trajectory since it was routed there."""
+    """The part of a trajectory that an instance had generated since it was routed there."""
 
     trajectory: TrajectoryId
     segments: tuple[Segment, ...] = ()
@@ -122,7 +122,7 @@ class Stopped(Event):
 
     instance: InstanceId
     trajectories: tuple[StoppedTrajectory, ...]
-    """Those of the command that it still had. What it had already completed is missing."""
+    """Trajectories of the command that it still had; those that it had completed are missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class Generated(Event):
     trajectory: TrajectoryId
     instance: InstanceId
     segments: tuple[Segment, ...]
-    """What was generated since the trajectory was routed to this instance."""
+    """Segments that were generated since the trajectory was routed to this instance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +261,7 @@ class TrainedTrajectory:
 
     @classmethod
     def of(cls, record: Trajectory) -> "TrainedTrajectory":
-        """That of a record, which has a version and a reward."""
+        """The trained trajectory of a record, which has a version and a reward."""
         assert record.version is not None
         assert record.reward is not None
         return cls(

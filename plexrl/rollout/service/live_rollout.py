@@ -38,7 +38,7 @@ from plexrl.rollout.coordinator.messages import (
     StepsMeasured,
     TrainedTrajectory,
 )
-from plexrl.rollout.policies.streaming.stage_clock import StageClock
+from plexrl.rollout.policies.elastic import StageClock
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.rollout.service.instances.balancing import InstanceCount
@@ -62,7 +62,7 @@ from plexrl.wire.tensors import Array
 
 if TYPE_CHECKING:
     from plexrl.rollout.instances.snapshot import InstanceSnapshot
-    from plexrl.rollout.policies.ranking.ranker import LengthRanker
+    from plexrl.rollout.policies.length_ranker import LengthRanker
 
 LOG = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ Plain = dict[str, Any]
 
 @dataclass(slots=True)
 class PullTimes:
-    """What the pulls of an instance took."""
+    """Durations of an instance's pulls."""
 
     count: int = 0
     pause_s: float = 0.0
@@ -120,7 +120,7 @@ class LiveRollout:
         self.pulls: dict[str, PullTimes] = {}
         """By deployment, as far as this process has seen."""
         self.preemptions = 0
-        """Of all instances, as far as this process has seen."""
+        """Preemptions of all instances, as far as this process has seen."""
         self.lone_step_s: float | None = None
         """Seconds of the latest measured decode step of a sample that runs alone."""
         self._rate: deque[tuple[float, int]] = deque()

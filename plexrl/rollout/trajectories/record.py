@@ -55,7 +55,7 @@ GENERATED = (TrajectoryState.GENERATED, TrajectoryState.REWARDED)
 
 
 class Change(StrEnum):
-    """What can happen to a trajectory."""
+    """A change of a trajectory."""
 
     ROUTE = "route"
     INTERRUPT = "interrupt"
@@ -132,7 +132,7 @@ class Trajectory:
     failures: int = 0
     """Failed generations so far."""
     reward: float | None = None
-    """None until the reward is computed."""
+    """Absent until the reward is computed."""
 
     @property
     def length(self) -> int:

@@ -39,13 +39,13 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTrajectories:
-    """What a trajectory server holds; see `TrajectoryServer.state`."""
+    """The state of a trajectory server; see `TrajectoryServer.state`."""
 
     next_group: SampleGroupId
     groups: dict[SampleGroupId, int]
     """Prompt tokens of each held group."""
     records: list[Trajectory]
-    """Those on instances first, in the order of routing."""
+    """Trajectories on instances first, in the order of routing."""
     lengths: Lengths = field(default_factory=Lengths)
 
 
@@ -66,7 +66,8 @@ class TrajectoryServer:
         self._next_group = SampleGroupId(0)
 
     def state(self) -> HeldTrajectories:
-        """All that it holds. The records are not copies: encode them before anything changes."""
+        """The state that a snapshot stores. The records are not copies: encode them before anything
+        changes."""
         records = [each for name in sorted(self._on) for each in self.on_instance(name)]
         records += [each for _, each in sorted(self._all.items()) if each.instance is None]
         return HeldTrajectories(

@@ -116,9 +116,9 @@ class SimResult:
     busy_gpu_hours: float
     """GPU-hours of running training operations, and of rollouts that are placed."""
     switch_gpu_hours: float
-    """Those of running loads and offloads."""
+    """GPU-hours of running loads and offloads."""
     filled_gpu_hours: float = 0.0
-    """Those of useful generation by preemptible deployments."""
+    """GPU-hours of useful generation by preemptible deployments."""
     where: GpuHours = field(default_factory=GpuHours)
     """Where all GPU-hours of the cluster went."""
     tail: Tail = field(default_factory=Tail)

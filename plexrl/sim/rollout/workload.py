@@ -40,7 +40,7 @@ POINTS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the prompts of a run are."""
+    """The prompts of a run."""
 
     lengths: str = R1_LONG
     """`r1`, `r1-long`, `deepscaler` or a trace of response lengths."""

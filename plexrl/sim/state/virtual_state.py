@@ -59,7 +59,7 @@ class _State:
     stored_bytes: dict[NodeId, int] = field(default_factory=dict)
     """Bytes of the newest version by node, for the nodes that have a part."""
     on_nvme: set[NodeId] = field(default_factory=set)
-    """Those of these nodes that keep their part on NVMe."""
+    """Nodes that keep their part on NVMe."""
     next_use: float | None = None
     """Predicted time of the next use."""
     last_use: float = 0.0

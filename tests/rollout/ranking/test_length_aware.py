@@ -224,8 +224,8 @@ def test_nothing_is_kept_of_a_prompt_that_was_trained() -> None:
     assert len(rig.core.trajectories.lengths.recent) == 30
 
 
-@pytest.mark.parametrize("eta", [{"eta_prompts": 1.5}, {"eta_responses": 2.0}])
-def test_an_order_does_not_combine_it_with_tail_batching(eta: dict[str, float]) -> None:
+@pytest.mark.parametrize("factor", [{"over_launch_prompts": 1.5}, {"over_launch_responses": 2.0}])
+def test_an_order_does_not_combine_it_with_tail_batching(factor: dict[str, float]) -> None:
     order = RolloutOrder(
         job="job",
         name="rollout",
@@ -238,8 +238,8 @@ def test_an_order_does_not_combine_it_with_tail_batching(eta: dict[str, float]) 
     )
     assert order.settings().routing == "length-aware"
     assert replace(order, length_aware=False).settings().routing == "throughput"
-    with pytest.raises(InvalidRequestError, match="eta and length_aware"):
-        replace(order, **eta)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="over_launch and length_aware"):
+        replace(order, **factor)  # type: ignore[arg-type]
 
 
 CHANGES: tuple[tuple[Routing, ...], ...] = ((), ("throughput",), ("throughput", "length-aware"))

@@ -48,8 +48,13 @@ TAIL = System(name=SystemName.TAIL)
 SYNC = System(name=SystemName.SYNC)
 
 
-def flexes(parts: Parts, eta: float = 1.25) -> System:
-    return System(name=SystemName.FLEXES, parts=parts, eta_prompts=eta, eta_responses=eta)
+def flexes(parts: Parts, factor: float = 1.25) -> System:
+    return System(
+        name=SystemName.FLEXES,
+        parts=parts,
+        over_launch_prompts=factor,
+        over_launch_responses=factor,
+    )
 
 
 def figures(setting: Setting, system: System) -> Outcome:
@@ -88,16 +93,16 @@ def test_every_prompt_is_trained_once_whatever_is_on(parts: Parts) -> None:
 @given(
     batch=st.integers(1, 7),
     group=st.integers(1, 4),
-    eta=st.floats(1.0, 3.0),
+    factor=st.floats(1.0, 3.0),
     slow=st.floats(0.0, 1.0),
     command_s=st.sampled_from([0.0, 0.05, 4.0, 20.0]),
     parts=st.sampled_from(PARTS),
     seed=st.integers(0, 100),
 )
-@example(batch=1, group=3, eta=2.0, slow=0.0, command_s=4.0, parts=NO_PLANNER, seed=0)
-@example(batch=5, group=2, eta=1.5, slow=0.0, command_s=4.0, parts=TAIL_ONLY, seed=50)
+@example(batch=1, group=3, factor=2.0, slow=0.0, command_s=4.0, parts=NO_PLANNER, seed=0)
+@example(batch=5, group=2, factor=1.5, slow=0.0, command_s=4.0, parts=TAIL_ONLY, seed=50)
 def test_every_prompt_is_trained_once_in_any_setting(
-    batch: int, group: int, eta: float, slow: float, command_s: float, parts: Parts, seed: int
+    batch: int, group: int, factor: float, slow: float, command_s: float, parts: Parts, seed: int
 ) -> None:
     setting = replace(
         SMALL,
@@ -106,7 +111,7 @@ def test_every_prompt_is_trained_once_in_any_setting(
         rewards=replace(SLOW, slow_part=slow),
         workload=replace(SMALL.workload, group_size=group, seed=seed),
     )
-    check_batches(setting, simulate_rollout(setting, flexes(parts, eta), with_history=True))
+    check_batches(setting, simulate_rollout(setting, flexes(parts, factor), with_history=True))
 
 
 TOKEN_S = EngineCosts(
@@ -124,13 +129,13 @@ TOKEN_S = EngineCosts(
 """Every token takes a second, however many are generated beside it."""
 
 
-def by_hand(setting: Setting, eta: float, *, has_stage: bool) -> tuple[float, list[str]]:
+def by_hand(setting: Setting, factor: float, *, has_stage: bool) -> tuple[float, list[str]]:
     """Seconds of a run in which each response takes as many seconds as it has tokens, and the kinds
     of its rounds: from sorted lists, round by round. `has_stage`: rewards begin when all responses
     of a batch are complete."""
     size, batch = setting.workload.group_size, setting.batch_groups
-    extra = ceil(round(eta * size, 6)) - size
-    starts = ceil(round(eta * batch, 6))
+    extra = ceil(round(factor * size, 6)) - size
+    starts = ceil(round(factor * batch, 6))
     drawn = Prompts(setting.workload)
     grading = Rewards(setting.rewards, setting.workload.seed)
     fresh = list(range(setting.steps * batch))
@@ -165,13 +170,13 @@ def by_hand(setting: Setting, eta: float, *, has_stage: bool) -> tuple[float, li
 @given(
     batch=st.integers(1, 6),
     group=st.integers(1, 4),
-    eta=st.sampled_from([1.0, 1.25, 1.5, 2.0]),
+    factor=st.sampled_from([1.0, 1.25, 1.5, 2.0]),
     has_stage=st.booleans(),
     rewards=st.sampled_from([AT_ONCE, SLOW]),
     seed=st.integers(0, 1000),
 )
 def test_rounds_take_as_long_as_a_calculation_by_hand_says(
-    batch: int, group: int, eta: float, has_stage: bool, rewards: RewardCosts, seed: int
+    batch: int, group: int, factor: float, has_stage: bool, rewards: RewardCosts, seed: int
 ) -> None:
     setting = Setting(
         gpus=4,
@@ -185,10 +190,10 @@ def test_rounds_take_as_long_as_a_calculation_by_hand_says(
         cycle_s=1000.0,
     )
     parts = Parts(rewards=not has_stage, parallelism=False, stream=False)
-    recorder = simulate_rollout(setting, flexes(parts, eta))
-    wanted_s, kinds = by_hand(setting, eta, has_stage=has_stage)
+    recorder = simulate_rollout(setting, flexes(parts, factor))
+    wanted_s, kinds = by_hand(setting, factor, has_stage=has_stage)
     assert recorder.end_s == pytest.approx(wanted_s)
-    if eta > 1.0:
+    if factor > 1.0:
         assert [step.round_kind for step in recorder.steps] == kinds
 
 
@@ -293,10 +298,10 @@ def test_streaming_needs_rewards() -> None:
         Parts(rewards=False)
 
 
-@pytest.mark.parametrize("eta", [0.9, 17.0, float("nan")])
-def test_an_impossible_eta_is_refused(eta: float) -> None:
-    with pytest.raises(InvalidRequestError, match="eta_prompts"):
-        System(name=SystemName.TAIL, eta_prompts=eta)
+@pytest.mark.parametrize("factor", [0.9, 17.0, float("nan")])
+def test_an_impossible_over_launch_is_refused(factor: float) -> None:
+    with pytest.raises(InvalidRequestError, match="over_launch_prompts"):
+        System(name=SystemName.TAIL, over_launch_prompts=factor)
 
 
 def test_slow_rewards_have_their_part_of_the_prompts() -> None:

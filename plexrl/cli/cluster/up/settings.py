@@ -1,4 +1,4 @@
-"""What `plexrl up` runs: its configuration file, overridden by its options."""
+"""The configuration that `plexrl up` runs: its file, overridden by its options."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace

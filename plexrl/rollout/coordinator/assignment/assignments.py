@@ -83,7 +83,7 @@ class Assignments:
         return commands
 
     def to_drain(self) -> dict[InstanceId, list[TrajectoryId]]:
-        """What instances that are draining have and were not told to return."""
+        """The trajectories that draining instances have and were not told to return."""
         found = {
             name: [
                 each.id
@@ -96,7 +96,7 @@ class Assignments:
         return {name: ids for name, ids in found.items() if ids}
 
     def abort(self, records: Iterable[Trajectory]) -> list[Command]:
-        """Nothing of these trajectories is wanted any more."""
+        """Stop these trajectories; their tokens are not wanted any more."""
         stops: dict[InstanceId, list[TrajectoryId]] = {}
         for record in records:
             self._cancel(record.id)

@@ -17,7 +17,7 @@ from plexrl.rollout.trajectories.server import TrajectoryServer
 
 @dataclass(slots=True)
 class Decision:
-    """What a cycle does; interrupts come first, then pulls, then routes."""
+    """The commands of a cycle; interrupts come first, then pulls, then routes."""
 
     interrupts: dict[InstanceId, list[TrajectoryId]] = field(default_factory=dict)
     pulls: list[InstanceId] = field(default_factory=list)

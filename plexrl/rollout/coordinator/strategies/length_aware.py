@@ -22,7 +22,7 @@ from plexrl.rollout.coordinator.strategies.routing import (
 )
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.instances.snapshot import InstanceLoad
-from plexrl.rollout.policies.ranking.dispatch import LONG_PART, LengthSpread, divide
+from plexrl.rollout.policies.length_dispatch import LONG_PART, LengthSpread, divide
 from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.trajectories.record import SampleGroupId, Trajectory
 from plexrl.rollout.trajectories.server import TrajectoryServer
@@ -30,7 +30,7 @@ from plexrl.rollout.trajectories.server import TrajectoryServer
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """What is long, and which instances serve it."""
+    """The trajectories that are expected to be long, and the instances that serve them."""
 
     groups: frozenset[SampleGroupId]
     """Long prompts."""

@@ -38,7 +38,7 @@ class Choice:
 
     load: InstanceLoad
     score: float
-    """What the strategy compares; more is better."""
+    """The figure that the strategy compares; more is better."""
 
 
 class Router(Protocol):

@@ -12,7 +12,7 @@ from plexrl.rollout.policies.adaptive_tp.controller import Switch, SwitchControl
 from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
 from plexrl.rollout.policies.adaptive_tp.projection import DecodingRow, project
 from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
-from plexrl.rollout.policies.batching.rounds import Rounds
+from plexrl.rollout.policies.tail_batching import Rounds
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.rollout.trajectories.server import TrajectoryServer
 
@@ -21,7 +21,7 @@ class AdaptiveTp:
     """The controller of all instances of a rollout."""
 
     def __init__(self, settings: AdaptiveTpSettings | None) -> None:
-        """None as `settings`: no engine switches."""
+        """Without `settings` no engine switches."""
         self._settings = settings
         self._controller = (
             None if settings is None else SwitchController(LatencyPredictor(settings.profile))

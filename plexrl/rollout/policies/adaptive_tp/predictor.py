@@ -16,7 +16,7 @@ from plexrl.client.data.decode_profile import DecodeProfile, ProfilePoint
 from plexrl.errors import InvalidRequestError
 
 KvHandling = Literal["migrate", "recompute"]
-"""What happens to the KV cache of unfinished rows in a switch."""
+"""Treatment of the KV cache of unfinished rows in a switch."""
 
 
 class Curve:
@@ -25,7 +25,7 @@ class Curve:
     __slots__ = ("_slopes", "_xs", "_ys")
 
     def __init__(self, points: Sequence[tuple[float, float]]) -> None:
-        """Of points with the same x the mean counts. There must be one point at least."""
+        """Points with the same x are replaced by their mean. There must be at least one point."""
         by_x: dict[float, list[float]] = {}
         for x, y in points:
             by_x.setdefault(x, []).append(y)
@@ -83,7 +83,7 @@ class _RowCurves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchCost:
-    """What a switch takes."""
+    """The time of a switch."""
 
     seconds: float
     kv: KvHandling

@@ -1,4 +1,5 @@
-"""What is left to decode under each size of the tensor-parallel groups (PAT Alg. 1, est_rem_time).
+"""The work that is left to decode under each size of the tensor-parallel groups (PAT Alg. 1,
+est_rem_time).
 
 All rows of a group decode in step. A row ends when it has drawn the tokens that it lacks; the rest
 of its group goes on, with fewer rows and longer contexts. The time of a stretch is that of the
@@ -47,7 +48,7 @@ class Load:
         self._squares = [[0, *accumulate(row.tokens**2 for row in each)] for each in self.groups]
 
     def at(self, steps: int) -> Iterator[tuple[int, int, float]]:
-        """Of each group after so many steps: the rows that are left, their tokens, and the root
+        """For each group after so many steps: the rows that are left, their tokens, and the root
         mean square of these."""
         for ends, tokens, squares in zip(self._ends, self._tokens, self._squares, strict=True):
             rows = bisect_right(ends, -steps - 1)

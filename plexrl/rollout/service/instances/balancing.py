@@ -28,7 +28,7 @@ from plexrl.errors import (
 )
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import InstanceLost, InstancesChosen
-from plexrl.rollout.policies.streaming.elastic import (
+from plexrl.rollout.policies.elastic import (
     Bounds,
     Change,
     Decision,

@@ -89,10 +89,11 @@ class _Generation:
     trajectories: tuple[TrajectoryId, ...]
     """By row."""
     running: set[TrajectoryId]
-    """Those that have not ended."""
+    """Trajectories that have not ended."""
     stopping: set[TrajectoryId] = field(default_factory=set)
     stopped: dict[TrajectoryId, Sample | None] = field(default_factory=dict)
-    """What there is of those that were stopped; None: nothing that is kept."""
+    """The samples of stopped trajectories as far as they are kept; None: none of their tokens
+    is."""
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the cluster has the operation, or will not get it."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -363,8 +364,8 @@ class InstanceDriver:
         self._rollout.handle(TpSwitched(instance=self.instance, has_switched=has_switched))
 
     def _requests(self, generation: _Generation) -> list[RowRequest]:
-        """What to generate, by row. A row that has ended, or whose tokens are not kept, draws one
-        token in its place, which nobody reads: so a row keeps its number."""
+        """The requests of a generation, by row. A row that has ended, or whose tokens are not kept,
+        draws one token in its place, which nobody reads: so a row keeps its number."""
         rollout, found = self._rollout, []
         for each in generation.trajectories:
             record = rollout.core.trajectories.get(each)

@@ -19,8 +19,8 @@ from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.model.layout import with_layout
 from plexrl.model.parallelism import Parallelism
-from plexrl.rollout.policies.batching.parallelism import ParallelismPlanner
-from plexrl.rollout.policies.batching.rounds import RoundKind
+from plexrl.rollout.policies.parallelism import ParallelismPlanner
+from plexrl.rollout.policies.tail_batching import RoundKind
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.instances.membership import Member
 from plexrl.rollout.service.journal.progress import Progress
@@ -40,7 +40,7 @@ class Planned(Protocol):
     progress: Progress
     members: list[Member]
     preemptions: int
-    """Of all instances, as far as this process has seen."""
+    """Preemptions of all instances, as far as this process has seen."""
     lone_step_s: float | None
     """Seconds of the latest measured decode step of a sample that runs alone."""
 

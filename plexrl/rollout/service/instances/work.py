@@ -1,4 +1,4 @@
-"""What each instance was told and has answered; a replay of the events gives the same."""
+"""The commands that each instance got, and its answers; a replay of the events gives the same."""
 
 from collections import deque
 from collections.abc import Iterable

@@ -1,4 +1,5 @@
-"""What a rollout has generated, trained and dropped; a replay of the events gives the same."""
+"""Counts of what a rollout has generated, trained and dropped; a replay of the events gives the
+same."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from plexrl.rollout.coordinator.messages import (
     TpSwitched,
     Train,
 )
-from plexrl.rollout.policies.batching.rounds import RoundKind
+from plexrl.rollout.policies.tail_batching import RoundKind
 from plexrl.rollout.service.order import RolloutOrder, deployment_of
 from plexrl.rollout.trajectories.record import (
     SampleGroupId,
@@ -52,12 +53,12 @@ class Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedBatch:
-    """What is kept of a trained batch."""
+    """The record of a trained batch."""
 
     version: int
     samples: int
     tokens: int
-    """Of the responses."""
+    """Tokens of the responses."""
     staleness: dict[int, int]
     """Samples by `version` less V_traj."""
     round: RoundKind | None = None
@@ -82,9 +83,9 @@ class Progress:
     generated: Count = field(default_factory=Count)
     """Responses that were generated to their end."""
     trained: Count = field(default_factory=Count)
-    """Those of them that were handed to the trainer."""
+    """Generated samples that were handed to the trainer."""
     dropped: Count = field(default_factory=Count)
-    """Those of them whose group was dropped."""
+    """Generated samples whose group was dropped."""
     unfinished: int = 0
     """Samples of dropped groups that were not generated to their end."""
     dropped_groups: int = 0
@@ -113,14 +114,15 @@ class Progress:
     scale_downs: int = 0
     """Rounds in which instances were freed."""
     deployments: list[str] = field(default_factory=list)
-    """Those that are to generate, once their number has changed; empty: those of the order."""
+    """Deployments that are to generate, once their number has changed; empty: those of the
+    order."""
     ending: list[str] = field(default_factory=list)
-    """Those that are to be ended."""
+    """Deployments that are to be ended."""
     added: int = 0
     """Instances that were added, also those that the cluster refused."""
     removed: int = 0
     change_reason: str = ""
-    """Of the latest change of the number."""
+    """Reason of the latest change of the number of instances."""
     tp_switches: int = 0
     """Switches of the engines' tensor-parallel groups that were carried out."""
 

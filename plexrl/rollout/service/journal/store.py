@@ -28,7 +28,7 @@ import numpy as np
 from plexrl.errors import NotFoundError, StorageError
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.rollout.coordinator.messages import Event
-from plexrl.rollout.policies.ranking.ranker import EXAMPLES_MAX, LengthExample
+from plexrl.rollout.policies.length_ranker import EXAMPLES_MAX, LengthExample
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
 from plexrl.wire.tensors import Array
@@ -64,6 +64,11 @@ CREATE TABLE IF NOT EXISTS examples (
 CREATE TABLE IF NOT EXISTS steps (version INTEGER PRIMARY KEY, trainer_step INTEGER NOT NULL);
 """
 Plain = dict[str, Any]
+_FORMER_NAMES = {
+    "eta_prompts": "over_launch_prompts",
+    "eta_responses": "over_launch_responses",
+}
+"""Names of fields in the orders of earlier stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class Entry:
     snapshot: Plain | None = None
     """The state after the event; it replaces the events up to this one."""
     order: RolloutOrder | None = None
-    """What is ordered from this event on; it comes with a snapshot."""
+    """The order from this event on; it comes with a snapshot."""
 
 
 class RolloutStore:
@@ -161,7 +166,11 @@ class RolloutStore:
     def order(self) -> RolloutOrder | None:
         """The order; None before `begin`."""
         found = self._reader.execute("SELECT rollout FROM about").fetchone()
-        return None if found is None else msgspec.json.decode(found[0], type=RolloutOrder)
+        if found is None:
+            return None
+        plain = msgspec.json.decode(found[0], type=Plain)
+        named = {_FORMER_NAMES.get(name, name): value for name, value in plain.items()}
+        return msgspec.convert(named, RolloutOrder)
 
     def begin(self, order: RolloutOrder) -> None:
         """Stores the order of a new rollout."""
@@ -240,7 +249,7 @@ class RolloutStore:
             )
 
     def _write_example(self, gone: Forgotten) -> None:
-        """What the ranker of lengths learns from a group: its complete responses."""
+        """Store an example for the ranker of lengths: the complete responses of a group."""
         database, lengths = self._writer, []
         for each in gone.members:
             part = _response(database, each)
@@ -298,7 +307,7 @@ class RolloutStore:
         return found
 
     def response(self, trajectory: TrajectoryId) -> Part:
-        """What was generated of a trajectory so far."""
+        """The part of a trajectory that was generated so far."""
         return _response(self._reader, trajectory)
 
     def read(

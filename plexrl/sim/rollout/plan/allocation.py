@@ -11,7 +11,7 @@ from functools import cache
 from math import inf
 
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.policies.streaming.allocation import (
+from plexrl.rollout.policies.allocation import (
     Allocation,
     GpuKind,
     PricedAllocation,
@@ -46,7 +46,7 @@ class Choice:
     """`one datacenter`, `two datacenters` or `least cost`."""
     found: PricedAllocation
     samples: int
-    """Of a step."""
+    """Samples of a step."""
 
     @property
     def samples_per_cost(self) -> float:

@@ -29,7 +29,7 @@ class Job:
     model: Model | None = None
 
     def setting(self, seed: int, tensor_parallel: int) -> Setting:
-        """What is simulated."""
+        """The simulated setting."""
         return profiled_setting(
             self.profile,
             gpus=self.gpus,
@@ -60,7 +60,8 @@ class Planned:
     shares_gpus: bool
     """All GPUs roll out, and then all train."""
     gain: float
-    """Of the synchronous loop with its own best size: steps in the same time, mean over seeds."""
+    """Steps in the time of one step of the synchronous loop with its own best size; mean over
+    seeds."""
     spread: float
     """Standard deviation over seeds."""
     staleness_max: int
@@ -123,7 +124,7 @@ def planned(
 
 
 def _duration_s(outcome: Outcome) -> float:
-    """What a mode's sizes are compared by: on-policy runs train the same prompts in all."""
+    """Time by which a mode's sizes are compared: on-policy runs train the same prompts in all."""
     return outcome.run_s if outcome.system.name in ON_POLICY else outcome.step_s
 
 

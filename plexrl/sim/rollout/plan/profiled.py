@@ -1,4 +1,4 @@
-"""What is simulated, from the profile of a running rollout. Pure."""
+"""The simulated setting of a running rollout, from its profile. Pure."""
 
 from statistics import fmean
 

@@ -9,7 +9,7 @@ from plexrl.sim.report.plots.style import JOB_COLOURS
 from plexrl.sim.report.units import time_unit
 from plexrl.sim.rollout.results.outcome import Outcome
 from plexrl.sim.rollout.results.recorder import Lane, Load, Recorder
-from plexrl.sim.rollout.setting import BOUNDED, Setting
+from plexrl.sim.rollout.setting import Setting, SystemName
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -33,7 +33,7 @@ UPDATE_COLOUR = "#3d9a50"
 
 def staleness_plot(histories: Sequence[History]) -> Plot | None:
     """Stacked bars per training step; None without a system that has a staleness bound."""
-    shown = [each for each in histories if each[1].system.name in BOUNDED]
+    shown = [each for each in histories if each[1].system.name == SystemName.STALEFLOW]
     if not shown:
         return None
     last = len(STALENESS_COLOURS) - 1

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
 
 COLOURS = {
     SystemName.SYNC: "#858c94",
-    SystemName.ONE_STEP: "#d9822b",
-    SystemName.INFLIGHT: "#3d9a50",
-    SystemName.INFLIGHT_REBALANCED: "#a8a13a",
-    SystemName.INFLIGHT_LOOSE: "#8fbf9a",
     SystemName.STALEFLOW: "#2a6fbb",
     SystemName.TAIL: "#b58ad6",
     SystemName.FLEXES: "#7a3fae",

@@ -11,7 +11,7 @@ from plexrl.sim.rollout.setting import Setting, System
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a system achieved. All but `decision_ms` is the same in every run."""
+    """The figures of one run of a system. All but `decision_ms` is the same in every run."""
 
     system: System
     limit: int

@@ -1,4 +1,4 @@
-"""What a run has done: training steps, staleness, load of the instances, trajectories."""
+"""Records a run: training steps, staleness, load of the instances, trajectories."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -39,15 +39,16 @@ class Runner:
 
     def outcome(self, setting: Setting, system: System) -> "Future[Outcome]":
         """The figures of one run."""
-        return self._start(_outcome, setting, system)
+        return self.start(_outcome, setting, system)
 
     def history(self, setting: Setting, system: System) -> "Future[Recorder]":
         """The history of one run, with loads and trajectories."""
-        return self._start(_history, setting, system)
+        return self.start(_history, setting, system)
 
-    def _start(
+    def start(
         self, run: Callable[[Setting, System], Result], setting: Setting, system: System
     ) -> "Future[Result]":
+        """The result of `run` for one question; a process has to be able to import `run`."""
         if self._pool is not None:
             return self._pool.submit(run, setting, system)
         done: Future[Result] = Future()

@@ -6,10 +6,16 @@ computed at once. New parameters reach the parameter server `push_s` after their
 """
 
 from collections.abc import Mapping, Sequence
-from math import ceil
+from dataclasses import replace
 from time import thread_time
 from typing import cast
 
+from plexrl.client.data.rollout_policy import (
+    BoundedStaleness,
+    RolloutPolicy,
+    TailBatching,
+    policy_fields,
+)
 from plexrl.errors import InvariantError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
@@ -31,11 +37,10 @@ from plexrl.rollout.coordinator.messages import (
     StoppedTrajectory,
     Train,
 )
+from plexrl.rollout.coordinator.policy_settings import coordinator_settings
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.instances.snapshot import InstanceSnapshot
-from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
-from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Segment, TrajectoryId
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import Trajectory
@@ -50,9 +55,9 @@ class Coordinated:
         self._world = world
         self._core = RolloutCoordinator(_settings(world.setting, system))
         self._instances: dict[InstanceId, Instance] = {}
-        """Those that have joined."""
+        """Instances that have joined."""
         self._trajectories: dict[int, Trajectory] = {}
-        """All that are not trained yet."""
+        """Trajectories that are not trained yet."""
         self._next_group = 0
 
     def start(self) -> None:
@@ -205,36 +210,36 @@ class Coordinated:
 
 def _settings(setting: Setting, system: System) -> CoordinatorSettings:
     costs, strategies = setting.costs, system.strategies
-    size = setting.workload.group_size
-    is_flexes = system.name in COORDINATED
-    tail = is_flexes and system.active_parts.tail
-    stream = is_flexes and system.active_parts.stream
-    return CoordinatorSettings(
-        staleness=StalenessSettings(
-            staleness=system.staleness,
-            batch_groups=setting.batch_groups,
-            group_size=size,
-            extra_groups=_extra(system.eta_prompts, setting.batch_groups) if tail else 0,
-            extra_samples=_extra(system.eta_responses, size) if tail else 0,
-        ),
+    settings = coordinator_settings(
+        policy_fields(_policy(system)),
+        batch_groups=setting.batch_groups,
+        group_size=setting.workload.group_size,
+        response_tokens_max=setting.workload.limit,
         cost_model=CostModel(k1=costs.k1, k2=costs.k2, k3=costs.k3, k4=costs.k4, k5=1.0),
+    )
+    return replace(
+        settings,
         routing="throughput" if strategies.routing else "count",
         synchronisation="throughput" if strategies.synchronization else "greedy",
         migration="throughput" if strategies.migration else "none",
-        scale_down=ScaleDownSettings(response_tokens_max=setting.workload.limit)
-        if stream
-        else None,
+    )
+
+
+def _policy(system: System) -> RolloutPolicy:
+    """The policy that a live rollout would have."""
+    if system.name not in COORDINATED:
+        return BoundedStaleness(system.staleness)
+    parts = system.active_parts
+    return TailBatching(
+        over_launch_prompts=system.over_launch_prompts if parts.tail else 1.0,
+        over_launch_responses=system.over_launch_responses if parts.tail else 1.0,
+        scale_down=parts.stream,
     )
 
 
 def instance_name(number: int) -> InstanceId:
     """The id of an instance for the coordinator."""
     return InstanceId(f"i{number:04d}")
-
-
-def _extra(eta: float, count: int) -> int:
-    """How many more than `count` are started; without what the product's last bits add."""
-    return ceil(round(eta * count, 6)) - count
 
 
 def _snapshot(name: InstanceId, instance: Instance) -> InstanceSnapshot:

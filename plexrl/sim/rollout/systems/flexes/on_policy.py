@@ -25,7 +25,7 @@ from plexrl.rollout.coordinator.messages import (
     Route,
     Train,
 )
-from plexrl.rollout.policies.batching.parallelism import ParallelismPlanner
+from plexrl.rollout.policies.parallelism import ParallelismPlanner
 from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
 from plexrl.sim.rollout.engine.rewards import Rewards
 from plexrl.sim.rollout.engine.trajectory import Trajectory
@@ -49,7 +49,7 @@ class OnPolicy(Coordinated):
         self._rewards = Rewards(setting.rewards, setting.workload.seed)
         self._prompts = setting.steps * setting.batch_groups
         self._kind = ""
-        """Of the present round: `short`, `long`, or empty."""
+        """Kind of the present round: `short`, `long`, or empty."""
         self._graded: dict[int, list[Trajectory]] = {}
         """Samples of the present round that have rewards, by prompt."""
         self._generated = 0
@@ -57,7 +57,7 @@ class OnPolicy(Coordinated):
         self._look_at = 0.0
         """Such samples at the next snapshot for the stream trainer."""
         self._preemptions = 0
-        """Of the present instances in earlier rounds."""
+        """Preemptions of the present instances in earlier rounds."""
         longest = setting.workload.prompt_tokens + setting.workload.limit
         self._planner = None
         if self._parts.parallelism and setting.model is not None:

@@ -15,10 +15,10 @@ from plexrl.rollout.policies.adaptive_tp.remaining import UnfinishedRow
 from plexrl.rollout.trajectories.lengths import RECENT_MAX
 from plexrl.sim.rollout.engine.trajectory import Trajectory
 from plexrl.sim.rollout.setting import Ends, System
-from plexrl.sim.rollout.systems.baselines.synchronous import Synchronous
 from plexrl.sim.rollout.systems.dispatch import dispatch
 from plexrl.sim.rollout.systems.pat.node import Node
 from plexrl.sim.rollout.systems.pat.profile import decode_profile
+from plexrl.sim.rollout.systems.synchronous import Synchronous
 from plexrl.sim.rollout.world import Policy, World
 
 

@@ -1,15 +1,15 @@
 """Skewness-aware dispatch of a batch (StreamRL §5.3, Alg. 2).
 
 The division of the instances is the one that a live rollout uses
-(`plexrl.rollout.policies.ranking`). As in the paper the whole batch is dispatched at once, and each
-instance begins with what is expected to be longest. The distribution of lengths is that of the
-batch before, and at first that of a batch which the model has generated before the training.
+(`plexrl.rollout.policies.length_dispatch`). As in the paper the whole batch is dispatched at once,
+and each instance begins with what is expected to be longest. The distribution of lengths is that of
+the batch before, and at first that of a batch which the model has generated before the training.
 """
 
 from collections.abc import Sequence
 
 from plexrl.rollout.instances.cost_model import CostModel
-from plexrl.rollout.policies.ranking.dispatch import LONG_PART, LengthSpread, divide
+from plexrl.rollout.policies.length_dispatch import LONG_PART, LengthSpread, divide
 from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.engine.trajectory import Trajectory
 from plexrl.sim.rollout.setting import Setting
@@ -41,7 +41,7 @@ class SkewnessAware:
     def shares(
         self, trajectories: Sequence[Trajectory], instances: int, costs: EngineCosts
     ) -> list[list[Trajectory]]:
-        """What each instance gets of a batch, in its order."""
+        """The trajectories of a batch that each instance gets, in its order."""
         expected = expected_ranks(
             mean_lengths([(each.group, each.response_tokens) for each in trajectories]),
             self._recall,

@@ -32,9 +32,9 @@ class Streamed:
         self._arrived = 0
         """Newest version that has reached the instances."""
         self._shares: list[deque[list[Trajectory]]] = [deque() for _ in world.instances]
-        """Of each instance: its shares of batches that it has not begun."""
+        """For each instance, its shares of batches that it has not begun."""
         self._running = [0] * len(world.instances)
-        """Of each instance: trajectories of its present share that have not ended."""
+        """For each instance, the trajectories of its present share that have not ended."""
         self._complete: dict[int, list[Trajectory]] = {}
         """Complete prompts by batch."""
         self._trainer = self._idle_trainer()

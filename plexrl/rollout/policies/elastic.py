@@ -34,7 +34,7 @@ MARGIN = 0.1
 
 
 class Change(IntEnum):
-    """What to do."""
+    """The change of the number of instances."""
 
     REMOVE = -1
     NONE = 0
@@ -81,7 +81,7 @@ class StageBalance:
 
     def __init__(self) -> None:
         self._times: list[StepTimes] = []
-        """Of the steps with the present instances."""
+        """Times of the steps with the present instances."""
         self._needed = STEPS
         self._last = Change.NONE
 
@@ -102,7 +102,7 @@ class StageBalance:
         bounds: Bounds,
         predicted_s: Callable[[int], float],
     ) -> Decision | None:
-        """What follows from a step with so many instances; None: too few steps were measured.
+        """The decision after a step with so many instances; None: too few steps were measured.
 
         `predicted_s` is the predicted generation time by the number of instances. After a change
         the caller tells when the instances are those that were asked for (`restart`).
@@ -145,13 +145,13 @@ class StageBalance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the instances generate in a step, together."""
+    """The work that all instances together generate in a step."""
 
     samples: int
     prompt_tokens: float
     """Mean length of a prompt."""
     lengths: Sequence[int] = field(repr=False)
-    """Of recent responses, one or more, in tokens."""
+    """Lengths of recent responses, one or more, in tokens."""
 
 
 def generation_s(model: CostModel, workload: Workload, instances: int, kv_budget: float) -> float:
@@ -175,3 +175,39 @@ def generation_s(model: CostModel, workload: Workload, instances: int, kv_budget
         seconds += (length - before) * model.step_s(model.k5 * cached, running)
         before = length
     return waves * seconds
+
+
+class StageClock:
+    """Measures how long generation and training take in each step, without the time for which they
+    wait. Times never decrease."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+        """None: no step has begun."""
+        self._generates = False
+        self._trains = True
+        self._generation_s = 0.0
+        self._training_s = 0.0
+
+    def note(
+        self, now: float, *, generates: bool | None = None, trains: bool | None = None
+    ) -> None:
+        """Note which stages work from now on; None: the same as before."""
+        if self._at is not None:
+            self._generation_s += (now - self._at) * self._generates
+            self._training_s += (now - self._at) * self._trains
+            self._at = now
+        if generates is not None:
+            self._generates = generates
+        if trains is not None:
+            self._trains = trains
+
+    def begin_step(self, now: float) -> StepTimes | None:
+        """A step begins; returns the times of the one before. None: it is the first one."""
+        self.note(now)
+        ended = None
+        if self._at is not None:
+            ended = StepTimes(generation_s=self._generation_s, training_s=self._training_s)
+        self._at = now
+        self._generation_s = self._training_s = 0.0
+        return ended

@@ -21,7 +21,7 @@ from plexrl.rollout.coordinator.messages import (
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.instances.cost_model import CostModel
-from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
+from plexrl.rollout.policies.scale_down import ScaleDownSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
 from tests.rollout.fleet import Fleet

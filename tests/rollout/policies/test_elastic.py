@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20, CostModel
-from plexrl.rollout.policies.streaming.elastic import (
+from plexrl.rollout.policies.elastic import (
     MARGIN,
     Bounds,
     Change,
     Decision,
     StageBalance,
+    StageClock,
     StepTimes,
     Workload,
     generation_s,
 )
-from plexrl.rollout.policies.streaming.stage_clock import StageClock
 
 MOST = 12
 # Generation time by the number of instances: a part is divided, a part is not.

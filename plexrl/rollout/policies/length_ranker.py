@@ -55,7 +55,7 @@ class LengthExample:
 
 
 def features(prompt: Tokens) -> Floats:
-    """What the regression sees of a prompt, `[2 * HASHED + 3]`."""
+    """The features of a prompt for the regression, `[2 * HASHED + 3]`."""
     tokens = prompt.astype(np.uint64) + np.uint64(1)
     pairs = tokens[:-1] * _ODD[1] + tokens[1:]
     counts = [

@@ -10,14 +10,14 @@ from plexrl.errors import InvariantError
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.instances.expected_instance import ExpectedInstance
 from plexrl.rollout.instances.snapshot import InstanceSnapshot
-from plexrl.rollout.policies.batching.rounds import Rounds
-from plexrl.rollout.policies.streaming.scale_down import (
+from plexrl.rollout.policies.scale_down import (
     HeldScaleDown,
     RoundInstance,
     ScaleDown,
     ScaleDownSettings,
     UnfinishedSample,
 )
+from plexrl.rollout.policies.tail_batching import Rounds
 from plexrl.rollout.trajectories.record import (
     GENERATED,
     InstanceId,
@@ -33,8 +33,8 @@ class FreedInstances:
     def __init__(
         self, settings: ScaleDownSettings | None, held: HeldScaleDown | None = None
     ) -> None:
-        """None as `settings`: it frees none. `held` is the state of an earlier one, of which this
-        becomes the owner."""
+        """Without `settings` no instance is freed. `held` is the state of an earlier one, of which
+        this becomes the owner."""
         self.held = HeldScaleDown() if held is None else held
         self._scale_down = None if settings is None else ScaleDown(settings, self.held)
 
@@ -55,7 +55,7 @@ class FreedInstances:
         self.held.freed = [each for each in freed if each != instance] if instance in freed else []
 
     def others(self, snapshots: Sequence[InstanceSnapshot]) -> list[InstanceSnapshot]:
-        """Those that take part in the round."""
+        """The instances that take part in the round."""
         return [each for each in snapshots if each.instance not in self.held.freed]
 
     def free(
@@ -110,6 +110,6 @@ class FreedInstances:
 
 
 def _routed(server: TrajectoryServer, instance: InstanceId) -> list[TrajectoryId]:
-    """What an instance has and is not told to stop."""
+    """The trajectories that an instance has and is not told to stop."""
     held = server.on_instance(instance)
     return [each.id for each in held if each.state is TrajectoryState.ROUTED]

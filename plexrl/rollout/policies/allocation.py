@@ -55,7 +55,7 @@ class Allocation:
     instances: int
     trainers: int
     gpus: int
-    """Of both stages."""
+    """GPUs of both stages."""
     generation_s: float
     training_s: float
 
@@ -71,7 +71,7 @@ class GpuKind:
 
     gpus: int
     price: float
-    """Of one GPU; only the ratio of prices matters."""
+    """Price of one GPU; only the ratio of prices matters."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or not (isfinite(self.price) and self.price > 0):
@@ -91,11 +91,11 @@ class PricedAllocation:
     """Kind of the trainer's GPUs."""
     allocation: Allocation
     price: float
-    """Of all GPUs, as long as they are held."""
+    """Price of all GPUs, as long as they are held."""
 
     @property
     def cost(self) -> float:
-        """Of a step: the price for the time of a step. Its inverse is the throughput per cost."""
+        """Cost of a step: the price for its time. Its inverse is the throughput per cost."""
         return self.price * self.allocation.iteration_s
 
 
