@@ -21,10 +21,10 @@ from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.sim.rollout.engine.models import QWEN25_7B, QWEN25_14B, QWEN25_32B, Model
 from plexrl.sim.rollout.engine.rewards import AT_ONCE, MIXED
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.runs.split import Runner, runner
 from plexrl.sim.rollout.setting import Parts, Setting, System, SystemName
-from plexrl.sim.rollout.workload import R1, Workload
+from plexrl.sim.rollout.workload import R1, RolloutWorkload
 
 Row = tuple[str, ...]
 Question = tuple[Setting, System]
@@ -90,7 +90,9 @@ def setting(case: Published, seed: int) -> Setting:
     return Setting(
         gpus=case.gpus // GPU_SHARE,
         batch_groups=BATCH,
-        workload=Workload(lengths=R1, scale=1.0, limit=case.limit, group_size=GROUP, seed=seed),
+        workload=RolloutWorkload(
+            lengths=R1, scale=1.0, limit=case.limit, group_size=GROUP, seed=seed
+        ),
         costs=case.model.costs(case.tensor_parallel),
         model=case.model,
         rewards=MIXED,
@@ -117,7 +119,7 @@ def flexes(
     )
 
 
-def answers(run: Runner, asked: Sequence[Question]) -> list[Outcome]:
+def answers(run: Runner, asked: Sequence[Question]) -> list[RolloutOutcome]:
     """The outcomes, in the order of the questions."""
     found = []
     futures = [run.outcome(*each) for each in asked]
@@ -129,7 +131,7 @@ def answers(run: Runner, asked: Sequence[Question]) -> list[Outcome]:
 
 def speedups(
     run: Runner, settings: Sequence[Setting], systems: Sequence[System]
-) -> list[list[Outcome]]:
+) -> list[list[RolloutOutcome]]:
     """The outcomes of each system, and of the baseline before them, in each setting."""
     everything = [SYNC, *systems]
     found = answers(run, [(each, system) for system in everything for each in settings])

@@ -22,16 +22,16 @@ from benchmarks.report import report
 from benchmarks.rollout_systems.rivals import BOUNDED, Rival, split
 from benchmarks.sizes import sized
 from plexrl.sim.rollout.engine.costs import EngineCosts
-from plexrl.sim.rollout.results.outcome import Outcome, outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.runs.split import Runner, best_splits, runner
 from plexrl.sim.rollout.setting import Setting, Strategies, System, SystemName
-from plexrl.sim.rollout.workload import Workload
+from plexrl.sim.rollout.workload import RolloutWorkload
 
 Row = tuple[str, ...]
-BySeed = Mapping[int, Sequence[Outcome]]
+BySeed = Mapping[int, Sequence[RolloutOutcome]]
 """Outcomes of equal questions, in the same order for each seed."""
-Run = Callable[[Setting, System], Future[Outcome]]
+Run = Callable[[Setting, System], Future[RolloutOutcome]]
 
 PUBLISHED = {"sync": (2.01, 2.68), "one-step": (1.52, 1.95), "inflight": (1.17, 1.42)}
 """Mean and largest gain of StaleFlow over each system (StaleFlow §6.2)."""
@@ -65,7 +65,7 @@ def setting(limit: int, seed: int = SEEDS[0]) -> Setting:
     return Setting(
         gpus=CLUSTER["gpus"],
         batch_groups=CLUSTER["batch_groups"],
-        workload=Workload(limit=limit, seed=seed),
+        workload=RolloutWorkload(limit=limit, seed=seed),
         steps=STEPS,
         warmup_steps=4,
         cycle_s=5.0,
@@ -136,7 +136,7 @@ def decision_ms() -> tuple[float, float]:
         batch_groups=DECISION["batch_groups"],
         steps=DECISION["steps"],
         warmup_steps=0,
-        workload=Workload(limit=40_000),
+        workload=RolloutWorkload(limit=40_000),
         cycle_s=5.0,
     )
     system = System(name=SystemName.STALEFLOW, staleness=3, rollout_gpus=DECISION["rollout"])
@@ -145,7 +145,7 @@ def decision_ms() -> tuple[float, float]:
     return found
 
 
-def progress(each: Outcome) -> None:
+def progress(each: RolloutOutcome) -> None:
     """Show a run that ended."""
     sys.stderr.write(
         f"{each.limit} {each.system.label} {each.system.rollout_gpus}: {each.throughput:,.0f}\n"
@@ -181,7 +181,7 @@ def outcome_rows(name: str, found: BySeed) -> list[Row]:
     return rows
 
 
-def gains(ours: Sequence[Outcome], others: Sequence[Outcome]) -> list[float]:
+def gains(ours: Sequence[RolloutOutcome], others: Sequence[RolloutOutcome]) -> list[float]:
     """Throughput of each of our runs by that of the other system with the same limit, and with the
     same η if the other has a choice."""
     has_choice = len(others) == len(ours)

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from benchmarks.rollout_systems.inflight import InFlight
 from benchmarks.rollout_systems.one_step import OneStep
-from plexrl.sim.rollout.results.outcome import Outcome, outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.setting import Setting, System, SystemName
@@ -43,7 +43,7 @@ class Rival(StrEnum):
         """One run."""
         return simulate_rollout(setting, system, with_history=with_history, policy=self.policy)
 
-    def outcome(self, setting: Setting, system: System) -> Outcome:
+    def outcome(self, setting: Setting, system: System) -> RolloutOutcome:
         """The figures of one run."""
         return outcome(setting, system, self.simulate(setting, system))
 

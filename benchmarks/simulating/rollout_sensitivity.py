@@ -14,10 +14,10 @@ from benchmarks.report import report
 from benchmarks.rollout_systems.rivals import Rival, split
 from benchmarks.sizes import sized
 from plexrl.sim.rollout.engine.costs import EngineCosts
-from plexrl.sim.rollout.results.outcome import Outcome, outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.setting import Setting, Strategies, System, SystemName
-from plexrl.sim.rollout.workload import R1, Workload
+from plexrl.sim.rollout.workload import R1, RolloutWorkload
 
 BOUND = 3
 SEEDS = sized((0, 1, 2), quick=(0, 1))
@@ -28,21 +28,21 @@ VANILLA = Strategies(routing=False, synchronization=False, migration=False)
 STALEFLOW = split(BOUND, ROLLOUT_GPUS)
 COSTS = EngineCosts()
 VARIANTS = {
-    "as the benchmark": (Workload(), COSTS),
-    "correlation 0": (Workload(correlation=0.0), COSTS),
-    "correlation 0.5": (Workload(correlation=0.5), COSTS),
-    "all lengths of R1": (Workload(lengths=R1), COSTS),
-    "half the training": (Workload(), replace(COSTS, train_gpu_s_per_token=3.55e-4)),
-    "half the KV cache": (Workload(), replace(COSTS, kv_tokens=128_000)),
-    "prefill without attention": (Workload(), replace(COSTS, prefill_s_per_token2=0.0)),
+    "as the benchmark": (RolloutWorkload(), COSTS),
+    "correlation 0": (RolloutWorkload(correlation=0.0), COSTS),
+    "correlation 0.5": (RolloutWorkload(correlation=0.5), COSTS),
+    "all lengths of R1": (RolloutWorkload(lengths=R1), COSTS),
+    "half the training": (RolloutWorkload(), replace(COSTS, train_gpu_s_per_token=3.55e-4)),
+    "half the KV cache": (RolloutWorkload(), replace(COSTS, kv_tokens=128_000)),
+    "prefill without attention": (RolloutWorkload(), replace(COSTS, prefill_s_per_token2=0.0)),
     "three times the prefill": (
-        Workload(),
+        RolloutWorkload(),
         replace(COSTS, prefill_s_per_token=2.7e-4, prefill_s_per_token2=1.6e-8),
     ),
 }
 
 
-def own_outcome(setting: Setting, system: System) -> Outcome:
+def own_outcome(setting: Setting, system: System) -> RolloutOutcome:
     """The figures of a system of the simulator."""
     return outcome(setting, system, simulate_rollout(setting, system))
 
@@ -56,7 +56,7 @@ BASELINES = {
 }
 
 
-def gains(workload: Workload, costs: EngineCosts) -> list[list[float]]:
+def gains(workload: RolloutWorkload, costs: EngineCosts) -> list[list[float]]:
     """Gains over each baseline, by seed."""
     found: list[list[float]] = [[] for _ in BASELINES]
     for seed in SEEDS:

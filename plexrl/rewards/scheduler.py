@@ -26,10 +26,10 @@ from plexrl.rewards.decisions.grading import (
     AttemptFailed,
     AttemptGraded,
     AttemptTimedOut,
-    Command,
     DeliverReward,
-    Event,
+    GradingCommand,
     GradingCore,
+    GradingEvent,
     GradingSettings,
     OnFailure,
     SampleSubmitted,
@@ -274,12 +274,12 @@ class RewardScheduler(Generic[SampleT]):
                 self._handle(AttemptTimedOut(sample=number, attempt=sample.attempt, reason=reason))
         return min(self._deadlines_s.values(), default=math.inf)
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: GradingEvent) -> None:
         for command in self._core.handle(event):
             self._run(command)
         self._changed.notify_all()
 
-    def _run(self, command: Command) -> None:
+    def _run(self, command: GradingCommand) -> None:
         number = command.sample
         match command:
             case StartAttempt(attempt=attempt):
@@ -310,7 +310,7 @@ class RewardScheduler(Generic[SampleT]):
 
     def _attempt(self, number: int, attempt: int, sample: _Submitted[SampleT]) -> None:
         """Call the grader; runs in a thread."""
-        event: Event
+        event: GradingEvent
         grade, failed = None, None
         try:
             found = self._graded.reward(sample.prompt, sample.sample)

@@ -12,10 +12,10 @@ from plexrl.sim.search.sweep import run_all
 from plexrl.sim.workload.scenario import JobSource, Scenario
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Display
+    from rich.progress import RunProgress as Display
     from rich.progress import TaskID
 
-    from plexrl.sim.engine.simulate import Progress
+    from plexrl.sim.engine.simulate import RunProgress
 
 BARS_KEPT = 12
 """Most runs whose bars stay after their end; with more runs only live bars are shown."""
@@ -54,10 +54,10 @@ class Runs:
 
     def __enter__(self) -> "Runs":
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, RunProgress, TextColumn, TimeElapsedColumn
 
         console = Console(stderr=True)
-        self._display = Progress(
+        self._display = RunProgress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
             TextColumn("{task.percentage:>3.0f} %"),
@@ -90,7 +90,7 @@ class Runs:
                 bars[index] = display.add_task(name, total=self._jobs, status="")
             return bars[index]
 
-        def moved(index: int, progress: "Progress") -> None:
+        def moved(index: int, progress: "RunProgress") -> None:
             status = f"{progress.jobs_done:,} jobs, day {progress.now_s / 86_400:,.1f}"
             display.update(bar(index), completed=progress.jobs_done, status=status)
 

@@ -54,7 +54,7 @@ class ResponseOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterOptions:
+class RolloutClusterOptions:
     """The cluster."""
 
     PANEL: ClassVar = "The cluster"
@@ -134,7 +134,7 @@ class SystemOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
+class RolloutRunOptions:
     """The runs."""
 
     PANEL: ClassVar = "Runs"
@@ -156,7 +156,7 @@ class RunOptions:
 
 
 def settings(
-    responses: ResponseOptions, cluster: ClusterOptions, running: RunOptions
+    responses: ResponseOptions, cluster: RolloutClusterOptions, running: RolloutRunOptions
 ) -> "list[Setting]":
     """One setting per limit.
 
@@ -165,7 +165,7 @@ def settings(
     """
     from plexrl.sim.rollout.engine.rewards import AT_ONCE, MIXED
     from plexrl.sim.rollout.setting import Setting
-    from plexrl.sim.rollout.workload import R1_LONG, Prompts, Workload
+    from plexrl.sim.rollout.workload import R1_LONG, Prompts, RolloutWorkload
 
     scale = responses.scale
     if scale is None:
@@ -181,7 +181,7 @@ def settings(
             costs=costs,
             model=model,
             rewards=rewards[responses.rewards],
-            workload=Workload(
+            workload=RolloutWorkload(
                 lengths=responses.lengths,
                 scale=scale,
                 limit=limit,
@@ -201,7 +201,7 @@ def settings(
     return found
 
 
-def engine(cluster: ClusterOptions) -> "tuple[Model | None, EngineCosts]":
+def engine(cluster: RolloutClusterOptions) -> "tuple[Model | None, EngineCosts]":
     """The model, if there is one, and latencies. Raises InvalidRequestError: they do not exist."""
     from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B, read_costs
     from plexrl.sim.rollout.engine.gpus import GPUS

@@ -13,7 +13,7 @@ from plexrl.sim.results.result_json import dumps
 from plexrl.sim.rollout.report.histories import History
 from plexrl.sim.rollout.results.bound import bounds
 from plexrl.sim.rollout.results.gains import gain_lines, gain_over_sync
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.setting import Setting
 from plexrl.traces.io.files import write_whole
 
@@ -23,7 +23,7 @@ NEEDS = ("jinja2", "matplotlib")
 
 def output(
     settings: Sequence[Setting],
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RolloutOutcome],
     histories: Sequence[History],
     out: Path | None,
     *,
@@ -48,7 +48,7 @@ def output(
             print_line("Written: " + ", ".join(map(str, written)))
 
 
-def show(setting: Setting, outcomes: Sequence[Outcome]) -> None:
+def show(setting: Setting, outcomes: Sequence[RolloutOutcome]) -> None:
     """Print the runs of one limit as a table."""
     workload = setting.workload
     mean = sum(each.response_tokens for each in outcomes) / len(outcomes)
@@ -76,7 +76,7 @@ def show(setting: Setting, outcomes: Sequence[Outcome]) -> None:
     print_table("", (*columns, "decode", "prefill", "train"), rows)
 
 
-def bound_lines(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> list[str]:
+def bound_lines(settings: Sequence[Setting], outcomes: Sequence[RolloutOutcome]) -> list[str]:
     """The throughput that no schedule exceeds, one sentence per limit."""
     return [
         f"at most {each.workload.limit:,} tokens: no split trains more than {bound:,.0f} tokens/s"
@@ -84,7 +84,7 @@ def bound_lines(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> lis
     ]
 
 
-def document(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def document(settings: Sequence[Setting], outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
     """The results as JSON values; equal questions give equal values except `speed`."""
     runs = [each.values() for each in outcomes]
     return {
@@ -102,7 +102,7 @@ def document(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> dict[s
 
 def _write(
     settings: Sequence[Setting],
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RolloutOutcome],
     histories: Sequence[History],
     folder: Path,
     text: str,

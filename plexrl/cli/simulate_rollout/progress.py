@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from plexrl.sim.rollout.report.histories import History
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.runs.split import best_splits, runner
 from plexrl.sim.rollout.setting import (
     Parts,
@@ -27,7 +27,7 @@ def run_all(
     workers: int | None,
     with_histories: bool,
     quiet: bool,
-) -> tuple[list[Outcome], list[History]]:
+) -> tuple[list[RolloutOutcome], list[History]]:
     """The best outcome of each system in each setting, and the histories for the report.
 
     Raises:
@@ -40,7 +40,7 @@ def run_all(
     with display, runner(workers) as run:
         task = display.add_task("simulating", total=None, status="")
 
-        def ran(outcome: Outcome) -> None:
+        def ran(outcome: RolloutOutcome) -> None:
             gpus = outcome.system.rollout_gpus
             status = f"{outcome.system.label}, {gpus} rollout GPUs: {outcome.throughput:,.0f}/s"
             display.update(task, advance=1, status=status)
@@ -74,12 +74,12 @@ def run_display(quiet: bool) -> "Progress":
 
 
 def _shown(
-    settings: Sequence[Setting], outcomes: Sequence[Outcome]
-) -> list[tuple[Setting, Outcome]]:
+    settings: Sequence[Setting], outcomes: Sequence[RolloutOutcome]
+) -> list[tuple[Setting, RolloutOutcome]]:
     """Runs whose history the report shows: at the highest limit, each system with its largest
     bound and all of its parts, the coordinator's first, and StaleFlow without its strategies."""
     setting = max(settings, key=lambda each: each.workload.limit)
-    best: dict[tuple[SystemName, Strategies], Outcome] = {}
+    best: dict[tuple[SystemName, Strategies], RolloutOutcome] = {}
     for each in outcomes:
         system = each.system
         is_whole = system.strategies in _SHOWN and system.parts == Parts()

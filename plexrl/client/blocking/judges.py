@@ -62,7 +62,7 @@ def ask_for_replies(
     sampling: "SamplingParams",
     timeout_s: float,
 ) -> Ask:
-    """What `score` reads in the reply. Raises `InvalidRequestError`."""
+    """Ask the deployment for replies, and read them by `score`. Raises `InvalidRequestError`."""
     check_parameters(sampling)
     _check(None, timeout_s)
 

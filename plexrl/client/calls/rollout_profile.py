@@ -15,7 +15,7 @@ STEPS_KEPT = 32
 """Latest training steps of which the mean is taken."""
 
 
-def made_profile(
+def make_profile(
     measured: Plain, deployments: Plain, operations: Sequence[Plain]
 ) -> RolloutProfile:
     """The profile of a rollout.

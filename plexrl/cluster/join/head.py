@@ -52,7 +52,7 @@ API_TIMEOUT_S = 10.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-class Head:
+class ClusterHead:
     """Certificates and addresses of one cluster. Constructing it makes the authority at the first
     start, and certificates for the head's processes."""
 

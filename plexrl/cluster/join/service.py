@@ -55,7 +55,7 @@ EXCHANGE_S = 15.0
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
-class ClusterView(Protocol):
+class JoinedCluster(Protocol):
     """The running cluster as the service sees it."""
 
     async def live_nodes(self) -> Collection[str]:
@@ -103,7 +103,7 @@ class JoinService:
         authority: Authority,
         ledger: Ledger,
         files: TlsFiles,
-        cluster: ClusterView,
+        cluster: JoinedCluster,
         membership: Callable[[], messages.Membership],
         reserved: Collection[str] = (),
     ) -> None:

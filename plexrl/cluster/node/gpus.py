@@ -47,9 +47,6 @@ class _Device(msgspec.Struct, frozen=True, kw_only=True):
     name: str
 
 
-NONE = Gpus(count=0, memory_bytes=0)
-
-
 def find_gpus() -> Gpus:
     """The GPUs of this machine, by the CUDA driver or, without `cuda-bindings`, by `nvidia-smi`.
     None of them is used.

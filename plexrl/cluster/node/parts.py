@@ -31,7 +31,7 @@ from plexrl.wire.links.credentials import (
 )
 
 if TYPE_CHECKING:
-    from plexrl.cluster.join.head import Head
+    from plexrl.cluster.join.head import ClusterHead
 
 LOG = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def scheduler_part(
     folders: Folders,
     key_digest: str,
     settings: Mapping[str, Any] | None = None,
-    head: "Head | None" = None,
+    head: "ClusterHead | None" = None,
 ) -> Part:
     """The scheduler; `settings` override the options. With a `head`, other machines reach it."""
     listen, tls = [scheduler_address(folders)], None
@@ -133,7 +133,10 @@ def scheduler_part(
 
 
 def router_parts(
-    options: ClusterOptions, folders: Folders, ports: Sequence[int], head: "Head | None" = None
+    options: ClusterOptions,
+    folders: Folders,
+    ports: Sequence[int],
+    head: "ClusterHead | None" = None,
 ) -> list[Part]:
     """The routers, one for each port. With a `head` they serve HTTPS and reach other machines."""
     return [
@@ -163,7 +166,10 @@ def router_parts(
 
 
 def rollout_part(
-    options: ClusterOptions, folders: Folders, ports: Sequence[int], head: "Head | None" = None
+    options: ClusterOptions,
+    folders: Folders,
+    ports: Sequence[int],
+    head: "ClusterHead | None" = None,
 ) -> Part:
     """The rollout service, which reaches the cluster by the routers at `ports`."""
     given = options.settings.rollout
@@ -259,7 +265,7 @@ def node_parts(
 
 
 def head_node_links(
-    options: ClusterOptions, folders: Folders, head: "Head", index: int
+    options: ClusterOptions, folders: Folders, head: "ClusterHead", index: int
 ) -> NodeLinks:
     """The links of the head's own node number `index`, which has a share of the ports."""
     assert options.network is not None

@@ -117,7 +117,7 @@ def sandbox_command(folders: Sequence[Path]) -> SandboxCommand:
     if os.geteuid() == 0:
         setpriv = _installed("setpriv", "util-linux")
         drop = [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-        prefix = [*_opened_for_nobody(shown), *drop, bwrap]
+        prefix = [*_open_for_nobody(shown), *drop, bwrap]
     path = f"{sys.base_prefix}/bin:{PROGRAMS}"
     return SandboxCommand(tuple(prefix), tuple(view), path)
 
@@ -147,7 +147,7 @@ def _outermost(folders: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _opened_for_nobody(folders: Sequence[Path]) -> list[str]:
+def _open_for_nobody(folders: Sequence[Path]) -> list[str]:
     """Command that makes `folders` reachable for everyone, for the command after it only.
 
     An interpreter in root's home cannot be reached by another user. In a mount namespace, an empty

@@ -45,7 +45,7 @@ def run_program(
         SandboxError: the program could not be started.
     """
     with ExitStack() as stack:
-        child = stack.enter_context(started(command, program, limits, seccomp))
+        child = stack.enter_context(start_program(command, program, limits, seccomp))
         try:
             child.join(cgroup)
             began = time.monotonic()
@@ -142,7 +142,7 @@ class SandboxProcess:
 
 
 @contextmanager
-def started(
+def start_program(
     command: SandboxCommand,
     program: Program,
     limits: Limits,

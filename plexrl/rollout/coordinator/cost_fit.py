@@ -80,10 +80,10 @@ class CostFit:
 
     def _fit(self) -> None:
         if len(self._steps) >= STEPS_MIN:
-            self.model = fitted(self._prior, np.array(self._steps, dtype=np.float64))
+            self.model = fit_costs(self._prior, np.array(self._steps, dtype=np.float64))
 
 
-def fitted(prior: CostModel, steps: Floats) -> CostModel:
+def fit_costs(prior: CostModel, steps: Floats) -> CostModel:
     """The model that fits the steps, [step, 3] of KV cache, trajectories and seconds."""
     kv, n, seconds = steps[np.argsort(steps[:, 1], kind="stable")].T
     scale = float(np.median(seconds / _predicted(prior, kv, n)))

@@ -33,7 +33,7 @@ MARGIN = 0.1
 """Part by which training has to take longer than generation would with one instance less."""
 
 
-class Change(IntEnum):
+class InstanceChange(IntEnum):
     """The change of the number of instances."""
 
     REMOVE = -1
@@ -50,7 +50,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class InstanceBounds:
     """Least and greatest number of instances."""
 
     least: int
@@ -65,10 +65,10 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class InstanceDecision:
     """A decision and what led to it."""
 
-    change: Change
+    change: InstanceChange
     generation_s: float
     """Median of the measured steps."""
     training_s: float
@@ -83,7 +83,7 @@ class StageBalance:
         self._times: list[StepTimes] = []
         """Times of the steps with the present instances."""
         self._needed = STEPS
-        self._last = Change.NONE
+        self._last = InstanceChange.NONE
 
     def restart(self) -> None:
         """The instances are others, or their number could not be changed: earlier steps tell
@@ -92,16 +92,16 @@ class StageBalance:
 
     def refused(self) -> None:
         """An addition could not be had: the next one needs more steps."""
-        self._last = Change.REMOVE
+        self._last = InstanceChange.REMOVE
         self._times.clear()
 
     def decide(
         self,
         times: StepTimes,
         instances: int,
-        bounds: Bounds,
+        bounds: InstanceBounds,
         predicted_s: Callable[[int], float],
-    ) -> Decision | None:
+    ) -> InstanceDecision | None:
         """The decision after a step with so many instances; None: too few steps were measured.
 
         `predicted_s` is the predicted generation time by the number of instances. After a change
@@ -113,29 +113,29 @@ class StageBalance:
             return None
         generation_s = median(each.generation_s for each in self._times)
         training_s = median(each.training_s for each in self._times)
-        change, after_s = Change.NONE, generation_s
+        change, after_s = InstanceChange.NONE, generation_s
 
         def reached_s(count: int) -> float:
             return generation_s * predicted_s(count) / predicted_s(instances)
 
         if instances < bounds.least:
-            change = Change.ADD
+            change = InstanceChange.ADD
         elif instances > bounds.most:
-            change = Change.REMOVE
+            change = InstanceChange.REMOVE
         elif generation_s > training_s:
             # δ ≥ δ'
             if instances < bounds.most and reached_s(instances + 1) >= training_s:
-                change = Change.ADD
+                change = InstanceChange.ADD
         elif instances > bounds.least and reached_s(instances - 1) * (1 + MARGIN) <= training_s:
-            change = Change.REMOVE
-        if change is not Change.NONE:
+            change = InstanceChange.REMOVE
+        if change is not InstanceChange.NONE:
             after_s = reached_s(instances + change)
             self._changed(change)
-        return Decision(
+        return InstanceDecision(
             change=change, generation_s=generation_s, training_s=training_s, predicted_s=after_s
         )
 
-    def _changed(self, change: Change) -> None:
+    def _changed(self, change: InstanceChange) -> None:
         is_reversal = self._last == -change
         needed = 2 * self._needed if is_reversal else self._needed // 2
         self._needed = min(max(needed, STEPS), STEPS_MAX)
@@ -144,7 +144,7 @@ class StageBalance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class StepWorkload:
     """The work that all instances together generate in a step."""
 
     samples: int
@@ -154,7 +154,9 @@ class Workload:
     """Lengths of recent responses, one or more, in tokens."""
 
 
-def generation_s(model: CostModel, workload: Workload, instances: int, kv_budget: float) -> float:
+def generation_s(
+    model: CostModel, workload: StepWorkload, instances: int, kv_budget: float
+) -> float:
     """Predicted seconds of the generation of a step by equal instances.
 
     An instance gets an equal part of the samples, whose lengths are quantiles of the recent ones.

@@ -23,7 +23,6 @@ from plexrl.errors import (
 )
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
-    Event,
     Generated,
     GroupAdded,
     GroupFiltered,
@@ -33,6 +32,7 @@ from plexrl.rollout.coordinator.messages import (
     PolicyChanged,
     PromptsEnded,
     Rewarded,
+    RolloutEvent,
     SnapshotTaken,
     StepMeasured,
     StepsMeasured,
@@ -43,11 +43,11 @@ from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.rollout.service.instances.balancing import InstanceCount
 from plexrl.rollout.service.instances.driver import InstanceDriver
-from plexrl.rollout.service.instances.membership import Member, check_members
+from plexrl.rollout.service.instances.membership import RolloutMember, check_members
 from plexrl.rollout.service.instances.planning import plan_parallelism
 from plexrl.rollout.service.instances.work import InstanceCommand
 from plexrl.rollout.service.journal.state import RolloutState
-from plexrl.rollout.service.journal.store import STEPS_KEPT, Part, RolloutStore
+from plexrl.rollout.service.journal.store import STEPS_KEPT, GeneratedPart, RolloutStore
 from plexrl.rollout.service.journal.writer import JournalWriter
 from plexrl.rollout.service.length_learning import learn_lengths
 from plexrl.rollout.service.order import RolloutOrder
@@ -143,11 +143,11 @@ class LiveRollout:
         self.count = InstanceCount(self)
         """Runs the members, and decides how many there are."""
 
-    def make_member(self, name: str) -> Member:
+    def make_member(self, name: str) -> RolloutMember:
         """The deployment of this name, with its instance if that has joined."""
         found = [each for each in self._drivers.values() if each.deployment == name]
         driver = found[0] if found else None
-        return Member(name, self, driver, self._lost_s, self._notify)
+        return RolloutMember(name, self, driver, self._lost_s, self._notify)
 
     @property
     def is_joined(self) -> bool:
@@ -232,9 +232,9 @@ class LiveRollout:
 
     def handle(
         self,
-        event: Event,
+        event: RolloutEvent,
         *,
-        parts: Sequence[Part] = (),
+        parts: Sequence[GeneratedPart] = (),
         prompt: tuple[SampleGroupId, Array] | None = None,
         step: tuple[int, int] | None = None,
         order: RolloutOrder | None = None,
@@ -300,7 +300,7 @@ class LiveRollout:
         if (member := self._member(instance)) is not None:
             await member.pull_failed(operation, error)
 
-    def _member(self, instance: InstanceId) -> Member | None:
+    def _member(self, instance: InstanceId) -> RolloutMember | None:
         return next((each for each in self.members if each.instance == instance), None)
 
     def _is_work_waiting(self) -> bool:

@@ -8,7 +8,7 @@ from plexrl.limits import check_numbers
 from plexrl.rollout.coordinator.policy_settings import coordinator_settings
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20
-from plexrl.rollout.policies.elastic import Bounds
+from plexrl.rollout.policies.elastic import InstanceBounds
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.wire.operations import SamplingParams
 from plexrl.wire.parameter_checks import check_name, check_parameters, differing_settings
@@ -69,16 +69,16 @@ class RolloutOrder(PolicyFields):
         # Slots: `super()` would name the class before its decoration.
         PolicyFields.__post_init__(self)
         if self.instances_max or self.instances_min:
-            Bounds(least=self.instances_min, most=self.instances_max)
+            InstanceBounds(least=self.instances_min, most=self.instances_max)
         # Its checks are those of the other numbers.
         self.settings()
 
     @property
-    def bounds(self) -> Bounds | None:
+    def bounds(self) -> InstanceBounds | None:
         """Bounds of the number of instances; None: it does not change."""
         if not self.instances_max:
             return None
-        return Bounds(least=self.instances_min, most=self.instances_max)
+        return InstanceBounds(least=self.instances_min, most=self.instances_max)
 
     @property
     def failed_prompts_limit(self) -> int:

@@ -28,7 +28,7 @@ from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.live_rollout import LiveRollout
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.service.status import measured, status
-from plexrl.rollout.trajectories.record import Segment, TrajectoryId, group_of
+from plexrl.rollout.trajectories.record import TrajectoryId, TrajectorySegment, group_of
 from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import Credentials, Role
 from plexrl.wire.links.dial import Link, Server, serve
@@ -175,11 +175,11 @@ class RolloutService:
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"the rollout is not valid: {error}") from error
         async with self._creating:
-            found = await self._made(order)
+            found = await self._make_rollout(order)
         await found.wait_for(lambda: found.is_joined, float(params["wait_s"]))
         return await _durable_status(found)
 
-    async def _made(self, order: RolloutOrder) -> LiveRollout:
+    async def _make_rollout(self, order: RolloutOrder) -> LiveRollout:
         """The rollout of an order: a new one, the existing one, or that one after a failure."""
         if (order.job, order.name) in self._unreadable:
             raise self._unreadable[order.job, order.name]
@@ -350,7 +350,7 @@ async def _durable_status(rollout: LiveRollout) -> Plain:
 async def _samples(
     rollout: LiveRollout,
     ids: Sequence[TrajectoryId],
-    segments: Sequence[Sequence[Segment]],
+    segments: Sequence[Sequence[TrajectorySegment]],
     fields: Callable[[Sequence[int], int], Plain],
 ) -> bytes:
     """A body with trajectories: `prompts` and `tokens` packed, with lengths; for each one its

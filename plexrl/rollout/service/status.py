@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from plexrl.rollout.policies.tail_batching import RoundKind
-from plexrl.rollout.service.instances.membership import Member
+from plexrl.rollout.service.instances.membership import RolloutMember
 from plexrl.rollout.service.live_rollout import LiveRollout, PullTimes
 from plexrl.rollout.staleness.buffers import BufferState
 from plexrl.rollout.trajectories.record import group_of
@@ -154,7 +154,7 @@ def measured(rollout: LiveRollout) -> Plain:
     }
 
 
-def _instance(rollout: LiveRollout, member: Member) -> Plain:
+def _instance(rollout: LiveRollout, member: RolloutMember) -> Plain:
     times = rollout.pulls.get(member.name, PullTimes())
     return {
         **_load(rollout, member),
@@ -164,7 +164,7 @@ def _instance(rollout: LiveRollout, member: Member) -> Plain:
     }
 
 
-def _load(rollout: LiveRollout, member: Member) -> Plain:
+def _load(rollout: LiveRollout, member: RolloutMember) -> Plain:
     work = None if member.instance is None else rollout.instances.work.get(member.instance)
     if work is None:
         is_lost = member.absence is not None

@@ -98,7 +98,7 @@ class _Members:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class BufferEntry:
     """The entry of a group in a buffer."""
 
     group: SampleGroupId
@@ -116,7 +116,7 @@ class HeldEntries:
     """All entries, and the first buffer that is not consumed."""
 
     next_version: int
-    entries: list[Entry]
+    entries: list[BufferEntry]
 
 
 class StalenessManager:
@@ -138,7 +138,7 @@ class StalenessManager:
         return HeldEntries(
             next_version=buffers.next_version,
             entries=[
-                Entry(
+                BufferEntry(
                     group=group,
                     buffer=place,
                     version=version,

@@ -17,12 +17,12 @@ from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
 from plexrl.rollout.trajectories.lengths import Lengths
 from plexrl.rollout.trajectories.record import (
     ON_INSTANCE,
-    Change,
     InstanceId,
     SampleGroupId,
-    Segment,
     Trajectory,
+    TrajectoryChange,
     TrajectoryId,
+    TrajectorySegment,
     TrajectoryState,
     trajectory_ids,
 )
@@ -200,16 +200,16 @@ class TrajectoryServer:
                 f"trajectory {trajectory.id} has version {trajectory.version}: instance "
                 f"{instance} of version {version} is too old for it"
             )
-        trajectory.change(Change.ROUTE)
+        trajectory.change(TrajectoryChange.ROUTE)
         trajectory.instance = instance
         del self.returned[trajectory.id]
         self._on.setdefault(instance, {})[trajectory.id] = None
 
     def interrupt(self, trajectory: Trajectory) -> None:
         """Its instance is to return it. Raises ConflictError: it is not routed."""
-        trajectory.change(Change.INTERRUPT)
+        trajectory.change(TrajectoryChange.INTERRUPT)
 
-    def take_back(self, trajectory: Trajectory, segments: tuple[Segment, ...]) -> None:
+    def take_back(self, trajectory: Trajectory, segments: tuple[TrajectorySegment, ...]) -> None:
         """Its instance returned it, with what it generated there, or lost it.
 
         Raises:
@@ -218,23 +218,23 @@ class TrajectoryServer:
         """
         trajectory.check_segments(segments)
         instance = trajectory.instance
-        trajectory.change(Change.RETURN)
+        trajectory.change(TrajectoryChange.RETURN)
         trajectory.extend(segments)
         self._leave(trajectory, instance)
         self.returned[trajectory.id] = trajectory
 
-    def generated(self, trajectory: Trajectory, segments: tuple[Segment, ...]) -> None:
+    def generated(self, trajectory: Trajectory, segments: tuple[TrajectorySegment, ...]) -> None:
         """Its generation is complete. Raises as `take_back`."""
         trajectory.check_segments(segments)
         instance = trajectory.instance
-        trajectory.change(Change.GENERATE)
+        trajectory.change(TrajectoryChange.GENERATE)
         trajectory.extend(segments)
         self.lengths.generated(trajectory.response_tokens)
         self._leave(trajectory, instance)
 
     def rewarded(self, trajectory: Trajectory, reward: float) -> None:
         """Its reward is computed. Raises ConflictError: it is not generated, or has a reward."""
-        trajectory.change(Change.REWARD)
+        trajectory.change(TrajectoryChange.REWARD)
         trajectory.reward = reward
 
     def abort(self, trajectory: Trajectory) -> bool:
@@ -242,7 +242,7 @@ class TrajectoryServer:
 
         Raises ConflictError: it is being aborted already.
         """
-        trajectory.change(Change.ABORT)
+        trajectory.change(TrajectoryChange.ABORT)
         if trajectory.state is TrajectoryState.ABORTING:
             return True
         self._end(trajectory)
@@ -251,7 +251,7 @@ class TrajectoryServer:
     def discarded(self, trajectory: Trajectory) -> None:
         """The instance has discarded an aborted trajectory."""
         instance = trajectory.instance
-        trajectory.change(Change.DISCARD)
+        trajectory.change(TrajectoryChange.DISCARD)
         self._leave(trajectory, instance)
         self._end(trajectory)
 
@@ -264,7 +264,7 @@ class TrajectoryServer:
         """Hands over a group's complete records and forgets the group."""
         records = [self._all[each] for each in members]
         for each in records:
-            each.change(Change.CONSUME)
+            each.change(TrajectoryChange.CONSUME)
             self._end(each)
         self.forget_group(group)
         return records

@@ -16,7 +16,7 @@ from statistics import fmean, median
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.fidelity.errors import Errors, errors_of, p95_of
-from plexrl.sim.fidelity.fidelity import RecordedCycles, simulated_cycles
+from plexrl.sim.fidelity.fidelity import RecordedCycles, simulate_cycles
 from plexrl.sim.fidelity.planning import Planning
 from plexrl.sim.fidelity.recording import RecordedJob
 from plexrl.sim.workload.counter_rng import stream, word
@@ -225,7 +225,7 @@ def _cycles(
     ]
     found: dict[str, list[float]] = {job.name: [] for job in mix}
     for seed in seeds:
-        took = simulated_cycles(
+        took = simulate_cycles(
             rows,
             list(profiles.values()),
             planning,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plexrl.sim.report.tables import Table
+from plexrl.sim.report.tables import ReportTable
 from plexrl.sim.report.units import duration, percent, short
 from plexrl.sim.results.bill import break_even, with_reserved
 from plexrl.sim.results.result import SimResult
@@ -35,7 +35,7 @@ def with_own_prices(billed: Sequence[Billed]) -> list[Billed]:
     return [each for each in billed if each.scenario.prices != Prices()]
 
 
-def bill_table(billed: Sequence[Billed]) -> Table:
+def bill_table(billed: Sequence[Billed]) -> ReportTable:
     """One row per run: nodes, parts of the cost, and the cost with one kind of nodes only."""
     training: dict[str, list[str]] = {
         "reserved nodes": [f"{each.result.reserved_nodes:,}" for each in billed],
@@ -54,7 +54,7 @@ def bill_table(billed: Sequence[Billed]) -> Table:
         "rollouts": [short(each.result.rollout_cost) for each in billed],
         **whole,
     }
-    return Table(
+    return ReportTable(
         groups=(("", 1), ("cluster", 2), ("bill", len(columns) - 3)),
         columns=tuple(columns),
         rows=tuple(zip(*columns.values(), strict=True)),

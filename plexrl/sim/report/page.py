@@ -16,9 +16,9 @@ from plexrl.sim.report.plots.gantt import gantt_plot
 from plexrl.sim.report.plots.size_sweep import sweep_plot
 from plexrl.sim.report.plots.style import looks
 from plexrl.sim.report.plots.utilisation import utilisation_plot
-from plexrl.sim.report.tables import Table, gpu_hours, slowdowns, summary, tenants
+from plexrl.sim.report.tables import ReportTable, gpu_hours, slowdowns, summary, tenants
 from plexrl.sim.report.units import duration, percent
-from plexrl.sim.results.comparison import DRAWN_RUNS_MAX, Run, compare, drawn, sizes
+from plexrl.sim.results.comparison import DRAWN_RUNS_MAX, LabelledRun, compare, drawn, sizes
 from plexrl.sim.results.gpu_hours import kept_sentence, tail_sentence
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.capacity_search import CapacityPlan
@@ -90,12 +90,12 @@ class Capacity:
     notes: tuple[str, ...]
     """The certainty of each policy's answer."""
     plots: tuple[Plot, ...]
-    probes: Table
+    probes: ReportTable
 
 
 def capacity(plans: Sequence[CapacityPlan]) -> Capacity:
     """The section on the smallest clusters: text, plots and a table."""
-    look = looks([Run(label=plan.policy, result=answer(plan)) for plan in plans])
+    look = looks([LabelledRun(label=plan.policy, result=answer(plan)) for plan in plans])
     found = (objective_plot(plans, look), cost_curve(plans, look))
     return Capacity(
         headline=capacity_headline(plans),
@@ -106,8 +106,8 @@ def capacity(plans: Sequence[CapacityPlan]) -> Capacity:
 
 
 def plots(
-    runs: Sequence[Run],
-    single: Sequence[Run],
+    runs: Sequence[LabelledRun],
+    single: Sequence[LabelledRun],
     window_s: tuple[float, float] | None,
 ) -> tuple[Plot, ...]:
     """The plots of single runs that have data; colours are consistent with all runs."""
@@ -144,7 +144,7 @@ def page_template(name: str) -> "Template":
     return environment.get_template(name)
 
 
-def _notes(run: Run) -> list[str]:
+def _notes(run: LabelledRun) -> list[str]:
     """Sentences below the table of GPU-hours."""
     found = [tail_sentence(run.result.tail), kept_sentence(run.result.where)]
     return [each for each in found if each]

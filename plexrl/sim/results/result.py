@@ -50,7 +50,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class DrainBounds:
     """Lower bounds of the drain time for any scheduler; the larger one applies."""
 
     critical_path_s: float
@@ -98,7 +98,7 @@ class SimResult:
     switches: int
     drain_s: float
     """From the trace's start to the end of the last job."""
-    bounds: Bounds
+    bounds: DrainBounds
     wait: DistributionSummary
     """Seconds from a job's submission to its first placement."""
     normalized_wait: DistributionSummary

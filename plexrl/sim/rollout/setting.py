@@ -10,7 +10,7 @@ from plexrl.rollout.policies.length_dispatch import LONG_PART
 from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.engine.models import Model
 from plexrl.sim.rollout.engine.rewards import AT_ONCE, RewardCosts
-from plexrl.sim.rollout.workload import Workload
+from plexrl.sim.rollout.workload import RolloutWorkload
 
 
 class SystemName(StrEnum):
@@ -62,7 +62,7 @@ class Setting:
     gpus: int = 128
     batch_groups: int = 128
     """Prompts of one training batch."""
-    workload: Workload = field(default_factory=Workload)
+    workload: RolloutWorkload = field(default_factory=RolloutWorkload)
     costs: EngineCosts = field(default_factory=EngineCosts)
     model: Model | None = None
     """The model that `costs` are of, so that the size of tensor-parallel groups can change."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from plexrl.errors import PlexRLError
 from plexrl.process.lifeline import die_with_parent
-from plexrl.sim.engine.simulate import Progress
+from plexrl.sim.engine.simulate import RunProgress
 from plexrl.sim.search.one_run import FailedRun, OnEnd, OnProgress, Outcome, failed, run_one
 from plexrl.sim.search.ray_sweep import run_on_ray
 from plexrl.sim.workload.scenario import JobSource, Scenario
@@ -103,7 +103,7 @@ def _run_in_processes(
                         "machine is out of memory; use fewer --workers"
                     )
                     message = failed(tasks[index][0], died)
-                if isinstance(message, Progress):
+                if isinstance(message, RunProgress):
                     report(index, message)
                     continue
                 outcomes[index] = message

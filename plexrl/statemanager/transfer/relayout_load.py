@@ -14,7 +14,7 @@ import numpy as np
 
 from plexrl.errors import StateLostError
 from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES, DataPlane
-from plexrl.statemanager.device.memory import DeviceMemory, Run
+from plexrl.statemanager.device.memory import ByteRun, WritableDevice
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
@@ -60,7 +60,7 @@ class Relayouter:
         deployment: str,
         seq: int,
         slices: Sequence[StateSlice],
-        memory: DeviceMemory,
+        memory: WritableDevice,
     ) -> RelayoutLoad:
         """Fill the slices of an arena from a version that this daemon holds.
 
@@ -117,10 +117,10 @@ class Relayouter:
 
 
 def _fill(
-    plane: DataPlane, memory: DeviceMemory, copies_of: dict[StateReader, StridedCopies]
+    plane: DataPlane, memory: WritableDevice, copies_of: dict[StateReader, StridedCopies]
 ) -> None:
     """Copy from the readers to the arena."""
-    direct: list[Run] = []
+    direct: list[ByteRun] = []
     staged: list[tuple[StateReader, StagingBlocks]] = []
     for reader, copies in copies_of.items():
         rest = copies
@@ -132,7 +132,7 @@ def _fill(
                 columns = (job.dst_offsets.tolist(), job.src_offsets.tolist(), job.items.tolist())
                 for to, place, nbytes in zip(*columns, strict=True):
                     assert 0 <= place <= len(source) - nbytes
-                    direct.append(Run(to, address + place, nbytes))
+                    direct.append(ByteRun(to, address + place, nbytes))
             rest = copies.chosen(~is_long)
         if len(rest):
             staged.append((reader, StagingBlocks(rest, BLOCK_BYTES)))
@@ -142,27 +142,27 @@ def _fill(
         with plane.buffer() as buffer:
             # The last block of the arena may be shorter than the buffer.
             block = np.frombuffer(buffer.view, dtype=np.uint8)
-            filled: list[Run] = []
+            filled: list[ByteRun] = []
             for reader, blocks in staged:
                 copies = blocks.copies(start)
                 if len(copies):
                     reader.read(copies, block)
                     filled += [
-                        Run(start + at, buffer.address + at, nbytes)
+                        ByteRun(start + at, buffer.address + at, nbytes)
                         for at, nbytes in covered(copies)
                     ]
-            memory.write(_joined(filled))
+            memory.write(_join(filled))
 
     starts = sorted({at for _, blocks in staged for at in blocks.starts()})
     plane.spread(fill_block, starts)
 
 
-def _joined(copies: list[Run]) -> list[Run]:
+def _join(copies: list[ByteRun]) -> list[ByteRun]:
     """The same copies, with adjacent ones joined."""
-    found: list[Run] = []
+    found: list[ByteRun] = []
     for run in sorted(copies, key=lambda run: run.offset):
         if found and found[-1].offset + found[-1].nbytes == run.offset:
-            found[-1] = Run(found[-1].offset, found[-1].address, found[-1].nbytes + run.nbytes)
+            found[-1] = ByteRun(found[-1].offset, found[-1].address, found[-1].nbytes + run.nbytes)
         else:
             found.append(run)
     return found

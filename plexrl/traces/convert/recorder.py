@@ -143,7 +143,7 @@ def _demand(cycles: Sequence[_Cycle], count: int) -> dict[str, Any]:
     period_s = median(cycle.length_s for cycle in clean)
     if period_s < 1e-3:
         return {}
-    merged = [_merged(cycle.spans, MERGE_PART * period_s) for cycle in clean]
+    merged = [_merge(cycle.spans, MERGE_PART * period_s) for cycle in clean]
     orders = Counter(tuple(span.function for span in spans) for spans in merged)
     usual = min(orders, key=lambda order: (-orders[order], order))
     agreeing = [spans for spans in merged if tuple(span.function for span in spans) == usual]
@@ -165,7 +165,7 @@ def _demand(cycles: Sequence[_Cycle], count: int) -> dict[str, Any]:
     }
 
 
-def _merged(spans: Sequence[_Span], gap_s: float) -> list[_Span]:
+def _merge(spans: Sequence[_Span], gap_s: float) -> list[_Span]:
     found: list[_Span] = []
     for span in spans:
         last = found[-1] if found else None

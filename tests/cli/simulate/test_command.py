@@ -18,7 +18,7 @@ from plexrl.cli.simulate.tables import print_runs
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.one_run import FailedRun
 from plexrl.sim.search.sweep import run_all
-from plexrl.sim.workload.source.survey import surveyed
+from plexrl.sim.workload.source.survey import survey_jobs
 from plexrl.traces import write_jobs
 from plexrl.traces.io.files import write_whole
 from tests.sim.search.test_sweep import BASE, FewJobs
@@ -263,7 +263,7 @@ def test_a_run_that_failed_is_told_beside_the_results_of_others(
     assert isinstance(good, SimResult)
     assert isinstance(bad, FailedRun)
     found = Answers(
-        trace="few", survey=surveyed(FewJobs().jobs()), runs=((BASE, good),), failed=(bad,)
+        trace="few", survey=survey_jobs(FewJobs().jobs()), runs=((BASE, good),), failed=(bad,)
     )
     show(found)
     printed = capsys.readouterr()

@@ -15,8 +15,8 @@ from plexrl.sim.report.plots.style import looks
 from plexrl.sim.report.units import duration, percent, short
 from plexrl.sim.results.comparison import compare, drawn
 from plexrl.sim.results.result import (
-    Bounds,
     DistributionSummary,
+    DrainBounds,
     SimResult,
     Span,
     Speed,
@@ -61,7 +61,7 @@ def run_of(policy: str, *, gpus: int = 64, drain_s: float = 864_000.0) -> SimRes
         events=9_000,
         switches=1_717,
         drain_s=drain_s,
-        bounds=Bounds(critical_path_s=100_000.0, area_s=216_000.0),
+        bounds=DrainBounds(critical_path_s=100_000.0, area_s=216_000.0),
         wait=spread_over(0.0, 7_200.0, 86_400.0 * 3.25),
         normalized_wait=spread_over(0.0, 0.2, 3.0),
         job_slowdown=spread_over(0.01, 0.02, 0.03),
@@ -337,7 +337,7 @@ def test_ratio_needs_an_isolated_run_of_the_same_size_and_bound() -> None:
     slower = run_of("isolated", drain_s=1_728_000.0)
     _, _, ambiguous = compare([run_of("isolated"), slower, shared])
     assert ambiguous.ratio is None
-    other_seed = replace(slower, bounds=Bounds(critical_path_s=90_000.0, area_s=216_000.0))
+    other_seed = replace(slower, bounds=DrainBounds(critical_path_s=90_000.0, area_s=216_000.0))
     _, _, told_apart = compare([run_of("isolated"), other_seed, shared])
     assert told_apart.ratio == pytest.approx(0.5)
 

@@ -14,12 +14,12 @@ from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.engine.gpus import Gpu
 from plexrl.sim.rollout.engine.models import MODELS, QWEN25_14B
 from plexrl.sim.rollout.engine.rewards import AT_ONCE, MIXED, RewardCosts, Rewards
-from plexrl.sim.rollout.results.outcome import Outcome, outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.setting import TAIL_ONLY, Parts, Setting, System, SystemName
 from plexrl.sim.rollout.systems.flexes.streaming import StreamTrainer
-from plexrl.sim.rollout.workload import Prompts, Workload
+from plexrl.sim.rollout.workload import Prompts, RolloutWorkload
 
 SLOW = RewardCosts(usual_s=2.0, slow_s=30.0, slow_part=0.3)
 SMALL_GPU = Gpu(name="small", flops=1e14, bandwidth=1e12, memory=38e9, link=1e11)
@@ -30,7 +30,7 @@ SMALL = Setting(
     batch_groups=6,
     steps=4,
     warmup_steps=0,
-    workload=Workload(limit=10_000, group_size=4),
+    workload=RolloutWorkload(limit=10_000, group_size=4),
     costs=SMALL_MODEL.costs(1),
     model=SMALL_MODEL,
     rewards=SLOW,
@@ -57,7 +57,7 @@ def flexes(parts: Parts, factor: float = 1.25) -> System:
     )
 
 
-def figures(setting: Setting, system: System) -> Outcome:
+def figures(setting: Setting, system: System) -> RolloutOutcome:
     return outcome(setting, system, simulate_rollout(setting, system))
 
 
@@ -183,7 +183,7 @@ def test_rounds_take_as_long_as_a_calculation_by_hand_says(
         batch_groups=batch,
         steps=9,
         warmup_steps=0,
-        workload=Workload(limit=30_000, group_size=group, seed=seed),
+        workload=RolloutWorkload(limit=30_000, group_size=group, seed=seed),
         costs=TOKEN_S,
         rewards=rewards,
         command_s=0.0,
@@ -230,7 +230,7 @@ def test_only_speculation_generates_what_is_not_trained() -> None:
 
 def test_training_early_shortens_the_training_step_by_what_it_trains() -> None:
     """One long response keeps the round open until all others are trained."""
-    lengths = Workload(limit=20_000, group_size=1, correlation=0.0, seed=3)
+    lengths = RolloutWorkload(limit=20_000, group_size=1, correlation=0.0, seed=3)
     costs = replace(TOKEN_S, train_gpu_s_per_token=1e-4, pull_s=0.0)
     setting = replace(SMALL, workload=lengths, costs=costs, rewards=AT_ONCE, steps=1)
     setting = replace(setting, cycle_s=1000.0)
@@ -273,7 +273,7 @@ def test_early_training_is_that_of_a_count_by_seconds(
 
 
 def test_the_planner_doubles_the_size_when_engines_preempt_more() -> None:
-    workload = Workload(limit=20_000, group_size=8)
+    workload = RolloutWorkload(limit=20_000, group_size=8)
     setting = replace(SMALL, workload=workload, batch_groups=8, steps=10)
     system = flexes(Parts(rewards=False, stream=False))
     planned = simulate_rollout(setting, system)

@@ -11,7 +11,7 @@ from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.reports import LoadReport
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
-from plexrl.statemanager.protocol.tickets import Role
+from plexrl.statemanager.protocol.tickets import TicketRole
 from plexrl.statemanager.transfer.transport.tcp.client import TcpConnection
 from plexrl.statemanager.transfer.transport.tcp.state import open_states
 from tests.statemanager import relayouts
@@ -226,7 +226,7 @@ def test_a_worker_reads_no_other_deployment_over_tcp(
     saved(make_ranks([node], "fsdp", 2))
     own = TcpConnection(NETWORK, node.tcp, node.worker_ticket(NAME), DEADLINE_S)
     other = TcpConnection(NETWORK, node.tcp, node.worker_ticket("job/critic"), DEADLINE_S)
-    agent = TcpConnection(NETWORK, node.tcp, node.ticket(role=Role.AGENT), DEADLINE_S)
+    agent = TcpConnection(NETWORK, node.tcp, node.ticket(role=TicketRole.AGENT), DEADLINE_S)
     try:
         assert len(open_states(own, NAME, 1)) == len(open_states(agent, NAME, 1)) == 2
         with pytest.raises(PermissionDeniedError, match="own deployment"):

@@ -22,7 +22,7 @@ from plexrl.statemanager.layout.staging import StagingBlocks, covered
 from plexrl.statemanager.layout.strided.copies import (
     BYTES_CAST,
     StridedCopies,
-    concatenated,
+    concatenate,
 )
 from plexrl.statemanager.layout.versions import Manifest, VersionKind
 from plexrl.statemanager.store.store import Store
@@ -209,4 +209,4 @@ def test_windows_together_bring_what_the_runs_bring(copies: StridedCopies, windo
             brought += nbytes
     assert np.array_equal(found, expected)
     assert brought == copies.nbytes == sum(nbytes for _, nbytes in covered(copies))
-    assert concatenated([there.copies(at) for at in there.starts()]).nbytes == copies.nbytes
+    assert concatenate([there.copies(at) for at in there.starts()]).nbytes == copies.nbytes

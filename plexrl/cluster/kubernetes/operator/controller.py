@@ -65,7 +65,7 @@ class WorkQueue:
                 self._changed.wait(until - now)
 
 
-class Controller:
+class OperatorController:
     """Runs the RLJobs of some namespaces."""
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from plexrl.cluster.kubernetes.operator.status import JobView
+from plexrl.cluster.kubernetes.operator.status import SeenJob
 from plexrl.errors import ConflictError, NotFoundError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ class Jobs(Protocol):
     """The PlexRL cluster, as the operator sees it. Every method raises `PlexRLError` if the cluster
     cannot be asked."""
 
-    def view(self, job: str) -> JobView | None:
+    def view(self, job: str) -> SeenJob | None:
         """A job; None: unknown."""
         ...
 
@@ -38,13 +38,13 @@ class ClusterJobs:
     def __init__(self, cluster: "Cluster") -> None:
         self._cluster = cluster
 
-    def view(self, job: str) -> JobView | None:
+    def view(self, job: str) -> SeenJob | None:
         try:
             found = self._cluster.attach_job(job, heartbeat=False).explain()
         except NotFoundError:
             return None
         state = str(found["state"])
-        return JobView(state, str(found["summary"]), state not in FINAL)
+        return SeenJob(state, str(found["summary"]), state not in FINAL)
 
     def cancel(self, job: str, reason: str) -> None:
         try:

@@ -35,7 +35,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class JobView:
+class SeenJob:
     """A job as PlexRL sees it."""
 
     state: str
@@ -49,7 +49,7 @@ class Seen:
 
     job: Plain | None
     """The Job of its name; None: there is none."""
-    view: JobView | None
+    view: SeenJob | None
     """Its job in PlexRL; None: PlexRL does not know it."""
     problem: str = ""
     """Why PlexRL could not be asked."""

@@ -26,7 +26,7 @@ from plexrl.cluster.kubernetes.workers.pods import (
     pod_group,
     worker_pod,
 )
-from plexrl.process.memory.tuning import tuned
+from plexrl.process.memory.tuning import tune
 from plexrl.worker.agent.launcher import last_line
 from plexrl.worker.interface.config import WorkerConfig
 
@@ -280,7 +280,7 @@ def groups_version(api: "ApiClient") -> str | None:
 
 def _environment(config: WorkerConfig) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
-    return tuned({**own, "OMP_NUM_THREADS": str(config.threads), "HF_HUB_OFFLINE": "1"})
+    return tune({**own, "OMP_NUM_THREADS": str(config.threads), "HF_HUB_OFFLINE": "1"})
 
 
 def _check_user(sock: socket.socket) -> None:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.strategies.routing import (
-    Candidate,
-    Choice,
     CountRouter,
     Router,
+    RoutingCandidate,
+    RoutingChoice,
     ThroughputRouter,
 )
 from plexrl.rollout.instances.cost_model import CostModel
@@ -130,11 +130,11 @@ class LengthAwareRouter:
     def _is_for_long(found: Sides, load: InstanceLoad) -> bool:
         return load.index < found.instances
 
-    def lane(self, candidate: Candidate) -> int:
+    def lane(self, candidate: RoutingCandidate) -> int:
         """The side of the prompt."""
         return int(candidate.group in self._sides.groups)
 
-    def choose(self, candidate: Candidate) -> Choice | None:
+    def choose(self, candidate: RoutingCandidate) -> RoutingChoice | None:
         """An instance of the prompt's side; or one of the other side that has nothing to do."""
         lane = self.lane(candidate)
         choice = self._routers[lane].choose(candidate)
@@ -151,10 +151,10 @@ class LengthAwareRouter:
         """As `ThroughputRouter`."""
         return self._routers[self._is_for_long(self._sides, load)].score(load, length)
 
-    def would_replace(self, version: int, choice: Choice | None) -> bool:
+    def would_replace(self, version: int, choice: RoutingChoice | None) -> bool:
         """As `ThroughputRouter`."""
         return self._routers[0].would_replace(version, choice)
 
-    def take(self, candidate: Candidate, choice: Choice) -> None:
+    def take(self, candidate: RoutingCandidate, choice: RoutingChoice) -> None:
         """Adds one trajectory, which runs at once."""
         self._routers[self._is_for_long(self._sides, choice.load)].take(candidate, choice)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from plexrl.rollout.instances.expected_instance import ExpectedInstance
 from plexrl.rollout.instances.snapshot import InstanceSnapshot
-from plexrl.rollout.policies.adaptive_tp.controller import Switch, SwitchController
+from plexrl.rollout.policies.adaptive_tp.controller import SwitchController, TpSwitch
 from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
 from plexrl.rollout.policies.adaptive_tp.projection import DecodingRow, project
 from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
@@ -33,7 +33,7 @@ class AdaptiveTp:
         rounds: Rounds,
         snapshots: Iterable[InstanceSnapshot],
         expected: Mapping[InstanceId, ExpectedInstance],
-    ) -> dict[InstanceId, Switch]:
+    ) -> dict[InstanceId, TpSwitch]:
         """The switches that pay now. The snapshots show the effect of all commands, but maybe not
         of switches."""
         if self._settings is None or server.waiting or rounds.progress(server) is None:
@@ -49,7 +49,7 @@ class AdaptiveTp:
 
     def _decide(
         self, settings: AdaptiveTpSettings, server: TrajectoryServer, snapshot: InstanceSnapshot
-    ) -> Switch | None:
+    ) -> TpSwitch | None:
         sizes = settings.profile.subject.tp_sizes
         if self._controller is None or snapshot.tp not in sizes:
             return None

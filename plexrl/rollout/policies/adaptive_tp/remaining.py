@@ -34,7 +34,7 @@ def deal(rows: Sequence[UnfinishedRow], groups: int) -> list[list[UnfinishedRow]
     return [ordered[index::groups] for index in range(groups)]
 
 
-class Load:
+class GroupLoad:
     """Groups of one size with their rows."""
 
     __slots__ = ("_ends", "_squares", "_tokens", "groups", "tp")
@@ -87,4 +87,4 @@ class Load:
 def remaining_s(predictor: LatencyPredictor, tp: int, groups: Groups) -> float:
     """Seconds until the last row has ended, in groups of `tp` ranks (PAT Alg. 1, est_rem_time)."""
     last = max((row.left for group in groups for row in group), default=0)
-    return Load(tp, groups).stretches_s(predictor, [0, last])[0]
+    return GroupLoad(tp, groups).stretches_s(predictor, [0, last])[0]

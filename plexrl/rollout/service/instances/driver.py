@@ -20,12 +20,12 @@ from plexrl.errors import ExecutionError, NotFoundError, PlexRLError, RolloutFai
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     Abort,
-    Event,
     Generated,
     GenerationFailed,
     Interrupt,
     Pull,
     Pulled,
+    RolloutEvent,
     Route,
     StepMeasured,
     Stopped,
@@ -36,9 +36,14 @@ from plexrl.rollout.coordinator.messages import (
 from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.service.cluster_calls import ClusterCalls, RowRequest
 from plexrl.rollout.service.instances.work import InstanceCommand, Instances, InstanceWork
-from plexrl.rollout.service.journal.store import ABORTED, Part, RolloutStore
+from plexrl.rollout.service.journal.store import ABORTED, GeneratedPart, RolloutStore
 from plexrl.rollout.service.order import RolloutOrder, deployment_of
-from plexrl.rollout.trajectories.record import InstanceId, Segment, TrajectoryId, TrajectoryState
+from plexrl.rollout.trajectories.record import (
+    InstanceId,
+    TrajectoryId,
+    TrajectorySegment,
+    TrajectoryState,
+)
 
 LOG = logging.getLogger(__name__)
 SWITCH_TIMEOUT_S = 30.0
@@ -55,7 +60,7 @@ class Surroundings(Protocol):
     calls: ClusterCalls
     instances: Instances
 
-    def handle(self, event: Event, *, parts: Sequence[Part] = ()) -> None:
+    def handle(self, event: RolloutEvent, *, parts: Sequence[GeneratedPart] = ()) -> None:
         """Take an event."""
         ...
 
@@ -260,7 +265,7 @@ class InstanceDriver:
         self,
         generation: _Generation,
         event: Generated | GenerationFailed,
-        parts: Sequence[Part] = (),
+        parts: Sequence[GeneratedPart] = (),
     ) -> None:
         del self._at[event.trajectory]
         self._rollout.handle(event, parts=parts)
@@ -279,7 +284,7 @@ class InstanceDriver:
             # Otherwise it ended before, and was reported.
             if (generation := self._at.pop(each, None)) is not None:
                 sample = generation.stopped.pop(each)
-                segments: tuple[Segment, ...] = ()
+                segments: tuple[TrajectorySegment, ...] = ()
                 if sample is not None and self._is_kept(each):
                     segments = await self._segments(sample)
                     parts += self._parts(each, sample)
@@ -378,7 +383,7 @@ class InstanceDriver:
             found.append(RowRequest(tokens=tokens, max_tokens=most, number=each, drawn=len(before)))
         return found
 
-    async def _segments(self, sample: Sample) -> tuple[Segment, ...]:
+    async def _segments(self, sample: Sample) -> tuple[TrajectorySegment, ...]:
         """The sample's tokens by version."""
         ends = [*(each.start for each in sample.weights[1:]), len(sample.tokens)]
         found = []
@@ -386,7 +391,9 @@ class InstanceDriver:
             if end > span.start:
                 version = await self._rollout.version_of(span.trainer_step)
                 found.append(
-                    Segment(tokens=end - span.start, policy_version=version, kv_version=version)
+                    TrajectorySegment(
+                        tokens=end - span.start, policy_version=version, kv_version=version
+                    )
                 )
         return tuple(found)
 
@@ -394,11 +401,11 @@ class InstanceDriver:
         record = self._rollout.core.trajectories.get(trajectory)
         return record is not None and record.state is not TrajectoryState.ABORTING
 
-    def _parts(self, trajectory: TrajectoryId, sample: Sample) -> list[Part]:
+    def _parts(self, trajectory: TrajectoryId, sample: Sample) -> list[GeneratedPart]:
         if not sample.tokens or not self._is_kept(trajectory):
             return []
         tokens = np.array(sample.tokens, dtype=np.int32)
-        return [Part(trajectory, tokens, sample.logprobs, sample.finish_reason)]
+        return [GeneratedPart(trajectory, tokens, sample.logprobs, sample.finish_reason)]
 
     def load(self, engines: Sequence[Plain]) -> tuple[InstanceSnapshot, tuple[StepMeasured, ...]]:
         """The instance's load, from that of its engines, and the decode steps that were measured

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from plexrl.rollout.coordinator.messages import (
     Abort,
-    Command,
-    Event,
     Generated,
     GenerationFailed,
     InstanceJoined,
@@ -15,6 +13,8 @@ from plexrl.rollout.coordinator.messages import (
     Interrupt,
     Pull,
     Pulled,
+    RolloutCommand,
+    RolloutEvent,
     Route,
     Stopped,
     SwitchTp,
@@ -88,7 +88,9 @@ class Instances:
     def __init__(self) -> None:
         self.work: dict[InstanceId, InstanceWork] = {}
 
-    def note(self, event: Event, commands: Iterable[Command]) -> list[InstanceCommand]:
+    def note(
+        self, event: RolloutEvent, commands: Iterable[RolloutCommand]
+    ) -> list[InstanceCommand]:
         """Records an event and its commands; returns those for instances, in order."""
         self._note_event(event)
         found: list[InstanceCommand] = []
@@ -99,7 +101,7 @@ class Instances:
             found.append(command)
         return found
 
-    def _note_event(self, event: Event) -> None:
+    def _note_event(self, event: RolloutEvent) -> None:
         if isinstance(event, InstanceJoined):
             self.work[event.instance] = InstanceWork(
                 version=event.version, kv_budget=event.kv_budget

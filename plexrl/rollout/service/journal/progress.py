@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
-    Command,
-    Event,
     Generated,
     GenerationFailed,
     GroupAdded,
@@ -20,6 +18,8 @@ from plexrl.rollout.coordinator.messages import (
     ReportQueuedGroup,
     ReportScaleDown,
     Rewarded,
+    RolloutCommand,
+    RolloutEvent,
     TpSwitched,
     Train,
 )
@@ -66,7 +66,7 @@ class TrainedBatch:
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
+class RolloutProgress:
     """Counts since the rollout was created, and what its controller has to answer next."""
 
     group_size: int
@@ -127,7 +127,11 @@ class Progress:
     """Switches of the engines' tensor-parallel groups that were carried out."""
 
     def note(
-        self, seq: int, event: Event, commands: Iterable[Command], core: RolloutCoordinator
+        self,
+        seq: int,
+        event: RolloutEvent,
+        commands: Iterable[RolloutCommand],
+        core: RolloutCoordinator,
     ) -> None:
         """Records an event and its commands; `core` has handled it."""
         match event:
@@ -213,7 +217,7 @@ class Progress:
         samples = max(1, len(train.batch) // max(1, len(groups)))
         self.lengths_by_prompt = kept[-max(len(groups), RESPONSES_KEPT // samples) :]
 
-    def _dropped(self, event: Event, command: ReportDroppedGroup) -> None:
+    def _dropped(self, event: RolloutEvent, command: ReportDroppedGroup) -> None:
         self.dropped_groups += 1
         self.dropped_reason = command.reason
         if isinstance(event, GenerationFailed):

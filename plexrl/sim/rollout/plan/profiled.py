@@ -6,7 +6,7 @@ from plexrl.client.data.rollout_profile import RolloutProfile
 from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.engine.models import DECODE_COMPUTE, PREFILL_COMPUTE, Model
 from plexrl.sim.rollout.setting import Setting
-from plexrl.sim.rollout.workload import Workload
+from plexrl.sim.rollout.workload import RolloutWorkload
 
 STEPS = 16
 WARMUP_STEPS = 4
@@ -64,7 +64,7 @@ def profiled_setting(
     return Setting(
         gpus=gpus or profile.instances * profile.instance_gpus + profile.trainer_gpus,
         batch_groups=profile.prompts,
-        workload=Workload(
+        workload=RolloutWorkload(
             groups=tuple(each.response_tokens for each in profile.lengths),
             scale=1.0,
             limit=profile.max_tokens,

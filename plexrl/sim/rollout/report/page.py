@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plexrl.sim.report.page import page_template
-from plexrl.sim.report.tables import Table
+from plexrl.sim.report.tables import ReportTable
 from plexrl.sim.report.units import percent
 from plexrl.sim.rollout.engine.rewards import AT_ONCE, RewardCosts
 from plexrl.sim.rollout.report.histories import (
@@ -16,14 +16,14 @@ from plexrl.sim.rollout.report.histories import (
 from plexrl.sim.rollout.report.throughput import throughput_plot
 from plexrl.sim.rollout.results.bound import bounds
 from plexrl.sim.rollout.results.gains import gain_lines, gain_over_sync
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.setting import ON_POLICY, Setting
 from plexrl.traces.io.files import write_whole
 
 
 def write_report(
     settings: Sequence[Setting],
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RolloutOutcome],
     histories: Sequence[History],
     folder: Path,
 ) -> Path:
@@ -50,7 +50,7 @@ def write_report(
     return path
 
 
-def run_table(outcomes: Sequence[Outcome]) -> Table:
+def run_table(outcomes: Sequence[RolloutOutcome]) -> ReportTable:
     """One row per run."""
     columns = {
         "system": [each.system.label for each in outcomes],
@@ -70,7 +70,7 @@ def run_table(outcomes: Sequence[Outcome]) -> Table:
         "preemptions": [f"{each.preemptions:.2f}" for each in outcomes],
     }
     limits = [each.limit for each in outcomes]
-    return Table(
+    return ReportTable(
         groups=(
             ("", 2),
             ("GPUs", 2),
@@ -124,7 +124,7 @@ def setting_lines(
     ]
 
 
-def _rollout_gpus(each: Outcome) -> str:
+def _rollout_gpus(each: RolloutOutcome) -> str:
     return "all" if each.system.name in ON_POLICY else f"{each.system.rollout_gpus}"
 
 

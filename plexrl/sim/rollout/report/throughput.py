@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from plexrl.sim.report.plots.figure import Picture, Plot, draw
 from plexrl.sim.rollout.results.gains import gain_over_sync
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.setting import SystemName
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ COLOURS = {
 }
 
 
-def throughput_plot(outcomes: Sequence[Outcome]) -> Plot | None:
+def throughput_plot(outcomes: Sequence[RolloutOutcome]) -> Plot | None:
     """One picture per limit; None for a single run."""
     if len(outcomes) < 2:
         return None
@@ -41,7 +41,7 @@ def throughput_plot(outcomes: Sequence[Outcome]) -> Plot | None:
     )
 
 
-def _bars(name: str, outcomes: Sequence[Outcome], longest: float) -> "Markup":
+def _bars(name: str, outcomes: Sequence[RolloutOutcome], longest: float) -> "Markup":
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
         for place, each in enumerate(outcomes):

@@ -8,7 +8,7 @@ that reaches the bound keeps every cache full, computes nothing twice, and no si
 
 from collections.abc import Sequence
 
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.setting import ON_POLICY, Setting
 from plexrl.sim.rollout.workload import Prompts
 
@@ -41,7 +41,7 @@ def throughput_bound(setting: Setting, rollout_gpus: int = 0) -> float:
     return tokens / min(least_s(gpus) for gpus in splits)
 
 
-def bounds(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> list[float]:
+def bounds(settings: Sequence[Setting], outcomes: Sequence[RolloutOutcome]) -> list[float]:
     """The bound of each setting; none if no system divides its GPUs."""
     if all(each.system.name in ON_POLICY for each in outcomes):
         return []

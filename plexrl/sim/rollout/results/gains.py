@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.setting import COORDINATED, ON_POLICY, Strategies, SystemName
 
 
-def gain_over_sync(outcome: Outcome, outcomes: Iterable[Outcome]) -> float | None:
+def gain_over_sync(outcome: RolloutOutcome, outcomes: Iterable[RolloutOutcome]) -> float | None:
     """Throughput relative to the synchronous run of the same limit; None without one. On-policy
     runs train the same prompts as it, and tail batching short and long ones in turn: theirs is the
     ratio of the whole runs' times."""
@@ -26,7 +26,7 @@ def gain_over_sync(outcome: Outcome, outcomes: Iterable[Outcome]) -> float | Non
     return outcome.throughput / sync.throughput
 
 
-def gain_lines(outcomes: Sequence[Outcome]) -> list[str]:
+def gain_lines(outcomes: Sequence[RolloutOutcome]) -> list[str]:
     """The gains of the coordinator's systems, one sentence each."""
     lines = []
     bounded = [

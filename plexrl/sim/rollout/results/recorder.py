@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from plexrl.errors import InvariantError
 from plexrl.sim.rollout.engine.instance import Instance
-from plexrl.sim.rollout.engine.trajectory import Segment, Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedSegment, SimulatedTrajectory
 
 SAMPLES_MAX = 1024
 """Most samples of the load per instance; when there are more, every other one is dropped."""
@@ -33,7 +33,7 @@ class TrainStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class RecordedLoad:
     """The load of one instance at one time."""
 
     at_s: float
@@ -49,7 +49,7 @@ class Lane:
     group: int
     buffer: int
     """Version that was trained with it."""
-    segments: tuple[Segment, ...]
+    segments: tuple[SimulatedSegment, ...]
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Recorder:
     sample_s: float = 10.0
     """Seconds between two samples of the load; grows in long runs."""
     steps: list[TrainStep] = field(default_factory=list)
-    loads: dict[int, list[Load]] = field(default_factory=dict)
+    loads: dict[int, list[RecordedLoad]] = field(default_factory=dict)
     lanes: list[Lane] = field(default_factory=list)
     trained_numbers: set[int] = field(default_factory=set)
     prefill_tokens: int = 0
@@ -85,7 +85,7 @@ class Recorder:
         version: int,
         start_s: float,
         end_s: float,
-        trajectories: Sequence[Trajectory],
+        trajectories: Sequence[SimulatedTrajectory],
         *,
         round_kind: str = "",
         reward_s: float = 0.0,
@@ -137,7 +137,7 @@ class Recorder:
                 del loads[1::2]
                 self.sample_s *= 2.0 if each is instances[0] else 1.0
             loads.append(
-                Load(
+                RecordedLoad(
                     at_s=now,
                     running=each.running_count,
                     waiting=len(each.waiting),

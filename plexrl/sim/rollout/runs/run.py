@@ -7,7 +7,7 @@ from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.setting import SPLIT, Setting, System, SystemName, check_system
 from plexrl.sim.rollout.systems.coordinated import Coordinated
 from plexrl.sim.rollout.systems.flexes.on_policy import OnPolicy
-from plexrl.sim.rollout.systems.pat.adaptive_tp import AdaptiveTp
+from plexrl.sim.rollout.systems.pat.adaptive_tp import AdaptiveTpSystem
 from plexrl.sim.rollout.systems.streamrl.skewness import SkewnessAware
 from plexrl.sim.rollout.systems.streamrl.streamed import Streamed
 from plexrl.sim.rollout.systems.synchronous import Synchronous
@@ -22,7 +22,6 @@ def simulate_rollout(
     system: System,
     *,
     with_history: bool = False,
-    on_step: Callable[[int], None] | None = None,
     policy: Callable[[World, System], Policy] | None = None,
 ) -> Recorder:
     """Simulate `system` for `setting.steps` training steps. Deterministic.
@@ -39,7 +38,7 @@ def simulate_rollout(
     lanes_from = max(0, setting.steps - LANE_BUFFERS) if with_history else None
     recorder = Recorder(lanes_from=lanes_from)
     world = World(setting, system, recorder)
-    world.run((policy or _policy)(world, system), on_step)
+    world.run((policy or _policy)(world, system))
     return recorder
 
 
@@ -57,4 +56,4 @@ def _policy(world: World, system: System) -> Policy:
             skewness = SkewnessAware(world.setting, system.recall)
             return Streamed(world, system.staleness, skewness)
         case SystemName.PAT:
-            return AdaptiveTp(world, system)
+            return AdaptiveTpSystem(world, system)

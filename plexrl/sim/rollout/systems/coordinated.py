@@ -21,8 +21,6 @@ from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     Abort,
     BatchRequested,
-    Command,
-    Event,
     Generated,
     GroupAdded,
     InstanceJoined,
@@ -31,6 +29,8 @@ from plexrl.rollout.coordinator.messages import (
     Pull,
     Pulled,
     Rewarded,
+    RolloutCommand,
+    RolloutEvent,
     Route,
     SnapshotTaken,
     Stopped,
@@ -41,9 +41,14 @@ from plexrl.rollout.coordinator.policy_settings import coordinator_settings
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.instances.snapshot import InstanceSnapshot
-from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Segment, TrajectoryId
+from plexrl.rollout.trajectories.record import (
+    InstanceId,
+    SampleGroupId,
+    TrajectoryId,
+    TrajectorySegment,
+)
 from plexrl.sim.rollout.engine.instance import Instance
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.setting import COORDINATED, Setting, System
 from plexrl.sim.rollout.world import World
 
@@ -56,7 +61,7 @@ class Coordinated:
         self._core = RolloutCoordinator(_settings(world.setting, system))
         self._instances: dict[InstanceId, Instance] = {}
         """Instances that have joined."""
-        self._trajectories: dict[int, Trajectory] = {}
+        self._trajectories: dict[int, SimulatedTrajectory] = {}
         """Trajectories that are not trained yet."""
         self._next_group = 0
 
@@ -68,7 +73,7 @@ class Coordinated:
         self._tell(BatchRequested())
         self._cycle()
 
-    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+    def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
         for each in trajectories:
             number = TrajectoryId(each.number)
@@ -119,10 +124,10 @@ class Coordinated:
             world.recorder.decide_s.append(thread_time() - began)
         self._issue(commands)
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: RolloutEvent) -> None:
         self._issue(self._core.handle(event))
 
-    def _issue(self, commands: Sequence[Command]) -> None:
+    def _issue(self, commands: Sequence[RolloutCommand]) -> None:
         """Training begins at once. Instances get their commands `command_s` later: all of them, so
         that each runs them in the order of issue, as the protocol wants."""
         remote = []
@@ -134,18 +139,20 @@ class Coordinated:
         if remote:
             self._send(remote)
 
-    def _send(self, commands: Sequence[Command]) -> None:
+    def _send(self, commands: Sequence[RolloutCommand]) -> None:
         world, routed = self._world, self._routed(commands)
         world.at(world.now + world.setting.command_s, lambda: self._execute(commands, routed))
 
-    def _routed(self, commands: Sequence[Command]) -> dict[int, Trajectory]:
+    def _routed(self, commands: Sequence[RolloutCommand]) -> dict[int, SimulatedTrajectory]:
         """The trajectories that commands send to instances, by number."""
         numbers = (
             each for route in commands if isinstance(route, Route) for each in route.trajectories
         )
         return {each: self._trajectories[each] for each in numbers}
 
-    def _execute(self, commands: Sequence[Command], routed: Mapping[int, Trajectory]) -> None:
+    def _execute(
+        self, commands: Sequence[RolloutCommand], routed: Mapping[int, SimulatedTrajectory]
+    ) -> None:
         for command in commands:
             match command:
                 case Route():
@@ -192,18 +199,20 @@ class Coordinated:
         self._tell(GroupAdded(group=group, prompt_tokens=members[0].prompt_tokens))
         self._next_group += 1
 
-    def _draw(self, group: int) -> list[Trajectory]:
+    def _draw(self, group: int) -> list[SimulatedTrajectory]:
         """New trajectories for a prompt."""
         members = self._world.prompts.group(group, self._core.settings.staleness.extra_samples)
         self._trajectories |= {each.number: each for each in members}
         return members
 
-    def _new(self, trajectory: Trajectory) -> tuple[Segment, ...]:
+    def _new(self, trajectory: SimulatedTrajectory) -> tuple[TrajectorySegment, ...]:
         """Segments that the coordinator does not know yet. A KV cache is always of one version."""
         known = trajectory.reported
         trajectory.reported = len(trajectory.segments)
         return tuple(
-            Segment(tokens=each.tokens, policy_version=each.version, kv_version=each.version)
+            TrajectorySegment(
+                tokens=each.tokens, policy_version=each.version, kv_version=each.version
+            )
             for each in trajectory.segments[known:]
         )
 

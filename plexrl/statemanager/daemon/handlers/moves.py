@@ -11,8 +11,8 @@ import msgspec
 from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.statemanager.daemon.handlers.caller import (
     WORKERS,
-    Caller,
-    Reply,
+    DaemonCaller,
+    DaemonReply,
     handles,
     move_report,
     names_of,
@@ -36,17 +36,17 @@ from plexrl.statemanager.protocol.messages import (
     ReplicatedSection,
     Save,
 )
-from plexrl.statemanager.store.store import StoredVersion
+from plexrl.statemanager.store.store import TieredVersion
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 
 if TYPE_CHECKING:
-    from plexrl.statemanager.device.memory import DeviceMemory
+    from plexrl.statemanager.device.memory import WritableDevice
 
 DIGESTED_BYTES_MIN = 32 << 20
 """Smaller sections are copied and compared, which takes no longer than a digest takes to start."""
 
 
-def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
+def _save(caller: DaemonCaller, request: Save, _: Sequence[int]) -> DaemonReply:
     rank = caller.registered()
     store = caller.services.store
     started = time.perf_counter()
@@ -83,10 +83,10 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
         if request.next_use_s is not None:
             store.expect_use_in(rank.deployment, request.next_use_s)
         report = move_report(moved, time.perf_counter() - started, stored.tier)
-        return Reply({**report, "stamp": stored.manifest.stamp})
+        return DaemonReply({**report, "stamp": stored.manifest.stamp})
 
 
-def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
+def _load(caller: DaemonCaller, request: Load, _: Sequence[int]) -> DaemonReply:
     rank = caller.registered()
     started = time.perf_counter()
     caller.services.fencing.admit(rank.group, request.token)
@@ -105,7 +105,7 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
             results.append(_load_version(caller, rank, request, allocation, prefetched))
             return results[0].ranges
 
-        allocated = Reply({})
+        allocated = DaemonReply({})
         if rank.allocation is None:
             part = None if prefetched is None else prefetched.allocation
             allocated = allocate_arena(caller, rank, request.use, fill, part)
@@ -119,7 +119,7 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
         caller.services.earlier_versions.keep(names_of(earlier))
         seconds = time.perf_counter() - started
         fds = (*allocated.fds, *open_host(rank))
-        return Reply(
+        return DaemonReply(
             {
                 **move_report(loaded.nbytes, seconds, loaded.tier),
                 **allocated.answer,
@@ -148,7 +148,7 @@ class _LoadResult(NamedTuple):
 
 
 def _load_version(
-    caller: Caller,
+    caller: DaemonCaller,
     rank: Registration,
     request: Load,
     allocation: DeviceAllocation,
@@ -176,7 +176,7 @@ def _load_version(
         reads_snapshot = rank.host is not None and rank.host.allocation is None
         nbytes = _bytes_without_last(manifest) if reads_snapshot else manifest.nbytes
         return _LoadResult(manifest, nbytes, lease.tier, manifest.stamp, ranges, found_bytes)
-    memory: DeviceMemory = allocation
+    memory: WritableDevice = allocation
     if rank.host is not None:
         store.allocate_host(rank.host)
         memory = store.host_allocations.joined_memory(rank.host, allocation)
@@ -190,7 +190,7 @@ def _load_version(
     )
 
 
-def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
+def _publish(caller: DaemonCaller, request: Publish, _: Sequence[int]) -> DaemonReply:
     rank = caller.registered()
     store = caller.services.store
     started = time.perf_counter()
@@ -207,10 +207,12 @@ def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
         superseded = names_of(others[:surplus])
         stored = store.put(manifest, memory, superseded)
         store.drop(superseded)
-        return Reply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
+        return DaemonReply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
 
 
-def _list_replicated(caller: Caller, request: ListReplicated, _: Sequence[int]) -> Reply:
+def _list_replicated(
+    caller: DaemonCaller, request: ListReplicated, _: Sequence[int]
+) -> DaemonReply:
     rank = caller.registered()
     with rank.exclusive():
         layout = caller.services.registry.layout(rank, request.parts)
@@ -220,7 +222,7 @@ def _list_replicated(caller: Caller, request: ListReplicated, _: Sequence[int]) 
             end = section.start + section.nbytes
             inside = [e for e in layout.extents if section.start <= e.file_offset < end]
             sections.append(ReplicatedSection(section=section, extents=tuple(inside)))
-    return Reply({"sections": sections})
+    return DaemonReply({"sections": sections})
 
 
 ENTRIES = (
@@ -250,7 +252,7 @@ def _bytes_without_last(manifest: Manifest) -> int:
     return sum(section.nbytes for section in manifest.sections[:-1])
 
 
-def _versions(caller: Caller, rank: Registration, kind: VersionKind) -> list[StoredVersion]:
+def _versions(caller: DaemonCaller, rank: Registration, kind: VersionKind) -> list[TieredVersion]:
     """The rank's own versions, and those of ranks that no longer exist, which no other rank would
     drop."""
     return caller.services.store.find(
@@ -263,7 +265,7 @@ def _versions(caller: Caller, rank: Registration, kind: VersionKind) -> list[Sto
 
 
 def _manifest(
-    caller: Caller,
+    caller: DaemonCaller,
     rank: Registration,
     kind: VersionKind,
     seq: int,
@@ -298,8 +300,8 @@ def _with_digests(manifest: Manifest, digests: Mapping[str, str]) -> Manifest:
 
 
 def _find_unchanged(
-    rank: Registration, request: Save, stored: Sequence[StoredVersion]
-) -> StoredVersion | None:
+    rank: Registration, request: Save, stored: Sequence[TieredVersion]
+) -> TieredVersion | None:
     """The stored version that already equals the requested one; None if there is none.
 
     Training waits for a checkpoint's save, so this computes no layout.

@@ -9,7 +9,7 @@ SHOWN_MAX = 8
 """Holders that a message names; the details have all."""
 
 
-class Resident(NamedTuple):
+class DeviceHolder(NamedTuple):
     """A registered rank on the device."""
 
     deployment: str
@@ -20,7 +20,7 @@ class Resident(NamedTuple):
     """Memory lent to its arena; 0: it is offloaded."""
 
 
-class Need(NamedTuple):
+class DeviceNeed(NamedTuple):
     """The device memory that a rank needs."""
 
     who: str
@@ -38,9 +38,9 @@ class Need(NamedTuple):
 
 
 def held_error(
-    need: Need,
+    need: DeviceNeed,
     free_bytes: int,
-    residents: Sequence[Resident],
+    residents: Sequence[DeviceHolder],
     process_bytes: Mapping[int, int] | None,
     shared_bytes: int,
 ) -> DeviceMemoryFullError:

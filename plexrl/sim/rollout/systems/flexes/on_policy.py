@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from plexrl.rollout.coordinator.messages import (
     Abort,
     BatchRequested,
-    Command,
     Generated,
     InstanceLost,
     Interrupt,
@@ -22,13 +21,14 @@ from plexrl.rollout.coordinator.messages import (
     ReportQueuedGroup,
     ReportScaleDown,
     Rewarded,
+    RolloutCommand,
     Route,
     Train,
 )
 from plexrl.rollout.policies.parallelism import ParallelismPlanner
 from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
 from plexrl.sim.rollout.engine.rewards import Rewards
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.setting import System
 from plexrl.sim.rollout.systems.coordinated import Coordinated, instance_name
 from plexrl.sim.rollout.systems.flexes.streaming import StreamTrainer
@@ -50,7 +50,7 @@ class OnPolicy(Coordinated):
         self._prompts = setting.steps * setting.batch_groups
         self._kind = ""
         """Kind of the present round: `short`, `long`, or empty."""
-        self._graded: dict[int, list[Trajectory]] = {}
+        self._graded: dict[int, list[SimulatedTrajectory]] = {}
         """Samples of the present round that have rewards, by prompt."""
         self._generated = 0
         """Samples since the run began."""
@@ -71,7 +71,7 @@ class OnPolicy(Coordinated):
         self._kind = self._core.rounds.kind or ""
         super().start()
 
-    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+    def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
         for each in trajectories:
             name = instance_name(each.segments[-1].instance)
@@ -122,11 +122,11 @@ class OnPolicy(Coordinated):
         del self._instances[name]
         self._tell(InstanceLost(instance=name))
 
-    def _is_present(self, trajectory: Trajectory) -> bool:
+    def _is_present(self, trajectory: SimulatedTrajectory) -> bool:
         """It was not aborted with its prompt, and its prompt is not trained."""
         return self._trajectories.get(trajectory.number) is trajectory
 
-    def _rewarded(self, trajectory: Trajectory) -> None:
+    def _rewarded(self, trajectory: SimulatedTrajectory) -> None:
         if not self._is_present(trajectory):
             return
         graded = self._graded.setdefault(trajectory.group, [])
@@ -136,7 +136,7 @@ class OnPolicy(Coordinated):
             self._stream.complete(tokens, self._world.now)
         self._tell(Rewarded(trajectory=TrajectoryId(trajectory.number), reward=0.0))
 
-    def _issue(self, commands: Sequence[Command]) -> None:
+    def _issue(self, commands: Sequence[RolloutCommand]) -> None:
         freed: tuple[InstanceId, ...] = ()
         for command in commands:
             if isinstance(command, ReportQueuedGroup):
@@ -150,7 +150,7 @@ class OnPolicy(Coordinated):
             world = self._world
             world.at(world.now + world.setting.command_s, self._in_round(lambda: self._free(freed)))
 
-    def _send(self, commands: Sequence[Command]) -> None:
+    def _send(self, commands: Sequence[RolloutCommand]) -> None:
         """Commands of a round do not reach engines in the next."""
         world, routed = self._world, self._routed(commands)
 
@@ -216,6 +216,6 @@ class OnPolicy(Coordinated):
             self._tell(PromptsEnded())
 
 
-def target(command: Command) -> InstanceId | None:
+def target(command: RolloutCommand) -> InstanceId | None:
     """The instance that carries out a command."""
     return command.instance if isinstance(command, Route | Interrupt | Abort | Pull) else None
