@@ -100,13 +100,13 @@ def _show(a: Path, b: Path, found: "ResultComparison") -> None:
     else:
         print_line("The settings are equal.")
     for pair in found.smallest:
-        sizes = [_figure(each) for each in pair.figures]
+        sizes = [_figure(figure) for figure in pair.figures]
         print_table(f"Smallest cluster, {pair.label}", ("", "A", "B", "B - A", "change"), sizes)
     for pair in found.pairs:
-        if not any(each.differs for each in pair.figures):
+        if not any(figure.differs for figure in pair.figures):
             print_line(f"{pair.label}: equal figures.")
             continue
-        rows = [_figure(each) for each in pair.figures if each.a or each.b]
+        rows = [_figure(figure) for figure in pair.figures if figure.a or figure.b]
         print_table(pair.label, ("", "A", "B", "B - A", "change"), rows)
     for name, only in (("A", found.only_a), ("B", found.only_b)):
         if only and found.pairs:

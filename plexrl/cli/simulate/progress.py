@@ -107,8 +107,8 @@ class Runs:
             display.update(self._overall, completed=self._ended)
 
         if self._rows_in is not None:
-            for each in scenarios:
-                self.job_rows[each] = self._rows_in / f"rows{len(self.job_rows)}"
+            for scenario in scenarios:
+                self.job_rows[scenario] = self._rows_in / f"rows{len(self.job_rows)}"
         return run_all(
             scenarios,
             workers=self._workers,

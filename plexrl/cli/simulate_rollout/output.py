@@ -39,7 +39,10 @@ def output(
         write_text(text + "\n")
     else:
         for setting in settings:
-            show(setting, [each for each in outcomes if each.limit == setting.workload.limit])
+            show(
+                setting,
+                [outcome for outcome in outcomes if outcome.limit == setting.workload.limit],
+            )
         for line in (*bound_lines(settings, outcomes), *gain_lines(outcomes)):
             print_line(line)
     if out is not None:
@@ -51,25 +54,25 @@ def output(
 def show(setting: Setting, outcomes: Sequence[RolloutOutcome]) -> None:
     """Print the runs of one limit as a table."""
     workload = setting.workload
-    mean = sum(each.response_tokens for each in outcomes) / len(outcomes)
+    mean = sum(outcome.response_tokens for outcome in outcomes) / len(outcomes)
     print_line(
         f"{setting.gpus} GPUs, {setting.batch_groups} prompts of {workload.group_size} responses: "
         f"{mean:,.0f} tokens on average, at most {workload.limit:,}"
     )
     rows = []
-    for each in outcomes:
-        gain = gain_over_sync(each, outcomes)
+    for outcome in outcomes:
+        gain = gain_over_sync(outcome, outcomes)
         rows.append(
             (
-                each.system.label,
-                f"{each.system.rollout_gpus or setting.gpus}",
-                f"{each.throughput:,.0f}",
+                outcome.system.label,
+                f"{outcome.system.rollout_gpus or setting.gpus}",
+                f"{outcome.throughput:,.0f}",
                 "" if gain is None else f"{gain:.2f}",
-                f"{each.step_s:,.0f}",
-                f"{each.staleness_mean:.1f} ≤{each.staleness_max}",
-                f"{each.decode:.0%}",
-                f"{each.prefill:.0%}",
-                f"{each.train:.0%}",
+                f"{outcome.step_s:,.0f}",
+                f"{outcome.staleness_mean:.1f} ≤{outcome.staleness_max}",
+                f"{outcome.decode:.0%}",
+                f"{outcome.prefill:.0%}",
+                f"{outcome.train:.0%}",
             )
         )
     columns = ("system", "rollout GPUs", "tokens/s", "gain", "step s", "staleness")
@@ -86,11 +89,11 @@ def bound_lines(settings: Sequence[Setting], outcomes: Sequence[RolloutOutcome])
 
 def document(settings: Sequence[Setting], outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
     """The results as JSON values; equal questions give equal values except `speed`."""
-    runs = [each.values() for each in outcomes]
+    runs = [outcome.values() for outcome in outcomes]
     return {
         "version": version("plexrl"),
-        "settings": [asdict(each) for each in settings],
-        "gains_over_sync": [gain_over_sync(each, outcomes) for each in outcomes],
+        "settings": [asdict(setting) for setting in settings],
+        "gains_over_sync": [gain_over_sync(outcome, outcomes) for outcome in outcomes],
         "speed": [{"decision_ms": run.pop("decision_ms")} for run in runs],
         "runs": runs,
         "bounds": [

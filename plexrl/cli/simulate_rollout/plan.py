@@ -102,7 +102,7 @@ def show(job: "ProfiledJob", rows: "Sequence[PlannedMode]") -> None:
     from plexrl.sim.rollout.plan.planning import recommend
 
     profile = job.profile
-    responses = [tokens for each in profile.lengths for tokens in each.response_tokens]
+    responses = [tokens for length in profile.lengths for tokens in length.response_tokens]
     print_line(
         f"{profile.prompts} prompts of {profile.samples} samples, {len(responses):,} measured: "
         f"{sum(responses) / len(responses):,.0f} tokens on average, at most {max(responses):,}"
@@ -114,15 +114,15 @@ def show(job: "ProfiledJob", rows: "Sequence[PlannedMode]") -> None:
         )
     table = [
         (
-            each.mode.name,
-            f"{each.rollout_gpus}, shared"
-            if each.shares_gpus
-            else f"{each.rollout_gpus} + {each.train_gpus}",
-            f"{each.tensor_parallel}",
-            each.mode.trained,
-            f"{each.gain:.2f} ±{each.spread:.2f}",
+            row.mode.name,
+            f"{row.rollout_gpus}, shared"
+            if row.shares_gpus
+            else f"{row.rollout_gpus} + {row.train_gpus}",
+            f"{row.tensor_parallel}",
+            row.mode.trained,
+            f"{row.gain:.2f} ±{row.spread:.2f}",
         )
-        for each in rows
+        for row in rows
     ]
     print_table("", ("mode", "GPUs", "TP", "trained samples", "gain"), table)
     chosen = recommend(rows)

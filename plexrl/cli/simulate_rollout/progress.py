@@ -80,14 +80,14 @@ def _shown(
     bound and all of its parts, the coordinator's first, and StaleFlow without its strategies."""
     setting = max(settings, key=lambda each: each.workload.limit)
     best: dict[tuple[SystemName, Strategies], RolloutOutcome] = {}
-    for each in outcomes:
-        system = each.system
+    for outcome in outcomes:
+        system = outcome.system
         is_whole = system.strategies in _SHOWN and system.parts == Parts()
-        if each.limit != setting.workload.limit or not is_whole:
+        if outcome.limit != setting.workload.limit or not is_whole:
             continue
         key = (system.name, system.strategies)
         if key not in best or best[key].system.staleness < system.staleness:
-            best[key] = each
+            best[key] = outcome
     order = list(SystemName)[::-1]
     ordered = sorted(best.values(), key=lambda each: order.index(each.system.name))
     return [(setting, each) for each in ordered]

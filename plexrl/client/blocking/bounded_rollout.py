@@ -377,7 +377,7 @@ class PartSize:
     def is_reached(self, whole: "Sequence[Sequence[_TrainedRow]]") -> bool:
         """Whether prompts with these samples are enough."""
         rows = [each.row for each in chain(*whole)]
-        tokens = sum(len(each.prompt) + len(each.sample.tokens) for each in rows)
+        tokens = sum(len(row.prompt) + len(row.sample.tokens) for row in rows)
         return len(whole) >= self.prompts_min and tokens >= self.tokens_min
 
 

@@ -135,7 +135,7 @@ class Cluster:
             return Job(self._transport, self._get(f"/v1/jobs/{quote(job)}"), heartbeat=False)
         # This process controls the job now, so no warning is due.
         self._former_jobs = self._former_jobs and [
-            each for each in self._former_jobs if each["job"] != job
+            former_job for former_job in self._former_jobs if former_job["job"] != job
         ]
         transport = self._transport.for_controller(Controller())
         query = {"keep_gradients": keep_gradients}

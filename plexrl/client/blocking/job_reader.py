@@ -100,7 +100,7 @@ class JobReader:
         """
         measured = self._transport.ask("GET", f"{self._path}/rollouts/{quote(rollout)}/profile")
         names = [measured["source"], *measured["instances"]]
-        deployments = {each: self.deployment_status(each) for each in names}
+        deployments = {name: self.deployment_status(name) for name in names}
         operations: list[Plain] = []
         while page := self.operations(after=operations[-1]["index"] if operations else 0):
             operations += page

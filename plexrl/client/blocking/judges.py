@@ -107,7 +107,7 @@ def _result(future: "Future[ResultT]", timeout_s: float) -> ResultT:
 
 def _expected(scores: list[float], logprobs: list[float]) -> float:
     highest = max(logprobs)
-    weights = [math.exp(each - highest) for each in logprobs]
+    weights = [math.exp(logprob - highest) for logprob in logprobs]
     return sum(map(float.__mul__, weights, scores)) / sum(weights)
 
 

@@ -27,7 +27,7 @@ def make_profile(
         ConflictError: no batch was trained yet.
     """
     instances = measured["instances"]
-    trainer = [each for each in operations if _name(each) == measured["source"]]
+    trainer = [operation for operation in operations if _name(operation) == measured["source"]]
     steps = [at for at, each in enumerate(trainer) if each["kind"] == STEP_KIND]
     if not measured["lengths"] or len(steps) < 2 or not measured["kv_tokens"]:
         raise ConflictError(
@@ -38,7 +38,11 @@ def make_profile(
     first, last = steps[max(0, len(steps) - 1 - STEPS_KEPT)], steps[-1]
     counted = steps[-1 - min(STEPS_KEPT, len(steps) - 1) :]
     train_s = _seconds(trainer[first + 1 : last + 1]) / (len(counted) - 1)
-    syncs = [each for each in operations if each["kind"] == SYNC_KIND and _name(each) in instances]
+    syncs = [
+        operation
+        for operation in operations
+        if operation["kind"] == SYNC_KIND and _name(operation) in instances
+    ]
     lengths = [
         PromptLengths(prompt_tokens=tokens, response_tokens=tuple(responses))
         for tokens, responses in measured["lengths"]
@@ -68,4 +72,4 @@ def _busy_s(operation: Plain) -> float:
 
 
 def _seconds(operations: Iterable[Plain]) -> float:
-    return sum(float(each["compute_s"] or 0.0) for each in operations)
+    return sum(float(operation["compute_s"] or 0.0) for operation in operations)

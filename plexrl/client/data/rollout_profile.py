@@ -69,8 +69,8 @@ class RolloutProfile:
                     "least 0"
                 )
         if not self.lengths or not all(
-            each.response_tokens and min(*each.response_tokens, each.prompt_tokens) >= 1
-            for each in self.lengths
+            length.response_tokens and min(*length.response_tokens, length.prompt_tokens) >= 1
+            for length in self.lengths
         ):
             raise InvalidRequestError(
                 "the profile needs prompts with responses, each of a token or more: take it after "

@@ -43,7 +43,7 @@ def ended_sample(
     """The sample of a row that has ended, as a stream of rows gives it."""
     import numpy as np
 
-    spans = tuple(WeightsSpan(*each) for each in weights)
+    spans = tuple(WeightsSpan(*weight) for weight in weights)
     return Sample(tokens, np.array(logprobs, dtype=np.float32), finish_reason, spans)
 
 

@@ -52,10 +52,10 @@ def check_tables(
 def config_error(source: str, problems: Sequence[ConfigProblem]) -> ConfigError:
     """One error for all problems of a file."""
     count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
-    lines = [f"  {each.path}: {each.message}" for each in problems]
+    lines = [f"  {problem.path}: {problem.message}" for problem in problems]
     return ConfigError(
         "\n".join([f"{source} has {count}; nothing was started:", *lines]),
-        problems=[each._asdict() for each in problems],
+        problems=[problem._asdict() for problem in problems],
     )
 
 

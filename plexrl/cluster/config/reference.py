@@ -138,7 +138,7 @@ def type_text(hint: Any) -> str:
     arguments = typing.get_args(hint)
     origin = typing.get_origin(hint)
     if origin is tuple:
-        inner = [type_text(each) for each in arguments if each is not Ellipsis]
+        inner = [type_text(argument) for argument in arguments if argument is not Ellipsis]
         return f"list of {inner[0]}" if Ellipsis in arguments else f"[{', '.join(inner)}]"
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return f"table of {type_text(arguments[1])}"

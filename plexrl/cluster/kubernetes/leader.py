@@ -52,9 +52,9 @@ class LeaderLabel:
             label_selector=f"{self._selector},{LABEL}=true",
             _request_timeout=TIMEOUT_S,
         )
-        for each in others.items:
-            if each.metadata.name != self._pod:
-                self._patch(each.metadata.name, None)
+        for item in others.items:
+            if item.metadata.name != self._pod:
+                self._patch(item.metadata.name, None)
         self._patch(self._pod, "true")
         self._lease.try_hold(by_force=True)
 

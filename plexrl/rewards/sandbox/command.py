@@ -159,7 +159,7 @@ def _open_for_nobody(folders: Sequence[Path]) -> list[str]:
     aside: dict[Path, Path] = {}
     for folder in folders:
         parents = (*reversed(folder.parents), folder)
-        closed = next((each for each in parents if _is_closed(each)), None)
+        closed = next((parent for parent in parents if _is_closed(parent)), None)
         if closed is None:
             continue
         if closed not in aside:

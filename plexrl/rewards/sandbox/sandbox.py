@@ -57,7 +57,7 @@ class Sandbox:
         check_numbers("sandbox", {"at_once": at_once})
         self.limits = limits or Limits()
         self.at_once = at_once or len(os.sched_getaffinity(0))
-        self._command = sandbox_command([Path(each) for each in folders])
+        self._command = sandbox_command([Path(folder) for folder in folders])
         self._filter = compile_filter()
         self._groups = usable_cgroups() if control_groups else None
         self._slots = threading.BoundedSemaphore(self.at_once)

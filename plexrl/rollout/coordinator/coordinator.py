@@ -301,7 +301,7 @@ class RolloutCoordinator:
         """Aborts the other members of a group once enough are generated. Their rewards do not
         matter: to wait for those would favour samples that are graded quickly."""
         members = list(self.trajectories.members(group))
-        unfinished = [each for each in members if each.state not in GENERATED]
+        unfinished = [member for member in members if member.state not in GENERATED]
         if len(members) - len(unfinished) < self.settings.staleness.group_size:
             return []
         return self.assignments.abort(unfinished)
@@ -333,7 +333,7 @@ class RolloutCoordinator:
         self.trajectories.rewarded(record, event.reward)
         if self.settings.dynamic_sampling:
             members = list(self.trajectories.members(record.group))
-            rewards = [each.reward for each in members if each.reward is not None]
+            rewards = [member.reward for member in members if member.reward is not None]
             is_complete = len(rewards) == len(members) == self.settings.staleness.group_size
             if is_complete and are_equal(rewards):
                 return self._drop(record.group, "equal rewards")

@@ -67,14 +67,14 @@ class CostFit:
         Raises InvalidRequestError: a step is without trajectories or takes no time.
         """
         steps = tuple(steps)
-        for each in steps:
-            is_finite = each.seconds < float("inf") and each.kv_cache < float("inf")
-            if each.running < 1 or not each.seconds > 0 or not each.kv_cache >= 0 or not is_finite:
+        for step in steps:
+            is_finite = step.seconds < float("inf") and step.kv_cache < float("inf")
+            if step.running < 1 or not step.seconds > 0 or not step.kv_cache >= 0 or not is_finite:
                 raise InvalidRequestError(
-                    f"a measured step has {each.running} trajectories, {each.kv_cache} of KV cache "
-                    f"and takes {each.seconds} s: report steps that ran"
+                    f"a measured step has {step.running} trajectories, {step.kv_cache} of KV cache "
+                    f"and takes {step.seconds} s: report steps that ran"
                 )
-        self._steps.extend((each.kv_cache, each.running, each.seconds) for each in steps)
+        self._steps.extend((step.kv_cache, step.running, step.seconds) for step in steps)
         self._fit()
         return self.model
 

@@ -111,8 +111,8 @@ class StageBalance:
         del self._times[: -self._needed]
         if len(self._times) < self._needed:
             return None
-        generation_s = median(each.generation_s for each in self._times)
-        training_s = median(each.training_s for each in self._times)
+        generation_s = median(time.generation_s for time in self._times)
+        training_s = median(time.training_s for time in self._times)
         change, after_s = InstanceChange.NONE, generation_s
 
         def reached_s(count: int) -> float:

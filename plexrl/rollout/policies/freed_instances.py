@@ -56,7 +56,7 @@ class FreedInstances:
 
     def others(self, snapshots: Sequence[InstanceSnapshot]) -> list[InstanceSnapshot]:
         """The instances that take part in the round."""
-        return [each for each in snapshots if each.instance not in self.held.freed]
+        return [snapshot for snapshot in snapshots if snapshot.instance not in self.held.freed]
 
     def free(
         self,
@@ -75,9 +75,9 @@ class FreedInstances:
         if core is None or progress is None or not core.is_due(*progress):
             return None
         tokens: dict[TrajectoryId, int] = {}
-        for each in snapshots:
-            tokens |= zip(each.running, each.running_tokens, strict=True)
-            tokens |= zip(each.waiting, each.waiting_tokens, strict=True)
+        for snapshot in snapshots:
+            tokens |= zip(snapshot.running, snapshot.running_tokens, strict=True)
+            tokens |= zip(snapshot.waiting, snapshot.waiting_tokens, strict=True)
         unfinished = [
             UnfinishedSample(
                 instance=record.instance,
@@ -90,12 +90,12 @@ class FreedInstances:
         ]
         instances = [
             RoundInstance(
-                instance=each.instance,
-                gpus=expected[each.instance].gpus,
-                kv_tokens=expected[each.instance].kv_budget / model.k5,
+                instance=snapshot.instance,
+                gpus=expected[snapshot.instance].gpus,
+                kv_tokens=expected[snapshot.instance].kv_budget / model.k5,
             )
-            for each in snapshots
-            if each.serves
+            for snapshot in snapshots
+            if snapshot.serves
         ]
         freed = core.decide(*progress, instances, unfinished, server.lengths.recent)
         return {each: _routed(server, each) for each in freed}

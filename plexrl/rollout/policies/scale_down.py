@@ -123,7 +123,7 @@ class ScaleDown:
             return ()
         self.held.looked_at = generated
         freed = half_of(instances, unfinished)
-        kept = sum(each.kv_tokens for each in instances if each.instance not in freed)
+        kept = sum(instance.kv_tokens for instance in instances if instance.instance not in freed)
         if not freed or self.projected_peak(unfinished, past) > kept:
             return ()
         self.held.is_scaled_down = True
@@ -167,7 +167,7 @@ def half_of(
 ) -> tuple[InstanceId, ...]:
     """The instances that have half of all GPUs, rounded down, by id; see the module for which. None
     of them: there is no such half."""
-    half = sum(each.gpus for each in instances) // 2
+    half = sum(instance.gpus for instance in instances) // 2
     tokens: dict[InstanceId | None, int] = {}
     for sample in unfinished:
         lost = sample.prompt_tokens + sample.response_tokens

@@ -88,7 +88,7 @@ class Rounds:
         if len(server.groups) < self._started_max and not self.held.is_ended:
             return None
         size = self._sizes.group_size
-        done = [sum(m.state in GENERATED for m in server.members(each)) for each in server.groups]
+        done = [sum(m.state in GENERATED for m in server.members(group)) for group in server.groups]
         return sum(min(each, size) for each in done), len(done) * size
 
     def add(self, group: SampleGroupId, prompt_tokens: int) -> None:

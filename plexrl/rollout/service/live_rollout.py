@@ -153,7 +153,7 @@ class LiveRollout:
     def is_joined(self) -> bool:
         """Whether an instance has joined, and each other one of the order has too or is known to be
         lost; nobody waits for those that were added later."""
-        present = [each for each in self.members if each.absence is None]
+        present = [member for member in self.members if member.absence is None]
         joined = [each for each in present if each.instance is not None]
         expected = [each for each in present if each.name in self.order.instances]
         return bool(joined) and all(each.instance is not None for each in expected)
@@ -301,7 +301,7 @@ class LiveRollout:
             await member.pull_failed(operation, error)
 
     def _member(self, instance: InstanceId) -> RolloutMember | None:
-        return next((each for each in self.members if each.instance == instance), None)
+        return next((member for member in self.members if member.instance == instance), None)
 
     def _is_work_waiting(self) -> bool:
         lags = any(w.version < self.core.newest_version for w in self.instances.work.values())
@@ -335,16 +335,16 @@ class LiveRollout:
         ]
         snapshots = [each for each, _ in loads]
         steps = [each for _, measured in loads for each in measured]
-        self.loads = {each.instance: each for each in snapshots}
+        self.loads = {snapshot.instance: snapshot for snapshot in snapshots}
         self._measured(steps)
         self.handle(SnapshotTaken(instances=tuple(snapshots)))
 
     def _measured(self, steps: Sequence[StepMeasured]) -> None:
         """Fit the cost model to what decode steps take, once in a while: each fit is an event."""
         self._steps.extend(steps)
-        for each in steps:
-            if each.running == 1:
-                self.lone_step_s = each.seconds
+        for step in steps:
+            if step.running == 1:
+                self.lone_step_s = step.seconds
         now = asyncio.get_running_loop().time()
         if self._steps and now >= self._fit_at:
             self._fit_at = now + FIT_S
@@ -472,11 +472,11 @@ class LiveRollout:
         if batch is not None and batch.version == version:
             return list(batch.batch)
         records = [
-            self.core.trajectories.get(each)
+            self.core.trajectories.get(member)
             for members in self.core.manager.complete_groups().values()
-            for each in members
+            for member in members
         ]
-        return [TrainedTrajectory.of(each) for each in records if each is not None]
+        return [TrainedTrajectory.of(record) for record in records if record is not None]
 
     async def wait_for(self, is_done: Callable[[], bool], wait_s: float | None) -> None:
         """Wait until `is_done()`, or for `wait_s` seconds if given. What led to that may not be

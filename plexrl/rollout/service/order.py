@@ -52,7 +52,7 @@ class RolloutOrder(PolicyFields):
         for what, name in (
             ("rollout", self.name),
             ("deployment", self.source),
-            *(("deployment", each) for each in self.instances),
+            *(("deployment", instance) for instance in self.instances),
         ):
             check_name(what, name)
         check_parameters(self.sampling)
@@ -60,7 +60,7 @@ class RolloutOrder(PolicyFields):
             raise InvalidRequestError("instances: give the names of one or more deployments")
         if self.sampling.seed is None:
             raise InvalidRequestError("sampling.seed is missing: a trajectory's samples need one")
-        if any(len(each) > 1 for each in self.sampling.stop_sequences):
+        if any(len(stop_sequence) > 1 for stop_sequence in self.sampling.stop_sequences):
             raise InvalidRequestError(
                 "sampling.stop_sequences: a sample may be cut between the tokens of a sequence and "
                 "continued elsewhere; use stop_token_ids"

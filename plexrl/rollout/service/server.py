@@ -96,8 +96,8 @@ class RolloutService:
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Run the rollouts, each as a task of `tasks`."""
         self._tasks = tasks
-        for each in self._rollouts.values():
-            self._run(each)
+        for rollout in self._rollouts.values():
+            self._run(rollout)
 
     async def close(self) -> None:
         """End the tasks; close the connections to routers, and the stores."""
@@ -107,9 +107,9 @@ class RolloutService:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         await self._transport.close()
-        for each in self._rollouts.values():
-            await each.writer.idle()
-            each.store.close()
+        for rollout in self._rollouts.values():
+            await rollout.writer.idle()
+            rollout.store.close()
 
     async def _on_link(self, link: Link) -> None:
         peer = Peer(link.reader, link.writer, self._handlers)
@@ -244,7 +244,7 @@ class RolloutService:
 
     async def _list(self, _: Peer, params: Plain) -> Plain:
         job = params.get("job")
-        found = [each for each in self._rollouts.values() if job in (None, each.order.job)]
+        found = [rollout for rollout in self._rollouts.values() if job in (None, rollout.order.job)]
         return {"rollouts": [await _durable_status(each) for each in found]}
 
     async def _profile(self, _: Peer, params: Plain) -> Plain:
@@ -271,7 +271,7 @@ class RolloutService:
         await rollout.wait_for(is_done, float(params["wait_s"]))
         found = {each: unrewarded[each] for each in news()}
         records = [rollout.core.trajectories.get(each) for each in found]
-        segments = [() if each is None else tuple(each.segments) for each in records]
+        segments = [() if record is None else tuple(record.segments) for record in records]
         about = status(rollout)
 
         def fields(seen: Sequence[int], read: int) -> Plain:

@@ -59,7 +59,7 @@ def _instances(rollout: LiveRollout) -> Plain:
         "instances_removed": progress.removed,
         "instances_reason": progress.change_reason,
         "tp_switches": progress.tp_switches,
-        "instances": {each.name: _instance(rollout, each) for each in rollout.members},
+        "instances": {member.name: _instance(rollout, member) for member in rollout.members},
     }
 
 
@@ -90,10 +90,10 @@ def _batches(rollout: LiveRollout) -> Plain:
         ),
         "batches": [
             {
-                **msgspec.to_builtins(each, str_keys=True),
-                "trainer_step": rollout.steps.get(each.version),
+                **msgspec.to_builtins(batch, str_keys=True),
+                "trainer_step": rollout.steps.get(batch.version),
             }
-            for each in progress.batches
+            for batch in progress.batches
         ],
     }
 

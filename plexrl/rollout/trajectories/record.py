@@ -153,16 +153,16 @@ class Trajectory:
     def check_segments(self, segments: tuple[TrajectorySegment, ...]) -> None:
         """Raises InvalidRequestError: a segment is older than V_traj. (A later segment may
         be of an older version than an earlier one, if both are within the bound.)"""
-        for each in segments:
-            if self.version is None or each.kv_version < self.version:
+        for segment in segments:
+            if self.version is None or segment.kv_version < self.version:
                 raise InvalidRequestError(
                     f"trajectory {self.id} has version {self.version} and cannot have tokens of "
-                    f"policy version {each.policy_version} over KV version {each.kv_version}: "
-                    "route it to instances of its version or newer ones only"
+                    f"policy version {segment.policy_version} over KV version "
+                    f"{segment.kv_version}: route it to instances of its version or newer ones only"
                 )
 
     def extend(self, segments: tuple[TrajectorySegment, ...]) -> None:
         """Appends generated segments. Raises InvalidRequestError: see `check_segments`."""
         self.check_segments(segments)
         self.segments.extend(segments)
-        self.response_tokens += sum(each.tokens for each in segments)
+        self.response_tokens += sum(segment.tokens for segment in segments)

@@ -84,12 +84,12 @@ class TrajectoryServer:
         for group, tokens in state.groups.items():
             members = trajectory_ids(group, self.samples)
             self.groups[group] = SampleGroup(id=group, prompt_tokens=tokens, members=members)
-        for each in state.records:
-            self._all[each.id] = each
-            if each.instance is not None:
-                self._on.setdefault(each.instance, {})[each.id] = None
-            if each.state is TrajectoryState.WAITING:
-                self._to_be_routed(each)[each.id] = each
+        for record in state.records:
+            self._all[record.id] = record
+            if record.instance is not None:
+                self._on.setdefault(record.instance, {})[record.id] = None
+            if record.state is TrajectoryState.WAITING:
+                self._to_be_routed(record)[record.id] = record
 
     @property
     def waiting(self) -> int:
@@ -122,7 +122,7 @@ class TrajectoryServer:
 
     def members(self, group: SampleGroupId) -> Iterator[Trajectory]:
         """Records of a held group's members that are not aborted."""
-        found = (self._all.get(each) for each in self.groups[group].members)
+        found = (self._all.get(member) for member in self.groups[group].members)
         return (each for each in found if each and each.state is not TrajectoryState.ABORTING)
 
     def on_instance(self, instance: InstanceId) -> list[Trajectory]:
@@ -162,9 +162,9 @@ class TrajectoryServer:
         members = trajectory_ids(group, self.samples)
         self.groups[group] = SampleGroup(id=group, prompt_tokens=prompt_tokens, members=members)
         is_last = not self.initial or next(reversed(self.initial)) < members[0]
-        for each in members[:samples]:
-            record = Trajectory(id=each, group=group, prompt_tokens=prompt_tokens)
-            self._all[each] = self.initial[each] = record
+        for member in members[:samples]:
+            record = Trajectory(id=member, group=group, prompt_tokens=prompt_tokens)
+            self._all[member] = self.initial[member] = record
         if not is_last:
             self.initial = dict(sorted(self.initial.items()))
 
@@ -174,10 +174,10 @@ class TrajectoryServer:
         Raises ConflictError: one was.
         """
         members = list(self.members(group))
-        if any(each.id not in self.initial for each in members):
+        if any(member.id not in self.initial for member in members):
             raise ConflictError(f"group {group} has been routed: abort it")
-        for each in members:
-            self._end(each)
+        for member in members:
+            self._end(member)
         self.forget_group(group)
 
     def assign(self, trajectory: Trajectory, version: int) -> None:
@@ -262,10 +262,10 @@ class TrajectoryServer:
 
     def consume(self, group: SampleGroupId, members: Iterable[TrajectoryId]) -> list[Trajectory]:
         """Hands over a group's complete records and forgets the group."""
-        records = [self._all[each] for each in members]
-        for each in records:
-            each.change(TrajectoryChange.CONSUME)
-            self._end(each)
+        records = [self._all[member] for member in members]
+        for record in records:
+            record.change(TrajectoryChange.CONSUME)
+            self._end(record)
         self.forget_group(group)
         return records
 

@@ -71,7 +71,7 @@ def answer(plan: CapacityPlan) -> SimResult:
 
 def meets_all(plan: CapacityPlan, size: int) -> bool:
     """Whether the run of this size meets every objective, budgets included."""
-    return all(each.is_met(plan.results[size]) for each in plan.objectives)
+    return all(objective.is_met(plan.results[size]) for objective in plan.objectives)
 
 
 def cheapest_feasible(plan: CapacityPlan) -> int | None:

@@ -294,7 +294,7 @@ def _warnings(a: Mapping[str, Any], b: Mapping[str, Any], found: ResultCompariso
         if document.get("failed"):
             yield f"{len(document['failed'])} runs of {name} failed and are not compared"
     is_same = not found.settings and not differing
-    if is_same and any(each.differs for pair in found.pairs for each in pair.figures):
+    if is_same and any(figure.differs for pair in found.pairs for figure in pair.figures):
         yield "the settings are equal but the figures differ: the programs were different"
 
 

@@ -78,7 +78,7 @@ class World:
 
     def restart_instances(self, costs: EngineCosts) -> None:
         """Replace all instances, which are idle, by others of these costs on the same GPUs."""
-        gpus = sum(each.costs.gpus for each in self.instances)
+        gpus = sum(instance.costs.gpus for instance in self.instances)
         new = [Instance(number, costs) for number in range(gpus // costs.gpus)]
         self.replace_instances(list(self.instances), new)
 
@@ -87,7 +87,7 @@ class World:
         self.recorder.instances_ended(old)
         for each in old:
             self._due.pop(each, None)
-        self.instances = [*(each for each in self.instances if each not in old), *new]
+        self.instances = [*(instance for instance in self.instances if instance not in old), *new]
 
     def train(
         self,
@@ -103,7 +103,7 @@ class World:
         if self.is_training:
             raise InvariantError("a training step begins before the last one has ended")
         self.is_training = True
-        tokens = sum(each.length for each in trajectories)
+        tokens = sum(trajectory.length for trajectory in trajectories)
         left_s = self.setting.costs.train_s(tokens - done_tokens, self.train_gpus)
         whole_s = self.setting.costs.train_s(tokens, self.train_gpus)
         end_s = self.now + left_s

@@ -57,10 +57,13 @@ def run_all(
         return run_on_ray(scenarios, ray_address, report, ended)
     slots = min(workers or len(os.sched_getaffinity(0)), len(scenarios))
     run = _run_here if slots <= 1 else partial(_run_in_processes, slots=slots)
-    rows = [job_rows.get(each) if job_rows else None for each in scenarios]
+    rows = [job_rows.get(scenario) if job_rows else None for scenario in scenarios]
     if not copies:
         return run([*zip(scenarios, rows, strict=True)], report, ended)
-    reading = [replace(each, source=copies.get(each.source, each.source)) for each in scenarios]
+    reading = [
+        replace(scenario, source=copies.get(scenario.source, scenario.source))
+        for scenario in scenarios
+    ]
 
     def with_own_source(index: int, outcome: Outcome) -> Outcome:
         if isinstance(outcome, FailedRun):

@@ -102,7 +102,7 @@ class CycleDistribution:
             max(0.0, after.offset_s - before.offset_s - before.duration_s)
             for before, after in pairwise(segments)
         )
-        busy_s = math.fsum(each.duration_s for each in segments)
+        busy_s = math.fsum(segment.duration_s for segment in segments)
         self._rollout_s = max(0.0, period_s - busy_s - math.fsum(gaps_s))
         self.functions: tuple[str, ...]
         """Functions of the drawn segments; those of merged segments are joined by `+`."""

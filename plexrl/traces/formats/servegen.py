@@ -177,7 +177,7 @@ def _is_window(start: str, fields: object) -> bool:
         start.isdecimal()
         and isinstance(fields, dict)
         and OUTPUT in fields
-        and all(isinstance(each, str) for each in fields.values())
+        and all(isinstance(field, str) for field in fields.values())
     )
 
 

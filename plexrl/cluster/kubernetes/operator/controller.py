@@ -83,26 +83,26 @@ class OperatorController:
         self._failures: dict[Key, int] = {}
         custom, batch = CustomObjectsApi(api), BatchV1Api(api)
         self._rljobs = {
-            each: Watched(
+            namespace: Watched(
                 api,
                 custom.list_namespaced_custom_object,
                 self._queue.add,
                 group=GROUP,
                 version=VERSION,
-                namespace=each,
+                namespace=namespace,
                 plural=PLURAL,
             )
-            for each in namespaces
+            for namespace in namespaces
         }
         self._jobs = {
-            each: Watched(
+            namespace: Watched(
                 api,
                 batch.list_namespaced_job,
                 self._queue.add,
-                namespace=each,
+                namespace=namespace,
                 label_selector=LABEL,
             )
-            for each in namespaces
+            for namespace in namespaces
         }
 
     @property

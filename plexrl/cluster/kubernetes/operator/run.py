@@ -56,7 +56,7 @@ def lead(
             _try_hold(lease)
             if lease.is_held and not threads:
                 LOG.info("leads")
-                threads = [threading.Thread(target=each, args=(ended,)) for each in works]
+                threads = [threading.Thread(target=work, args=(ended,)) for work in works]
                 for thread in threads:
                     thread.start()
             elif threads and not lease.is_held:

@@ -266,15 +266,15 @@ def groups_version(api: "ApiClient") -> str | None:
     for group in groups:
         if group.name != GROUP:
             continue
-        for each in group.versions:
+        for version in group.versions:
             try:
                 found = CustomObjectsApi(api).get_api_resources(
-                    GROUP, each.version, _request_timeout=TIMEOUT_S
+                    GROUP, version.version, _request_timeout=TIMEOUT_S
                 )
             except ApiException:
                 continue
             if any(resource.name == "podgroups" for resource in found.resources):
-                return str(each.version)
+                return str(version.version)
     return None
 
 

@@ -121,7 +121,7 @@ class Assignments:
             InvalidRequestError: it returned others than it was told to stop.
         """
         left = self.expected.stopped(event.instance)
-        segments = {each.trajectory: each.segments for each in event.trajectories}
+        segments = {trajectory.trajectory: trajectory.segments for trajectory in event.trajectories}
         if segments.keys() != set(left):
             raise InvalidRequestError(
                 f"instance {event.instance} stopped trajectories {sorted(segments)} and was to "

@@ -45,7 +45,7 @@ class CoordinatorCycle:
         self._server = server
         self._entries = buffers
         # One that is starting again has no throughput, and would attract the work of all others.
-        serving = (each for each in snapshots if each.serves)
+        serving = (snapshot for snapshot in snapshots if snapshot.serves)
         self._snapshots = sorted(serving, key=lambda each: each.instance)
         self._loads = [
             InstanceLoad(

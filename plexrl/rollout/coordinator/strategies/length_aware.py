@@ -62,7 +62,7 @@ def sides(
         prompt_tokens=sum(prompts) / len(prompts),
         spread=LengthSpread.of(recent),
         instances=len(loads),
-        kv_budget=min(each.kv_budget for each in loads),
+        kv_budget=min(load.kv_budget for load in loads),
     )
     if division is None:
         return None

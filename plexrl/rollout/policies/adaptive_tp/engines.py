@@ -39,12 +39,12 @@ class AdaptiveTp:
         if self._settings is None or server.waiting or rounds.progress(server) is None:
             return {}
         found = {}
-        for each in snapshots:
-            instance = expected[each.instance]
-            if each.waiting or not each.serves or instance.coming or instance.is_switching:
+        for snapshot in snapshots:
+            instance = expected[snapshot.instance]
+            if snapshot.waiting or not snapshot.serves or instance.coming or instance.is_switching:
                 continue
-            if (switch := self._decide(self._settings, server, each)) is not None:
-                found[each.instance] = switch
+            if (switch := self._decide(self._settings, server, snapshot)) is not None:
+                found[snapshot.instance] = switch
         return found
 
     def _decide(

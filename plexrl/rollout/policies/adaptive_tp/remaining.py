@@ -41,11 +41,11 @@ class GroupLoad:
 
     def __init__(self, tp: int, groups: Groups) -> None:
         self.tp = tp
-        self.groups = [sorted(each, key=lambda row: -row.left) for each in groups if each]
-        self._ends = [[-row.left for row in each] for each in self.groups]
+        self.groups = [sorted(group, key=lambda row: -row.left) for group in groups if group]
+        self._ends = [[-row.left for row in group] for group in self.groups]
         # Sums of the longest-lasting n rows, by n.
-        self._tokens = [[0, *accumulate(row.tokens for row in each)] for each in self.groups]
-        self._squares = [[0, *accumulate(row.tokens**2 for row in each)] for each in self.groups]
+        self._tokens = [[0, *accumulate(row.tokens for row in group)] for group in self.groups]
+        self._squares = [[0, *accumulate(row.tokens**2 for row in group)] for group in self.groups]
 
     def at(self, steps: int) -> Iterator[tuple[int, int, float]]:
         """For each group after so many steps: the rows that are left, their tokens, and the root

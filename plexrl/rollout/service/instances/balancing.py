@@ -129,7 +129,7 @@ class InstanceCount:
         groups = rollout.core.trajectories.groups.values()
         work = StepWorkload(
             samples=rollout.order.prompts * rollout.order.samples,
-            prompt_tokens=sum(each.prompt_tokens for each in groups) / max(1, len(groups)),
+            prompt_tokens=sum(group.prompt_tokens for group in groups) / max(1, len(groups)),
             lengths=lengths,
         )
         model = rollout.core.cost_model
@@ -146,14 +146,14 @@ class InstanceCount:
         names = self._rollout.progress.names(self._rollout.order)
         absent = {m.name for m in self._rollout.members if m.instance is None}
         # Those that wait for GPUs from their beginning.
-        unborn = [each for each in names if each in absent and self._is_unborn(each)]
+        unborn = [name for name in names if name in absent and self._is_unborn(name)]
         if decision.change is InstanceChange.ADD:
             if not absent & set(names) and len(names) < bounds.most:
                 self._add(names, _reason(decision))
         elif unborn:
             self._remove(names, unborn[-1], "it has not begun, and is needed no longer")
         elif decision.change is InstanceChange.REMOVE and len(names) > bounds.least:
-            lost = [each for each in names if each in absent]
+            lost = [name for name in names if name in absent]
             self._remove(names, (lost or names)[-1], _reason(decision))
 
     def _is_unborn(self, name: str) -> bool:
@@ -164,9 +164,9 @@ class InstanceCount:
         """Joined instances that are to stay."""
         ending = self._rollout.progress.ending
         return frozenset(
-            each.instance
-            for each in self._rollout.members
-            if each.instance is not None and each.name not in ending
+            member.instance
+            for member in self._rollout.members
+            if member.instance is not None and member.name not in ending
         )
 
     def _add(self, names: tuple[str, ...], reason: str) -> None:
@@ -232,7 +232,7 @@ class InstanceCount:
                     return False
                 rollout.members.remove(member)
                 names = rollout.progress.names(rollout.order)
-                rest = tuple(each for each in names if each != member.name)
+                rest = tuple(name for name in names if name != member.name)
                 reason = f"{member.name}: the cluster refused it: {error.message}"
                 self._choose(rest, rollout.progress.ending, change=0, reason=reason)
                 self._balance.refused()

@@ -179,7 +179,9 @@ class InstanceDriver:
         generation = _Generation(
             operation=self._rollout.store.operation(order, f"g{self.instance}.{number}"),
             trajectories=trajectories,
-            running={each for each in trajectories if work.held.get(each) == number},
+            running={
+                trajectory for trajectory in trajectories if work.held.get(trajectory) == number
+            },
         )
         self._at.update(dict.fromkeys(generation.running, generation))
         tasks.create_task(self._generate(generation, is_repeated=is_repeated))
@@ -192,7 +194,11 @@ class InstanceDriver:
             is_known = is_repeated and await calls.is_known(operation)
             # The request is the same after a restart: it depends on nothing that may be lost.
             await self._rollout.settled()
-            for each in [each for each in generation.trajectories if each in generation.running]:
+            for each in [
+                trajectory
+                for trajectory in generation.trajectories
+                if trajectory in generation.running
+            ]:
                 if not self._is_kept(each):
                     generation.stop(each, None)  # its `Abort` follows
             if generation.running:
@@ -254,7 +260,9 @@ class InstanceDriver:
         self, generation: _Generation, trajectories: Collection[TrajectoryId], reason: str
     ) -> None:
         """Trajectories could not be generated. Nothing is known of those that are to be stopped."""
-        for each in [each for each in generation.trajectories if each in trajectories]:
+        for each in [
+            trajectory for trajectory in generation.trajectories if trajectory in trajectories
+        ]:
             if each in generation.stopping:
                 generation.stop(each, None)
             else:
@@ -273,22 +281,22 @@ class InstanceDriver:
 
     async def _stop(self, command: Interrupt | Abort) -> None:
         found: dict[_Generation, list[TrajectoryId]] = {}
-        for each in command.trajectories:
-            if (generation := self._at.get(each)) is not None:
-                found.setdefault(generation, []).append(each)
+        for trajectory in command.trajectories:
+            if (generation := self._at.get(trajectory)) is not None:
+                found.setdefault(generation, []).append(trajectory)
         for generation, trajectories in found.items():
             generation.stopping.update(trajectories)
         await asyncio.gather(*(self._stop_rows(*each) for each in found.items()))
         stopped, parts = [], []
-        for each in command.trajectories:
+        for trajectory in command.trajectories:
             # Otherwise it ended before, and was reported.
-            if (generation := self._at.pop(each, None)) is not None:
-                sample = generation.stopped.pop(each)
+            if (generation := self._at.pop(trajectory, None)) is not None:
+                sample = generation.stopped.pop(trajectory)
                 segments: tuple[TrajectorySegment, ...] = ()
-                if sample is not None and self._is_kept(each):
+                if sample is not None and self._is_kept(trajectory):
                     segments = await self._segments(sample)
-                    parts += self._parts(each, sample)
-                stopped.append(StoppedTrajectory(trajectory=each, segments=segments))
+                    parts += self._parts(trajectory, sample)
+                stopped.append(StoppedTrajectory(trajectory=trajectory, segments=segments))
         event = Stopped(instance=self.instance, trajectories=tuple(stopped))
         self._rollout.handle(event, parts=parts)
 
@@ -372,20 +380,22 @@ class InstanceDriver:
         """The requests of a generation, by row. A row that has ended, or whose tokens are not kept,
         draws one token in its place, which nobody reads: so a row keeps its number."""
         rollout, found = self._rollout, []
-        for each in generation.trajectories:
-            record = rollout.core.trajectories.get(each)
-            if each not in generation.running or record is None:
-                found.append(RowRequest(tokens=[0], max_tokens=1, number=each, drawn=0))
+        for trajectory in generation.trajectories:
+            record = rollout.core.trajectories.get(trajectory)
+            if trajectory not in generation.running or record is None:
+                found.append(RowRequest(tokens=[0], max_tokens=1, number=trajectory, drawn=0))
                 continue
-            before = rollout.store.response(each).tokens
+            before = rollout.store.response(trajectory).tokens
             tokens = [*rollout.store.prompt(record.group).tolist(), *before.tolist()]
             most = rollout.order.sampling.max_tokens - len(before)
-            found.append(RowRequest(tokens=tokens, max_tokens=most, number=each, drawn=len(before)))
+            found.append(
+                RowRequest(tokens=tokens, max_tokens=most, number=trajectory, drawn=len(before))
+            )
         return found
 
     async def _segments(self, sample: Sample) -> tuple[TrajectorySegment, ...]:
         """The sample's tokens by version."""
-        ends = [*(each.start for each in sample.weights[1:]), len(sample.tokens)]
+        ends = [*(weight.start for weight in sample.weights[1:]), len(sample.tokens)]
         found = []
         for span, end in zip(sample.weights, ends, strict=True):
             if end > span.start:
@@ -447,7 +457,7 @@ class InstanceDriver:
 
     def preempted(self, engines: Sequence[Plain]) -> int:
         """Preemptions since the last call, from the load of its engines."""
-        before, self._preempted = self._preempted, [each["preemptions"] for each in engines]
+        before, self._preempted = self._preempted, [engine["preemptions"] for engine in engines]
         if len(before) != len(engines):
             return 0  # they were not known before
         pairs = zip(self._preempted, before, strict=True)

@@ -166,7 +166,7 @@ class RolloutMember:
         version = await rollout.version_of(step)
         if self.name in rollout.progress.ending:
             return None
-        budget = float(sum(each["blocks"] * each["block_tokens"] for each in engines))
+        budget = float(sum(engine["blocks"] * engine["block_tokens"] for engine in engines))
         self.instance, self.absence = instance, None
         gpus = int(view["workers"])
         joined = InstanceJoined(instance=instance, version=version, kv_budget=budget, gpus=gpus)
@@ -248,8 +248,8 @@ class RolloutMember:
 
 def check_members(order: RolloutOrder, members: list[RolloutMember]) -> None:
     """Raises RolloutFailedError: no instance is left."""
-    absences = [each.absence for each in members]
-    if any(each is None or not each.has_failed for each in absences):
+    absences = [member.absence for member in members]
+    if any(absence is None or not absence.has_failed for absence in absences):
         return
     reasons = "; ".join(f"{m.name}: {m.absence.reason}" for m in members if m.absence is not None)
     raise RolloutFailedError(

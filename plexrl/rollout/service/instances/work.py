@@ -124,8 +124,8 @@ def _note_answer(
         case GenerationFailed():
             work.ended(event.trajectory)
         case Stopped():
-            for each in event.trajectories:
-                work.ended(each.trajectory)
+            for trajectory in event.trajectories:
+                work.ended(trajectory.trajectory)
             work.answered()
         case Pulled():
             work.version, work.completed = event.version, 0

@@ -46,9 +46,9 @@ class Count:
 
     def add(self, tokens: Iterable[int]) -> None:
         """Counts a sample for each number of tokens."""
-        for each in tokens:
+        for token in tokens:
             self.samples += 1
-            self.tokens += each
+            self.tokens += token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,7 +123,7 @@ class RolloutState:
         is_due = (
             store.is_tail_long
             or order is not None
-            or any(isinstance(each, Train) for each in commands)
+            or any(isinstance(command, Train) for command in commands)
         )
         entry = JournalEntry(
             seq=self.seq,
@@ -149,13 +149,13 @@ class RolloutState:
         self, event: RolloutEvent, commands: Sequence[RolloutCommand], last_batch: Train | None
     ) -> list[Forgotten]:
         """The groups that the event says were trained, or that it made the core drop or abort."""
-        groups = [each.group for each in commands if isinstance(each, ReportDroppedGroup)]
+        groups = [command.group for command in commands if isinstance(command, ReportDroppedGroup)]
         if isinstance(event, ParametersPushed) and last_batch is not None:
             groups += sorted({each.group for each in last_batch.batch})
-        queued = [each.group for each in commands if isinstance(each, ReportQueuedGroup)]
+        queued = [command.group for command in commands if isinstance(command, ReportQueuedGroup)]
         size = self.progress.group_size
         return [
-            *(Forgotten(each, trajectory_ids(each, size)) for each in groups),
+            *(Forgotten(group, trajectory_ids(group, size)) for group in groups),
             *(Forgotten(each, trajectory_ids(each, size), keeps_prompt=True) for each in queued),
         ]
 

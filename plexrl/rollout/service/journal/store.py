@@ -157,7 +157,7 @@ class RolloutStore:
     def bytes(self) -> int:
         """Size of the file and its log."""
         files = (self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal"))
-        return sum(each.stat().st_size for each in files if each.exists())
+        return sum(file.stat().st_size for file in files if file.exists())
 
     @property
     def is_tail_long(self) -> bool:
@@ -232,14 +232,14 @@ class RolloutStore:
         if entry.prompt is not None:
             tokens = entry.prompt[1].astype(np.int32).tobytes()
             database.execute("INSERT INTO prompts VALUES (?, ?)", (entry.prompt[0], tokens))
-        for each in entry.parts:
+        for part in entry.parts:
             blobs = (
-                each.tokens.astype(np.int32).tobytes(),
-                each.logprobs.astype(np.float32).tobytes(),
+                part.tokens.astype(np.int32).tobytes(),
+                part.logprobs.astype(np.float32).tobytes(),
             )
             database.execute(
                 "INSERT INTO parts VALUES (?, ?, ?, ?, ?)",
-                (each.trajectory, entry.seq, *blobs, each.finish),
+                (part.trajectory, entry.seq, *blobs, part.finish),
             )
         for gone in entry.forgotten:
             if not gone.keeps_prompt:
@@ -247,14 +247,14 @@ class RolloutStore:
                     self._write_example(gone)
                 database.execute("DELETE FROM prompts WHERE sample_group = ?", (gone.group,))
             database.executemany(
-                "DELETE FROM parts WHERE trajectory = ?", [(each,) for each in gone.members]
+                "DELETE FROM parts WHERE trajectory = ?", [(member,) for member in gone.members]
             )
 
     def _write_example(self, gone: Forgotten) -> None:
         """Store an example for the ranker of lengths: the complete responses of a group."""
         database, lengths = self._writer, []
-        for each in gone.members:
-            part = _response(database, each)
+        for member in gone.members:
+            part = _response(database, member)
             if part.finish not in ("", ABORTED):
                 lengths.append(len(part.tokens))
         prompt = _prompt(database, gone.group)

@@ -70,7 +70,7 @@ def completion_plot(runs: Sequence[LabelledRun], looks: Mapping[str, Look]) -> P
 def line_keys(labels: Iterable[str], looks: Mapping[str, Look]) -> tuple[Key, ...]:
     """The legend entries of the lines with these labels."""
     return tuple(
-        Key(label=each, colour=looks[each].colour, dash=looks[each].dash) for each in labels
+        Key(label=label, colour=looks[label].colour, dash=looks[label].dash) for label in labels
     )
 
 

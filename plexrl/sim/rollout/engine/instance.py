@@ -137,9 +137,9 @@ class Instance:
         if self._running or self.waiting:
             raise InvariantError(f"instance {self.number} resumes trajectories beside others")
         self.at_s = max(self.at_s, at_s)
-        for each in trajectories:
-            self._run(each)
-            self.kv += each.length
+        for trajectory in trajectories:
+            self._run(trajectory)
+            self.kv += trajectory.length
         self._preempt()
 
     def pull(self, version: int, now: float, pull_s: float | None = None) -> float:
@@ -258,7 +258,7 @@ class Instance:
         """Record the segment of a trajectory that leaves the batch, and free its cache."""
         trajectory = run.trajectory
         trajectory.done_tokens = self.steps - run.base
-        before = sum(each.tokens for each in trajectory.segments)
+        before = sum(segment.tokens for segment in trajectory.segments)
         tokens = trajectory.done_tokens - before
         if tokens:
             trajectory.segments.append(

@@ -156,7 +156,7 @@ def _row(
 
 def recommend(rows: Sequence[PlannedMode]) -> list[PlannedMode]:
     """The best mode that is on-policy, and the best of all if that gains more; none: none pays."""
-    paying = sorted((each for each in rows if each.pays), key=lambda each: -each.gain)
+    paying = sorted((row for row in rows if row.pays), key=lambda each: -each.gain)
     on_policy = [each for each in paying if each.mode.is_on_policy][:1]
     best = paying[:1] if paying[:1] != on_policy else []
     return [*on_policy, *best]

@@ -65,11 +65,11 @@ def profiled_setting(
         gpus=gpus or profile.instances * profile.instance_gpus + profile.trainer_gpus,
         batch_groups=profile.prompts,
         workload=RolloutWorkload(
-            groups=tuple(each.response_tokens for each in profile.lengths),
+            groups=tuple(length.response_tokens for length in profile.lengths),
             scale=1.0,
             limit=profile.max_tokens,
             group_size=profile.samples,
-            prompt_tokens=round(fmean(each.prompt_tokens for each in profile.lengths)),
+            prompt_tokens=round(fmean(length.prompt_tokens for length in profile.lengths)),
             seed=seed,
         ),
         costs=profiled_costs(profile) if model is None else model.costs(size),

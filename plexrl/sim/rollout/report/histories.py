@@ -33,7 +33,7 @@ UPDATE_COLOUR = "#3d9a50"
 
 def staleness_plot(histories: Sequence[History]) -> Plot | None:
     """Stacked bars per training step; None without a system that has a staleness bound."""
-    shown = [each for each in histories if each[1].system.name == SystemName.STALEFLOW]
+    shown = [history for history in histories if history[1].system.name == SystemName.STALEFLOW]
     if not shown:
         return None
     last = len(STALENESS_COLOURS) - 1

@@ -24,8 +24,8 @@ def throughput_plot(outcomes: Sequence[RolloutOutcome]) -> Plot | None:
     """One picture per limit; None for a single run."""
     if len(outcomes) < 2:
         return None
-    limits = list(dict.fromkeys(each.limit for each in outcomes))
-    longest = max(each.throughput for each in outcomes)
+    limits = list(dict.fromkeys(outcome.limit for outcome in outcomes))
+    longest = max(outcome.throughput for outcome in outcomes)
     return Plot(
         name="throughput",
         title="Throughput",
@@ -49,7 +49,7 @@ def _bars(name: str, outcomes: Sequence[RolloutOutcome], longest: float) -> "Mar
             gain = gain_over_sync(each, outcomes)
             ratio = "" if gain is None else f"  ({gain:.2f})"
             axes.annotate(f" {each.throughput:,.0f}{ratio}", (each.throughput, place), va="center")
-        axes.set_yticks(range(len(outcomes)), [each.system.label for each in outcomes])
+        axes.set_yticks(range(len(outcomes)), [outcome.system.label for outcome in outcomes])
         axes.set(ylim=(len(outcomes) - 0.5, -0.5), xlim=(0, 1.25 * longest), xlabel="tokens/s")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         axes.grid(visible=False, axis="y")

@@ -67,18 +67,18 @@ class Coordinated:
 
     def start(self) -> None:
         """See `Policy`."""
-        for each in self._world.instances:
-            self._join(each)
+        for instance in self._world.instances:
+            self._join(instance)
         self._add_groups()
         self._tell(BatchRequested())
         self._cycle()
 
     def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
-        for each in trajectories:
-            number = TrajectoryId(each.number)
-            name = instance_name(each.segments[-1].instance)
-            self._tell(Generated(trajectory=number, instance=name, segments=self._new(each)))
+        for trajectory in trajectories:
+            number = TrajectoryId(trajectory.number)
+            name = instance_name(trajectory.segments[-1].instance)
+            self._tell(Generated(trajectory=number, instance=name, segments=self._new(trajectory)))
             self._tell(Rewarded(trajectory=number, reward=0.0))
 
     def trained(self) -> None:
@@ -146,9 +146,12 @@ class Coordinated:
     def _routed(self, commands: Sequence[RolloutCommand]) -> dict[int, SimulatedTrajectory]:
         """The trajectories that commands send to instances, by number."""
         numbers = (
-            each for route in commands if isinstance(route, Route) for each in route.trajectories
+            trajectory
+            for route in commands
+            if isinstance(route, Route)
+            for trajectory in route.trajectories
         )
-        return {each: self._trajectories[each] for each in numbers}
+        return {number: self._trajectories[number] for number in numbers}
 
     def _execute(
         self, commands: Sequence[RolloutCommand], routed: Mapping[int, SimulatedTrajectory]
@@ -157,7 +160,9 @@ class Coordinated:
             match command:
                 case Route():
                     instance = self._instances[command.instance]
-                    instance.route([routed[each] for each in command.trajectories], self._world.now)
+                    instance.route(
+                        [routed[trajectory] for trajectory in command.trajectories], self._world.now
+                    )
                     self._world.touch(instance, self)
                 case Interrupt() | Abort():
                     self._interrupt(command)
@@ -202,7 +207,7 @@ class Coordinated:
     def _draw(self, group: int) -> list[SimulatedTrajectory]:
         """New trajectories for a prompt."""
         members = self._world.prompts.group(group, self._core.settings.staleness.extra_samples)
-        self._trajectories |= {each.number: each for each in members}
+        self._trajectories |= {member.number: member for member in members}
         return members
 
     def _new(self, trajectory: SimulatedTrajectory) -> tuple[TrajectorySegment, ...]:
@@ -211,9 +216,9 @@ class Coordinated:
         trajectory.reported = len(trajectory.segments)
         return tuple(
             TrajectorySegment(
-                tokens=each.tokens, policy_version=each.version, kv_version=each.version
+                tokens=segment.tokens, policy_version=segment.version, kv_version=segment.version
             )
-            for each in trajectory.segments[known:]
+            for segment in trajectory.segments[known:]
         )
 
 

@@ -18,12 +18,14 @@ def dispatch(world: World, policy: Policy, trajectories: Sequence[SimulatedTraje
     then grow: in-flight-limited systems lose 2 to 20 % of their throughput.
     """
     instances = world.instances
-    counts = [(each.running_count + len(each.waiting), each.number) for each in instances]
+    counts = [
+        (instance.running_count + len(instance.waiting), instance.number) for instance in instances
+    ]
     heapq.heapify(counts)
     chosen: dict[int, list[SimulatedTrajectory]] = {}
-    for each in trajectories:
+    for trajectory in trajectories:
         count, number = counts[0]
-        chosen.setdefault(number, []).append(each)
+        chosen.setdefault(number, []).append(trajectory)
         heapq.heapreplace(counts, (count + 1, number))
     for number, routed in sorted(chosen.items()):
         instances[number].route(routed, world.now)

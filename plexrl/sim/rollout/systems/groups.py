@@ -32,9 +32,9 @@ class Groups:
     ) -> list[list[SimulatedTrajectory]]:
         """Groups of which these were the last trajectories."""
         whole = []
-        for each in trajectories:
-            self._left[each.group] -= 1
-            if not self._left[each.group]:
-                del self._left[each.group]
-                whole.append(self._members.pop(each.group))
+        for trajectory in trajectories:
+            self._left[trajectory.group] -= 1
+            if not self._left[trajectory.group]:
+                del self._left[trajectory.group]
+                whole.append(self._members.pop(trajectory.group))
         return whole

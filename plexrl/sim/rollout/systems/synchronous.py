@@ -40,8 +40,8 @@ class Synchronous:
 
     def trained(self) -> None:
         """See `Policy`."""
-        for each in self._world.instances:
-            each.pull(self._world.version, self._world.now)
+        for instance in self._world.instances:
+            instance.pull(self._world.version, self._world.now)
         self._generate()
 
     def _generate(self) -> None:

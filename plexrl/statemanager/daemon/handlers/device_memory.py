@@ -110,7 +110,7 @@ def _held_error(caller: DaemonCaller, need: DeviceNeed) -> DeviceMemoryFullError
         (usage.free_bytes or 0) + usage.idle_bytes,
         residents,
         devices.process_bytes(need.device),
-        max(0, usage.lent_bytes - sum(each.lent_bytes for each in residents)),
+        max(0, usage.lent_bytes - sum(resident.lent_bytes for resident in residents)),
     )
 
 

@@ -52,25 +52,29 @@ def held_error(
     measured_bytes = process_bytes or {}
     found: list[tuple[int, str]] = []
     holders: list[dict[str, object]] = []
-    for each in residents:
-        measured = measured_bytes.get(each.pid, 0)
-        if not each.lent_bytes and not measured:
+    for resident in residents:
+        measured = measured_bytes.get(resident.pid, 0)
+        if not resident.lent_bytes and not measured:
             continue
         holders.append(
             {
-                "deployment": each.deployment,
-                "rank": each.rank,
-                "lent_bytes": each.lent_bytes,
+                "deployment": resident.deployment,
+                "rank": resident.rank,
+                "lent_bytes": resident.lent_bytes,
                 "process_bytes": measured,
             }
         )
-        who = f"rank {each.rank} of {each.deployment!r}"
-        if each.lent_bytes:
-            found.append((each.lent_bytes, f"{who} has not offloaded {each.lent_bytes} bytes"))
+        who = f"rank {resident.rank} of {resident.deployment!r}"
+        if resident.lent_bytes:
+            found.append(
+                (resident.lent_bytes, f"{who} has not offloaded {resident.lent_bytes} bytes")
+            )
         else:
-            text = f"{who} has offloaded, but its process {each.pid} still holds {measured} bytes"
+            text = (
+                f"{who} has offloaded, but its process {resident.pid} still holds {measured} bytes"
+            )
             found.append((measured, text))
-    known = {each.pid for each in residents}
+    known = {resident.pid for resident in residents}
     strangers = {pid: nbytes for pid, nbytes in measured_bytes.items() if pid not in known}
     found += [
         (nbytes, f"process {pid}, which is no worker here, holds {nbytes} bytes")

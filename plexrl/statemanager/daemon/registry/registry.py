@@ -239,7 +239,9 @@ class Registry:
     def bytes_pulled(self, source: str) -> int:
         """Bytes of each version of a source that the registered ranks pull."""
         with self._lock:
-            return sum(each.pulled.get(source, 0) for each in self._registrations.values())
+            return sum(
+                registration.pulled.get(source, 0) for registration in self._registrations.values()
+            )
 
     def on_device(self, device: int) -> list[Registration]:
         """The ranks of a device, in the order of their names."""

@@ -62,10 +62,10 @@ class NixlLender:
         ]
         registered = [
             self._agent.register_memory(
-                [(address, nbytes, 0, "") for address, nbytes, _ in each], "DRAM"
+                [(address, nbytes, 0, "") for address, nbytes, _ in region], "DRAM"
             )
-            for each in regions
-            if each
+            for region in regions
+            if region
         ]
         return Lent(agent=self._agent.get_agent_metadata(), shards=tuple(regions)), registered
 

@@ -43,17 +43,17 @@ class AdaptiveTpSystem(Synchronous):
     def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
         super().finished(trajectories)
-        self._recent += [each.response_tokens for each in trajectories]
+        self._recent += [trajectory.response_tokens for trajectory in trajectories]
         del self._recent[:-RECENT_MAX]
-        ended = {each.segments[-1].instance for each in trajectories}
+        ended = {trajectory.segments[-1].instance for trajectory in trajectories}
         for node in self._nodes:
-            if ended & {each.number for each in node.instances}:
+            if ended & {instance.number for instance in node.instances}:
                 node.consider()
 
     def trained(self) -> None:
         """See `Policy`. The engines return to the size of a whole batch."""
         world, costs = self._world, self._world.setting.costs
-        has_switched = any(each.costs != costs for each in world.instances)
+        has_switched = any(instance.costs != costs for instance in world.instances)
         world.restart_instances(costs)
         switch_s = self._predictor.profile.switch_s if has_switched else 0.0
         world.at(world.now + switch_s, super().trained)

@@ -41,10 +41,12 @@ class PatNode:
     def consider(self) -> None:
         """Switch now if that pays."""
         world = self._world
-        for each in self.instances:
-            each.advance(world.now)
-            world.touch(each, self._policy)
-        groups = self._unfinished([[*each.running(), *each.waiting] for each in self.instances])
+        for instance in self.instances:
+            instance.advance(world.now)
+            world.touch(instance, self._policy)
+        groups = self._unfinished(
+            [[*instance.running(), *instance.waiting] for instance in self.instances]
+        )
         if not any(groups):
             return
         switch = self._controller.decide(self.instances[0].costs.gpus, groups)

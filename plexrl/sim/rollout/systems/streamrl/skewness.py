@@ -45,7 +45,9 @@ class SkewnessAware:
     ) -> list[list[SimulatedTrajectory]]:
         """The trajectories of a batch that each instance gets, in its order."""
         expected = expected_ranks(
-            mean_lengths([(each.group, each.response_tokens) for each in trajectories]),
+            mean_lengths(
+                [(trajectory.group, trajectory.response_tokens) for trajectory in trajectories]
+            ),
             self._recall,
             self._seed,
         )
@@ -61,7 +63,7 @@ class SkewnessAware:
             instances=instances,
             kv_budget=costs.kv_tokens,
         )
-        self._recent = [each.response_tokens for each in trajectories]
+        self._recent = [trajectory.response_tokens for trajectory in trajectories]
         if division is None:
             return [ordered[at::instances] for at in range(instances)]
         return [

@@ -47,14 +47,14 @@ class Streamed:
     def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
         world = self._world
-        for each in trajectories:
-            self._running[each.segments[-1].instance] -= 1
+        for trajectory in trajectories:
+            self._running[trajectory.segments[-1].instance] -= 1
         for group in self._groups.finished(trajectories):
             batch = group[0].group // world.setting.batch_groups
             self._complete.setdefault(batch, []).extend(group)
             if batch == world.version:
                 self._trainer.complete(sum(each.length for each in group), world.now)
-        for number in sorted({each.segments[-1].instance for each in trajectories}):
+        for number in sorted({trajectory.segments[-1].instance for trajectory in trajectories}):
             self._begin_share(world.instances[number])
         self._train()
 

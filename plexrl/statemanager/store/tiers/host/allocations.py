@@ -225,7 +225,11 @@ class HostAllocations:
     def allocated_bytes(self, tenant: str | None = None) -> int:
         """Bytes allocated to a tenant (absent: to all). The catalog's lock is held."""
         allocations = self._active | self._released
-        return sum(each.piece.nbytes for each in allocations if tenant in (None, each.tenant))
+        return sum(
+            allocation.piece.nbytes
+            for allocation in allocations
+            if tenant in (None, allocation.tenant)
+        )
 
     def free_released(self) -> None:
         """Free released allocations that no process holds."""
