@@ -109,9 +109,9 @@ class Led:
         self, trajectory: int, instance: InstanceId = A, version: int = 0
     ) -> list[RolloutCommand]:
         """Generates and rewards it."""
-        each = TrajectoryId(trajectory)
-        event = Generated(trajectory=each, instance=instance, segments=segments(5, version))
-        return self.do(event) + self.do(Rewarded(trajectory=each, reward=1.0))
+        number, drawn = TrajectoryId(trajectory), segments(5, version)
+        commands = self.do(Generated(trajectory=number, instance=instance, segments=drawn))
+        return commands + self.do(Rewarded(trajectory=number, reward=1.0))
 
 
 def ids(*numbers: int) -> tuple[TrajectoryId, ...]:
@@ -419,9 +419,7 @@ def test_no_more_groups_are_taken_than_the_bound_allows() -> None:
         (GroupFiltered(group=SampleGroupId(5), reason=""), "no group 5"),
     ],
 )
-def test_an_event_that_breaks_the_protocol_changes_nothing(
-    event: RolloutEvent, message: str
-) -> None:
+def test_an_event_against_the_protocol_changes_nothing(event: RolloutEvent, message: str) -> None:
     led = Led(groups=1)
     led.show((A, [], [], 0))
     with pytest.raises((InvalidRequestError, ConflictError), match=message):

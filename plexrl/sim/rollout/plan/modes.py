@@ -49,7 +49,7 @@ FLEXES = Mode(
     name="flexes",
     system=System(name=SystemName.FLEXES, parts=Parts(parallelism=False)),
     python=(
-        f"policy=plexrl.TailBatching(over_launch={OVER_LAUNCH:g}, scale_down=True), "
+        f"policy=plexrl.TailBatching(over_launch={OVER_LAUNCH:g}, scale_down=True)",
         "shares_gpus=True",
         "for part in rollout.parts(…)",
     ),
