@@ -271,8 +271,11 @@ CREATE TABLE steps (version INTEGER PRIMARY KEY, trainer_step INTEGER NOT NULL);
 
 def test_a_store_of_a_version_without_snapshots_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "rollout.sqlite"
-    earlier = msgspec.to_builtins(ORDER)
+    ordered = replace(ORDER, staleness=0, over_launch_prompts=1.5, over_launch_responses=2.0)
+    earlier = msgspec.to_builtins(ordered)
     del earlier["first_batch"], earlier["failed_prompts_max"]
+    for name in ("prompts", "responses"):
+        earlier[f"eta_{name}"] = earlier.pop(f"over_launch_{name}")
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
         database.executescript(EARLIER_TABLES)
         database.execute("INSERT INTO about VALUES (?)", (msgspec.json.encode(earlier).decode(),))
@@ -282,7 +285,7 @@ def test_a_store_of_a_version_without_snapshots_is_continued(tmp_path: Path) -> 
     path.chmod(0o600)
     store = RolloutStore(path)
     order = store.order()
-    assert order == ORDER
+    assert order == ordered
     state = RolloutState.stored(order, store)
     assert list(state.instances.work) == ["rollout-0"]
     added = state.take(GroupAdded(group=SampleGroupId(0), prompt_tokens=3), store)
