@@ -59,7 +59,7 @@ class OneMachine(SoloCluster):
     def _start(self) -> HostProcess:
         return self.head.start(
             *("plexrl", "up", "--json", "--tls", "--host", "0.0.0.0", "--nodes", "1"),
-            *("--advertise", self.head.name, "--gpus-per-node", "3", "--policy", "pack"),
+            *("--advertise", self.head.name, "--virtual-gpus", "3", "--policy", "pack"),
             *("--gpu-memory", GPU_MEMORY_GIB, "--host-memory", HOST_MEMORY_GIB),
         )
 
