@@ -12,7 +12,7 @@ from plexrl.sim.search.sweep import run_all
 from plexrl.sim.workload.scenario import JobSource, Scenario
 
 if TYPE_CHECKING:
-    from rich.progress import RunProgress as Display
+    from rich.progress import Progress as Display
     from rich.progress import TaskID
 
     from plexrl.sim.engine.simulate import RunProgress
@@ -54,10 +54,10 @@ class Runs:
 
     def __enter__(self) -> "Runs":
         from rich.console import Console
-        from rich.progress import BarColumn, RunProgress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         console = Console(stderr=True)
-        self._display = RunProgress(
+        self._display = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
             TextColumn("{task.percentage:>3.0f} %"),
