@@ -77,22 +77,24 @@ def compare_systems(run: Runner) -> dict[str, BySeed]:
     seed; limits and bounds in one order."""
     bounded = [split(bound) for bound in BOUNDS]
     found = {
-        "sync": on_seeds(run.outcome, [System(name=SystemName.SYNC)]),
-        Rival.ONE_STEP.value: on_seeds(partial(run.start, Rival.ONE_STEP.outcome), [split(1)]),
+        "sync": on_seeds("sync", run.outcome, [System(name=SystemName.SYNC)]),
+        Rival.ONE_STEP.value: on_seeds(
+            Rival.ONE_STEP.value, partial(run.start, Rival.ONE_STEP.outcome), [split(1)]
+        ),
     }
     for rival in BOUNDED:
-        found[rival.value] = on_seeds(partial(run.start, rival.outcome), bounded)
-    return found | {"staleflow": on_seeds(run.outcome, bounded)}
+        found[rival.value] = on_seeds(rival.value, partial(run.start, rival.outcome), bounded)
+    return found | {"staleflow": on_seeds("staleflow", run.outcome, bounded)}
 
 
-def on_seeds(run: Run, systems: Sequence[System]) -> BySeed:
+def on_seeds(name: str, run: Run, systems: Sequence[System]) -> BySeed:
     """The systems at all limits, with their best splits of the first seed, on every seed."""
     asked = [(setting(limit), system) for limit in LIMITS for system in systems]
-    first = best_splits(run, asked, on_run=progress)
+    first = best_splits(run, asked, on_run=partial(progress, name))
     again = [
         (setting(outcome.limit, seed), outcome.system) for seed in SEEDS[1:] for outcome in first
     ]
-    others = best_splits(run, again, on_run=progress)
+    others = best_splits(run, again, on_run=partial(progress, name))
     size = len(asked)
     return {SEEDS[0]: first} | {
         seed: others[at * size : (at + 1) * size] for at, seed in enumerate(SEEDS[1:])
@@ -124,7 +126,7 @@ def ablation(run: Runner) -> BySeed:
         for seed in SEEDS
         for strategies in subsets
     ]
-    found = best_splits(run.outcome, asked, on_run=progress)
+    found = best_splits(run.outcome, asked, on_run=partial(progress, "staleflow"))
     size = len(subsets)
     return {seed: found[at * size : (at + 1) * size] for at, seed in enumerate(SEEDS)}
 
@@ -145,10 +147,12 @@ def decision_ms() -> tuple[float, float]:
     return found
 
 
-def progress(each: RolloutOutcome) -> None:
+def progress(name: str, outcome: RolloutOutcome) -> None:
     """Show a run that ended."""
+    system = outcome.system
     sys.stderr.write(
-        f"{each.limit} {each.system.label} {each.system.rollout_gpus}: {each.throughput:,.0f}\n"
+        f"{outcome.limit} {name} η={system.staleness} {system.rollout_gpus}: "
+        f"{outcome.throughput:,.0f}\n"
     )
 
 
