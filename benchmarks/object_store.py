@@ -24,7 +24,7 @@ from plexrl.router.blobs.objects import ObjectBlobStore
 from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
 from plexrl.statemanager.checkpoint.places.choice import place_at
 from plexrl.statemanager.checkpoint.restore import Checkpoint
-from plexrl.statemanager.checkpoint.write.progress import Progress
+from plexrl.statemanager.checkpoint.write.progress import CheckpointProgress
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
 from plexrl.storage.object_store import ObjectStore
 from tests.s3_server import s3_server
@@ -110,7 +110,7 @@ class _Work:
             shard_bytes_max=SHARD_BYTES_MAX,
             overwrite=True,
         )
-        write_checkpoint(wanted, self._readers, None, Progress())
+        write_checkpoint(wanted, self._readers, None, CheckpointProgress())
 
     def _load(self) -> None:
         slices = v.wanted(self._tensors, v.rows(self._tensors, 1)[0])

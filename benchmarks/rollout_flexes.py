@@ -21,10 +21,10 @@ from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.sim.rollout.engine.models import QWEN25_7B, QWEN25_14B, QWEN25_32B, Model
 from plexrl.sim.rollout.engine.rewards import AT_ONCE, MIXED
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.runs.split import Runner, runner
 from plexrl.sim.rollout.setting import Parts, Setting, System, SystemName
-from plexrl.sim.rollout.workload import R1, Workload
+from plexrl.sim.rollout.workload import R1, RolloutWorkload
 
 Row = tuple[str, ...]
 Question = tuple[Setting, System]
@@ -78,7 +78,7 @@ GROUP = sized(8, quick=4)
 GPU_SHARE = sized(1, quick=8)
 """A smoke test has as many responses for each GPU as the others."""
 SYNC = System(name=SystemName.SYNC)
-ETAS = sized((1.0, 1.25, 1.5), quick=(1.0, 1.25))
+FACTORS = sized((1.0, 1.25, 1.5), quick=(1.0, 1.25))
 COLUMNS = (
     *("setting", "system", "speed-up", "paper", "rollout s", "rewards s", "training s"),
     *("not trained", "tokens"),
@@ -90,7 +90,9 @@ def setting(case: Published, seed: int) -> Setting:
     return Setting(
         gpus=case.gpus // GPU_SHARE,
         batch_groups=BATCH,
-        workload=Workload(lengths=R1, scale=1.0, limit=case.limit, group_size=GROUP, seed=seed),
+        workload=RolloutWorkload(
+            lengths=R1, scale=1.0, limit=case.limit, group_size=GROUP, seed=seed
+        ),
         costs=case.model.costs(case.tensor_parallel),
         model=case.model,
         rewards=MIXED,
@@ -100,7 +102,9 @@ def setting(case: Published, seed: int) -> Setting:
     )
 
 
-def flexes(letters: str, eta_prompts: float = 1.25, eta_responses: float = 1.25) -> System:
+def flexes(
+    letters: str, over_launch_prompts: float = 1.25, over_launch_responses: float = 1.25
+) -> System:
     """Flexes with those of its parts whose letters are given."""
     return System(
         name=SystemName.FLEXES,
@@ -110,12 +114,12 @@ def flexes(letters: str, eta_prompts: float = 1.25, eta_responses: float = 1.25)
             parallelism="P" in letters,
             stream="S" in letters,
         ),
-        eta_prompts=eta_prompts,
-        eta_responses=eta_responses,
+        over_launch_prompts=over_launch_prompts,
+        over_launch_responses=over_launch_responses,
     )
 
 
-def answers(run: Runner, asked: Sequence[Question]) -> list[Outcome]:
+def answers(run: Runner, asked: Sequence[Question]) -> list[RolloutOutcome]:
     """The outcomes, in the order of the questions."""
     found = []
     futures = [run.outcome(*each) for each in asked]
@@ -127,7 +131,7 @@ def answers(run: Runner, asked: Sequence[Question]) -> list[Outcome]:
 
 def speedups(
     run: Runner, settings: Sequence[Setting], systems: Sequence[System]
-) -> list[list[Outcome]]:
+) -> list[list[RolloutOutcome]]:
     """The outcomes of each system, and of the baseline before them, in each setting."""
     everything = [SYNC, *systems]
     found = answers(run, [(each, system) for system in everything for each in settings])
@@ -176,8 +180,8 @@ def table_rows(run: Runner, case: Published, figures: dict[str, float]) -> list[
 
 def eta_rows(run: Runner, case: Published, figures: dict[str, float]) -> list[Row]:
     """Rollout times of tail batching by those of the baseline; adds their figures."""
-    pairs = [(eta, 1.0) for eta in ETAS[1:]] + [(1.0, eta) for eta in ETAS[1:]]
-    pairs += [(eta, eta) for eta in ETAS[1:]]
+    pairs = [(factor, 1.0) for factor in FACTORS[1:]] + [(1.0, factor) for factor in FACTORS[1:]]
+    pairs += [(factor, factor) for factor in FACTORS[1:]]
     settings = [setting(case, seed) for seed in SEEDS]
     base, *others = speedups(run, settings, [flexes("T", *pair) for pair in pairs])
     rows: list[Row] = []

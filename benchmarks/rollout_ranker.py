@@ -42,11 +42,11 @@ from numpy.typing import NDArray
 from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20
-from plexrl.rollout.policies.ranking.dispatch import LONG_PART, LengthSpread, divide
-from plexrl.rollout.policies.ranking.ranker import LengthExample, LengthRanker, Tokens, fit
+from plexrl.rollout.policies.length_dispatch import LONG_PART, LengthSpread, divide
+from plexrl.rollout.policies.length_ranker import LengthExample, LengthRanker, Tokens, fit
 from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B
 from plexrl.sim.rollout.engine.instance import Instance
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.traces.bundled import bundled
 from plexrl.traces.formats import read_histogram
 from plexrl.traces.generate.distributions import STANDARD
@@ -209,7 +209,7 @@ def words(text: str) -> Tokens:
     return np.array([crc32(each.encode()) % 50_000 for each in found], dtype=np.int32)
 
 
-def generation_s(assigned: Sequence[Sequence[Trajectory]]) -> float:
+def generation_s(assigned: Sequence[Sequence[SimulatedTrajectory]]) -> float:
     """Seconds until simulated instances have generated these trajectories, in this order each."""
     ends = []
     for number, trajectories in enumerate(assigned):
@@ -261,7 +261,7 @@ def gains(seed: int, table: Floats, count: int) -> dict[str, list[float]]:
             return generation_s(
                 [
                     [
-                        Trajectory(
+                        SimulatedTrajectory(
                             number=at,
                             group=at,
                             prompt_tokens=len(batch.prompts[at]),

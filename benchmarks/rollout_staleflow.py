@@ -11,24 +11,30 @@ keep the bound, and `inflight_rebalanced` does what no system of its class does.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from statistics import fmean, stdev
 
 from benchmarks.report import report
+from benchmarks.rollout_systems.rivals import BOUNDED, Rival, split
 from benchmarks.sizes import sized
 from plexrl.sim.rollout.engine.costs import EngineCosts
-from plexrl.sim.rollout.results.gains import PUBLISHED, gains
-from plexrl.sim.rollout.results.outcome import Outcome, outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.runs.split import Runner, best_splits, runner
-from plexrl.sim.rollout.setting import BOUNDED, Setting, Strategies, System, SystemName
-from plexrl.sim.rollout.workload import Workload
+from plexrl.sim.rollout.setting import Setting, Strategies, System, SystemName
+from plexrl.sim.rollout.workload import RolloutWorkload
 
 Row = tuple[str, ...]
-BySeed = Mapping[int, Sequence[Outcome]]
+BySeed = Mapping[int, Sequence[RolloutOutcome]]
 """Outcomes of equal questions, in the same order for each seed."""
+Run = Callable[[Setting, System], Future[RolloutOutcome]]
+
+PUBLISHED = {"sync": (2.01, 2.68), "one-step": (1.52, 1.95), "inflight": (1.17, 1.42)}
+"""Mean and largest gain of StaleFlow over each system (StaleFlow §6.2)."""
 
 SEEDS = sized((0, 1, 2), quick=(0, 1))
 LIMITS = (20_000, 40_000)
@@ -59,29 +65,40 @@ def setting(limit: int, seed: int = SEEDS[0]) -> Setting:
     return Setting(
         gpus=CLUSTER["gpus"],
         batch_groups=CLUSTER["batch_groups"],
-        workload=Workload(limit=limit, seed=seed),
+        workload=RolloutWorkload(limit=limit, seed=seed),
         steps=STEPS,
         warmup_steps=4,
         cycle_s=5.0,
     )
 
 
-def systems() -> list[System]:
-    """All systems with each bound."""
-    fixed = [System(name=SystemName.SYNC), System(name=SystemName.ONE_STEP, staleness=1)]
-    return fixed + [System(name=name, staleness=bound) for name, bound in product(BOUNDED, BOUNDS)]
+def compare_systems(run: Runner) -> dict[str, BySeed]:
+    """The outcomes of each system by its name, with the best splits of the first seed on every
+    seed; limits and bounds in one order."""
+    bounded = [split(bound) for bound in BOUNDS]
+    found = {
+        "sync": on_seeds("sync", run.outcome, [System(name=SystemName.SYNC)]),
+        Rival.ONE_STEP.value: on_seeds(
+            Rival.ONE_STEP.value, partial(run.start, Rival.ONE_STEP.outcome), [split(1)]
+        ),
+    }
+    for rival in BOUNDED:
+        found[rival.value] = on_seeds(rival.value, partial(run.start, rival.outcome), bounded)
+    return found | {"staleflow": on_seeds("staleflow", run.outcome, bounded)}
 
 
-def compared(run: Runner) -> BySeed:
-    """All systems with their best splits of the first seed, on every seed."""
-    asked = [(setting(limit), system) for limit in LIMITS for system in systems()]
-    found = {SEEDS[0]: best_splits(run.outcome, asked, on_run=progress)}
+def on_seeds(name: str, run: Run, systems: Sequence[System]) -> BySeed:
+    """The systems at all limits, with their best splits of the first seed, on every seed."""
+    asked = [(setting(limit), system) for limit in LIMITS for system in systems]
+    first = best_splits(run, asked, on_run=partial(progress, name))
     again = [
-        (setting(each.limit, seed), each.system) for seed in SEEDS[1:] for each in found[SEEDS[0]]
+        (setting(outcome.limit, seed), outcome.system) for seed in SEEDS[1:] for outcome in first
     ]
-    others = best_splits(run.outcome, again, on_run=progress)
+    others = best_splits(run, again, on_run=partial(progress, name))
     size = len(asked)
-    return found | {seed: others[at * size : (at + 1) * size] for at, seed in enumerate(SEEDS[1:])}
+    return {SEEDS[0]: first} | {
+        seed: others[at * size : (at + 1) * size] for at, seed in enumerate(SEEDS[1:])
+    }
 
 
 def ablation(run: Runner) -> BySeed:
@@ -109,7 +126,7 @@ def ablation(run: Runner) -> BySeed:
         for seed in SEEDS
         for strategies in subsets
     ]
-    found = best_splits(run.outcome, asked, on_run=progress)
+    found = best_splits(run.outcome, asked, on_run=partial(progress, "staleflow"))
     size = len(subsets)
     return {seed: found[at * size : (at + 1) * size] for at, seed in enumerate(SEEDS)}
 
@@ -121,7 +138,7 @@ def decision_ms() -> tuple[float, float]:
         batch_groups=DECISION["batch_groups"],
         steps=DECISION["steps"],
         warmup_steps=0,
-        workload=Workload(limit=40_000),
+        workload=RolloutWorkload(limit=40_000),
         cycle_s=5.0,
     )
     system = System(name=SystemName.STALEFLOW, staleness=3, rollout_gpus=DECISION["rollout"])
@@ -130,15 +147,17 @@ def decision_ms() -> tuple[float, float]:
     return found
 
 
-def progress(each: Outcome) -> None:
+def progress(name: str, outcome: RolloutOutcome) -> None:
     """Show a run that ended."""
+    system = outcome.system
     sys.stderr.write(
-        f"{each.limit} {each.system.label} {each.system.rollout_gpus}: {each.throughput:,.0f}\n"
+        f"{outcome.limit} {name} η={system.staleness} {system.rollout_gpus}: "
+        f"{outcome.throughput:,.0f}\n"
     )
 
 
-def outcome_rows(found: BySeed) -> list[Row]:
-    """A row per system: means over the seeds."""
+def outcome_rows(name: str, found: BySeed) -> list[Row]:
+    """A row per limit and bound of a system: means over the seeds."""
     rows: list[Row] = []
     for seeds in zip(*found.values(), strict=True):
         first = seeds[0]
@@ -146,7 +165,7 @@ def outcome_rows(found: BySeed) -> list[Row]:
         rows.append(
             (
                 f"{first.limit:,}",
-                first.system.label,
+                name if name in ("sync", "one-step") else f"{name} η={first.system.staleness}",
                 f"{first.system.rollout_gpus or CLUSTER['gpus']}",
                 f"{fmean(rates):,.0f} ±{stdev(rates):,.0f}",
                 f"{fmean(each.step_s for each in seeds):,.0f}",
@@ -166,15 +185,27 @@ def outcome_rows(found: BySeed) -> list[Row]:
     return rows
 
 
-def gain_rows(found: BySeed, figures: dict[str, float]) -> list[Row]:
+def gains(ours: Sequence[RolloutOutcome], others: Sequence[RolloutOutcome]) -> list[float]:
+    """Throughput of each of our runs by that of the other system with the same limit, and with the
+    same η if the other has a choice."""
+    has_choice = len(others) == len(ours)
+    return [
+        one.throughput / other.throughput
+        for one in ours
+        for other in others
+        if other.limit == one.limit
+        and (not has_choice or other.system.staleness == one.system.staleness)
+    ]
+
+
+def gain_rows(found: Mapping[str, BySeed], figures: dict[str, float]) -> list[Row]:
     """A row per system that StaleFlow is compared with; adds its figures."""
     rows: list[Row] = []
-    for seeds in zip(*(gains(outcomes) for outcomes in found.values()), strict=True):
-        over = seeds[0].over
-        means = [each.mean for each in seeds]
-        settings = {key: fmean(each.ratios[key] for each in seeds) for key in seeds[0].ratios}
-        largest = max(settings.values())
-        name = f"gain_vs_{over.value.replace('-', '_')}"
+    for over in [name for name in found if name != "staleflow"]:
+        ratios = [gains(found["staleflow"][seed], found[over][seed]) for seed in SEEDS]
+        means = [fmean(of_seed) for of_seed in ratios]
+        largest = max(fmean(of_setting) for of_setting in zip(*ratios, strict=True))
+        name = f"gain_vs_{over.replace('-', '_')}"
         figures |= {
             name: fmean(means),
             f"{name}_largest": largest,
@@ -182,7 +213,7 @@ def gain_rows(found: BySeed, figures: dict[str, float]) -> list[Row]:
         }
         paper = "paper: {:.2f}, ≤{:.2f}".format(*PUBLISHED[over]) if over in PUBLISHED else ""
         gain = f"{fmean(means):.2f} ±{stdev(means):.3f}"
-        rows.append(("gain over", over.value, "", gain, f"≤{largest:.2f}", paper, "", "", ""))
+        rows.append(("gain over", over, "", gain, f"≤{largest:.2f}", paper, "", "", ""))
     return rows
 
 
@@ -205,11 +236,11 @@ def main() -> None:
     """Run all systems, then the ablations, then the decision."""
     given = [word for word in sys.argv[1:] if word.startswith("--workers=")]
     with runner(int(given[0].partition("=")[2]) if given else None) as run:
-        found = compared(run)
+        found = compare_systems(run)
         subsets = ablation(run)
     median, high = decision_ms()
     figures: dict[str, float] = {}
-    rows = outcome_rows(found)
+    rows = [row for name, outcomes in found.items() for row in outcome_rows(name, outcomes)]
     rows += gain_rows(found, figures)
     rows += ablation_rows(subsets, figures)
     figures |= {"decision_ms": high, "decision_ms_median": median}

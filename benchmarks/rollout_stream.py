@@ -139,7 +139,7 @@ def measure(cluster: plexrl.Cluster, found: Found, *, streams: bool) -> None:
             MODEL,
             actor,
             instances=INSTANCES,
-            policy=plexrl.TailBatching(eta=1, scale_down=streams),
+            policy=plexrl.TailBatching(over_launch=1, scale_down=streams),
             prompts=PROMPTS,
             samples=SAMPLES,
             sampling=SAMPLING,

@@ -22,7 +22,7 @@ from benchmarks.state import (
     replicas,
     rl_delta,
 )
-from plexrl.process.memory.tuning import tuned
+from plexrl.process.memory.tuning import tune
 
 PARTS = {
     "switches": host.measure_switches,
@@ -40,7 +40,7 @@ PARTS = {
 
 def main() -> None:
     """Measure the parts that the command line names."""
-    environment = tuned(os.environ)
+    environment = tune(os.environ)
     if environment != dict(os.environ):
         # As workers and daemons are started; the plain copies gain from it as well.
         os.execve(sys.executable, sys.orig_argv, environment)

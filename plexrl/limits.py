@@ -46,7 +46,7 @@ class Bounds:
     may_be_zero: bool = False
     """0 has a meaning of its own, and `least` is that of the other numbers."""
     hint: str = ""
-    """What else the message says."""
+    """Further words of the message."""
 
     def check(self, name: str, value: object) -> None:
         """Raises `InvalidRequestError` for a value out of bounds, naming the value and the
@@ -118,7 +118,7 @@ _WAIT: Final = Bounds(SLEEP_S_MIN, WAIT_S_MAX)
 _PATIENCE: Final = _maybe(Bounds(0, WAIT_S_MAX))
 _PART: Final = Bounds(0, 1, is_open=True)
 _CLIP: Final = Bounds(0, 1e6)
-_ETA: Final = Bounds(1, 16)
+_OVER_LAUNCH: Final = Bounds(1, 16)
 _PORT: Final = _count(0, 65_535)
 _SPEED: Final = Bounds(0, SPEED_MAX)
 _PRICE: Final = Bounds(0, 1e6)
@@ -214,9 +214,9 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "first_batch": _RECORDS,
         "failed_prompts_max": _RECORDS,
         "staleness": _count(0, 4096),
-        "eta": _ETA,
-        "eta_prompts": _ETA,
-        "eta_responses": _ETA,
+        "over_launch": _OVER_LAUNCH,
+        "over_launch_prompts": _OVER_LAUNCH,
+        "over_launch_responses": _OVER_LAUNCH,
         "instances_min": _count(0, 4096),
         "instances_max": _count(0, 4096),
         "steps": _RECORDS,
@@ -382,7 +382,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "rollout_gpus": _maybe(_count(1, 1_000_000)),
         "batch": _count(1, SAMPLES_MAX),
         "tensor_parallel": _count(1, 1024),
-        "eta": _ETA,
+        "over_launch": _OVER_LAUNCH,
         "recall": Bounds(0, 1),
         "steps": _count(1, 1_000_000),
         "warmup_steps": _count(0, 1_000_000),

@@ -32,14 +32,26 @@ DIRECTION = (
     "plexrl",
 )
 LAYERS = {
-    "cli": (
-        *("app", "demo", "simulate_rollout", "simulate", "cluster", "traces", "jobs", "terminal"),
-    ),
+    "cli": ("app", "demo", "simulate_rollout", "simulate", "cluster", "traces", "jobs", "terminal"),
     "client": (
-        *("public", "asynchronous", "blocking", "profiling", "futures", "calls", "display", "data"),
+        "public",
+        "asynchronous",
+        "blocking",
+        "profiling",
+        "futures",
+        "calls",
+        "display",
+        "data",
     ),
     "cluster": (
-        *("supervisor", "ray", "kubernetes", "embedded", "node", "join", "data_dir", "config"),
+        "supervisor",
+        "ray",
+        "kubernetes",
+        "embedded",
+        "node",
+        "join",
+        "data_dir",
+        "config",
     ),
     "events": ("publisher", "subscriber", "broker", "config", "outbox", "records"),
     "model": (
@@ -72,9 +84,7 @@ LAYERS = {
         *("protocol", "bytes", "layout", "device"),
     ),
     "storage": ("multipart", "model_folder", "object_store", "location"),
-    "traces": (
-        *("sources", "describe", "convert", "formats", "generate", "io", "schema", "bundled"),
-    ),
+    "traces": ("sources", "describe", "convert", "formats", "generate", "io", "schema", "bundled"),
     "wire": (
         *("parameter_checks", "tensors", "links", "operation_phases", "rpc", "messages"),
         *("codec", "framing", "operations"),
@@ -94,9 +104,7 @@ PURE_FOLDERS = (
     "rewards/decisions",
     "rollout/coordinator",
     "rollout/instances",
-    "rollout/policies/batching",
-    "rollout/policies/ranking",
-    "rollout/policies/streaming",
+    "rollout/policies",
     "rollout/staleness",
     "rollout/trajectories",
     "scheduler/accounting",

@@ -14,7 +14,7 @@ from plexrl.statemanager.device.cuda.driver import CudaDriver
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.messages import DeviceUse
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
+from plexrl.statemanager.protocol.tickets import Claims, TicketKey, TicketRole
 from plexrl.wire.messages import SaveRequest
 
 BLOCK_BYTES = 64 << 20
@@ -39,7 +39,7 @@ class GpuJob:
         self._stream = self._driver.create_stream()
         self._nbytes = nbytes
         self._block = random.Random(name).randbytes(min(BLOCK_BYTES, nbytes))
-        claims = Claims(role=Role.WORKER, job=name, deployment=f"{name}/actor")
+        claims = Claims(role=TicketRole.WORKER, job=name, deployment=f"{name}/actor")
         self._client = StateManagerClient(
             listen,
             deployment=claims.deployment,

@@ -20,7 +20,7 @@ from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.cuda.bindings import BoundDriver
 from plexrl.statemanager.device.cuda.driver import CudaDriver
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.statemanager.protocol.tickets import Claims, TicketRole
 from plexrl.wire.messages import RUNS, RankShare
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import Arrays
@@ -92,7 +92,7 @@ class Part:
         self, spec: DeploymentSpec, job: str, node: StateManagerConfig, device: WorkerDevice
     ) -> None:
         self.backend: Backend = make_backend(spec, 0, 1, Path("/nowhere"), device)
-        claims = Claims(role=Role.WORKER, job=job, deployment=f"{job}/{spec.kind}")
+        claims = Claims(role=TicketRole.WORKER, job=job, deployment=f"{job}/{spec.kind}")
         key = read_ticket_key(node.ticket_key_path)
         self.client = StateManagerClient(
             node.listen,

@@ -14,7 +14,7 @@ from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.statemanager.protocol.tickets import Claims, TicketRole
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult
 from plexrl.worker.state.arena_tensors import ArenaLayout, ShardBox, view, whole_box
@@ -75,7 +75,9 @@ class Replica:
         has_digests: bool = True,
     ) -> None:
         """`nbytes`: size of the weights that all `count` ranks hold."""
-        claims = Claims(role=Role.WORKER, job="job", deployment=name, rank=rank, world_size=count)
+        claims = Claims(
+            role=TicketRole.WORKER, job="job", deployment=name, rank=rank, world_size=count
+        )
         self.backend = Held(rank, count, device, nbytes)
         self.client = StateManagerClient(
             node.listen,

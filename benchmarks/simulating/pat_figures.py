@@ -12,7 +12,7 @@ from plexrl.sim.rollout.engine.models import LLAMA31_8B, QWEN3_14B, Model
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.runs.split import Runner
 from plexrl.sim.rollout.setting import Ends, Setting, System, SystemName
-from plexrl.sim.rollout.workload import DEEPSCALER, Prompts, Workload
+from plexrl.sim.rollout.workload import DEEPSCALER, Prompts, RolloutWorkload
 
 Row = tuple[str, ...]
 
@@ -82,7 +82,7 @@ def setting(case: Case, seed: int, tp: int, model: Model) -> Setting:
     return Setting(
         gpus=case.gpus,
         batch_groups=BATCH,
-        workload=Workload(
+        workload=RolloutWorkload(
             lengths=DEEPSCALER,
             scale=1.0,
             limit=case.limit,
@@ -113,7 +113,7 @@ def times(where: Setting, recorder: Recorder) -> Times:
 
 
 @lru_cache(maxsize=4096)
-def _longest(workload: Workload, step: int) -> int:
+def _longest(workload: RolloutWorkload, step: int) -> int:
     prompts = Prompts(workload)
     return max(
         prompts.group(at)[0].response_tokens for at in range(BATCH * step, BATCH * (step + 1))

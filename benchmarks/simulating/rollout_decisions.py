@@ -19,7 +19,6 @@ from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     Abort,
     BatchRequested,
-    Event,
     Generated,
     GroupAdded,
     InstanceJoined,
@@ -28,6 +27,7 @@ from plexrl.rollout.coordinator.messages import (
     Pull,
     Pulled,
     Rewarded,
+    RolloutEvent,
     Route,
     SnapshotTaken,
     Stopped,
@@ -38,7 +38,12 @@ from plexrl.rollout.coordinator.settings import CoordinatorSettings, Synchronisa
 from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20
 from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.staleness.manager import StalenessSettings
-from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Segment, TrajectoryId
+from plexrl.rollout.trajectories.record import (
+    InstanceId,
+    SampleGroupId,
+    TrajectoryId,
+    TrajectorySegment,
+)
 
 INSTANCES = 128
 GROUPS, SAMPLES, STALENESS = 128, 16, 3
@@ -83,7 +88,7 @@ class Run:
             self.handle(InstanceJoined(instance=name, version=0, kv_budget=KV_TOKENS))
         self.handle(BatchRequested())
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: RolloutEvent) -> None:
         """Hands the event over and carries out the commands."""
         begun = process_time()
         commands = self.core.handle(event)
@@ -119,12 +124,12 @@ class Run:
         )
         self.handle(Stopped(instance=command.instance, trajectories=stopped))
 
-    def leave(self, engine: Engine, each: TrajectoryId) -> tuple[Segment, ...]:
+    def leave(self, engine: Engine, each: TrajectoryId) -> tuple[TrajectorySegment, ...]:
         tokens, version = engine.new.pop(each), engine.version
         del engine.before[each]
         if not tokens:
             return ()
-        return (Segment(tokens=tokens, policy_version=version, kv_version=version),)
+        return (TrajectorySegment(tokens=tokens, policy_version=version, kv_version=version),)
 
     def add_groups(self) -> None:
         while self.core.groups_wanted:

@@ -11,12 +11,13 @@ from dataclasses import replace
 from statistics import fmean, stdev
 
 from benchmarks.report import report
+from benchmarks.rollout_systems.rivals import Rival, split
 from benchmarks.sizes import sized
 from plexrl.sim.rollout.engine.costs import EngineCosts
-from plexrl.sim.rollout.results.outcome import outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.setting import Setting, Strategies, System, SystemName
-from plexrl.sim.rollout.workload import R1, Workload
+from plexrl.sim.rollout.workload import R1, RolloutWorkload
 
 BOUND = 3
 SEEDS = sized((0, 1, 2), quick=(0, 1))
@@ -24,41 +25,38 @@ CLUSTER = sized({"gpus": 32, "batch_groups": 32}, quick={"gpus": 8, "batch_group
 ROLLOUT_GPUS = sized(20, quick=5)
 STEPS = sized(24, quick=8)
 VANILLA = Strategies(routing=False, synchronization=False, migration=False)
-BASELINES = (
-    System(name=SystemName.SYNC),
-    System(name=SystemName.ONE_STEP, staleness=1, rollout_gpus=ROLLOUT_GPUS),
-    System(name=SystemName.INFLIGHT, staleness=BOUND, rollout_gpus=ROLLOUT_GPUS),
-    System(name=SystemName.INFLIGHT_LOOSE, staleness=BOUND, rollout_gpus=ROLLOUT_GPUS),
-    System(
-        name=SystemName.STALEFLOW,
-        staleness=BOUND,
-        rollout_gpus=ROLLOUT_GPUS,
-        strategies=VANILLA,
-    ),
-)
-STALEFLOW = System(name=SystemName.STALEFLOW, staleness=BOUND, rollout_gpus=ROLLOUT_GPUS)
+STALEFLOW = split(BOUND, ROLLOUT_GPUS)
 COSTS = EngineCosts()
 VARIANTS = {
-    "as the benchmark": (Workload(), COSTS),
-    "correlation 0": (Workload(correlation=0.0), COSTS),
-    "correlation 0.5": (Workload(correlation=0.5), COSTS),
-    "all lengths of R1": (Workload(lengths=R1), COSTS),
-    "half the training": (Workload(), replace(COSTS, train_gpu_s_per_token=3.55e-4)),
-    "half the KV cache": (Workload(), replace(COSTS, kv_tokens=128_000)),
-    "prefill without attention": (Workload(), replace(COSTS, prefill_s_per_token2=0.0)),
+    "as the benchmark": (RolloutWorkload(), COSTS),
+    "correlation 0": (RolloutWorkload(correlation=0.0), COSTS),
+    "correlation 0.5": (RolloutWorkload(correlation=0.5), COSTS),
+    "all lengths of R1": (RolloutWorkload(lengths=R1), COSTS),
+    "half the training": (RolloutWorkload(), replace(COSTS, train_gpu_s_per_token=3.55e-4)),
+    "half the KV cache": (RolloutWorkload(), replace(COSTS, kv_tokens=128_000)),
+    "prefill without attention": (RolloutWorkload(), replace(COSTS, prefill_s_per_token2=0.0)),
     "three times the prefill": (
-        Workload(),
+        RolloutWorkload(),
         replace(COSTS, prefill_s_per_token=2.7e-4, prefill_s_per_token2=1.6e-8),
     ),
 }
 
 
-def throughput(setting: Setting, system: System) -> float:
-    """Tokens per second."""
-    return outcome(setting, system, simulate_rollout(setting, system)).throughput
+def own_outcome(setting: Setting, system: System) -> RolloutOutcome:
+    """The figures of a system of the simulator."""
+    return outcome(setting, system, simulate_rollout(setting, system))
 
 
-def gains(workload: Workload, costs: EngineCosts) -> list[list[float]]:
+BASELINES = {
+    "sync": (own_outcome, System(name=SystemName.SYNC)),
+    "one-step": (Rival.ONE_STEP.outcome, split(1, ROLLOUT_GPUS)),
+    "inflight": (Rival.INFLIGHT.outcome, STALEFLOW),
+    "inflight-loose": (Rival.INFLIGHT_LOOSE.outcome, STALEFLOW),
+    "vanilla": (own_outcome, replace(STALEFLOW, strategies=VANILLA)),
+}
+
+
+def gains(workload: RolloutWorkload, costs: EngineCosts) -> list[list[float]]:
     """Gains over each baseline, by seed."""
     found: list[list[float]] = [[] for _ in BASELINES]
     for seed in SEEDS:
@@ -71,9 +69,9 @@ def gains(workload: Workload, costs: EngineCosts) -> list[list[float]]:
             warmup_steps=4,
             cycle_s=5.0,
         )
-        ours = throughput(setting, STALEFLOW)
-        for at, system in enumerate(BASELINES):
-            found[at].append(ours / throughput(setting, system))
+        ours = own_outcome(setting, STALEFLOW).throughput
+        for at, (run, system) in enumerate(BASELINES.values()):
+            found[at].append(ours / run(setting, system).throughput)
     return found
 
 
@@ -81,7 +79,7 @@ def main() -> None:
     """Run all variants."""
     rows = []
     figures: dict[str, float] = {}
-    names = ("sync", "one-step", "inflight", "inflight-loose", "vanilla")
+    names = tuple(BASELINES)
     for variant, (workload, costs) in VARIANTS.items():
         found = gains(workload, costs)
         rows.append((variant, *(f"{fmean(each):.2f} ±{stdev(each):.2f}" for each in found)))

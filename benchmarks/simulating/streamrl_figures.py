@@ -15,10 +15,10 @@ from plexrl.sim.rollout.engine.models import (
     Model,
 )
 from plexrl.sim.rollout.results.bound import throughput_bound
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.runs.split import Runner, best_splits
 from plexrl.sim.rollout.setting import FIXED_STALENESS, Setting, System, SystemName
-from plexrl.sim.rollout.workload import DEEPSCALER, R1, R1_LONG, Workload
+from plexrl.sim.rollout.workload import DEEPSCALER, R1, R1_LONG, RolloutWorkload
 
 Row = tuple[str, ...]
 Question = tuple[Setting, System]
@@ -74,7 +74,7 @@ def setting(case: Case, limit: int, seed: int, tp: int) -> Setting:
     return Setting(
         gpus=case.gpus,
         batch_groups=BATCH,
-        workload=Workload(
+        workload=RolloutWorkload(
             lengths=R1_LONG, scale=SCALES[limit], limit=limit, group_size=1, seed=seed
         ),
         costs=case.model.costs(tp),
@@ -91,12 +91,12 @@ def system(name: SystemName, recall: float = RECALL, rollout_gpus: int = 0) -> S
     )
 
 
-def answers(run: Runner, asked: Sequence[Question]) -> list[Outcome]:
+def answers(run: Runner, asked: Sequence[Question]) -> list[RolloutOutcome]:
     """The outcomes, in the order of the questions."""
     return best_splits(run.outcome, asked, on_run=_show)
 
 
-def _show(each: Outcome) -> None:
+def _show(each: RolloutOutcome) -> None:
     text = f"{each.limit} {each.system.label} {each.system.rollout_gpus}: {each.step_s:,.0f} s\n"
     sys.stderr.write(text)
 
@@ -115,7 +115,7 @@ def fastest_sizes(
 
 def seeds_of(
     run: Runner, case: Case, limit: int, systems: Mapping[System, int]
-) -> dict[System, list[Outcome]]:
+) -> dict[System, list[RolloutOutcome]]:
     """The outcomes of each system by seed."""
     asked = list(product(systems.items(), SEEDS))
     found = answers(run, [(setting(case, limit, seed, tp), each) for (each, tp), seed in asked])
@@ -125,7 +125,7 @@ def seeds_of(
     }
 
 
-def ratios(base: Sequence[Outcome], found: Sequence[Outcome]) -> list[float]:
+def ratios(base: Sequence[RolloutOutcome], found: Sequence[RolloutOutcome]) -> list[float]:
     """Samples per second by those of the baseline, by seed."""
     return [one.step_s / each.step_s for one, each in zip(base, found, strict=True)]
 
@@ -136,7 +136,7 @@ def text(values: Sequence[float]) -> str:
 
 
 def _row(
-    name: str, label: str, gain: str, paper: str, found: Sequence[Outcome], tp: int | str
+    name: str, label: str, gain: str, paper: str, found: Sequence[RolloutOutcome], tp: int | str
 ) -> Row:
     rollout_gpus = found[0].system.rollout_gpus
     gpus = f"{rollout_gpus} + {found[0].train_gpus}" if rollout_gpus else f"{found[0].train_gpus}"

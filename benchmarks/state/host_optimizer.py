@@ -25,7 +25,7 @@ from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.layout.keys import StateKey, StatePart
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.statemanager.protocol.tickets import Claims, TicketRole
 from plexrl.wire.messages import SaveRequest
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.arena_tensors import ArenaLayout, span, whole_box
@@ -60,7 +60,7 @@ class Rank:
         self._slices = (*layout.slices, *(optimizer.slices if in_host else ()))
         parameter, gradient = (span(self.arena, at, ELEMENTS) for at in self._places)
         name = "j/host" if in_host else "j/device"
-        claims = Claims(role=Role.WORKER, job="j", deployment=name)
+        claims = Claims(role=TicketRole.WORKER, job="j", deployment=name)
         self.client = StateManagerClient(
             config.listen,
             deployment=name,

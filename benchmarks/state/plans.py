@@ -6,7 +6,7 @@ from benchmarks.sizes import sized
 from benchmarks.state.baselines import Seconds, timed
 from benchmarks.state.rig import Figures, Rows, row
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.layout.plan.balance import Source
+from plexrl.statemanager.layout.plan.balance import PullSource
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
 
@@ -27,7 +27,7 @@ def measure() -> tuple[Rows, Figures]:
         columns_s.append(timed(lambda: layouts.extend(map(Layout.of, held))))  # noqa: B023
         targets.extend(map(Layout.of, wanted))
         sources = [
-            Source(id=f"n#{rank}", link=f"n{rank // 8}", layout=layout, bytes_per_s=1e9)
+            PullSource(id=f"n#{rank}", link=f"n{rank // 8}", layout=layout, bytes_per_s=1e9)
             for rank, layout in enumerate(layouts)
         ]
         cache = PlanCache()
@@ -56,7 +56,7 @@ def measure() -> tuple[Rows, Figures]:
     ], figures
 
 
-def _planned_s(cache: PlanCache, sources: list[Source], targets: list[Layout]) -> Seconds:
+def _planned_s(cache: PlanCache, sources: list[PullSource], targets: list[Layout]) -> Seconds:
     return timed(lambda: cache.plan(sources, targets))
 
 

@@ -14,18 +14,18 @@ import msgspec
 import numpy as np
 
 from benchmarks.state.baselines import MIB
-from plexrl.process.memory.tuning import tuned
+from plexrl.process.memory.tuning import tune
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.reports import LoadReport, MoveReport
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.device.memory import DeviceMemory, Run
+from plexrl.statemanager.device.memory import ByteRun, WritableDevice
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout.layout import lay_out
 from plexrl.statemanager.layout.versions import Manifest, VersionKind
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, job_of
+from plexrl.statemanager.protocol.tickets import AGENT, Claims, TicketRole, job_of
 from plexrl.wire.messages import SaveRequest
 
 Rows = list[tuple[str, ...]]
@@ -63,7 +63,7 @@ def daemon(**changes: Any) -> Iterator["Daemon"]:
         text = msgspec.json.encode(config).decode()
         command = [sys.executable, "-m", "plexrl.statemanager", "--config-json", text]
         command.append("--end-with-parent")
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=tuned(os.environ))
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=tune(os.environ))
         with process:
             assert process.stdout is not None
             ready = json.loads(process.stdout.readline())
@@ -112,7 +112,7 @@ class Rank:
         self.deployment = deployment
         self.arena = Arena(max(piece.arena_offset + piece.nbytes for piece in slices))
         claims = Claims(
-            role=Role.WORKER,
+            role=TicketRole.WORKER,
             job=job_of(deployment),
             deployment=deployment,
             rank=rank,
@@ -148,10 +148,10 @@ class Rank:
         return self.client.load(seq=seq, token=1)
 
 
-def fill_randomly(memory: DeviceMemory, nbytes: int, seed: int = 1) -> None:
+def fill_randomly(memory: WritableDevice, nbytes: int, seed: int = 1) -> None:
     """Write random bytes, which neither a file system nor a disk can shorten."""
     contents = np.random.default_rng(seed).bytes(nbytes)
-    memory.write([Run(0, np.frombuffer(contents, dtype=np.uint8).ctypes.data, nbytes)])
+    memory.write([ByteRun(0, np.frombuffer(contents, dtype=np.uint8).ctypes.data, nbytes)])
 
 
 def tensors(

@@ -28,7 +28,7 @@ from plexrl.statemanager.layout.keys import (
 from plexrl.statemanager.layout.state_digest import digest_of_slices
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.statemanager.protocol.tickets import Claims, TicketRole
 from plexrl.statemanager.transfer.delta.codec import encode
 from plexrl.statemanager.transfer.delta.delta import BATCH_BYTES
 
@@ -63,7 +63,7 @@ class Checker:
         self._source = f"{job}/actor"
         self._socket = socket
         deployment = f"{job}/check-{dtype}"
-        claims = Claims(role=Role.WORKER, job=job, deployment=deployment)
+        claims = Claims(role=TicketRole.WORKER, job=job, deployment=deployment)
         self._arena = Arena(end)
         self._client = StateManagerClient(
             socket,

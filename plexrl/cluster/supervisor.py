@@ -40,7 +40,7 @@ from plexrl.process.plain_text import PlainFormatter
 from plexrl.rollout.on_demand import first_rollout, has_rollouts
 
 if TYPE_CHECKING:
-    from plexrl.cluster.join.head import Head
+    from plexrl.cluster.join.head import ClusterHead
     from plexrl.cluster.join.service import JoinService
 
 LOG = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ EXPOSED = (
     "it, or leave --host at 127.0.0.1."
 )
 WRITE_RETRY_S = 5.0
-HeadOf = Callable[[], "Head | None"]
+HeadOf = Callable[[], "ClusterHead | None"]
 """Returns what lets other machines reach this cluster, once it is there."""
 
 
@@ -148,7 +148,7 @@ class Supervisor:
         self._folders = Folders.of(options.data_dir)
         self._record = PartRecord(self._folders.parts_file)
         self._lock = lock
-        self._head: Head | None = None
+        self._head: ClusterHead | None = None
         if nodes is None:
             nodes = partial(LocalNodes, options)
         self._nodes = nodes(self._folders, self._record, lambda: self._head)
@@ -191,9 +191,9 @@ class Supervisor:
             if self._options.network is not None:
                 # With it come an HTTP client and cryptography, which a cluster of one machine does
                 # not need.
-                from plexrl.cluster.join.head import Head
+                from plexrl.cluster.join.head import ClusterHead
 
-                self._head = Head(self._options, ports)
+                self._head = ClusterHead(self._options, ports)
             scheduler, *others = self._control_plane(key, ports)
             rollout = rollout_part(self._options, self._folders, ports, self._head)
             # Nodes and routers wait for the scheduler. A node's agent loads torch meanwhile, which

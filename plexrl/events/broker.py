@@ -18,7 +18,7 @@ import msgspec
 
 from plexrl.errors import InvalidRequestError, LeaseLostError, StorageError
 from plexrl.events.config import BrokerConfig
-from plexrl.events.outbox import Message, Outbox
+from plexrl.events.outbox import EventOutbox, Message
 from plexrl.events.records import SchedulerRecord
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Broker:
     def __init__(
         self,
         config: BrokerConfig,
-        outbox: Outbox,
+        outbox: EventOutbox,
         all_states: AllStates,
         may_publish: Callable[[], Awaitable[None]],
         online: SchedulerRecord,

@@ -18,7 +18,7 @@ class Message:
     """The broker keeps it no longer; None: without a limit."""
 
 
-class Outbox:
+class EventOutbox:
     """A queue of at most `size` messages. No caller of `put` ever waits."""
 
     def __init__(self, size: int) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from plexrl.errors import LeaseLostError
 from plexrl.events.broker import Broker
 from plexrl.events.config import BrokerConfig, check_installed
-from plexrl.events.outbox import Message, Outbox
+from plexrl.events.outbox import EventOutbox, Message
 from plexrl.events.records import JobRecord, Record, SchedulerRecord
 
 LOG = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Publisher:
         self._may_look = may_look
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._outbox = Outbox(config.queue_max)
+        self._outbox = EventOutbox(config.queue_max)
         online = SchedulerRecord(state="online", since=clock(), holder=holder, version=_version())
         self.broker = Broker(config, self._outbox, self._all_states, may_publish, online)
 

@@ -18,7 +18,7 @@ from plexrl.model.spec import ARCHITECTURES, DENSE_ARCHITECTURES, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendCapabilities:
-    """What one backend supports."""
+    """The layouts and models that one backend supports."""
 
     backend: str
     kind: str
@@ -196,7 +196,7 @@ def check_layout(capabilities: BackendCapabilities, layout: Parallelism) -> None
         if axis in capabilities.axes:
             continue
         rivals = [each for each in BACKENDS if each.kind == capabilities.kind]
-        able = "; ".join(f"{each.backend}: {', '.join(each.axes) or 'none'}" for each in rivals)
+        able = "; ".join(f"{rival.backend}: {', '.join(rival.axes) or 'none'}" for rival in rivals)
         raise LayoutError(
             f"parallelism.{axis} is {layout.size(axis)}, and backend {capabilities.backend!r} does "
             f"not support {axis}: set it to 1, or choose a backend that supports it (axes by "

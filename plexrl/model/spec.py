@@ -23,7 +23,7 @@ DENSE_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
 ARCHITECTURES = (*DENSE_ARCHITECTURES, *MOE_ARCHITECTURES)
 """Model types of `transformers` that some backend runs."""
 BIASED_BY_CHOICE = ("llama", "qwen3", "qwen3_moe")
-"""Those whose attention has biases if `attention_bias` of their configuration says so."""
+"""Model types whose attention has biases if `attention_bias` of their configuration says so."""
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of weights without optimizer state, by dtype."""

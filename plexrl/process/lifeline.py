@@ -11,20 +11,20 @@ PARENT = "PLEXRL_PARENT"
 """Environment variable with the process id of the expected parent."""
 
 
-def die_with_parent(sig: int = signal.SIGKILL, *, parent: int | None = None) -> None:
-    """Make the kernel send `sig` to this process when its parent dies (Linux; else no effect).
+def die_with_parent(*, parent: int | None = None) -> None:
+    """Make the kernel kill this process when its parent dies (Linux; else no effect).
 
     The kernel does not report a parent that died before this call. So if `parent` is given and is
-    not the parent's process id, this process sends itself `sig`.
+    not the parent's process id, this process kills itself.
     """
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
     if parent is not None and os.getppid() != parent:
-        os.kill(os.getpid(), sig)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_with_named_parent(environment: MutableMapping[str, str]) -> None:

@@ -1,11 +1,11 @@
-"""What graders give."""
+"""Grades: the results of graders."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """What was found about an answer. The failure of a grader is an error, never an outcome."""
+    """The finding about an answer. The failure of a grader is an error, never an outcome."""
 
     PASSED = "passed"
     WRONG = "wrong"
@@ -22,7 +22,7 @@ class Grade:
 
     score: float
     outcome: Outcome
-    """Of a program: that of the first test case that it did not pass."""
+    """For a program, the outcome of the first test case that it did not pass."""
     detail: str = ""
     """For a reader; empty if there is nothing to say."""
 

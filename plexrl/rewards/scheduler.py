@@ -26,10 +26,10 @@ from plexrl.rewards.decisions.grading import (
     AttemptFailed,
     AttemptGraded,
     AttemptTimedOut,
-    Command,
     DeliverReward,
-    Event,
+    GradingCommand,
     GradingCore,
+    GradingEvent,
     GradingSettings,
     OnFailure,
     SampleSubmitted,
@@ -148,7 +148,7 @@ class SampleReward:
     """Why the grader failed in the last attempt; None if it did not."""
     attempts: int
     grade: Grade | None
-    """What the grader gave, if it gives grades."""
+    """The grade, if the grader gives grades."""
     wall_s: float
     """From `submit` to the result."""
 
@@ -187,7 +187,7 @@ class _Submitted(Generic[SampleT]):
 
 @dataclass(slots=True)
 class _Results:
-    """What waits for the controller."""
+    """Results that wait for the controller."""
 
     ready: deque[SampleReward] = field(default_factory=deque)
     failure: Exception | None = None
@@ -201,7 +201,7 @@ class RewardScheduler(Generic[SampleT]):
         self._core = GradingCore(graded.settings)
         self._samples: dict[int, _Submitted[SampleT]] = {}
         self._deadlines_s: dict[int, float] = {}
-        """Of the samples that are graded now."""
+        """Deadlines of the samples that are graded now."""
         self._count = 0
         self._changed = threading.Condition()
         self._results = _Results()
@@ -274,12 +274,12 @@ class RewardScheduler(Generic[SampleT]):
                 self._handle(AttemptTimedOut(sample=number, attempt=sample.attempt, reason=reason))
         return min(self._deadlines_s.values(), default=math.inf)
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: GradingEvent) -> None:
         for command in self._core.handle(event):
             self._run(command)
         self._changed.notify_all()
 
-    def _run(self, command: Command) -> None:
+    def _run(self, command: GradingCommand) -> None:
         number = command.sample
         match command:
             case StartAttempt(attempt=attempt):
@@ -310,7 +310,7 @@ class RewardScheduler(Generic[SampleT]):
 
     def _attempt(self, number: int, attempt: int, sample: _Submitted[SampleT]) -> None:
         """Call the grader; runs in a thread."""
-        event: Event
+        event: GradingEvent
         grade, failed = None, None
         try:
             found = self._graded.reward(sample.prompt, sample.sample)

@@ -1,4 +1,4 @@
-"""What serves at the rollout service's socket until a cluster has its first rollout.
+"""Serves the rollout service's socket until a cluster has its first rollout.
 
 Most clusters have none, so the service is started when it is needed.
 """

@@ -1,7 +1,7 @@
 """The simulator: runs the scheduler's own core on a virtual clock."""
 
 from plexrl.sim.engine.shell import virtual_config
-from plexrl.sim.engine.simulate import Progress, simulate
+from plexrl.sim.engine.simulate import RunProgress, simulate
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.prices import Prices
 from plexrl.sim.workload.scenario import Behaviour, Failures, JobSource, NodeType, Pool, Scenario
@@ -13,7 +13,7 @@ __all__ = [
     "NodeType",
     "Pool",
     "Prices",
-    "Progress",
+    "RunProgress",
     "Scenario",
     "SimResult",
     "simulate",

@@ -172,8 +172,9 @@ class StateManagerConfig:
 
 
 def default_prefault_bytes(host_bytes: int, *, has_gpus: bool) -> int:
-    """What a node makes ready unless its operator says otherwise. Without GPUs that is nothing:
-    workers of several virtual nodes share the machine's memory, and nothing is pinned.
+    """Bytes of host memory that a node makes ready unless its operator says otherwise. Without GPUs
+    that is nothing: workers of several virtual nodes share the machine's memory, and nothing is
+    pinned.
 
     Args:
         host_bytes: capacity of the host tier.

@@ -7,7 +7,7 @@ from plexrl.storage.object_store import ObjectStore, error_code
 S3_PARTS_AT_ONCE = 4
 
 
-class Upload(Protocol):
+class MultipartUpload(Protocol):
     """An object that is being written. Methods raise `StoreUnavailableError`."""
 
     parts_at_once: int
@@ -26,7 +26,7 @@ class Upload(Protocol):
         ...
 
 
-def begin_upload(store: ObjectStore, key: str, nbytes: int, part_bytes: int) -> Upload:
+def begin_upload(store: ObjectStore, key: str, nbytes: int, part_bytes: int) -> MultipartUpload:
     """Begin to write an object of `nbytes`. Raises `StoreUnavailableError`."""
     if nbytes <= part_bytes:
         return _WholeUpload(store, key)

@@ -125,12 +125,12 @@ def describe_lengths(lengths: Iterable[ResponseLength]) -> dict[str, Any]:
     """Counts and quantiles of a table of response lengths, as plain values."""
     sketches = {"output_tokens": Sketch(), "prompt_tokens": Sketch()}
     count = grouped = 0
-    for each in lengths:
+    for length in lengths:
         count += 1
-        grouped += bool(each.group)
-        sketches["output_tokens"].add(each.output_tokens)
-        if each.prompt_tokens is not None:
-            sketches["prompt_tokens"].add(each.prompt_tokens)
+        grouped += bool(length.group)
+        sketches["output_tokens"].add(length.output_tokens)
+        if length.prompt_tokens is not None:
+            sketches["prompt_tokens"].add(length.prompt_tokens)
     return {
         "table": "lengths",
         "responses": count,

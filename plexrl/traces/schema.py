@@ -209,7 +209,7 @@ def _segments_fault(value: Any) -> str | None:
     end_s = 0.0
     for index, segment in enumerate(value):
         times = (segment.offset_s, segment.duration_s, segment.slack_s)
-        if not all(type(each) is float and 0 <= each <= TIME_S_MAX for each in times):
+        if not all(type(time) is float and 0 <= time <= TIME_S_MAX for time in times):
             return f"segment {index}: times must be finite and at least 0"
         if not is_function(segment.function):
             return f"segment {index}: {shown(segment.function)} is not a name of letters, digits, _"

@@ -4,7 +4,7 @@ import asyncio
 
 from plexrl.events.broker import Broker
 from plexrl.events.config import BrokerConfig
-from plexrl.events.outbox import Outbox
+from plexrl.events.outbox import EventOutbox
 from plexrl.events.records import SchedulerRecord
 from tests.free_ports import free_port
 
@@ -22,7 +22,7 @@ def test_a_cancellation_that_wait_for_loses_ends_the_task_though_the_broker_is_a
             await asyncio.wait_for(answer, 60)  # noqa: TID251
 
         config = BrokerConfig(url=f"mqtt://127.0.0.1:{free_port()}")
-        broker = Broker(config, Outbox(10), lambda _: (), may_publish, ONLINE)
+        broker = Broker(config, EventOutbox(10), lambda _: (), may_publish, ONLINE)
         running = asyncio.create_task(broker.run())
         await asked.wait()
         await asyncio.sleep(0)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from plexrl.events.outbox import Message, Outbox
+from plexrl.events.outbox import EventOutbox, Message
 
 
 def named(*names: str) -> list[Message]:
@@ -10,7 +10,7 @@ def named(*names: str) -> list[Message]:
 
 
 def test_the_oldest_are_dropped_and_counted() -> None:
-    outbox = Outbox(2)
+    outbox = EventOutbox(2)
     for message in named("a", "b", "c", "d"):
         outbox.put(message)
     assert (len(outbox), outbox.dropped, outbox.is_incomplete) == (2, 2, True)
@@ -19,7 +19,7 @@ def test_the_oldest_are_dropped_and_counted() -> None:
 
 
 def test_what_was_not_sent_comes_first_again_as_far_as_there_is_room() -> None:
-    outbox = Outbox(3)
+    outbox = EventOutbox(3)
     for message in named("a", "b", "c"):
         outbox.put(message)
     unsent = outbox.take(2)
@@ -31,7 +31,7 @@ def test_what_was_not_sent_comes_first_again_as_far_as_there_is_room() -> None:
 
 def test_a_sender_waits_for_the_next_message() -> None:
     async def wait() -> None:
-        outbox = Outbox(2)
+        outbox = EventOutbox(2)
         waiting = asyncio.create_task(outbox.wait())
         await asyncio.sleep(0)
         assert not waiting.done()

@@ -14,8 +14,6 @@ from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     Abort,
     BatchRequested,
-    Command,
-    Event,
     Generated,
     GenerationFailed,
     GroupAdded,
@@ -30,6 +28,8 @@ from plexrl.rollout.coordinator.messages import (
     ReportDroppedGroup,
     ReportQueuedGroup,
     Rewarded,
+    RolloutCommand,
+    RolloutEvent,
     Route,
     SnapshotTaken,
     Stopped,
@@ -43,8 +43,8 @@ from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     SampleGroupId,
-    Segment,
     TrajectoryId,
+    TrajectorySegment,
     TrajectoryState,
     trajectory_ids,
 )
@@ -59,8 +59,8 @@ class Engine:
     name: InstanceId
     version: int
     budget: int
-    to_run: deque[Command] = field(default_factory=deque)
-    sent: deque[Event] = field(default_factory=deque)
+    to_run: deque[RolloutCommand] = field(default_factory=deque)
+    sent: deque[RolloutEvent] = field(default_factory=deque)
     held: dict[TrajectoryId, int] = field(default_factory=dict)
     """New tokens of each trajectory, in the order of arrival."""
     before: dict[TrajectoryId, int] = field(default_factory=dict)
@@ -81,11 +81,13 @@ class Engine:
             found.append(each)
         return found
 
-    def segments(self, each: TrajectoryId) -> tuple[Segment, ...]:
+    def segments(self, each: TrajectoryId) -> tuple[TrajectorySegment, ...]:
         tokens = self.held[each]
         if not tokens:
             return ()
-        return (Segment(tokens=tokens, policy_version=self.version, kv_version=self.version),)
+        return (
+            TrajectorySegment(tokens=tokens, policy_version=self.version, kv_version=self.version),
+        )
 
     def drop(self, each: TrajectoryId) -> None:
         del self.held[each], self.before[each]
@@ -120,9 +122,9 @@ class Fleet:
         self.lengths: dict[TrajectoryId, int] = {}
         """Response length of each trajectory; set before it can complete."""
         self.to_reward: list[TrajectoryId] = []
-        self.log: list[tuple[Event, list[Command]]] = []
+        self.log: list[tuple[RolloutEvent, list[RolloutCommand]]] = []
         """Every event that was handled, with its commands."""
-        self.late: list[Event] = []
+        self.late: list[RolloutEvent] = []
         """Events of lost instances, still on their way."""
         self.drained: set[InstanceId] = set()
         """Instances that were told to return what they have, since they joined."""
@@ -146,7 +148,7 @@ class Fleet:
         self._joined = 0
         self.groups_added = 0
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: RolloutEvent) -> None:
         commands = self.core.handle(event)
         self.log.append((event, commands))
         for command in commands:

@@ -27,7 +27,7 @@ from plexrl.rollout.coordinator.messages import (
 from plexrl.rollout.coordinator.settings import CoordinatorSettings, Routing
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
-from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
+from plexrl.rollout.policies.scale_down import ScaleDownSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import TrajectoryId
 from tests.rollout.adaptive_tp.oracle import profile

@@ -7,8 +7,6 @@ from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     Abort,
     BatchRequested,
-    Command,
-    Event,
     Generated,
     GenerationFailed,
     GroupAdded,
@@ -21,6 +19,8 @@ from plexrl.rollout.coordinator.messages import (
     Pulled,
     ReportDroppedGroup,
     Rewarded,
+    RolloutCommand,
+    RolloutEvent,
     Route,
     SnapshotTaken,
     Stopped,
@@ -35,8 +35,8 @@ from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     SampleGroupId,
-    Segment,
     TrajectoryId,
+    TrajectorySegment,
     TrajectoryState,
 )
 
@@ -45,8 +45,8 @@ PROMPT = 10
 MODEL = CostModel(k1=1e-3, k2=2e-2, k3=1e-2, k4=1e-1, k5=1.0)
 
 
-def segments(tokens: int, version: int = 0) -> tuple[Segment, ...]:
-    return (Segment(tokens=tokens, policy_version=version, kv_version=version),)
+def segments(tokens: int, version: int = 0) -> tuple[TrajectorySegment, ...]:
+    return (TrajectorySegment(tokens=tokens, policy_version=version, kv_version=version),)
 
 
 class Led:
@@ -73,7 +73,7 @@ class Led:
         for group in range(groups):
             self.do(GroupAdded(group=SampleGroupId(group), prompt_tokens=PROMPT))
 
-    def do(self, event: Event) -> list[Command]:
+    def do(self, event: RolloutEvent) -> list[RolloutCommand]:
         commands = self.core.handle(event)
         self.core.check_invariants()
         return commands
@@ -84,7 +84,7 @@ class Led:
         version: int = 0,
         versions: dict[InstanceId, int] | None = None,
         silent: tuple[InstanceId, ...] = (),
-    ) -> list[Command]:
+    ) -> list[RolloutCommand]:
         """A snapshot: running, waiting and the number of completed trajectories of each."""
         return self.do(
             SnapshotTaken(
@@ -105,11 +105,13 @@ class Led:
             )
         )
 
-    def finish(self, trajectory: int, instance: InstanceId = A, version: int = 0) -> list[Command]:
+    def finish(
+        self, trajectory: int, instance: InstanceId = A, version: int = 0
+    ) -> list[RolloutCommand]:
         """Generates and rewards it."""
-        each = TrajectoryId(trajectory)
-        event = Generated(trajectory=each, instance=instance, segments=segments(5, version))
-        return self.do(event) + self.do(Rewarded(trajectory=each, reward=1.0))
+        number, drawn = TrajectoryId(trajectory), segments(5, version)
+        commands = self.do(Generated(trajectory=number, instance=instance, segments=drawn))
+        return commands + self.do(Rewarded(trajectory=number, reward=1.0))
 
 
 def ids(*numbers: int) -> tuple[TrajectoryId, ...]:
@@ -155,7 +157,7 @@ def test_a_snapshot_from_before_a_command_is_refused() -> None:
     assert led.core.snapshots_used == 2
 
 
-def pulled_away(led: Led) -> list[Command]:
+def pulled_away(led: Led) -> list[RolloutCommand]:
     """Instance A completes trajectory 0, which is trained, and still runs trajectory 1."""
     led.show((A, [], [], 0))
     led.do(BatchRequested())
@@ -417,7 +419,7 @@ def test_no_more_groups_are_taken_than_the_bound_allows() -> None:
         (GroupFiltered(group=SampleGroupId(5), reason=""), "no group 5"),
     ],
 )
-def test_an_event_that_breaks_the_protocol_changes_nothing(event: Event, message: str) -> None:
+def test_an_event_against_the_protocol_changes_nothing(event: RolloutEvent, message: str) -> None:
     led = Led(groups=1)
     led.show((A, [], [], 0))
     with pytest.raises((InvalidRequestError, ConflictError), match=message):
@@ -433,7 +435,7 @@ def test_tokens_older_than_the_version_of_a_trajectory_are_refused() -> None:
     pulled_away(led)
     led.do(stopped(A, 1))
     led.do(Pulled(instance=A, version=1))
-    kept = (Segment(tokens=3, policy_version=1, kv_version=0),)
+    kept = (TrajectorySegment(tokens=3, policy_version=1, kv_version=0),)
     with pytest.raises(InvalidRequestError, match="over KV version 0"):
         led.do(Generated(trajectory=TrajectoryId(2), instance=A, segments=kept))
     record = led.core.trajectories.get(TrajectoryId(2))

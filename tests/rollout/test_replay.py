@@ -5,7 +5,7 @@ from random import Random
 import msgspec
 
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
-from plexrl.rollout.coordinator.messages import Command, Event
+from plexrl.rollout.coordinator.messages import RolloutCommand, RolloutEvent
 from tests.rollout.history import History
 
 
@@ -29,7 +29,9 @@ def test_the_same_events_lead_to_the_same_commands() -> None:
             for each in commands:
                 assert msgspec.json.decode(msgspec.json.encode(each), type=type(each)) == each
             seen |= {type(each).__name__ for each in (event, *commands)}
-    known = {each.__name__ for each in (*Event.__subclasses__(), *Command.__subclasses__())}
+    known = {
+        each.__name__ for each in (*RolloutEvent.__subclasses__(), *RolloutCommand.__subclasses__())
+    }
     assert known == seen
 
 

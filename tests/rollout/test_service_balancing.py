@@ -16,7 +16,7 @@ from plexrl.errors import (
     StorageError,
     UnavailableError,
 )
-from plexrl.rollout.policies.streaming.elastic import STEPS, StepTimes
+from plexrl.rollout.policies.elastic import STEPS, StepTimes
 from plexrl.rollout.service.instances import balancing
 from plexrl.rollout.service.live_rollout import LiveRollout
 from plexrl.rollout.service.status import status
@@ -279,7 +279,11 @@ def test_a_rollout_of_a_fixed_number_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_rounds_have_a_fixed_number() -> None:
-    for changes in ({"eta_prompts": 1.25}, {"scale_down": True}, {"plans_parallelism": True}):
+    for changes in (
+        {"over_launch_prompts": 1.25},
+        {"scale_down": True},
+        {"plans_parallelism": True},
+    ):
         with pytest.raises(InvalidRequestError, match="and elastic"):
             replace(ELASTIC, **changes)
     with pytest.raises(InvalidRequestError, match="give at least 1"):

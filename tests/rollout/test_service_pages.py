@@ -16,21 +16,26 @@ from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch,
 from plexrl.rewards.scheduler import Graded
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
-    Event,
     Generated,
     GroupAdded,
     InstanceJoined,
     Rewarded,
+    RolloutEvent,
     Route,
     SnapshotTaken,
 )
 from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
 from plexrl.rollout.service.journal.state import RolloutState
-from plexrl.rollout.service.journal.store import Entry, Part, RolloutStore
+from plexrl.rollout.service.journal.store import GeneratedPart, JournalEntry, RolloutStore
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.service.server import RolloutService
-from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Segment, TrajectoryId
+from plexrl.rollout.trajectories.record import (
+    InstanceId,
+    SampleGroupId,
+    TrajectoryId,
+    TrajectorySegment,
+)
 from plexrl.wire.framing import HEADER_BYTES_MAX
 from plexrl.wire.tensors import Array
 from tests.router.live_router import OPERATOR_KEY, live_router
@@ -61,9 +66,9 @@ def fill(path: Path, order: RolloutOrder) -> None:
     """Store a rollout whose first batch was handed to the trainer."""
     store, state = RolloutStore(path), RolloutState.new(order)
     store.begin(order)
-    entries: list[Entry] = []
+    entries: list[JournalEntry] = []
 
-    def take(event: Event, **more: Any) -> list[TrajectoryId]:
+    def take(event: RolloutEvent, **more: Any) -> list[TrajectoryId]:
         found = state.take(event, store, **more)
         assert found is not None
         entries.append(found[0])
@@ -73,7 +78,7 @@ def fill(path: Path, order: RolloutOrder) -> None:
     for group in range(PROMPTS):
         added = GroupAdded(group=SampleGroupId(group), prompt_tokens=len(PROMPT))
         take(added, prompt=(SampleGroupId(group), PROMPT))
-    segments = (Segment(tokens=TOKENS, policy_version=0, kv_version=0),)
+    segments = (TrajectorySegment(tokens=TOKENS, policy_version=0, kv_version=0),)
     completed = 0
     while completed < PROMPTS * SAMPLES:
         shown = InstanceSnapshot(instance=INSTANCE, version=0, kv_cache=0.0, completed=completed)
@@ -81,7 +86,7 @@ def fill(path: Path, order: RolloutOrder) -> None:
         assert routed
         for each in routed:
             row = tokens_of(each)
-            part = Part(each, row, -row.astype(np.float32), "stop")
+            part = GeneratedPart(each, row, -row.astype(np.float32), "stop")
             take(Generated(trajectory=each, instance=INSTANCE, segments=segments), parts=[part])
             take(Rewarded(trajectory=each, reward=each / 2))
         completed += len(routed)

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from plexrl.errors import PlexRLError, UnavailableError
-from plexrl.rollout.coordinator.messages import Event, Interrupt, Pull
+from plexrl.rollout.coordinator.messages import Interrupt, Pull, RolloutEvent
 from plexrl.rollout.service.instances.driver import InstanceDriver, Surroundings
 from plexrl.rollout.service.instances.work import Instances, InstanceWork
 from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
@@ -58,7 +58,7 @@ class Rollout:
     def pulled(self, name: str, report: dict[str, float]) -> None:
         assert (name, report) == (INSTANCE, REPORT)
 
-    def handle(self, event: Event, *, parts: object = ()) -> None:
+    def handle(self, event: RolloutEvent, *, parts: object = ()) -> None:
         del parts
         self.log.put_nowait(type(event).__name__)
 

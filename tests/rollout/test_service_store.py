@@ -13,22 +13,28 @@ import pytest
 
 from plexrl.errors import InvalidRequestError, StorageError
 from plexrl.rollout.coordinator.messages import (
-    Event,
     Generated,
     GroupAdded,
     GroupFiltered,
     ParametersPushed,
     PolicyChanged,
+    RolloutEvent,
     Stopped,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.service.journal.state import RolloutState
-from plexrl.rollout.service.journal.store import STEPS_KEPT, Entry, Forgotten, Part, RolloutStore
+from plexrl.rollout.service.journal.store import (
+    STEPS_KEPT,
+    Forgotten,
+    GeneratedPart,
+    JournalEntry,
+    RolloutStore,
+)
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.trajectories.record import (
     SampleGroupId,
-    Segment,
     TrajectoryId,
+    TrajectorySegment,
     trajectory_ids,
 )
 from plexrl.wire.operations import SamplingParams
@@ -73,7 +79,7 @@ def test_a_restored_rollout_is_as_if_all_events_were_replayed(seed: int, tmp_pat
     order, random = order_of(history.fleet.settings), Random(seed)
     store = RolloutStore(tmp_path / "rollout.sqlite")
     state, everything = RolloutState.new(order), RolloutState.new(order)
-    queue: list[Entry] = []
+    queue: list[JournalEntry] = []
     for seq, (event, commands) in enumerate(history.fleet.log, 1):
         assert state.core.handle(event) == commands
         orders = state.note(seq, event, commands)
@@ -83,7 +89,7 @@ def test_a_restored_rollout_is_as_if_all_events_were_replayed(seed: int, tmp_pat
         if is_changed:
             order = order_of(state.core.settings)
         snapshot = state.plain() if is_changed or random.random() < 0.1 else None
-        queue.append(Entry(seq=seq, event=event, snapshot=snapshot))
+        queue.append(JournalEntry(seq=seq, event=event, snapshot=snapshot))
         if random.random() < 0.3:
             store.write(queue)
             queue.clear()
@@ -129,10 +135,10 @@ class StoredFleet(Fleet):
         self.store = RolloutStore(path)
         self.state = RolloutState.new(order)
         self.core = self.state.core
-        self.entries: list[Entry] = []
+        self.entries: list[JournalEntry] = []
 
-    def handle(self, event: Event) -> None:
-        parts: list[Part] = []
+    def handle(self, event: RolloutEvent) -> None:
+        parts: list[GeneratedPart] = []
         if isinstance(event, Generated):
             parts = [part(event.trajectory, event.segments)]
         elif isinstance(event, Stopped):
@@ -157,9 +163,9 @@ class StoredFleet(Fleet):
         self.entries.clear()
 
 
-def part(trajectory: TrajectoryId, segments: tuple[Segment, ...]) -> Part:
+def part(trajectory: TrajectoryId, segments: tuple[TrajectorySegment, ...]) -> GeneratedPart:
     tokens = np.zeros(100 * sum(each.tokens for each in segments), dtype=np.int32)
-    return Part(trajectory, tokens, tokens.astype(np.float32), "stop")
+    return GeneratedPart(trajectory, tokens, tokens.astype(np.float32), "stop")
 
 
 def test_lengths_are_learned_from_what_the_file_forgets(tmp_path: Path) -> None:
@@ -230,11 +236,11 @@ def test_parts_of_a_trajectory_are_joined_in_the_order_of_events(tmp_path: Path)
     group, trajectory = SampleGroupId(0), TrajectoryId(1)
     prompt = np.array([3, 4], dtype=np.int32)
     event = GroupAdded(group=group, prompt_tokens=2)
-    entries = [Entry(seq=1, event=event, prompt=(group, prompt), step=(0, 11))]
+    entries = [JournalEntry(seq=1, event=event, prompt=(group, prompt), step=(0, 11))]
     for seq, (tokens, finish) in enumerate((([5, 6], "abort"), ([7], "stop")), 2):
         logprobs = -np.array(tokens, dtype=np.float32)
-        part = Part(trajectory, np.array(tokens, dtype=np.int32), logprobs, finish)
-        entries.append(Entry(seq=seq, event=event, parts=[part]))
+        part = GeneratedPart(trajectory, np.array(tokens, dtype=np.int32), logprobs, finish)
+        entries.append(JournalEntry(seq=seq, event=event, parts=[part]))
     store.write(entries)
     store.close()
     store = RolloutStore(tmp_path / "a" / "rollout.sqlite")
@@ -244,7 +250,7 @@ def test_parts_of_a_trajectory_are_joined_in_the_order_of_events(tmp_path: Path)
     found = store.response(trajectory)
     assert (found.tokens.tolist(), found.logprobs.tolist()) == ([5, 6, 7], [-5.0, -6.0, -7.0])
     assert found.finish == "stop"
-    store.write([Entry(seq=4, event=event, forgotten=[Forgotten(group, (trajectory,))])])
+    store.write([JournalEntry(seq=4, event=event, forgotten=[Forgotten(group, (trajectory,))])])
     assert len(store.response(trajectory).tokens) == 0
     assert store.read([(group, trajectory)], 1000) == [None]
     store.delete()
@@ -265,8 +271,11 @@ CREATE TABLE steps (version INTEGER PRIMARY KEY, trainer_step INTEGER NOT NULL);
 
 def test_a_store_of_a_version_without_snapshots_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "rollout.sqlite"
-    earlier = msgspec.to_builtins(ORDER)
+    ordered = replace(ORDER, staleness=0, over_launch_prompts=1.5, over_launch_responses=2.0)
+    earlier = msgspec.to_builtins(ordered)
     del earlier["first_batch"], earlier["failed_prompts_max"]
+    for name in ("prompts", "responses"):
+        earlier[f"eta_{name}"] = earlier.pop(f"over_launch_{name}")
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
         database.executescript(EARLIER_TABLES)
         database.execute("INSERT INTO about VALUES (?)", (msgspec.json.encode(earlier).decode(),))
@@ -276,7 +285,7 @@ def test_a_store_of_a_version_without_snapshots_is_continued(tmp_path: Path) -> 
     path.chmod(0o600)
     store = RolloutStore(path)
     order = store.order()
-    assert order == ORDER
+    assert order == ordered
     state = RolloutState.stored(order, store)
     assert list(state.instances.work) == ["rollout-0"]
     added = state.take(GroupAdded(group=SampleGroupId(0), prompt_tokens=3), store)
@@ -291,7 +300,7 @@ def test_failures_before_the_rollout_was_asked_for_again_count_no_more(tmp_path:
     store.begin(ORDER)
     state = RolloutState.stored(ORDER, store)
 
-    def take(event: Event, order: RolloutOrder | None = None) -> None:
+    def take(event: RolloutEvent, order: RolloutOrder | None = None) -> None:
         taken = state.take(event, store, order=order)
         assert taken is not None
         store.write([taken[0]])

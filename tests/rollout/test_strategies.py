@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.strategies.length_aware import make_router
 from plexrl.rollout.coordinator.strategies.migration import to_migrate
-from plexrl.rollout.coordinator.strategies.routing import Candidate, Queue, route
+from plexrl.rollout.coordinator.strategies.routing import Queue, RoutingCandidate, route
 from plexrl.rollout.coordinator.strategies.synchronisation import to_synchronise
 from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20, CostModel
 from plexrl.rollout.instances.snapshot import InstanceLoad
@@ -41,8 +41,8 @@ def load(index: int, version: int, kv: float, running: int, waiting: int = 0) ->
     )
 
 
-def candidate(number: int, version: int | None, length: int = 10) -> Candidate:
-    return Candidate(
+def candidate(number: int, version: int | None, length: int = 10) -> RoutingCandidate:
+    return RoutingCandidate(
         TrajectoryId(number), SampleGroupId(number // SAMPLES), version=version, length=length
     )
 
@@ -61,7 +61,9 @@ def manager_at(version: int, **sizes: int) -> StalenessManager:
     return found
 
 
-def ordered(candidates: list[Candidate], started: set[SampleGroupId]) -> list[Candidate]:
+def ordered(
+    candidates: list[RoutingCandidate], started: set[SampleGroupId]
+) -> list[RoutingCandidate]:
     initial = [
         Trajectory(id=each.trajectory, group=each.group, prompt_tokens=each.length)
         for each in sorted(candidates, key=lambda each: each.trajectory)
@@ -169,7 +171,7 @@ def test_synchronisation_decides_as_algorithm_4_with_its_first_step_by_routing(s
 
 def routed(
     loads: list[InstanceLoad],
-    queue: Sequence[Candidate],
+    queue: Sequence[RoutingCandidate],
     found: StalenessManager | None = None,
     **more: object,
 ) -> list[tuple[int, int]]:
@@ -226,7 +228,7 @@ def test_vanilla_routing_balances_counts() -> None:
 
 
 def synchronised(
-    loads: list[InstanceLoad], queue: Sequence[Candidate], newest: int, **more: object
+    loads: list[InstanceLoad], queue: Sequence[RoutingCandidate], newest: int, **more: object
 ) -> list[int]:
     buffers = manager_at(newest).buffers.copy()
     found = to_synchronise(settings(**more), MODEL, loads, buffers, queue, newest)
@@ -268,14 +270,14 @@ def test_vanilla_synchronisation_pulls_at_once() -> None:
 
 def migrated(
     loads: list[InstanceLoad],
-    running: dict[int, list[Candidate]],
-    waiting: dict[int, list[Candidate]] | None = None,
-    queue: Sequence[Candidate] = (),
+    running: dict[int, list[RoutingCandidate]],
+    waiting: dict[int, list[RoutingCandidate]] | None = None,
+    queue: Sequence[RoutingCandidate] = (),
     **more: object,
 ) -> list[tuple[int, list[int]]]:
     buffers = manager_at(5).buffers
 
-    def work(each: InstanceLoad) -> tuple[list[Candidate], list[Candidate]]:
+    def work(each: InstanceLoad) -> tuple[list[RoutingCandidate], list[RoutingCandidate]]:
         return running.get(each.index, []), (waiting or {}).get(each.index, [])
 
     found = to_migrate(settings(**more), MODEL, loads, buffers, queue, work)

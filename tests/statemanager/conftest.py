@@ -28,7 +28,7 @@ from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import Claims, Role, job_of
+from plexrl.statemanager.protocol.tickets import Claims, TicketRole, job_of
 from plexrl.wire.messages import SaveRequest
 from tests.statemanager.memory_files import memory_file_bytes
 
@@ -156,7 +156,7 @@ class Daemon:
     def worker_ticket(self, deployment: str, rank: int = 0, world_size: int = 1) -> bytes:
         """As the node agent gives to a rank."""
         return self.ticket(
-            role=Role.WORKER,
+            role=TicketRole.WORKER,
             job=job_of(deployment),
             deployment=deployment,
             rank=rank,
@@ -170,7 +170,7 @@ class Daemon:
             deployment="",
             rank=0,
             world_size=1,
-            ticket=self.ticket(role=Role.AGENT),
+            ticket=self.ticket(role=TicketRole.AGENT),
             timeout_s=timeout_s,
         )
 

@@ -16,14 +16,19 @@ from typing import Protocol
 import pytest
 
 from plexrl.errors import DeviceUnavailableError
-from plexrl.statemanager.device.backend import DeviceAllocation, DeviceBackend, Segment, WorkerArena
+from plexrl.statemanager.device.backend import (
+    DeviceAllocation,
+    DeviceBackend,
+    DeviceSegment,
+    WorkerArena,
+)
 from plexrl.statemanager.device.cpu.arena import CpuArena
 from plexrl.statemanager.device.cpu.device import CpuDevice
 from plexrl.statemanager.device.cuda.arena import CudaArena
 from plexrl.statemanager.device.cuda.bindings import BoundDriver
 from plexrl.statemanager.device.cuda.device import CudaDevices
 from plexrl.statemanager.device.cuda.driver import CudaDriver
-from plexrl.statemanager.device.memory import Run
+from plexrl.statemanager.device.memory import ByteRun
 from tests.statemanager.emulated_cuda import EmulatedCuda
 from tests.statemanager.memory_files import NewSegments
 
@@ -42,9 +47,9 @@ class HostBlock:
     def contents(self) -> bytes:
         return self._memory.raw[: self.nbytes]
 
-    def run(self, offset: int) -> Run:
+    def run(self, offset: int) -> ByteRun:
         """A run that copies all of it to or from an arena offset."""
-        return Run(offset, self.address, self.nbytes)
+        return ByteRun(offset, self.address, self.nbytes)
 
 
 def read(loan: DeviceAllocation, offset: int, nbytes: int) -> bytes:
@@ -200,10 +205,10 @@ def real_driver() -> BoundDriver:
     return driver
 
 
-def segments(loan: DeviceAllocation) -> list[Segment]:
+def segments(loan: DeviceAllocation) -> list[DeviceSegment]:
     """The segments as sent to the worker."""
     pairs = zip(loan.descriptors(), loan.segment_bytes, strict=True)
-    return [Segment(fd=fd, nbytes=nbytes) for fd, nbytes in pairs]
+    return [DeviceSegment(fd=fd, nbytes=nbytes) for fd, nbytes in pairs]
 
 
 def hold_until_killed(pipe: Connection, rig_name: str, nbytes: int, count: int) -> None:
@@ -211,7 +216,7 @@ def hold_until_killed(pipe: Connection, rig_name: str, nbytes: int, count: int) 
     with rig_named(rig_name) as rig:
         arena = rig.make_arena(nbytes)
         sizes = pipe.recv()
-        taken = [Segment(fd=recv_handle(pipe), nbytes=sizes[index]) for index in range(count)]
+        taken = [DeviceSegment(fd=recv_handle(pipe), nbytes=sizes[index]) for index in range(count)]
         arena.attach(taken, keep_contents=False)
         rig.poke(arena, 0, b"worker")
         pipe.send(os.getpid())

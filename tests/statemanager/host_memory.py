@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.device.mapping import move
-from plexrl.statemanager.device.memory import Run
+from plexrl.statemanager.device.memory import ByteRun
 
 
 class HostMemory:
@@ -14,12 +14,12 @@ class HostMemory:
         self._arena = arena
         self.nbytes = arena.nbytes
 
-    def read(self, runs: Sequence[Run]) -> None:
+    def read(self, runs: Sequence[ByteRun]) -> None:
         for run in runs:
             assert 0 <= run.offset <= self.nbytes - run.nbytes
             move(run.address, self._arena.address + run.offset, run.nbytes)
 
-    def write(self, runs: Sequence[Run]) -> None:
+    def write(self, runs: Sequence[ByteRun]) -> None:
         for run in runs:
             assert 0 <= run.offset <= self.nbytes - run.nbytes
             move(self._arena.address + run.offset, run.address, run.nbytes)

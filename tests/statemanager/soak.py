@@ -17,7 +17,7 @@ from plexrl.statemanager.checkpoint.places.directory import DirectoryRoot
 from plexrl.statemanager.checkpoint.requests import WriteCheckpoint
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.migration import migrate
-from plexrl.statemanager.protocol.tickets import Role
+from plexrl.statemanager.protocol.tickets import TicketRole
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from tests.statemanager.conftest import DEADLINE_S, Daemon, wait_until
 from tests.statemanager.soak_processes import ANSWER_S, Node, Player
@@ -178,7 +178,7 @@ class Soak:
             source = green.node
             target = next(node for node in self._nodes if node is not source)
             green.stop()
-            ticket = source.daemon.ticket(role=Role.AGENT)
+            ticket = source.daemon.ticket(role=TicketRole.AGENT)
             while not self._migrated(source, target, seq, ticket):
                 self.counts["migrate again"] += 1
             with closing(source.daemon.agent(TIMEOUT_S)) as agent:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
-from plexrl.statemanager.protocol.tickets import Role, job_of
+from plexrl.statemanager.protocol.tickets import TicketRole, job_of
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.fault_points import POINTS
 from tests.statemanager.conftest import DEADLINE_S, Daemon
@@ -144,7 +144,7 @@ class Player:
     def _launch(self) -> Outcome | None:
         self._incarnation += 1
         ticket = self.node.daemon.ticket(
-            role=Role.WORKER,
+            role=TicketRole.WORKER,
             tenant=self.tenant,
             job=job_of(self.deployment),
             deployment=self.deployment,

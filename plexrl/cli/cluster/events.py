@@ -32,7 +32,7 @@ def events(broker: options.Events, below: Below = "", as_json: Json = False) -> 
 
         lines = Lines()
         async for event in all_events(config, below):
-            found = _decoded(event.payload)
+            found = _decode(event.payload)
             if as_json:
                 write_text(json.dumps({"topic": event.topic, "event": found}) + "\n")
             elif (line := lines.line(event.topic, found)) is not None:
@@ -44,7 +44,7 @@ def events(broker: options.Events, below: Below = "", as_json: Json = False) -> 
         return
 
 
-def _decoded(payload: bytes) -> Any:
+def _decode(payload: bytes) -> Any:
     """The object, the text if it is no JSON, or None if it was removed."""
     text = payload.decode(errors="replace")
     try:

@@ -71,7 +71,7 @@ class Joining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What the node has."""
+    """Resources of the node."""
 
     gpus: Annotated[
         int | None,

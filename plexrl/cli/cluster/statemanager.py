@@ -33,7 +33,7 @@ def statemanager(
     config: ConfigFile = None,
 ) -> None:
     """Run a node's StateManager until SIGTERM, SIGHUP or Ctrl-C."""
-    from plexrl.process.memory.tuning import tuned
+    from plexrl.process.memory.tuning import tune
 
     given: dict[str, Any] = {
         "node": node,
@@ -52,7 +52,7 @@ def statemanager(
         raise InvalidRequestError(f"give {', '.join(missing)}, or set them in --config")
     command = [sys.executable, "-m", "plexrl.statemanager", "--config-json", json.dumps(fields)]
     # These variables take effect at process start only; exec keeps the process id for systemd.
-    os.execve(sys.executable, command, tuned(os.environ))
+    os.execve(sys.executable, command, tune(os.environ))
 
 
 def statemanager_status(
@@ -63,7 +63,7 @@ def statemanager_status(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What this node's StateManager stores and does."""
+    """Show what this node's StateManager stores and does."""
     fields = _fields(config)
     listen = listen or fields.get("listen")
     if ticket_key_file is None:

@@ -34,7 +34,7 @@ def example_path() -> Path:
     raise NotFoundError(f"{EXAMPLE} is not installed: run the demo from a clone of the repository")
 
 
-class Controller:
+class DemoController:
     """A running controller process; its output goes to a log file."""
 
     def __init__(

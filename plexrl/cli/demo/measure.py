@@ -31,7 +31,7 @@ class JobResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class DemoSpan:
     """An interval in which one job held a training group."""
 
     group: str
@@ -56,7 +56,7 @@ class PhaseResult:
     """Part of the reserved worker-seconds in which training operations ran."""
     context_switches: int
     switch_seconds: float
-    spans: tuple[Span, ...]
+    spans: tuple[DemoSpan, ...]
 
 
 SWITCH_KINDS = frozenset({"offload", "load"})
@@ -74,7 +74,7 @@ def measure_phase(name: str, jobs: Sequence[JobResult], rows: Iterable[Row]) -> 
             [(job.submitted_at, job.ended_at) for job in members]
         )
     spans = tuple(
-        Span(
+        DemoSpan(
             group=group_of[row["deployment"]],
             job=by_train[row["deployment"]].name,
             kind=str(row["kind"]),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plexrl.cli.demo.measure import SWITCH_KINDS, PhaseResult, Span
+from plexrl.cli.demo.measure import SWITCH_KINDS, DemoSpan, PhaseResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,7 +129,9 @@ def plot_timeline(phase: PhaseResult, path: Path) -> None:
     plt.close(figure)
 
 
-def _draw_spans(axes: "Axes", spans: Sequence[Span], names: Sequence[str], start: float) -> None:
+def _draw_spans(
+    axes: "Axes", spans: Sequence[DemoSpan], names: Sequence[str], start: float
+) -> None:
     for index, name in enumerate(names):
         for switching, colour in ((False, COLOURS[index % len(COLOURS)]), (True, SWITCH_COLOUR)):
             bars = [

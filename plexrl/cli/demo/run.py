@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from plexrl.cli.demo.controllers import Controller, ControllerPlan
+from plexrl.cli.demo.controllers import ControllerPlan, DemoController
 from plexrl.cli.demo.measure import JobResult, PhaseResult, measure_phase
 from plexrl.cli.demo.report import DemoResult, saving, write_report
 from plexrl.cli.demo.view import DemoView, JobLine, Screen
@@ -154,7 +154,7 @@ class _Phases:
                 controller.stop()
         return [self._result(line) for line in lines]
 
-    def _start(self, phase: str, plan: ControllerPlan) -> Controller:
+    def _start(self, phase: str, plan: ControllerPlan) -> DemoController:
         options = self._options
         arguments = [
             *("--steps", str(options.steps), "--seed", str(options.seed)),
@@ -167,7 +167,7 @@ class _Phases:
             arguments += ["--layout", ",".join(f"{axis}={size}" for axis, size in sizes)]
         if phase == "isolated":
             arguments.append("--exclusive")
-        return Controller(
+        return DemoController(
             plan,
             url=self._url,
             arguments=arguments,

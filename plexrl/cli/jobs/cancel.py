@@ -42,10 +42,10 @@ def cancel(
     if output.as_json:
         write_json(results)
     else:
-        for each in results:
-            if "error" not in each:
-                print_line(f"{each['job']} is cancelled: {_released(each)}.")
-    if any("error" in each for each in results):
+        for result in results:
+            if "error" not in result:
+                print_line(f"{result['job']} is cancelled: {_released(result)}.")
+    if any("error" in result for result in results):
         raise typer.Exit(1)
 
 

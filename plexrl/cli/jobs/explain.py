@@ -60,10 +60,10 @@ def print_holders(holders: list[HolderView]) -> None:
         "cancelled in": lambda each: seconds(each["cancelled_in_s"]),
     }
     print_records("Who has the GPUs", cells, holders)
-    for each in holders:
-        if each["condition"] in ("detached", "silent") or (each["idle_s"] or 0.0) > IDLE_S:
+    for holder in holders:
+        if holder["condition"] in ("detached", "silent") or (holder["idle_s"] or 0.0) > IDLE_S:
             print_line("")
-            print_line(_abandoned(each))
+            print_line(_abandoned(holder))
 
 
 def _abandoned(holder: HolderView) -> str:
@@ -129,7 +129,7 @@ def _eta(operation: WaitingOperationView) -> str:
 def _deployments(deployments: list[PlacedDeploymentView], slo: float) -> None:
     if not deployments:
         return
-    rows = [{**(each["placement"] or {}), **each} for each in deployments]
+    rows = [{**(deployment["placement"] or {}), **deployment} for deployment in deployments]
     cells: Cells = {
         "deployment": lambda each: each["deployment"].rpartition("/")[2],
         "state": "state",

@@ -21,11 +21,11 @@ from plexrl.sim.results.bill import check_reserved
 from plexrl.sim.search.axes import scenarios_along
 from plexrl.sim.search.capacity_search import CapacityPlan, smallest_cluster
 from plexrl.sim.search.one_run import FailedRun
-from plexrl.sim.search.what_if import changed, repriced
+from plexrl.sim.search.what_if import apply_change, reprice
 from plexrl.sim.workload.response_lengths import read_longest_of
 from plexrl.sim.workload.scenario import NODES_MAX, Scenario
-from plexrl.sim.workload.source.job_copy import JobCopy, copied
-from plexrl.sim.workload.source.survey import Survey, check_fits, surveyed
+from plexrl.sim.workload.source.job_copy import JobCopy, copy_jobs
+from plexrl.sim.workload.source.survey import Survey, check_fits, survey_jobs
 from plexrl.sim.workload.source.trace_source import PublishedSource, TraceSource
 from plexrl.traces import Problem, Problems, TraceJob
 
@@ -42,7 +42,7 @@ class Answers:
     failed: tuple[FailedRun, ...] = ()
 
 
-def answered(
+def find_answers(
     trace: str,
     base: Scenario,
     asked: Questions,
@@ -63,8 +63,8 @@ def answered(
     """
     with TemporaryDirectory(prefix="plexrl-jobs-") as folder:
         copy = Path(folder) / "jobs"
-        base, survey = _checked_trace(trace, base, copy)
-        scenarios = () if asked.objectives else _checked(base, asked, survey)
+        base, survey = _check_trace(trace, base, copy)
+        scenarios = () if asked.objectives else _check_scenarios(base, asked, survey)
         if survey.without_rollout_gpus:
             warn(
                 f"plexrl: {survey.without_rollout_gpus:,} of {survey.jobs:,} jobs have rollouts "
@@ -87,9 +87,9 @@ def answered(
             if asked.objectives:
                 at_once = workers or len(os.sched_getaffinity(0))
                 plans = _plans(base, asked, survey, run, max_nodes=max_nodes, at_once=at_once)
-                runs = tuple(_chosen(base, plan) for plan in plans)
+                runs = tuple(_choose_run(base, plan) for plan in plans)
             else:
-                runs, failed = _ran(scenarios, run)
+                runs, failed = _run_scenarios(scenarios, run)
             changes, more = _changes(runs, asked, run)
         if jobs_out is not None:
             write_rows(jobs_out, runs, run.job_rows)
@@ -103,7 +103,7 @@ def answered(
     )
 
 
-def _checked_trace(trace: str, base: Scenario, copy: Path) -> tuple[Scenario, Survey]:
+def _check_trace(trace: str, base: Scenario, copy: Path) -> tuple[Scenario, Survey]:
     """The scenario for the runs and the survey of its jobs, which are copied at the same time."""
     source = base.source
     assert isinstance(source, TraceSource | PublishedSource)
@@ -113,8 +113,8 @@ def _checked_trace(trace: str, base: Scenario, copy: Path) -> tuple[Scenario, Su
         # A single pass: faults are known at its end, before any run.
         source = replace(source, skip_bad=True)
     jobs = source.read(problems)
-    survey = surveyed(
-        copied(jobs if skips else _all_good(jobs, problems, trace), copy),
+    survey = survey_jobs(
+        copy_jobs(jobs if skips else _all_good(jobs, problems, trace), copy),
         places_rollouts=base.places_rollouts,
     )
     base = replace(base, source=source)
@@ -129,10 +129,10 @@ def _all_good(jobs: Iterator[TraceJob], problems: Problems, trace: str) -> Itera
         raise problems.error(trace)
 
 
-def _checked(base: Scenario, asked: Questions, survey: Survey) -> tuple[Scenario, ...]:
+def _check_scenarios(base: Scenario, asked: Questions, survey: Survey) -> tuple[Scenario, ...]:
     """The requested scenarios, after checking that all can run."""
     scenarios = tuple(scenarios_along(base, asked.axes))
-    others = [changed(scenario, what) for scenario in scenarios for what in asked.changes]
+    others = [apply_change(scenario, what) for scenario in scenarios for what in asked.changes]
     for scenario in (*scenarios, *others):
         check_fits(survey, scenario.pools)
     check_reserved((*scenarios, *others), max(_nodes(each) for each in (*scenarios, *others)))
@@ -153,7 +153,7 @@ def _plans(
     at_once: int,
 ) -> tuple[CapacityPlan, ...]:
     lowest, highest = _sizes(survey, base, max_nodes)
-    check_reserved((base, *(changed(base, what) for what in asked.changes)), max_nodes)
+    check_reserved((base, *(apply_change(base, what) for what in asked.changes)), max_nodes)
     return tuple(
         smallest_cluster(
             replace(base, policy=policy),
@@ -167,7 +167,9 @@ def _plans(
     )
 
 
-def _ran(scenarios: Sequence[Scenario], run: Runs) -> tuple[tuple[Run, ...], tuple[FailedRun, ...]]:
+def _run_scenarios(
+    scenarios: Sequence[Scenario], run: Runs
+) -> tuple[tuple[Run, ...], tuple[FailedRun, ...]]:
     done: list[Run] = []
     failed: list[FailedRun] = []
     for scenario, outcome in zip(scenarios, run(scenarios), strict=True):
@@ -182,11 +184,11 @@ def _changes(
     runs: Sequence[Run], asked: Questions, run: Runs
 ) -> tuple[tuple[Changed, ...], tuple[FailedRun, ...]]:
     wanted = [
-        (what, of, changed(scenario, what))
+        (what, of, apply_change(scenario, what))
         for what in asked.changes
         for of, (scenario, _) in enumerate(runs)
     ]
-    priced = [repriced(*runs[of], other) for _, of, other in wanted]
+    priced = [reprice(*runs[of], other) for _, of, other in wanted]
     ran = iter(
         run([other for (_, _, other), result in zip(wanted, priced, strict=True) if result is None])
         if None in priced
@@ -222,7 +224,7 @@ def _sizes(survey: Survey, base: Scenario, max_nodes: int) -> tuple[int, int]:
     return lowest, min(highest, max_nodes, NODES_MAX)
 
 
-def _chosen(base: Scenario, plan: CapacityPlan) -> Run:
+def _choose_run(base: Scenario, plan: CapacityPlan) -> Run:
     size = plan.search.nodes
     if size is None:
         size = max(plan.results)

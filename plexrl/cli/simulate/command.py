@@ -12,7 +12,7 @@ from plexrl.errors import UnavailableError
 def simulate(
     context: typer.Context,
     trace: groups.Trace,
-    cluster: groups.ClusterOptions,
+    cluster: groups.SimulatedClusterOptions,
     prices: groups.PriceOptions,
     reading: groups.TraceOptions,
     jobs: groups.JobOptions,
@@ -23,7 +23,7 @@ def simulate(
 ) -> None:
     """Run a trace through the scheduler on a virtual clock: policies, cluster sizes, costs."""
     try:
-        from plexrl.cli.simulate.answers import answered
+        from plexrl.cli.simulate.answers import find_answers
         from plexrl.cli.simulate.job_rows import check_jobs_out
         from plexrl.cli.simulate.options import checks, setup
         from plexrl.cli.simulate.output import check_folder, output
@@ -41,7 +41,7 @@ def simulate(
     if running.jobs_out is not None:
         check_jobs_out(running.jobs_out, trace, running.ray, running.out)
     base = setup.scenario(trace, cluster, prices, reading, jobs, faults, questions, running)
-    found = answered(
+    found = find_answers(
         trace,
         base,
         asked,

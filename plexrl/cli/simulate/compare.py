@@ -13,7 +13,7 @@ from plexrl.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from plexrl.sim.results.compared import Comparison, Figure, Setting, Unit
+    from plexrl.sim.results.compared import ComparedSetting, Figure, ResultComparison, Unit
 
 RESULTS = "results.json"
 SHOWN_VALUES = 3
@@ -26,10 +26,10 @@ Second = Annotated[Path, typer.Argument(metavar="B", help=HELP)]
 
 def compare(a: First, b: Second, as_json: Json = False) -> None:
     """Compare two results of `plexrl simulate --out`: settings and figures."""
-    from plexrl.sim.results.compared import compared
+    from plexrl.sim.results.compared import compare_results
 
     documents = [_document(each) for each in (a, b)]
-    found = compared(*documents)
+    found = compare_results(*documents)
     for warning in found.warnings:
         warn(f"plexrl: {warning}")
     if as_json:
@@ -83,7 +83,7 @@ def _is_document(found: Any) -> bool:
     )
 
 
-def _values(found: "Comparison") -> dict[str, Any]:
+def _values(found: "ResultComparison") -> dict[str, Any]:
     values = asdict(found)
     for of in ("pairs", "smallest"):
         for pair, plain in zip(getattr(found, of), values[of], strict=True):
@@ -92,7 +92,7 @@ def _values(found: "Comparison") -> dict[str, Any]:
     return values
 
 
-def _show(a: Path, b: Path, found: "Comparison") -> None:
+def _show(a: Path, b: Path, found: "ResultComparison") -> None:
     print_line(f"A: {a}")
     print_line(f"B: {b}")
     if found.settings:
@@ -100,20 +100,20 @@ def _show(a: Path, b: Path, found: "Comparison") -> None:
     else:
         print_line("The settings are equal.")
     for pair in found.smallest:
-        sizes = [_figure(each) for each in pair.figures]
+        sizes = [_figure(figure) for figure in pair.figures]
         print_table(f"Smallest cluster, {pair.label}", ("", "A", "B", "B - A", "change"), sizes)
     for pair in found.pairs:
-        if not any(each.differs for each in pair.figures):
+        if not any(figure.differs for figure in pair.figures):
             print_line(f"{pair.label}: equal figures.")
             continue
-        rows = [_figure(each) for each in pair.figures if each.a or each.b]
+        rows = [_figure(figure) for figure in pair.figures if figure.a or figure.b]
         print_table(pair.label, ("", "A", "B", "B - A", "change"), rows)
     for name, only in (("A", found.only_a), ("B", found.only_b)):
         if only and found.pairs:
             print_line(f"Only in {name}: {_listed(only)}")
 
 
-def _setting(setting: "Setting") -> tuple[str, str, str]:
+def _setting(setting: "ComparedSetting") -> tuple[str, str, str]:
     a, b = (_listed(map(_shown_value, values)) for values in (setting.a, setting.b))
     return setting.name, a, b
 

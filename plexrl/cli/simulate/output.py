@@ -35,7 +35,7 @@ def output(found: Answers, out: Path | None, *, as_json: bool) -> None:
     Raises:
         InvalidRequestError: the folder cannot be written.
     """
-    others = [(each.scenario, each.result) for each in found.changes]
+    others = [(change.scenario, change.result) for change in found.changes]
     late = (horizon_warning(each) for each in (*billed(found.runs), *billed(others)))
     for message in dict.fromkeys(filter(None, late)):
         warn(f"plexrl: {message}")
@@ -91,13 +91,13 @@ def document(found: Answers) -> str:
             "smallest": [_plan_values(plan) for plan in found.plans],
             "what_if": [
                 {
-                    "what": each.what,
-                    "of": each.of,
-                    "ran": each.ran,
-                    "scenario": scenario_values(each.scenario),
-                    "result": result_values(each.result),
+                    "what": change.what,
+                    "of": change.of,
+                    "ran": change.ran,
+                    "scenario": scenario_values(change.scenario),
+                    "result": result_values(change.result),
                 }
-                for each in found.changes
+                for change in found.changes
             ],
             "failed": [
                 {"scenario": scenario_values(each.scenario), "error": each.error.to_wire()}
@@ -176,8 +176,8 @@ def _plan_values(plan: CapacityPlan) -> dict[str, Any]:
         "nodes": plan.nodes,
         "failing_from": plan.search.failing_from,
         "monotone": plan.search.is_monotone,
-        "objectives": [each.text for each in plan.objectives],
-        "broken_budgets": [each.text for each in plan.broken_budgets],
+        "objectives": [objective.text for objective in plan.objectives],
+        "broken_budgets": [broken_budget.text for broken_budget in plan.broken_budgets],
         "probes": [
             {
                 "nodes": size,
@@ -186,7 +186,10 @@ def _plan_values(plan: CapacityPlan) -> dict[str, Any]:
                 "met_all": meets_all(plan, size),
                 "cost": plan.results[size].cost,
                 "drain_s": plan.results[size].drain_s,
-                "values": {each.text: each.value(plan.results[size]) for each in plan.objectives},
+                "values": {
+                    objective.text: objective.value(plan.results[size])
+                    for objective in plan.objectives
+                },
             }
             for size, met in plan.search.probes.items()
         ],

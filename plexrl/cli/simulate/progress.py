@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Display
     from rich.progress import TaskID
 
-    from plexrl.sim.engine.simulate import Progress
+    from plexrl.sim.engine.simulate import RunProgress
 
 BARS_KEPT = 12
 """Most runs whose bars stay after their end; with more runs only live bars are shown."""
@@ -90,7 +90,7 @@ class Runs:
                 bars[index] = display.add_task(name, total=self._jobs, status="")
             return bars[index]
 
-        def moved(index: int, progress: "Progress") -> None:
+        def moved(index: int, progress: "RunProgress") -> None:
             status = f"{progress.jobs_done:,} jobs, day {progress.now_s / 86_400:,.1f}"
             display.update(bar(index), completed=progress.jobs_done, status=status)
 
@@ -107,8 +107,8 @@ class Runs:
             display.update(self._overall, completed=self._ended)
 
         if self._rows_in is not None:
-            for each in scenarios:
-                self.job_rows[each] = self._rows_in / f"rows{len(self.job_rows)}"
+            for scenario in scenarios:
+                self.job_rows[scenario] = self._rows_in / f"rows{len(self.job_rows)}"
         return run_all(
             scenarios,
             workers=self._workers,

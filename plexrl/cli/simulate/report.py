@@ -45,7 +45,7 @@ def report(
             "pip install 'plexrl[simulator]'"
         )
         return None
-    from plexrl.sim.report import WhatIf, write_report
+    from plexrl.sim.report import write_report
 
     scenarios = [scenario for scenario, _ in runs]
     sizes = {pool.node_type.gpus for scenario in scenarios for pool in scenario.pools}
@@ -55,13 +55,12 @@ def report(
         title=f"{trace}, simulated",
         scenario_lines=[
             *scenario_lines(trace, survey, scenarios),
-            *(change_line(runs[each.of], each) for each in changes),
+            *(change_line(runs[change.of], change) for change in changes),
         ],
         labels=labels(scenarios),
         plans=plans,
         headline=headline_texts(runs)[:HEADLINES_MAX],
         billed=billed(runs),
-        what_ifs=[WhatIf(change=each.what, of=each.of, result=each.result) for each in changes],
         gpus_per_node=sizes.pop() if len(sizes) == 1 else None,
         window_s=scenarios[0].window_s,
     )
@@ -110,17 +109,20 @@ def scenario_lines(
             "jobs",
             f"{survey.jobs:,} over {span(survey.arrivals_s)}, of up to {survey.gpus_max} GPUs",
         ),
-        ("cluster", _same(f"{nodes_of(each)} nodes ({_types(each)})" for each in scenarios)),
+        (
+            "cluster",
+            _same(f"{nodes_of(scenario)} nodes ({_types(scenario)})" for scenario in scenarios),
+        ),
         (
             "rollouts",
             "on the cluster's GPUs" if first.places_rollouts else "outside of the cluster",
         ),
         *price_lines(first),
-        ("jitter of cycles", _same(_jitter(each) for each in scenarios)),
-        ("context switch", _same(_switch(each) for each in scenarios)),
+        ("jitter of cycles", _same(_jitter(scenario) for scenario in scenarios)),
+        ("context switch", _same(_switch(scenario) for scenario in scenarios)),
         ("failures", _failures(first)),
         ("jobs' demand", "declared" if first.warm else "profiled by the scheduler"),
-        ("seed", _same(str(each.seed) for each in scenarios)),
+        ("seed", _same(str(scenario.seed) for scenario in scenarios)),
     ]
     behaviour = first.behaviour
     if behaviour.responses:
@@ -129,7 +131,9 @@ def scenario_lines(
         stalls = behaviour.stalls
         lines.append(("tool stalls", f"{percent(stalls.chance)} of cycles, {span(stalls.mean_s)}"))
     if behaviour.staleness is not None:
-        lines.append(("staleness", _same(str(each.behaviour.staleness) for each in scenarios)))
+        lines.append(
+            ("staleness", _same(str(scenario.behaviour.staleness) for scenario in scenarios))
+        )
     return lines
 
 

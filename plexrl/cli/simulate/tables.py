@@ -176,15 +176,15 @@ def _print_notes(runs: Sequence[Run], unshared: Mapping[Scenario, SimResult]) ->
 def headline_texts(runs: Sequence[Run]) -> list[str]:
     """The headlines of the runs, each with its cluster if there are several."""
     lines = headlines(runs)
-    scenarios = [each.scenario for each in lines]
+    scenarios = [line.scenario for line in lines]
     varies = varying(scenarios)
-    by_nodes = len({nodes_of(each) for each in scenarios}) > 1
+    by_nodes = len({nodes_of(scenario) for scenario in scenarios}) > 1
     names = [
         ", ".join(
-            [f"nodes {nodes_of(each)}"] * by_nodes
-            + [f"{name} {setting(each, name)}" for name in varies]
+            [f"nodes {nodes_of(scenario)}"] * by_nodes
+            + [f"{name} {setting(scenario, name)}" for name in varies]
         )
-        for each in scenarios
+        for scenario in scenarios
     ]
     return sentences(lines, names if any(names) else ())
 
@@ -223,9 +223,11 @@ def print_changes(runs: Sequence[Run], changes: Sequence[Changed]) -> None:
     """Print the what-ifs and their figures."""
     names: Columns = {}
     figures: Columns = {}
-    for each in changes:
-        (scenario, was), now = runs[each.of], each.result
-        _add(names, {"what if": each.what, "policy": scenario.policy, "nodes": nodes_of(scenario)})
+    for change in changes:
+        (scenario, was), now = runs[change.of], change.result
+        _add(
+            names, {"what if": change.what, "policy": scenario.policy, "nodes": nodes_of(scenario)}
+        )
         _add(
             figures,
             {
@@ -234,7 +236,7 @@ def print_changes(runs: Sequence[Run], changes: Sequence[Changed]) -> None:
                 "slowdown p50": percent(now.job_slowdown.median),
                 "cost": money(now.cost),
                 "cost by": difference(was.cost, now.cost, money(now.cost)),
-                "by": "run" if each.ran else "priced",
+                "by": "run" if change.ran else "priced",
             },
         )
     _print_groups(names, {"What if, by how much of what it was": figures})
@@ -339,7 +341,9 @@ def setting(scenario: Scenario, name: str) -> str:
 
 def varying(scenarios: Sequence[Scenario]) -> tuple[str, ...]:
     """Names of differing settings, except policy and size."""
-    return tuple(name for name in _SETTINGS if len({setting(each, name) for each in scenarios}) > 1)
+    return tuple(
+        name for name in _SETTINGS if len({setting(scenario, name) for scenario in scenarios}) > 1
+    )
 
 
 Columns = dict[str, list[str]]

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plexrl.cli.simulate_rollout.options import (
-    ClusterOptions,
     ResponseOptions,
-    RunOptions,
+    RolloutClusterOptions,
+    RolloutRunOptions,
     settings,
 )
 from plexrl.cli.terminal.context import Json, print_table, write_json
@@ -17,7 +17,7 @@ from plexrl.errors import InvalidRequestError, UnavailableError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from plexrl.sim.rollout.plan.allocation import Choice, Pool
+    from plexrl.sim.rollout.plan.allocation import AllocationChoice, GpuPool
 
 
 @with_option_groups
@@ -63,13 +63,13 @@ def allocate_rollout(
             "pip install 'plexrl[simulator]'"
         ) from error
     pools = _pools(pool)
-    cluster = ClusterOptions(
+    cluster = RolloutClusterOptions(
         gpus=sum(each.kind.gpus for each in pools.values()),
         batch=batch,
         model=model,
         tensor_parallel=tensor_parallel,
     )
-    (setting,) = settings(responses, cluster, RunOptions())[:1]
+    (setting,) = settings(responses, cluster, RolloutRunOptions())[:1]
     found = choices(
         setting,
         pools,
@@ -83,13 +83,13 @@ def allocate_rollout(
         _show(found)
 
 
-def _pools(texts: "Sequence[str]") -> "dict[str, Pool]":
+def _pools(texts: "Sequence[str]") -> "dict[str, GpuPool]":
     """The pools by the name of their kind. Raises InvalidRequestError: a text is none."""
-    from plexrl.rollout.policies.streaming.allocation import GpuKind
+    from plexrl.rollout.policies.allocation import GpuKind
     from plexrl.sim.rollout.engine.gpus import GPUS
-    from plexrl.sim.rollout.plan.allocation import PRICES, Pool
+    from plexrl.sim.rollout.plan.allocation import PRICES, GpuPool
 
-    found: dict[str, Pool] = {}
+    found: dict[str, GpuPool] = {}
     for text in texts:
         name, _, rest = text.partition("=")
         count, _, price = rest.partition("@")
@@ -101,11 +101,11 @@ def _pools(texts: "Sequence[str]") -> "dict[str, Pool]":
             kind = GpuKind(gpus=int(count), price=float(price) if price else PRICES[name])
         except ValueError as error:
             raise InvalidRequestError(f"{text!r}: give KIND=COUNT or KIND=COUNT@PRICE") from error
-        found[name] = Pool(gpu=GPUS[name], kind=kind)
+        found[name] = GpuPool(gpu=GPUS[name], kind=kind)
     return found
 
 
-def _values(each: "Choice") -> dict[str, object]:
+def _values(each: "AllocationChoice") -> dict[str, object]:
     found, allocation = each.found, each.found.allocation
     return {
         "way": each.way,
@@ -123,7 +123,7 @@ def _values(each: "Choice") -> dict[str, object]:
     }
 
 
-def _show(found: "Sequence[Choice]") -> None:
+def _show(found: "Sequence[AllocationChoice]") -> None:
     first = found[0].samples_per_cost
     rows = [
         (

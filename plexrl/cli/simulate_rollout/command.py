@@ -1,9 +1,9 @@
 """`plexrl simulate-rollout`: compares ways to overlap rollout and training."""
 
 from plexrl.cli.simulate_rollout.options import (
-    ClusterOptions,
     ResponseOptions,
-    RunOptions,
+    RolloutClusterOptions,
+    RolloutRunOptions,
     SystemOptions,
     settings,
     systems,
@@ -16,9 +16,9 @@ from plexrl.errors import UnavailableError
 @with_option_groups
 def simulate_rollout(
     responses: ResponseOptions,
-    cluster: ClusterOptions,
+    cluster: RolloutClusterOptions,
     options: SystemOptions,
-    running: RunOptions,
+    running: RolloutRunOptions,
     as_json: Json = False,
 ) -> None:
     """Simulate rollout and training of one job: synchronous, asynchronous, under a staleness

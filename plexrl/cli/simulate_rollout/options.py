@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from plexrl.client.data.rollout_policy import OVER_LAUNCH
 from plexrl.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class ResponseOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterOptions:
+class RolloutClusterOptions:
     """The cluster."""
 
     PANEL: ClassVar = "The cluster"
@@ -96,11 +97,10 @@ class SystemOptions:
     system: Annotated[
         str,
         typer.Option(
-            help="sync, one-step, inflight, inflight-rebalanced, inflight-loose, staleflow, "
-            "tail, flexes, streamrl-skew, streamrl-sync, streamrl-async, pat, "
-            "with commas between."
+            help="sync, staleflow, tail, flexes, streamrl-skew, streamrl-sync, streamrl-async, "
+            "pat, with commas between."
         ),
-    ] = "sync,one-step,inflight,staleflow"
+    ] = "sync,staleflow"
     staleness: Annotated[str, typer.Option(help="Staleness bounds, with commas between.")] = "1,2,3"
     ablation: Annotated[
         bool,
@@ -110,13 +110,13 @@ class SystemOptions:
             "parts.",
         ),
     ] = False
-    eta: Annotated[
+    over_launch: Annotated[
         float,
         typer.Option(
-            help="Flexes' η: how many times the trained prompts, and responses to each, short "
-            "rounds of tail and flexes start."
+            help="How many times the trained prompts, and responses to each, short rounds of tail "
+            "and flexes start."
         ),
-    ] = 1.25
+    ] = OVER_LAUNCH
     recall: Annotated[
         float,
         typer.Option(
@@ -134,7 +134,7 @@ class SystemOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
+class RolloutRunOptions:
     """The runs."""
 
     PANEL: ClassVar = "Runs"
@@ -156,7 +156,7 @@ class RunOptions:
 
 
 def settings(
-    responses: ResponseOptions, cluster: ClusterOptions, running: RunOptions
+    responses: ResponseOptions, cluster: RolloutClusterOptions, running: RolloutRunOptions
 ) -> "list[Setting]":
     """One setting per limit.
 
@@ -165,7 +165,7 @@ def settings(
     """
     from plexrl.sim.rollout.engine.rewards import AT_ONCE, MIXED
     from plexrl.sim.rollout.setting import Setting
-    from plexrl.sim.rollout.workload import R1_LONG, Prompts, Workload
+    from plexrl.sim.rollout.workload import R1_LONG, Prompts, RolloutWorkload
 
     scale = responses.scale
     if scale is None:
@@ -181,7 +181,7 @@ def settings(
             costs=costs,
             model=model,
             rewards=rewards[responses.rewards],
-            workload=Workload(
+            workload=RolloutWorkload(
                 lengths=responses.lengths,
                 scale=scale,
                 limit=limit,
@@ -201,7 +201,7 @@ def settings(
     return found
 
 
-def engine(cluster: ClusterOptions) -> "tuple[Model | None, EngineCosts]":
+def engine(cluster: RolloutClusterOptions) -> "tuple[Model | None, EngineCosts]":
     """The model, if there is one, and latencies. Raises InvalidRequestError: they do not exist."""
     from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B, read_costs
     from plexrl.sim.rollout.engine.gpus import GPUS
@@ -233,7 +233,7 @@ def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
     Raises:
         InvalidRequestError: a name or a bound is invalid.
     """
-    from plexrl.sim.rollout.setting import BOUNDED, FIXED_STALENESS, SPLIT, Ends, SystemName
+    from plexrl.sim.rollout.setting import FIXED_STALENESS, SPLIT, Ends, SystemName
 
     bounds = numbers("--staleness", options.staleness)
     if options.ends not in tuple(Ends):
@@ -252,12 +252,12 @@ def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
                 each,
                 staleness=bound,
                 rollout_gpus=gpus,
-                eta_prompts=options.eta,
-                eta_responses=options.eta,
+                over_launch_prompts=options.over_launch,
+                over_launch_responses=options.over_launch,
                 recall=options.recall,
                 ends=ends if name == SystemName.PAT else Ends.PROJECTED,
             )
-            for bound in (bounds if name in BOUNDED else [FIXED_STALENESS[name]])
+            for bound in ([FIXED_STALENESS[name]] if name in FIXED_STALENESS else bounds)
             for each in _variants(name, ablation=options.ablation)
         ]
     return list(dict.fromkeys(found))

@@ -12,8 +12,8 @@ from plexrl.errors import InvalidRequestError
 from plexrl.sim.results.result_json import dumps
 from plexrl.sim.rollout.report.histories import History
 from plexrl.sim.rollout.results.bound import bounds
-from plexrl.sim.rollout.results.gains import gain_lines, gain_over_sync, gains
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.gains import gain_lines, gain_over_sync
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.setting import Setting
 from plexrl.traces.io.files import write_whole
 
@@ -23,7 +23,7 @@ NEEDS = ("jinja2", "matplotlib")
 
 def output(
     settings: Sequence[Setting],
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RolloutOutcome],
     histories: Sequence[History],
     out: Path | None,
     *,
@@ -39,7 +39,10 @@ def output(
         write_text(text + "\n")
     else:
         for setting in settings:
-            show(setting, [each for each in outcomes if each.limit == setting.workload.limit])
+            show(
+                setting,
+                [outcome for outcome in outcomes if outcome.limit == setting.workload.limit],
+            )
         for line in (*bound_lines(settings, outcomes), *gain_lines(outcomes)):
             print_line(line)
     if out is not None:
@@ -48,73 +51,61 @@ def output(
             print_line("Written: " + ", ".join(map(str, written)))
 
 
-def show(setting: Setting, outcomes: Sequence[Outcome]) -> None:
+def show(setting: Setting, outcomes: Sequence[RolloutOutcome]) -> None:
     """Print the runs of one limit as a table."""
     workload = setting.workload
-    mean = sum(each.response_tokens for each in outcomes) / len(outcomes)
+    mean = sum(outcome.response_tokens for outcome in outcomes) / len(outcomes)
     print_line(
         f"{setting.gpus} GPUs, {setting.batch_groups} prompts of {workload.group_size} responses: "
         f"{mean:,.0f} tokens on average, at most {workload.limit:,}"
     )
     rows = []
-    for each in outcomes:
-        gain = gain_over_sync(each, outcomes)
+    for outcome in outcomes:
+        gain = gain_over_sync(outcome, outcomes)
         rows.append(
             (
-                each.system.label,
-                f"{each.system.rollout_gpus or setting.gpus}",
-                f"{each.throughput:,.0f}",
+                outcome.system.label,
+                f"{outcome.system.rollout_gpus or setting.gpus}",
+                f"{outcome.throughput:,.0f}",
                 "" if gain is None else f"{gain:.2f}",
-                f"{each.step_s:,.0f}",
-                f"{each.staleness_mean:.1f} ≤{each.staleness_max}",
-                f"{each.decode:.0%}",
-                f"{each.prefill:.0%}",
-                f"{each.train:.0%}",
+                f"{outcome.step_s:,.0f}",
+                f"{outcome.staleness_mean:.1f} ≤{outcome.staleness_max}",
+                f"{outcome.decode:.0%}",
+                f"{outcome.prefill:.0%}",
+                f"{outcome.train:.0%}",
             )
         )
     columns = ("system", "rollout GPUs", "tokens/s", "gain", "step s", "staleness")
     print_table("", (*columns, "decode", "prefill", "train"), rows)
 
 
-def bound_lines(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> list[str]:
-    """What no schedule exceeds, one sentence per limit."""
+def bound_lines(settings: Sequence[Setting], outcomes: Sequence[RolloutOutcome]) -> list[str]:
+    """The throughput that no schedule exceeds, one sentence per limit."""
     return [
         f"at most {each.workload.limit:,} tokens: no split trains more than {bound:,.0f} tokens/s"
         for each, bound in zip(settings, bounds(settings, outcomes), strict=False)
     ]
 
 
-def document(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def document(settings: Sequence[Setting], outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
     """The results as JSON values; equal questions give equal values except `speed`."""
-    runs = [each.values() for each in outcomes]
+    runs = [outcome.values() for outcome in outcomes]
     return {
         "version": version("plexrl"),
-        "settings": [asdict(each) for each in settings],
-        "gains_over_sync": [gain_over_sync(each, outcomes) for each in outcomes],
+        "settings": [asdict(setting) for setting in settings],
+        "gains_over_sync": [gain_over_sync(outcome, outcomes) for outcome in outcomes],
         "speed": [{"decision_ms": run.pop("decision_ms")} for run in runs],
         "runs": runs,
         "bounds": [
             {"limit": each.workload.limit, "throughput": bound}
             for each, bound in zip(settings, bounds(settings, outcomes), strict=False)
         ],
-        "gains": [
-            {
-                "over": each.over.value,
-                "mean": each.mean,
-                "largest": each.largest,
-                "ratios": [
-                    {"limit": limit, "staleness": bound, "ratio": ratio}
-                    for (limit, bound), ratio in each.ratios.items()
-                ],
-            }
-            for each in gains(outcomes)
-        ],
     }
 
 
 def _write(
     settings: Sequence[Setting],
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RolloutOutcome],
     histories: Sequence[History],
     folder: Path,
     text: str,

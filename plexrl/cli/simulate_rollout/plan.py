@@ -12,7 +12,7 @@ from plexrl.errors import InvalidRequestError, UnavailableError
 if TYPE_CHECKING:
     from plexrl.sim.rollout.engine.models import Model
     from plexrl.sim.rollout.plan.modes import Mode
-    from plexrl.sim.rollout.plan.planning import Job, Planned
+    from plexrl.sim.rollout.plan.planning import PlannedMode, ProfiledJob
 
 MEASURED_MIN = 8
 """Least decode steps to which the rollout service fits its cost model."""
@@ -43,10 +43,10 @@ def plan_rollout(
 ) -> None:
     """Which rollout mode would pay for a job: simulates them all from its profile."""
     try:
-        from plexrl.cli.simulate_rollout.options import ClusterOptions, engine, numbers
+        from plexrl.cli.simulate_rollout.options import RolloutClusterOptions, engine, numbers
         from plexrl.client.data.rollout_profile import rollout_profile_from_json
         from plexrl.sim.rollout.plan.modes import modes
-        from plexrl.sim.rollout.plan.planning import Job
+        from plexrl.sim.rollout.plan.planning import ProfiledJob
     except ImportError as error:
         raise UnavailableError(
             f"plexrl plan-rollout needs {error.name}, which cannot be loaded ({error}): "
@@ -59,11 +59,11 @@ def plan_rollout(
     chosen: Model | None = None
     if model is not None:
         size = found.instance_gpus
-        cluster = ClusterOptions(model=model, gpu_type=gpu_type, tensor_parallel=size)
+        cluster = RolloutClusterOptions(model=model, gpu_type=gpu_type, tensor_parallel=size)
         chosen = engine(cluster)[0]
     elif gpu_type is not None:
         raise InvalidRequestError("--gpu-type is of --model: give a model")
-    job = Job(profile=found, gpus=gpus or 0, model=chosen)
+    job = ProfiledJob(profile=found, gpus=gpus or 0, model=chosen)
     asked = modes(numbers("--staleness", staleness), has_model=chosen is not None)
     rows = _run(job, asked, list(range(seeds)), workers, quiet=as_json)
     if as_json:
@@ -73,11 +73,16 @@ def plan_rollout(
 
 
 def _run(
-    job: "Job", modes: "Sequence[Mode]", seeds: Sequence[int], workers: int | None, *, quiet: bool
-) -> "list[Planned]":
+    job: "ProfiledJob",
+    modes: "Sequence[Mode]",
+    seeds: Sequence[int],
+    workers: int | None,
+    *,
+    quiet: bool,
+) -> "list[PlannedMode]":
     from plexrl.cli.simulate_rollout.progress import run_display
-    from plexrl.sim.rollout.plan.planning import planned
-    from plexrl.sim.rollout.results.outcome import Outcome
+    from plexrl.sim.rollout.plan.planning import plan_modes
+    from plexrl.sim.rollout.results.outcome import RolloutOutcome
     from plexrl.sim.rollout.runs.split import runner
 
     # Impossible settings are found before anything runs.
@@ -86,18 +91,18 @@ def _run(
     with display, runner(workers) as run:
         task = display.add_task("simulating", total=None, status="")
 
-        def ran(outcome: Outcome) -> None:
+        def ran(outcome: RolloutOutcome) -> None:
             display.update(task, advance=1, status=outcome.system.label)
 
-        return planned(run, job, modes, seeds, ran)
+        return plan_modes(run, job, modes, seeds, ran)
 
 
-def show(job: "Job", rows: "Sequence[Planned]") -> None:
+def show(job: "ProfiledJob", rows: "Sequence[PlannedMode]") -> None:
     """Print the table, and how to choose what pays."""
-    from plexrl.sim.rollout.plan.planning import recommended
+    from plexrl.sim.rollout.plan.planning import recommend
 
     profile = job.profile
-    responses = [tokens for each in profile.lengths for tokens in each.response_tokens]
+    responses = [tokens for length in profile.lengths for tokens in length.response_tokens]
     print_line(
         f"{profile.prompts} prompts of {profile.samples} samples, {len(responses):,} measured: "
         f"{sum(responses) / len(responses):,.0f} tokens on average, at most {max(responses):,}"
@@ -109,18 +114,18 @@ def show(job: "Job", rows: "Sequence[Planned]") -> None:
         )
     table = [
         (
-            each.mode.name,
-            f"{each.rollout_gpus}, shared"
-            if each.shares_gpus
-            else f"{each.rollout_gpus} + {each.train_gpus}",
-            f"{each.tensor_parallel}",
-            each.mode.trained,
-            f"{each.gain:.2f} ±{each.spread:.2f}",
+            row.mode.name,
+            f"{row.rollout_gpus}, shared"
+            if row.shares_gpus
+            else f"{row.rollout_gpus} + {row.train_gpus}",
+            f"{row.tensor_parallel}",
+            row.mode.trained,
+            f"{row.gain:.2f} ±{row.spread:.2f}",
         )
-        for each in rows
+        for row in rows
     ]
     print_table("", ("mode", "GPUs", "TP", "trained samples", "gain"), table)
-    chosen = recommended(rows)
+    chosen = recommend(rows)
     if not chosen:
         print_line("No mode would gain more than 2 %: keep the synchronous loop.")
     for each in chosen:

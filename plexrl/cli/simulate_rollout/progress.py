@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from plexrl.sim.rollout.report.histories import History
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.runs.split import best_splits, runner
 from plexrl.sim.rollout.setting import (
     Parts,
@@ -27,7 +27,7 @@ def run_all(
     workers: int | None,
     with_histories: bool,
     quiet: bool,
-) -> tuple[list[Outcome], list[History]]:
+) -> tuple[list[RolloutOutcome], list[History]]:
     """The best outcome of each system in each setting, and the histories for the report.
 
     Raises:
@@ -40,7 +40,7 @@ def run_all(
     with display, runner(workers) as run:
         task = display.add_task("simulating", total=None, status="")
 
-        def ran(outcome: Outcome) -> None:
+        def ran(outcome: RolloutOutcome) -> None:
             gpus = outcome.system.rollout_gpus
             status = f"{outcome.system.label}, {gpus} rollout GPUs: {outcome.throughput:,.0f}/s"
             display.update(task, advance=1, status=status)
@@ -74,20 +74,20 @@ def run_display(quiet: bool) -> "Progress":
 
 
 def _shown(
-    settings: Sequence[Setting], outcomes: Sequence[Outcome]
-) -> list[tuple[Setting, Outcome]]:
+    settings: Sequence[Setting], outcomes: Sequence[RolloutOutcome]
+) -> list[tuple[Setting, RolloutOutcome]]:
     """Runs whose history the report shows: at the highest limit, each system with its largest
     bound and all of its parts, the coordinator's first, and StaleFlow without its strategies."""
     setting = max(settings, key=lambda each: each.workload.limit)
-    best: dict[tuple[SystemName, Strategies], Outcome] = {}
-    for each in outcomes:
-        system = each.system
+    best: dict[tuple[SystemName, Strategies], RolloutOutcome] = {}
+    for outcome in outcomes:
+        system = outcome.system
         is_whole = system.strategies in _SHOWN and system.parts == Parts()
-        if each.limit != setting.workload.limit or not is_whole:
+        if outcome.limit != setting.workload.limit or not is_whole:
             continue
         key = (system.name, system.strategies)
         if key not in best or best[key].system.staleness < system.staleness:
-            best[key] = each
+            best[key] = outcome
     order = list(SystemName)[::-1]
     ordered = sorted(best.values(), key=lambda each: order.index(each.system.name))
     return [(setting, each) for each in ordered]

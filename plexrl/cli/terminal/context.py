@@ -132,7 +132,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
 def print_records(title: str, cells: Cells, records: Iterable[Any]) -> None:
     """Print a table with one row for each record."""
     readers = [cell if callable(cell) else itemgetter(cell) for cell in cells.values()]
-    print_table(title, tuple(cells), ([read(each) for read in readers] for each in records))
+    print_table(title, tuple(cells), ([read(record) for read in readers] for record in records))
 
 
 def plain_cell(text: str) -> "Text":

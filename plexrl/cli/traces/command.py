@@ -127,7 +127,7 @@ def convert(
         _report(out, write_jobs(out, found), {}, as_json)
         return
     refuse(given, OF_A_RUN, "it applies to W&B exports (--from wandb)")
-    source = _opened(trace, layout, skip_bad, Draw(requests=requests, seed=seed))
+    source = _open_trace(trace, layout, skip_bad, Draw(requests=requests, seed=seed))
     if source.format != "servegen":
         refuse(given, DRAWN, "nothing is drawn from a trace of requests or jobs")
     if source.table.name == "lengths":
@@ -146,12 +146,12 @@ def convert(
         duration_s_min=min_duration,
         start_s=start_day * DAY_S,
     )
-    jobs = _shaped(source, shape, skip_bad)
+    jobs = _shape_jobs(source, shape, skip_bad)
     count = write_jobs(out, with_profiles(jobs, seed=seed) if profiles else jobs)
     _report(out, count, dict(source.left_out), as_json)
 
 
-def _shaped(source: "Source", shape: "Shape", skip_bad: bool) -> "Iterator[TraceJob]":
+def _shape_jobs(source: "Source", shape: "Shape", skip_bad: bool) -> "Iterator[TraceJob]":
     """The shaped jobs; an unchanged file of this schema keeps its clock."""
     from plexrl.traces import Shape, shaped
 
@@ -173,7 +173,7 @@ def describe(
     from plexrl.traces import describe_jobs, describe_lengths, fit_lengths, fit_workload
     from plexrl.traces.describe import offered_load
 
-    source = _opened(trace, layout, skip_bad)
+    source = _open_trace(trace, layout, skip_bad)
     if source.table.name == "lengths":
         if gpus is not None:
             refuse({"gpus": gpus}, ("gpus",), "response lengths have no load on GPUs")
@@ -184,7 +184,7 @@ def describe(
             found["offered_load"] = offered_load(found, gpus)
     laws: list[tuple[str, str, float | None]] = []
     if fit:
-        rows = _opened(trace, layout, skip_bad).rows
+        rows = _open_trace(trace, layout, skip_bad).rows
         if source.table.name == "jobs":
             laws = fit_workload(rows).describe()
         else:
@@ -298,7 +298,7 @@ def _generate_lengths(
     if fit is None:
         distribution = read_histogram(bundled("r1-lengths"))
     else:
-        source = _opened(fit, None, False)
+        source = _open_trace(fit, None, False)
         if source.table.name != "lengths":
             raise typer.BadParameter(f"{fit} has no response lengths to fit")
         model = fit_lengths(source.rows)
@@ -315,13 +315,15 @@ def _generate_lengths(
 
 
 def _job_rows(trace: str) -> "Iterable[TraceJob]":
-    source = _opened(trace, None, False)
+    source = _open_trace(trace, None, False)
     if source.table.name != "jobs":
         raise typer.BadParameter(f"{trace} has response lengths, not jobs")
     return source.rows
 
 
-def _opened(trace: str, layout: str | None, skip_bad: bool, draw: "Draw | None" = None) -> "Source":
+def _open_trace(
+    trace: str, layout: str | None, skip_bad: bool, draw: "Draw | None" = None
+) -> "Source":
     from plexrl.traces import open_trace
 
     on_problem = _printer(trace, sys.stderr) if skip_bad else None

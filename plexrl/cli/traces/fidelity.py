@@ -42,7 +42,7 @@ def fidelity(
     if sources:
         if alone is not None:
             raise typer.BadParameter("--alone is for a replay; a prediction takes --from")
-        _predicted(run, histories(sources), planning, warm_up, range(1, seeds + 1), as_json)
+        _predict(run, histories(sources), planning, warm_up, range(1, seeds + 1), as_json)
         return
     found = fidelity_of(
         run,
@@ -82,7 +82,7 @@ def _print(group: dict[str, Any]) -> None:
     )
 
 
-def _predicted(
+def _predict(
     run: "History",
     sources: "Sequence[History]",
     planning: "Planning",

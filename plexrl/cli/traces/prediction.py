@@ -29,4 +29,4 @@ def histories(recordings: Sequence[Path]) -> "list[History]":
     """
     from plexrl.traces.convert.history import read_history
 
-    return [read_history(each) for each in recordings]
+    return [read_history(recording) for recording in recordings]

@@ -84,7 +84,13 @@ class BoundedRollout:
             LOG.info("rollout %s: instances are placed and load the weights", self.name)
 
     def __repr__(self) -> str:
-        shown = ("staleness", "eta_prompts", "eta_responses", "scale_down", "length_aware")
+        shown = (
+            "staleness",
+            "over_launch_prompts",
+            "over_launch_responses",
+            "scale_down",
+            "length_aware",
+        )
         return handle_repr(self, self.name, **{each: self._order[each] for each in shown})
 
     def status(self) -> Plain:
@@ -371,7 +377,7 @@ class PartSize:
     def is_reached(self, whole: "Sequence[Sequence[_TrainedRow]]") -> bool:
         """Whether prompts with these samples are enough."""
         rows = [each.row for each in chain(*whole)]
-        tokens = sum(len(each.prompt) + len(each.sample.tokens) for each in rows)
+        tokens = sum(len(row.prompt) + len(row.sample.tokens) for row in rows)
         return len(whole) >= self.prompts_min and tokens >= self.tokens_min
 
 

@@ -34,7 +34,7 @@ Plain = dict[str, Any]
 SILENCE_S_MAX = 120.0
 """Default time without a response after which a request fails."""
 FIRST_CALL = Call(method="GET", path="/v1/health", read_timeout_s=10.0)
-"""What a new connection asks, to learn whether a router replies. It needs no key."""
+"""The first request of a connection, to learn whether a router replies. It needs no key."""
 
 
 class Cluster:
@@ -137,7 +137,7 @@ class Cluster:
             return Job(self._transport, self._get(f"/v1/jobs/{quote(job)}"), heartbeat=False)
         # This process controls the job now, so no warning is due.
         self._former_jobs = self._former_jobs and [
-            each for each in self._former_jobs if each["job"] != job
+            former_job for former_job in self._former_jobs if former_job["job"] != job
         ]
         transport = self._transport.for_controller(Controller())
         query = {"keep_gradients": keep_gradients}

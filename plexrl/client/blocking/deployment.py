@@ -141,6 +141,6 @@ def missing_attribute(handle: object, base: type[object], name: str) -> Attribut
     )
     text = f"a {kind} deployment has no {name}"
     if others and not name.startswith("_"):
-        text += "; " + " and ".join(f"a {each} deployment" for each in others)
+        text += "; " + " and ".join(f"a {other} deployment" for other in others)
         text += " has it" if len(others) == 1 else " have it"
     return AttributeError(text, name=name, obj=handle)

@@ -26,7 +26,7 @@ from plexrl.client.calls.transport import Transport
 from plexrl.client.data.argument_checks import source_deployment, with_reward_head
 from plexrl.client.data.demand import DemandTrace, plain_trace
 from plexrl.client.data.metric_rows import metrics_row
-from plexrl.client.data.rollout_policy import SYNCHRONOUS, RolloutPolicy, policy_fields
+from plexrl.client.data.rollout_policy import SYNCHRONOUS, RolloutPolicy, plain_fields
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.futures import wait_final
 from plexrl.limits import check_numbers
@@ -325,7 +325,7 @@ class Job(JobReader):
             "name": name,
             "source": source_deployment(source).rpartition("/")[2],
             "instances": names,
-            **policy_fields(policy),
+            **plain_fields(policy),
             "dynamic_sampling": dynamic_sampling,
             "prompts": prompts,
             "samples": samples,

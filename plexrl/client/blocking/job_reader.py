@@ -1,4 +1,4 @@
-"""What can be read of a job, for a blocking controller."""
+"""Reads a job's state, logs and results, for a blocking controller."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 from plexrl.client.calls.download import download
-from plexrl.client.calls.rollout_profile import made_profile
+from plexrl.client.calls.rollout_profile import make_profile
 from plexrl.client.calls.transport import Transport
 from plexrl.client.data.metric_rows import read_rows
 from plexrl.client.data.rollout_profile import RolloutProfile
@@ -103,11 +103,11 @@ class JobReader:
         """
         measured = self._transport.ask("GET", f"{self._path}/rollouts/{quote(rollout)}/profile")
         names = [measured["source"], *measured["instances"]]
-        deployments = {each: self.deployment_status(each) for each in names}
+        deployments = {name: self.deployment_status(name) for name in names}
         operations: list[LoggedOperationView] = []
         while page := self.operations(after=operations[-1]["index"] if operations else 0):
             operations += page
-        return made_profile(measured, deployments, operations)
+        return make_profile(measured, deployments, operations)
 
     def status(self) -> JobView:
         """The job as the scheduler sees it: `state`, `reason`, its deployments and times."""

@@ -62,7 +62,7 @@ def ask_for_replies(
     sampling: "SamplingParams",
     timeout_s: float,
 ) -> Ask:
-    """What `score` reads in the reply. Raises `InvalidRequestError`."""
+    """Ask the deployment for replies, and read them by `score`. Raises `InvalidRequestError`."""
     check_parameters(sampling)
     _check(None, timeout_s)
 
@@ -107,7 +107,7 @@ def _result(future: "Future[ResultT]", timeout_s: float) -> ResultT:
 
 def _expected(scores: list[float], logprobs: list[float]) -> float:
     highest = max(logprobs)
-    weights = [math.exp(each - highest) for each in logprobs]
+    weights = [math.exp(logprob - highest) for logprob in logprobs]
     return sum(map(float.__mul__, weights, scores)) / sum(weights)
 
 

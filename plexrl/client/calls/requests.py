@@ -185,11 +185,11 @@ def _naming_cut_samples(decoder: results.Decoder, max_tokens: int | None) -> res
         found = decoder(result, arrays)
         samples = [each for group in found.samples for each in group]
         cut = [
-            len(each.tokens)
-            for each in samples
-            if each.finish_reason == "length"
+            len(sample.tokens)
+            for sample in samples
+            if sample.finish_reason == "length"
             and max_tokens is not None
-            and len(each.tokens) < max_tokens
+            and len(sample.tokens) < max_tokens
         ]
         if cut:
             LOG.warning(

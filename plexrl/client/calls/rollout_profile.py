@@ -16,7 +16,7 @@ STEPS_KEPT = 32
 """Latest training steps of which the mean is taken."""
 
 
-def made_profile(
+def make_profile(
     measured: Plain, deployments: Plain, operations: Sequence[LoggedOperationView]
 ) -> RolloutProfile:
     """The profile of a rollout.
@@ -28,7 +28,7 @@ def made_profile(
         ConflictError: no batch was trained yet.
     """
     instances = measured["instances"]
-    trainer = [each for each in operations if _name(each) == measured["source"]]
+    trainer = [operation for operation in operations if _name(operation) == measured["source"]]
     steps = [at for at, each in enumerate(trainer) if each["kind"] == STEP_KIND]
     if not measured["lengths"] or len(steps) < 2 or not measured["kv_tokens"]:
         raise ConflictError(
@@ -39,7 +39,11 @@ def made_profile(
     first, last = steps[max(0, len(steps) - 1 - STEPS_KEPT)], steps[-1]
     counted = steps[-1 - min(STEPS_KEPT, len(steps) - 1) :]
     train_s = _seconds(trainer[first + 1 : last + 1]) / (len(counted) - 1)
-    syncs = [each for each in operations if each["kind"] == SYNC_KIND and _name(each) in instances]
+    syncs = [
+        operation
+        for operation in operations
+        if operation["kind"] == SYNC_KIND and _name(operation) in instances
+    ]
     lengths = [
         PromptLengths(prompt_tokens=tokens, response_tokens=tuple(responses))
         for tokens, responses in measured["lengths"]
@@ -69,4 +73,4 @@ def _busy_s(operation: LoggedOperationView) -> float:
 
 
 def _seconds(operations: Iterable[LoggedOperationView]) -> float:
-    return sum(each["compute_s"] or 0.0 for each in operations)
+    return sum(operation["compute_s"] or 0.0 for operation in operations)

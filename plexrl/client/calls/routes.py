@@ -56,8 +56,8 @@ class Routes:
         self._proxies = {url: proxy for url, proxy in found.items() if proxy is not None}
 
     def mounts(self, make: "Callable[..., TransportT]") -> dict[str, TransportT]:
-        """What `httpx` sends a router's requests with where there is a proxy. Its own choice by the
-        environment is not used.
+        """The transports with which `httpx` sends a router's requests where there is a proxy. Its
+        own choice by the environment is not used.
 
         Raises:
             InvalidRequestError: the proxy cannot be used.
@@ -65,7 +65,7 @@ class Routes:
         return {_origin(url): _through(url, proxy, make) for url, proxy in self._proxies.items()}
 
     def describe(self, url: str) -> str:
-        """What a message about a failed request to a router adds; "" if there is no proxy."""
+        """The words about a proxy in a message about a failed request; "" if there is no proxy."""
         proxy = self._proxies.get(url)
         if proxy is None:
             return ""

@@ -16,8 +16,8 @@ HINT = (
 
 
 def trusted_by(ca: "str | os.PathLike[str] | None") -> ssl.SSLContext | bool:
-    """What `httpx` verifies servers with: the authorities in the file `ca` and no others, or
-    without a file the public ones.
+    """The context by which `httpx` verifies servers: the authorities in the file `ca` and no
+    others, or without a file the public ones.
 
     Raises:
         InvalidRequestError: the file cannot be used.

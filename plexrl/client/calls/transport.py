@@ -194,7 +194,7 @@ ClientT = TypeVar("ClientT", bound="httpx.Client | httpx.AsyncClient")
 ResultT = TypeVar("ResultT")
 
 Steps = Generator[Call | float, Any, ResultT]
-"""What a request of several steps does, without I/O: yields each `Call`, gets its response or its
+"""A request of several steps, without I/O: yields each `Call`, gets its response or its
 error, and yields a float to pause for so many seconds. `Transport.run` and `AsyncTransport.run`
 carry the steps out."""
 
@@ -244,7 +244,7 @@ class _Connections(Generic[ClientT]):
         if self.is_closed:
             raise ConnectionLostError(f"the connection to {self.url} is closed: connect again")
 
-    def _built(self, url: str, call: Call) -> "httpx.Request":
+    def _build(self, url: str, call: Call) -> "httpx.Request":
         import httpx
 
         query = call.query
@@ -331,7 +331,7 @@ class Transport(_Connections["httpx.Client"]):
             url = self._endpoints.current
             found: httpx.Response | PlexRLError
             try:
-                found = self._received(url, self._client.send(self._built(url, call)))
+                found = self._received(url, self._client.send(self._build(url, call)))
             except httpx.TransportError as error:
                 found = self._lost(url, error)
             if not isinstance(found, PlexRLError):
@@ -373,7 +373,7 @@ class Transport(_Connections["httpx.Client"]):
         self._check_open()
         url = self._endpoints.current
         try:
-            response = self._client.send(self._built(url, call), stream=True)
+            response = self._client.send(self._build(url, call), stream=True)
             with closing(response):
                 if response.status_code >= 400:
                     response.read()
@@ -420,7 +420,7 @@ class AsyncTransport(_Connections["httpx.AsyncClient"]):
             url = self._endpoints.current
             found: httpx.Response | PlexRLError
             try:
-                found = self._received(url, await self._client.send(self._built(url, call)))
+                found = self._received(url, await self._client.send(self._build(url, call)))
             except httpx.TransportError as error:
                 found = self._lost(url, error)
             if not isinstance(found, PlexRLError):
@@ -455,7 +455,7 @@ class AsyncTransport(_Connections["httpx.AsyncClient"]):
         self._check_open()
         url = self._endpoints.current
         try:
-            response = await self._client.send(self._built(url, call), stream=True)
+            response = await self._client.send(self._build(url, call), stream=True)
             async with aclosing(response):
                 if response.status_code >= 400:
                     await response.aread()

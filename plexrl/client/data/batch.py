@@ -69,7 +69,7 @@ class Batch:
                 f"per_token is {short(per_token)}: give a dict of rows by name, as {{'mask': …}}"
             )
         for name, values in (per_token or {}).items():
-            self._per_token[name] = self._packed(name, values)
+            self._per_token[name] = self._pack(name, values)
 
     @classmethod
     def from_completions(
@@ -193,7 +193,7 @@ class Batch:
         """
         other = object.__new__(Batch)
         other._lengths, other._tokens = self._lengths, self._tokens
-        other._per_token = {**self._per_token, name: self._packed(name, rows)}
+        other._per_token = {**self._per_token, name: self._pack(name, rows)}
         return other
 
     def arrays(self, names: Sequence[str] | None = None) -> "Arrays":
@@ -227,7 +227,7 @@ class Batch:
         names = ", ".join(self._per_token)
         return f"Batch(rows={len(lengths)}, tokens={len(self._tokens)}{spread}, values=[{names}])"
 
-    def _packed(self, name: str, rows: "Iterable[Values]") -> "npt.NDArray[np.float32]":
+    def _pack(self, name: str, rows: "Iterable[Values]") -> "npt.NDArray[np.float32]":
         import numpy as np
 
         if not isinstance(name, str):

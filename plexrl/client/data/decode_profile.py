@@ -16,12 +16,12 @@ from plexrl.limits import check_numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSubject:
-    """What was profiled: a profile serves only engines of which all this is equal."""
+    """The engine that was profiled; a profile serves only engines that are equal in all of this."""
 
     model: str
     """Architecture and sizes."""
     dtype: str
-    """Of the weights."""
+    """Type of the weights."""
     device: str
     """Name of the processor of each rank."""
     tp_sizes: tuple[int, ...]
@@ -68,7 +68,7 @@ class DecodeProfile:
     """
 
     subject: ProfileSubject
-    """What was profiled."""
+    """The engine that was profiled."""
     points: tuple[ProfilePoint, ...] = ()
     """In the order in which they were measured."""
     switch_s: float = 0.0
@@ -78,16 +78,22 @@ class DecodeProfile:
     longer than moving none."""
 
     def __post_init__(self) -> None:
-        for each in self.points:
-            if each.tp not in self.subject.tp_sizes:
+        for point in self.points:
+            if point.tp not in self.subject.tp_sizes:
                 raise InvalidRequestError(
-                    f"the profile has a point of tp {each.tp}, and its sizes are "
+                    f"the profile has a point of tp {point.tp}, and its sizes are "
                     f"{list(self.subject.tp_sizes)}: measure it again"
                 )
-            numbers = (each.rows, each.prompt_tokens, each.kv_tokens, each.step_s, each.prefill_s)
+            numbers = (
+                point.rows,
+                point.prompt_tokens,
+                point.kv_tokens,
+                point.step_s,
+                point.prefill_s,
+            )
             if not all(0 < number < math.inf for number in numbers):
                 raise InvalidRequestError(
-                    f"the profile has the point {each}: all its numbers must be finite and above 0"
+                    f"the profile has the point {point}: all its numbers must be finite and above 0"
                 )
         own = {"switch_s": self.switch_s, "kv_bytes_per_s": self.kv_bytes_per_s}
         check_numbers("profile", own)

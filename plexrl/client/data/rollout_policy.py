@@ -1,10 +1,11 @@
 """Policies of `Job.rollout`: which weights may draw what is trained.
 
-A policy is a set of modes. `EXCLUSIONS` is the one list of those that exclude each other.
+A policy is a set of modes. `EXCLUSIONS` is the one list of those that exclude each other. The
+coordinator's settings follow from `PolicyFields` (`plexrl.rollout.coordinator.policy_settings`).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, assert_never
 
 import msgspec
@@ -12,6 +13,9 @@ import msgspec
 from plexrl.client.data.decode_profile import DecodeProfile
 from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
+
+OVER_LAUNCH = 1.25
+"""How many times what is trained a short round of tail batching starts (Flexes §3: η)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +81,13 @@ class TailBatching:
         InvalidRequestError: a factor is less than 1.
     """
 
-    eta: float = 1.25
+    over_launch: float = OVER_LAUNCH
     """How many times the trained prompts, and the trained samples of each, a short round starts;
     rounded up. 1: as many, as `BoundedStaleness(0)` does."""
-    eta_prompts: float | None = None
-    """The same for prompts; absent: `eta`."""
-    eta_responses: float | None = None
-    """The same for the samples of a prompt; absent: `eta`."""
+    over_launch_prompts: float | None = None
+    """The same for prompts; absent: `over_launch`."""
+    over_launch_responses: float | None = None
+    """The same for the samples of a prompt; absent: `over_launch`."""
     scale_down: bool = False
     """Once between 20 % and 50 % of a round are generated, half of the instances are freed, if the
     rest fits into the KV cache of the others (Flexes Alg. 1). With
@@ -97,7 +101,7 @@ class TailBatching:
     """As in `BoundedStaleness`; not with `plans_parallelism`."""
 
     def __post_init__(self) -> None:
-        for name in ("eta", "eta_prompts", "eta_responses"):
+        for name in ("over_launch", "over_launch_prompts", "over_launch_responses"):
             value = getattr(self, name)
             if value is not None:
                 check_numbers("rollout", {name: value})
@@ -108,83 +112,109 @@ RolloutPolicy = BoundedStaleness | TailBatching
 SYNCHRONOUS = BoundedStaleness(0)
 
 
-MODES: dict[str, Callable[[Mapping[str, Any]], bool]] = {
-    "staleness": lambda fields: fields["staleness"] > 0,
-    "eta": lambda fields: max(fields["eta_prompts"], fields["eta_responses"]) > 1,
-    "scale_down": lambda fields: bool(fields["scale_down"]),
-    "plans_parallelism": lambda fields: bool(fields["plans_parallelism"]),
-    "length_aware": lambda fields: bool(fields["length_aware"]),
-    "adaptive_tp": lambda fields: fields["adaptive_tp"] is not None,
-    "elastic": lambda fields: bool(fields["instances_min"] or fields["instances_max"]),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFields:
+    """The fields of a rollout's order that make its policy.
+
+    Raises:
+        InvalidRequestError: a number is out of its bounds, or two modes exclude each other.
+    """
+
+    staleness: int
+    """η."""
+    over_launch_prompts: float = 1.0
+    """Prompts that a short round starts, as a multiple of those that are trained (Flexes §3)."""
+    over_launch_responses: float = 1.0
+    """The same for the samples of a prompt."""
+    plans_parallelism: bool = False
+    """The instances' GPUs are divided anew between rounds (Flexes §4.2)."""
+    scale_down: bool = False
+    """Half of the instances are freed before a round is complete, if the rest of it fits on the
+    others (Flexes Alg. 1)."""
+    adaptive_tp: DecodeProfile | None = None
+    """The tensor-parallel groups of the instances' engines change while the last samples of a batch
+    end (PAT §4), by this profile of the engines."""
+    length_aware: bool = False
+    """Prompts whose samples are expected to be long are generated on instances of their own
+    (StreamRL §5)."""
+    instances_min: int = 0
+    """Least number of instances, if their number follows the times of generation and training
+    (StreamRL §4.2)."""
+    instances_max: int = 0
+    """Greatest number of them; 0: their number does not change."""
+
+    def __post_init__(self) -> None:
+        check_numbers("rollout", {name: getattr(self, name) for name in _NUMBERS})
+        for (one, other), reason in EXCLUSIONS.items():
+            if MODES[one](self) and MODES[other](self):
+                raise InvalidRequestError(
+                    f"the policy has both {one} and {other}: {reason}; set only one of them"
+                )
+
+
+_NUMBERS = (
+    "staleness",
+    "over_launch_prompts",
+    "over_launch_responses",
+    "instances_min",
+    "instances_max",
+)
+MODES: dict[str, Callable[[PolicyFields], bool]] = {
+    "staleness": lambda policy: policy.staleness > 0,
+    "over_launch": lambda policy: max(policy.over_launch_prompts, policy.over_launch_responses) > 1,
+    "scale_down": lambda policy: policy.scale_down,
+    "plans_parallelism": lambda policy: policy.plans_parallelism,
+    "length_aware": lambda policy: policy.length_aware,
+    "adaptive_tp": lambda policy: policy.adaptive_tp is not None,
+    "elastic": lambda policy: bool(policy.instances_min or policy.instances_max),
 }
-"""Whether the fields of a rollout's order have each mode on."""
+"""Whether a policy has each mode on."""
 EXCLUSIONS: dict[tuple[str, str], str] = {
-    ("staleness", "eta"): "rounds are short and long only if nothing is generated ahead",
+    ("staleness", "over_launch"): "rounds are short and long only if nothing is generated ahead",
     ("staleness", "scale_down"): "instances are freed at the end of a round, and without rounds "
     "what is generated ahead keeps them busy",
     ("staleness", "plans_parallelism"): "the ranks are divided between rounds, and there are none",
     ("staleness", "adaptive_tp"): "groups of ranks grow while the last samples of a batch end, and "
     "others follow them if some are generated ahead",
     ("plans_parallelism", "adaptive_tp"): "a profile belongs to one division of the GPUs",
-    ("eta", "length_aware"): "rounds defer what is long, so nothing is left to place apart",
-    ("eta", "elastic"): "the number follows the time of a whole generation, and a short round ends "
-    "before it",
+    ("over_launch", "length_aware"): "rounds defer what is long, so nothing is left to place apart",
+    (
+        "over_launch",
+        "elastic",
+    ): "the number follows the time of a whole generation, and a short round ends before it",
     ("scale_down", "elastic"): "both decide how many instances a round has",
     ("plans_parallelism", "elastic"): "both change the instances between rounds",
 }
 """Why two modes exclude each other. All other pairs combine."""
 
 
-def check_modes(fields: Mapping[str, Any]) -> None:
-    """Check that the modes of a rollout's order combine; `fields` are those of `policy_fields`.
-
-    Raises:
-        InvalidRequestError: two of them exclude each other.
-    """
-    for (one, other), reason in EXCLUSIONS.items():
-        if MODES[one](fields) and MODES[other](fields):
-            raise InvalidRequestError(
-                f"the policy has both {one} and {other}: {reason}; set only one of them"
-            )
-
-
-def policy_fields(policy: RolloutPolicy) -> dict[str, object]:
-    """The fields of a rollout's order that a policy sets. Raises as `check_modes`."""
-    fields = _fields(policy)
-    check_modes(fields)
-    return fields
-
-
-def _fields(policy: RolloutPolicy) -> dict[str, object]:
+def policy_fields(policy: RolloutPolicy) -> PolicyFields:
+    """The fields that a policy sets in a rollout's order. Raises as `PolicyFields`."""
     match policy:
         case BoundedStaleness():
-            return {
-                "staleness": policy.staleness,
-                "eta_prompts": 1.0,
-                "eta_responses": 1.0,
-                "plans_parallelism": False,
-                "scale_down": False,
-                "length_aware": policy.length_aware,
-                "instances_min": 0 if policy.elastic is None else policy.elastic.min,
-                "instances_max": 0 if policy.elastic is None else policy.elastic.max,
-                "adaptive_tp": _plain(policy.adaptive_tp),
-            }
+            return PolicyFields(
+                staleness=policy.staleness,
+                length_aware=policy.length_aware,
+                instances_min=0 if policy.elastic is None else policy.elastic.min,
+                instances_max=0 if policy.elastic is None else policy.elastic.max,
+                adaptive_tp=policy.adaptive_tp,
+            )
         case TailBatching():
-            prompts, responses = policy.eta_prompts, policy.eta_responses
-            return {
-                "staleness": 0,
-                "eta_prompts": policy.eta if prompts is None else prompts,
-                "eta_responses": policy.eta if responses is None else responses,
-                "plans_parallelism": policy.plans_parallelism,
-                "scale_down": policy.scale_down,
-                "length_aware": False,
-                "instances_min": 0,
-                "instances_max": 0,
-                "adaptive_tp": _plain(policy.adaptive_tp),
-            }
+            prompts, responses = policy.over_launch_prompts, policy.over_launch_responses
+            return PolicyFields(
+                staleness=0,
+                over_launch_prompts=policy.over_launch if prompts is None else prompts,
+                over_launch_responses=policy.over_launch if responses is None else responses,
+                plans_parallelism=policy.plans_parallelism,
+                scale_down=policy.scale_down,
+                adaptive_tp=policy.adaptive_tp,
+            )
         case _:
             assert_never(policy)
 
 
-def _plain(profile: DecodeProfile | None) -> Any:
-    return None if profile is None else msgspec.to_builtins(profile)
+def plain_fields(policy: RolloutPolicy) -> dict[str, Any]:
+    """`policy_fields` as JSON values, for the order of a rollout."""
+    found = policy_fields(policy)
+    plain: dict[str, Any] = {each.name: getattr(found, each.name) for each in fields(found)}
+    return plain | {"adaptive_tp": msgspec.to_builtins(found.adaptive_tp)}

@@ -15,7 +15,7 @@ class PromptLengths:
 
     prompt_tokens: int
     response_tokens: tuple[int, ...]
-    """Of each response, one or more."""
+    """Tokens of each response, one or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class RolloutProfile:
     max_tokens: int
     """Longest response."""
     lengths: tuple[PromptLengths, ...]
-    """Of the latest trained prompts."""
+    """Lengths of the responses to the latest trained prompts."""
     instances: int
     instance_gpus: int
     """GPUs of one instance."""
@@ -69,8 +69,8 @@ class RolloutProfile:
                     "least 0"
                 )
         if not self.lengths or not all(
-            each.response_tokens and min(*each.response_tokens, each.prompt_tokens) >= 1
-            for each in self.lengths
+            length.response_tokens and min(*length.response_tokens, length.prompt_tokens) >= 1
+            for length in self.lengths
         ):
             raise InvalidRequestError(
                 "the profile needs prompts with responses, each of a token or more: take it after "

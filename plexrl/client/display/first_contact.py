@@ -1,4 +1,4 @@
-"""What a script says while no router of its cluster has replied yet."""
+"""Messages of a script while no router of its cluster has replied yet."""
 
 import sys
 import threading

@@ -43,7 +43,7 @@ def ended_sample(
     """The sample of a row that has ended, as a stream of rows gives it."""
     import numpy as np
 
-    spans = tuple(WeightsSpan(*each) for each in weights)
+    spans = tuple(WeightsSpan(*weight) for weight in weights)
     return Sample(tokens, np.array(logprobs, dtype=np.float32), finish_reason, spans)
 
 
@@ -87,7 +87,7 @@ class StreamState(ABC, Generic[ReadT]):
     def _read(
         self, sample: int, tokens: list[int], logprobs: list[float], **ended: Any
     ) -> ReadT | None:
-        """What is new in a row of an event."""
+        """The new part of a row of an event."""
 
     def _other_tokens(self, sample: int) -> ExecutionError:
         return ExecutionError(

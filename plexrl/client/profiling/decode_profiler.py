@@ -146,15 +146,15 @@ class DecodeProfiler:
         smallest = [load for load in loads if load.tp == sizes[0]]
         least = min(smallest, key=lambda load: load.rows * load.prompt_tokens)
         most = max(smallest, key=lambda load: load.rows * load.prompt_tokens)
-        fixed_s, few = self._switched(least, sizes)
-        seconds, many = self._switched(most, sizes)
+        fixed_s, few = self._switch(least, sizes)
+        seconds, many = self._switch(most, sizes)
         LOG.info("profile: a switch takes %.1f to %.1f ms", 1e3 * fixed_s, 1e3 * seconds)
         if seconds <= fixed_s or many <= few:
             return replace(profile, switch_s=max(fixed_s, 1e-6))
         bandwidth = (many - few) / sizes[-1] / (seconds - fixed_s)
         return replace(profile, switch_s=max(fixed_s, 1e-6), kv_bytes_per_s=bandwidth)
 
-    def _switched(self, load: GridPoint, sizes: tuple[int, ...]) -> tuple[float, int]:
+    def _switch(self, load: GridPoint, sizes: tuple[int, ...]) -> tuple[float, int]:
         """Seconds of a switch from the smallest to the largest groups while the rows of a load run,
         and the bytes that all ranks send."""
         long = replace(load, draws=load.draws + STEPS)

@@ -27,7 +27,7 @@ class GridPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSize:
-    """What an engine has room for."""
+    """The room of an engine."""
 
     tp_sizes: tuple[int, ...]
     samples_max: int
@@ -79,8 +79,8 @@ def _doubling(first: int, last: int, factor: int) -> list[int]:
 
 
 def _levels(count: int) -> Sequence[int]:
-    """Of each of so many places the depth at which halving the range comes to it; the ends are at
-    0."""
+    """The depth of each of so many places: how often the range is halved until it is reached; 0 at
+    the"""
     levels = [0] * count
     ranges = [(0, count - 1, 1)]
     while ranges:

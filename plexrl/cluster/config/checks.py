@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from plexrl.cluster.config.schema import MOVED, Section
+from plexrl.cluster.config.schema import MOVED, ConfigSection
 from plexrl.cluster.config.sizes import parse_size
 from plexrl.errors import ConfigError, InvalidRequestError
 
@@ -15,7 +15,7 @@ SIZE_ENDINGS = ("_bytes", "_bytes_max", "_bytes_per_s")
 """Endings of settings that may be written as text with a unit, such as `64GiB`."""
 
 
-class Problem(NamedTuple):
+class ConfigProblem(NamedTuple):
     """One problem of a file."""
 
     path: str
@@ -25,8 +25,8 @@ class Problem(NamedTuple):
 
 
 def check_tables(
-    tables: Mapping[str, Any], sections: Sequence[Section]
-) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
+    tables: Mapping[str, Any], sections: Sequence[ConfigSection]
+) -> tuple[dict[str, dict[str, Any]], list[ConfigProblem]]:
     """(values of the right types by table, problems). A value with a problem is left out."""
     known = {section.name: section for section in sections}
     problems = [_unknown_table(name, known, tables[name]) for name in tables if name not in known]
@@ -36,30 +36,32 @@ def check_tables(
         if table is None:
             continue
         if not isinstance(table, dict):
-            problems.append(Problem(name, f"this is a table: write [{name}] on a line of its own"))
+            problems.append(
+                ConfigProblem(name, f"this is a table: write [{name}] on a line of its own")
+            )
             continue
-        values, wrong = _typed(section, table, known)
+        values, wrong = _convert_values(section, table, known)
         problems += wrong
         found[name] = values
         # Some checks of one table depend on whether another is there.
         others = {each: known[each].kind() for each in ("network",) if each in tables}
-        problems += _refused(section, values, others)
+        problems += _find_refused(section, values, others)
     return found, problems
 
 
-def config_error(source: str, problems: Sequence[Problem]) -> ConfigError:
+def config_error(source: str, problems: Sequence[ConfigProblem]) -> ConfigError:
     """One error for all problems of a file."""
     count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
-    lines = [f"  {each.path}: {each.message}" for each in problems]
+    lines = [f"  {problem.path}: {problem.message}" for problem in problems]
     return ConfigError(
         "\n".join([f"{source} has {count}; nothing was started:", *lines]),
-        problems=[each._asdict() for each in problems],
+        problems=[problem._asdict() for problem in problems],
     )
 
 
-def _typed(
-    section: Section, table: Mapping[str, Any], known: Mapping[str, Section]
-) -> tuple[dict[str, Any], list[Problem]]:
+def _convert_values(
+    section: ConfigSection, table: Mapping[str, Any], known: Mapping[str, ConfigSection]
+) -> tuple[dict[str, Any], list[ConfigProblem]]:
     """The table's values with their types, and problems with names and types."""
     hints, settings = section.hints(), section.settings()
     values: dict[str, Any] = {}
@@ -67,18 +69,22 @@ def _typed(
     for name, value in table.items():
         path = f"{section.name}.{name}"
         if name not in settings:
-            problems.append(Problem(path, _unknown_setting(section, name, known)))
+            problems.append(ConfigProblem(path, _unknown_setting(section, name, known)))
             continue
         try:
             if isinstance(value, str) and name.endswith(SIZE_ENDINGS):
                 value = parse_size(value)
             values[name] = msgspec.convert(value, hints[name], dec_hook=_decode)
         except msgspec.ValidationError as error:
-            problems.append(Problem(path, f"{value!r} does not fit: {error}".replace("`", "")))
+            problems.append(
+                ConfigProblem(path, f"{value!r} does not fit: {error}".replace("`", ""))
+            )
         except InvalidRequestError as error:
-            problems.append(Problem(path, error.message))
+            problems.append(ConfigProblem(path, error.message))
     problems += [
-        Problem(f"{section.name}.{name}", "this setting is required: add it, or remove the table")
+        ConfigProblem(
+            f"{section.name}.{name}", "this setting is required: add it, or remove the table"
+        )
         for name in section.required()
         if name not in table
     ]
@@ -91,9 +97,9 @@ def _decode(kind: type[Any], value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-def _refused(
-    section: Section, values: dict[str, Any], others: Mapping[str, Any]
-) -> Iterator[Problem]:
+def _find_refused(
+    section: ConfigSection, values: dict[str, Any], others: Mapping[str, Any]
+) -> Iterator[ConfigProblem]:
     """Problems that the section's dataclass finds. It raises the first one only, so the setting at
     fault is taken out and the rest is tried again. Removes those settings from `values`."""
     required = {
@@ -108,20 +114,15 @@ def _refused(
             rest = {each: value for each, value in values.items() if each != name}
             if _attempt(section, required, rest) != error:
                 del values[name]
-                yield Problem(f"{section.name}.{name}", error)
+                yield ConfigProblem(f"{section.name}.{name}", error)
                 break
         else:
-            yield Problem(section.name, error)
+            yield ConfigProblem(section.name, error)
             return
 
 
-def _suspects(values: Mapping[str, Any], error: str) -> list[str]:
-    """The settings, with those first that the message names."""
-    return sorted(values, key=lambda each: (not error.startswith(each), each not in error))
-
-
 def _attempt(
-    section: Section, required: Mapping[str, Any], values: Mapping[str, Any]
+    section: ConfigSection, required: Mapping[str, Any], values: Mapping[str, Any]
 ) -> str | None:
     """Why the section's dataclass refuses these values; None: it does not."""
     try:
@@ -133,15 +134,15 @@ def _attempt(
     return None
 
 
-def _unknown_table(name: str, known: Mapping[str, Section], value: Any) -> Problem:
+def _unknown_table(name: str, known: Mapping[str, ConfigSection], value: Any) -> ConfigProblem:
     if not isinstance(value, dict):
         owners = [each.name for each in known.values() if name in each.settings()]
         where = f"it belongs under [{owners[0]}]" if owners else "put settings into a table"
-        return Problem(name, f"this setting is in no table: {where}")
-    return Problem(name, f"there is no such table: {_near(name, list(known))}")
+        return ConfigProblem(name, f"this setting is in no table: {where}")
+    return ConfigProblem(name, f"there is no such table: {_near(name, list(known))}")
 
 
-def _unknown_setting(section: Section, name: str, known: Mapping[str, Section]) -> str:
+def _unknown_setting(section: ConfigSection, name: str, known: Mapping[str, ConfigSection]) -> str:
     if name in section.derived:
         table = next((each for each, names in MOVED.items() if name in names), "")
         if table and section.name == "cluster":

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from plexrl.cluster.config.checks import Problem, check_tables, config_error
+from plexrl.cluster.config.checks import ConfigProblem, check_tables, config_error
 from plexrl.cluster.config.network import NetworkOptions
 from plexrl.cluster.config.options import PartSettings, check_argument
 from plexrl.cluster.config.ray_options import RayOptions
-from plexrl.cluster.config.schema import CLUSTER_FILE, MOVED, NODE_FILE, Section
+from plexrl.cluster.config.schema import CLUSTER_FILE, MOVED, NODE_FILE, ConfigSection
 from plexrl.errors import ConfigError, InvalidRequestError
 from plexrl.events.config import BrokerConfig
 
@@ -71,37 +71,37 @@ def read_node_file(path: Path) -> NodeFile:
 def is_node_file(path: Path) -> bool:
     """Whether the file is that of a node. False if it cannot be read, which is reported later."""
     try:
-        return "node" in _parsed(path)
+        return "node" in _parse(path)
     except ConfigError:
         return False
 
 
-def checked_tables(path: Path, sections: Sequence[Section]) -> dict[str, dict[str, Any]]:
+def checked_tables(path: Path, sections: Sequence[ConfigSection]) -> dict[str, dict[str, Any]]:
     """The values of a file by table, with their types. Raises as `read_cluster_file`."""
-    tables, problems = check_tables(_parsed(path), sections)
+    tables, problems = check_tables(_parse(path), sections)
     problems += _secret_problems(path, tables)
     if problems:
         raise config_error(str(path), problems)
     return tables
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def _parse(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             text = file.read(FILE_BYTES_MAX + 1)
         if len(text) > FILE_BYTES_MAX:
             raise config_error(
                 str(path),
-                [Problem("", f"longer than {FILE_BYTES_MAX} bytes: is it the right one?")],
+                [ConfigProblem("", f"longer than {FILE_BYTES_MAX} bytes: is it the right one?")],
             )
         return tomllib.loads(text.decode())
     except (OSError, UnicodeDecodeError) as error:
-        raise config_error(str(path), [Problem("", f"it cannot be read: {error}")]) from error
+        raise config_error(str(path), [ConfigProblem("", f"it cannot be read: {error}")]) from error
     except tomllib.TOMLDecodeError as error:
-        raise config_error(str(path), [Problem("", f"it is no TOML: {error}")]) from error
+        raise config_error(str(path), [ConfigProblem("", f"it is no TOML: {error}")]) from error
 
 
-def _secret_problems(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+def _secret_problems(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> list[ConfigProblem]:
     """A password in a file that other users can read."""
     journal = tables.get("scheduler", {}).get("journal")
     if journal is None or not path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
@@ -110,7 +110,7 @@ def _secret_problems(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> lis
         check_argument(journal)
     except InvalidRequestError:
         return [
-            Problem(
+            ConfigProblem(
                 "scheduler.journal",
                 f"this URL may hold a password, and other users can read the file: run `chmod 600 "
                 f"{path}`, or leave the password out",

@@ -11,7 +11,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
 from plexrl.process.children.pulse import STUCK_S, check_stuck_s
 
-DATA_DIR = Path("~/.plexrl-node")
+NODE_DIR = Path("~/.plexrl-node")
 """Default data directory of a node. Not that of a cluster, since both may be on one machine."""
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from plexrl.cluster.config.checks import SIZE_ENDINGS
 from plexrl.cluster.config.options import SECRETS
-from plexrl.cluster.config.schema import CLUSTER_FILE, NODE_FILE, Section, field_docs
+from plexrl.cluster.config.schema import CLUSTER_FILE, NODE_FILE, ConfigSection, field_docs
 
 HIDDEN = "***"
 OPTIONAL = ("network", "ray", "events")
@@ -53,7 +53,7 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def effective(tables: Mapping[str, Mapping[str, Any]], sections: Sequence[Section]) -> str:
+def effective(tables: Mapping[str, Mapping[str, Any]], sections: Sequence[ConfigSection]) -> str:
     """Every setting with its effective value, as TOML; absent values are comments."""
     lines = []
     for section in sections:
@@ -111,7 +111,7 @@ def _shown(name: str, value: Any) -> str:
     return toml_value(value)
 
 
-def _table(section: Section) -> str:
+def _table(section: ConfigSection) -> str:
     hints, docs, defaults = section.hints(), field_docs(section.kind), section.defaults()
     lines = [f"### `[{section.name}]`", "", section.what, ""]
     lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
@@ -138,7 +138,7 @@ def type_text(hint: Any) -> str:
     arguments = typing.get_args(hint)
     origin = typing.get_origin(hint)
     if origin is tuple:
-        inner = [type_text(each) for each in arguments if each is not Ellipsis]
+        inner = [type_text(argument) for argument in arguments if argument is not Ellipsis]
         return f"list of {inner[0]}" if Ellipsis in arguments else f"[{', '.join(inner)}]"
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return f"table of {type_text(arguments[1])}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from plexrl.cluster.config.network import NetworkOptions
-from plexrl.cluster.config.node_options import NodeOptions
+from plexrl.cluster.config.node_options import NODE_DIR, NodeOptions
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.config.ray_options import RayOptions
 from plexrl.events.config import BrokerConfig
@@ -28,14 +28,14 @@ DEFAULTED = ("data_dir", "journal", "listen")
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ConfigSection:
     """One table of a configuration file."""
 
     name: str
     kind: type[Any]
     """Dataclass with the settings and their checks."""
     what: str
-    """What the table is about, for the reference."""
+    """Subject of the table, for the reference."""
     derived: frozenset[str] = frozenset()
     """Fields that the launcher sets."""
     stand_ins: Mapping[str, Any] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Section:
 
 
 _UNIX = ("unix:/run/plexrl/scheduler.sock",)
-_SCHEDULER = Section(
+_SCHEDULER = ConfigSection(
     "scheduler",
     SchedulerConfig,
     "Placement, order, limits and journal. The journal records the settings that decide, so a "
@@ -80,7 +80,7 @@ _SCHEDULER = Section(
     frozenset({"listen", "operator_key_digest", "state_dir", "tls", "holder", "events"}),
     {"listen": _UNIX, "journal": "journal.sqlite", "operator_key_digest": ""},
 )
-_ROUTER = Section(
+_ROUTER = ConfigSection(
     "router",
     RouterConfig,
     "The HTTP API: limits of requests, connections and stored data.",
@@ -92,7 +92,7 @@ _ROUTER = Section(
     ),
     {"router": "router0", "scheduler": _UNIX, "host": "127.0.0.1", "port": 0, "data_dir": "/"},
 )
-_ROLLOUT = Section(
+_ROLLOUT = ConfigSection(
     "rollout",
     RolloutConfig,
     "The service that coordinates asynchronous rollouts. It starts with the first of them.",
@@ -103,7 +103,7 @@ _ROLLOUT = Section(
         "data_dir": "/",
     },
 )
-_STATEMANAGER = Section(
+_STATEMANAGER = ConfigSection(
     "statemanager",
     StateManagerConfig,
     "The StateManager of each node of this machine.",
@@ -124,7 +124,7 @@ _STATEMANAGER = Section(
         "serve_tcp": "127.0.0.1:0",
     },
 )
-_AGENT = Section(
+_AGENT = ConfigSection(
     "agent",
     AgentConfig,
     "The agent of each node of this machine, which starts the workers.",
@@ -162,14 +162,14 @@ MOVED = {
 """Fields of `ClusterOptions` that the file has in the table of their part."""
 _CLUSTER_DEFAULTS = {each.name: each.default for each in fields(ClusterOptions)}
 CLUSTER_FILE = (
-    Section(
+    ConfigSection(
         "cluster",
         ClusterOptions,
         "Data directory, address of the API, and the nodes of this machine.",
         frozenset({"network", "settings", "events", "new_journal"}.union(*MOVED.values())),
         {"data_dir": Path("~/.plexrl")},
     ),
-    Section(
+    ConfigSection(
         "network",
         NetworkOptions,
         "Other machines may join (`--tls`) if this table is there, even if it is empty.",
@@ -179,13 +179,13 @@ CLUSTER_FILE = (
     _ROLLOUT,
     _STATEMANAGER,
     _AGENT,
-    Section(
+    ConfigSection(
         "ray",
         RayOptions,
         "The nodes are those of a Ray cluster (`--ray`) if this table is there.",
         stand_ins={"address": "auto"},
     ),
-    Section(
+    ConfigSection(
         "events",
         BrokerConfig,
         "An MQTT broker gets the states of jobs, nodes and groups (`--mqtt`) if this table is "
@@ -196,12 +196,12 @@ CLUSTER_FILE = (
 )
 """The file of `plexrl up --config`."""
 NODE_FILE = (
-    Section(
+    ConfigSection(
         "node",
         NodeOptions,
         "The node's name, resources and address.",
         frozenset({"settings"}),
-        {"data_dir": Path("~/.plexrl-node")},
+        {"data_dir": NODE_DIR},
     ),
     _STATEMANAGER,
     _AGENT,

@@ -127,7 +127,7 @@ class Authority:
         return (
             crl.is_signature_valid(self._key.public_key())
             and crl.next_update_utc == self._certificate.not_valid_after_utc
-            and {each.serial_number for each in crl} == {int(each, 16) for each in serials}
+            and {each.serial_number for each in crl} == {int(serial, 16) for serial in serials}
         )
 
     def issue(

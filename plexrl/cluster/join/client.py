@@ -105,7 +105,7 @@ class HeadClient:
         """End the membership. Raises as `renew`."""
         await self._ask(messages.Leave(), messages.Done)
 
-    async def _ask(self, request: messages.Request, kind: type[AnswerT]) -> AnswerT:
+    async def _ask(self, request: messages.JoinRequest, kind: type[AnswerT]) -> AnswerT:
         context = Credentials(self._files).client_context()
         answer, _ = await _exchange(self._head, context, request, kind)
         return answer
@@ -114,7 +114,7 @@ class HeadClient:
 async def _exchange(
     head: TlsAddress,
     context: ssl.SSLContext,
-    request: messages.Request,
+    request: messages.JoinRequest,
     kind: type[AnswerT],
 ) -> tuple[AnswerT, str]:
     """(answer, this machine's address on the connection)."""

@@ -52,7 +52,7 @@ API_TIMEOUT_S = 10.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-class Head:
+class ClusterHead:
     """Certificates and addresses of one cluster. Constructing it makes the authority at the first
     start, and certificates for the head's processes."""
 
@@ -132,7 +132,7 @@ class Head:
         return {"certificate": certificate, "key": key}
 
     def membership(self) -> messages.Membership:
-        """What every node is told."""
+        """The membership that every node gets."""
         make_ticket_key(self._data / TICKET_KEY)
         return messages.Membership(
             ca=self.authority.pem.decode(),

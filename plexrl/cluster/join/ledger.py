@@ -172,7 +172,7 @@ def crl_number(crl: x509.CertificateRevocationList) -> int:
 
 
 def valid(certificates: dict[str, float]) -> dict[str, float]:
-    """Those of `Member.certificates` that have not expired."""
+    """The serial numbers of `Member.certificates` that have not expired."""
     now = time.time()
     return {serial: end for serial, end in certificates.items() if end > now}
 

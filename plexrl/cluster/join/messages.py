@@ -28,16 +28,16 @@ _LENGTH = struct.Struct(">I")
 AnswerT = TypeVar("AnswerT", bound="msgspec.Struct")
 
 
-class Request(msgspec.Struct, kw_only=True):
+class JoinRequest(msgspec.Struct, kw_only=True):
     """Base of the requests."""
 
 
-class AskAuthority(Request, tag_field="method", tag="authority"):
+class AskAuthority(JoinRequest, tag_field="method", tag="authority"):
     """For the authority's certificate, which the client compares with its token before it trusts
     this head."""
 
 
-class Join(Request, tag_field="method", tag="join"):
+class Join(JoinRequest, tag_field="method", tag="join"):
     """To become a node, with a token."""
 
     secret: str
@@ -50,7 +50,7 @@ class Join(Request, tag_field="method", tag="join"):
     """Address at which other machines reach the node."""
 
 
-class Renew(Request, tag_field="method", tag="renew"):
+class Renew(JoinRequest, tag_field="method", tag="renew"):
     """For a new certificate, or without a signing request only for the present settings. Needs the
     node's certificate, as do the requests below."""
 
@@ -59,15 +59,15 @@ class Renew(Request, tag_field="method", tag="renew"):
     host: str = ""
 
 
-class Drain(Request, tag_field="method", tag="drain"):
+class Drain(JoinRequest, tag_field="method", tag="drain"):
     """To move all work off the node; repeated until nothing is left."""
 
 
-class Undrain(Request, tag_field="method", tag="undrain"):
+class Undrain(JoinRequest, tag_field="method", tag="undrain"):
     """To take new work again."""
 
 
-class Leave(Request, tag_field="method", tag="leave"):
+class Leave(JoinRequest, tag_field="method", tag="leave"):
     """To be a node no longer."""
 
 
@@ -84,7 +84,7 @@ class AuthorityAnswer(msgspec.Struct, kw_only=True):
 
 
 class Membership(msgspec.Struct, kw_only=True):
-    """What a node needs to know of its cluster."""
+    """The cluster as a node knows it."""
 
     ca: str
     """Certificates of the authorities to trust (PEM)."""
@@ -103,7 +103,7 @@ class Membership(msgspec.Struct, kw_only=True):
 
 
 class DrainProgress(msgspec.Struct, kw_only=True):
-    """What a drained node still has."""
+    """The work that a drained node still has."""
 
     gpus_reserved: int
     groups: list[str]

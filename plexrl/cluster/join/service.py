@@ -55,8 +55,8 @@ EXCHANGE_S = 15.0
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
-class ClusterView(Protocol):
-    """What the service asks the running cluster."""
+class JoinedCluster(Protocol):
+    """The running cluster as the service sees it."""
 
     async def live_nodes(self) -> Collection[str]:
         """Names of the nodes whose agent is connected.
@@ -103,7 +103,7 @@ class JoinService:
         authority: Authority,
         ledger: Ledger,
         files: TlsFiles,
-        cluster: ClusterView,
+        cluster: JoinedCluster,
         membership: Callable[[], messages.Membership],
         reserved: Collection[str] = (),
     ) -> None:

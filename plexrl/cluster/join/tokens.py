@@ -75,7 +75,7 @@ def create_token(
     now = time.time()
     entry = Token(digest=secret_digest(secret), created_at=now, expires_at=now + ttl_s, uses=uses)
     with ledger.change() as members:
-        members.tokens = [each for each in members.tokens if each.expires_at + KEPT_S > now]
+        members.tokens = [token for token in members.tokens if token.expires_at + KEPT_S > now]
         members.tokens.append(entry)
     return JoinToken(fingerprint, secret), entry
 

@@ -1,4 +1,4 @@
-"""What the chart's pods run: `python -m plexrl.cluster.kubernetes COMMAND`.
+"""The entry point of the chart's pods: `python -m plexrl.cluster.kubernetes COMMAND`.
 
 keys: make the cluster's Secrets. issuer: issue certificates. certificate: keep a pod's certificate.
 settings: fill a pod's settings. scheduler: a scheduler with standbys. node: StateManager and agent.
@@ -196,16 +196,16 @@ def _operator_arguments(parser: argparse.ArgumentParser) -> None:
 def _operator(options: argparse.Namespace) -> int:
     from plexrl.client.blocking.cluster import connect as connect_cluster
     from plexrl.cluster.kubernetes.api import connect
-    from plexrl.cluster.kubernetes.lease import Lease
-    from plexrl.cluster.kubernetes.operator.controller import Controller
+    from plexrl.cluster.kubernetes.lease import KubernetesLease
+    from plexrl.cluster.kubernetes.operator.controller import OperatorController
     from plexrl.cluster.kubernetes.operator.cordon import CordonFollower
     from plexrl.cluster.kubernetes.operator.jobs import ClusterJobs
     from plexrl.cluster.kubernetes.operator.reconcile import Reconciler
-    from plexrl.cluster.kubernetes.operator.run import EXIT_LEASE_LOST, Health, lead
+    from plexrl.cluster.kubernetes.operator.run import EXIT_LEASE_LOST, OperatorHealth, lead
 
     api, stop = connect(), _stop_event()
     jobs = ClusterJobs(connect_cluster(options.url))
-    controller = Controller(
+    controller = OperatorController(
         api,
         Reconciler(api, jobs, url=options.url, image=options.image),
         options.watch,
@@ -219,10 +219,12 @@ def _operator(options: argparse.Namespace) -> int:
         )
         works.append(follower.run)
         checks.append(lambda: follower.is_healthy)
-    lease = Lease(api, options.namespace, options.lease, options.identity, options.lease_seconds)
+    lease = KubernetesLease(
+        api, options.namespace, options.lease, options.identity, options.lease_seconds
+    )
     with ExitStack() as open_parts:
         # A standby has nothing that could be stuck.
-        health = Health(
+        health = OperatorHealth(
             options.health_port, lambda: not lease.is_held or all(check() for check in checks)
         )
         open_parts.callback(health.close)

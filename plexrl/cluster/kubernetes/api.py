@@ -46,9 +46,3 @@ def connect() -> "ApiClient":
 def has_status(error: Exception, *statuses: HTTPStatus) -> bool:
     """Whether an `ApiException` has one of these statuses."""
     return getattr(error, "status", None) in statuses
-
-
-def plain(api: "ApiClient", model: Any) -> Plain:
-    """An object of the client as it is on the wire."""
-    found: Plain = api.sanitize_for_serialization(model)
-    return found

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plexrl.cluster.kubernetes.api import TIMEOUT_S, has_status
-from plexrl.cluster.kubernetes.lease import Lease
+from plexrl.cluster.kubernetes.lease import KubernetesLease
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
@@ -38,7 +38,7 @@ class LeaderLabel:
 
         self._core = CoreV1Api(api)
         self._namespace, self._pod, self._selector = namespace, pod, selector
-        self._lease = Lease(api, namespace, lease, pod)
+        self._lease = KubernetesLease(api, namespace, lease, pod)
 
     def set(self) -> None:
         """Label this pod only. A former leader may be on a node that nobody can reach, so its pod
@@ -52,9 +52,9 @@ class LeaderLabel:
             label_selector=f"{self._selector},{LABEL}=true",
             _request_timeout=TIMEOUT_S,
         )
-        for each in others.items:
-            if each.metadata.name != self._pod:
-                self._patch(each.metadata.name, None)
+        for item in others.items:
+            if item.metadata.name != self._pod:
+                self._patch(item.metadata.name, None)
         self._patch(self._pod, "true")
         self._lease.try_hold(by_force=True)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
 
-class Lease:
+class KubernetesLease:
     """One process's view of a Lease."""
 
     def __init__(

@@ -20,7 +20,7 @@ from plexrl.errors import InvalidRequestError, UnavailableError
 from plexrl.process.folders.operator_key import write_private
 from plexrl.process.folders.rotated_log import keep_logs_bounded
 from plexrl.process.lifeline import PARENT
-from plexrl.process.memory.tuning import tuned
+from plexrl.process.memory.tuning import tune
 
 LOG = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ async def run_node(settings: Plain, stop: asyncio.Event) -> int:
 
 
 async def _spawn(module: str, config: Path) -> asyncio.subprocess.Process:
-    environment = tuned({**os.environ, PARENT: str(os.getpid())})
+    environment = tune({**os.environ, PARENT: str(os.getpid())})
     options = ("--end-with-parent",) if module == "plexrl.statemanager" else ()
     return await asyncio.create_subprocess_exec(
         sys.executable,

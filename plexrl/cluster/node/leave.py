@@ -1,7 +1,6 @@
 """Leaving a cluster: the node is drained, ended and forgotten."""
 
 import asyncio
-import logging
 import os
 import signal
 import time
@@ -22,8 +21,6 @@ from plexrl.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-
-LOG = logging.getLogger(__name__)
 
 POLL_S = 1.0
 STOP_S = 120.0

@@ -1,4 +1,4 @@
-"""What a node keeps of its membership, so that it comes back without a token.
+"""The files that a node keeps of its membership, so that it comes back without a token.
 
 node.json       name, head, addresses of the cluster
 certificates/   key and certificate (`certificate_files.py`)

@@ -32,7 +32,7 @@ from plexrl.wire.links.credentials import (
 )
 
 if TYPE_CHECKING:
-    from plexrl.cluster.join.head import Head
+    from plexrl.cluster.join.head import ClusterHead
 
 LOG = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def scheduler_part(
     folders: Folders,
     key_digest: str,
     settings: Mapping[str, Any] | None = None,
-    head: "Head | None" = None,
+    head: "ClusterHead | None" = None,
 ) -> Part:
     """The scheduler; `settings` override the options. With a `head`, other machines reach it."""
     listen, tls = [scheduler_address(folders)], None
@@ -136,7 +136,10 @@ def scheduler_part(
 
 
 def router_parts(
-    options: ClusterOptions, folders: Folders, ports: Sequence[int], head: "Head | None" = None
+    options: ClusterOptions,
+    folders: Folders,
+    ports: Sequence[int],
+    head: "ClusterHead | None" = None,
 ) -> list[Part]:
     """The routers, one for each port. With a `head` they serve HTTPS and reach other machines."""
     return [
@@ -166,7 +169,10 @@ def router_parts(
 
 
 def rollout_part(
-    options: ClusterOptions, folders: Folders, ports: Sequence[int], head: "Head | None" = None
+    options: ClusterOptions,
+    folders: Folders,
+    ports: Sequence[int],
+    head: "ClusterHead | None" = None,
 ) -> Part:
     """The rollout service, which reaches the cluster by the routers at `ports`."""
     given = options.settings.rollout
@@ -186,8 +192,8 @@ def rollout_part(
 
 
 def options_of_nodes(options: ClusterOptions) -> ClusterOptions:
-    """What `node_parts` reads, without the rest: the journal's URL may have a password, and so may
-    those of brokers and collectors."""
+    """The options that `node_parts` reads, without the others: the journal's URL may have a
+    password, and so may those of brokers and collectors."""
     given = options.settings
     return ClusterOptions(
         data_dir=options.data_dir,
@@ -262,7 +268,7 @@ def node_parts(
 
 
 def head_node_links(
-    options: ClusterOptions, folders: Folders, head: "Head", index: int
+    options: ClusterOptions, folders: Folders, head: "ClusterHead", index: int
 ) -> NodeLinks:
     """The links of the head's own node number `index`, which has a share of the ports."""
     assert options.network is not None

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 from plexrl.cluster.config.node_options import NodeOptions
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.config.ray_options import RayOptions
-from plexrl.cluster.join.head import Head
+from plexrl.cluster.join.head import ClusterHead
 from plexrl.cluster.join.tokens import create_token
 from plexrl.cluster.node.parts import NodeConfig, options_of_nodes
 from plexrl.errors import PlexRLError, UnavailableError
 from plexrl.process.children.restart_log import PartRecord
 from plexrl.process.folders.folders import Folders
-from plexrl.process.memory.tuning import tuned
+from plexrl.process.memory.tuning import tune
 from plexrl.process.ray_connection import GPU, RayNode, none_usable, usable_nodes
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class RayNodes:
         ray: RayOptions,
         folders: Folders,
         record: PartRecord,
-        head: Callable[[], Head | None] = lambda: None,
+        head: Callable[[], ClusterHead | None] = lambda: None,
     ) -> None:
         """`head` returns what nodes of other machines join, once it is there."""
         self._options = options
@@ -163,7 +163,7 @@ class _NodeActor:
         ray: RayOptions,
         folders: Folders,
         node: RayNode,
-        head: Head | None,
+        head: ClusterHead | None,
     ) -> None:
         # Passwords stay here: others may use Ray, and see the arguments of actors.
         self._options, self._network = options_of_nodes(options), options.network
@@ -219,13 +219,13 @@ class _NodeActor:
 
     @property
     def _here(self) -> tuple[Any, ...]:
-        """What an actor of this machine needs."""
+        """Arguments of an actor of this machine."""
         node = self._node
         config = NodeConfig(node=node.node, gpus=node.gpus, node_type=node.node_type)
         return self._options, self._folders, config
 
-    async def _joining(self, head: Head) -> tuple[Any, ...]:
-        """What an actor of another machine needs: its options, and a token."""
+    async def _joining(self, head: ClusterHead) -> tuple[Any, ...]:
+        """Arguments of an actor of another machine: its options, and a token."""
         options, node, network = self._options, self._node, self._network
         assert network is not None
         chosen = NodeOptions(
@@ -293,7 +293,7 @@ class _NodeActor:
 def _environment() -> dict[str, str]:
     """Environment of the actor: settings for its children, and access to all devices."""
     wanted = {"OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    return {**tuned({}), **wanted}
+    return {**tune({}), **wanted}
 
 
 def _retrieve(first: "asyncio.Future[None]") -> None:

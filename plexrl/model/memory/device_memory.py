@@ -41,13 +41,13 @@ class MemoryTerm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a deployment needs on each of its GPUs."""
+    """Memory that a deployment needs on each of its GPUs."""
 
     terms: tuple[MemoryTerm, ...]
     is_measured: bool = False
     """The activations are a measured peak."""
     start_bytes: int = 0
-    """What a process that starts allocates besides the state, before it computes."""
+    """Bytes that a process that starts allocates besides the state, before it computes."""
 
     @property
     def need_bytes(self) -> int:
@@ -81,7 +81,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def device_memory(spec: DeploymentSpec) -> DeviceMemory:
-    """What each GPU of the deployment needs, by its specification.
+    """The memory that each GPU of the deployment needs, by its specification.
 
     Raises:
         InvalidRequestError: the model's configuration lacks a size.

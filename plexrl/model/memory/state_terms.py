@@ -41,7 +41,7 @@ class StateTerms:
     reduction."""
     kv_cache: int = 0
     start: int = 0
-    """What a process that starts allocates besides the state, before it computes."""
+    """Bytes that a process that starts allocates besides the state, before it computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from plexrl.process.children.stalls import is_at_work
 from plexrl.process.folders.folders import Folders
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.process.lifeline import PARENT
-from plexrl.process.memory.tuning import tuned
+from plexrl.process.memory.tuning import tune
 
 LOG = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class PartProcesses:
         log_path = self._folders.data / "logs" / f"{part.name}.log"
         environment, options = {**os.environ, PARENT: str(os.getpid()), PULSE: "1"}, []
         if part.module in MOVES_MEMORY:
-            environment = tuned(environment)
+            environment = tune(environment)
         if part.module == "plexrl.statemanager":
             # A StateManager started by hand or by systemd outlives the process that started it.
             options = ["--end-with-parent"]

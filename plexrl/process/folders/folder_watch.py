@@ -41,10 +41,10 @@ class FolderWatch:
         ]
 
     def _missing(self) -> list[Path]:
-        missing = [each for each in self._folders if not each.is_dir()]
-        for each in self._folders:
+        missing = [folder for folder in self._folders if not folder.is_dir()]
+        for folder in self._folders:
             # A file system may answer reads from its caches and stall whoever writes. One that
             # refuses the write is not stalled; what it refuses to others they report.
             with suppress(OSError):
-                os.utime(each)
+                os.utime(folder)
         return missing

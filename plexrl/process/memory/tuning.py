@@ -12,7 +12,7 @@ _THRESHOLD = "0x80000"
 """512 KiB."""
 
 
-def tuned(environment: Mapping[str, str]) -> dict[str, str]:
+def tune(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for a StateManager, or for a node agent and its workers. The operator's own
     setting is kept."""
     found = dict(environment)

@@ -14,7 +14,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
 
 OnFailure = Literal["drop", "zero", "raise"]
-"""What the last failed attempt to grade a sample means. `drop`: the sample has no reward, and its
+"""Meaning of the last failed attempt to grade a sample. `drop`: the sample has no reward, and its
 prompt is not trained. `zero`: the reward is 0. `raise`: the controller gets the error."""
 
 
@@ -39,19 +39,19 @@ class GradingSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """What has happened to a sample, numbered by the caller."""
+class GradingEvent:
+    """An event of a sample, which the caller numbers."""
 
     sample: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSubmitted(Event):
+class SampleSubmitted(GradingEvent):
     """A sample shall be graded. Its number is new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptGraded(Event):
+class AttemptGraded(GradingEvent):
     """The grader gave a reward, or None: it found that the sample shall have none."""
 
     attempt: int
@@ -59,7 +59,7 @@ class AttemptGraded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptFailed(Event):
+class AttemptFailed(GradingEvent):
     """The grader raised an error."""
 
     attempt: int
@@ -67,7 +67,7 @@ class AttemptFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptTimedOut(Event):
+class AttemptTimedOut(GradingEvent):
     """The grader has not answered in time. It may answer later."""
 
     attempt: int
@@ -75,14 +75,14 @@ class AttemptTimedOut(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """What the caller does."""
+class GradingCommand:
+    """A command to the caller."""
 
     sample: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartAttempt(Command):
+class StartAttempt(GradingCommand):
     """Call the grader."""
 
     attempt: int
@@ -90,7 +90,7 @@ class StartAttempt(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeliverReward(Command):
+class DeliverReward(GradingCommand):
     """Give the result to the controller."""
 
     reward: float | None
@@ -101,7 +101,7 @@ class DeliverReward(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopGrading(Command):
+class StopGrading(GradingCommand):
     """Give the error to the controller."""
 
     reason: str
@@ -125,7 +125,7 @@ class GradingCore:
         """Samples that were submitted and not delivered."""
         return len(self._waiting) + len(self._running)
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: GradingEvent) -> list[GradingCommand]:
         """Return what is to be done now."""
         match event:
             case _ if self.is_stopped:
@@ -138,12 +138,14 @@ class GradingCore:
         raise AssertionError(event)
 
     def stop(self) -> None:
-        """Nothing more is graded or delivered, and no attempt is waited for."""
+        """Grade and deliver no more samples, and wait for no attempt."""
         self.is_stopped = True
         self._waiting.clear()
         self._running.clear()
 
-    def _ended(self, event: AttemptGraded | AttemptFailed | AttemptTimedOut) -> list[Command]:
+    def _ended(
+        self, event: AttemptGraded | AttemptFailed | AttemptTimedOut
+    ) -> list[GradingCommand]:
         sample, attempt = event.sample, event.attempt
         if self._running.get(sample) != attempt:
             # The answer of an attempt that was given up.
@@ -164,7 +166,7 @@ class GradingCore:
                 return self._stopped(sample, reason)
         return [*self._failed(sample, attempt, reason), *self._starts()]
 
-    def _failed(self, sample: int, attempt: int, reason: str) -> list[Command]:
+    def _failed(self, sample: int, attempt: int, reason: str) -> list[GradingCommand]:
         if attempt <= self.settings.retries:
             self._running[sample] = attempt + 1
             return [StartAttempt(sample=sample, attempt=attempt + 1)]
@@ -176,17 +178,17 @@ class GradingCore:
             case "drop":
                 return [self._delivered(sample, None, reason, attempt)]
 
-    def _stopped(self, sample: int, reason: str) -> list[Command]:
+    def _stopped(self, sample: int, reason: str) -> list[GradingCommand]:
         self.stop()
         return [StopGrading(sample=sample, reason=reason)]
 
     def _delivered(
         self, sample: int, reward: float | None, failure: str | None, attempts: int
-    ) -> Command:
+    ) -> GradingCommand:
         return DeliverReward(sample=sample, reward=reward, failure=failure, attempts=attempts)
 
-    def _starts(self) -> list[Command]:
-        starts: list[Command] = []
+    def _starts(self) -> list[GradingCommand]:
+        starts: list[GradingCommand] = []
         while self._waiting and len(self._running) < self.settings.at_once:
             sample = self._waiting.popleft()
             self._running[sample] = 1

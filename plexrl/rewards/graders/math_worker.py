@@ -23,11 +23,11 @@ def main() -> None:
     for line in sys.stdin:
         if line.strip():
             request = json.loads(line)
-            found = {**answered(request), "id": request["id"]}
+            found = {**answer_request(request), "id": request["id"]}
             os.write(output, json.dumps(found).encode() + b"\n")
 
 
-def answered(request: dict[str, Any]) -> dict[str, Any]:
+def answer_request(request: dict[str, Any]) -> dict[str, Any]:
     """The answer of a process that is started for the request."""
     reader, writer = os.pipe()
     child = os.fork()

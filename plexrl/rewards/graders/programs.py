@@ -23,7 +23,7 @@ SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """What a correct program prints for an input."""
+    """An input, and the output of a correct program."""
 
     stdin: str
     expected: str
@@ -109,7 +109,7 @@ class ProgramGrader:
         program = Program(command=command, files=files, stdin=test.stdin.encode())
         timeout_s = self.timeout_s(test)
         run = self._sandbox.run(program, timeout_s=timeout_s)
-        found = _judged(run, test, timeout_s)
+        found = _judge(run, test, timeout_s)
         if found.outcome is Outcome.PASSED:
             with self._lock:
                 is_slowest = self._timeouts.passed(test.name, run.wall_s)
@@ -164,7 +164,7 @@ class _Times:
         self._database.close()
 
 
-def _judged(run: Run, test: ProgramTest, timeout_s: float) -> Grade:
+def _judge(run: Run, test: ProgramTest, timeout_s: float) -> Grade:
     match run.ending:
         case Ending.TIMED_OUT:
             outcome, detail = Outcome.TIMED_OUT, f"no end after {timeout_s:.1f} s"

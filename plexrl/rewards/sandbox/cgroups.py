@@ -107,7 +107,8 @@ def usable_cgroups() -> Cgroups | None:
 
 
 def _unique_name() -> str:
-    """Of a group. It has this process' number, and is no other sandbox's in this process."""
+    """A name for a control group: with the number of this process, and unlike that of any other
+    sandbox in this process."""
     return f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
 
 

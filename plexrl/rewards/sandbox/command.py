@@ -30,7 +30,7 @@ SYSTEM = (
     "/etc/alternatives",
     "/etc/ld.so.cache",
 )
-"""What programs need of the system, where it exists. Nothing else of `/etc` is visible."""
+"""Files of the system that programs need, where they exist. Nothing else of `/etc` is visible."""
 PROGRAM_FOLDER = "/program"
 START_MARK = b"\x06"
 """Written to the standard error before the program starts. If the controller was killed, nobody
@@ -117,7 +117,7 @@ def sandbox_command(folders: Sequence[Path]) -> SandboxCommand:
     if os.geteuid() == 0:
         setpriv = _installed("setpriv", "util-linux")
         drop = [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-        prefix = [*_opened_for_nobody(shown), *drop, bwrap]
+        prefix = [*_open_for_nobody(shown), *drop, bwrap]
     path = f"{sys.base_prefix}/bin:{PROGRAMS}"
     return SandboxCommand(tuple(prefix), tuple(view), path)
 
@@ -139,7 +139,7 @@ def _as_in_the_system(path: Path) -> list[str]:
 
 
 def _outermost(folders: Sequence[Path]) -> list[Path]:
-    """Those that are neither in `/usr` nor in another one of them."""
+    """The folders that are neither in `/usr` nor in another one of them."""
     found: list[Path] = []
     for folder in sorted({each.absolute() for each in folders}, key=lambda each: len(each.parts)):
         if not any(folder.is_relative_to(each) for each in (Path("/usr"), *found)):
@@ -147,7 +147,7 @@ def _outermost(folders: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _opened_for_nobody(folders: Sequence[Path]) -> list[str]:
+def _open_for_nobody(folders: Sequence[Path]) -> list[str]:
     """Command that makes `folders` reachable for everyone, for the command after it only.
 
     An interpreter in root's home cannot be reached by another user. In a mount namespace, an empty
@@ -159,7 +159,7 @@ def _opened_for_nobody(folders: Sequence[Path]) -> list[str]:
     aside: dict[Path, Path] = {}
     for folder in folders:
         parents = (*reversed(folder.parents), folder)
-        closed = next((each for each in parents if _is_closed(each)), None)
+        closed = next((parent for parent in parents if _is_closed(parent)), None)
         if closed is None:
             continue
         if closed not in aside:

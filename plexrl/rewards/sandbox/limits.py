@@ -1,4 +1,4 @@
-"""What a program in the sandbox may use, and how its run ended."""
+"""Limits of a program in the sandbox, and the end of its run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Limits:
     processes: int = 64
     """Processes and threads at one time."""
     open_files: int = 256
-    """Of each process."""
+    """Open files of each process."""
     tmp_bytes: int = 64 * MIB
     """Size of `/tmp`, of `/dev/shm` and of the largest file there. Both lie in memory, and no other
     folder is writable."""

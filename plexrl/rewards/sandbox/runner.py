@@ -45,7 +45,7 @@ def run_program(
         SandboxError: the program could not be started.
     """
     with ExitStack() as stack:
-        child = stack.enter_context(started(command, program, limits, seccomp))
+        child = stack.enter_context(start_program(command, program, limits, seccomp))
         try:
             child.join(cgroup)
             began = time.monotonic()
@@ -134,15 +134,15 @@ class SandboxProcess:
             os.waitpid(self.init, os.WNOHANG)
 
     def exit_code(self) -> int | None:
-        """What bubblewrap has reported, after its end; None if it reported none."""
+        """The exit code that bubblewrap reported, after its end; None if it reported none."""
         while found := os.read(self.status_fd, CHUNK_BYTES):
             self.status += found
         reports = [json.loads(line) for line in self.status.splitlines()]
-        return next((int(each["exit-code"]) for each in reports if "exit-code" in each), None)
+        return next((int(report["exit-code"]) for report in reports if "exit-code" in report), None)
 
 
 @contextmanager
-def started(
+def start_program(
     command: SandboxCommand,
     program: Program,
     limits: Limits,
@@ -279,12 +279,12 @@ def _watch(child: SandboxProcess, deadline: float) -> str | None:
 
 def _result(child: SandboxProcess, ended_by: str | None, wall_s: float) -> Run:
     """The result of a run that was ended by `ended_by`, or by itself."""
-    out, err = (bytes(each.content) for each in child.streams)
+    out, err = (bytes(stream.content) for stream in child.streams)
     code = child.exit_code() if ended_by is None else None
     if ended_by is None and code is None:
         raise not_started(child.streams[1], "no reason given")
     limit = ended_by if ended_by != "wall" else None
-    if code is not None and any(each.is_over for each in child.streams):
+    if code is not None and any(stream.is_over for stream in child.streams):
         limit = "output"
     limit = limit or (SIGNAL_LIMITS.get(code) if code is not None else None)
     ending = Ending.EXITED if limit is None else Ending.KILLED

@@ -16,7 +16,7 @@ from plexrl.rewards.sandbox.cgroups import usable_cgroups
 from plexrl.rewards.sandbox.command import PROGRAM_FOLDER, sandbox_command
 from plexrl.rewards.sandbox.limits import Limits, Program, Run
 from plexrl.rewards.sandbox.runner import run_program
-from plexrl.rewards.sandbox.seccomp import compiled_filter
+from plexrl.rewards.sandbox.seccomp import compile_filter
 from plexrl.rewards.sandbox.session import Session
 
 TRIAL_S = 60.0
@@ -57,8 +57,8 @@ class Sandbox:
         check_numbers("sandbox", {"at_once": at_once})
         self.limits = limits or Limits()
         self.at_once = at_once or len(os.sched_getaffinity(0))
-        self._command = sandbox_command([Path(each) for each in folders])
-        self._filter = compiled_filter()
+        self._command = sandbox_command([Path(folder) for folder in folders])
+        self._filter = compile_filter()
         self._groups = usable_cgroups() if control_groups else None
         self._slots = threading.BoundedSemaphore(self.at_once)
         self._is_closed = False

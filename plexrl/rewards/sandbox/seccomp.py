@@ -37,7 +37,7 @@ NAMESPACES = 0x7E020080
 """Flags of `clone` that make a namespace."""
 
 
-def compiled_filter() -> bytes:
+def compile_filter() -> bytes:
     """The filter for bubblewrap.
 
     Raises:

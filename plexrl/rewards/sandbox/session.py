@@ -10,10 +10,10 @@ from plexrl.errors import SandboxError
 from plexrl.rewards.sandbox.cgroups import Cgroups
 from plexrl.rewards.sandbox.command import SandboxCommand
 from plexrl.rewards.sandbox.limits import Limits, Program
-from plexrl.rewards.sandbox.runner import started
+from plexrl.rewards.sandbox.runner import start_program
 
 LINE_BYTES_MAX = 1 << 16
-"""Of an answer."""
+"""Most bytes of an answer's line."""
 
 
 class Session:
@@ -35,7 +35,7 @@ class Session:
         self._pid = os.getpid()
         with ExitStack() as stack:
             group = None if groups is None else stack.enter_context(groups.group(limits))
-            interactive = started(command, program, limits, seccomp, is_interactive=True)
+            interactive = start_program(command, program, limits, seccomp, is_interactive=True)
             self._process = stack.enter_context(interactive)
             stack.callback(self._process.kill)
             self._process.join(group)

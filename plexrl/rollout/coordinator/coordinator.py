@@ -22,8 +22,6 @@ from plexrl.rollout.coordinator.assignment.assignments import Assignments
 from plexrl.rollout.coordinator.cost_fit import CostFit
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
-    Command,
-    Event,
     Generated,
     GenerationFailed,
     GroupAdded,
@@ -40,6 +38,8 @@ from plexrl.rollout.coordinator.messages import (
     ReportQueuedGroup,
     ReportScaleDown,
     Rewarded,
+    RolloutCommand,
+    RolloutEvent,
     SnapshotTaken,
     StepsMeasured,
     Stopped,
@@ -50,11 +50,11 @@ from plexrl.rollout.coordinator.messages import (
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings, are_equal
 from plexrl.rollout.coordinator.state import CoordinatorState
-from plexrl.rollout.coordinator.strategies.cycle import Cycle
+from plexrl.rollout.coordinator.strategies.cycle import CoordinatorCycle
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.policies.adaptive_tp.engines import AdaptiveTp
-from plexrl.rollout.policies.batching.rounds import Rounds
-from plexrl.rollout.policies.streaming.freed_instances import FreedInstances
+from plexrl.rollout.policies.freed_instances import FreedInstances
+from plexrl.rollout.policies.tail_batching import Rounds
 from plexrl.rollout.staleness.manager import StalenessManager
 from plexrl.rollout.trajectories.record import (
     GENERATED,
@@ -87,7 +87,7 @@ class RolloutCoordinator:
         self._is_trainer_free = False
 
     def state(self) -> dict[str, object]:
-        """All that it knows, as plain data that can be written as JSON: mappings (their order
+        """The whole state, as plain data that can be written as JSON: mappings (their order
         counts), lists, text, numbers and None. It holds what is in flight and the latest measured
         steps; nothing of what was trained or dropped."""
         return CoordinatorState(
@@ -136,7 +136,7 @@ class RolloutCoordinator:
         """Number of `GroupAdded` that are accepted now."""
         return self.rounds.wanted(len(self.trajectories.groups))
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: RolloutEvent) -> list[RolloutCommand]:
         """The commands that follow from an event. A refused event changes nothing.
 
         Raises:
@@ -147,7 +147,7 @@ class RolloutCoordinator:
         self.rounds.start(self.trajectories)
         return commands + self.assignments.release()
 
-    def _decide(self, event: Event) -> list[Command]:
+    def _decide(self, event: RolloutEvent) -> list[RolloutCommand]:
         match event:
             case SnapshotTaken():
                 return self._on_snapshot(event)
@@ -215,7 +215,7 @@ class RolloutCoordinator:
         self.trajectories.add(event.group, event.prompt_tokens, event.expected_tokens)
         self.rounds.add(event.group, event.prompt_tokens)
 
-    def _on_policy_changed(self, event: PolicyChanged) -> list[Command]:
+    def _on_policy_changed(self, event: PolicyChanged) -> list[RolloutCommand]:
         self.settings.staleness.check_change(event.bound)
         is_same = event.bound == self.settings.staleness
         self.settings = replace(
@@ -230,13 +230,13 @@ class RolloutCoordinator:
         if is_same:
             return []
         self.rounds.put_back(self.trajectories, self.manager.buffers)
-        commands: list[Command] = []
+        commands: list[RolloutCommand] = []
         for group in self.manager.change(event.bound):
             commands += self._queue(group)
         self.rounds.change(event.bound)
         return commands + self._train_if_ready()
 
-    def _on_snapshot(self, event: SnapshotTaken) -> list[Command]:
+    def _on_snapshot(self, event: SnapshotTaken) -> list[RolloutCommand]:
         if not self.assignments.expected.matches(event.instances):
             self.snapshots_refused += 1
             return []
@@ -252,7 +252,7 @@ class RolloutCoordinator:
             return [ReportScaleDown(freed=tuple(freed)), *self.assignments.interrupt(freed)]
         budgets = {name: each.kv_budget for name, each in instances.items()}
         others = self.freed.others(snapshots)
-        cycle = Cycle(
+        cycle = CoordinatorCycle(
             self.settings, model, self.trajectories, self.manager.buffers, others, budgets
         )
         decision = cycle.decide(self.newest_version)
@@ -263,9 +263,10 @@ class RolloutCoordinator:
         self._route(decision.routes)
         return commands or self._switch_groups(event)
 
-    def _switch_groups(self, event: SnapshotTaken) -> list[Command]:
-        """Of instances that get no other command."""
-        commands: list[Command] = []
+    def _switch_groups(self, event: SnapshotTaken) -> list[RolloutCommand]:
+        """The commands that switch tensor-parallel groups, of instances that get no other
+        command."""
+        commands: list[RolloutCommand] = []
         found = self.adaptive_tp.switches(
             self.trajectories, self.rounds, event.instances, self.assignments.instances
         )
@@ -284,7 +285,7 @@ class RolloutCoordinator:
                 self.trajectories.assign(record, version)
             self.assignments.add(each, instance)
 
-    def _on_generated(self, event: Generated) -> list[Command]:
+    def _on_generated(self, event: Generated) -> list[RolloutCommand]:
         record = self._record(event.trajectory, event.instance)
         if record is None:
             return []
@@ -296,16 +297,16 @@ class RolloutCoordinator:
         self.assignments.generated(event.instance, event.trajectory)
         return self._abort_surplus(record.group) if is_kept else []
 
-    def _abort_surplus(self, group: SampleGroupId) -> list[Command]:
+    def _abort_surplus(self, group: SampleGroupId) -> list[RolloutCommand]:
         """Aborts the other members of a group once enough are generated. Their rewards do not
         matter: to wait for those would favour samples that are graded quickly."""
         members = list(self.trajectories.members(group))
-        unfinished = [each for each in members if each.state not in GENERATED]
+        unfinished = [member for member in members if member.state not in GENERATED]
         if len(members) - len(unfinished) < self.settings.staleness.group_size:
             return []
         return self.assignments.abort(unfinished)
 
-    def _on_failed(self, event: GenerationFailed) -> list[Command]:
+    def _on_failed(self, event: GenerationFailed) -> list[RolloutCommand]:
         record = self._record(event.trajectory, event.instance)
         if record is None:
             return []
@@ -320,7 +321,7 @@ class RolloutCoordinator:
         reason = f"trajectory {record.id} failed {record.failures} times: {event.reason}"
         return self._drop(record.group, reason)
 
-    def _on_rewarded(self, event: Rewarded) -> list[Command]:
+    def _on_rewarded(self, event: Rewarded) -> list[RolloutCommand]:
         if not math.isfinite(event.reward):
             raise InvalidRequestError(
                 f"the reward of trajectory {event.trajectory} is {event.reward}: report a failed "
@@ -332,19 +333,19 @@ class RolloutCoordinator:
         self.trajectories.rewarded(record, event.reward)
         if self.settings.dynamic_sampling:
             members = list(self.trajectories.members(record.group))
-            rewards = [each.reward for each in members if each.reward is not None]
+            rewards = [member.reward for member in members if member.reward is not None]
             is_complete = len(rewards) == len(members) == self.settings.staleness.group_size
             if is_complete and are_equal(rewards):
                 return self._drop(record.group, "equal rewards")
         surplus = self.manager.complete(record.group, record.id)
         if surplus is None:
             return []
-        commands: list[Command] = []
+        commands: list[RolloutCommand] = []
         for group in surplus:
             commands += self._end_surplus(group)
         return commands + self._train_if_ready()
 
-    def _on_filtered(self, event: GroupFiltered) -> list[Command]:
+    def _on_filtered(self, event: GroupFiltered) -> list[RolloutCommand]:
         return self._drop(event.group, event.reason) if self.trajectories.holds(event.group) else []
 
     def _on_pushed(self, event: ParametersPushed) -> None:
@@ -382,7 +383,7 @@ class RolloutCoordinator:
             instances[each].is_draining = True
             self.freed.lost(each)
 
-    def _drop(self, group: SampleGroupId, reason: str) -> list[Command]:
+    def _drop(self, group: SampleGroupId, reason: str) -> list[RolloutCommand]:
         """Drops a group, and the groups that become surplus by that."""
         surplus: tuple[SampleGroupId, ...] = ()
         if self.manager.buffers.place(group) is not None:
@@ -392,26 +393,26 @@ class RolloutCoordinator:
             commands += self._end_surplus(each)
         return commands + self._train_if_ready()
 
-    def _end_surplus(self, group: SampleGroupId) -> list[Command]:
+    def _end_surplus(self, group: SampleGroupId) -> list[RolloutCommand]:
         """A full batch does not need the group, which has no entry any more."""
         if self.settings.staleness.is_speculative:
             return self._queue(group)
         return self._forget(group, "surplus of a full batch")
 
-    def _queue(self, group: SampleGroupId) -> list[Command]:
+    def _queue(self, group: SampleGroupId) -> list[RolloutCommand]:
         """Aborts a group that has no entry any more; it begins anew in a later round."""
         commands = self.assignments.abort(list(self.trajectories.members(group)))
         self.rounds.abort(group, self.trajectories.groups[group].prompt_tokens)
         self.trajectories.forget_group(group)
         return [*commands, ReportQueuedGroup(group=group)]
 
-    def _forget(self, group: SampleGroupId, reason: str) -> list[Command]:
+    def _forget(self, group: SampleGroupId, reason: str) -> list[RolloutCommand]:
         """Aborts a group that has no entry any more."""
         commands = self.assignments.abort(list(self.trajectories.members(group)))
         self.trajectories.forget_group(group)
         return [*commands, ReportDroppedGroup(group=group, reason=reason)]
 
-    def _train_if_ready(self) -> list[Command]:
+    def _train_if_ready(self) -> list[RolloutCommand]:
         if not self._is_trainer_free or not self.manager.is_ready():
             return []
         self._is_trainer_free = False

@@ -67,23 +67,23 @@ class CostFit:
         Raises InvalidRequestError: a step is without trajectories or takes no time.
         """
         steps = tuple(steps)
-        for each in steps:
-            is_finite = each.seconds < float("inf") and each.kv_cache < float("inf")
-            if each.running < 1 or not each.seconds > 0 or not each.kv_cache >= 0 or not is_finite:
+        for step in steps:
+            is_finite = step.seconds < float("inf") and step.kv_cache < float("inf")
+            if step.running < 1 or not step.seconds > 0 or not step.kv_cache >= 0 or not is_finite:
                 raise InvalidRequestError(
-                    f"a measured step has {each.running} trajectories, {each.kv_cache} of KV cache "
-                    f"and takes {each.seconds} s: report steps that ran"
+                    f"a measured step has {step.running} trajectories, {step.kv_cache} of KV cache "
+                    f"and takes {step.seconds} s: report steps that ran"
                 )
-        self._steps.extend((each.kv_cache, each.running, each.seconds) for each in steps)
+        self._steps.extend((step.kv_cache, step.running, step.seconds) for step in steps)
         self._fit()
         return self.model
 
     def _fit(self) -> None:
         if len(self._steps) >= STEPS_MIN:
-            self.model = fitted(self._prior, np.array(self._steps, dtype=np.float64))
+            self.model = fit_costs(self._prior, np.array(self._steps, dtype=np.float64))
 
 
-def fitted(prior: CostModel, steps: Floats) -> CostModel:
+def fit_costs(prior: CostModel, steps: Floats) -> CostModel:
     """The model that fits the steps, [step, 3] of KV cache, trajectories and seconds."""
     kv, n, seconds = steps[np.argsort(steps[:, 1], kind="stable")].T
     scale = float(np.median(seconds / _predicted(prior, kv, n)))

@@ -13,24 +13,24 @@ from plexrl.rollout.coordinator.settings import Routing
 from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.policies.adaptive_tp.predictor import KvHandling
 from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
-from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
+from plexrl.rollout.policies.scale_down import ScaleDownSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     SampleGroupId,
-    Segment,
     Trajectory,
     TrajectoryId,
+    TrajectorySegment,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class RolloutEvent:
     """Something that happened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceJoined(Event):
+class InstanceJoined(RolloutEvent):
     """An instance is ready to generate. It may have the id of a lost one, if no event that was sent
     before the loss arrives after this."""
 
@@ -44,20 +44,20 @@ class InstanceJoined(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceLost(Event):
+class InstanceLost(RolloutEvent):
     """An instance ended; what it generated and did not return is lost."""
 
     instance: InstanceId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstancesChosen(Event):
+class InstancesChosen(RolloutEvent):
     """Other deployments generate from now on, because their number changes (StreamRL §4.2)."""
 
     deployments: tuple[str, ...]
-    """Those that generate, one or more."""
+    """Deployments that generate, one or more."""
     ending: tuple[str, ...] = ()
-    """Those that are to be ended and have not ended yet."""
+    """Deployments that are to be ended and have not ended yet."""
     drained: tuple[InstanceId, ...] = ()
     """Joined instances that get nothing more, and return what they have; they are lost then."""
     change: int = 0
@@ -66,7 +66,7 @@ class InstancesChosen(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAdded(Event):
+class GroupAdded(RolloutEvent):
     """A prompt was sampled from the data set."""
 
     group: SampleGroupId
@@ -76,12 +76,12 @@ class GroupAdded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptsEnded(Event):
+class PromptsEnded(RolloutEvent):
     """The data set has no more prompts, unless another `GroupAdded` comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyChanged(Event):
+class PolicyChanged(RolloutEvent):
     """Other sizes from now on. Those of batch and group, the first version and the trajectory ids
     of a group are the same. Groups for which they leave no place begin anew."""
 
@@ -93,14 +93,14 @@ class PolicyChanged(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotTaken(Event):
+class SnapshotTaken(RolloutEvent):
     """The load of all instances."""
 
     instances: tuple[InstanceSnapshot, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulled(Event):
+class Pulled(RolloutEvent):
     """An instance has pulled parameters."""
 
     instance: InstanceId
@@ -110,33 +110,33 @@ class Pulled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppedTrajectory:
-    """What an instance had generated of a trajectory since it was routed there."""
+    """The part of a trajectory that an instance had generated since it was routed there."""
 
     trajectory: TrajectoryId
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[TrajectorySegment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped(Event):
+class Stopped(RolloutEvent):
     """An instance has carried out an `Interrupt` or an `Abort`."""
 
     instance: InstanceId
     trajectories: tuple[StoppedTrajectory, ...]
-    """Those of the command that it still had. What it had already completed is missing."""
+    """Trajectories of the command that it still had; those that it had completed are missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generated(Event):
+class Generated(RolloutEvent):
     """The generation of a trajectory is complete."""
 
     trajectory: TrajectoryId
     instance: InstanceId
-    segments: tuple[Segment, ...]
-    """What was generated since the trajectory was routed to this instance."""
+    segments: tuple[TrajectorySegment, ...]
+    """Segments that were generated since the trajectory was routed to this instance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationFailed(Event):
+class GenerationFailed(RolloutEvent):
     """An instance could not go on with a trajectory and does not have it any more."""
 
     trajectory: TrajectoryId
@@ -145,7 +145,7 @@ class GenerationFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rewarded(Event):
+class Rewarded(RolloutEvent):
     """The reward of a generated trajectory is computed: of its latest generation, if its group was
     aborted (`ReportQueuedGroup`) and generated anew."""
 
@@ -154,7 +154,7 @@ class Rewarded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFiltered(Event):
+class GroupFiltered(RolloutEvent):
     """The algorithm does not want a group, such as one whose rewards are all equal."""
 
     group: SampleGroupId
@@ -162,12 +162,12 @@ class GroupFiltered(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRequested(Event):
+class BatchRequested(RolloutEvent):
     """The trainer is free and takes the next batch as soon as it is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParametersPushed(Event):
+class ParametersPushed(RolloutEvent):
     """The parameter server serves a new version."""
 
     version: int
@@ -183,7 +183,7 @@ class StepMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepsMeasured(Event):
+class StepsMeasured(RolloutEvent):
     """Measured decode steps, to which the cost model is fitted anew: in each cycle one step of each
     instance or fewer, without prefill."""
 
@@ -191,7 +191,7 @@ class StepsMeasured(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TpSwitched(Event):
+class TpSwitched(RolloutEvent):
     """An instance has carried out a `SwitchTp`, or could not."""
 
     instance: InstanceId
@@ -200,12 +200,12 @@ class TpSwitched(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class RolloutCommand:
     """Something that the caller has to carry out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pull(Command):
+class Pull(RolloutCommand):
     """The instance pulls the parameters of this version, or of a newer one."""
 
     instance: InstanceId
@@ -213,7 +213,7 @@ class Pull(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route(Command):
+class Route(RolloutCommand):
     """The instance generates these trajectories."""
 
     instance: InstanceId
@@ -221,7 +221,7 @@ class Route(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interrupt(Command):
+class Interrupt(RolloutCommand):
     """The instance stops these trajectories and returns what it has generated."""
 
     instance: InstanceId
@@ -229,7 +229,7 @@ class Interrupt(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abort(Command):
+class Abort(RolloutCommand):
     """The instance stops these trajectories; what it has generated is discarded."""
 
     instance: InstanceId
@@ -237,7 +237,7 @@ class Abort(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchTp(Command):
+class SwitchTp(RolloutCommand):
     """The instance's engine goes on in tensor-parallel groups of another size."""
 
     instance: InstanceId
@@ -256,12 +256,12 @@ class TrainedTrajectory:
     version: int
     """V_traj."""
     prompt_tokens: int
-    segments: tuple[Segment, ...]
+    segments: tuple[TrajectorySegment, ...]
     reward: float
 
     @classmethod
     def of(cls, record: Trajectory) -> "TrainedTrajectory":
-        """That of a record, which has a version and a reward."""
+        """The trained trajectory of a record, which has a version and a reward."""
         assert record.version is not None
         assert record.reward is not None
         return cls(
@@ -275,7 +275,7 @@ class TrainedTrajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Train(Command):
+class Train(RolloutCommand):
     """The trainer advances the model from `version` to `version + 1` with this batch."""
 
     version: int
@@ -284,7 +284,7 @@ class Train(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportDroppedGroup(Command):
+class ReportDroppedGroup(RolloutCommand):
     """A group is not trained, and its trajectories are never counted with a reward."""
 
     group: SampleGroupId
@@ -292,7 +292,7 @@ class ReportDroppedGroup(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportQueuedGroup(Command):
+class ReportQueuedGroup(RolloutCommand):
     """A group was aborted, and begins anew in a later round: with the same trajectories, of which
     nothing is kept."""
 
@@ -300,7 +300,7 @@ class ReportQueuedGroup(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportScaleDown(Command):
+class ReportScaleDown(RolloutCommand):
     """It was decided whether the round goes on with half of the GPUs (Flexes Alg. 1)."""
 
     freed: tuple[InstanceId, ...]

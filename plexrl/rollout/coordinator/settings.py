@@ -7,7 +7,7 @@ from typing import Literal
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
-from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
+from plexrl.rollout.policies.scale_down import ScaleDownSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
 
 Routing = Literal["throughput", "length-aware", "count"]

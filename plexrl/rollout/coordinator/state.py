@@ -1,4 +1,4 @@
-"""All that a coordinator knows, as plain data."""
+"""The whole state of a coordinator, as plain data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,8 +7,8 @@ import msgspec
 
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.instances.expected_instance import ExpectedInstance
-from plexrl.rollout.policies.batching.rounds import HeldPrompts
-from plexrl.rollout.policies.streaming.scale_down import HeldScaleDown
+from plexrl.rollout.policies.scale_down import HeldScaleDown
+from plexrl.rollout.policies.tail_batching import HeldPrompts
 from plexrl.rollout.staleness.manager import HeldEntries, StalenessSettings
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.rollout.trajectories.server import HeldTrajectories
@@ -19,7 +19,7 @@ class CoordinatorState:
     """Its size is bounded by what is in flight."""
 
     bound: StalenessSettings
-    """Those of the coordinator that it is the state of."""
+    """Settings of the coordinator that this is the state of."""
     newest_version: int
     is_trainer_free: bool
     trajectories: HeldTrajectories
@@ -37,7 +37,8 @@ class CoordinatorState:
 
     @classmethod
     def decode(cls, bound: StalenessSettings, state: Mapping[str, object]) -> "CoordinatorState":
-        """What `plain` returned. Raises InvalidRequestError: it is no state, or not of `bound`."""
+        """The state from the return value of `plain`. Raises InvalidRequestError: it is no state,
+        or not of `bound`."""
         try:
             found = msgspec.convert(state, cls, str_keys=True)
         except msgspec.ValidationError as error:

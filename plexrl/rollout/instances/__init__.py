@@ -1,1 +1,1 @@
-"""What the coordinator knows of each instance."""
+"""The coordinator's knowledge of each instance."""

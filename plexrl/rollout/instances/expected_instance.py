@@ -1,4 +1,4 @@
-"""What the next snapshot of an instance must show (StaleFlow §5.2)."""
+"""The state that the next snapshot of an instance must show (StaleFlow §5.2)."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,8 @@ from plexrl.rollout.trajectories.record import TrajectoryId
 
 @dataclass(slots=True, kw_only=True)
 class ExpectedInstance:
-    """What a snapshot of the instance must show, and the commands that it has not answered."""
+    """The state that a snapshot of the instance must show, and the commands that it has not
+    answered."""
 
     kv_budget: float
     version: int

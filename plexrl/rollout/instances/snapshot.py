@@ -1,4 +1,4 @@
-"""What an instance reports of its load, and the coordinator's own picture of it (StaleFlow
+"""The load that an instance reports, and the coordinator's own picture of it (StaleFlow
 §5.2)."""
 
 from dataclasses import dataclass

@@ -103,13 +103,13 @@ class ClusterCalls:
             PlexRLError: it was refused.
         """
         settings = {
-            "max_tokens": [each.max_tokens for each in rows],
-            "first_sample": [each.number for each in rows],
-            "drawn_tokens": [each.drawn for each in rows],
+            "max_tokens": [row.max_tokens for row in rows],
+            "first_sample": [row.number for row in rows],
+            "drawn_tokens": [row.drawn for row in rows],
         }
         submission = requests.generate(
             f"{self._job}/{deployment}",
-            [each.tokens for each in rows],
+            [row.tokens for row in rows],
             1,
             sampling,
             stream="rows",
@@ -201,7 +201,7 @@ class ClusterCalls:
         """
         while True:
             engines = await self.engines(deployment)
-            if engines and all(each.get("arrived") == operation for each in engines):
+            if engines and all(engine.get("arrived") == operation for engine in engines):
                 return
             response = await self._request(poll_call(operation, ARRIVAL_S))
             if response.status_code != HTTPStatus.ACCEPTED:

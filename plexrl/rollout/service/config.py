@@ -9,7 +9,7 @@ from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import TlsFiles
 
 FOLDER = "rollout"
-"""Of a data directory: one folder for each job."""
+"""Folder of a data directory that has a folder for each job."""
 SUFFIX = ".sqlite"
 """Ending of a rollout's store."""
 

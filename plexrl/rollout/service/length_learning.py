@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
-from plexrl.rollout.policies.ranking.ranker import LengthRanker, fit
+from plexrl.rollout.policies.length_ranker import LengthRanker, fit
 from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.order import RolloutOrder
 

@@ -23,7 +23,6 @@ from plexrl.errors import (
 )
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
-    Event,
     Generated,
     GroupAdded,
     GroupFiltered,
@@ -33,21 +32,22 @@ from plexrl.rollout.coordinator.messages import (
     PolicyChanged,
     PromptsEnded,
     Rewarded,
+    RolloutEvent,
     SnapshotTaken,
     StepMeasured,
     StepsMeasured,
     TrainedTrajectory,
 )
-from plexrl.rollout.policies.streaming.stage_clock import StageClock
+from plexrl.rollout.policies.elastic import StageClock
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.rollout.service.instances.balancing import InstanceCount
 from plexrl.rollout.service.instances.driver import InstanceDriver
-from plexrl.rollout.service.instances.membership import Member, check_members
+from plexrl.rollout.service.instances.membership import RolloutMember, check_members
 from plexrl.rollout.service.instances.planning import plan_parallelism
 from plexrl.rollout.service.instances.work import InstanceCommand
 from plexrl.rollout.service.journal.state import RolloutState
-from plexrl.rollout.service.journal.store import STEPS_KEPT, Part, RolloutStore
+from plexrl.rollout.service.journal.store import STEPS_KEPT, GeneratedPart, RolloutStore
 from plexrl.rollout.service.journal.writer import JournalWriter
 from plexrl.rollout.service.length_learning import learn_lengths
 from plexrl.rollout.service.order import RolloutOrder
@@ -62,7 +62,7 @@ from plexrl.wire.tensors import Array
 
 if TYPE_CHECKING:
     from plexrl.rollout.instances.snapshot import InstanceSnapshot
-    from plexrl.rollout.policies.ranking.ranker import LengthRanker
+    from plexrl.rollout.policies.length_ranker import LengthRanker
 
 LOG = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ Plain = dict[str, Any]
 
 @dataclass(slots=True)
 class PullTimes:
-    """What the pulls of an instance took."""
+    """Durations of an instance's pulls."""
 
     count: int = 0
     pause_s: float = 0.0
@@ -120,7 +120,7 @@ class LiveRollout:
         self.pulls: dict[str, PullTimes] = {}
         """By deployment, as far as this process has seen."""
         self.preemptions = 0
-        """Of all instances, as far as this process has seen."""
+        """Preemptions of all instances, as far as this process has seen."""
         self.lone_step_s: float | None = None
         """Seconds of the latest measured decode step of a sample that runs alone."""
         self._rate: deque[tuple[float, int]] = deque()
@@ -143,17 +143,17 @@ class LiveRollout:
         self.count = InstanceCount(self)
         """Runs the members, and decides how many there are."""
 
-    def make_member(self, name: str) -> Member:
+    def make_member(self, name: str) -> RolloutMember:
         """The deployment of this name, with its instance if that has joined."""
         found = [each for each in self._drivers.values() if each.deployment == name]
         driver = found[0] if found else None
-        return Member(name, self, driver, self._lost_s, self._notify)
+        return RolloutMember(name, self, driver, self._lost_s, self._notify)
 
     @property
     def is_joined(self) -> bool:
         """Whether an instance has joined, and each other one of the order has too or is known to be
         lost; nobody waits for those that were added later."""
-        present = [each for each in self.members if each.absence is None]
+        present = [member for member in self.members if member.absence is None]
         joined = [each for each in present if each.instance is not None]
         expected = [each for each in present if each.name in self.order.instances]
         return bool(joined) and all(each.instance is not None for each in expected)
@@ -232,9 +232,9 @@ class LiveRollout:
 
     def handle(
         self,
-        event: Event,
+        event: RolloutEvent,
         *,
-        parts: Sequence[Part] = (),
+        parts: Sequence[GeneratedPart] = (),
         prompt: tuple[SampleGroupId, Array] | None = None,
         step: tuple[int, int] | None = None,
         order: RolloutOrder | None = None,
@@ -300,8 +300,8 @@ class LiveRollout:
         if (member := self._member(instance)) is not None:
             await member.pull_failed(operation, error)
 
-    def _member(self, instance: InstanceId) -> Member | None:
-        return next((each for each in self.members if each.instance == instance), None)
+    def _member(self, instance: InstanceId) -> RolloutMember | None:
+        return next((member for member in self.members if member.instance == instance), None)
 
     def _is_work_waiting(self) -> bool:
         lags = any(w.version < self.core.newest_version for w in self.instances.work.values())
@@ -335,16 +335,16 @@ class LiveRollout:
         ]
         snapshots = [each for each, _ in loads]
         steps = [each for _, measured in loads for each in measured]
-        self.loads = {each.instance: each for each in snapshots}
+        self.loads = {snapshot.instance: snapshot for snapshot in snapshots}
         self._measured(steps)
         self.handle(SnapshotTaken(instances=tuple(snapshots)))
 
     def _measured(self, steps: Sequence[StepMeasured]) -> None:
         """Fit the cost model to what decode steps take, once in a while: each fit is an event."""
         self._steps.extend(steps)
-        for each in steps:
-            if each.running == 1:
-                self.lone_step_s = each.seconds
+        for step in steps:
+            if step.running == 1:
+                self.lone_step_s = step.seconds
         now = asyncio.get_running_loop().time()
         if self._steps and now >= self._fit_at:
             self._fit_at = now + FIT_S
@@ -472,11 +472,11 @@ class LiveRollout:
         if batch is not None and batch.version == version:
             return list(batch.batch)
         records = [
-            self.core.trajectories.get(each)
+            self.core.trajectories.get(member)
             for members in self.core.manager.complete_groups().values()
-            for each in members
+            for member in members
         ]
-        return [TrainedTrajectory.of(each) for each in records if each is not None]
+        return [TrainedTrajectory.of(record) for record in records if record is not None]
 
     async def wait_for(self, is_done: Callable[[], bool], wait_s: float | None) -> None:
         """Wait until `is_done()`, or for `wait_s` seconds if given. What led to that may not be

@@ -1,46 +1,29 @@
-"""What a controller orders: the settings of one asynchronous rollout."""
+"""The order of a controller: the settings of one asynchronous rollout."""
 
-from dataclasses import asdict, dataclass, field, replace
-from math import ceil
+from dataclasses import asdict, dataclass, field, fields, replace
 
-from plexrl.client.data.decode_profile import DecodeProfile
-from plexrl.client.data.rollout_policy import check_modes
+from plexrl.client.data.rollout_policy import PolicyFields
 from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
+from plexrl.rollout.coordinator.policy_settings import coordinator_settings
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20
-from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
-from plexrl.rollout.policies.streaming.elastic import Bounds
-from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
-from plexrl.rollout.staleness.manager import StalenessSettings
+from plexrl.rollout.policies.elastic import InstanceBounds
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.wire.operations import SamplingParams
 from plexrl.wire.parameter_checks import check_name, check_parameters, differing_settings
 
 FAILED_PROMPTS_MIN = 8
-NUMBERS = (
-    *("staleness", "prompts", "samples", "first_batch", "eta_prompts", "eta_responses"),
-    *("instances_min", "instances_max", "failed_prompts_max"),
-)
-"""Fields that are in the table of limits."""
-POLICY = (
-    "staleness",
-    "eta_prompts",
-    "eta_responses",
-    "plans_parallelism",
-    "length_aware",
-    "scale_down",
-    "instances_min",
-    "instances_max",
-    "adaptive_tp",
-)
+NUMBERS = ("prompts", "samples", "first_batch", "failed_prompts_max")
+"""Fields besides the policy's that are in the table of limits."""
+POLICY = tuple(each.name for each in fields(PolicyFields))
 """Fields that may change while the rollout exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutOrder:
-    """An asynchronous rollout of a job. Names are those of deployments of that job. Which parts of
-    its policy combine says `rollout_policy.EXCLUSIONS`."""
+class RolloutOrder(PolicyFields):
+    """An asynchronous rollout of a job, with its policy. Names are those of deployments of that
+    job."""
 
     job: str
     name: str
@@ -48,8 +31,6 @@ class RolloutOrder:
     """The train deployment whose weights are pulled."""
     instances: tuple[str, ...]
     """The rollout deployments that generate."""
-    staleness: int
-    """η."""
     prompts: int
     """Prompts of one batch."""
     samples: int = 1
@@ -58,26 +39,6 @@ class RolloutOrder:
     """`first_sample` and `drawn_tokens` are 0: the service sets them for each trajectory."""
     first_batch: int = 0
     """Number of the first batch: of those that the model was trained on before."""
-    eta_prompts: float = 1.0
-    """Prompts that a short round starts, as a multiple of `prompts` (Flexes §3)."""
-    eta_responses: float = 1.0
-    """Samples of a prompt that a short round starts, as a multiple of `samples`."""
-    plans_parallelism: bool = False
-    """The instances' GPUs are divided anew between rounds (Flexes §4.2)."""
-    scale_down: bool = False
-    """Half of the instances are freed before a round is complete, if the rest of it fits on the
-    others (Flexes Alg. 1)."""
-    adaptive_tp: DecodeProfile | None = None
-    """The tensor-parallel groups of the instances' engines change while the last samples of a batch
-    end (PAT §4), by this profile of the engines."""
-    length_aware: bool = False
-    """Prompts whose samples are expected to be long are generated on instances of their own
-    (StreamRL §5)."""
-    instances_min: int = 0
-    """Least number of instances, if their number follows the times of generation and training
-    (StreamRL §4.2)."""
-    instances_max: int = 0
-    """Greatest number of them; 0: their number does not change."""
     dynamic_sampling: bool = False
     """A prompt whose rewards are all equal is dropped, and another one is trained."""
     group_ids: int = 0
@@ -91,7 +52,7 @@ class RolloutOrder:
         for what, name in (
             ("rollout", self.name),
             ("deployment", self.source),
-            *(("deployment", each) for each in self.instances),
+            *(("deployment", instance) for instance in self.instances),
         ):
             check_name(what, name)
         check_parameters(self.sampling)
@@ -99,24 +60,25 @@ class RolloutOrder:
             raise InvalidRequestError("instances: give the names of one or more deployments")
         if self.sampling.seed is None:
             raise InvalidRequestError("sampling.seed is missing: a trajectory's samples need one")
-        if any(len(each) > 1 for each in self.sampling.stop_sequences):
+        if any(len(stop_sequence) > 1 for stop_sequence in self.sampling.stop_sequences):
             raise InvalidRequestError(
                 "sampling.stop_sequences: a sample may be cut between the tokens of a sequence and "
                 "continued elsewhere; use stop_token_ids"
             )
         check_numbers("rollout", {name: getattr(self, name) for name in NUMBERS})
+        # Slots: `super()` would name the class before its decoration.
+        PolicyFields.__post_init__(self)
         if self.instances_max or self.instances_min:
-            Bounds(least=self.instances_min, most=self.instances_max)
-        check_modes({name: getattr(self, name) for name in POLICY})
+            InstanceBounds(least=self.instances_min, most=self.instances_max)
         # Its checks are those of the other numbers.
         self.settings()
 
     @property
-    def bounds(self) -> Bounds | None:
-        """Those of the number of instances; None: it does not change."""
+    def bounds(self) -> InstanceBounds | None:
+        """Bounds of the number of instances; None: it does not change."""
         if not self.instances_max:
             return None
-        return Bounds(least=self.instances_min, most=self.instances_max)
+        return InstanceBounds(least=self.instances_min, most=self.instances_max)
 
     @property
     def failed_prompts_limit(self) -> int:
@@ -125,26 +87,14 @@ class RolloutOrder:
 
     def settings(self) -> CoordinatorSettings:
         """The settings of its coordinator. Raises `InvalidRequestError`."""
-        return CoordinatorSettings(
-            staleness=StalenessSettings(
-                staleness=self.staleness,
-                batch_groups=self.prompts,
-                group_size=self.samples,
-                extra_groups=_extra(self.eta_prompts, self.prompts),
-                extra_samples=_extra(self.eta_responses, self.samples),
-                group_ids=self.group_ids,
-                first_version=self.first_batch,
-            ),
+        return coordinator_settings(
+            self,
+            batch_groups=self.prompts,
+            group_size=self.samples,
+            response_tokens_max=self.sampling.max_tokens,
             cost_model=QWEN3_30B_A3B_ON_H20,
-            routing="length-aware" if self.length_aware else "throughput",
-            scale_down=ScaleDownSettings(response_tokens_max=self.sampling.max_tokens)
-            if self.scale_down
-            else None,
-            adaptive_tp=None
-            if self.adaptive_tp is None
-            else AdaptiveTpSettings(
-                profile=self.adaptive_tp, response_tokens_max=self.sampling.max_tokens
-            ),
+            group_ids=self.group_ids,
+            first_version=self.first_batch,
             dynamic_sampling=self.dynamic_sampling,
         )
 
@@ -165,11 +115,6 @@ class RolloutOrder:
             for order in (self, replace(other, group_ids=self.group_ids))
         )
         return differing_settings(known, asked)
-
-
-def _extra(eta: float, count: int) -> int:
-    """How many more than `count` are started; without what the product's last bits add."""
-    return ceil(round(eta * count, 6)) - count
 
 
 def instance_id(deployment: str, times: int) -> InstanceId:

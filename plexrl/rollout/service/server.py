@@ -28,7 +28,7 @@ from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.live_rollout import LiveRollout
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.service.status import measured, status
-from plexrl.rollout.trajectories.record import Segment, TrajectoryId, group_of
+from plexrl.rollout.trajectories.record import TrajectoryId, TrajectorySegment, group_of
 from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import Credentials, Role
 from plexrl.wire.links.dial import Link, Server, serve
@@ -96,8 +96,8 @@ class RolloutService:
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Run the rollouts, each as a task of `tasks`."""
         self._tasks = tasks
-        for each in self._rollouts.values():
-            self._run(each)
+        for rollout in self._rollouts.values():
+            self._run(rollout)
 
     async def close(self) -> None:
         """End the tasks; close the connections to routers, and the stores."""
@@ -107,9 +107,9 @@ class RolloutService:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         await self._transport.close()
-        for each in self._rollouts.values():
-            await each.writer.idle()
-            each.store.close()
+        for rollout in self._rollouts.values():
+            await rollout.writer.idle()
+            rollout.store.close()
 
     async def _on_link(self, link: Link) -> None:
         peer = Peer(link.reader, link.writer, self._handlers)
@@ -175,11 +175,11 @@ class RolloutService:
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"the rollout is not valid: {error}") from error
         async with self._creating:
-            found = await self._made(order)
+            found = await self._make_rollout(order)
         await found.wait_for(lambda: found.is_joined, float(params["wait_s"]))
         return await _durable_status(found)
 
-    async def _made(self, order: RolloutOrder) -> LiveRollout:
+    async def _make_rollout(self, order: RolloutOrder) -> LiveRollout:
         """The rollout of an order: a new one, the existing one, or that one after a failure."""
         if (order.job, order.name) in self._unreadable:
             raise self._unreadable[order.job, order.name]
@@ -244,7 +244,7 @@ class RolloutService:
 
     async def _list(self, _: Peer, params: Plain) -> Plain:
         job = params.get("job")
-        found = [each for each in self._rollouts.values() if job in (None, each.order.job)]
+        found = [rollout for rollout in self._rollouts.values() if job in (None, rollout.order.job)]
         return {"rollouts": [await _durable_status(each) for each in found]}
 
     async def _profile(self, _: Peer, params: Plain) -> Plain:
@@ -271,7 +271,7 @@ class RolloutService:
         await rollout.wait_for(is_done, float(params["wait_s"]))
         found = {each: unrewarded[each] for each in news()}
         records = [rollout.core.trajectories.get(each) for each in found]
-        segments = [() if each is None else tuple(each.segments) for each in records]
+        segments = [() if record is None else tuple(record.segments) for record in records]
         about = status(rollout)
 
         def fields(seen: Sequence[int], read: int) -> Plain:
@@ -350,7 +350,7 @@ async def _durable_status(rollout: LiveRollout) -> Plain:
 async def _samples(
     rollout: LiveRollout,
     ids: Sequence[TrajectoryId],
-    segments: Sequence[Sequence[Segment]],
+    segments: Sequence[Sequence[TrajectorySegment]],
     fields: Callable[[Sequence[int], int], Plain],
 ) -> bytes:
     """A body with trajectories: `prompts` and `tokens` packed, with lengths; for each one its

@@ -1,12 +1,12 @@
-"""What controllers and operators see of a rollout."""
+"""Views of a rollout for controllers and operators."""
 
 import asyncio
 from typing import Any
 
 import msgspec
 
-from plexrl.rollout.policies.batching.rounds import RoundKind
-from plexrl.rollout.service.instances.membership import Member
+from plexrl.rollout.policies.tail_batching import RoundKind
+from plexrl.rollout.service.instances.membership import RolloutMember
 from plexrl.rollout.service.live_rollout import LiveRollout, PullTimes
 from plexrl.rollout.staleness.buffers import BufferState
 from plexrl.rollout.trajectories.record import group_of
@@ -15,7 +15,7 @@ Plain = dict[str, Any]
 
 
 def status(rollout: LiveRollout) -> Plain:
-    """What controllers and operators see of a rollout; see docs/sdk.md."""
+    """The status of a rollout for controllers and operators; see docs/sdk.md."""
     return {
         **_order(rollout),
         **_instances(rollout),
@@ -26,15 +26,15 @@ def status(rollout: LiveRollout) -> Plain:
 
 
 def _order(rollout: LiveRollout) -> Plain:
-    """What the controller asked for, and whether it is served."""
+    """The order of the controller, and whether it is served."""
     order, failure = rollout.order, rollout.failure
     return {
         "job": order.job,
         "name": order.name,
         "source": order.source,
         "staleness": order.staleness,
-        "eta_prompts": order.eta_prompts,
-        "eta_responses": order.eta_responses,
+        "over_launch_prompts": order.over_launch_prompts,
+        "over_launch_responses": order.over_launch_responses,
         "plans_parallelism": order.plans_parallelism,
         "scale_down": order.scale_down,
         "instances_min": order.instances_min,
@@ -59,7 +59,7 @@ def _instances(rollout: LiveRollout) -> Plain:
         "instances_removed": progress.removed,
         "instances_reason": progress.change_reason,
         "tp_switches": progress.tp_switches,
-        "instances": {each.name: _instance(rollout, each) for each in rollout.members},
+        "instances": {member.name: _instance(rollout, member) for member in rollout.members},
     }
 
 
@@ -90,10 +90,10 @@ def _batches(rollout: LiveRollout) -> Plain:
         ),
         "batches": [
             {
-                **msgspec.to_builtins(each, str_keys=True),
-                "trainer_step": rollout.steps.get(each.version),
+                **msgspec.to_builtins(batch, str_keys=True),
+                "trainer_step": rollout.steps.get(batch.version),
             }
-            for each in progress.batches
+            for batch in progress.batches
         ],
     }
 
@@ -138,7 +138,7 @@ def _oldest_unrewarded(rollout: LiveRollout) -> Plain | None:
 
 
 def measured(rollout: LiveRollout) -> Plain:
-    """What a profile needs besides the times of operations; see `RolloutProfile`."""
+    """The figures of a profile besides the times of operations; see `RolloutProfile`."""
     order, model = rollout.order, rollout.core.cost_model
     budgets = [int(each.kv_budget) for each in rollout.instances.work.values()]
     return {
@@ -154,7 +154,7 @@ def measured(rollout: LiveRollout) -> Plain:
     }
 
 
-def _instance(rollout: LiveRollout, member: Member) -> Plain:
+def _instance(rollout: LiveRollout, member: RolloutMember) -> Plain:
     times = rollout.pulls.get(member.name, PullTimes())
     return {
         **_load(rollout, member),
@@ -164,7 +164,7 @@ def _instance(rollout: LiveRollout, member: Member) -> Plain:
     }
 
 
-def _load(rollout: LiveRollout, member: Member) -> Plain:
+def _load(rollout: LiveRollout, member: RolloutMember) -> Plain:
     work = None if member.instance is None else rollout.instances.work.get(member.instance)
     if work is None:
         is_lost = member.absence is not None

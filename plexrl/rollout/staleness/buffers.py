@@ -41,7 +41,7 @@ class BufferState(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Buffer:
+class StalenessBuffer:
     """The entries of one buffer: versions by group."""
 
     reserved: dict[SampleGroupId, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Buffers:
         self.size = size
         self.extra = extra
         self.next_version = first_version
-        self._buffers: dict[int, Buffer] = {}
+        self._buffers: dict[int, StalenessBuffer] = {}
         self._place: dict[SampleGroupId, int] = {}
         """The buffer of each entry."""
 
@@ -68,16 +68,16 @@ class Buffers:
         other.next_version = self.next_version
         other._place = self._place.copy()
         other._buffers = {
-            version: Buffer(reserved=each.reserved.copy(), occupied=each.occupied.copy())
+            version: StalenessBuffer(reserved=each.reserved.copy(), occupied=each.occupied.copy())
             for version, each in self._buffers.items()
         }
         return other
 
-    def buffer(self, version: int) -> Buffer:
+    def buffer(self, version: int) -> StalenessBuffer:
         """Entries of the buffer; empty for one that was never used."""
-        return self._buffers.get(version) or Buffer()
+        return self._buffers.get(version) or StalenessBuffer()
 
-    def entries(self) -> Iterator[tuple[int, Buffer]]:
+    def entries(self) -> Iterator[tuple[int, StalenessBuffer]]:
         """Buffers that hold entries, by version ascending."""
         return ((v, self._buffers[v]) for v in sorted(self._buffers))
 
@@ -214,7 +214,7 @@ class Buffers:
 
     def put(self, group: SampleGroupId, version: int, place: int, *, is_occupied: bool) -> None:
         """Adds an entry to this buffer, unchecked: to restore what was there before."""
-        buffer = self._buffers.setdefault(place, Buffer())
+        buffer = self._buffers.setdefault(place, StalenessBuffer())
         (buffer.occupied if is_occupied else buffer.reserved)[group] = version
         self._place[group] = place
 

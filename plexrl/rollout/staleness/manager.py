@@ -98,7 +98,7 @@ class _Members:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class BufferEntry:
     """The entry of a group in a buffer."""
 
     group: SampleGroupId
@@ -116,7 +116,7 @@ class HeldEntries:
     """All entries, and the first buffer that is not consumed."""
 
     next_version: int
-    entries: list[Entry]
+    entries: list[BufferEntry]
 
 
 class StalenessManager:
@@ -138,7 +138,7 @@ class StalenessManager:
         return HeldEntries(
             next_version=buffers.next_version,
             entries=[
-                Entry(
+                BufferEntry(
                     group=group,
                     buffer=place,
                     version=version,
@@ -154,9 +154,13 @@ class StalenessManager:
     def restore(self, state: HeldEntries) -> None:
         """Takes over a state, of which it becomes the owner. The manager is new."""
         self.buffers.next_version = state.next_version
-        for each in state.entries:
-            self.buffers.put(each.group, each.version, each.buffer, is_occupied=each.is_occupied)
-            self._members[each.group] = _Members(versions=each.members, complete=set(each.complete))
+        for entry in state.entries:
+            self.buffers.put(
+                entry.group, entry.version, entry.buffer, is_occupied=entry.is_occupied
+            )
+            self._members[entry.group] = _Members(
+                versions=entry.members, complete=set(entry.complete)
+            )
 
     def reserve(self, group: SampleGroupId, trajectory: TrajectoryId, version: int) -> None:
         """Assigns the version to the trajectory; see `Buffers.admits` and `Buffers.assign`.
@@ -218,14 +222,14 @@ class StalenessManager:
             first_version=first,
         )
         released = []
-        for each in entries:
-            if not self.buffers.admits(each.group, each.version):
-                del self._members[each.group]
-                released.append(each.group)
+        for entry in entries:
+            if not self.buffers.admits(entry.group, entry.version):
+                del self._members[entry.group]
+                released.append(entry.group)
                 continue
-            self.buffers.assign(each.group, each.version)
-            if each.is_occupied:
-                self.buffers.occupy(each.group)
+            self.buffers.assign(entry.group, entry.version)
+            if entry.is_occupied:
+                self.buffers.occupy(entry.group)
         return tuple(released)
 
     def is_ready(self) -> bool:

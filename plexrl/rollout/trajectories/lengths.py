@@ -1,4 +1,4 @@
-"""What is known of the lengths of responses: those expected by prompt, and the latest ones."""
+"""Lengths of responses: the expected ones by prompt, and the latest ones."""
 
 from dataclasses import dataclass, field
 

@@ -54,8 +54,8 @@ GENERATED = (TrajectoryState.GENERATED, TrajectoryState.REWARDED)
 """The states of a trajectory of a batch that is not trained."""
 
 
-class Change(StrEnum):
-    """What can happen to a trajectory."""
+class TrajectoryChange(StrEnum):
+    """A change of a trajectory."""
 
     ROUTE = "route"
     INTERRUPT = "interrupt"
@@ -68,31 +68,31 @@ class Change(StrEnum):
 
 
 _S = TrajectoryState
-TRANSITIONS: dict[tuple[TrajectoryState, Change], TrajectoryState] = {
-    (_S.WAITING, Change.ROUTE): _S.ROUTED,
-    (_S.ROUTED, Change.INTERRUPT): _S.INTERRUPTING,
+TRANSITIONS: dict[tuple[TrajectoryState, TrajectoryChange], TrajectoryState] = {
+    (_S.WAITING, TrajectoryChange.ROUTE): _S.ROUTED,
+    (_S.ROUTED, TrajectoryChange.INTERRUPT): _S.INTERRUPTING,
     # An instance that is lost or fails to generate returns what it was not asked to return.
-    (_S.ROUTED, Change.RETURN): _S.WAITING,
-    (_S.INTERRUPTING, Change.RETURN): _S.WAITING,
-    (_S.ROUTED, Change.GENERATE): _S.GENERATED,
+    (_S.ROUTED, TrajectoryChange.RETURN): _S.WAITING,
+    (_S.INTERRUPTING, TrajectoryChange.RETURN): _S.WAITING,
+    (_S.ROUTED, TrajectoryChange.GENERATE): _S.GENERATED,
     # The last token came before the interrupt.
-    (_S.INTERRUPTING, Change.GENERATE): _S.GENERATED,
-    (_S.GENERATED, Change.REWARD): _S.REWARDED,
-    (_S.REWARDED, Change.CONSUME): _S.CONSUMED,
-    (_S.WAITING, Change.ABORT): _S.ABORTED,
-    (_S.ROUTED, Change.ABORT): _S.ABORTING,
+    (_S.INTERRUPTING, TrajectoryChange.GENERATE): _S.GENERATED,
+    (_S.GENERATED, TrajectoryChange.REWARD): _S.REWARDED,
+    (_S.REWARDED, TrajectoryChange.CONSUME): _S.CONSUMED,
+    (_S.WAITING, TrajectoryChange.ABORT): _S.ABORTED,
+    (_S.ROUTED, TrajectoryChange.ABORT): _S.ABORTING,
     # The interrupt is already on its way and has the same effect on the instance.
-    (_S.INTERRUPTING, Change.ABORT): _S.ABORTING,
-    (_S.GENERATED, Change.ABORT): _S.ABORTED,
-    (_S.REWARDED, Change.ABORT): _S.ABORTED,
-    (_S.ABORTING, Change.DISCARD): _S.ABORTED,
+    (_S.INTERRUPTING, TrajectoryChange.ABORT): _S.ABORTING,
+    (_S.GENERATED, TrajectoryChange.ABORT): _S.ABORTED,
+    (_S.REWARDED, TrajectoryChange.ABORT): _S.ABORTED,
+    (_S.ABORTING, TrajectoryChange.DISCARD): _S.ABORTED,
 }
 ON_INSTANCE = frozenset({_S.ROUTED, _S.INTERRUPTING, _S.ABORTING})
 """States in which an instance holds the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class TrajectorySegment:
     """Consecutive response tokens that one policy version sampled."""
 
     tokens: int
@@ -126,20 +126,20 @@ class Trajectory:
     """V_traj; None before the first routing."""
     instance: InstanceId | None = None
     """The instance that holds it; None on the trajectory server and after generation."""
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[TrajectorySegment] = field(default_factory=list)
     response_tokens: int = 0
     """Number of tokens of `segments`."""
     failures: int = 0
     """Failed generations so far."""
     reward: float | None = None
-    """None until the reward is computed."""
+    """Absent until the reward is computed."""
 
     @property
     def length(self) -> int:
         """Number of tokens, prompt included."""
         return self.prompt_tokens + self.response_tokens
 
-    def change(self, what: Change) -> None:
+    def change(self, what: TrajectoryChange) -> None:
         """Moves to the next state of `TRANSITIONS`. Raises ConflictError: there is none."""
         after = TRANSITIONS.get((self.state, what))
         if after is None:
@@ -150,19 +150,19 @@ class Trajectory:
         if after not in ON_INSTANCE:
             self.instance = None
 
-    def check_segments(self, segments: tuple[Segment, ...]) -> None:
+    def check_segments(self, segments: tuple[TrajectorySegment, ...]) -> None:
         """Raises InvalidRequestError: a segment is older than V_traj. (A later segment may
         be of an older version than an earlier one, if both are within the bound.)"""
-        for each in segments:
-            if self.version is None or each.kv_version < self.version:
+        for segment in segments:
+            if self.version is None or segment.kv_version < self.version:
                 raise InvalidRequestError(
                     f"trajectory {self.id} has version {self.version} and cannot have tokens of "
-                    f"policy version {each.policy_version} over KV version {each.kv_version}: "
-                    "route it to instances of its version or newer ones only"
+                    f"policy version {segment.policy_version} over KV version "
+                    f"{segment.kv_version}: route it to instances of its version or newer ones only"
                 )
 
-    def extend(self, segments: tuple[Segment, ...]) -> None:
+    def extend(self, segments: tuple[TrajectorySegment, ...]) -> None:
         """Appends generated segments. Raises InvalidRequestError: see `check_segments`."""
         self.check_segments(segments)
         self.segments.extend(segments)
-        self.response_tokens += sum(each.tokens for each in segments)
+        self.response_tokens += sum(segment.tokens for segment in segments)

@@ -17,12 +17,12 @@ from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
 from plexrl.rollout.trajectories.lengths import Lengths
 from plexrl.rollout.trajectories.record import (
     ON_INSTANCE,
-    Change,
     InstanceId,
     SampleGroupId,
-    Segment,
     Trajectory,
+    TrajectoryChange,
     TrajectoryId,
+    TrajectorySegment,
     TrajectoryState,
     trajectory_ids,
 )
@@ -39,13 +39,13 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTrajectories:
-    """What a trajectory server holds; see `TrajectoryServer.state`."""
+    """The state of a trajectory server; see `TrajectoryServer.state`."""
 
     next_group: SampleGroupId
     groups: dict[SampleGroupId, int]
     """Prompt tokens of each held group."""
     records: list[Trajectory]
-    """Those on instances first, in the order of routing."""
+    """Trajectories on instances first, in the order of routing."""
     lengths: Lengths = field(default_factory=Lengths)
 
 
@@ -66,7 +66,8 @@ class TrajectoryServer:
         self._next_group = SampleGroupId(0)
 
     def state(self) -> HeldTrajectories:
-        """All that it holds. The records are not copies: encode them before anything changes."""
+        """The state that a snapshot stores. The records are not copies: encode them before anything
+        changes."""
         records = [each for name in sorted(self._on) for each in self.on_instance(name)]
         records += [each for _, each in sorted(self._all.items()) if each.instance is None]
         return HeldTrajectories(
@@ -83,12 +84,12 @@ class TrajectoryServer:
         for group, tokens in state.groups.items():
             members = trajectory_ids(group, self.samples)
             self.groups[group] = SampleGroup(id=group, prompt_tokens=tokens, members=members)
-        for each in state.records:
-            self._all[each.id] = each
-            if each.instance is not None:
-                self._on.setdefault(each.instance, {})[each.id] = None
-            if each.state is TrajectoryState.WAITING:
-                self._to_be_routed(each)[each.id] = each
+        for record in state.records:
+            self._all[record.id] = record
+            if record.instance is not None:
+                self._on.setdefault(record.instance, {})[record.id] = None
+            if record.state is TrajectoryState.WAITING:
+                self._to_be_routed(record)[record.id] = record
 
     @property
     def waiting(self) -> int:
@@ -121,7 +122,7 @@ class TrajectoryServer:
 
     def members(self, group: SampleGroupId) -> Iterator[Trajectory]:
         """Records of a held group's members that are not aborted."""
-        found = (self._all.get(each) for each in self.groups[group].members)
+        found = (self._all.get(member) for member in self.groups[group].members)
         return (each for each in found if each and each.state is not TrajectoryState.ABORTING)
 
     def on_instance(self, instance: InstanceId) -> list[Trajectory]:
@@ -161,9 +162,9 @@ class TrajectoryServer:
         members = trajectory_ids(group, self.samples)
         self.groups[group] = SampleGroup(id=group, prompt_tokens=prompt_tokens, members=members)
         is_last = not self.initial or next(reversed(self.initial)) < members[0]
-        for each in members[:samples]:
-            record = Trajectory(id=each, group=group, prompt_tokens=prompt_tokens)
-            self._all[each] = self.initial[each] = record
+        for member in members[:samples]:
+            record = Trajectory(id=member, group=group, prompt_tokens=prompt_tokens)
+            self._all[member] = self.initial[member] = record
         if not is_last:
             self.initial = dict(sorted(self.initial.items()))
 
@@ -173,10 +174,10 @@ class TrajectoryServer:
         Raises ConflictError: one was.
         """
         members = list(self.members(group))
-        if any(each.id not in self.initial for each in members):
+        if any(member.id not in self.initial for member in members):
             raise ConflictError(f"group {group} has been routed: abort it")
-        for each in members:
-            self._end(each)
+        for member in members:
+            self._end(member)
         self.forget_group(group)
 
     def assign(self, trajectory: Trajectory, version: int) -> None:
@@ -199,16 +200,16 @@ class TrajectoryServer:
                 f"trajectory {trajectory.id} has version {trajectory.version}: instance "
                 f"{instance} of version {version} is too old for it"
             )
-        trajectory.change(Change.ROUTE)
+        trajectory.change(TrajectoryChange.ROUTE)
         trajectory.instance = instance
         del self.returned[trajectory.id]
         self._on.setdefault(instance, {})[trajectory.id] = None
 
     def interrupt(self, trajectory: Trajectory) -> None:
         """Its instance is to return it. Raises ConflictError: it is not routed."""
-        trajectory.change(Change.INTERRUPT)
+        trajectory.change(TrajectoryChange.INTERRUPT)
 
-    def take_back(self, trajectory: Trajectory, segments: tuple[Segment, ...]) -> None:
+    def take_back(self, trajectory: Trajectory, segments: tuple[TrajectorySegment, ...]) -> None:
         """Its instance returned it, with what it generated there, or lost it.
 
         Raises:
@@ -217,23 +218,23 @@ class TrajectoryServer:
         """
         trajectory.check_segments(segments)
         instance = trajectory.instance
-        trajectory.change(Change.RETURN)
+        trajectory.change(TrajectoryChange.RETURN)
         trajectory.extend(segments)
         self._leave(trajectory, instance)
         self.returned[trajectory.id] = trajectory
 
-    def generated(self, trajectory: Trajectory, segments: tuple[Segment, ...]) -> None:
+    def generated(self, trajectory: Trajectory, segments: tuple[TrajectorySegment, ...]) -> None:
         """Its generation is complete. Raises as `take_back`."""
         trajectory.check_segments(segments)
         instance = trajectory.instance
-        trajectory.change(Change.GENERATE)
+        trajectory.change(TrajectoryChange.GENERATE)
         trajectory.extend(segments)
         self.lengths.generated(trajectory.response_tokens)
         self._leave(trajectory, instance)
 
     def rewarded(self, trajectory: Trajectory, reward: float) -> None:
         """Its reward is computed. Raises ConflictError: it is not generated, or has a reward."""
-        trajectory.change(Change.REWARD)
+        trajectory.change(TrajectoryChange.REWARD)
         trajectory.reward = reward
 
     def abort(self, trajectory: Trajectory) -> bool:
@@ -241,7 +242,7 @@ class TrajectoryServer:
 
         Raises ConflictError: it is being aborted already.
         """
-        trajectory.change(Change.ABORT)
+        trajectory.change(TrajectoryChange.ABORT)
         if trajectory.state is TrajectoryState.ABORTING:
             return True
         self._end(trajectory)
@@ -250,7 +251,7 @@ class TrajectoryServer:
     def discarded(self, trajectory: Trajectory) -> None:
         """The instance has discarded an aborted trajectory."""
         instance = trajectory.instance
-        trajectory.change(Change.DISCARD)
+        trajectory.change(TrajectoryChange.DISCARD)
         self._leave(trajectory, instance)
         self._end(trajectory)
 
@@ -261,10 +262,10 @@ class TrajectoryServer:
 
     def consume(self, group: SampleGroupId, members: Iterable[TrajectoryId]) -> list[Trajectory]:
         """Hands over a group's complete records and forgets the group."""
-        records = [self._all[each] for each in members]
-        for each in records:
-            each.change(Change.CONSUME)
-            self._end(each)
+        records = [self._all[member] for member in members]
+        for record in records:
+            record.change(TrajectoryChange.CONSUME)
+            self._end(record)
         self.forget_group(group)
         return records
 

@@ -16,7 +16,7 @@ ABORTED = 2
 
 
 class Continuation:
-    """What is left of a generation. `arrays`: its prompts; `partial`: its result so far."""
+    """The rest of a generation. `arrays`: its prompts; `partial`: its result so far."""
 
     def __init__(self, params: GenerateParams, arrays: Arrays, partial: Arrays) -> None:
         sampling = params.sampling

@@ -38,7 +38,7 @@ SPLIT_KINDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """What the ranks of one run receive."""
+    """The inputs that the ranks of one run receive."""
 
     payloads: Sequence[Sequence[Body]]
     """By rank, each in parts to send one after another; ranks that replicate share a payload."""
@@ -50,7 +50,7 @@ class RunParts:
     """Plan of a `generate`; `payloads` then has one entry for each share, and other ranks receive
     nothing."""
     continuation: Continuation | None = None
-    """What is left of an interrupted `generate`, and what was drawn before; its rows are the
+    """The rest of an interrupted `generate`, and the tokens drawn before; its rows are the
     prompts of `generation`."""
 
     def requests(self, ranks: int) -> list[tuple[int, RankShare]]:

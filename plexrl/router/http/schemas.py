@@ -367,10 +367,10 @@ class RolloutRequest(_Strict):
         1, description="samples of each prompt"
     )
     sampling: dict[str, Any] = Field(description="as `sampling` of `generate`, with a `seed`")
-    eta_prompts: Annotated[float, Limited("rollout", "eta_prompts")] = Field(
+    over_launch_prompts: Annotated[float, Limited("rollout", "over_launch_prompts")] = Field(
         1.0, description="prompts that a short round starts, as a multiple of `prompts`"
     )
-    eta_responses: Annotated[float, Limited("rollout", "eta_responses")] = Field(
+    over_launch_responses: Annotated[float, Limited("rollout", "over_launch_responses")] = Field(
         1.0, description="samples of a prompt that a short round starts, as a multiple of `samples`"
     )
     plans_parallelism: bool = Field(

@@ -90,7 +90,7 @@ class GuardedTls(SSLProtocol):
 def guarded_https(
     connections: Connections, header_timeout_s: float, certificate: FollowedFiles[ssl.SSLContext]
 ) -> type[asyncio.Protocol]:
-    """What uvicorn makes connections with."""
+    """The class of uvicorn's connections."""
 
     def make(**arguments: Any) -> GuardedTls:
         app = GuardedProtocol(connections, header_timeout_s, **arguments)

@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 DISCARDED_BYTES_MAX = 64 << 20
-"""What a client may send after its answer, before the connection is reset."""
+"""Most bytes that a client may send after its answer, before the connection is reset."""
 
 
 class LingeringTransport:

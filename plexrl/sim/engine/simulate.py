@@ -24,7 +24,7 @@ REPORT_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class RunProgress:
     """Progress of a run."""
 
     now_s: float
@@ -38,7 +38,7 @@ class Progress:
 
 def simulate(
     scenario: Scenario,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[RunProgress], None] | None = None,
     *,
     settings: Mapping[str, Any] | None = None,
     cycle_factory: CycleFactory = CycleDistribution,
@@ -97,8 +97,8 @@ def is_compiled() -> bool:
     return not core.__file__.endswith(".py")
 
 
-def _progress(run: TraceRun) -> Progress:
-    return Progress(
+def _progress(run: TraceRun) -> RunProgress:
+    return RunProgress(
         now_s=run.shell.now,
         jobs_done=run.jobs_done,
         jobs_seen=run.jobs_seen,

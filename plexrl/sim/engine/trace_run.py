@@ -359,7 +359,7 @@ class TraceRun:
     # Commands
 
     def _workers(self, deployment: str) -> Workers | None:
-        """Those of a live job's deployment."""
+        """The workers of a live job's deployment."""
         return self._runs.get(deployment) or self._rollouts.get(deployment)
 
     def _launch_workers(self, command: cmd.LaunchWorkers) -> None:

@@ -162,7 +162,7 @@ def compare_drawn(
     predicted: dict[str, list[float]] = {job.name: [] for job in jobs}
     for seed in seeds:
         trace = [replace(row, submit_s=0.0, duration_s=None) for row in rows]
-        took = simulated_cycles(trace, jobs, planning, seed=seed)
+        took = simulate_cycles(trace, jobs, planning, seed=seed)
         for name, each in took.items():
             predicted[name].append(median(each))
     periods = {row.job_id: row.period_s or 0.0 for row in rows}
@@ -200,7 +200,7 @@ def predict_recorded(jobs: Sequence[RecordedJob], planning: Planning) -> dict[st
         )
         for job in sorted(jobs, key=lambda job: (job.began_at, job.name))
     ]
-    return simulated_cycles(trace, jobs, planning, cycle_factory=cycles_of)
+    return simulate_cycles(trace, jobs, planning, cycle_factory=cycles_of)
 
 
 class RecordedCycles:
@@ -279,7 +279,7 @@ class RecordedMoves(MoveCosts):
         return 0.0
 
 
-def simulated_cycles(
+def simulate_cycles(
     trace: Sequence[TraceJob],
     jobs: Sequence[RecordedJob],
     planning: Planning,

@@ -16,7 +16,7 @@ from statistics import fmean, median
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.fidelity.errors import Errors, errors_of, p95_of
-from plexrl.sim.fidelity.fidelity import RecordedCycles, simulated_cycles
+from plexrl.sim.fidelity.fidelity import RecordedCycles, simulate_cycles
 from plexrl.sim.fidelity.planning import Planning
 from plexrl.sim.fidelity.recording import RecordedJob
 from plexrl.sim.workload.counter_rng import stream, word
@@ -96,26 +96,26 @@ def profile_of(recordings: Sequence[RecordedJob], *, warm_up: int) -> RecordedJo
     first = recordings[0]
     kept = tuple(
         replace(cycle, segments_s=cycle.held_s)
-        for each in recordings
-        for cycle in each.cycles[warm_up:]
+        for recording in recordings
+        for cycle in recording.cycles[warm_up:]
     )
     if not kept:
         raise InvalidRequestError(
             f"{first.name} ran no more than the {warm_up} cycles of warm-up: record it longer"
         )
-    for each in recordings[1:]:
-        if (each.kinds, each.gpus) != (first.kinds, first.gpus):
+    for recording in recordings[1:]:
+        if (recording.kinds, recording.gpus) != (first.kinds, first.gpus):
             raise InvalidRequestError(
                 f"the recordings of {first.name} have different operations or GPUs "
-                f"({', '.join(first.kinds)} on {first.gpus}; {', '.join(each.kinds)} on "
-                f"{each.gpus}): give one job one name"
+                f"({', '.join(first.kinds)} on {first.gpus}; {', '.join(recording.kinds)} on "
+                f"{recording.gpus}): give one job one name"
             )
     return replace(
         first,
         cycles=kept,
-        load_s=_mean_move([each.load_s for each in recordings]),
-        offload_s=_mean_move([each.offload_s for each in recordings]),
-        control_s=median(each.control_s for each in recordings),
+        load_s=_mean_move([recording.load_s for recording in recordings]),
+        offload_s=_mean_move([recording.offload_s for recording in recordings]),
+        control_s=median(recording.control_s for recording in recordings),
     )
 
 
@@ -225,7 +225,7 @@ def _cycles(
     ]
     found: dict[str, list[float]] = {job.name: [] for job in mix}
     for seed in seeds:
-        took = simulated_cycles(
+        took = simulate_cycles(
             rows,
             list(profiles.values()),
             planning,
@@ -239,7 +239,7 @@ def _cycles(
 
 
 def _mean_move(seconds: Sequence[float]) -> float:
-    known = [each for each in seconds if each > 0.0]
+    known = [second for second in seconds if second > 0.0]
     return fmean(known) if known else 0.0
 
 

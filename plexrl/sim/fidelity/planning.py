@@ -47,7 +47,7 @@ def planning_of(recordings: Sequence[History], policy: str | None) -> Planning:
     if policy is not None:
         return named(policy)
     first = recordings[0].planning
-    if first is None or any(each.planning is None for each in recordings):
+    if first is None or any(recording.planning is None for recording in recordings):
         raise InvalidRequestError(
             "a recording does not hold its cluster's policy, because an earlier version made it: "
             "name the policy with --policy"
@@ -55,8 +55,8 @@ def planning_of(recordings: Sequence[History], policy: str | None) -> Planning:
     differing = sorted(
         {
             name
-            for each in recordings
-            for name, value in (each.planning or {}).items()
+            for recording in recordings
+            for name, value in (recording.planning or {}).items()
             if value != first.get(name)
         }
     )

@@ -100,11 +100,11 @@ def recorded_run(
                 "be predicted"
             )
         rows = by_deployment.get(training[0]["deployment"], [])
-        found.append(_recorded(job, training[0], rows, beyond.get(job["name"], {})))
+        found.append(_record_jobs(job, training[0], rows, beyond.get(job["name"], {})))
     return tuple(found)
 
 
-def _recorded(job: Row, deployment: Row, rows: Sequence[Row], beyond: Overheads) -> RecordedJob:
+def _record_jobs(job: Row, deployment: Row, rows: Sequence[Row], beyond: Overheads) -> RecordedJob:
     name = job["name"]
     runs = sorted(_runs(rows), key=lambda row: (row["started_at"], row["index"]))
     groups, _ = split_cycles([row for row in runs if row["kind"] not in NOT_IN_CYCLES])

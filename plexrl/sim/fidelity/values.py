@@ -38,13 +38,13 @@ def run_forecast_values(found: RunForecast, policy: str) -> Plain:
         "policy": policy,
         "jobs": [
             {
-                **forecast_values(each.forecast),
-                "cycles": each.cycles,
-                "measured_mean_s": each.measured_mean_s,
-                "measured_p95_s": each.measured_p95_s,
-                "error": each.error_of(each.forecast.mean_s),
+                **forecast_values(job.forecast),
+                "cycles": job.cycles,
+                "measured_mean_s": job.measured_mean_s,
+                "measured_p95_s": job.measured_p95_s,
+                "error": job.error_of(job.forecast.mean_s),
             }
-            for each in found.jobs
+            for job in found.jobs
         ],
         "error": asdict(skill.forecast),
         "fifo_error": asdict(skill.fifo),

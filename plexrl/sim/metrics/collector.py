@@ -44,9 +44,9 @@ class _LiveJob:
     placed_at: float | None = None
     busy_gpu_s: float = 0.0
     took_s: float = 0.0
-    """Of its cycles."""
+    """Duration of its cycles."""
     waited_s: float = 0.0
-    """What they took beyond the same cycles on a group of its own."""
+    """Time that its cycles took beyond the same cycles on a group of its own."""
 
 
 class Collector:
@@ -92,7 +92,7 @@ class Collector:
         self._groups: dict[str, tuple[int, float]] = {}
         """GPUs and start time of each live group."""
         self._rollout_groups: set[str] = set()
-        """Those of rollouts."""
+        """Groups of rollouts."""
         self._last_placed_at = 0.0
         self._rollout_work_gpu_s = 0.0
         self._used_gpu_s = {True: 0.0, False: 0.0}

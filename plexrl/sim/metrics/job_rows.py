@@ -53,7 +53,7 @@ class JobRow:
 
 @dataclass(slots=True, kw_only=True)
 class JobDetails:
-    """What only a job's row needs, collected while the job lives."""
+    """Figures for a job's row alone, collected while the job lives."""
 
     slowdowns: Sketch | None = None
     """Slowdowns of its cycles; absent before the first cycle."""

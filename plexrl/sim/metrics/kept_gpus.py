@@ -22,7 +22,9 @@ class KeptGpus:
 
     def observe(self, event: ev.Event, commands: list[cmd.Command], now: float) -> None:
         """Note how many GPUs are kept from now on."""
-        if isinstance(event, _QUIET) and not any(isinstance(each, _CHANGES) for each in commands):
+        if isinstance(event, _QUIET) and not any(
+            isinstance(command, _CHANGES) for command in commands
+        ):
             return
         self._gpu_s += self._gpus * (now - self._since)
         self._gpus, self._since = self._core.kept_gpus(now), now

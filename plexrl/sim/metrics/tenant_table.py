@@ -90,11 +90,11 @@ class TenantTable:
         it. An index of equality, such as Jain's, falls when some tenants gain more than others,
         though nobody loses.
         """
-        known = [each.slowdown_mean for each in self._tenants.values() if each.completed]
+        known = [tenant.slowdown_mean for tenant in self._tenants.values() if tenant.completed]
         return max([self._joined_worst, *known]) or 1.0
 
     def _merge_idle(self) -> None:
-        idle = [each for each in sorted(self._tenants.values(), key=_size) if not each.live]
+        idle = [tenant for tenant in sorted(self._tenants.values(), key=_size) if not tenant.live]
         for each in idle[TENANTS_MAX:]:
             self._others.merge(each)
             if each.completed:

@@ -2,6 +2,5 @@
 
 from plexrl.sim.report.bills import Billed
 from plexrl.sim.report.page import write_report
-from plexrl.sim.report.plots.what_ifs import WhatIf
 
-__all__ = ["Billed", "WhatIf", "write_report"]
+__all__ = ["Billed", "write_report"]

@@ -1,23 +1,14 @@
-"""Explains the cost of runs in text, a table and a plot, for scenarios with their own prices."""
+"""Explains the cost of runs in text and a table, for scenarios with prices of their own. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from plexrl.sim.report.plots.cumulative import line_keys
-from plexrl.sim.report.plots.figure import INK, Picture, Plot, draw
-from plexrl.sim.report.plots.style import Look
-from plexrl.sim.report.tables import Table
+from plexrl.sim.report.tables import ReportTable
 from plexrl.sim.report.units import duration, percent, short
 from plexrl.sim.results.bill import break_even, with_reserved
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.prices import Prices
 from plexrl.sim.workload.scenario import Scenario
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-SIZE = (5.8, 3.3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +35,7 @@ def with_own_prices(billed: Sequence[Billed]) -> list[Billed]:
     return [each for each in billed if each.scenario.prices != Prices()]
 
 
-def bill_table(billed: Sequence[Billed]) -> Table:
+def bill_table(billed: Sequence[Billed]) -> ReportTable:
     """One row per run: nodes, parts of the cost, and the cost with one kind of nodes only."""
     training: dict[str, list[str]] = {
         "reserved nodes": [f"{each.result.reserved_nodes:,}" for each in billed],
@@ -63,7 +54,7 @@ def bill_table(billed: Sequence[Billed]) -> Table:
         "rollouts": [short(each.result.rollout_cost) for each in billed],
         **whole,
     }
-    return Table(
+    return ReportTable(
         groups=(("", 1), ("cluster", 2), ("bill", len(columns) - 3)),
         columns=tuple(columns),
         rows=tuple(zip(*columns.values(), strict=True)),
@@ -103,56 +94,9 @@ def horizon_warning(billed: Billed) -> str | None:
     )
 
 
-def split_plot(billed: Sequence[Billed], looks: Mapping[str, Look]) -> Plot | None:
-    """Cost over the number of reserved nodes; absent without an on-demand price."""
-    shown = [each for each in billed if each.is_split]
-    if not shown:
-        return None
-    curves = [
-        [(nodes, with_reserved(each.scenario, each.result, nodes).cost) for nodes in _steps(each)]
-        for each in shown
-    ]
-
-    def paint(figure: "Figure") -> None:
-        axes = figure.subplots()
-        for each, curve in zip(shown, curves, strict=True):
-            axes.plot(*zip(*curve, strict=True), **looks[each.label].line)
-            axes.plot(
-                [each.result.reserved_nodes],
-                [each.result.cost],
-                marker="o",
-                markersize=9,
-                markerfacecolor="none",
-                color=INK,
-                clip_on=False,
-                zorder=3,
-            )
-        axes.set_ylim(bottom=0)
-        axes.locator_params(axis="x", integer=True)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-        axes.set_xlabel("reserved nodes, the others on demand")
-        axes.set_ylabel("cost")
-
-    return Plot(
-        name="split",
-        title="Reserved or on demand",
-        says="What each run costs, training and rollouts together, over how many of its nodes are "
-        "reserved, in the currency of the prices. A ring marks the number that is billed.",
-        pictures=(Picture(svg=draw("split", SIZE, paint, describes="Cost over reserved nodes")),),
-        keys=line_keys([each.label for each in shown], looks),
-    )
-
-
 def reserved_cost(result: SimResult) -> float:
-    """Of a run's cost, the reserved nodes'."""
+    """The part of a run's cost that its reserved nodes have."""
     return result.cost - result.rollout_cost - result.on_demand_cost
-
-
-def _steps(billed: Billed) -> list[int]:
-    """Numbers of reserved nodes between which the cost is a straight line."""
-    corners = {nodes for nodes, _ in billed.result.nodes_held if nodes < billed.nodes}
-    return sorted({0, *corners, billed.result.reserved_nodes, billed.nodes})
 
 
 def _cost_of_part(billed: Billed, part: int) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from plexrl.sim.report.tables import Table
+from plexrl.sim.report.tables import ReportTable
 from plexrl.sim.report.units import duration, percent, short
 from plexrl.sim.results.comparison import BACKFILLED, ISOLATED
 from plexrl.sim.results.result import SimResult
@@ -71,7 +71,7 @@ def answer(plan: CapacityPlan) -> SimResult:
 
 def meets_all(plan: CapacityPlan, size: int) -> bool:
     """Whether the run of this size meets every objective, budgets included."""
-    return all(each.is_met(plan.results[size]) for each in plan.objectives)
+    return all(objective.is_met(plan.results[size]) for objective in plan.objectives)
 
 
 def cheapest_feasible(plan: CapacityPlan) -> int | None:
@@ -104,7 +104,7 @@ def is_percentage(objective: Objective) -> bool:
     return objective.unit == "part" and objective.bound < 1 and objective.metric != "worst_tenant"
 
 
-def probe_table(plans: Sequence[CapacityPlan]) -> Table:
+def probe_table(plans: Sequence[CapacityPlan]) -> ReportTable:
     """One row per run, by policy and size."""
     wanted = shown_objectives(plans)
     rows: list[tuple[str, ...]] = []
@@ -119,7 +119,7 @@ def probe_table(plans: Sequence[CapacityPlan]) -> Table:
                 (plan.policy, f"{size:,}", f"{result.gpus:,}", keeps, short(result.cost), *figures)
             )
     columns = ("policy", "nodes", "GPUs", "keeps all", "cost", *(each.text for each in wanted))
-    return Table(
+    return ReportTable(
         groups=(("", 1), ("cluster", 2), ("", 2), ("objectives", len(wanted))),
         columns=columns,
         rows=tuple(rows),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plexrl.sim.report.bills import Billed, bill_table, split_plot, with_own_prices
+from plexrl.sim.report.bills import Billed, bill_table, with_own_prices
 from plexrl.sim.report.capacity import answer, certainty, probe_table
 from plexrl.sim.report.capacity import headline as capacity_headline
 from plexrl.sim.report.plots.bars import cost_plot, drain_plot
@@ -16,10 +16,9 @@ from plexrl.sim.report.plots.gantt import gantt_plot
 from plexrl.sim.report.plots.size_sweep import sweep_plot
 from plexrl.sim.report.plots.style import looks
 from plexrl.sim.report.plots.utilisation import utilisation_plot
-from plexrl.sim.report.plots.what_ifs import WhatIf, what_if_plot
-from plexrl.sim.report.tables import Table, gpu_hours, slowdowns, summary, tenants
+from plexrl.sim.report.tables import ReportTable, gpu_hours, slowdowns, summary, tenants
 from plexrl.sim.report.units import duration, percent
-from plexrl.sim.results.comparison import DRAWN_RUNS_MAX, Run, compare, drawn, sizes
+from plexrl.sim.results.comparison import DRAWN_RUNS_MAX, LabelledRun, compare, drawn, sizes
 from plexrl.sim.results.gpu_hours import kept_sentence, tail_sentence
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.capacity_search import CapacityPlan
@@ -37,7 +36,6 @@ def write_report(
     scenario_lines: Sequence[tuple[str, str]],
     labels: Sequence[str] = (),
     headline: Sequence[str] = (),
-    what_ifs: Sequence[WhatIf] = (),
     plans: Sequence[CapacityPlan] = (),
     billed: Sequence[Billed] = (),
     gpus_per_node: int | None = None,
@@ -47,15 +45,14 @@ def write_report(
 
     The page is self-contained, and equal results give equal bytes: it excludes the speed of the
     runs. `scenario_lines`: (name, value) of the runs' common settings. `labels`: one name per run
-    instead of its policy. `headline`: summary sentences. `what_ifs`: changed runs, each with the
-    index of its original. With `plans` the page begins with the searches for the smallest clusters,
-    and the results are the runs on those. `billed`: runs whose prices the page explains. With
-    `gpus_per_node` cluster sizes are shown in nodes too. `window_s`: the scenario's window, from
-    the trace's start; absent: the extent of the results' spans.
+    instead of its policy. `headline`: summary sentences. With `plans` the page begins with the
+    searches for the smallest clusters, and the results are the runs on those. `billed`: runs whose
+    prices the page explains. With `gpus_per_node` cluster sizes are shown in nodes too. `window_s`:
+    the scenario's window, from the trace's start; absent: the extent of the results' spans.
 
     Raises:
-        InvalidRequestError: there is no result, labels or what-ifs do not match the results, or
-            matplotlib or jinja2 is not installed.
+        InvalidRequestError: there is no result, labels do not match the results, or matplotlib or
+            jinja2 is not installed.
     """
     runs = compare(results, labels)
     own = with_own_prices(billed)
@@ -72,9 +69,7 @@ def write_report(
         notes=[(run.label, note) for run in single for note in _notes(run)],
         tenants=tenants(single),
         bills=bill_table(own) if own else None,
-        split=split_plot(own, looks(runs)),
         sizes=sweep_plot(runs, looks(runs), gpus_per_node),
-        what_ifs=what_if_plot(runs, what_ifs, looks(runs)),
         plots=plots(runs, single, window_s),
         drawn_gpus=single[0].result.gpus if len(sizes(runs)) > 1 and not plans else None,
         drawn_runs=len(single),
@@ -95,12 +90,12 @@ class Capacity:
     notes: tuple[str, ...]
     """The certainty of each policy's answer."""
     plots: tuple[Plot, ...]
-    probes: Table
+    probes: ReportTable
 
 
 def capacity(plans: Sequence[CapacityPlan]) -> Capacity:
     """The section on the smallest clusters: text, plots and a table."""
-    look = looks([Run(label=plan.policy, result=answer(plan)) for plan in plans])
+    look = looks([LabelledRun(label=plan.policy, result=answer(plan)) for plan in plans])
     found = (objective_plot(plans, look), cost_curve(plans, look))
     return Capacity(
         headline=capacity_headline(plans),
@@ -111,8 +106,8 @@ def capacity(plans: Sequence[CapacityPlan]) -> Capacity:
 
 
 def plots(
-    runs: Sequence[Run],
-    single: Sequence[Run],
+    runs: Sequence[LabelledRun],
+    single: Sequence[LabelledRun],
     window_s: tuple[float, float] | None,
 ) -> tuple[Plot, ...]:
     """The plots of single runs that have data; colours are consistent with all runs."""
@@ -149,7 +144,7 @@ def page_template(name: str) -> "Template":
     return environment.get_template(name)
 
 
-def _notes(run: Run) -> list[str]:
+def _notes(run: LabelledRun) -> list[str]:
     """Sentences below the table of GPU-hours."""
     found = [tail_sentence(run.result.tail), kept_sentence(run.result.where)]
     return [each for each in found if each]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from plexrl.sim.report.plots.utilisation import part_of_cluster, trained
 from plexrl.sim.report.units import ABSENT, duration, percent, short
-from plexrl.sim.results.comparison import Run
+from plexrl.sim.results.comparison import LabelledRun
 from plexrl.sim.results.result import DistributionSummary, TenantResult
 
 TENANTS_MAX = 50
@@ -13,7 +13,7 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class ReportTable:
     """Rows of text under columns, the columns in named groups."""
 
     groups: tuple[tuple[str, int], ...]
@@ -24,7 +24,7 @@ class Table:
     """Rows with a separator line above."""
 
 
-def summary(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
+def summary(runs: Sequence[LabelledRun], gpus_per_node: int | None) -> ReportTable:
     """One row per run: times and cost."""
     columns = {
         "time": [duration(run.result.drain_s) for run in runs],
@@ -57,7 +57,7 @@ def summary(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
     )
 
 
-def slowdowns(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
+def slowdowns(runs: Sequence[LabelledRun], gpus_per_node: int | None) -> ReportTable:
     """One row per run: slowdowns of its jobs, and the use of the GPUs."""
     gpus = {
         "train": [percent(trained(run)) for run in runs],
@@ -90,7 +90,7 @@ def slowdowns(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
     )
 
 
-def gpu_hours(runs: Sequence[Run]) -> Table:
+def gpu_hours(runs: Sequence[LabelledRun]) -> ReportTable:
     """Where the GPU-hours go: one row per state of a GPU, one column per run in percent of the
     cluster's GPU-hours, which are the last row."""
     parts = [run.result.where.parts() for run in runs]
@@ -111,7 +111,7 @@ def gpu_hours(runs: Sequence[Run]) -> Table:
         kept = [percent(part_of_cluster(run, run.result.where.unallocated_kept)) for run in runs]
         rows.append(("of it kept for a job", *kept))
     rows.append(("all GPU-hours", *(short(run.result.where.total) for run in runs)))
-    return Table(
+    return ReportTable(
         groups=(("", 1), ("part of the cluster's GPU-hours", len(runs))),
         columns=("GPUs", *(run.label for run in runs)),
         rows=tuple(rows),
@@ -122,8 +122,8 @@ def gpu_hours(runs: Sequence[Run]) -> Table:
 Part = tuple[str, dict[str, list[str]]]
 
 
-def _table(runs: Sequence[Run], *parts: Part) -> Table:
-    return Table(
+def _table(runs: Sequence[LabelledRun], *parts: Part) -> ReportTable:
+    return ReportTable(
         groups=(("", 1), *((name, len(columns)) for name, columns in parts)),
         columns=("run", *(head for _, columns in parts for head in columns)),
         rows=tuple(
@@ -138,7 +138,7 @@ def _table(runs: Sequence[Run], *parts: Part) -> Table:
     )
 
 
-def _cluster(runs: Sequence[Run], gpus_per_node: int | None) -> Part:
+def _cluster(runs: Sequence[LabelledRun], gpus_per_node: int | None) -> Part:
     gpus = {"GPUs": [f"{run.result.gpus:,}" for run in runs]}
     if gpus_per_node is None:
         return "cluster", gpus
@@ -160,13 +160,13 @@ def _quantiles(of: Sequence[DistributionSummary]) -> dict[str, list[str]]:
 class TenantsTables:
     """Tables of the tenants of the plotted runs."""
 
-    waits: Table
-    slowdowns: Table
+    waits: ReportTable
+    slowdowns: ReportTable
     left_out: int
     """Number of omitted tenants, those with the fewest GPU-hours."""
 
 
-def tenants(runs: Sequence[Run]) -> TenantsTables | None:
+def tenants(runs: Sequence[LabelledRun]) -> TenantsTables | None:
     """One row per tenant, ordered by training GPU-hours in the first run, and one column per run.
     Absent if no run has several tenants."""
     shown = [run for run in runs if len(run.result.tenants) > 1]
@@ -185,8 +185,8 @@ def tenants(runs: Sequence[Run]) -> TenantsTables | None:
     times = [[_cell(cell, lambda t: short(t.slowdown_mean)) for cell in row] for row in cells]
     worst = ("worst", "", "", *(short(run.result.worst_tenant) for run in shown))
 
-    def table(title: str, rows: Sequence[Sequence[str]]) -> Table:
-        return Table(
+    def table(title: str, rows: Sequence[Sequence[str]]) -> ReportTable:
+        return ReportTable(
             groups=(("", 3), (title, len(shown))),
             columns=("tenant", "jobs", "GPU-h", *(run.label for run in shown)),
             rows=tuple((*head, *row) for head, row in zip(heads, rows, strict=True)),

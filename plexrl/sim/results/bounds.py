@@ -12,7 +12,7 @@ Both also hold for the jobs that need one node type, with the GPUs of that type.
 
 from collections.abc import Mapping
 
-from plexrl.sim.results.result import Bounds
+from plexrl.sim.results.result import DrainBounds
 
 RELEASES_MAX = 4096
 """Most bins of release times."""
@@ -43,11 +43,11 @@ class DrainBound:
         if node_type in self._gpus and len(self._gpus) > 1:
             self._types.setdefault(node_type, _Releases()).add(release_s, busy_gpu_s)
 
-    def bounds(self) -> Bounds:
+    def bounds(self) -> DrainBounds:
         """The bounds for the jobs so far."""
         areas = [self._all.area_s(sum(self._gpus.values()))]
         areas += [each.area_s(self._gpus[name]) for name, each in self._types.items()]
-        return Bounds(critical_path_s=self._critical_path_s, area_s=max(areas))
+        return DrainBounds(critical_path_s=self._critical_path_s, area_s=max(areas))
 
 
 class _Releases:

@@ -76,7 +76,7 @@ IGNORED_FIELDS = frozenset({"source.skip_bad", "source.seed"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ComparedSetting:
     """A setting that differs between the documents."""
 
     name: str
@@ -125,10 +125,10 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ResultComparison:
     """All differences."""
 
-    settings: tuple[Setting, ...]
+    settings: tuple[ComparedSetting, ...]
     pairs: tuple[Pair, ...]
     only_a: tuple[str, ...] = ()
     """Runs of the first document without a counterpart in the second."""
@@ -139,7 +139,7 @@ class Comparison:
     """Reasons why the comparison may mislead."""
 
 
-def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
+def compare_results(a: Mapping[str, Any], b: Mapping[str, Any]) -> ResultComparison:
     """Compare two documents, each with a trace and runs."""
     searched = bool(a.get("smallest") or b.get("smallest"))
     asked_a, asked_b = _questions(a, searched), _questions(b, searched)
@@ -160,7 +160,7 @@ def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
         for place, index in runs_a.items()
         if place in runs_b
     )
-    found = Comparison(
+    found = ResultComparison(
         settings=settings,
         pairs=pairs,
         only_a=tuple(label[place] for place in runs_a if place not in runs_b),
@@ -203,17 +203,19 @@ def _varying(asked: Sequence[Mapping[str, Any]]) -> set[str]:
     return {name for each in asked for name in each if len(_values(asked, name)) > 1}
 
 
-def _settings(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> Iterator[Setting]:
+def _settings(
+    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
+) -> Iterator[ComparedSetting]:
     for name in dict.fromkeys(name for each in (*a, *b) for name in each):
         in_a, in_b = _values(a, name), _values(b, name)
         if set(in_a) != set(in_b):
-            yield Setting(name=name, a=in_a, b=in_b)
+            yield ComparedSetting(name=name, a=in_a, b=in_b)
 
 
-def _objectives(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Setting]:
+def _objectives(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[ComparedSetting]:
     of_a, of_b = _asked_objectives(a), _asked_objectives(b)
     if of_a != of_b:
-        yield Setting(name="--slo", a=of_a, b=of_b)
+        yield ComparedSetting(name="--slo", a=of_a, b=of_b)
 
 
 def _asked_objectives(document: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -276,7 +278,7 @@ def _smallest(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Pair, ...]:
     )
 
 
-def _warnings(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> Iterator[str]:
+def _warnings(a: Mapping[str, Any], b: Mapping[str, Any], found: ResultComparison) -> Iterator[str]:
     differing = [
         f"{name} {_shown(a['trace'].get(name))} and {_shown(b['trace'].get(name))}"
         for name in dict.fromkeys((*a["trace"], *b["trace"]))
@@ -292,7 +294,7 @@ def _warnings(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> 
         if document.get("failed"):
             yield f"{len(document['failed'])} runs of {name} failed and are not compared"
     is_same = not found.settings and not differing
-    if is_same and any(each.differs for pair in found.pairs for each in pair.figures):
+    if is_same and any(figure.differs for pair in found.pairs for figure in pair.figures):
         yield "the settings are equal but the figures differ: the programs were different"
 
 

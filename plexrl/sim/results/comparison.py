@@ -20,7 +20,7 @@ DRAWN_RUNS_MAX = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class LabelledRun:
     """A result and its name in the report."""
 
     label: str
@@ -33,7 +33,7 @@ class Run:
     """Recovered part of the gap between the baseline's drain time and the lower bound."""
 
 
-def compare(results: Sequence[SimResult], labels: Sequence[str] = ()) -> tuple[Run, ...]:
+def compare(results: Sequence[SimResult], labels: Sequence[str] = ()) -> tuple[LabelledRun, ...]:
     """The runs in the given order. Without `labels` a run has the name of its policy.
 
     Raises:
@@ -85,12 +85,12 @@ def recovered(result: SimResult, unshared: SimResult) -> float | None:
     return (unshared.drain_s - result.drain_s) / gap
 
 
-def sizes(runs: Sequence[Run]) -> tuple[int, ...]:
+def sizes(runs: Sequence[LabelledRun]) -> tuple[int, ...]:
     """Cluster sizes in GPUs, ascending."""
     return tuple(sorted({run.result.gpus for run in runs}))
 
 
-def drawn(runs: Sequence[Run]) -> tuple[Run, ...]:
+def drawn(runs: Sequence[LabelledRun]) -> tuple[LabelledRun, ...]:
     """The runs with single plots: those of the most frequent size (the lower median of several), at
     most `DRAWN_RUNS_MAX`, with equally many of each policy if not all fit."""
     counts = Counter(run.result.gpus for run in runs)
@@ -104,12 +104,12 @@ def drawn(runs: Sequence[Run]) -> tuple[Run, ...]:
     return of_size[: min(rounds * policies, DRAWN_RUNS_MAX)]
 
 
-def _beside_baseline(name: str, result: SimResult, unshared: SimResult | None) -> Run:
+def _beside_baseline(name: str, result: SimResult, unshared: SimResult | None) -> LabelledRun:
     if unshared is None:
-        return Run(label=name, result=result)
+        return LabelledRun(label=name, result=result)
     if result.policy == unshared.policy:
-        return Run(label=name, result=result, ratio=1.0, baseline=unshared.policy)
-    return Run(
+        return LabelledRun(label=name, result=result, ratio=1.0, baseline=unshared.policy)
+    return LabelledRun(
         label=name,
         result=result,
         ratio=result.drain_s / unshared.drain_s if unshared.drain_s > 0 else None,

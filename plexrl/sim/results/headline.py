@@ -110,11 +110,11 @@ def sentences(lines: Sequence[Headline], clusters_named: Sequence[str] = ()) -> 
     `clusters_named` has the name of each line's cluster."""
     names = [f"{name}: " for name in clusters_named] or [""] * len(lines)
     found = [f"{name}{each.text}" for name, each in zip(names, lines, strict=True)]
-    alike = bool(lines) and lines[0].seeds > 1 and not any(each.drain.has_width for each in lines)
+    alike = bool(lines) and lines[0].seeds > 1 and not any(line.drain.has_width for line in lines)
     if len(lines) < 2 and not alike:
         return found
-    quickest = [each.scenario.policy for each in lines if each.is_quickest]
-    clusters = {replace(each.scenario, policy="", seed=0) for each in lines}
+    quickest = [line.scenario.policy for line in lines if line.is_quickest]
+    clusters = {replace(line.scenario, policy="", seed=0) for line in lines}
     if len(clusters) > 1:
         return found
     if alike:
@@ -176,5 +176,5 @@ def _is_quickest(one: Headline, all_of_them: Sequence[Headline]) -> bool:
     return (
         bool(others)
         and any(each.drain.has_width for each in (one, *others))
-        and all(one.drain.values[-1] < each.drain.values[0] for each in others)
+        and all(one.drain.values[-1] < other.drain.values[0] for other in others)
     )

@@ -50,7 +50,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class DrainBounds:
     """Lower bounds of the drain time for any scheduler; the larger one applies."""
 
     critical_path_s: float
@@ -98,7 +98,7 @@ class SimResult:
     switches: int
     drain_s: float
     """From the trace's start to the end of the last job."""
-    bounds: Bounds
+    bounds: DrainBounds
     wait: DistributionSummary
     """Seconds from a job's submission to its first placement."""
     normalized_wait: DistributionSummary
@@ -116,9 +116,9 @@ class SimResult:
     busy_gpu_hours: float
     """GPU-hours of running training operations, and of rollouts that are placed."""
     switch_gpu_hours: float
-    """Those of running loads and offloads."""
+    """GPU-hours of running loads and offloads."""
     filled_gpu_hours: float = 0.0
-    """Those of useful generation by preemptible deployments."""
+    """GPU-hours of useful generation by preemptible deployments."""
     where: GpuHours = field(default_factory=GpuHours)
     """Where all GPU-hours of the cluster went."""
     tail: Tail = field(default_factory=Tail)

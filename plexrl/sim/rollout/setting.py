@@ -1,14 +1,16 @@
-"""What is simulated: cluster, batch, workload and system."""
+"""The simulated cluster, batch, workload and system."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from plexrl.client.data.rollout_policy import OVER_LAUNCH
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.policies.ranking.dispatch import LONG_PART
+from plexrl.limits import check_numbers
+from plexrl.rollout.policies.length_dispatch import LONG_PART
 from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.engine.models import Model
 from plexrl.sim.rollout.engine.rewards import AT_ONCE, RewardCosts
-from plexrl.sim.rollout.workload import Workload
+from plexrl.sim.rollout.workload import RolloutWorkload
 
 
 class SystemName(StrEnum):
@@ -16,15 +18,6 @@ class SystemName(StrEnum):
 
     SYNC = "sync"
     """Rollout on all GPUs, then training on all GPUs, as verl."""
-    ONE_STEP = "one-step"
-    """Batch i + 1 is generated while batch i is trained, as verl-pipeline."""
-    INFLIGHT = "inflight"
-    """At most (η + 1) batches in flight, trained in the order of the prompts, which keeps the
-    bound; every update interrupts all instances, and a trajectory stays on its instance."""
-    INFLIGHT_REBALANCED = "inflight-rebalanced"
-    """As inflight, and every update distributes all trajectories anew."""
-    INFLIGHT_LOOSE = "inflight-loose"
-    """As inflight in the order of completion: the bound is not kept for each trajectory."""
     STALEFLOW = "staleflow"
     """PlexRL's coordinator, as StaleFlow."""
     TAIL = "tail"
@@ -43,18 +36,11 @@ class SystemName(StrEnum):
     """As sync, with tensor-parallel groups whose size changes while a batch drains (PAT)."""
 
 
-BOUNDED = (
-    SystemName.INFLIGHT,
-    SystemName.INFLIGHT_REBALANCED,
-    SystemName.INFLIGHT_LOOSE,
-    SystemName.STALEFLOW,
-)
-"""Systems with a choice of η."""
 STREAMED = (SystemName.STREAMRL_SYNC, SystemName.STREAMRL_ASYNC)
 """Systems with stream generation, whose GPUs StreamRL Alg. 1 divides."""
 RANKED = (SystemName.STREAMRL_SKEW, *STREAMED)
 """Systems with skewness-aware dispatch."""
-SPLIT = (SystemName.ONE_STEP, *BOUNDED, *STREAMED)
+SPLIT = (SystemName.STALEFLOW, *STREAMED)
 """Systems with separate GPUs for rollout and training."""
 COORDINATED = (SystemName.TAIL, SystemName.FLEXES)
 """On-policy systems of the coordinator. Every prompt of the run is trained by its end."""
@@ -62,13 +48,11 @@ ON_POLICY = (SystemName.SYNC, *COORDINATED, SystemName.STREAMRL_SKEW, SystemName
 """Systems without staleness, whose GPUs all roll out, and then all train."""
 FIXED_STALENESS = {
     **dict.fromkeys(ON_POLICY, 0),
-    SystemName.ONE_STEP: 1,
     SystemName.STREAMRL_SYNC: 0,
     SystemName.STREAMRL_ASYNC: 1,
 }
-ETA_MAX = 16.0
 RECALL = 0.71
-"""Of PlexRL's ranker on prompts that it has not seen (`benchmarks/rollout_ranker.py`)."""
+"""Recall of PlexRL's ranker on prompts that it has not seen (`benchmarks/rollout_ranker.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +62,10 @@ class Setting:
     gpus: int = 128
     batch_groups: int = 128
     """Prompts of one training batch."""
-    workload: Workload = field(default_factory=Workload)
+    workload: RolloutWorkload = field(default_factory=RolloutWorkload)
     costs: EngineCosts = field(default_factory=EngineCosts)
     model: Model | None = None
-    """What `costs` are for, so that the size of tensor-parallel groups can change."""
+    """The model that `costs` are of, so that the size of tensor-parallel groups can change."""
     rewards: RewardCosts = AT_ONCE
     steps: int = 16
     """Training steps of a run."""
@@ -186,16 +170,16 @@ class System:
     """GPUs of rollout instances; the others train. On-policy systems use all for both."""
     strategies: Strategies = field(default_factory=Strategies)
     parts: Parts = field(default_factory=Parts)
-    """Of `flexes`."""
-    eta_prompts: float = 1.25
-    """How many times the prompts of a batch a short round starts (Flexes η)."""
-    eta_responses: float = 1.25
+    """Active parts of `flexes`."""
+    over_launch_prompts: float = OVER_LAUNCH
+    """How many times the prompts of a batch a short round starts (Flexes §3)."""
+    over_launch_responses: float = OVER_LAUNCH
     """The same for the responses to a prompt."""
     recall: float = RECALL
-    """Of `RANKED` systems: part of the longest fifth of a batch's prompts that the ranks find
+    """Part of the longest fifth of a batch's prompts that the ranks of `RANKED` systems find
     (StreamRL Tab. 4). 0.2: random ranks; 1: all lengths are known."""
     ends: Ends = Ends.PROJECTED
-    """Of `pat`."""
+    """Where `pat` expects responses to end."""
 
     def __post_init__(self) -> None:
         if not LONG_PART <= self.recall <= 1.0:
@@ -206,9 +190,8 @@ class System:
             raise InvalidRequestError(
                 f"staleness of {self.name.value} is {self.staleness}: give {wanted}"
             )
-        for name in ("eta_prompts", "eta_responses"):
-            if not 1.0 <= (value := getattr(self, name)) <= ETA_MAX:
-                raise InvalidRequestError(f"{name} is {value}: give 1 to {ETA_MAX:g}")
+        names = ("over_launch_prompts", "over_launch_responses")
+        check_numbers("rollout", {name: getattr(self, name) for name in names})
 
     @property
     def active_parts(self) -> Parts:
@@ -219,10 +202,10 @@ class System:
     def label(self) -> str:
         """Name, η and strategies, as text."""
         parts = [self.name.value]
-        if self.name in BOUNDED:
+        if self.name == SystemName.STALEFLOW:
             parts.append(f"η={self.staleness}")
-        if self.name == SystemName.STALEFLOW and self.strategies != Strategies():
-            parts.append(self.strategies.label)
+            if self.strategies != Strategies():
+                parts.append(self.strategies.label)
         if self.name == SystemName.FLEXES and self.parts != Parts():
             parts.append(self.parts.label)
         if self.name in RANKED and self.recall != RECALL:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.workload.counter_rng import normals, stream, uniform
 from plexrl.traces.bundled import bundled
 from plexrl.traces.formats import read_histogram
@@ -39,8 +39,8 @@ POINTS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What the prompts of a run are."""
+class RolloutWorkload:
+    """The prompts of a run."""
 
     lengths: str = R1_LONG
     """`r1`, `r1-long`, `deepscaler` or a trace of response lengths."""
@@ -72,7 +72,7 @@ class Workload:
 class Prompts:
     """Draws the trajectories of prompt 0, 1, …"""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: RolloutWorkload) -> None:
         """Raises:
         InvalidRequestError: the trace of lengths cannot be read or has none.
         """
@@ -82,13 +82,13 @@ class Prompts:
         self._responses = stream(workload.seed, "rollout responses")
         self._extra = stream(workload.seed, "rollout extra responses")
 
-    def group(self, prompt: int, extra: int = 0) -> list[Trajectory]:
+    def group(self, prompt: int, extra: int = 0) -> list[SimulatedTrajectory]:
         """New trajectories for a prompt, `extra` of them beyond the group's size. The others are
         the same without them, except for their numbers."""
         workload = self.workload
         size = workload.group_size + extra
         return [
-            Trajectory(
+            SimulatedTrajectory(
                 number=prompt * size + at,
                 group=prompt,
                 prompt_tokens=workload.prompt_tokens,
@@ -133,9 +133,9 @@ def _source(lengths: str) -> _Source:
             histogram = Histogram(
                 bins=tuple(part for part in histogram.bins if part[0] >= LONG_TOKENS)
             )
-        return _Source(quantiles=_tabulated(histogram))
+        return _Source(quantiles=_tabulate(histogram))
     if lengths == DEEPSCALER:
-        return _Source(quantiles=_tabulated(_deepscaler()))
+        return _Source(quantiles=_tabulate(_deepscaler()))
     source = open_trace(lengths)
     if source.table.name != "lengths":
         raise InvalidRequestError(
@@ -143,11 +143,11 @@ def _source(lengths: str) -> _Source:
             f"{R1_LONG!r}, {DEEPSCALER!r} or a trace of lengths"
         )
     rows = list(source.rows)
-    groups = _grouped(rows)
+    groups = _group(rows)
     if groups:
         return _Source(groups=groups)
     model = fit_lengths(rows)
-    return _Source(quantiles=_tabulated(model.fit.distribution), correlation=model.correlation)
+    return _Source(quantiles=_tabulate(model.fit.distribution), correlation=model.correlation)
 
 
 def _profiled(groups: tuple[tuple[int, ...], ...]) -> _Source:
@@ -165,7 +165,7 @@ def _deepscaler() -> Weibull:
     return Weibull(shape=shape, scale=low / low_rate ** (1.0 / shape))
 
 
-def _grouped(rows: Sequence[ResponseLength]) -> tuple[tuple[float, ...], ...]:
+def _group(rows: Sequence[ResponseLength]) -> tuple[tuple[float, ...], ...]:
     """Lengths of the prompts with several responses, if there are several such prompts."""
     found: dict[str, list[float]] = {}
     for row in rows:
@@ -175,6 +175,6 @@ def _grouped(rows: Sequence[ResponseLength]) -> tuple[tuple[float, ...], ...]:
     return tuple(several) if len(several) > 1 else ()
 
 
-def _tabulated(distribution: Distribution) -> tuple[float, ...]:
+def _tabulate(distribution: Distribution) -> tuple[float, ...]:
     """Quantiles at the midpoints of equal parts, so that their mean is the distribution's."""
     return tuple(distribution.quantile((at + 0.5) / POINTS) for at in range(POINTS))

@@ -7,7 +7,7 @@ from typing import Protocol
 from plexrl.errors import InvariantError
 from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.engine.instance import Instance
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.setting import ON_POLICY, Setting, System
 from plexrl.sim.rollout.workload import Prompts
@@ -23,7 +23,7 @@ class Policy(Protocol):
         """Begin at time 0."""
         ...
 
-    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+    def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """These trajectories ended at `world.now`."""
         ...
 
@@ -63,7 +63,7 @@ class World:
         if instance.finished:
             ended = instance.finished
             instance.finished = []
-            by_time: dict[float, list[Trajectory]] = {}
+            by_time: dict[float, list[SimulatedTrajectory]] = {}
             for each in ended:
                 assert each.finished_s is not None
                 by_time.setdefault(each.finished_s, []).append(each)
@@ -78,7 +78,7 @@ class World:
 
     def restart_instances(self, costs: EngineCosts) -> None:
         """Replace all instances, which are idle, by others of these costs on the same GPUs."""
-        gpus = sum(each.costs.gpus for each in self.instances)
+        gpus = sum(instance.costs.gpus for instance in self.instances)
         new = [Instance(number, costs) for number in range(gpus // costs.gpus)]
         self.replace_instances(list(self.instances), new)
 
@@ -87,11 +87,11 @@ class World:
         self.recorder.instances_ended(old)
         for each in old:
             self._due.pop(each, None)
-        self.instances = [*(each for each in self.instances if each not in old), *new]
+        self.instances = [*(instance for instance in self.instances if instance not in old), *new]
 
     def train(
         self,
-        trajectories: Sequence[Trajectory],
+        trajectories: Sequence[SimulatedTrajectory],
         policy: Policy,
         *,
         round_kind: str = "",
@@ -103,7 +103,7 @@ class World:
         if self.is_training:
             raise InvariantError("a training step begins before the last one has ended")
         self.is_training = True
-        tokens = sum(each.length for each in trajectories)
+        tokens = sum(trajectory.length for trajectory in trajectories)
         left_s = self.setting.costs.train_s(tokens - done_tokens, self.train_gpus)
         whole_s = self.setting.costs.train_s(tokens, self.train_gpus)
         end_s = self.now + left_s
@@ -119,7 +119,7 @@ class World:
         )
         self.at(end_s, lambda: self._trained(policy))
 
-    def run(self, policy: Policy, on_step: Callable[[int], None] | None = None) -> None:
+    def run(self, policy: Policy) -> None:
         """Run until the last training step has ended.
 
         Raises:
@@ -142,8 +142,6 @@ class World:
             quiet += 1
             if self.version != before:
                 quiet = 0
-                if on_step is not None:
-                    on_step(self.version)
         self.recorder.instances_ended(self.instances)
         self.recorder.ended(self.now, self.instances, self.train_gpus)
 

@@ -54,7 +54,7 @@ def smallest_cluster(
         InvalidRequestError: there is no objective to search by, or the range of sizes is empty.
         PlexRLError: a run failed.
     """
-    wanted = [each for each in objectives if not each.is_budget]
+    wanted = [objective for objective in objectives if not objective.is_budget]
     if not any(each.metric != "failed_jobs" for each in wanted):
         raise InvalidRequestError(
             "cost and utilisation alone are best on the smallest cluster: add an objective such as "
@@ -74,7 +74,11 @@ def smallest_cluster(
     broken: tuple[Objective, ...] = ()
     if search.nodes is not None:
         found = results[search.nodes]
-        broken = tuple(each for each in objectives if each.is_budget and not each.is_met(found))
+        broken = tuple(
+            objective
+            for objective in objectives
+            if objective.is_budget and not objective.is_met(found)
+        )
     return CapacityPlan(
         policy=base.policy,
         objectives=tuple(objectives),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plexrl.errors import PlexRLError, from_wire
-from plexrl.sim.engine.simulate import Progress, simulate
+from plexrl.sim.engine.simulate import RunProgress, simulate
 from plexrl.sim.metrics.job_rows_file import row_writer
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.scenario import Scenario
@@ -22,14 +22,14 @@ class FailedRun:
 
 
 Outcome = SimResult | FailedRun
-OnProgress = Callable[[int, Progress], None]
+OnProgress = Callable[[int, RunProgress], None]
 """Receives the index of a run and its progress."""
 OnEnd = Callable[[int, Outcome], None]
 """Receives the index of a run and its outcome, in the order in which runs end."""
 
 
 def run_one(
-    scenario: Scenario, on_progress: Callable[[Progress], None], job_rows: Path | None = None
+    scenario: Scenario, on_progress: Callable[[RunProgress], None], job_rows: Path | None = None
 ) -> Outcome:
     """Execute a run in this process; a failure becomes a `FailedRun`."""
     try:

@@ -5,7 +5,7 @@ from typing import Any
 
 from plexrl.errors import PlexRLError
 from plexrl.process.ray_connection import connect, disconnect
-from plexrl.sim.engine.simulate import Progress
+from plexrl.sim.engine.simulate import RunProgress
 from plexrl.sim.search.one_run import FailedRun, OnEnd, OnProgress, Outcome, label, run_one
 from plexrl.sim.workload.scenario import Scenario
 
@@ -18,13 +18,13 @@ class ProgressBoard:
     """A Ray actor that holds the latest progress of each run."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, Progress] = {}
+        self._latest: dict[int, RunProgress] = {}
 
-    def put(self, index: int, progress: Progress) -> None:
+    def put(self, index: int, progress: RunProgress) -> None:
         """Store the progress of a run."""
         self._latest[index] = progress
 
-    def take(self) -> dict[int, Progress]:
+    def take(self) -> dict[int, RunProgress]:
         """Return and clear the progress since the last call."""
         found, self._latest = self._latest, {}
         return found
@@ -87,7 +87,7 @@ def _run(scenarios: Sequence[Scenario], tell: OnProgress, ended: OnEnd) -> tuple
 
 
 def _task(index: int, scenario: Scenario, board: Any) -> Outcome:
-    def put(progress: Progress) -> None:
+    def put(progress: RunProgress) -> None:
         board.put.remote(index, progress)
 
     return run_one(scenario, put)

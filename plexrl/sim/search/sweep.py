@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from plexrl.errors import PlexRLError
 from plexrl.process.lifeline import die_with_parent
-from plexrl.sim.engine.simulate import Progress
+from plexrl.sim.engine.simulate import RunProgress
 from plexrl.sim.search.one_run import FailedRun, OnEnd, OnProgress, Outcome, failed, run_one
 from plexrl.sim.search.ray_sweep import run_on_ray
 from plexrl.sim.workload.scenario import JobSource, Scenario
@@ -57,10 +57,13 @@ def run_all(
         return run_on_ray(scenarios, ray_address, report, ended)
     slots = min(workers or len(os.sched_getaffinity(0)), len(scenarios))
     run = _run_here if slots <= 1 else partial(_run_in_processes, slots=slots)
-    rows = [job_rows.get(each) if job_rows else None for each in scenarios]
+    rows = [job_rows.get(scenario) if job_rows else None for scenario in scenarios]
     if not copies:
         return run([*zip(scenarios, rows, strict=True)], report, ended)
-    reading = [replace(each, source=copies.get(each.source, each.source)) for each in scenarios]
+    reading = [
+        replace(scenario, source=copies.get(scenario.source, scenario.source))
+        for scenario in scenarios
+    ]
 
     def with_own_source(index: int, outcome: Outcome) -> Outcome:
         if isinstance(outcome, FailedRun):
@@ -103,7 +106,7 @@ def _run_in_processes(
                         "machine is out of memory; use fewer --workers"
                     )
                     message = failed(tasks[index][0], died)
-                if isinstance(message, Progress):
+                if isinstance(message, RunProgress):
                     report(index, message)
                     continue
                 outcomes[index] = message

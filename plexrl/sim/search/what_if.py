@@ -77,7 +77,7 @@ def change(given: str) -> Change:
     return Change(text=given, field=field, value=value)
 
 
-def changed(scenario: Scenario, what: Change) -> Scenario:
+def apply_change(scenario: Scenario, what: Change) -> Scenario:
     """The scenario with the change applied to all its pools.
 
     Raises:
@@ -94,7 +94,7 @@ def changed(scenario: Scenario, what: Change) -> Scenario:
     return replace(scenario, pools=tuple(_changed(pool, what) for pool in scenario.pools))
 
 
-def repriced(scenario: Scenario, result: SimResult, other: Scenario) -> SimResult | None:
+def reprice(scenario: Scenario, result: SimResult, other: Scenario) -> SimResult | None:
     """The result of `other` if it differs from the `scenario` of `result` in prices only; None: it
     has to be run. (It has to be if rollouts cost the price of their node type and several types
     have new prices: the result does not contain rollout hours by node type.)"""

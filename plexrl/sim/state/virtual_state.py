@@ -59,7 +59,7 @@ class _State:
     stored_bytes: dict[NodeId, int] = field(default_factory=dict)
     """Bytes of the newest version by node, for the nodes that have a part."""
     on_nvme: set[NodeId] = field(default_factory=set)
-    """Those of these nodes that keep their part on NVMe."""
+    """Nodes that keep their part on NVMe."""
     next_use: float | None = None
     """Predicted time of the next use."""
     last_use: float = 0.0
@@ -362,9 +362,9 @@ class VirtualState:
             nvme = TierUsage(used_bytes=tiers.nvme_bytes, bytes_max=kind.nvme_bytes)
             # Of the versions on NVMe only the old one can be dropped.
             candidates = [
-                self._candidate(each, node, known, now)
-                for each in tiers.residents.values()
-                if each is known or node not in each.on_nvme
+                self._candidate(resident, node, known, now)
+                for resident in tiers.residents.values()
+                if resident is known or node not in resident.on_nvme
             ]
             placement = plan_eviction(nbytes, candidates, host, nvme)
             if placement is None:

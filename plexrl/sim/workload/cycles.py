@@ -102,11 +102,11 @@ class CycleDistribution:
             max(0.0, after.offset_s - before.offset_s - before.duration_s)
             for before, after in pairwise(segments)
         )
-        busy_s = math.fsum(each.duration_s for each in segments)
+        busy_s = math.fsum(segment.duration_s for segment in segments)
         self._rollout_s = max(0.0, period_s - busy_s - math.fsum(gaps_s))
         self.functions: tuple[str, ...]
         """Functions of the drawn segments; those of merged segments are joined by `+`."""
-        self.functions, work_s, fixed_s, gaps_s = _merged(segments, gaps_s, detail)
+        self.functions, work_s, fixed_s, gaps_s = _merge(segments, gaps_s, detail)
         self.mean = DrawnCycle(
             self._rollout_s,
             tuple(map(sum, zip(work_s, fixed_s, strict=True))),
@@ -185,7 +185,7 @@ def _segments(job: TraceJob) -> tuple[TraceSegment, ...]:
     return (TraceSegment(function=WHOLE, offset_s=0.0, duration_s=whole_s),)
 
 
-def _merged(
+def _merge(
     segments: tuple[TraceSegment, ...], gaps_s: tuple[float, ...], detail: Detail
 ) -> tuple[tuple[str, ...], tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     """Functions, seconds proportional to tokens, constant seconds, and the gaps between."""

@@ -300,7 +300,7 @@ class JobRun(WorkerGroup):
 
 
 Workers = JobRun | Rollouts
-"""Those of any deployment."""
+"""Workers of any deployment."""
 
 
 def alone_clock(

@@ -23,7 +23,6 @@ STALENESS_MAX = 64
 """Most steps of staleness; no training uses older rollouts."""
 RESPONSES_MAX = 1_000_000
 """Most responses of a rollout; the distribution of the longest is exact up to here."""
-GPUS_PER_NODE_MAX = 1024
 LOAD_MAX = 100.0
 """Largest bound of a group's load; a hundred jobs that always train are a mistake."""
 SLO_MAX = 0.99

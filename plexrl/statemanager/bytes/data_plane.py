@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from plexrl.errors import OperationCancelledError
 from plexrl.statemanager.bytes.mapped_memory import address_of
-from plexrl.statemanager.device.memory import Run
+from plexrl.statemanager.device.memory import ByteRun
 
 BLOCK_BYTES = 4 << 20
 """Block size of a drive's requests and of checksums."""
@@ -30,13 +30,13 @@ SPLIT_ALIGNMENT = 4096
 DATA_THREADS_MAX = 4
 """More threads gain little: two nearly reach a CPU socket's bandwidth."""
 
-Copy = Callable[[Sequence[Run]], None]
+Copy = Callable[[Sequence[ByteRun]], None]
 OnMap = Callable[[int, int], None]
 ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
+class StagingBuffer:
     """Page-aligned memory of `BLOCK_BYTES`, usable by drives and devices."""
 
     address: int
@@ -66,13 +66,15 @@ class DataPlane:
         self._address = address_of(self._memory)
         if on_map is not None:
             on_map(self._address, len(self._memory))
-        self._buffers: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        self._buffers: queue.SimpleQueue[StagingBuffer] = queue.SimpleQueue()
         whole = memoryview(self._memory)
         for start in range(0, len(self._memory), BLOCK_BYTES):
-            self._buffers.put(Buffer(self._address + start, whole[start : start + BLOCK_BYTES]))
+            self._buffers.put(
+                StagingBuffer(self._address + start, whole[start : start + BLOCK_BYTES])
+            )
 
     @contextmanager
-    def buffer(self) -> Iterator[Buffer]:
+    def buffer(self) -> Iterator[StagingBuffer]:
         """Wait for a free buffer. A thread must not take a second one meanwhile."""
         buffer = self._buffers.get()
         try:
@@ -80,7 +82,7 @@ class DataPlane:
         finally:
             self._buffers.put(buffer)
 
-    def copy(self, runs: Sequence[Run], copy: Copy) -> None:
+    def copy(self, runs: Sequence[ByteRun], copy: Copy) -> None:
         """Call `copy` for all runs, on several threads if they are large."""
         total = sum(run.nbytes for run in runs)
         if total < THREADED_BYTES_MIN or self.data_threads == 1:
@@ -146,10 +148,10 @@ class DataPlane:
             self._on_unmap(self._address, len(self._memory))
 
 
-def split(runs: Sequence[Run], total: int, count: int) -> list[list[Run]]:
+def split(runs: Sequence[ByteRun], total: int, count: int) -> list[list[ByteRun]]:
     """The runs' bytes in up to `count` shares of about equal size, in order."""
     size = -(-total // count // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
-    shares: list[list[Run]] = [[]]
+    shares: list[list[ByteRun]] = [[]]
     free = size
     for run in runs:
         if run.nbytes <= free:
@@ -162,7 +164,7 @@ def split(runs: Sequence[Run], total: int, count: int) -> list[list[Run]]:
                 shares.append([])
                 free = size
             nbytes = min(free, run.nbytes - done)
-            shares[-1].append(Run(run.offset + done, run.address + done, nbytes))
+            shares[-1].append(ByteRun(run.offset + done, run.address + done, nbytes))
             done += nbytes
             free -= nbytes
     return shares

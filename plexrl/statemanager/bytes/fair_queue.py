@@ -23,7 +23,7 @@ _WEIGHT = 0.2
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Move:
+class QueuedMove:
     """A running move."""
 
     kind: str
@@ -47,7 +47,7 @@ class FairQueue:
         self._moves_max = moves_max
         self._waiting_max = waiting_max
         self._lock = threading.Lock()
-        self._running: list[Move] = []
+        self._running: list[QueuedMove] = []
         self._taken = 0
         """Slots in use by running moves, or granted to a waiting move."""
         self._queues: dict[str, deque[_Waiting]] = {}
@@ -70,7 +70,7 @@ class FairQueue:
             ConnectionLostError: the client left while its move waited.
         """
         self._enter(tenant, is_there)
-        move = Move(kind=kind, who=who, began=time.monotonic())
+        move = QueuedMove(kind=kind, who=who, began=time.monotonic())
         with self._lock:
             self._running.append(move)
         try:
@@ -78,7 +78,7 @@ class FairQueue:
         finally:
             self._leave(move)
 
-    def running(self) -> list[Move]:
+    def running(self) -> list[QueuedMove]:
         """The running moves, the oldest first."""
         with self._lock:
             return list(self._running)
@@ -122,7 +122,7 @@ class FairQueue:
                 del self._queues[mine.tenant]
         raise ConnectionLostError("the client left while its move waited for its turn")
 
-    def _leave(self, move: Move) -> None:
+    def _leave(self, move: QueuedMove) -> None:
         with self._lock:
             self._running.remove(move)
             taken_s = time.monotonic() - move.began

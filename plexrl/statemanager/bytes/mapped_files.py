@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from plexrl.statemanager.bytes.mapped_memory import Region, populate_for_reading
-from plexrl.statemanager.bytes.strided_copy import Bytes, Job, copy_strided
-from plexrl.statemanager.layout.plan.columns import Ints
+from plexrl.statemanager.bytes.strided_copy import Job, copy_strided
+from plexrl.statemanager.layout.plan.columns import Bytes, Ints
 from plexrl.statemanager.layout.ranges import PAGE_BYTES
 from plexrl.statemanager.layout.strided.copies import StridedCopies, cut_at
 

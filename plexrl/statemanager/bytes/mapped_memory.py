@@ -51,7 +51,7 @@ def parts_of(regions: Sequence[Region], start: int, nbytes: int) -> Iterator[tup
             start = last
 
 
-class MappedFile:
+class FileMapping:
     """A file's first `nbytes` bytes, shared and writable, at one address until `close`."""
 
     def __init__(self, fd: int, nbytes: int) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from plexrl.statemanager.layout.plan.columns import Bytes
 from plexrl.statemanager.layout.strided.casts import NUMPY_DTYPES, cast
 from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, cast_names
-
-Bytes = npt.NDArray[np.uint8]
 
 THREADED_BYTES_MIN = 4 << 20
 """Minimum size of a threaded copy; a smaller one ends before a second thread wakes up."""

@@ -35,7 +35,7 @@ from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.checkpoint.places.choice import root_at
 from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, CheckpointRoot
 from plexrl.statemanager.checkpoint.requests import CheckpointReport, CheckpointState
-from plexrl.statemanager.checkpoint.write.progress import Progress
+from plexrl.statemanager.checkpoint.write.progress import CheckpointProgress
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.store.receiving.reader import StateReader
@@ -68,7 +68,7 @@ class Task:
 @dataclass(slots=True, eq=False)
 class _Entry:
     task: Task
-    progress: Progress
+    progress: CheckpointProgress
     is_announced: bool = True
     state: CheckpointState = CheckpointState.WAITING
     error: PlexRLError | None = None
@@ -89,7 +89,7 @@ class CheckpointJobs:
         self._entries: OrderedDict[CheckpointPlace, _Entry] = OrderedDict()
         self._queue: queue.Queue[_Entry | None] = queue.Queue()
         self._active: list[_Entry] = []
-        """Those that are not over, by time of acceptance."""
+        """Jobs that are not over, by time of acceptance."""
         self._clean_up()
         self._ended = threading.Event()
         self._renewing = threading.Thread(target=self._renew, name="announcements", daemon=True)
@@ -107,7 +107,7 @@ class CheckpointJobs:
             StoreUnavailableError: the object store does not answer; likewise.
         """
         bytes_per_s = self._config.checkpoint_bytes_per_s or None
-        entry = _Entry(task, Progress(bytes_per_s=bytes_per_s))
+        entry = _Entry(task, CheckpointProgress(bytes_per_s=bytes_per_s))
         with self._lock:
             if len(self._active) > self._config.checkpoints_waiting_max:
                 for one in self._entries.values():

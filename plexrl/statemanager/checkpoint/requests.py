@@ -17,7 +17,7 @@ class CheckpointState(StrEnum):
     DURABLE = "durable"
     """It is complete."""
     FAILED = "failed"
-    """Nothing of it remains; request it again."""
+    """The checkpoint failed and left no files; request it again."""
     CANCELLED = "cancelled"
 
     @property

@@ -113,7 +113,7 @@ class Checkpoint:
         for want in wants:
             record = self._record_of(want)
             itemsize = DTYPE_BYTES[record.dtype]
-            for index, block in self._touched(want, record):
+            for index, block in self._touch(want, record):
                 start = record.start + block_start(block, record.shape) * itemsize
                 wanted[record.file, start, block.size * itemsize] = (record, index)
 
@@ -129,10 +129,10 @@ class Checkpoint:
     def _blocks(self, want: StateSlice) -> Iterator[tuple[Box, memoryview]]:
         """The verified blocks that a slice touches; each is valid until the next one."""
         record = self._record_of(want)
-        for index, block in self._touched(want, record):
+        for index, block in self._touch(want, record):
             yield block, self._read(record, index, block)
 
-    def _touched(self, want: StateSlice, record: TensorRecord) -> Iterator[tuple[int, Box]]:
+    def _touch(self, want: StateSlice, record: TensorRecord) -> Iterator[tuple[int, Box]]:
         itemsize = DTYPE_BYTES[record.dtype]
         held = Box(offset=want.offset, shape=want.shape)
         if 0 in want.shape:
@@ -207,7 +207,7 @@ class Checkpoint:
                 start += math.prod(shape) * DTYPE_BYTES[record.dtype]
 
     def _entries(self, record: TensorRecord) -> tuple[Named, ...]:
-        """What the file's header names for a tensor."""
+        """The entries of the file's header for a tensor."""
         is_training = record.file.startswith(f"{TRAINING_DIR}/")
         model_type = "" if is_training else self.record.model_type
         return published_tensors(model_type, record.key.name, record.shape)

@@ -219,16 +219,13 @@ class StateManagerClient:
         *,
         seq: int,
         token: int,
-        sources: Sequence[str] = (),
-        cast: bool = False,
         previous_seq: int = 0,
     ) -> LoadReport:
         """Load version `seq` of this shard into the arena; it also stays stored.
 
         A version saved under another layout (of data, tensor, pipeline or expert parallelism) is
-        converted: each byte is read once, from this node and the StateManagers at `sources`. With
-        `cast`, elements may change their dtype. From now on `previous_seq` is kept only while there
-        is free space.
+        converted: each byte is read once. From now on `previous_seq` is kept only while there is
+        free space.
 
         Raises:
             StateLostError: the version does not exist or is incomplete.
@@ -246,8 +243,6 @@ class StateManagerClient:
             request = Load(
                 seq=seq,
                 token=token,
-                sources=tuple(sources),
-                cast=cast,
                 previous_seq=previous_seq,
                 use=self._link.use,
             )

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from plexrl.errors import ConflictError, ConnectionLostError, PlexRLError
 from plexrl.statemanager.client.host_arena import Borrowed, HostArena
-from plexrl.statemanager.device.backend import Segment, WorkerArena
+from plexrl.statemanager.device.backend import DeviceSegment, WorkerArena
 from plexrl.statemanager.protocol.channel import Channel, close_all
 from plexrl.statemanager.protocol.connection import connect, exchange, retry_connect
 from plexrl.statemanager.protocol.host_requests import BorrowHost, Returned, ReturnHost
@@ -109,7 +109,7 @@ class RankLink:
             close_all(fds)
             raise ConnectionLostError(f"{len(fds)} segments arrived; {len(sizes)} were announced")
         try:
-            segments = [Segment(fd=fd, nbytes=n) for fd, n in zip(fds, sizes, strict=True)]
+            segments = [DeviceSegment(fd=fd, nbytes=n) for fd, n in zip(fds, sizes, strict=True)]
             self.arena.attach(segments, keep_contents=keep_contents)
         except BaseException:
             self._return_memory()
@@ -152,7 +152,9 @@ class RankLink:
             while True:
                 answer, fds = self._exchange(request)
                 sizes, whole = answer["segment_bytes"], bool(answer["is_whole"])
-                segments = [Segment(fd=fd, nbytes=n) for fd, n in zip(fds, sizes, strict=True)]
+                segments = [
+                    DeviceSegment(fd=fd, nbytes=n) for fd, n in zip(fds, sizes, strict=True)
+                ]
                 base.attach(segments, keep_contents=False, read_only=whole)
                 if whole:
                     return filled_bytes

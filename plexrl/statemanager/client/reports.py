@@ -1,4 +1,4 @@
-"""What the moves of a rank's state report."""
+"""Reports of the moves of a rank's state."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +24,6 @@ class LoadReport(MoveReport):
 
     parts: frozenset[StatePart] = frozenset()
     meta: dict[str, Any] = field(default_factory=dict)
-    bytes_by_source: dict[str, int] = field(default_factory=dict)
-    """For a load from another layout: address → bytes from there; the node's own address is empty.
-    Empty for a load from the same layout."""
     prefetched_bytes: int = 0
     """Bytes of `bytes_moved` that were copied before the load, during another rank's offload."""
     prefetch_s: float = 0.0

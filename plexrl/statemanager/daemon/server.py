@@ -23,7 +23,7 @@ from plexrl.statemanager.daemon.memory.prefetch import ArenaPrefetcher
 from plexrl.statemanager.daemon.registry.fencing import Fencing
 from plexrl.statemanager.daemon.registry.incarnations import Incarnations
 from plexrl.statemanager.daemon.registry.registry import Registry
-from plexrl.statemanager.daemon.session import Session
+from plexrl.statemanager.daemon.session import ClientSession
 from plexrl.statemanager.device.backend import DeviceBackend, DeviceKind
 from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache
 from plexrl.statemanager.observe.counters import Counters
@@ -68,7 +68,7 @@ class Server:
             store=store,
             registry=registry,
             fencing=Fencing(Path(config.host_dir) / "fencing.json"),
-            relayouter=Relayouter(store, key, network),
+            relayouter=Relayouter(store),
             prefetcher=Prefetcher(store),
             arena_prefetcher=ArenaPrefetcher(
                 store,
@@ -172,7 +172,7 @@ class Server:
 
     def _serve_one(self, connection: socket.socket, uid: int) -> None:
         is_there = partial(_is_there, connection)
-        session = Session(self.services, uid, is_there, pid=peer_pid(connection))
+        session = ClientSession(self.services, uid, is_there, pid=peer_pid(connection))
         try:
             channel = Channel(connection, send_timeout_s=SEND_TIMEOUT_S)
             while True:
@@ -193,7 +193,7 @@ class Server:
             connection.close()
 
 
-def _answer(channel: Channel, session: Session, body: memoryview, fds: list[int]) -> None:
+def _answer(channel: Channel, session: ClientSession, body: memoryview, fds: list[int]) -> None:
     try:
         answer, sent = session.answer(body, fds)
         try:

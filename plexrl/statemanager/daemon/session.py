@@ -19,7 +19,12 @@ from plexrl.errors import (
 )
 from plexrl.process.folders.disk_errors import FAILING
 from plexrl.statemanager.daemon.handlers import HANDLERS
-from plexrl.statemanager.daemon.handlers.caller import AnyHandler, Caller, Reply, Services
+from plexrl.statemanager.daemon.handlers.caller import (
+    AnyHandler,
+    DaemonCaller,
+    DaemonReply,
+    Services,
+)
 from plexrl.statemanager.observe.counters import MoveKind
 from plexrl.statemanager.protocol.channel import close_all
 from plexrl.statemanager.protocol.messages import Request
@@ -31,7 +36,7 @@ _REQUESTS: Any = Union[tuple(HANDLERS)]  # noqa: UP007  # built from the table
 _decode: Callable[[bytes | memoryview], Request] = msgspec.msgpack.Decoder(_REQUESTS).decode
 
 
-class Session:
+class ClientSession:
     """Handles the requests of one connection, one at a time."""
 
     def __init__(
@@ -44,10 +49,10 @@ class Session:
     ) -> None:
         """`uid`: user of the client process, as the kernel reports it, and `pid` its id; 0:
         unknown. `is_there()` returns whether the client is still connected."""
-        self._caller = Caller(services=services, uid=uid, pid=pid)
+        self._caller = DaemonCaller(services=services, uid=uid, pid=pid)
         self._is_there = is_there
 
-    def answer(self, body: bytes | memoryview, fds: Sequence[int]) -> Reply:
+    def answer(self, body: bytes | memoryview, fds: Sequence[int]) -> DaemonReply:
         """Handle a request; closes the descriptors that came with it.
 
         Raises:
@@ -99,7 +104,7 @@ class Session:
         """End the client's leases and registration."""
         self._caller.close()
 
-    def _move(self, handler: AnyHandler, request: Request, fds: Sequence[int]) -> Reply:
+    def _move(self, handler: AnyHandler, request: Request, fds: Sequence[int]) -> DaemonReply:
         caller = self._caller
         services, name = caller.services, type(request).__name__
         claims = caller.claims

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from plexrl.statemanager.device.memory import DeviceMemory, MemoryUsers
+from plexrl.statemanager.device.memory import MemoryUsers, WritableDevice
 
 
 class DeviceKind(StrEnum):
@@ -35,7 +35,7 @@ class DeviceUsage:
     """Free memory in addition to these, as the driver reports it; absent: unbounded."""
 
 
-class DeviceAllocation(DeviceMemory, Protocol):
+class DeviceAllocation(WritableDevice, Protocol):
     """Device memory of one arena: segments, in arena order."""
 
     @property
@@ -155,7 +155,7 @@ class DeviceBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class DeviceSegment:
     """A segment's descriptor and size, as sent to a worker."""
 
     fd: int
@@ -199,12 +199,12 @@ class WorkerArena(Protocol):
         ...
 
     @property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[DeviceSegment, ...]:
         """The mapped segments with the arena's descriptors, which a restarted daemon adopts."""
         ...
 
     def attach(
-        self, segments: Sequence[Segment], *, keep_contents: bool, read_only: bool = False
+        self, segments: Sequence[DeviceSegment], *, keep_contents: bool, read_only: bool = False
     ) -> None:
         """Map segments of at least `nbytes` together; the arena takes over the descriptors.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """A contiguous copy between the arena and this process's host memory. A tuple, because a
     version may have many thousands of runs."""
 
@@ -15,7 +15,7 @@ class Run(NamedTuple):
     nbytes: int
 
 
-class DeviceMemory(Protocol):
+class WritableDevice(Protocol):
     """The memory of one rank's arena. Thread-safe; calls block until done."""
 
     @property
@@ -23,7 +23,7 @@ class DeviceMemory(Protocol):
         """Size of the arena."""
         ...
 
-    def read(self, runs: Sequence[Run]) -> None:
+    def read(self, runs: Sequence[ByteRun]) -> None:
         """Copy from the arena to host memory.
 
         Raises:
@@ -32,7 +32,7 @@ class DeviceMemory(Protocol):
         """
         ...
 
-    def write(self, runs: Sequence[Run]) -> None:
+    def write(self, runs: Sequence[ByteRun]) -> None:
         """Copy from host memory to the arena. Raises as `read`."""
         ...
 
@@ -56,25 +56,25 @@ class MemoryUsers:
 
 
 class MemoryRange:
-    """As `DeviceMemory`, of which copies take only the bytes from `start` to `end`."""
+    """As `WritableDevice`, of which copies take only the bytes from `start` to `end`."""
 
-    def __init__(self, memory: DeviceMemory, start: int, end: int) -> None:
+    def __init__(self, memory: WritableDevice, start: int, end: int) -> None:
         self._memory = memory
         self.start = start
         self._end = end
         self.nbytes = memory.nbytes
 
-    def read(self, runs: Sequence[Run]) -> None:
+    def read(self, runs: Sequence[ByteRun]) -> None:
         self._memory.read(self._inside(runs))
 
-    def write(self, runs: Sequence[Run]) -> None:
+    def write(self, runs: Sequence[ByteRun]) -> None:
         self._memory.write(self._inside(runs))
 
-    def _inside(self, runs: Sequence[Run]) -> list[Run]:
+    def _inside(self, runs: Sequence[ByteRun]) -> list[ByteRun]:
         found = []
         for run in runs:
             first = max(run.offset, self.start)
             last = min(run.offset + run.nbytes, self._end)
             if first < last:
-                found.append(Run(first, run.address + first - run.offset, last - first))
+                found.append(ByteRun(first, run.address + first - run.offset, last - first))
         return found

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from plexrl.statemanager.layout.plan.columns import ITEM_BYTES, Ints
-from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, concatenated
+from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, concatenate
 
 
 class StagingBlocks:
@@ -56,7 +56,7 @@ class StagingBlocks:
         # The row that begins before the block, and the row that ends after it.
         before = np.flatnonzero(first > 0)
         after = np.flatnonzero(last < mine.counts)
-        found = concatenated(
+        found = concatenate(
             [
                 whole,
                 _part(mine, before, first[before] - 1, block, end),

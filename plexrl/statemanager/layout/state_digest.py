@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from plexrl.statemanager.layout.keys import StateSlice
-
-Bytes = npt.NDArray[np.uint8]
+from plexrl.statemanager.layout.plan.columns import Bytes
 
 
 def digest_of_slices(slices: Sequence[StateSlice], memory: Bytes) -> str:

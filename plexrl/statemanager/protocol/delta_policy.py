@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from plexrl.errors import InvalidRequestError
 
 STRIDE_BYTES = 64
-"""Compared blocks are multiples of this: the words that one word of flags describes."""
+"""Compared blocks are multiples of this: eight words of eight bytes, whose results of a byte each
+form one word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

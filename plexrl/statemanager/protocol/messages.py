@@ -19,7 +19,7 @@ from plexrl.wire.messages import SaveRequest
 Answer = dict[str, Any]
 
 PUBLISHED_PARTS = (StatePart.BUFFER, StatePart.PARAMETER)
-"""What `Publish` stores."""
+"""Parts that `Publish` stores."""
 Digest = Annotated[str, msgspec.Meta(max_length=64)]
 
 
@@ -94,7 +94,7 @@ class ListReplicated(Request, frozen=True, kw_only=True):
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is going to use of its device besides its arena. 0: unknown, or nothing."""
+    """Device memory that a rank is going to use besides its arena. 0: unknown, or nothing."""
 
     working_bytes: int = 0
     """Memory that its framework will allocate."""
@@ -119,14 +119,10 @@ class Load(Request, frozen=True, kw_only=True):
     """Load version `seq` into the arena. An arena without memory is lent some: the answer has
     `segment_bytes` and carries the segments' descriptors.
 
-    A version that ranks of another layout saved is converted to this layout. `sources` are other
-    StateManagers that hold parts of it: socket paths, or remote addresses."""
+    A version that ranks of another layout saved is converted to this layout."""
 
     seq: int
     token: int
-    sources: tuple[str, ...] = ()
-    cast: bool = False
-    """Whether elements may change their dtype."""
     previous_seq: int = 0
     """As in `Save`."""
     use: DeviceUse = DeviceUse()

@@ -25,7 +25,7 @@ TICKET_BYTES_MAX = 64 << 10
 _MAC_BYTES = hashlib.sha256().digest_size
 
 
-class Role(StrEnum):
+class TicketRole(StrEnum):
     """Role of a connection's client."""
 
     WORKER = "worker"
@@ -35,7 +35,7 @@ class Role(StrEnum):
 class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The claims of a ticket. An agent's ticket contains only the role."""
 
-    role: Role
+    role: TicketRole
     tenant: str = ""
     """Empty: the operator."""
     job: str = ""
@@ -49,7 +49,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Deployments of the same job whose published versions it may read; absent: all."""
 
     def __post_init__(self) -> None:
-        if self.role == Role.AGENT:
+        if self.role == TicketRole.AGENT:
             return
         if not self.job or job_of(self.deployment) != self.job:
             raise InvalidRequestError(
@@ -67,7 +67,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def holder(self) -> str:
         """Name of the holder, for messages."""
-        if self.role == Role.AGENT:
+        if self.role == TicketRole.AGENT:
             return "the node agent"
         return f"rank {self.rank} of {self.deployment!r}"
 
@@ -77,7 +77,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Raises:
             PermissionDeniedError: the ticket does not allow it.
         """
-        if self.role == Role.AGENT:
+        if self.role == TicketRole.AGENT:
             return
         if job_of(source) != self.job:
             raise PermissionDeniedError(
@@ -91,7 +91,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
 
-AGENT = Claims(role=Role.AGENT)
+AGENT = Claims(role=TicketRole.AGENT)
 
 
 class TicketKey:

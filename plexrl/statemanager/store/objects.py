@@ -25,7 +25,7 @@ class ObjectState(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class StoredObject:
+class SharedObject:
     """The bytes of one section. Changed only under the catalog's lock."""
 
     id: str
@@ -66,7 +66,7 @@ class Version:
     """A stored version. Changed only under the catalog's lock."""
 
     manifest: Manifest
-    objects: tuple[StoredObject, ...]
+    objects: tuple[SharedObject, ...]
     last_use: int
     last_use_s: float
     header_bytes: dict[TierName, int] = field(default_factory=dict)

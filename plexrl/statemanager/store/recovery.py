@@ -3,7 +3,7 @@
 import logging
 
 from plexrl.statemanager.layout.versions import ObjectRecord, VersionRecord
-from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
+from plexrl.statemanager.store.objects import ObjectState, SharedObject, Version, share_keys
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.nvme import NvmeObjects, file_bytes
@@ -20,7 +20,7 @@ def recover(
 
     A version with a damaged or missing object is kept: loading it reports the damage.
     """
-    objects: dict[str, StoredObject] = {}
+    objects: dict[str, SharedObject] = {}
     replaced: list[Version] = []
     with catalog.lock:
         for tier in (TierName.HOST, TierName.NVME):
@@ -45,7 +45,7 @@ def _install(
     tier: TierName,
     record: VersionRecord,
     header_bytes: int,
-    objects: dict[str, StoredObject],
+    objects: dict[str, SharedObject],
     now: float,
 ) -> list[Version]:
     """Add a version; returns the version that is superseded, this one or another of its name."""
@@ -77,7 +77,7 @@ def _install(
     return [] if previous is None else [previous]
 
 
-def _claim(record: VersionRecord, objects: dict[str, StoredObject], pool: HostPool) -> bool:
+def _claim(record: VersionRecord, objects: dict[str, SharedObject], pool: HostPool) -> bool:
     """Claim a version's pieces in the pool, except those that another version claimed."""
     claimed: list[ObjectRecord] = []
     for found in {found.id: found for found in record.objects}.values():
@@ -91,8 +91,8 @@ def _claim(record: VersionRecord, objects: dict[str, StoredObject], pool: HostPo
     return True
 
 
-def _object(record: ObjectRecord) -> StoredObject:
-    return StoredObject(
+def _object(record: ObjectRecord) -> SharedObject:
+    return SharedObject(
         id=record.id,
         nbytes=record.nbytes,
         file_bytes=file_bytes(record.id, record.nbytes),

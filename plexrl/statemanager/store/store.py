@@ -24,7 +24,7 @@ from plexrl.errors import QuotaExceededError, StateTierFullError
 from plexrl.process.memory.numa import distinct
 from plexrl.statemanager.bytes.data_plane import DataPlane, OnMap
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.device.memory import DeviceMemory
+from plexrl.statemanager.device.memory import WritableDevice
 from plexrl.statemanager.layout.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.store.objects import Version
 from plexrl.statemanager.store.receiving.receive import DataMemory, ResumableReceive, VersionData
@@ -41,7 +41,7 @@ from plexrl.statemanager.store.tiers.tenant_quotas import TenantQuotas
 from plexrl.statemanager.store.tiers.tier import Tier
 from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
 from plexrl.statemanager.store.versions.catalog import Catalog
-from plexrl.statemanager.store.versions.lease import Lease, describe_damage
+from plexrl.statemanager.store.versions.lease import VersionLease, describe_damage
 from plexrl.statemanager.store.versions.state_location import StateLocation, state_locations
 
 LOG = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ HOST, NVME = TierName.HOST, TierName.NVME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredVersion:
+class TieredVersion:
     """A version and its tier."""
 
     manifest: Manifest
@@ -150,11 +150,11 @@ class Store:
     def put(
         self,
         manifest: Manifest,
-        memory: DeviceMemory,
+        memory: WritableDevice,
         superseded: Iterable[str] = (),
         host: HostState | None = None,
         on_copy: Callable[[], None] = lambda: None,
-    ) -> StoredVersion:
+    ) -> TieredVersion:
         """Store a version from an arena; replaces a version of the same name.
 
         `superseded` names versions that may be dropped if space is short. `host` is the rank's host
@@ -173,7 +173,7 @@ class Store:
             memory = self.host_allocations.joined_memory(host, memory)
         return self._put(manifest, memory, manifest.extents, superseded, None, donated, on_copy)
 
-    def adopt(self, manifest: Manifest, data: VersionData) -> StoredVersion:
+    def adopt(self, manifest: Manifest, data: VersionData) -> TieredVersion:
         """Store another node's version, with its stamp and digest; replaces one of the same name.
 
         Raises:
@@ -186,7 +186,7 @@ class Store:
 
     def receive(
         self, manifest: Manifest, digests: Sequence[bytes], data: VersionData
-    ) -> tuple[StoredVersion, int]:
+    ) -> tuple[TieredVersion, int]:
         """Store another node's version, with its stamp and digest, block by block; replaces
         a version of the same name. Returns the version and the bytes fetched by this call.
         Blocks that arrived before an interruption are kept for the next call.
@@ -218,7 +218,7 @@ class Store:
             return self.adopt(manifest, data), manifest.nbytes
 
     @contextmanager
-    def lease(self, name: str, description: str) -> Iterator[Lease]:
+    def lease(self, name: str, description: str) -> Iterator[VersionLease]:
         """Lease the version of that name for reading, while the block runs.
 
         Raises:
@@ -228,7 +228,7 @@ class Store:
             yield lease
 
     @contextmanager
-    def lease_in_memory(self, name: str, description: str) -> Iterator[Lease]:
+    def lease_in_memory(self, name: str, description: str) -> Iterator[VersionLease]:
         """As `lease`, after the version is promoted to the host tier.
 
         Raises:
@@ -249,10 +249,10 @@ class Store:
         self,
         name: str,
         description: str,
-        memory: DeviceMemory,
+        memory: WritableDevice,
         check: Callable[[Manifest], None] | None = None,
         host: HostState | None = None,
-    ) -> Lease:
+    ) -> VersionLease:
         """Write a version to its extents in an arena; returns the lease, which has ended.
 
         `check` may refuse the version before anything is written. Background moves of the
@@ -321,7 +321,7 @@ class Store:
         with self._catalog.lock:
             return self._catalog.changes.serial, state_locations(self._catalog, since)
 
-    def find(self, wanted: Callable[[Manifest], bool]) -> list[StoredVersion]:
+    def find(self, wanted: Callable[[Manifest], bool]) -> list[TieredVersion]:
         """All versions whose manifest satisfies `wanted`, ordered by name."""
         with self._catalog.lock:
             return [
@@ -416,13 +416,13 @@ class Store:
     def _put(
         self,
         manifest: Manifest,
-        memory: DeviceMemory,
+        memory: WritableDevice,
         extents: Sequence[Extent],
         superseded: Iterable[str],
         digest: str | None,
         donated: DonatedSection | None = None,
         on_copy: Callable[[], None] = lambda: None,
-    ) -> StoredVersion:
+    ) -> TieredVersion:
         superseded = frozenset(superseded)
         if manifest.nbytes and not manifest.sections:
             manifest = replace(manifest, sections=(Section(start=0, nbytes=manifest.nbytes),))
@@ -452,8 +452,8 @@ class Store:
             return bool(names)
 
     @contextmanager
-    def _open_lease(self, version: Version, tier: TierName) -> Iterator[Lease]:
-        lease = Lease(version, tier, self._mover, self._pool, self._objects, self._faults)
+    def _open_lease(self, version: Version, tier: TierName) -> Iterator[VersionLease]:
+        lease = VersionLease(version, tier, self._mover, self._pool, self._objects, self._faults)
         try:
             yield lease
         finally:
@@ -490,7 +490,7 @@ def _open_tiers(config: StateManagerConfig, faults: FaultPoints) -> dict[TierNam
         raise
 
 
-def _stored(version: Version) -> StoredVersion:
-    return StoredVersion(
+def _stored(version: Version) -> TieredVersion:
+    return TieredVersion(
         manifest=version.manifest, tier=version.tier, nbytes=version.bytes_in(version.tier)
     )

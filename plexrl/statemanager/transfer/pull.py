@@ -22,7 +22,7 @@ from functools import partial
 from plexrl.errors import ConnectionLostError, CorruptStateError, StateLostError, UnavailableError
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
-from plexrl.statemanager.layout.strided.copies import StridedCopies, concatenated, without
+from plexrl.statemanager.layout.strided.copies import StridedCopies, concatenate, without
 from plexrl.statemanager.protocol.connection import retry_connect
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.store.receiving.pull_target import PullTarget
@@ -31,7 +31,7 @@ from plexrl.statemanager.transfer.delta.pace import DeltaPace
 
 
 class PullMode(StrEnum):
-    """What a pull transferred."""
+    """The kind of a pull's transfer."""
 
     FULL = "full"
     DELTA = "delta"
@@ -151,7 +151,7 @@ class Puller:
         stamps: dict[tuple[str, int], str] = {}
         for attempt in range(1, ATTEMPTS_MAX + 1):
             with ExitStack() as held:
-                jobs, read = self._prepared(held, addresses, version, wants, progress)
+                jobs, read = self._prepare(held, addresses, version, wants, progress)
                 fits = self._bases.fit(deployment, wants)
                 bases = self._bases if fits else _NO_BASES
                 self._bases = _NO_BASES
@@ -181,7 +181,7 @@ class Puller:
     def _pays(self, delta: DeltaPolicy) -> bool:
         return not delta.only_where_quicker or self._pace.prefers_delta()
 
-    def _prepared(
+    def _prepare(
         self,
         held: ExitStack,
         addresses: Sequence[str],
@@ -203,7 +203,7 @@ class Puller:
                 opened += self._open(held, address, version)
             except (ConnectionLostError, OSError):
                 awaited.append(address)
-        done = concatenated([copies for copies in progress.done if len(copies)])
+        done = concatenate([copies for copies in progress.done if len(copies)])
         while True:
             try:
                 return self._jobs(opened, addresses, version, wants, done), opened
@@ -259,7 +259,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What one source sends."""
+    """The part of a pull that one source sends."""
 
     address: str
     parts: tuple[_Part, ...]
@@ -344,4 +344,4 @@ def _fetch(job: _Job, target: PullTarget) -> _Fetched:
         job.parts[0].reader.confirm()
     except (CorruptStateError, UnavailableError) as error:
         lost = error
-    return _Fetched(copies=concatenated(done_copies), nbytes=sum(moved), lost=lost)
+    return _Fetched(copies=concatenate(done_copies), nbytes=sum(moved), lost=lost)

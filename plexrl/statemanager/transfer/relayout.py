@@ -5,7 +5,7 @@ Invariants:
 - All loaded versions are of one save: one seq, world size, token of the group lock, and set of
   parts. Versions of two saves never mix, even with equal seq.
 - Every element is read once, even if it has replicas (`plexrl.statemanager.layout.plan.plan`).
-- Elements keep their dtype, unless a cast is requested.
+- Elements keep their dtype.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -58,7 +58,7 @@ def check_dtypes(wants: Iterable[StateSlice], held: Iterable[StateSlice]) -> Non
         if dtype != want.dtype:
             raise InvalidRequestError(
                 f"{want.key.name} was saved as {dtype} and the arena has it as {want.dtype}: load "
-                "it into a model with the same dtypes, or request a cast",
+                "it into a model with the same dtypes",
                 key=want.key.name,
             )
 
@@ -70,14 +70,14 @@ def lost_error(
     what = f"version {seq} of {deployment!r}"
     if not found:
         return StateLostError(
-            f"{what} is not on this node, nor at a named source: restore a checkpoint",
+            f"{what} is not on this node: restore a checkpoint",
             deployment=deployment,
             seq=seq,
         )
     descriptions = [_describe([found[index] for index in save]) for save in saves(found)]
     return StateLostError(
-        f"{what} is incomplete ({'; '.join(descriptions)}{f'; {why}' if why else ''}): name the "
-        "StateManagers that have the rest, or restore a checkpoint",
+        f"{what} is incomplete ({'; '.join(descriptions)}{f'; {why}' if why else ''}): "
+        "restore a checkpoint",
         deployment=deployment,
         seq=seq,
     )

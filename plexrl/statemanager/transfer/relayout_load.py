@@ -6,16 +6,15 @@ whatever the layouts are.
 """
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 
-from plexrl.errors import StateLostError, UnavailableError
+from plexrl.errors import StateLostError
 from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES, DataPlane
-from plexrl.statemanager.device.memory import DeviceMemory, Run
+from plexrl.statemanager.device.memory import ByteRun, WritableDevice
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
@@ -23,14 +22,11 @@ from plexrl.statemanager.layout.plan.plan import Plan
 from plexrl.statemanager.layout.staging import StagingBlocks, covered
 from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies
 from plexrl.statemanager.layout.versions import Manifest
-from plexrl.statemanager.protocol.network import Network
-from plexrl.statemanager.protocol.tickets import AGENT, TicketKey
 from plexrl.statemanager.store.receiving.reader import StateReader, as_source
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.leasing import lease_states
 from plexrl.statemanager.transfer.relayout import check_dtypes, lost_error, saves, wanted_slices
-from plexrl.statemanager.transfer.transport.choice import open_elsewhere
 
 DIRECT_BYTES_MIN = 64 << 10
 """A range of this many bytes is copied without staging."""
@@ -48,18 +44,14 @@ class RelayoutLoad:
     """(offset, bytes) of the written parts of the arena."""
     tier: TierName
     """NVMe if any bytes came from there."""
-    bytes_by_source: dict[str, int]
-    """Address → bytes from there; this daemon's own address is empty."""
 
 
 class Relayouter:
     """Loads across layouts; caches plans. Thread-safe."""
 
-    def __init__(self, store: Store, key: TicketKey, network: Network) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._network = network
         self._plane = store.plane
-        self._key = key
         self._planning = threading.Lock()
         self._plans = PlanCache()
 
@@ -68,45 +60,24 @@ class Relayouter:
         deployment: str,
         seq: int,
         slices: Sequence[StateSlice],
-        memory: DeviceMemory,
-        *,
-        sources: Sequence[str] = (),
-        cast: bool = False,
+        memory: WritableDevice,
     ) -> RelayoutLoad:
-        """Fill the slices of an arena from a version held by this daemon and those at `sources`.
-
-        With `cast`, elements may change their dtype as `casts.CAST_RULES` allow.
+        """Fill the slices of an arena from a version that this daemon holds.
 
         Raises:
             StateLostError: no save is complete; nothing was written.
             InvalidRequestError: a tensor was saved with another shape or dtype; nothing was
                 written.
-            UnavailableError: a source that may hold missing parts cannot be reached, or ended
-                while it was read; then the arena may be partly written.
             CorruptStateError: a version is damaged; the arena may be partly written.
         """
         with ExitStack() as held:
-            opened: list[StateReader] = [*lease_states(self._store, held, deployment, seq)]
-            unreachable: UnavailableError | None = None
-            ticket = self._key.mint(AGENT)
-            for address in dict.fromkeys(sources):
-                try:
-                    opened += open_elsewhere(held, self._network, address, ticket, deployment, seq)
-                except UnavailableError as error:
-                    unreachable = error
-            try:
-                save, wants, plan = self._planned(deployment, seq, slices, opened, cast=cast)
-            except StateLostError as error:
-                if unreachable is not None:
-                    raise unreachable from error
-                raise
+            opened = lease_states(self._store, held, deployment, seq)
+            save, wants, plan = self._plan_load(deployment, seq, slices, opened)
             [target] = plan.targets
             used = {save[index]: copies for index, copies in target.copies.items()}
             _fill(self._plane, memory, used)
-            by_source: Counter[str] = Counter()
-            for reader, copies in used.items():
+            for reader in used:
                 reader.confirm()
-                by_source[reader.address] += copies.nbytes
             return RelayoutLoad(
                 manifest=save[0].manifest,
                 nbytes=target.nbytes,
@@ -114,17 +85,14 @@ class Relayouter:
                 tier=TierName.HOST
                 if all(reader.tier == TierName.HOST for reader in used)
                 else TierName.NVME,
-                bytes_by_source=dict(by_source),
             )
 
-    def _planned(
+    def _plan_load(
         self,
         deployment: str,
         seq: int,
         slices: Sequence[StateSlice],
         opened: Sequence[StateReader],
-        *,
-        cast: bool,
     ) -> tuple[list[StateReader], tuple[StateSlice, ...], Plan]:
         """The first save that covers all wanted slices, those slices, and the plan.
 
@@ -135,9 +103,8 @@ class Relayouter:
         for indices in saves(manifests):
             save = [opened[index] for index in indices]
             wants = wanted_slices(slices, save[0].manifest)
-            if not cast:
-                for reader in save:
-                    check_dtypes(wants, reader.slices)
+            for reader in save:
+                check_dtypes(wants, reader.slices)
             try:
                 return save, wants, self._plan(save, wants)
             except StateLostError as error:
@@ -150,10 +117,10 @@ class Relayouter:
 
 
 def _fill(
-    plane: DataPlane, memory: DeviceMemory, copies_of: dict[StateReader, StridedCopies]
+    plane: DataPlane, memory: WritableDevice, copies_of: dict[StateReader, StridedCopies]
 ) -> None:
     """Copy from the readers to the arena."""
-    direct: list[Run] = []
+    direct: list[ByteRun] = []
     staged: list[tuple[StateReader, StagingBlocks]] = []
     for reader, copies in copies_of.items():
         rest = copies
@@ -165,7 +132,7 @@ def _fill(
                 columns = (job.dst_offsets.tolist(), job.src_offsets.tolist(), job.items.tolist())
                 for to, place, nbytes in zip(*columns, strict=True):
                     assert 0 <= place <= len(source) - nbytes
-                    direct.append(Run(to, address + place, nbytes))
+                    direct.append(ByteRun(to, address + place, nbytes))
             rest = copies.chosen(~is_long)
         if len(rest):
             staged.append((reader, StagingBlocks(rest, BLOCK_BYTES)))
@@ -175,27 +142,27 @@ def _fill(
         with plane.buffer() as buffer:
             # The last block of the arena may be shorter than the buffer.
             block = np.frombuffer(buffer.view, dtype=np.uint8)
-            filled: list[Run] = []
+            filled: list[ByteRun] = []
             for reader, blocks in staged:
                 copies = blocks.copies(start)
                 if len(copies):
                     reader.read(copies, block)
                     filled += [
-                        Run(start + at, buffer.address + at, nbytes)
+                        ByteRun(start + at, buffer.address + at, nbytes)
                         for at, nbytes in covered(copies)
                     ]
-            memory.write(_joined(filled))
+            memory.write(_join(filled))
 
     starts = sorted({at for _, blocks in staged for at in blocks.starts()})
     plane.spread(fill_block, starts)
 
 
-def _joined(copies: list[Run]) -> list[Run]:
+def _join(copies: list[ByteRun]) -> list[ByteRun]:
     """The same copies, with adjacent ones joined."""
-    found: list[Run] = []
+    found: list[ByteRun] = []
     for run in sorted(copies, key=lambda run: run.offset):
         if found and found[-1].offset + found[-1].nbytes == run.offset:
-            found[-1] = Run(found[-1].offset, found[-1].address, found[-1].nbytes + run.nbytes)
+            found[-1] = ByteRun(found[-1].offset, found[-1].address, found[-1].nbytes + run.nbytes)
         else:
             found.append(run)
     return found

@@ -48,7 +48,7 @@ _Hint = tuple[str, int, tuple[str, ...], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """What it took to have a replica."""
+    """The cost of a replica."""
 
     nbytes: int
     """Bytes that were fetched for the caller; 0: it was here."""

@@ -68,8 +68,8 @@ def record(jobs: Iterable[Row], operations: Iterable[Row], now: float) -> list[T
     for row in operations:
         if row["started_at"] is not None and row["kind"] not in MOVES:
             runs.setdefault(row["deployment"], _Runs()).rows.append(row)
-    for each in runs.values():
-        each.rows.sort(key=lambda row: (row["started_at"], row["index"]))
+    for run in runs.values():
+        run.rows.sort(key=lambda row: (row["started_at"], row["index"]))
     found = [_row(job, runs, now) for job in jobs]
     ran = sorted((job for job in found if job), key=lambda job: (job.submit_s, job.job_id))
     start_s = ran[0].submit_s if ran else 0.0
@@ -80,9 +80,11 @@ def _row(job: Row, runs: Mapping[str, _Runs], now: float) -> TraceJob | None:
     deployments = [each for each in job["deployments"] if each["deployment"] in runs]
     if not deployments:
         return None
-    training = [each for each in deployments if each["kind"] != "rollout"]
-    rollouts = [each for each in deployments if each["kind"] == "rollout"]
-    first_s = min(runs[each["deployment"]].rows[0]["started_at"] for each in deployments)
+    training = [deployment for deployment in deployments if deployment["kind"] != "rollout"]
+    rollouts = [deployment for deployment in deployments if deployment["kind"] == "rollout"]
+    first_s = min(
+        runs[deployment["deployment"]].rows[0]["started_at"] for deployment in deployments
+    )
     end_s = job["ended_at"] if job["ended_at"] is not None else now
     demand: dict[str, Any] = {}
     waited_s = 0.0
@@ -91,7 +93,7 @@ def _row(job: Row, runs: Mapping[str, _Runs], now: float) -> TraceJob | None:
         rows = runs[main["deployment"]].rows
         cycles, count, waited_s = _cycles(rows)
         demand = _demand(cycles, count)
-        ahead = [row for each in rollouts for row in runs[each["deployment"]].rows]
+        ahead = [row for rollout in rollouts for row in runs[rollout["deployment"]].rows]
         if demand and _overlap_s(rows, ahead) > ASYNCHRONOUS_PART * runs[main["deployment"]].busy_s:
             demand["staleness"] = 1
     return TraceJob(
@@ -101,7 +103,7 @@ def _row(job: Row, runs: Mapping[str, _Runs], now: float) -> TraceJob | None:
         # The job ran, so its duration is not 0, even below the clock's resolution.
         duration_s=max(1e-6, end_s - first_s - waited_s),
         gpus=sum(each["workers"] for each in training),
-        rollout_gpus=sum(each["workers"] for each in rollouts),
+        rollout_gpus=sum(rollout["workers"] for rollout in rollouts),
         state_bytes=sum(each["state_bytes"] for each in training),
         priority=job["priority"],
         wait_s=max(0.0, first_s - job["submitted_at"]),
@@ -143,7 +145,7 @@ def _demand(cycles: Sequence[_Cycle], count: int) -> dict[str, Any]:
     period_s = median(cycle.length_s for cycle in clean)
     if period_s < 1e-3:
         return {}
-    merged = [_merged(cycle.spans, MERGE_PART * period_s) for cycle in clean]
+    merged = [_merge(cycle.spans, MERGE_PART * period_s) for cycle in clean]
     orders = Counter(tuple(span.function for span in spans) for spans in merged)
     usual = min(orders, key=lambda order: (-orders[order], order))
     agreeing = [spans for spans in merged if tuple(span.function for span in spans) == usual]
@@ -165,7 +167,7 @@ def _demand(cycles: Sequence[_Cycle], count: int) -> dict[str, Any]:
     }
 
 
-def _merged(spans: Sequence[_Span], gap_s: float) -> list[_Span]:
+def _merge(spans: Sequence[_Span], gap_s: float) -> list[_Span]:
     found: list[_Span] = []
     for span in spans:
         last = found[-1] if found else None

@@ -98,11 +98,6 @@ class RunProfile:
                 at_s += length_s
         return tuple(found)
 
-    @property
-    def bubble(self) -> float:
-        """Part of a cycle in which the training GPUs are idle (PlexRL Tab. 1)."""
-        return 1.0 - sum(each.duration_s for each in self.segments) / self.period_s
-
     def job(self, *, gpus: int, **fields: Any) -> TraceJob:
         """The run as a trace job; the caller provides the other fields."""
         given = {"job_id": self.run or "run", "submit_s": 0.0, "cycles": self.steps, **fields}

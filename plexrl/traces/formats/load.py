@@ -265,10 +265,10 @@ def load(
     problems = Problems(on_problem)
     loaded = Loaded(table=known.table, rows=iter(()), problems=problems)
     if name == "servegen":
-        loaded.rows = _drawn(path, draw or servegen.Draw())
+        loaded.rows = _draw(path, draw or servegen.Draw())
         return loaded
     records, header = _records(path, name, problems)
-    parsed = _parsed(_not_empty(records, header, problems), known, loaded.left_out)
+    parsed = _parse(_not_empty(records, header, problems), known, loaded.left_out)
     if known.table is LENGTHS:
         report = _by_source_column(problems, lengths.source_fields(header.names))
         loaded.rows = checked(_relative(parsed), LENGTHS, report)
@@ -279,13 +279,13 @@ def load(
     return loaded
 
 
-def _drawn(path: Path, draw: servegen.Draw) -> Iterator[Any]:
+def _draw(path: Path, draw: servegen.Draw) -> Iterator[Any]:
     files = servegen.client_files(path)
     if not files:
         raise TraceError(
             f"{path} is neither a client's chunk-N-dataset.json of ServeGen nor a folder of them"
         )
-    return servegen.drawn_requests(files, draw)
+    return servegen.draw_requests(files, draw)
 
 
 def _by_source_column(report: Report, fields: Mapping[str, str]) -> Report:
@@ -333,7 +333,7 @@ def _not_empty(records: Iterator[Record], header: Header, problems: Problems) ->
     yield from records
 
 
-def _parsed(records: Iterator[Record], known: Format, left_out: Counter[str]) -> Iterator[Parsed]:
+def _parse(records: Iterator[Record], known: Format, left_out: Counter[str]) -> Iterator[Parsed]:
     absent = defaults(known.table)
     for line, cells in records:
         fields = Fields(cells, line)

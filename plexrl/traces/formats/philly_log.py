@@ -88,5 +88,6 @@ def _attempts(value: Any) -> list[Mapping[str, Any]] | None:
 def _is_attempt(value: Any) -> bool:
     machines = value.get("detail", []) if isinstance(value, Mapping) else None
     return isinstance(machines, list) and all(
-        isinstance(each, Mapping) and isinstance(each.get("gpus"), list) for each in machines
+        isinstance(machine, Mapping) and isinstance(machine.get("gpus"), list)
+        for machine in machines
     )

@@ -79,7 +79,7 @@ def is_client_file(path: Path) -> bool:
     return bool(re.match(rb'\s*\{\s*"\d+"\s*:\s*\{\s*"[a-z_]+"\s*:\s*"\{', first))
 
 
-def drawn_requests(files: list[Path], draw: Draw) -> Iterator[ResponseLength]:
+def draw_requests(files: list[Path], draw: Draw) -> Iterator[ResponseLength]:
     """Requests in order of arrival; without rate files they have no arrival times.
 
     Raises:
@@ -177,7 +177,7 @@ def _is_window(start: str, fields: object) -> bool:
         start.isdecimal()
         and isinstance(fields, dict)
         and OUTPUT in fields
-        and all(isinstance(each, str) for each in fields.values())
+        and all(isinstance(field, str) for field in fields.values())
     )
 
 

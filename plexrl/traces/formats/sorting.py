@@ -16,7 +16,7 @@ IN_MEMORY = 100_000
 
 def by_submission(jobs: Iterable[TraceJob], in_memory: int = IN_MEMORY) -> Iterator[TraceJob]:
     """The jobs by `submit_s`, the first at 0; the sort is stable."""
-    return from_first(_sorted(jobs, in_memory))
+    return from_first(_sort(jobs, in_memory))
 
 
 def from_first(jobs: Iterable[TraceJob]) -> Iterator[TraceJob]:
@@ -29,7 +29,7 @@ def from_first(jobs: Iterable[TraceJob]) -> Iterator[TraceJob]:
         yield replace(job, submit_s=round(job.submit_s - start_s, 6)) if start_s else job
 
 
-def _sorted(jobs: Iterable[TraceJob], in_memory: int) -> Iterator[TraceJob]:
+def _sort(jobs: Iterable[TraceJob], in_memory: int) -> Iterator[TraceJob]:
     key = attrgetter("submit_s")
     with tempfile.TemporaryDirectory(prefix="plexrl-sort-") as folder:
         runs: list[Path] = []

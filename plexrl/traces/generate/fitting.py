@@ -84,7 +84,7 @@ def distance(one: Sequence[float] | Numbers, other: Sequence[float] | Numbers) -
 
 def _quantiles(seen: Numbers) -> Quantiles:
     values = np.quantile(seen, _PARTS)
-    return Quantiles(parts=_PARTS, values=tuple(float(each) for each in values))
+    return Quantiles(parts=_PARTS, values=tuple(float(value) for value in values))
 
 
 def _weibull(logs: Numbers) -> Weibull:

@@ -37,7 +37,6 @@ def generate_jobs(
     span_s: float | None = None,
     cap_s: float = CAP_S,
     profiles: bool = True,
-    prefix: str = "job",
 ) -> Iterator[TraceJob]:
     """Jobs of a workload in order: a number of them, or those that arrive within a span. With
     `profiles` each job has the published RL profile of its class or of its size.
@@ -47,7 +46,7 @@ def generate_jobs(
     """
     if jobs is None and workload.gap.quantile(1.0) <= 0:
         raise InvalidRequestError("these jobs all arrive at once: give their number")
-    endless = _endless(workload, seed, cap_s, profiles, prefix)
+    endless = _endless(workload, seed, cap_s, profiles)
     for job in islice(endless, jobs):
         if span_s is not None and job.submit_s > span_s:
             return
@@ -92,9 +91,7 @@ def generate_lengths(
             yield ResponseLength(group=f"prompt-{prompt:06d}", output_tokens=max(1, round(length)))
 
 
-def _endless(
-    workload: Workload, seed: int, cap_s: float, profiles: bool, prefix: str
-) -> Iterator[TraceJob]:
+def _endless(workload: Workload, seed: int, cap_s: float, profiles: bool) -> Iterator[TraceJob]:
     gaps, kinds, sizes, lengths, owners = (
         Random(f"{seed}:{name}") for name in ("gaps", "kinds", "sizes", "durations", "tenants")
     )
@@ -106,7 +103,7 @@ def _endless(
         size = workload.sizes[_pick(classes, kinds)]
         gpus = int(size.gpus.quantile(sizes.random()))
         duration_s = min(cap_s, max(1.0, round(size.duration.quantile(lengths.random()), 3)))
-        job_id = f"{prefix}-{number:06d}"
+        job_id = f"job-{number:06d}"
         fields: dict[str, Any] = {"duration_s": duration_s}
         if profiles:
             model = MODEL_CLASSES[size.model] if size.model else class_of_size(gpus)

@@ -33,10 +33,12 @@ def read_csv(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:
     faults = list(header_faults(table, header))
     for field, message in faults:
         report(Problem(line=first[0], field=field, message=message))
-    if {name for name, _ in faults} & {each.name for each in table.columns}:
+    if {name for name, _ in faults} & {column.name for column in table.columns}:
         return
     absent = defaults(table)
-    columns = [(header.index(each.name), each) for each in table.columns if each.name in header]
+    columns = [
+        (header.index(column.name), column) for column in table.columns if column.name in header
+    ]
     for line, row in found:
         if len(row) != len(header):
             message = f"the row has {len(row)} cells but the header has {len(header)}"
@@ -51,7 +53,7 @@ def read_csv(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:
 def fatal_header_faults(table: Table[Any], header: Header) -> list[Fault]:
     """Faults of the header that make all rows unusable: required columns that are missing, repeated
     or apparently misspelt."""
-    needed = ((each.name,) for each in table.columns if each.required)
+    needed = ((column.name,) for column in table.columns if column.required)
     faults = column_faults(header, needed, f"a trace of {table.name}")
     for name in dict.fromkeys(header.names):
         near = () if name in table.names else get_close_matches(name, table.names, n=1)

@@ -108,7 +108,7 @@ def rows(
     """The valid rows of a file; faults of the others are reported, and so is a file without
     rows."""
     told = Problems(report)
-    parsed = _parsed(path, table, told)
+    parsed = _parse(path, table, told)
     first = next(parsed, None)
     if first is None:
         if not told.count:
@@ -251,7 +251,7 @@ def _writer(
     return CsvWriter(path, names, compressed=suffix == ".csv.gz")
 
 
-def _parsed(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:
+def _parse(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:
     if _format(path) == ".parquet":
         return read_parquet(path, table, report)
     return read_csv(path, table, report)

@@ -23,7 +23,7 @@ from plexrl.process.children.startup import remove_socket
 from plexrl.process.folders.folder_watch import Finding, FolderWatch
 from plexrl.statemanager.protocol.address import announced
 from plexrl.statemanager.protocol.network import Network
-from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.statemanager.protocol.tickets import Claims, TicketRole
 from plexrl.statemanager.store.disk_space import held_error
 from plexrl.wire.links.address import UNIX, TlsAddress, UnixAddress, parse_address
 from plexrl.wire.links.port_range import PortRange
@@ -331,7 +331,7 @@ class Agent:
             statemanager_address=config.statemanager_address,
             ticket=self._state.ticket(
                 Claims(
-                    role=Role.WORKER,
+                    role=TicketRole.WORKER,
                     tenant=command.tenant,
                     job=job,
                     deployment=deployment,

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def device_name(device: torch.device) -> str:
-    """What computes on `device`: its times are those of no other processor."""
+    """The name of the processor that computes on `device`: its times are those of no other
+    processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()

@@ -25,7 +25,7 @@ class WorkerDevice:
     """The CPU."""
 
     uuid = ""
-    """Of the GPU; empty: the CPU."""
+    """UUID of the GPU; empty: the CPU."""
     collectives = "gloo"
     """Backends of the process group."""
 

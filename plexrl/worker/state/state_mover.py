@@ -161,7 +161,7 @@ class StateMover:
         return 0 if free_bytes is None else -free_bytes - self._device.kept_bytes()
 
     def _use(self) -> DeviceUse:
-        """What will be used of the device besides the arena."""
+        """The device memory that will be used besides the arena."""
         # What the allocator still has is not free, and is not allocated again.
         working_bytes = max(0, self._peak_bytes - self._device.kept_bytes())
         base = self._backend.frozen_base

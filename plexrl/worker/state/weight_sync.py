@@ -22,7 +22,8 @@ ASK_S = 0.02
 GIVE_UP_S = 120.0
 """After so long a sync waits for no replica, and pulls from the source."""
 _PULLED, _REFUSED, _TORN = "pulled", "refused", "torn"
-"""What each rank tells the others after a sync during generation. Torn: a mix of two versions."""
+"""The outcome that each rank tells the others after a sync during generation. Torn: a mix of two
+versions."""
 
 
 class SplitVersionError(ExecutionError):

@@ -18,7 +18,7 @@ from plexrl.cli.simulate.tables import print_runs
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.one_run import FailedRun
 from plexrl.sim.search.sweep import run_all
-from plexrl.sim.workload.source.survey import surveyed
+from plexrl.sim.workload.source.survey import survey_jobs
 from plexrl.traces import write_jobs
 from plexrl.traces.io.files import write_whole
 from tests.sim.search.test_sweep import BASE, FewJobs
@@ -186,7 +186,7 @@ def test_nodes_are_reserved_or_on_demand_and_the_bill_says_which(
     assert "prices of a GPU-hour: 1 of reserved nodes, 3 of nodes on demand, 0.5 of" in words
     assert "reserving a node pays if it is held for more than 33.3 % of the paid time" in words
     page = (tmp_path / "report.html").read_text()
-    assert {"bills", "split"} <= set(re.findall(r'<section id="([a-z]+)"', page))
+    assert "bills" in set(re.findall(r'<section id="([a-z]+)"', page))
     document = json.loads((tmp_path / "results.json").read_text())
     pack = document["runs"][0]
     assert pack["break_even"] == pytest.approx(1 / 3)
@@ -263,7 +263,7 @@ def test_a_run_that_failed_is_told_beside_the_results_of_others(
     assert isinstance(good, SimResult)
     assert isinstance(bad, FailedRun)
     found = Answers(
-        trace="few", survey=surveyed(FewJobs().jobs()), runs=((BASE, good),), failed=(bad,)
+        trace="few", survey=survey_jobs(FewJobs().jobs()), runs=((BASE, good),), failed=(bad,)
     )
     show(found)
     printed = capsys.readouterr()

@@ -12,7 +12,7 @@ from plexrl.cluster.config.schema import (
     CLUSTER_FILE,
     MOVED,
     NODE_FILE,
-    Section,
+    ConfigSection,
     field_docs,
 )
 from plexrl.errors import ConfigError
@@ -161,7 +161,7 @@ def test_a_nodes_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("section", [*CLUSTER_FILE, *NODE_FILE], ids=lambda each: each.name)
-def test_an_empty_table_is_valid_and_gets_the_documented_defaults(section: Section) -> None:
+def test_an_empty_table_is_valid_and_gets_the_documented_defaults(section: ConfigSection) -> None:
     made = section.kind(**section.stand_ins)
     own = set(section.settings()) - set(section.stand_ins) - set(MOVED.get(section.name, ()))
     documented = section.defaults()

@@ -15,7 +15,7 @@ from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.statemanager.protocol.tickets import Claims, TicketRole
 from plexrl.wire.tensors import MEDIA_TYPE, encode_body
 from tests.cluster.tools import VOCABULARY, some_batch, wait_until
 
@@ -338,7 +338,7 @@ def test_a_second_writer_with_a_stale_token_is_refused(
     actor.barrier().result()
     group = next(g for g in cluster.groups() if g["group"] == actor.status()["group"])
     # Even with a valid ticket of the node.
-    claims = Claims(role=Role.WORKER, job=job.job, deployment=f"{job.job}/intruder")
+    claims = Claims(role=TicketRole.WORKER, job=job.job, deployment=f"{job.job}/intruder")
     client = StateManagerClient(
         cluster.nodes()[0]["statemanager"],
         deployment=claims.deployment,

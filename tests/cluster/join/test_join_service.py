@@ -278,7 +278,7 @@ def test_a_certificate_is_renewed_after_two_thirds_of_its_life(
     assert timedelta(seconds=messages.CLOCK_DIFFERENCE_S_MAX) < CLOCK_SKEW
 
 
-async def _without_certificate(at: TlsAddress, request: messages.Request) -> messages.Done:
+async def _without_certificate(at: TlsAddress, request: messages.JoinRequest) -> messages.Done:
     reader, writer = await asyncio.open_connection(at.host, at.port, ssl=_untrusting())
     try:
         await messages.write_message(writer, request)

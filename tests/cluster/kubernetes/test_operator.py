@@ -13,7 +13,7 @@ import pytest
 
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
-from plexrl.cluster.kubernetes.lease import Lease
+from plexrl.cluster.kubernetes.lease import KubernetesLease
 from plexrl.cluster.kubernetes.operator.manifest import FINALIZER, job_id
 from tests.cluster.kubernetes.api_server import Kubernetes
 from tests.cluster.kubernetes.chart import needs_helm, render
@@ -334,7 +334,7 @@ def test_the_first_job_of_a_controller_has_the_rljobs_id(
 def test_one_of_two_holds_the_lease(kubernetes: Kubernetes, namespace: str) -> None:
     now = [100.0]
     first, second = (
-        Lease(kubernetes.api(), namespace, "lease", name, 10.0, clock=lambda: now[0])
+        KubernetesLease(kubernetes.api(), namespace, "lease", name, 10.0, clock=lambda: now[0])
         for name in ("first", "second")
     )
     assert first.try_hold()

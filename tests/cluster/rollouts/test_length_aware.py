@@ -7,7 +7,7 @@ import pytest
 
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
-from plexrl.rollout.policies.ranking.ranker import PROMPTS_MIN
+from plexrl.rollout.policies.length_ranker import PROMPTS_MIN
 from tests.cluster.rollouts.test_asynchronous_rollouts import (
     MODEL,
     PROMPTS,
@@ -63,7 +63,7 @@ def test_length_aware_rollouts_train_what_others_do_and_keep_what_they_learned(
 def test_the_policy_may_become_length_aware(cluster: plexrl.Cluster) -> None:
     with cluster.create_job("lengths") as job:
         actor = job.train_deployment("actor", MODEL)
-        rollout = tail_rollout(job, actor, plexrl.TailBatching(eta=1.5))
+        rollout = tail_rollout(job, actor, plexrl.TailBatching(over_launch=1.5))
         assert not rollout.status()["length_aware"]
         rollout = tail_rollout(job, actor, plexrl.BoundedStaleness(1, length_aware=True))
         assert rollout.status()["length_aware"]

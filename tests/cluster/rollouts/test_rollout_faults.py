@@ -155,8 +155,11 @@ def test_faults_that_are_mended_by_another_try_change_nothing(
 @pytest.mark.parametrize(
     "policy",
     [
-        plexrl.TailBatching(eta=1.5),
-        pytest.param(plexrl.TailBatching(eta_prompts=2, eta_responses=1), marks=pytest.mark.slow),
+        plexrl.TailBatching(over_launch=1.5),
+        pytest.param(
+            plexrl.TailBatching(over_launch_prompts=2, over_launch_responses=1),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_prompts_that_cannot_be_generated_or_graded_are_dropped_whole(

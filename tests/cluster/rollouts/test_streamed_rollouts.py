@@ -82,7 +82,7 @@ def by_parts(
     job: plexrl.Job, meanwhile: Callable[[RolloutBatch], None] = lambda _: None
 ) -> tuple[list[RolloutBatch], Weights, dict[str, object]]:
     actor = job.train_deployment("actor", MODEL)
-    rollout = rollout_of(job, actor, plexrl.TailBatching(eta=1, scale_down=True))
+    rollout = rollout_of(job, actor, plexrl.TailBatching(over_launch=1, scale_down=True))
     found, count = [], 0
     rows = islice(prompts(), STEPS * PROMPTS)
     for part in rollout.parts(rows, reward, steps=STEPS):
@@ -145,7 +145,7 @@ def test_parts_of_batches_train_what_whole_batches_train(
 
 def test_parts_have_as_many_prompts_as_are_asked_for(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
-    rollout = rollout_of(job, actor, plexrl.TailBatching(eta=1.25, scale_down=True))
+    rollout = rollout_of(job, actor, plexrl.TailBatching(over_launch=1.25, scale_down=True))
     rows = islice(prompts(), STEPS * PROMPTS)
     sizes: dict[int, list[int]] = {}
     count = 0
@@ -211,8 +211,8 @@ def test_parts_of_enough_tokens_train_as_whole_batches_while_the_next_one_is_gen
 def test_a_policy_with_staleness_frees_no_instances(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     rollout = rollout_of(job, actor, plexrl.TailBatching(scale_down=True))
-    order = {**rollout._order, "name": "other", "staleness": 1, "eta_prompts": 1}
-    order["eta_responses"] = 1
+    order = {**rollout._order, "name": "other", "staleness": 1, "over_launch_prompts": 1}
+    order["over_launch_responses"] = 1
     with pytest.raises(InvalidRequestError, match="staleness and scale_down"):
         BoundedRollout(rollout._transport, job.job, order, actor)
 
@@ -224,7 +224,7 @@ def test_another_job_trains_on_the_gpus_that_a_rollout_shares(tmp_path: Path) ->
     try:
         with plexrl.connect(running.url, running.api_key) as cluster:
             job, other = cluster.create_job("lender"), cluster.create_job("borrower")
-            policy = plexrl.TailBatching(eta=1, scale_down=True)
+            policy = plexrl.TailBatching(over_launch=1, scale_down=True)
             actor = job.train_deployment("actor", MODEL, exclusive=True)
             rollout = rollout_of(job, actor, policy, shares_gpus=True)
             borrower = other.train_deployment("actor", MODEL)

@@ -82,7 +82,7 @@ class Killer(threading.Thread):
 def test_every_prompt_is_trained_once_though_service_and_instance_are_killed(
     cluster: plexrl.Cluster, job: plexrl.Job, embedded: EmbeddedCluster
 ) -> None:
-    steps, policy = 8, plexrl.TailBatching(eta=1.5)
+    steps, policy = 8, plexrl.TailBatching(over_launch=1.5)
     actor = job.train_deployment("actor", MODEL)
     rollout = tail_rollout(job, actor, policy)
     killer = Killer(embedded, job, rollout)
@@ -107,7 +107,7 @@ def test_prompts_with_equal_rewards_are_dropped_and_others_are_trained_once(
 ) -> None:
     count, steps = 30, 6
     actor = job.train_deployment("actor", MODEL)
-    rollout = tail_rollout(job, actor, plexrl.TailBatching(eta=1.5), dynamic_sampling=True)
+    rollout = tail_rollout(job, actor, plexrl.TailBatching(over_launch=1.5), dynamic_sampling=True)
     ticks = itertools.count()
 
     def graded(prompt: list[int], _: plexrl.Sample) -> float:
@@ -157,7 +157,7 @@ def test_another_policy_takes_over_the_queue(job: plexrl.Job) -> None:
         """Prompts that were aborted: they have samples, and were not trained."""
         return began - {number for batch in found for number in batch.prompt_numbers}
 
-    first = run(plexrl.TailBatching(eta=1.5), lambda found: bool(waiting(found)))
+    first = run(plexrl.TailBatching(over_launch=1.5), lambda found: bool(waiting(found)))
     queued = waiting(first)
     assert queued
     assert len(first) < steps - 4
@@ -165,7 +165,7 @@ def test_another_policy_takes_over_the_queue(job: plexrl.Job) -> None:
     check(ahead, 1)
     numbers = [number for batch in ahead[:2] for number in batch.prompt_numbers]
     assert queued <= set(numbers), "later than the bound allows"
-    last = run(plexrl.TailBatching(eta=1.5), lambda _: False)
+    last = run(plexrl.TailBatching(over_launch=1.5), lambda _: False)
     check(first, 0)
     check([*first, *ahead, *last], 1)
     trained = [n for batch in [*first, *ahead, *last] for n in batch.prompt_numbers]
@@ -205,7 +205,7 @@ class LateRewards:
 def test_late_rewards_of_aborted_samples_do_not_count_for_the_new_ones(job: plexrl.Job) -> None:
     steps = 4
     actor = job.train_deployment("actor", MODEL)
-    rollout = tail_rollout(job, actor, plexrl.TailBatching(eta=1.5))
+    rollout = tail_rollout(job, actor, plexrl.TailBatching(over_launch=1.5))
     late = LateRewards()
     graded = rewards.Graded(late, on_failure="raise", at_once=steps * PROMPTS * SAMPLES * 2)
     batches = []
@@ -223,8 +223,10 @@ def trained_again(
 ) -> bytes:
     """The weights after the same steps of a plain loop, which draws each prompt again with the
     weights of its step."""
-    eta = policy.eta if policy.eta_responses is None else policy.eta_responses
-    drawn = ceil(eta * SAMPLES)
+    factor = (
+        policy.over_launch if policy.over_launch_responses is None else policy.over_launch_responses
+    )
+    drawn = ceil(factor * SAMPLES)
     with cluster.create_job("again") as job:
         actor = job.train_deployment("actor", MODEL)
         rollout = job.rollout_deployment("rollout", MODEL)

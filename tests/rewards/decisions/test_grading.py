@@ -12,8 +12,8 @@ from plexrl.rewards.decisions.grading import (
     AttemptFailed,
     AttemptGraded,
     AttemptTimedOut,
-    Command,
     DeliverReward,
+    GradingCommand,
     GradingCore,
     GradingSettings,
     SampleSubmitted,
@@ -39,7 +39,7 @@ class Histories(RuleBasedStateMachine):
         self.rewards: dict[int, float] = {}
         self.delivered: dict[int, DeliverReward] = {}
 
-    def obey(self, commands: list[Command]) -> None:
+    def obey(self, commands: list[GradingCommand]) -> None:
         for command in commands:
             match command:
                 case StartAttempt(sample=sample, attempt=attempt):
@@ -114,7 +114,7 @@ def test_choice_decides_after_the_last_attempt(retries: int, on_failure: str) ->
     for attempt in range(1, retries + 2):
         assert found == [StartAttempt(sample=7, attempt=attempt)]
         found = core.handle(AttemptFailed(sample=7, attempt=attempt, reason="broken"))
-    last: Command = DeliverReward(
+    last: GradingCommand = DeliverReward(
         sample=7,
         reward=0.0 if on_failure == "zero" else None,
         failure="broken",

@@ -18,7 +18,7 @@ from plexrl.errors import InvalidRequestError, SandboxError
 from plexrl.rewards.sandbox import cgroups, command, seccomp
 from plexrl.rewards.sandbox.cgroups import PREFIX, Cgroups
 from plexrl.rewards.sandbox.limits import Ending, Limits, Program
-from plexrl.rewards.sandbox.runner import _watch, started
+from plexrl.rewards.sandbox.runner import _watch, start_program
 from plexrl.rewards.sandbox.sandbox import Sandbox
 from tests.rewards.processes import processes_of
 
@@ -140,7 +140,7 @@ with Sandbox(at_once=2) as sandbox:
 
 
 def test_program_does_not_start_after_the_controller_was_killed(sandbox: Sandbox) -> None:
-    with started(
+    with start_program(
         sandbox._command, shell("echo started"), sandbox.limits, sandbox._filter
     ) as process:
         # What remains of a killed controller: bubblewrap waits no longer, and nobody reads.
@@ -153,7 +153,9 @@ def test_program_does_not_start_after_the_controller_was_killed(sandbox: Sandbox
 
 
 def test_program_that_ended_before_a_late_look_has_not_timed_out(sandbox: Sandbox) -> None:
-    with started(sandbox._command, shell("sleep 1"), sandbox.limits, sandbox._filter) as process:
+    with start_program(
+        sandbox._command, shell("sleep 1"), sandbox.limits, sandbox._filter
+    ) as process:
         process.go()
         assert _watch(process, time.monotonic()) == "wall"
         process.process.wait()
@@ -308,7 +310,7 @@ def test_missing_binding_of_libseccomp_is_named(
     del sandbox
     monkeypatch.setitem(sys.modules, "pyseccomp", None)
     with pytest.raises(SandboxError, match=r"pip install 'plexrl\[rewards\]'"):
-        seccomp.compiled_filter()
+        seccomp.compile_filter()
 
 
 def test_folder_that_does_not_exist_is_named(sandbox: Sandbox, tmp_path: Path) -> None:

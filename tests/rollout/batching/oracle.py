@@ -5,14 +5,14 @@ buffers and records."""
 from dataclasses import dataclass, field
 
 from plexrl.rollout.coordinator.messages import (
-    Command,
-    Event,
     Generated,
     GroupAdded,
     InstanceLost,
     ReportDroppedGroup,
     ReportQueuedGroup,
     Rewarded,
+    RolloutCommand,
+    RolloutEvent,
     Route,
     Train,
 )
@@ -49,7 +49,7 @@ class Oracle:
     dropped: set[int] = field(default_factory=set)
     rounds: list[str] = field(default_factory=list)
 
-    def follow(self, event: Event, commands: list[Command]) -> None:
+    def follow(self, event: RolloutEvent, commands: list[RolloutCommand]) -> None:
         """Raises AssertionError: the commands are not those of tail batching."""
         match event:
             case GroupAdded():

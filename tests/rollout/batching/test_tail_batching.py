@@ -9,7 +9,7 @@ import pytest
 
 from plexrl.errors import InvalidRequestError, InvariantError
 from plexrl.rollout.coordinator.messages import PolicyChanged, Train
-from plexrl.rollout.policies.batching.rounds import RoundKind
+from plexrl.rollout.policies.tail_batching import RoundKind
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import TrajectoryId
 from tests.rollout.batching.oracle import Oracle

@@ -11,7 +11,6 @@ from plexrl.errors import InvalidRequestError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
-    Command,
     Generated,
     GroupAdded,
     InstanceJoined,
@@ -20,6 +19,7 @@ from plexrl.rollout.coordinator.messages import (
     Pull,
     Pulled,
     Rewarded,
+    RolloutCommand,
     Route,
     SnapshotTaken,
     Train,
@@ -32,8 +32,8 @@ from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     SampleGroupId,
-    Segment,
     TrajectoryId,
+    TrajectorySegment,
     group_of,
 )
 from plexrl.wire.operations import SamplingParams
@@ -70,7 +70,7 @@ class Rig:
             self.completed[name] = 0
             self.tell(InstanceJoined(instance=name, version=0, kv_budget=kv_budget))
 
-    def tell(self, event: object) -> list[Command]:
+    def tell(self, event: object) -> list[RolloutCommand]:
         commands = self.core.handle(event)  # type: ignore[arg-type]
         for each in commands:
             if isinstance(each, Route):
@@ -104,10 +104,12 @@ class Rig:
             self.tell(GroupAdded(group=group, prompt_tokens=10, expected_tokens=tokens))
             self.added += 1
 
-    def end(self, instance: InstanceId, trajectory: TrajectoryId, tokens: int) -> list[Command]:
+    def end(
+        self, instance: InstanceId, trajectory: TrajectoryId, tokens: int
+    ) -> list[RolloutCommand]:
         self.held[instance].remove(trajectory)
         self.completed[instance] += 1
-        segment = Segment(
+        segment = TrajectorySegment(
             tokens=tokens,
             policy_version=self.versions[instance],
             kv_version=self.versions[instance],
@@ -224,8 +226,8 @@ def test_nothing_is_kept_of_a_prompt_that_was_trained() -> None:
     assert len(rig.core.trajectories.lengths.recent) == 30
 
 
-@pytest.mark.parametrize("eta", [{"eta_prompts": 1.5}, {"eta_responses": 2.0}])
-def test_an_order_does_not_combine_it_with_tail_batching(eta: dict[str, float]) -> None:
+@pytest.mark.parametrize("factor", [{"over_launch_prompts": 1.5}, {"over_launch_responses": 2.0}])
+def test_an_order_does_not_combine_it_with_tail_batching(factor: dict[str, float]) -> None:
     order = RolloutOrder(
         job="job",
         name="rollout",
@@ -238,8 +240,8 @@ def test_an_order_does_not_combine_it_with_tail_batching(eta: dict[str, float]) 
     )
     assert order.settings().routing == "length-aware"
     assert replace(order, length_aware=False).settings().routing == "throughput"
-    with pytest.raises(InvalidRequestError, match="eta and length_aware"):
-        replace(order, **eta)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="over_launch and length_aware"):
+        replace(order, **factor)  # type: ignore[arg-type]
 
 
 CHANGES: tuple[tuple[Routing, ...], ...] = ((), ("throughput",), ("throughput", "length-aware"))

@@ -9,7 +9,7 @@ import pytest
 
 from plexrl.errors import InvalidRequestError
 from plexrl.ids import JobId
-from plexrl.sim.engine.simulate import Progress, simulate
+from plexrl.sim.engine.simulate import RunProgress, simulate
 from plexrl.sim.engine.trace_run import TraceRun
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.policies import SIM_POLICIES
@@ -102,7 +102,7 @@ def test_both_details_agree_on_the_outcome() -> None:
 
 
 def test_progress_is_told_and_changes_nothing() -> None:
-    seen: list[Progress] = []
+    seen: list[RunProgress] = []
     jobs = scenario(rows(3))
     assert plain(simulate(jobs, seen.append)) == plain(simulate(jobs))
     assert (seen[-1].jobs_done, seen[-1].jobs_seen) == (3, 3)

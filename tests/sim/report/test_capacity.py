@@ -179,10 +179,10 @@ def test_only_runs_with_prices_of_their_own_have_their_bills_on_the_page(tmp_pat
         )
         return set(sections(path.read_text(encoding="utf-8")))
 
-    assert not {"bills", "split"} & sections_of(plain)
-    assert {"bills", "split"} <= sections_of(split)
+    assert "bills" not in sections_of(plain)
+    assert "bills" in sections_of(split)
     horizon = billed_of(Prices(horizon_s=DAY_S), reserved_nodes=4)
-    assert {"bills"} == sections_of(horizon) & {"bills", "split"}
+    assert "bills" in sections_of(horizon)
     kind = NodeType(price=0.0)
     free = replace(split, scenario=replace(split.scenario, pools=(Pool(nodes=4, node_type=kind),)))
-    assert {"bills", "split"} <= sections_of(free)
+    assert "bills" in sections_of(free)

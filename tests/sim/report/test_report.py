@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.report import WhatIf, write_report
+from plexrl.sim.report import write_report
 from plexrl.sim.report.plots.gantt import job_colours, natural
 from plexrl.sim.report.plots.style import looks
-from plexrl.sim.report.plots.what_ifs import BARS_MAX
 from plexrl.sim.report.units import duration, percent, short
 from plexrl.sim.results.comparison import compare, drawn
 from plexrl.sim.results.result import (
-    Bounds,
     DistributionSummary,
+    DrainBounds,
     SimResult,
     Span,
     Speed,
@@ -62,7 +61,7 @@ def run_of(policy: str, *, gpus: int = 64, drain_s: float = 864_000.0) -> SimRes
         events=9_000,
         switches=1_717,
         drain_s=drain_s,
-        bounds=Bounds(critical_path_s=100_000.0, area_s=216_000.0),
+        bounds=DrainBounds(critical_path_s=100_000.0, area_s=216_000.0),
         wait=spread_over(0.0, 7_200.0, 86_400.0 * 3.25),
         normalized_wait=spread_over(0.0, 0.2, 3.0),
         job_slowdown=spread_over(0.01, 0.02, 0.03),
@@ -338,7 +337,7 @@ def test_ratio_needs_an_isolated_run_of_the_same_size_and_bound() -> None:
     slower = run_of("isolated", drain_s=1_728_000.0)
     _, _, ambiguous = compare([run_of("isolated"), slower, shared])
     assert ambiguous.ratio is None
-    other_seed = replace(slower, bounds=Bounds(critical_path_s=90_000.0, area_s=216_000.0))
+    other_seed = replace(slower, bounds=DrainBounds(critical_path_s=90_000.0, area_s=216_000.0))
     _, _, told_apart = compare([run_of("isolated"), other_seed, shared])
     assert told_apart.ratio == pytest.approx(0.5)
 
@@ -388,26 +387,3 @@ def test_labels_and_losses_are_shown_and_the_window_is_the_scenario_s(tmp_path: 
     text = read(path.read_text(encoding="utf-8")).text
     for part in ("on other nodes", "jobs given up", "41", "30.0 min of the trace"):
         assert part in text
-
-
-def test_what_ifs_are_drawn_beside_what_they_are_of(tmp_path: Path) -> None:
-    runs = [run_of("isolated"), run_of("pack", drain_s=432_000.0)]
-    others = [
-        WhatIf(change=change, of=of, result=replace(run, drain_s=drain * run.drain_s, cost=cost))
-        for change, drain, cost in (("price=3", 1.0, 70_000.0), (HOSTILE[0], 0.7, 0.0))
-        for of, run in enumerate(runs)
-    ]
-    path = write_report(runs, tmp_path, title="A plan", scenario_lines=LINES, what_ifs=others)
-    page = path.read_text(encoding="utf-8")
-    assert sections(page)[:3] == ["runs", "gpuhours", "whatifs"]
-    assert page.count("changes as bars") == 2
-    assert "<script" not in page
-    with pytest.raises(InvalidRequestError, match="not among the report's 1 runs"):
-        write_report(runs[:1], tmp_path, title="", scenario_lines=(), what_ifs=others)
-
-
-def test_many_what_ifs_are_cut_and_the_page_says_so(tmp_path: Path) -> None:
-    run = run_of("pack")
-    others = [WhatIf(change=f"nodes={count}", of=0, result=run) for count in range(BARS_MAX + 3)]
-    path = write_report([run], tmp_path, title="", scenario_lines=(), what_ifs=others)
-    assert "3 more are in the list above" in path.read_text(encoding="utf-8")

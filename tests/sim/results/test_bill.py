@@ -11,7 +11,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.metrics.held_nodes import HeldNodes
 from plexrl.sim.results.bill import Bill, bill, break_even, with_reserved
-from plexrl.sim.search.what_if import change, changed, repriced
+from plexrl.sim.search.what_if import apply_change, change, reprice
 from plexrl.sim.workload.prices import DAY_S, Prices
 from plexrl.sim.workload.scenario import NodeType, Pool, Scenario
 from tests.sim.metrics.test_collector import NoJobs
@@ -149,7 +149,7 @@ def test_prices_of_its_own_change_a_run_s_cost_and_nothing_else() -> None:
     assert ran.cost == pytest.approx(ran.on_demand_cost + ran.rollout_cost)
     money = ("cost", "rollout_cost", "on_demand_cost", "reserved_nodes", "paid_s", "speed")
     assert replace(ran, **{name: getattr(plain, name) for name in money}) == plain
-    priced = repriced(BASE, plain, replace(BASE, prices=prices))
+    priced = reprice(BASE, plain, replace(BASE, prices=prices))
     assert priced is not None
     assert replace(priced, speed=ran.speed) == ran
 
@@ -160,19 +160,19 @@ def test_prices_of_its_own_change_a_run_s_cost_and_nothing_else() -> None:
 )
 def test_a_what_if_of_prices_is_worked_out_as_a_run_would_have_it(given: str) -> None:
     base = replace(BASE, prices=Prices(on_demand=4.0, reserved_nodes=1))
-    other = changed(base, change(given))
-    priced, ran = repriced(base, simulate(base), other), simulate(other)
+    other = apply_change(base, change(given))
+    priced, ran = reprice(base, simulate(base), other), simulate(other)
     assert priced is not None
     assert priced.cost == pytest.approx(ran.cost)
     assert (priced.reserved_nodes, priced.paid_s) == (ran.reserved_nodes, ran.paid_s)
-    assert changed(base, change("reserved-nodes=2")).prices.reserved_nodes == 2
+    assert apply_change(base, change("reserved-nodes=2")).prices.reserved_nodes == 2
 
 
 def test_several_pools_keep_their_own_prices_for_a_longer_horizon() -> None:
     pools = (BASE.pools[0], Pool(nodes=1, node_type=NodeType(name="cheap", price=1.0)))
     base = replace(BASE, pools=pools)
     before = simulate(base)
-    priced = repriced(base, before, changed(base, change("horizon-days=2")))
+    priced = reprice(base, before, apply_change(base, change("horizon-days=2")))
     assert priced is not None
     training = (2 * 8 * 2.5 + 8 * 1.0) * 48.0
     assert priced.cost == pytest.approx(training + before.rollout_cost)

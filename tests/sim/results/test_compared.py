@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from plexrl.cli.app import app
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.results.compared import FIGURES, OPTIONS, compared
+from plexrl.sim.results.compared import FIGURES, OPTIONS, compare_results
 from plexrl.traces import write_jobs
 from tests.sim.search.test_sweep import FewJobs
 
@@ -45,7 +45,7 @@ def document(folder: Path) -> dict[str, Any]:
 
 
 def test_what_is_asked_otherwise_is_said_by_its_option(results: dict[str, Path]) -> None:
-    found = compared(document(results["small"]), document(results["large"]))
+    found = compare_results(document(results["small"]), document(results["large"]))
     assert {each.name: (each.a, each.b) for each in found.settings} == {
         "--nodes": ((4,), (6,)),
         "--policy": (("isolated", "pack"), ("pack", "spread")),
@@ -58,7 +58,7 @@ def test_what_is_asked_otherwise_is_said_by_its_option(results: dict[str, Path])
 
 def test_figures_are_those_of_the_runs_and_their_differences(results: dict[str, Path]) -> None:
     a, b = document(results["small"]), document(results["large"])
-    [pair] = compared(a, b).pairs
+    [pair] = compare_results(a, b).pairs
     drain = next(each for each in pair.figures if each.name == "drain")
     was, now = a["runs"][1]["result"]["drain_s"], b["runs"][0]["result"]["drain_s"]
     assert (drain.a, drain.b, drain.difference) == (was, now, now - was)
@@ -71,7 +71,7 @@ def test_figures_are_those_of_the_runs_and_their_differences(results: dict[str, 
 def test_runs_of_a_sweep_are_paired_where_the_other_has_their_like(
     results: dict[str, Path],
 ) -> None:
-    found = compared(document(results["both"]), document(results["large"]))
+    found = compare_results(document(results["both"]), document(results["large"]))
     assert [(pair.label, pair.a, pair.b) for pair in found.pairs] == [("pack, nodes 6", 1, 0)]
     assert found.only_a == ("pack, nodes 4",)
     assert found.only_b == ("spread, nodes 6",)
@@ -84,7 +84,7 @@ def test_sizes_that_were_searched_for_are_figures_and_no_question(
     b = copy.deepcopy(a)
     b["smallest"][0]["nodes"] += 2
     b["runs"][0]["scenario"]["pools"][0]["nodes"] += 2
-    found = compared(a, b)
+    found = compare_results(a, b)
     assert found.settings == ()
     [pair] = found.smallest
     assert (pair.label, pair.figures[0].difference) == ("pack", 2.0)
@@ -95,13 +95,13 @@ def test_objectives_of_a_search_are_part_of_the_question(results: dict[str, Path
     b = copy.deepcopy(a)
     b["smallest"][0]["objectives"] = ["wait.p95<=1h"]
     b["runs"][0]["result"]["cost"] += 1.0
-    found = compared(a, b)
+    found = compare_results(a, b)
     [asked] = found.settings
     assert (asked.name, asked.b) == ("--slo", ("wait.p95<=1h",))
     assert found.warnings == ()
     c = copy.deepcopy(a)
     c["smallest"] = []
-    [asked] = compared(a, c).settings
+    [asked] = compare_results(a, c).settings
     assert (asked.name, asked.b) == ("--slo", (None,))
 
 
@@ -111,13 +111,13 @@ def test_unlike_things_are_compared_with_a_warning(results: dict[str, Path]) -> 
     b["trace"]["jobs"] += 1
     b["version"] = "0.0.1"
     b["failed"] = [{"error": {}}]
-    jobs, version, failed = compared(a, b).warnings
+    jobs, version, failed = compare_results(a, b).warnings
     assert "the jobs differ (jobs 6 and 7)" in jobs
     assert "0.0.1" in version
     assert "1 runs of B failed" in failed
     c = copy.deepcopy(a)
     c["runs"][0]["result"]["cost"] += 1.0
-    [told] = compared(a, c).warnings
+    [told] = compare_results(a, c).warnings
     assert "the settings are equal but the figures differ" in told
 
 
@@ -125,7 +125,7 @@ def test_results_without_a_figure_or_a_version_can_be_compared(results: dict[str
     a = document(results["small"])
     b = copy.deepcopy(a)
     del b["version"], b["runs"][1]["result"]["worst_tenant"]
-    found = compared(a, b)
+    found = compare_results(a, b)
     worst = next(each for each in found.pairs[1].figures if each.name == "worst tenant")
     assert worst.b is None
     assert worst.difference is None

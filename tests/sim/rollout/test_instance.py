@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from plexrl.errors import InvalidRequestError, InvariantError
 from plexrl.sim.rollout.engine.costs import EngineCosts, read_costs
 from plexrl.sim.rollout.engine.instance import Instance
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 
 COSTS = EngineCosts(kv_tokens=1000, kv_reserve=0.0)
 
 
-def trajectory(number: int, tokens: int, prompt: int = 10) -> Trajectory:
-    return Trajectory(number=number, group=number, prompt_tokens=prompt, response_tokens=tokens)
+def trajectory(number: int, tokens: int, prompt: int = 10) -> SimulatedTrajectory:
+    return SimulatedTrajectory(
+        number=number, group=number, prompt_tokens=prompt, response_tokens=tokens
+    )
 
 
 def drain(instance: Instance) -> None:
@@ -30,19 +32,19 @@ def prefilled_s(costs: EngineCosts, tokens: int) -> float:
     return costs.prefill_s_per_token * tokens + costs.prefill_s_per_token2 * tokens**2
 
 
-def step_by_step(costs: EngineCosts, work: list[Trajectory]) -> dict[int, float]:
+def step_by_step(costs: EngineCosts, work: list[SimulatedTrajectory]) -> dict[int, float]:
     """End times by trajectory, one decode step at a time: an oracle without closed forms."""
     waiting, at_s = list(work), 0.0
-    running: list[Trajectory] = []
+    running: list[SimulatedTrajectory] = []
     done = {each.number: 0 for each in work}
     ended = {}
 
-    def length(each: Trajectory) -> int:
+    def length(each: SimulatedTrajectory) -> int:
         return each.prompt_tokens + done[each.number]
 
     def admit() -> None:
         nonlocal at_s
-        new: list[Trajectory] = []
+        new: list[SimulatedTrajectory] = []
         while waiting:
             cached = sum(map(length, running + new))
             count = len(running) + len(new)

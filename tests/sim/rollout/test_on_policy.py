@@ -14,12 +14,12 @@ from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.engine.gpus import Gpu
 from plexrl.sim.rollout.engine.models import MODELS, QWEN25_14B
 from plexrl.sim.rollout.engine.rewards import AT_ONCE, MIXED, RewardCosts, Rewards
-from plexrl.sim.rollout.results.outcome import Outcome, outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.setting import TAIL_ONLY, Parts, Setting, System, SystemName
 from plexrl.sim.rollout.systems.flexes.streaming import StreamTrainer
-from plexrl.sim.rollout.workload import Prompts, Workload
+from plexrl.sim.rollout.workload import Prompts, RolloutWorkload
 
 SLOW = RewardCosts(usual_s=2.0, slow_s=30.0, slow_part=0.3)
 SMALL_GPU = Gpu(name="small", flops=1e14, bandwidth=1e12, memory=38e9, link=1e11)
@@ -30,7 +30,7 @@ SMALL = Setting(
     batch_groups=6,
     steps=4,
     warmup_steps=0,
-    workload=Workload(limit=10_000, group_size=4),
+    workload=RolloutWorkload(limit=10_000, group_size=4),
     costs=SMALL_MODEL.costs(1),
     model=SMALL_MODEL,
     rewards=SLOW,
@@ -48,11 +48,16 @@ TAIL = System(name=SystemName.TAIL)
 SYNC = System(name=SystemName.SYNC)
 
 
-def flexes(parts: Parts, eta: float = 1.25) -> System:
-    return System(name=SystemName.FLEXES, parts=parts, eta_prompts=eta, eta_responses=eta)
+def flexes(parts: Parts, factor: float = 1.25) -> System:
+    return System(
+        name=SystemName.FLEXES,
+        parts=parts,
+        over_launch_prompts=factor,
+        over_launch_responses=factor,
+    )
 
 
-def figures(setting: Setting, system: System) -> Outcome:
+def figures(setting: Setting, system: System) -> RolloutOutcome:
     return outcome(setting, system, simulate_rollout(setting, system))
 
 
@@ -88,16 +93,16 @@ def test_every_prompt_is_trained_once_whatever_is_on(parts: Parts) -> None:
 @given(
     batch=st.integers(1, 7),
     group=st.integers(1, 4),
-    eta=st.floats(1.0, 3.0),
+    factor=st.floats(1.0, 3.0),
     slow=st.floats(0.0, 1.0),
     command_s=st.sampled_from([0.0, 0.05, 4.0, 20.0]),
     parts=st.sampled_from(PARTS),
     seed=st.integers(0, 100),
 )
-@example(batch=1, group=3, eta=2.0, slow=0.0, command_s=4.0, parts=NO_PLANNER, seed=0)
-@example(batch=5, group=2, eta=1.5, slow=0.0, command_s=4.0, parts=TAIL_ONLY, seed=50)
+@example(batch=1, group=3, factor=2.0, slow=0.0, command_s=4.0, parts=NO_PLANNER, seed=0)
+@example(batch=5, group=2, factor=1.5, slow=0.0, command_s=4.0, parts=TAIL_ONLY, seed=50)
 def test_every_prompt_is_trained_once_in_any_setting(
-    batch: int, group: int, eta: float, slow: float, command_s: float, parts: Parts, seed: int
+    batch: int, group: int, factor: float, slow: float, command_s: float, parts: Parts, seed: int
 ) -> None:
     setting = replace(
         SMALL,
@@ -106,7 +111,7 @@ def test_every_prompt_is_trained_once_in_any_setting(
         rewards=replace(SLOW, slow_part=slow),
         workload=replace(SMALL.workload, group_size=group, seed=seed),
     )
-    check_batches(setting, simulate_rollout(setting, flexes(parts, eta), with_history=True))
+    check_batches(setting, simulate_rollout(setting, flexes(parts, factor), with_history=True))
 
 
 TOKEN_S = EngineCosts(
@@ -124,13 +129,13 @@ TOKEN_S = EngineCosts(
 """Every token takes a second, however many are generated beside it."""
 
 
-def by_hand(setting: Setting, eta: float, *, has_stage: bool) -> tuple[float, list[str]]:
+def by_hand(setting: Setting, factor: float, *, has_stage: bool) -> tuple[float, list[str]]:
     """Seconds of a run in which each response takes as many seconds as it has tokens, and the kinds
     of its rounds: from sorted lists, round by round. `has_stage`: rewards begin when all responses
     of a batch are complete."""
     size, batch = setting.workload.group_size, setting.batch_groups
-    extra = ceil(round(eta * size, 6)) - size
-    starts = ceil(round(eta * batch, 6))
+    extra = ceil(round(factor * size, 6)) - size
+    starts = ceil(round(factor * batch, 6))
     drawn = Prompts(setting.workload)
     grading = Rewards(setting.rewards, setting.workload.seed)
     fresh = list(range(setting.steps * batch))
@@ -165,30 +170,30 @@ def by_hand(setting: Setting, eta: float, *, has_stage: bool) -> tuple[float, li
 @given(
     batch=st.integers(1, 6),
     group=st.integers(1, 4),
-    eta=st.sampled_from([1.0, 1.25, 1.5, 2.0]),
+    factor=st.sampled_from([1.0, 1.25, 1.5, 2.0]),
     has_stage=st.booleans(),
     rewards=st.sampled_from([AT_ONCE, SLOW]),
     seed=st.integers(0, 1000),
 )
 def test_rounds_take_as_long_as_a_calculation_by_hand_says(
-    batch: int, group: int, eta: float, has_stage: bool, rewards: RewardCosts, seed: int
+    batch: int, group: int, factor: float, has_stage: bool, rewards: RewardCosts, seed: int
 ) -> None:
     setting = Setting(
         gpus=4,
         batch_groups=batch,
         steps=9,
         warmup_steps=0,
-        workload=Workload(limit=30_000, group_size=group, seed=seed),
+        workload=RolloutWorkload(limit=30_000, group_size=group, seed=seed),
         costs=TOKEN_S,
         rewards=rewards,
         command_s=0.0,
         cycle_s=1000.0,
     )
     parts = Parts(rewards=not has_stage, parallelism=False, stream=False)
-    recorder = simulate_rollout(setting, flexes(parts, eta))
-    wanted_s, kinds = by_hand(setting, eta, has_stage=has_stage)
+    recorder = simulate_rollout(setting, flexes(parts, factor))
+    wanted_s, kinds = by_hand(setting, factor, has_stage=has_stage)
     assert recorder.end_s == pytest.approx(wanted_s)
-    if eta > 1.0:
+    if factor > 1.0:
         assert [step.round_kind for step in recorder.steps] == kinds
 
 
@@ -225,7 +230,7 @@ def test_only_speculation_generates_what_is_not_trained() -> None:
 
 def test_training_early_shortens_the_training_step_by_what_it_trains() -> None:
     """One long response keeps the round open until all others are trained."""
-    lengths = Workload(limit=20_000, group_size=1, correlation=0.0, seed=3)
+    lengths = RolloutWorkload(limit=20_000, group_size=1, correlation=0.0, seed=3)
     costs = replace(TOKEN_S, train_gpu_s_per_token=1e-4, pull_s=0.0)
     setting = replace(SMALL, workload=lengths, costs=costs, rewards=AT_ONCE, steps=1)
     setting = replace(setting, cycle_s=1000.0)
@@ -268,7 +273,7 @@ def test_early_training_is_that_of_a_count_by_seconds(
 
 
 def test_the_planner_doubles_the_size_when_engines_preempt_more() -> None:
-    workload = Workload(limit=20_000, group_size=8)
+    workload = RolloutWorkload(limit=20_000, group_size=8)
     setting = replace(SMALL, workload=workload, batch_groups=8, steps=10)
     system = flexes(Parts(rewards=False, stream=False))
     planned = simulate_rollout(setting, system)
@@ -293,10 +298,10 @@ def test_streaming_needs_rewards() -> None:
         Parts(rewards=False)
 
 
-@pytest.mark.parametrize("eta", [0.9, 17.0, float("nan")])
-def test_an_impossible_eta_is_refused(eta: float) -> None:
-    with pytest.raises(InvalidRequestError, match="eta_prompts"):
-        System(name=SystemName.TAIL, eta_prompts=eta)
+@pytest.mark.parametrize("factor", [0.9, 17.0, float("nan")])
+def test_an_impossible_over_launch_is_refused(factor: float) -> None:
+    with pytest.raises(InvalidRequestError, match="over_launch_prompts"):
+        System(name=SystemName.TAIL, over_launch_prompts=factor)
 
 
 def test_slow_rewards_have_their_part_of_the_prompts() -> None:

@@ -9,12 +9,12 @@ from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
 from plexrl.sim.rollout.engine.gpus import A40, H100, Switching
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.models import LLAMA31_8B, Model
-from plexrl.sim.rollout.engine.trajectory import Trajectory
-from plexrl.sim.rollout.results.outcome import Outcome, outcome
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
+from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.setting import Ends, Setting, System, SystemName
 from plexrl.sim.rollout.systems.pat.profile import decode_profile
-from plexrl.sim.rollout.workload import DEEPSCALER, DEEPSCALER_TAIL, Prompts, Workload
+from plexrl.sim.rollout.workload import DEEPSCALER, DEEPSCALER_TAIL, Prompts, RolloutWorkload
 
 ON_A40 = replace(LLAMA31_8B, gpu=A40)
 PAT = System(name=SystemName.PAT)
@@ -29,7 +29,7 @@ def setting(model: Model = ON_A40, *, tp: int = 2, gpus: int = 8, limit: int = 8
         batch_groups=32,
         steps=2,
         warmup_steps=0,
-        workload=Workload(lengths=DEEPSCALER, scale=1.0, limit=limit, group_size=1),
+        workload=RolloutWorkload(lengths=DEEPSCALER, scale=1.0, limit=limit, group_size=1),
         costs=model.costs(tp),
         model=model,
     )
@@ -40,7 +40,7 @@ def switching(fixed_s: float, kv_bytes_per_s: float = 1e12) -> Model:
     return replace(LLAMA31_8B, gpu=gpu)
 
 
-def figures(asked: Setting, system: System) -> Outcome:
+def figures(asked: Setting, system: System) -> RolloutOutcome:
     return outcome(asked, system, simulate_rollout(asked, system))
 
 
@@ -63,7 +63,7 @@ def test_a_switch_takes_what_the_paper_measured() -> None:
 
 
 def test_lengths_have_the_published_tail_and_mean() -> None:
-    prompts = Prompts(Workload(lengths=DEEPSCALER, scale=1.0, limit=24_576, group_size=1))
+    prompts = Prompts(RolloutWorkload(lengths=DEEPSCALER, scale=1.0, limit=24_576, group_size=1))
     lengths = [prompts.group(at)[0].response_tokens for at in range(20_000)]
     for tokens, part in DEEPSCALER_TAIL.items():
         assert sum(each > tokens for each in lengths) / 20_000 == pytest.approx(part, abs=0.005)
@@ -113,7 +113,8 @@ def test_resumed_trajectories_need_no_prefill() -> None:
     costs = replace(ON_A40.costs(2), kv_tokens=1000)
     first, second = Instance(0, costs), Instance(1, costs)
     rows = [
-        Trajectory(number=at, group=at, prompt_tokens=100, response_tokens=300) for at in range(3)
+        SimulatedTrajectory(number=at, group=at, prompt_tokens=100, response_tokens=300)
+        for at in range(3)
     ]
     first.route(rows, 0.0)
     first.advance(1.0)

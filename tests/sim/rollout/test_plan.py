@@ -12,7 +12,7 @@ from plexrl.client.data.rollout_profile import (
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.rollout.engine.models import QWEN25_7B
 from plexrl.sim.rollout.plan.modes import SYNC, modes
-from plexrl.sim.rollout.plan.planning import Job, Planned, planned, recommended
+from plexrl.sim.rollout.plan.planning import PlannedMode, ProfiledJob, plan_modes, recommend
 from plexrl.sim.rollout.plan.profiled import profiled_setting
 from plexrl.sim.rollout.results.outcome import outcome
 from plexrl.sim.rollout.runs.run import simulate_rollout
@@ -89,8 +89,8 @@ def test_prompts_with_one_response_are_one_distribution() -> None:
 def test_a_plan_compares_every_mode_with_the_synchronous_loop() -> None:
     asked = modes([1], has_model=False)
     with runner(1) as run:
-        rows = planned(run, Job(profile=PROFILE), asked, [0, 1])
-        again = planned(run, Job(profile=PROFILE), asked[:2], [0, 1])
+        rows = plan_modes(run, ProfiledJob(profile=PROFILE), asked, [0, 1])
+        again = plan_modes(run, ProfiledJob(profile=PROFILE), asked[:2], [0, 1])
     assert rows[:2] == again
     assert [each.mode for each in rows] == asked
     sync, *others = rows
@@ -110,15 +110,15 @@ def test_a_plan_compares_every_mode_with_the_synchronous_loop() -> None:
 
 
 def test_a_model_adds_sizes_and_the_adaptive_ones() -> None:
-    job = Job(profile=PROFILE, gpus=4, model=QWEN25_7B)
+    job = ProfiledJob(profile=PROFILE, gpus=4, model=QWEN25_7B)
     assert job.sizes() == [1, 2]
     assert "pat" in [each.name for each in modes([1], has_model=True)]
     assert job.setting(0, 2).costs == QWEN25_7B.costs(2)
 
 
-def row(name: str, gain: float, spread: float = 0.0, staleness: int = 0) -> Planned:
+def row(name: str, gain: float, spread: float = 0.0, staleness: int = 0) -> PlannedMode:
     mode = next(each for each in modes([1, 2], has_model=False) if each.name == name)
-    return Planned(
+    return PlannedMode(
         mode=mode,
         tensor_parallel=1,
         rollout_gpus=4,
@@ -132,7 +132,7 @@ def row(name: str, gain: float, spread: float = 0.0, staleness: int = 0) -> Plan
 
 
 def test_only_what_gains_more_than_its_spread_is_recommended() -> None:
-    assert recommended([row("sync", 1.0), row("tail", 1.01), row("streamrl-skew", 1.2, 0.3)]) == []
+    assert recommend([row("sync", 1.0), row("tail", 1.01), row("streamrl-skew", 1.2, 0.3)]) == []
     tail, ahead = row("tail", 1.3), row("staleflow η=2", 1.5)
-    assert recommended([row("sync", 1.0), tail, ahead]) == [tail, ahead]
-    assert recommended([row("sync", 1.0), tail, row("staleflow η=2", 1.1)]) == [tail]
+    assert recommend([row("sync", 1.0), tail, ahead]) == [tail, ahead]
+    assert recommend([row("sync", 1.0), tail, row("staleflow η=2", 1.1)]) == [tail]

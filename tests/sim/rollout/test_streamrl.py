@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.results.bound import throughput_bound
-from plexrl.sim.rollout.results.outcome import Outcome, outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.runs.split import best_splits, runner
 from plexrl.sim.rollout.setting import (
@@ -23,14 +23,14 @@ from plexrl.sim.rollout.setting import (
 from plexrl.sim.rollout.systems.streamrl.dynamic_batches import DynamicBatches
 from plexrl.sim.rollout.systems.streamrl.ranks import correlation, expected_ranks, recall_of
 from plexrl.sim.rollout.systems.streamrl.skewness import SkewnessAware
-from plexrl.sim.rollout.workload import Prompts, Workload
+from plexrl.sim.rollout.workload import Prompts, RolloutWorkload
 
 SETTING = Setting(
     gpus=8,
     batch_groups=40,
     steps=5,
     warmup_steps=1,
-    workload=Workload(limit=12_000, group_size=2),
+    workload=RolloutWorkload(limit=12_000, group_size=2),
     costs=EngineCosts(kv_tokens=60_000),
 )
 
@@ -40,7 +40,7 @@ def system(name: SystemName, *, rollout_gpus: int = 0, recall: float = 0.8) -> S
     return System(name=name, staleness=FIXED_STALENESS[name], rollout_gpus=gpus, recall=recall)
 
 
-def figures(setting: Setting, asked: System) -> Outcome:
+def figures(setting: Setting, asked: System) -> RolloutOutcome:
     return outcome(setting, asked, simulate_rollout(setting, asked))
 
 

@@ -14,11 +14,11 @@ from plexrl.sim.search.axes import PAPER, axis, policies_named, scenarios_along,
 from plexrl.sim.search.capacity_search import smallest_cluster
 from plexrl.sim.search.objectives import objectives
 from plexrl.sim.search.sweep import run_all
-from plexrl.sim.search.what_if import change, changed, repriced
+from plexrl.sim.search.what_if import apply_change, change, reprice
 from plexrl.sim.state.node_types import NODE_TYPES, node_type
 from plexrl.sim.workload.policies import SIM_POLICIES
 from plexrl.sim.workload.scenario import GIB, TIB, NodeType, Pool, Scenario
-from plexrl.sim.workload.source.survey import check_fits, surveyed
+from plexrl.sim.workload.source.survey import check_fits, survey_jobs
 from plexrl.sim.workload.source.trace_source import PublishedSource, TraceSource
 from plexrl.traces import Problem, Shape, TraceJob
 from tests.sim.search.test_sweep import BASE, FewJobs
@@ -132,7 +132,7 @@ def test_a_node_type_of_no_name_and_no_file_is_told_what_there_is(tmp_path: Path
 
 
 def test_a_survey_counts_what_a_trace_asks_for() -> None:
-    survey = surveyed(FewJobs().jobs())
+    survey = survey_jobs(FewJobs().jobs())
     assert (survey.jobs, survey.gpus_max, survey.arrivals_s) == (6, 8, 200.0)
     assert survey.held_gpu_s == 6 * 8 * 12 * 100.0
     assert survey.busy_gpu_s == pytest.approx(0.3 * survey.held_gpu_s)
@@ -147,15 +147,15 @@ def test_priorities_that_the_scheduler_refuses_are_named_with_their_range() -> N
         for name, priority in (("low", -101), ("least", -100), ("most", 100), ("high", 1000))
     ]
     with pytest.raises(InvalidRequestError) as raised:
-        surveyed([*FEW, *beyond])
+        survey_jobs([*FEW, *beyond])
     told = "2 jobs (low at -101, high at 1000) with a priority outside -100 to 100"
     assert told in raised.value.message
-    assert surveyed(beyond[1:3]).jobs == 2
+    assert survey_jobs(beyond[1:3]).jobs == 2
 
 
 def test_jobs_that_no_pool_holds_are_named_and_counted() -> None:
     large = [replace(job, job_id=f"big{index}", gpus=40) for index, job in enumerate(FEW)]
-    survey = surveyed([*FEW, *large])
+    survey = survey_jobs([*FEW, *large])
     with pytest.raises(
         CapacityError, match=r"6 jobs \(big0, big1, big2, …\) of up to 40 GPUs"
     ) as e:
@@ -166,7 +166,7 @@ def test_jobs_that_no_pool_holds_are_named_and_counted() -> None:
 
 
 def test_a_size_beyond_the_largest_pool_is_not_suggested() -> None:
-    survey = surveyed([*FEW, replace(FEW[0], job_id="huge", gpus=1_000_000)])
+    survey = survey_jobs([*FEW, replace(FEW[0], job_id="huge", gpus=1_000_000)])
     with pytest.raises(CapacityError, match=r"1 job \(huge\)") as raised:
         check_fits(survey, pools(4))
     assert "--nodes" not in raised.value.message
@@ -175,7 +175,7 @@ def test_a_size_beyond_the_largest_pool_is_not_suggested() -> None:
 
 
 def test_jobs_that_want_other_nodes_are_named() -> None:
-    survey = surveyed([*FEW, replace(FEW[0], job_id="picky", node_type="a100", gpus=16)])
+    survey = survey_jobs([*FEW, replace(FEW[0], job_id="picky", node_type="a100", gpus=16)])
     with pytest.raises(InvalidRequestError, match=r"'a100' is requested by 1 job \(picky\)"):
         check_fits(survey, pools(4))
     check_fits(survey, pools(2, "h200", "a100"))
@@ -193,9 +193,9 @@ def test_jobs_that_want_other_nodes_are_named() -> None:
 )
 def test_jobs_that_cannot_be_simulated_are_told_before_any_run(job: TraceJob, told: str) -> None:
     with pytest.raises(InvalidRequestError, match=told):
-        surveyed([replace(FEW[1], job_id="good"), job])
+        survey_jobs([replace(FEW[1], job_id="good"), job])
     with pytest.raises(InvalidRequestError, match="has no jobs"):
-        surveyed([])
+        survey_jobs([])
 
 
 def test_a_trace_becomes_jobs_of_a_cluster_shaped_and_bounded(tmp_path: Path) -> None:
@@ -219,13 +219,13 @@ def test_a_trace_becomes_jobs_of_a_cluster_shaped_and_bounded(tmp_path: Path) ->
     bad = tmp_path / "bad.csv"
     bad.write_text("job_id,submit_s,gpus,duration_s\na,0,8,60\nb,x,8,60\n")
     with pytest.raises(TraceError, match="submit_s is not a number"):
-        surveyed(TraceSource.at(str(bad)).jobs())
+        survey_jobs(TraceSource.at(str(bad)).jobs())
     told: list[Problem] = []
     skipping = replace(TraceSource.at(str(bad)), skip_bad=True)
-    assert surveyed(skipping.read(told.append)).jobs == 1
+    assert survey_jobs(skipping.read(told.append)).jobs == 1
     assert [problem.line for problem in told] == [3]
     with pytest.raises(InvalidRequestError, match="not jobs"):
-        surveyed(TraceSource.at("bundled:azure-conversation").jobs())
+        survey_jobs(TraceSource.at("bundled:azure-conversation").jobs())
 
 
 LATE = (
@@ -265,14 +265,14 @@ def test_the_published_jobs_are_three_classes_with_cycles() -> None:
     assert {job.model for job in jobs} == {"7B", "30B"}
     assert {job.submit_s for job in jobs} == {0.0}
     assert jobs == list(source.read(None))
-    surveyed(jobs)
+    survey_jobs(jobs)
 
 
 def test_a_price_is_worked_out_anew_as_a_run_would_have_it() -> None:
     before = simulate(BASE)
     for given in ("price=4.5", "node-type=h200", "price=0"):
-        other = changed(BASE, change(given))
-        priced = repriced(BASE, before, other)
+        other = apply_change(BASE, change(given))
+        priced = reprice(BASE, before, other)
         assert priced is not None, given
         ran = simulate(other)
         assert priced.cost == pytest.approx(ran.cost)
@@ -280,24 +280,24 @@ def test_a_price_is_worked_out_anew_as_a_run_would_have_it() -> None:
         same = replace(priced, cost=ran.cost, rollout_cost=ran.rollout_cost, speed=ran.speed)
         assert same == ran
     for given in ("host-memory=0.5TiB", "node-type=a100", "nodes=3", "speed=2", "nvme=1TB"):
-        assert repriced(BASE, before, changed(BASE, change(given))) is None
+        assert reprice(BASE, before, apply_change(BASE, change(given))) is None
     mixed = replace(BASE, pools=(BASE.pools[0], *pools(1, "h100")))
     dearer = replace(
         mixed, pools=(replace(mixed.pools[0], node_type=NodeType(price=9.0)), mixed.pools[1])
     )
-    assert repriced(mixed, before, dearer) is None, "two prices: nobody knows whose rollouts"
+    assert reprice(mixed, before, dearer) is None, "two prices: nobody knows whose rollouts"
 
 
 def test_what_ifs_change_every_pool() -> None:
     two = replace(BASE, pools=pools(2, "x", "y"))
     assert [
         pool.node_type.host_memory_bytes
-        for pool in changed(two, change("host-memory=512GiB")).pools
+        for pool in apply_change(two, change("host-memory=512GiB")).pools
     ] == [512 * GIB] * 2
-    assert changed(BASE, change("host-memory=1.5TiB")).pools[0].node_type.host_memory_bytes == (
-        3 * TIB // 2
-    )
-    assert changed(BASE, change("nodes=7")).pools[0].nodes == 7
+    assert apply_change(BASE, change("host-memory=1.5TiB")).pools[
+        0
+    ].node_type.host_memory_bytes == (3 * TIB // 2)
+    assert apply_change(BASE, change("nodes=7")).pools[0].nodes == 7
 
 
 @pytest.mark.parametrize(

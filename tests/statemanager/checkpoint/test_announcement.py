@@ -13,7 +13,7 @@ from plexrl.statemanager.checkpoint.announcement import wait_until_written
 from plexrl.statemanager.checkpoint.places.choice import place_at
 from plexrl.statemanager.checkpoint.places.directory import DirectoryPlace
 from plexrl.statemanager.checkpoint.restore import Checkpoint, read_record
-from plexrl.statemanager.checkpoint.write.progress import Progress
+from plexrl.statemanager.checkpoint.write.progress import CheckpointProgress
 from tests.s3_server import S3Server, s3_server
 from tests.statemanager.checkpoint import versions as v
 from tests.statemanager.checkpoint.test_checkpoint_files import write
@@ -39,13 +39,13 @@ def at(server: S3Server, request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"{server.url(request.node.originalname)}/job/c"
 
 
-def save(at: str, seq: int, *, node: str = "n", progress: Progress | None = None) -> None:
+def save(at: str, seq: int, *, node: str = "n", progress: CheckpointProgress | None = None) -> None:
     """As the daemon of a node does."""
     place = place_at(at)
     place.announce(node)
     try:
         readers = v.versions(TENSORS, 1, seq=seq)
-        write(at, readers, node=node, overwrite=True, progress=progress or Progress())
+        write(at, readers, node=node, overwrite=True, progress=progress or CheckpointProgress())
     finally:
         place.announce_end(node)
 
@@ -84,7 +84,7 @@ def test_an_earlier_checkpoint_stays_when_the_node_that_replaces_it_is_lost(at: 
 def test_a_node_that_comes_back_does_not_publish_after_a_load_of_the_earlier_one(at: str) -> None:
     save(at, 1)
 
-    class Stalled(Progress):
+    class Stalled(CheckpointProgress):
         def add(self, nbytes: int) -> None:
             super().add(nbytes)
             if self.bytes_done == self.bytes_total:

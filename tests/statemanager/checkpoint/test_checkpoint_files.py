@@ -26,7 +26,7 @@ from plexrl.errors import (
 from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
 from plexrl.statemanager.checkpoint.places.choice import Location, place_at
 from plexrl.statemanager.checkpoint.restore import Checkpoint, read_record
-from plexrl.statemanager.checkpoint.write.progress import Progress
+from plexrl.statemanager.checkpoint.write.progress import CheckpointProgress
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
@@ -44,10 +44,10 @@ TENSORS: v.Tensors = {
 }
 
 
-def write(target: Location, readers: list[v.MemoryReader], **changes: Any) -> Progress:
+def write(target: Location, readers: list[v.MemoryReader], **changes: Any) -> CheckpointProgress:
     """Write a checkpoint of everything, but for what is changed."""
     extras_fd = changes.pop("extras_fd", None)
-    progress: Progress = changes.pop("progress", Progress())
+    progress: CheckpointProgress = changes.pop("progress", CheckpointProgress())
     fields: dict[str, Any] = {
         "node": "n",
         "format": CheckpointFormat.BOTH,
@@ -283,7 +283,7 @@ def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> N
 
 
 def test_a_cancelled_checkpoint_leaves_nothing(tmp_path: Path) -> None:
-    progress = Progress()
+    progress = CheckpointProgress()
     progress.cancel()
     with pytest.raises(OperationCancelledError):
         write(tmp_path / "c", v.versions(TENSORS, 1), progress=progress)

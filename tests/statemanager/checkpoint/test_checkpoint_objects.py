@@ -24,7 +24,7 @@ from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.checkpoint.places.choice import place_at
 from plexrl.statemanager.checkpoint.places.objects import ObjectRoot
 from plexrl.statemanager.checkpoint.restore import Checkpoint, read_record
-from plexrl.statemanager.checkpoint.write.progress import Progress
+from plexrl.statemanager.checkpoint.write.progress import CheckpointProgress
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.storage.object_store import ObjectStore
 from plexrl.worker.state.checkpoint_files import fill_from_checkpoint, load_for
@@ -68,7 +68,9 @@ def files(server: S3Server, url: str) -> list[str]:
     return [name.removeprefix(f"{prefix}/") for name in server.files(prefix)]
 
 
-def begin(target: str, seq: int = 1, *, tensors: v.Tensors = SMALL, **changes: Any) -> Progress:
+def begin(
+    target: str, seq: int = 1, *, tensors: v.Tensors = SMALL, **changes: Any
+) -> CheckpointProgress:
     """Announce and write, as the daemon does."""
     place = place_at(target)
     place.announce("n")
@@ -146,7 +148,7 @@ def test_an_existing_checkpoint_is_replaced_only_on_request(server: S3Server, ur
 
 
 def test_a_failed_or_cancelled_checkpoint_leaves_nothing(server: S3Server, url: str) -> None:
-    progress = Progress()
+    progress = CheckpointProgress()
     progress.cancel()
     with pytest.raises(OperationCancelledError):
         begin(f"{url}/job/c", progress=progress)
@@ -197,10 +199,10 @@ def test_a_store_that_fails_while_it_is_written_publishes_nothing_and_a_retry_su
     begin(f"{url}/job/c", seq=1, tensors=TENSORS)
     place = place_at(f"{url}/job/c")
     place.announce("n")
-    progress = Progress()
+    progress = CheckpointProgress()
     killed = threading.Event()
 
-    class Killing(Progress):
+    class Killing(CheckpointProgress):
         def add(self, nbytes: int) -> None:
             super().add(nbytes)
             if self.bytes_done > self.bytes_total // 2 and not killed.is_set():

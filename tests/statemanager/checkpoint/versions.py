@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from plexrl.statemanager.bytes.strided_copy import Bytes, copy_strided
+from plexrl.statemanager.bytes.strided_copy import copy_strided
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.plan.columns import Bytes
 from plexrl.statemanager.layout.strided.copies import StridedCopies
 from plexrl.statemanager.layout.versions import Manifest, VersionKind, padded
 from plexrl.statemanager.store.receiving.reader import Arrived, Delta, HeldState

@@ -30,7 +30,7 @@ from plexrl.statemanager.layout.versions import NO_DIGEST, Extent, VersionKind
 from plexrl.statemanager.protocol.channel import Channel, close_all
 from plexrl.statemanager.protocol.connection import connect, exchange
 from plexrl.statemanager.protocol.messages import Adopt, OpenState, StoredShard
-from plexrl.statemanager.protocol.tickets import Role
+from plexrl.statemanager.protocol.tickets import TicketRole
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -67,7 +67,7 @@ def move(source: Daemon, target: Daemon, *, seq: int = 1, **fields: object) -> M
         target.config.listen,
         deployment=NAME,
         seq=seq,
-        ticket=target.ticket(role=Role.AGENT),
+        ticket=target.ticket(role=TicketRole.AGENT),
         **{"timeout_s": DEADLINE_S, **fields},  # type: ignore[arg-type]  # of any parameter
     )
 
@@ -90,7 +90,7 @@ def check_loads(
 
 def opened(daemon: Daemon, request: OpenState) -> tuple[Channel, list[StoredShard], list[int]]:
     """What the daemon answers, and the connection that keeps it in place."""
-    connection = connect(daemon.config.listen, DEADLINE_S, daemon.ticket(role=Role.AGENT))
+    connection = connect(daemon.config.listen, DEADLINE_S, daemon.ticket(role=TicketRole.AGENT))
     try:
         answer, fds = exchange(connection, request)
     except PlexRLError:
@@ -195,7 +195,11 @@ def test_ranks_are_collected_from_several_nodes(
     assert ranks_held(target) == {}
     paths = [daemon.config.listen for daemon in sources]
     migrate(
-        paths, target.config.listen, deployment=NAME, seq=1, ticket=target.ticket(role=Role.AGENT)
+        paths,
+        target.config.listen,
+        deployment=NAME,
+        seq=1,
+        ticket=target.ticket(role=TicketRole.AGENT),
     )
     check_loads(target, make_shard, expected)
 

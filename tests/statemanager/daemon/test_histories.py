@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 
 from plexrl.errors import ConflictError, PermissionDeniedError, StateLostError
 from plexrl.statemanager.client.migration import migrate
-from plexrl.statemanager.protocol.tickets import Role, job_of
+from plexrl.statemanager.protocol.tickets import TicketRole, job_of
 from tests.examples import examples
 from tests.statemanager.conftest import DEADLINE_S, MIB, Daemon, StartDaemon, wait_until
 from tests.statemanager.soak_model import Shelf
@@ -47,7 +47,7 @@ class DaemonHistory(RuleBasedStateMachine):
         self.incarnation[name] += 1
         daemon = self.daemons[self.homes[name]]
         ticket = daemon.ticket(
-            role=Role.WORKER,
+            role=TicketRole.WORKER,
             tenant=TENANTS[name],
             job=job_of(name),
             deployment=name,
@@ -133,7 +133,7 @@ class DaemonHistory(RuleBasedStateMachine):
             target.config.listen,
             deployment=name,
             seq=seq,
-            ticket=target.ticket(role=Role.AGENT),
+            ticket=target.ticket(role=TicketRole.AGENT),
             timeout_s=DEADLINE_S,
         )
         with closing(source.agent()) as agent:

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from plexrl.cli.app import app
 from plexrl.errors import InvalidRequestError, StaleTokenError, UnavailableError
 from plexrl.process.children.startup import load_config
-from plexrl.process.memory.tuning import tuned
+from plexrl.process.memory.tuning import tune
 from plexrl.statemanager.bytes.fair_queue import FairQueue
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.daemon.service_manager import ServiceManager
@@ -331,7 +331,7 @@ def test_the_units_configuration_is_complete() -> None:
 def test_allocator_settings_are_defaults_that_the_operator_may_override(
     before: dict[str, str], after: str
 ) -> None:
-    environment = tuned({"A": "b", **before})
+    environment = tune({"A": "b", **before})
     assert environment["A"] == "b"
     assert environment.get("GLIBC_TUNABLES", after) == after
 
@@ -362,7 +362,7 @@ def test_the_commands_run_a_daemon_and_show_its_usage(
         table = CliRunner().invoke(app, ["statemanager-status", "--config", str(path)])
         assert re.search(r"host\W+0 B\W+64\.0 MiB", table.stdout)
         environment = Path(f"/proc/{process.pid}/environ").read_bytes().decode().split("\0")
-        assert f"GLIBC_TUNABLES={tuned({}).get('GLIBC_TUNABLES')}" in environment
+        assert f"GLIBC_TUNABLES={tune({}).get('GLIBC_TUNABLES')}" in environment
         process.terminate()
         assert process.wait(DEADLINE_S) == 0
         assert systemd.recv(100) == b"STOPPING=1"

@@ -13,7 +13,7 @@ from plexrl.errors import PlexRLError
 from plexrl.statemanager.protocol.channel import close_all
 from plexrl.statemanager.protocol.connection import connect, exchange
 from plexrl.statemanager.protocol.messages import OpenPublished
-from plexrl.statemanager.protocol.tickets import Role
+from plexrl.statemanager.protocol.tickets import TicketRole
 from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon
 from tests.statemanager.soak_worker import Command, Identity, Worker
 
@@ -60,7 +60,7 @@ def as_user(pipe: Connection, uid: int, act: Callable[[Identity], str], identity
 
 def told(daemon: Daemon, uid: int, act: Callable[[Identity], str], **claims: Any) -> str:
     """The result of requests by a process of that user with such a ticket."""
-    ticket = daemon.ticket(role=Role.WORKER, job="job", deployment=DEPLOYMENT, **claims)
+    ticket = daemon.ticket(role=TicketRole.WORKER, job="job", deployment=DEPLOYMENT, **claims)
     identity = Identity(
         path=daemon.config.listen, deployment=DEPLOYMENT, rank=0, world_size=1, ticket=ticket
     )

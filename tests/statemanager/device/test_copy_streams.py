@@ -14,7 +14,7 @@ from plexrl.statemanager.device.cuda.copy_streams import STREAMS_PER_DIRECTION
 from plexrl.statemanager.device.cuda.device import CudaDevices
 from plexrl.statemanager.device.cuda.driver import DeviceCopy
 from plexrl.statemanager.device.mapping import map_zero, unmap
-from plexrl.statemanager.device.memory import Run
+from plexrl.statemanager.device.memory import ByteRun
 from tests.statemanager.device_rigs import HostBlock
 from tests.statemanager.emulated_cuda import EmulatedCuda
 
@@ -38,11 +38,14 @@ def test_runs_of_pinned_memory_are_one_batch_and_others_single_copies(driver: Em
     pageable = [HostBlock(each) for each in contents]
     loan.write([block.run(2000 * index) for index, block in enumerate(pageable)])
     assert driver.batches == []
-    loan.read([Run(2000 * index, pinned + 3000 * index, 1000) for index in range(8)])
+    loan.read([ByteRun(2000 * index, pinned + 3000 * index, 1000) for index in range(8)])
     assert driver.batches == [8]
     other = HostBlock(bytes(1000))
     loan.write(
-        [*(Run(9000 * index, pinned + 3000 * index, 1000) for index in range(8)), other.run(80000)]
+        [
+            *(ByteRun(9000 * index, pinned + 3000 * index, 1000) for index in range(8)),
+            other.run(80000),
+        ]
     )
     assert driver.batches == [8, 8]
     found = HostBlock(bytes(1000))

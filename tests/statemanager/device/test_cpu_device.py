@@ -6,7 +6,7 @@ import os
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.device.backend import Segment
+from plexrl.statemanager.device.backend import DeviceSegment
 from plexrl.statemanager.device.cpu.arena import KEPT_ARENAS, CpuArena
 from plexrl.statemanager.device.cpu.device import SEALS, CpuDevice
 from plexrl.statemanager.device.filled_allocation import allocate_filled
@@ -185,7 +185,7 @@ def test_an_arena_that_cannot_be_attached_keeps_its_contents() -> None:
     whole = segments(loan)
     os.close(whole[-1].fd)
     unreadable = os.open("/proc/self/status", os.O_RDONLY)
-    broken = [*whole[:-1], Segment(fd=unreadable, nbytes=whole[-1].nbytes)]
+    broken = [*whole[:-1], DeviceSegment(fd=unreadable, nbytes=whole[-1].nbytes)]
     with pytest.raises(Exception, match="cannot be mapped"):
         arena.attach(broken, keep_contents=True)
     assert (arena.buffer[0], arena.buffer[-1]) == (1, 2)

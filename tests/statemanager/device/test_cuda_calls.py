@@ -28,7 +28,7 @@ from plexrl.statemanager.device.cuda.device import (
 from plexrl.statemanager.device.cuda.driver import driver_error
 from plexrl.statemanager.device.cuda.host_pinning import HostPinning
 from plexrl.statemanager.device.mapping import map_zero, unmap
-from plexrl.statemanager.device.memory import Run
+from plexrl.statemanager.device.memory import ByteRun
 from tests.statemanager.device_rigs import HostBlock, segments
 from tests.statemanager.emulated_cuda import EmulatedCuda
 
@@ -163,10 +163,10 @@ def test_host_memory_is_pinned_in_pieces_that_no_copy_crosses(
     devices.register_host(host, 8 * MIB)
     assert driver.pinned == {host + start * MIB: 2 * MIB for start in range(0, 8, 2)}
     loan = devices.allocate(8 * MIB, device=0, uid=0)
-    loan.write([Run(0, host, 8 * MIB)])
-    loan.read([Run(MIB, host + MIB + 7, 5 * MIB)])
+    loan.write([ByteRun(0, host, 8 * MIB)])
+    loan.read([ByteRun(MIB, host + MIB + 7, 5 * MIB)])
     devices.unregister_host(host, 8 * MIB)
-    loan.read([Run(0, host, 8 * MIB)])
+    loan.read([ByteRun(0, host, 8 * MIB)])
     devices.free(loan)
     driver.check_nothing_left()
 

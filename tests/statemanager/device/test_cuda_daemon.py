@@ -26,7 +26,7 @@ from plexrl.statemanager.daemon.server import Server
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.cuda.device import CudaDevices
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
+from plexrl.statemanager.protocol.tickets import Claims, TicketKey, TicketRole
 from plexrl.statemanager.store.store import Store
 from tests.statemanager.conftest import DEADLINE_S, wait_until
 from tests.statemanager.emulated_cuda import EmulatedCuda
@@ -248,7 +248,7 @@ def test_a_job_that_ends_frees_its_memory(node: Node) -> None:
 
 
 def test_an_arena_of_a_cpu_node_is_refused(node: Node) -> None:
-    ticket = node.key.mint(Claims(role=Role.WORKER, job="job", deployment="job/actor"))
+    ticket = node.key.mint(Claims(role=TicketRole.WORKER, job="job", deployment="job/actor"))
     client = StateManagerClient(
         node.listen, deployment="job/actor", rank=0, world_size=1, ticket=ticket
     )

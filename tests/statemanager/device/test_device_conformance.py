@@ -23,7 +23,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.device.backend import DeviceAllocation, WorkerArena
 from plexrl.statemanager.device.filled_allocation import allocate_filled
-from plexrl.statemanager.device.memory import Run
+from plexrl.statemanager.device.memory import ByteRun
 from tests.statemanager.conftest import wait_until
 from tests.statemanager.device_rigs import (
     RIGS,
@@ -86,9 +86,9 @@ def test_many_runs_are_one_copy(rig: Rig) -> None:
     source, target = HostBlock(bytes(ARENA_BYTES)), HostBlock(bytes(ARENA_BYTES))
     step = 997
     starts = range(0, ARENA_BYTES, step)
-    loan.read([Run(s, source.address + s, min(step, ARENA_BYTES - s)) for s in starts])
+    loan.read([ByteRun(s, source.address + s, min(step, ARENA_BYTES - s)) for s in starts])
     assert source.contents() == contents
-    loan.write([Run(s, target.address + s, min(step, ARENA_BYTES - s)) for s in starts])
+    loan.write([ByteRun(s, target.address + s, min(step, ARENA_BYTES - s)) for s in starts])
     assert rig.peek(arena, 0, ARENA_BYTES) == bytes(ARENA_BYTES)
     give_back(rig, loan, arena)
 

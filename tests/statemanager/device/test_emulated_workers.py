@@ -28,7 +28,7 @@ from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.cuda.device import CudaDevices
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.statemanager.protocol.tickets import Claims, TicketRole
 from plexrl.statemanager.store.store import Store
 from plexrl.wire.messages import RankShare
 from plexrl.wire.operations import (
@@ -144,7 +144,7 @@ class Rank:
         count = spec.layout.world_size
         self.backend = backend or make_backend(spec, rank, count, Path("/nowhere"), device)
         claims = Claims(
-            role=Role.WORKER,
+            role=TicketRole.WORKER,
             job="job",
             deployment=f"job/{spec.kind}",
             rank=rank,

@@ -24,7 +24,7 @@ from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, St
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, job_of
+from plexrl.statemanager.protocol.tickets import AGENT, Claims, TicketRole, job_of
 from plexrl.wire.links.credentials import TlsFiles
 from plexrl.wire.messages import SaveRequest
 
@@ -92,7 +92,7 @@ class Rank:
         self._key = read_ticket_key(Path(setup.key_file))
         self._network = Network.of(setup.tls, setup.fabric)
         claims = Claims(
-            role=Role.WORKER,
+            role=TicketRole.WORKER,
             job=job_of(setup.deployment),
             deployment=setup.deployment,
             rank=setup.rank,

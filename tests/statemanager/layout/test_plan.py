@@ -13,7 +13,7 @@ from plexrl.errors import InvalidRequestError, StateLostError
 from plexrl.statemanager.bytes.strided_copy import Copier, copy_strided
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
-from plexrl.statemanager.layout.plan.balance import Source
+from plexrl.statemanager.layout.plan.balance import PullSource
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan, make_plan
@@ -130,7 +130,7 @@ def reshardings(draw: st.DrawFn) -> Case:
 
 def planned(held: Sequence[Sequence[StateSlice]], wants: Sequence[Sequence[StateSlice]]) -> Plan:
     return make_plan(
-        [Source(id=str(rank), layout=Layout.of(slices)) for rank, slices in enumerate(held)],
+        [PullSource(id=str(rank), layout=Layout.of(slices)) for rank, slices in enumerate(held)],
         [Layout.of(slices) for slices in wants],
     )
 
@@ -161,15 +161,17 @@ def test_replicas_share_the_work_by_accumulated_latency() -> None:
     plan = planned([whole, whole, whole], [whole])
     given = [plan.targets[0].copies[source].nbytes for source in range(3)]
     assert given == [4 * 256] * 3
-    slow = Source(id="far", layout=Layout.of(whole), bytes_per_s=1e9)
-    fast = Source(id="near", layout=Layout.of(whole), bytes_per_s=5e9)
+    slow = PullSource(id="far", layout=Layout.of(whole), bytes_per_s=1e9)
+    fast = PullSource(id="near", layout=Layout.of(whole), bytes_per_s=5e9)
     plan = make_plan([slow, fast], [Layout.of(whole)])
     assert [plan.targets[0].copies[source].nbytes // 256 for source in (0, 1)] == [2, 10]
 
 
 def test_shards_behind_one_link_count_as_one_source_of_work() -> None:
     whole = Layout.of(slices_of((8, 8), *[box((0, 8), (0, 8))] * 12))
-    sources = [Source(id=str(index), layout=whole, link=f"node{index // 2}") for index in (0, 1, 2)]
+    sources = [
+        PullSource(id=str(index), layout=whole, link=f"node{index // 2}") for index in (0, 1, 2)
+    ]
     plan = make_plan(sources, [whole])
     by_source = {index: copies.nbytes for index, copies in plan.targets[0].copies.items()}
     assert by_source.get(0, 0) + by_source.get(1, 0) == by_source[2] == 6 * 256
@@ -228,13 +230,13 @@ def test_equal_layouts_have_equal_plans(case: Case) -> None:
 def test_a_plan_is_made_once_for_equal_layouts_and_the_oldest_is_forgotten() -> None:
     cache = PlanCache(plans_max=2)
     layouts = [Layout.of(slices_of((size, 2), box((0, size), (0, 2)))) for size in (2, 3, 4)]
-    plans = [cache.plan([Source(id="a", layout=each)], [each]) for each in layouts[:2]]
+    plans = [cache.plan([PullSource(id="a", layout=each)], [each]) for each in layouts[:2]]
     again = Layout.of(slices_of((2, 2), box((0, 2), (0, 2))))
-    assert cache.plan([Source(id="a", layout=again)], [again]) is plans[0]
-    cache.plan([Source(id="a", layout=layouts[2])], [layouts[2]])
+    assert cache.plan([PullSource(id="a", layout=again)], [again]) is plans[0]
+    cache.plan([PullSource(id="a", layout=layouts[2])], [layouts[2]])
     assert len(cache) == 2
-    assert cache.plan([Source(id="a", layout=layouts[0])], [layouts[0]]) is plans[0]
-    assert cache.plan([Source(id="a", layout=layouts[1])], [layouts[1]]) is not plans[1]
+    assert cache.plan([PullSource(id="a", layout=layouts[0])], [layouts[0]]) is plans[0]
+    assert cache.plan([PullSource(id="a", layout=layouts[1])], [layouts[1]]) is not plans[1]
 
 
 def test_large_copies_on_two_threads_are_those_on_one() -> None:

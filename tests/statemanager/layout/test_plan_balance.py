@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.statemanager.layout.plan.balance import Source, assign
+from plexrl.statemanager.layout.plan.balance import PullSource, assign
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.match import Matches
 from plexrl.statemanager.layout.plan.plan import make_plan
@@ -39,7 +39,9 @@ def loads_of(sizes: Sequence[int], chosen: Sequence[int], sources: int) -> list[
     return loads
 
 
-def assigned(sizes: list[int], holders: list[list[int]], sources: Sequence[Source]) -> list[int]:
+def assigned(
+    sizes: list[int], holders: list[list[int]], sources: Sequence[PullSource]
+) -> list[int]:
     """The source that `assign` gives to each piece; every source is one held row."""
     count = np.array([len(each) for each in holders])
     first = np.cumsum(count) - count
@@ -57,9 +59,9 @@ def assigned(sizes: list[int], holders: list[list[int]], sources: Sequence[Sourc
     return chosen
 
 
-def alike(count: int) -> list[Source]:
+def alike(count: int) -> list[PullSource]:
     nothing = Layout.of(())
-    return [Source(id=str(index), layout=nothing, bytes_per_s=1.0) for index in range(count)]
+    return [PullSource(id=str(index), layout=nothing, bytes_per_s=1.0) for index in range(count)]
 
 
 @settings(max_examples=300)
@@ -102,7 +104,7 @@ def test_each_byte_is_sent_once_whatever_the_sources_speeds(
 ) -> None:
     held = slices_of((400, 64), *[box((0, count), (0, 64)) for count in rows])
     sources = [
-        Source(id=str(index), layout=Layout.of(held), bytes_per_s=1e9 * speed**index)
+        PullSource(id=str(index), layout=Layout.of(held), bytes_per_s=1e9 * speed**index)
         for index in range(replicas)
     ]
     plan = make_plan(sources, [Layout.of(held)] * targets)

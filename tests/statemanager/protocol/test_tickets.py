@@ -34,13 +34,13 @@ from plexrl.statemanager.protocol.connection import connect, exchange
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.protocol.messages import Confirm, Hello, Register, Release, Request, Usage
 from plexrl.statemanager.protocol.ticket_key import KEY_FILE, make_ticket_key, read_ticket_key
-from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, TicketKey
+from plexrl.statemanager.protocol.tickets import AGENT, Claims, TicketKey, TicketRole
 from plexrl.wire.messages import SaveRequest
 from tests.statemanager.conftest import ALL_PARTS, DEADLINE_S, Daemon, MakeShard, Shard, StartDaemon
 
 VICTIM = "victim/actor"
 KEY = TicketKey(b"k" * 32)
-WORKER = Claims(role=Role.WORKER, job="job", deployment="job/actor")
+WORKER = Claims(role=TicketRole.WORKER, job="job", deployment="job/actor")
 
 
 def ask(daemon: Daemon, ticket: bytes, *requests: Request) -> Any:
@@ -91,7 +91,7 @@ def test_a_ticket_of_another_key_is_refused() -> None:
 )
 def test_a_ticket_that_crosses_jobs_cannot_be_made(claims: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):
-        Claims(role=Role.WORKER, **claims)
+        Claims(role=TicketRole.WORKER, **claims)
 
 
 # The key
@@ -147,7 +147,7 @@ def test_every_other_request_needs_a_role() -> None:
 )
 def test_a_worker_registers_as_what_its_ticket_says(daemon: Daemon, change: dict[str, Any]) -> None:
     own = {"deployment": "job/actor", "rank": 0, "world_size": 2, "group": "g"}
-    ticket = daemon.ticket(role=Role.WORKER, job="job", **own)
+    ticket = daemon.ticket(role=TicketRole.WORKER, job="job", **own)
     arena: dict[str, Any] = {"slices": (), "arena_bytes": 1, "kind": DeviceKind.CPU, "device": 0}
     request = Register(**{**own, **change}, **arena, token=1)
     with pytest.raises(PermissionDeniedError, match=r"job/actor|group 'g'"):
@@ -157,7 +157,7 @@ def test_a_worker_registers_as_what_its_ticket_says(daemon: Daemon, change: dict
 def test_a_later_incarnation_ends_the_tickets_of_earlier_ones(daemon: Daemon) -> None:
     def ticket(incarnation: int, rank: int = 0) -> bytes:
         return daemon.ticket(
-            role=Role.WORKER,
+            role=TicketRole.WORKER,
             job="job",
             deployment="job/actor",
             rank=rank,
@@ -188,7 +188,7 @@ def test_a_later_incarnation_ends_the_tickets_of_earlier_ones(daemon: Daemon) ->
     with pytest.raises(PermissionDeniedError, match="2 is newer"):
         ask(daemon, ticket(1), Confirm())
     ask(daemon, ticket(1, rank=1), Confirm())
-    ask(daemon, daemon.ticket(role=Role.AGENT), Release(deployment="job/actor"))
+    ask(daemon, daemon.ticket(role=TicketRole.AGENT), Release(deployment="job/actor"))
     ask(daemon, ticket(1), Confirm())
 
 
@@ -204,7 +204,7 @@ def test_tenants_with_users_of_their_own_are_served_as_these_only(
 ) -> None:
     me = os.getuid()
     daemon = start_daemon(tenant_uids={"mine": me, "theirs": me + 1})
-    claims = {"role": Role.WORKER, "job": "job", "deployment": "job/actor"}
+    claims = {"role": TicketRole.WORKER, "job": "job", "deployment": "job/actor"}
     ask(daemon, daemon.ticket(**claims, tenant="mine"), Confirm())
     for tenant in ("theirs", "third", ""):
         with pytest.raises(PermissionDeniedError, match="not its own"):
@@ -225,7 +225,7 @@ def test_a_ticket_may_name_the_deployments_it_pulls_from(
     for name in ("job/actor", "job/critic"):
         make_shard(daemon, deployment=name).client.publish(seq=1, token=1)
     ticket = daemon.ticket(
-        role=Role.WORKER, job="job", deployment="job/rollout", may_pull=("job/actor",)
+        role=TicketRole.WORKER, job="job", deployment="job/rollout", may_pull=("job/actor",)
     )
     shard = make_shard(daemon, deployment="job/rollout", registered=False)
     with closing(
@@ -342,7 +342,7 @@ def test_no_worker_reaches_another_jobs_state(daemon: Daemon, make_shard: MakeSh
 
 def test_an_agent_may_name_every_state(daemon: Daemon, make_shard: MakeShard) -> None:
     make_shard(daemon, deployment=VICTIM).snapshot(1)
-    agent = daemon.ticket(role=Role.AGENT)
+    agent = daemon.ticket(role=TicketRole.AGENT)
     assert VICTIM in ask(daemon, agent, Usage())["deployments"]
     ask(daemon, agent, Release(deployment=VICTIM))
     assert VICTIM not in ask(daemon, agent, Usage())["deployments"]
@@ -358,7 +358,7 @@ def test_a_tenant_that_is_at_its_quota_is_refused_and_others_are_not(
 
     def client(tenant: str) -> closing[StateManagerClient]:
         ticket = daemon.ticket(
-            role=Role.WORKER, tenant=tenant, job="job", deployment="job/actor", group="g"
+            role=TicketRole.WORKER, tenant=tenant, job="job", deployment="job/actor", group="g"
         )
         return closing(
             StateManagerClient(

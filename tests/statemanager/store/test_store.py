@@ -31,7 +31,7 @@ from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.layout.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.versions.lease import Lease
+from plexrl.statemanager.store.versions.lease import VersionLease
 from tests.examples import examples
 from tests.statemanager.host_memory import HostMemory
 
@@ -102,9 +102,9 @@ class StoreHistory(RuleBasedStateMachine):
             ),
             clock=lambda: self.now,
         )
-        self.leases: list[tuple[ExitStack, Lease, npt.NDArray[np.uint8]]] = []
+        self.leases: list[tuple[ExitStack, VersionLease, npt.NDArray[np.uint8]]] = []
 
-    def read(self, lease: Lease) -> npt.NDArray[np.uint8]:
+    def read(self, lease: VersionLease) -> npt.NDArray[np.uint8]:
         """Read a version both with `load` and with `read_data`."""
         self.memory[:] = 0xEE
         lease.load(HostMemory(self.arena))

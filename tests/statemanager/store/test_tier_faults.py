@@ -19,7 +19,7 @@ from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES, DataPlane
 from plexrl.statemanager.protocol.channel import close_all
 from plexrl.statemanager.protocol.connection import connect, exchange
 from plexrl.statemanager.protocol.messages import OpenState
-from plexrl.statemanager.protocol.tickets import Role
+from plexrl.statemanager.protocol.tickets import TicketRole
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.nvme import NvmeObjects, file_bytes
 from plexrl.statemanager.store.tiers.tier import Tier
@@ -232,7 +232,7 @@ def test_memory_that_readers_use_cannot_be_evicted(
     kept, expected = held.fill(1), other.fill(2)
     held.snapshot(1)
     request = OpenState(deployment="a/actor", seq=1)
-    with connect(daemon.config.listen, DEADLINE_S, daemon.ticket(role=Role.AGENT)) as reader:
+    with connect(daemon.config.listen, DEADLINE_S, daemon.ticket(role=TicketRole.AGENT)) as reader:
         _, fds = exchange(reader, request)
         close_all(fds)
         # A released version is no longer named; its bytes count until the reader is done.

@@ -7,7 +7,7 @@ import pytest
 
 from plexrl.errors import CorruptStateError
 from plexrl.statemanager.bytes.data_plane import PIECE_BYTES, DataPlane
-from plexrl.statemanager.device.memory import Run
+from plexrl.statemanager.device.memory import ByteRun
 
 
 def spread(plane: DataPlane, task: Callable[[int], None]) -> None:
@@ -21,7 +21,7 @@ def pipeline(plane: DataPlane, task: Callable[[int], None]) -> None:
 def copy(plane: DataPlane, task: Callable[[int], None]) -> None:
     # The calling thread and another one each take a share.
     numbers = iter(range(2))
-    plane.copy([Run(0, 0, 2 * PIECE_BYTES)], lambda _: task(next(numbers)))
+    plane.copy([ByteRun(0, 0, 2 * PIECE_BYTES)], lambda _: task(next(numbers)))
 
 
 @pytest.mark.parametrize("call", [spread, pipeline, copy])

@@ -14,7 +14,7 @@ from plexrl.statemanager.bytes.mapped_files import MappedData
 from plexrl.statemanager.bytes.mapped_memory import Region
 from plexrl.statemanager.bytes.strided_copy import copy_strided
 from plexrl.statemanager.layout.keys import StateSlice
-from plexrl.statemanager.layout.plan.balance import Source
+from plexrl.statemanager.layout.plan.balance import PullSource
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import make_plan
 from plexrl.statemanager.layout.strided.copies import StridedCopies
@@ -129,7 +129,7 @@ def reshard(dtype: str) -> tuple[StridedCopies, int, int]:
     """StridedCopies of a tensor-parallel view of whole tensors, and the sizes of both memories."""
     held = slices_of(fsdp(0, 1), "F32")
     wants = slices_of(tensor_parallel(1, 2), dtype)
-    plan = make_plan([Source(id="a", layout=Layout.of(held))], [Layout.of(wants)])
+    plan = make_plan([PullSource(id="a", layout=Layout.of(held))], [Layout.of(wants)])
     return plan.targets[0].copies[0], end_of(held), end_of(wants)
 
 

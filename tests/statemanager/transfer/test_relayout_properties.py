@@ -22,11 +22,9 @@ from plexrl.statemanager.layout.staging import StagingBlocks, covered
 from plexrl.statemanager.layout.strided.copies import (
     BYTES_CAST,
     StridedCopies,
-    concatenated,
+    concatenate,
 )
 from plexrl.statemanager.layout.versions import Manifest, VersionKind
-from plexrl.statemanager.protocol.network import NO_NETWORK
-from plexrl.statemanager.protocol.tickets import KEY_BYTES, TicketKey
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 from tests.examples import examples
@@ -133,7 +131,7 @@ def test_any_layout_is_loaded_from_any_other(
         for rank, held in enumerate(before):
             if held in kept:
                 put(store, slices_of(held, 0), rank, len(before))
-        relayouter = Relayouter(store, TicketKey(b"k" * KEY_BYTES), NO_NETWORK)
+        relayouter = Relayouter(store)
         whole = values()
         for held in after:
             slices = slices_of(held, 64)
@@ -211,4 +209,4 @@ def test_windows_together_bring_what_the_runs_bring(copies: StridedCopies, windo
             brought += nbytes
     assert np.array_equal(found, expected)
     assert brought == copies.nbytes == sum(nbytes for _, nbytes in covered(copies))
-    assert concatenated([there.copies(at) for at in there.starts()]).nbytes == copies.nbytes
+    assert concatenate([there.copies(at) for at in there.starts()]).nbytes == copies.nbytes

@@ -18,7 +18,7 @@ from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES
 from plexrl.statemanager.client.migration import migrate
 from plexrl.statemanager.client.reports import MoveReport
 from plexrl.statemanager.protocol.messages import Fetch
-from plexrl.statemanager.protocol.tickets import Role
+from plexrl.statemanager.protocol.tickets import TicketRole
 from tests.statemanager.client.test_migration import (
     NAME,
     check_loads,
@@ -118,7 +118,7 @@ def proxy(source: Daemon) -> Iterator[Proxy]:
 
 
 def move(address: str, target: Daemon, *, seq: int = 1) -> MoveReport:
-    ticket = target.ticket(role=Role.AGENT)
+    ticket = target.ticket(role=TicketRole.AGENT)
     return migrate(
         [address],
         target.config.listen,
@@ -231,7 +231,7 @@ def test_blocks_of_a_killed_target_count_for_the_next_call(
 ) -> None:
     target = start_daemon(fault_points=("arrive.block:3",))
     expected = offloaded(source, make_shard, elements=ELEMENTS)
-    ticket = target.ticket(role=Role.AGENT)
+    ticket = target.ticket(role=TicketRole.AGENT)
     with pytest.raises(UnavailableError):
         migrate(
             [proxy.address],
@@ -257,7 +257,7 @@ def test_what_nobody_carries_on_with_gives_way_to_who_needs_the_room(
         host_bytes=STATE + 4 * MIB, nvme_bytes=1, fault_points=("arrive.block:3",)
     )
     offloaded(source, make_shard, elements=ELEMENTS)
-    ticket = target.ticket(role=Role.AGENT)
+    ticket = target.ticket(role=TicketRole.AGENT)
     with pytest.raises(UnavailableError):
         migrate(
             [source.tcp],
@@ -349,7 +349,7 @@ def test_whoever_is_killed_at_any_moment_the_migration_made_again_is_whole(
     target = start_daemon()
     expected = offloaded(source, make_shard, elements=ELEMENTS)
     chance = random.Random(SEED)
-    ticket = target.ticket(role=Role.AGENT).hex()
+    ticket = target.ticket(role=TicketRole.AGENT).hex()
     pause = threading.Event()
     for _ in range(int(os.environ.get("PLEXRL_KILLS", "9"))):
         agent = subprocess.Popen(

@@ -19,8 +19,8 @@ from plexrl.errors import (
     from_wire,
 )
 from plexrl.statemanager.daemon.tcp.requests import BASES_MAX
-from plexrl.statemanager.layout.strided.copies import StridedCopies, concatenated
-from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
+from plexrl.statemanager.layout.strided.copies import StridedCopies, concatenate
+from plexrl.statemanager.protocol.tickets import Claims, TicketKey, TicketRole
 from plexrl.statemanager.transfer.transport.copy_stream import encode_copies
 from plexrl.statemanager.transfer.transport.handshake import greet_server
 from plexrl.statemanager.transfer.transport.tcp.client import Tcp
@@ -111,7 +111,7 @@ def connected(node: Daemon, ticket: bytes | None = None) -> socket.socket:
 
 
 def test_a_ticket_of_another_key_is_told_nothing(node: Daemon) -> None:
-    claims = Claims(role=Role.AGENT)
+    claims = Claims(role=TicketRole.AGENT)
     with pytest.raises((ConnectionLostError, ConnectionResetError)):
         connected(node, TicketKey(b"another" * 8).mint(claims))
 
@@ -131,7 +131,7 @@ def test_a_server_of_another_key_is_not_believed() -> None:
     with ours, theirs:
         theirs.sendall(bytes(32) + bytes(32))
         with pytest.raises(AuthenticationError, match="another ticket key"):
-            greet_server(ours, TicketKey(bytes(32)).mint(Claims(role=Role.AGENT)))
+            greet_server(ours, TicketKey(bytes(32)).mint(Claims(role=TicketRole.AGENT)))
 
 
 @pytest.mark.usefixtures("trainer")
@@ -193,7 +193,7 @@ def read_all(
 def test_many_small_batches_bring_the_version(node: Daemon, trainer: Rank) -> None:
     tcp = Tcp(NETWORK, lambda _: None, 10.0, node.worker_ticket(READER))
     target, arrived = read_all(tcp, node.tcp)
-    assert concatenated(arrived).nbytes == len(target)
+    assert concatenate(arrived).nbytes == len(target)
     assert bytes(target) == bytes(trainer.arena.buffer[: len(target)])
 
 

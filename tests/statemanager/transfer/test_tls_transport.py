@@ -21,7 +21,7 @@ from plexrl.errors import (
 from plexrl.statemanager.client.migration import migrate
 from plexrl.statemanager.protocol.network import NO_NETWORK, Network
 from plexrl.statemanager.protocol.tickets import AGENT, TicketKey
-from plexrl.statemanager.protocol.tickets import Role as TicketRole
+from plexrl.statemanager.protocol.tickets import TicketRole as TicketRole
 from plexrl.statemanager.transfer.transport.handshake import greet_server
 from plexrl.statemanager.transfer.transport.tcp.client import TcpConnection
 from plexrl.statemanager.transfer.transport.tcp.state import open_states

@@ -13,7 +13,7 @@ import pytest
 from plexrl.errors import StateLostError
 from plexrl.statemanager.client.reports import PullReport
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.layout.plan.balance import Source
+from plexrl.statemanager.layout.plan.balance import PullSource
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import make_plan
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
@@ -236,7 +236,7 @@ def test_a_slow_reader_gets_its_version_and_the_trainer_does_not_wait(
     trainer.publish(1)
     with contextlib.ExitStack() as stack:
         [reader] = ways.open(stack, address, ACTOR, 1, ())
-        plan = make_plan([Source(id="0", layout=reader.layout)], [Layout.of(rollout.slices)])
+        plan = make_plan([PullSource(id="0", layout=reader.layout)], [Layout.of(rollout.slices)])
         copies = plan.targets[0].copies[0]
         target = np.frombuffer(rollout.arena.buffer, dtype=np.uint8)
         for index in range(len(copies)):
@@ -274,7 +274,7 @@ def test_a_base_that_somebody_reads_stays_until_it_is_done(nodes: list[Daemon]) 
                 delta=DeltaPolicy(changed_max=1.0),
             )
             assert rollout.holds(version)
-        plan = make_plan([Source(id="0", layout=held.layout)], [Layout.of(rollout.slices)])
+        plan = make_plan([PullSource(id="0", layout=held.layout)], [Layout.of(rollout.slices)])
         target = np.frombuffer(rollout.arena.buffer, dtype=np.uint8)
         held.read(plan.targets[0].copies[0], target)
         held.confirm()

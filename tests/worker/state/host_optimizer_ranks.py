@@ -11,7 +11,7 @@ from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.statemanager.protocol.tickets import Claims, TicketRole
 from plexrl.wire.messages import SaveRequest
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.state.save_checkpoint import save_checkpoint
@@ -40,7 +40,7 @@ class Rank:
     ) -> None:
         self.made = backend(rank, ranks, Path(folder), optimizer)
         claims = Claims(
-            role=Role.WORKER,
+            role=TicketRole.WORKER,
             job="j",
             deployment=f"j/{name}",
             rank=rank,

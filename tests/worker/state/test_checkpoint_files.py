@@ -17,7 +17,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
 from plexrl.statemanager.checkpoint.places.choice import place_at
-from plexrl.statemanager.checkpoint.write.progress import Progress
+from plexrl.statemanager.checkpoint.write.progress import CheckpointProgress
 from plexrl.statemanager.checkpoint.write.publish import announce
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
 from plexrl.statemanager.layout.keys import StateSlice
@@ -38,7 +38,7 @@ def write(target: Path, checkpoint_format: CheckpointFormat) -> None:
         shard_bytes_max=SHARD_BYTES_MAX,
         overwrite=True,
     )
-    write_checkpoint(wanted, v.versions(TENSORS, 2), None, Progress())
+    write_checkpoint(wanted, v.versions(TENSORS, 2), None, CheckpointProgress())
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -22,7 +22,7 @@ from plexrl.statemanager.client.host_arena import Borrowed
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
-from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.statemanager.protocol.tickets import Claims, TicketRole
 from plexrl.wire.messages import RankShare, SaveRequest
 from plexrl.wire.operations import (
     AdamParams,
@@ -165,7 +165,7 @@ class _Run:
         self.backend.lay_out()
         self.backend.materialise()
         claims = Claims(
-            role=Role.WORKER,
+            role=TicketRole.WORKER,
             job="j",
             deployment=f"j/{case.name}",
             rank=rank,

@@ -10,7 +10,7 @@ import typer
 
 from plexrl.cli.cluster.node import join_command
 from plexrl.cli.cluster.up import options
-from plexrl.cli.cluster.up.settings import UpOptions, chosen_options
+from plexrl.cli.cluster.up.settings import UpOptions, choose_options
 from plexrl.cli.terminal.context import Json, print_line, write_text
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.cluster.config.options import JOURNAL_VARIABLE, check_argument
@@ -33,7 +33,7 @@ def up(
     on_ray: options.OnRay,
     routers: options.Routers,
     events: options.Events,
-    limits: options.Limits,
+    limits: options.LimitOptions,
     as_json: Json = False,
 ) -> None:
     """Run a cluster until Ctrl-C: of local processes, of machines that join, or on Ray's nodes."""
@@ -59,7 +59,7 @@ def up(
         events=events,
         limits=limits,
     )
-    cluster, ray = chosen_options(context, given, mqtt_password)
+    cluster, ray = choose_options(context, given, mqtt_password)
 
     def ready(endpoint: "Endpoint") -> None:
         _print_endpoint(endpoint, as_json=as_json, has_docs=cluster.api_docs)

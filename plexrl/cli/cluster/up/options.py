@@ -223,7 +223,7 @@ class Events:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class LimitOptions:
     """Limits per tenant, deployment, job and connection."""
 
     pending_operations_max: Annotated[

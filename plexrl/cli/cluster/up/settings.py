@@ -1,4 +1,4 @@
-"""What `plexrl up` runs: its configuration file, overridden by its options."""
+"""The configuration that `plexrl up` runs: its file, overridden by its options."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -36,10 +36,10 @@ class UpOptions:
     on_ray: options.OnRay
     routers: options.Routers
     events: options.Events
-    limits: options.Limits
+    limits: options.LimitOptions
 
 
-def chosen_options(
+def choose_options(
     context: typer.Context, given: UpOptions, mqtt_password: str
 ) -> "tuple[ClusterOptions, RayOptions | None]":
     """The options of the cluster, and those for Ray if its nodes are Ray's.

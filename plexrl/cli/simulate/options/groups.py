@@ -15,7 +15,7 @@ Trace = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterOptions:
+class SimulatedClusterOptions:
     """The cluster and its policies."""
 
     PANEL: ClassVar = "The cluster"

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import get_args
 
 from plexrl.cli.simulate.options.groups import (
-    ClusterOptions,
     FaultOptions,
     JobOptions,
     PriceOptions,
     QuestionOptions,
     RunOptions,
+    SimulatedClusterOptions,
     TraceOptions,
 )
 from plexrl.cli.traces.command import DAY_S
@@ -88,7 +88,7 @@ def questions(policy: str, options: QuestionOptions) -> Questions:
 
 def scenario(
     trace: str,
-    cluster: ClusterOptions,
+    cluster: SimulatedClusterOptions,
     prices: PriceOptions,
     reading: TraceOptions,
     jobs: JobOptions,
@@ -169,7 +169,7 @@ def source(trace: str, options: TraceOptions, seed: int) -> Source:
     )
 
 
-def pools(options: ClusterOptions, price: float | None) -> tuple[Pool, ...]:
+def pools(options: SimulatedClusterOptions, price: float | None) -> tuple[Pool, ...]:
     """The pools of the cluster.
 
     Raises:

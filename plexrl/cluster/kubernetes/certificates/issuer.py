@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 AUDIENCE = "plexrl-issuer"
-"""Of the tokens: one for the API server is refused, and one for the issuer opens nothing else."""
+"""Audience of the tokens: a token for the API server is refused, and one for the issuer opens
+nothing else."""
 PATH = "/v1/certificate"
 BODY_BYTES_MAX = 64 << 10
 READ_TIMEOUT_S = 10.0
@@ -67,7 +68,7 @@ class Issuer:
     life: timedelta = field(default=timedelta(hours=24))
 
     def identity(self, token: str) -> Identity:
-        """Whose token it is.
+        """The identity that a token proves.
 
         Raises:
             AuthenticationError: it is no valid token for the issuer.

@@ -26,7 +26,6 @@ LOG = logging.getLogger(__name__)
 RETRY_S = 0.5
 RETRY_S_MAX = 60.0
 CONFLICT_S = 0.1
-LIST_TIMEOUT_S = 60.0
 
 
 class WorkQueue:
@@ -66,7 +65,7 @@ class WorkQueue:
                 self._changed.wait(until - now)
 
 
-class Controller:
+class OperatorController:
     """Runs the RLJobs of some namespaces."""
 
     def __init__(
@@ -84,26 +83,26 @@ class Controller:
         self._failures: dict[Key, int] = {}
         custom, batch = CustomObjectsApi(api), BatchV1Api(api)
         self._rljobs = {
-            each: Watched(
+            namespace: Watched(
                 api,
                 custom.list_namespaced_custom_object,
                 self._queue.add,
                 group=GROUP,
                 version=VERSION,
-                namespace=each,
+                namespace=namespace,
                 plural=PLURAL,
             )
-            for each in namespaces
+            for namespace in namespaces
         }
         self._jobs = {
-            each: Watched(
+            namespace: Watched(
                 api,
                 batch.list_namespaced_job,
                 self._queue.add,
-                namespace=each,
+                namespace=namespace,
                 label_selector=LABEL,
             )
-            for each in namespaces
+            for namespace in namespaces
         }
 
     @property

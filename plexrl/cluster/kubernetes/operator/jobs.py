@@ -1,8 +1,8 @@
-"""What the operator asks of PlexRL: a job's state, its end, and draining of nodes."""
+"""The operator's requests to PlexRL: a job's state, its end, and draining of nodes."""
 
 from typing import TYPE_CHECKING, Protocol
 
-from plexrl.cluster.kubernetes.operator.status import JobView
+from plexrl.cluster.kubernetes.operator.status import SeenJob
 from plexrl.errors import ConflictError, NotFoundError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ class Jobs(Protocol):
     """The PlexRL cluster, as the operator sees it. Every method raises `PlexRLError` if the cluster
     cannot be asked."""
 
-    def view(self, job: str) -> JobView | None:
+    def view(self, job: str) -> SeenJob | None:
         """A job; None: unknown."""
         ...
 
@@ -38,13 +38,13 @@ class ClusterJobs:
     def __init__(self, cluster: "Cluster") -> None:
         self._cluster = cluster
 
-    def view(self, job: str) -> JobView | None:
+    def view(self, job: str) -> SeenJob | None:
         try:
             found = self._cluster.attach_job(job, heartbeat=False).explain()
         except NotFoundError:
             return None
         state = found["state"]
-        return JobView(state, found["summary"], state not in FINAL)
+        return SeenJob(state, found["summary"], state not in FINAL)
 
     def cancel(self, job: str, reason: str) -> None:
         try:

@@ -7,14 +7,14 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from plexrl.cluster.kubernetes.lease import Lease
+from plexrl.cluster.kubernetes.lease import KubernetesLease
 
 LOG = logging.getLogger(__name__)
 
 EXIT_LEASE_LOST = 75
 
 
-class Health:
+class OperatorHealth:
     """Serves `/healthz`."""
 
     def __init__(self, port: int, is_healthy: Callable[[], bool]) -> None:
@@ -45,7 +45,7 @@ class _HealthHandler(BaseHTTPRequestHandler):
 
 
 def lead(
-    lease: Lease, works: list[Callable[[threading.Event], None]], stop: threading.Event
+    lease: KubernetesLease, works: list[Callable[[threading.Event], None]], stop: threading.Event
 ) -> bool:
     """Run `works` in threads while the lease is held, until `stop`. Returns whether the lease was
     lost; the caller must then end the process at once, since a work may be in a call still."""
@@ -56,7 +56,7 @@ def lead(
             _try_hold(lease)
             if lease.is_held and not threads:
                 LOG.info("leads")
-                threads = [threading.Thread(target=each, args=(ended,)) for each in works]
+                threads = [threading.Thread(target=work, args=(ended,)) for work in works]
                 for thread in threads:
                     thread.start()
             elif threads and not lease.is_held:
@@ -74,7 +74,7 @@ def lead(
     return False
 
 
-def _try_hold(lease: Lease) -> None:
+def _try_hold(lease: KubernetesLease) -> None:
     _try(lease.try_hold)
 
 

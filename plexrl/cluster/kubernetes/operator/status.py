@@ -35,8 +35,8 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class JobView:
-    """What PlexRL says about a job."""
+class SeenJob:
+    """A job as PlexRL sees it."""
 
     state: str
     why: str
@@ -45,11 +45,11 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of an RLJob's parts."""
+    """The parts of an RLJob as last seen."""
 
     job: Plain | None
     """The Job of its name; None: there is none."""
-    view: JobView | None
+    view: SeenJob | None
     """Its job in PlexRL; None: PlexRL does not know it."""
     problem: str = ""
     """Why PlexRL could not be asked."""

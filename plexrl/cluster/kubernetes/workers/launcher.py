@@ -26,7 +26,7 @@ from plexrl.cluster.kubernetes.workers.pods import (
     pod_group,
     worker_pod,
 )
-from plexrl.process.memory.tuning import tuned
+from plexrl.process.memory.tuning import tune
 from plexrl.worker.agent.launcher import last_line
 from plexrl.worker.interface.config import WorkerConfig
 
@@ -266,21 +266,21 @@ def groups_version(api: "ApiClient") -> str | None:
     for group in groups:
         if group.name != GROUP:
             continue
-        for each in group.versions:
+        for version in group.versions:
             try:
                 found = CustomObjectsApi(api).get_api_resources(
-                    GROUP, each.version, _request_timeout=TIMEOUT_S
+                    GROUP, version.version, _request_timeout=TIMEOUT_S
                 )
             except ApiException:
                 continue
             if any(resource.name == "podgroups" for resource in found.resources):
-                return str(each.version)
+                return str(version.version)
     return None
 
 
 def _environment(config: WorkerConfig) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
-    return tuned({**own, "OMP_NUM_THREADS": str(config.threads), "HF_HUB_OFFLINE": "1"})
+    return tune({**own, "OMP_NUM_THREADS": str(config.threads), "HF_HUB_OFFLINE": "1"})
 
 
 def _check_user(sock: socket.socket) -> None:

@@ -1,1 +1,1 @@
-"""What instances have, what is on its way to them, and what they will show."""
+"""The trajectories of instances: those that they have, and those on their way."""

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from plexrl.errors import InvalidRequestError, InvariantError
 from plexrl.rollout.coordinator.assignment.speculation import SpeculativeState
-from plexrl.rollout.coordinator.messages import Abort, Command, Interrupt, Route, Stopped
+from plexrl.rollout.coordinator.messages import Abort, Interrupt, RolloutCommand, Route, Stopped
 from plexrl.rollout.instances.expected_instance import ExpectedInstance
 from plexrl.rollout.trajectories.record import (
     InstanceId,
@@ -54,10 +54,10 @@ class Assignments:
         self.instances[instance].coming.append(trajectory)
         self._target[trajectory] = instance
 
-    def release(self) -> list[Command]:
+    def release(self) -> list[RolloutCommand]:
         """Sends what is on its way to an instance, in the order of routing, up to the first one
         that is still on its way back from another."""
-        commands: list[Command] = []
+        commands: list[RolloutCommand] = []
         for instance, expected in self.instances.items() if self._target else ():
             sent: list[Trajectory] = []
             for each in expected.coming:
@@ -71,9 +71,9 @@ class Assignments:
             commands += _routes(instance, sent)
         return commands
 
-    def interrupt(self, returned: Mapping[InstanceId, list[TrajectoryId]]) -> list[Command]:
+    def interrupt(self, returned: Mapping[InstanceId, list[TrajectoryId]]) -> list[RolloutCommand]:
         """The instances are to return these trajectories."""
-        commands: list[Command] = []
+        commands: list[RolloutCommand] = []
         for instance, ids in returned.items():
             for each in ids:
                 self._trajectories.interrupt(self._held(each))
@@ -83,7 +83,7 @@ class Assignments:
         return commands
 
     def to_drain(self) -> dict[InstanceId, list[TrajectoryId]]:
-        """What instances that are draining have and were not told to return."""
+        """The trajectories that draining instances have and were not told to return."""
         found = {
             name: [
                 each.id
@@ -95,8 +95,8 @@ class Assignments:
         }
         return {name: ids for name, ids in found.items() if ids}
 
-    def abort(self, records: Iterable[Trajectory]) -> list[Command]:
-        """Nothing of these trajectories is wanted any more."""
+    def abort(self, records: Iterable[Trajectory]) -> list[RolloutCommand]:
+        """Stop these trajectories; their tokens are not wanted any more."""
         stops: dict[InstanceId, list[TrajectoryId]] = {}
         for record in records:
             self._cancel(record.id)
@@ -121,7 +121,7 @@ class Assignments:
             InvalidRequestError: it returned others than it was told to stop.
         """
         left = self.expected.stopped(event.instance)
-        segments = {each.trajectory: each.segments for each in event.trajectories}
+        segments = {trajectory.trajectory: trajectory.segments for trajectory in event.trajectories}
         if segments.keys() != set(left):
             raise InvalidRequestError(
                 f"instance {event.instance} stopped trajectories {sorted(segments)} and was to "
@@ -171,7 +171,7 @@ class Assignments:
                     raise InvariantError(f"trajectory {each} is not sent to {name}", law="sent")
 
 
-def _routes(instance: InstanceId, sent: Iterable[Trajectory]) -> list[Command]:
+def _routes(instance: InstanceId, sent: Iterable[Trajectory]) -> list[RolloutCommand]:
     """One that has failed has a `Route` of its own: all of a `Route` may fail with it."""
     parts = groupby(sent, lambda each: each.id if each.failures else None)
     return [

@@ -121,7 +121,7 @@ class SpeculativeState:
     def matches(self, snapshots: Iterable[InstanceSnapshot]) -> bool:
         """True if every command is answered and the snapshot shows every instance as it is
         expected (Eq. 1)."""
-        found = {each.instance: each for each in snapshots}
+        found = {snapshot.instance: snapshot for snapshot in snapshots}
         if found.keys() != self.instances.keys():
             return False
         for instance, expected in self.instances.items():

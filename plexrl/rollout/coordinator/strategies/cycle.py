@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.strategies.length_aware import longest_first, make_router, sides
 from plexrl.rollout.coordinator.strategies.migration import to_migrate
-from plexrl.rollout.coordinator.strategies.routing import Candidate, Queue, route
+from plexrl.rollout.coordinator.strategies.routing import Queue, RoutingCandidate, route
 from plexrl.rollout.coordinator.strategies.synchronisation import to_synchronise
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.instances.snapshot import InstanceLoad, InstanceSnapshot
@@ -16,8 +16,8 @@ from plexrl.rollout.trajectories.server import TrajectoryServer
 
 
 @dataclass(slots=True)
-class Decision:
-    """What a cycle does; interrupts come first, then pulls, then routes."""
+class CycleDecision:
+    """The commands of a cycle; interrupts come first, then pulls, then routes."""
 
     interrupts: dict[InstanceId, list[TrajectoryId]] = field(default_factory=dict)
     pulls: list[InstanceId] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Decision:
     """Trajectory, instance, and the version that the instance will have."""
 
 
-class Cycle:
+class CoordinatorCycle:
     """The state of one cycle. It reads the server and the buffers and changes neither.
 
     Every command is answered when a snapshot is accepted, so what an instance holds is routed.
@@ -45,7 +45,7 @@ class Cycle:
         self._server = server
         self._entries = buffers
         # One that is starting again has no throughput, and would attract the work of all others.
-        serving = (each for each in snapshots if each.serves)
+        serving = (snapshot for snapshot in snapshots if snapshot.serves)
         self._snapshots = sorted(serving, key=lambda each: each.instance)
         self._loads = [
             InstanceLoad(
@@ -62,15 +62,15 @@ class Cycle:
         is_length_aware = bool(self._loads) and settings.routing == "length-aware"
         self._sides = sides(settings, model, self._loads, server) if is_length_aware else None
         self._initial = longest_first(server) if is_length_aware else server.initial.values()
-        self._work: dict[int, tuple[list[Candidate], list[Candidate]]] = {}
+        self._work: dict[int, tuple[list[RoutingCandidate], list[RoutingCandidate]]] = {}
         self._assigned = [
-            Candidate(each.id, each.group, each.version, each.length)
+            RoutingCandidate(each.id, each.group, each.version, each.length)
             for each in server.returned.values()
         ]
 
-    def decide(self, newest: int) -> Decision:
+    def decide(self, newest: int) -> CycleDecision:
         """Synchronisation, migration and routing; `newest` is the parameter server's version."""
-        decision = Decision()
+        decision = CycleDecision()
         if not self._loads:
             return decision
         settings, model, entries = self._settings, self._model, self._entries
@@ -107,12 +107,14 @@ class Cycle:
         place = self._entries.place
         return Queue(self._assigned, self._initial, lambda g: place(g) is not None)
 
-    def _remove(self, load: InstanceLoad, moved: list[Candidate], decision: Decision) -> None:
+    def _remove(
+        self, load: InstanceLoad, moved: list[RoutingCandidate], decision: CycleDecision
+    ) -> None:
         if moved:
             decision.interrupts.setdefault(load.instance, []).extend(c.trajectory for c in moved)
             self._assigned += moved
 
-    def _held(self, load: InstanceLoad) -> tuple[list[Candidate], list[Candidate]]:
+    def _held(self, load: InstanceLoad) -> tuple[list[RoutingCandidate], list[RoutingCandidate]]:
         """Running and waiting trajectories of an instance that have not ended since."""
         if load.index not in self._work:
             shown = self._snapshots[load.index]
@@ -121,7 +123,7 @@ class Cycle:
             seen = {*shown.running, *shown.waiting}
             # The parts of a snapshot that several machines assemble are not of one moment.
             running += [
-                Candidate(each.id, each.group, each.version, each.length)
+                RoutingCandidate(each.id, each.group, each.version, each.length)
                 for each in self._server.on_instance(shown.instance)
                 if each.id not in seen
             ]
@@ -130,10 +132,10 @@ class Cycle:
 
     def _candidates(
         self, shown: InstanceSnapshot, ids: tuple[TrajectoryId, ...], lengths: tuple[int, ...]
-    ) -> list[Candidate]:
+    ) -> list[RoutingCandidate]:
         found = []
         for trajectory, length in zip(ids, lengths, strict=True):
             record = self._server.get(trajectory)
             if record is not None and record.instance == shown.instance:
-                found.append(Candidate(trajectory, record.group, record.version, length))
+                found.append(RoutingCandidate(trajectory, record.group, record.version, length))
         return found

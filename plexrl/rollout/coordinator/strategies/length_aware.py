@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.strategies.routing import (
-    Candidate,
-    Choice,
     CountRouter,
     Router,
+    RoutingCandidate,
+    RoutingChoice,
     ThroughputRouter,
 )
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.instances.snapshot import InstanceLoad
-from plexrl.rollout.policies.ranking.dispatch import LONG_PART, LengthSpread, divide
+from plexrl.rollout.policies.length_dispatch import LONG_PART, LengthSpread, divide
 from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.trajectories.record import SampleGroupId, Trajectory
 from plexrl.rollout.trajectories.server import TrajectoryServer
@@ -30,7 +30,7 @@ from plexrl.rollout.trajectories.server import TrajectoryServer
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """What is long, and which instances serve it."""
+    """The trajectories that are expected to be long, and the instances that serve them."""
 
     groups: frozenset[SampleGroupId]
     """Long prompts."""
@@ -62,7 +62,7 @@ def sides(
         prompt_tokens=sum(prompts) / len(prompts),
         spread=LengthSpread.of(recent),
         instances=len(loads),
-        kv_budget=min(each.kv_budget for each in loads),
+        kv_budget=min(load.kv_budget for load in loads),
     )
     if division is None:
         return None
@@ -130,11 +130,11 @@ class LengthAwareRouter:
     def _is_for_long(found: Sides, load: InstanceLoad) -> bool:
         return load.index < found.instances
 
-    def lane(self, candidate: Candidate) -> int:
+    def lane(self, candidate: RoutingCandidate) -> int:
         """The side of the prompt."""
         return int(candidate.group in self._sides.groups)
 
-    def choose(self, candidate: Candidate) -> Choice | None:
+    def choose(self, candidate: RoutingCandidate) -> RoutingChoice | None:
         """An instance of the prompt's side; or one of the other side that has nothing to do."""
         lane = self.lane(candidate)
         choice = self._routers[lane].choose(candidate)
@@ -151,10 +151,10 @@ class LengthAwareRouter:
         """As `ThroughputRouter`."""
         return self._routers[self._is_for_long(self._sides, load)].score(load, length)
 
-    def would_replace(self, version: int, choice: Choice | None) -> bool:
+    def would_replace(self, version: int, choice: RoutingChoice | None) -> bool:
         """As `ThroughputRouter`."""
         return self._routers[0].would_replace(version, choice)
 
-    def take(self, candidate: Candidate, choice: Choice) -> None:
+    def take(self, candidate: RoutingCandidate, choice: RoutingChoice) -> None:
         """Adds one trajectory, which runs at once."""
         self._routers[self._is_for_long(self._sides, choice.load)].take(candidate, choice)

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.strategies.length_aware import Sides, make_router
-from plexrl.rollout.coordinator.strategies.routing import Candidate, Queue, route
+from plexrl.rollout.coordinator.strategies.routing import Queue, RoutingCandidate, route
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.instances.snapshot import InstanceLoad
 from plexrl.rollout.staleness.buffers import Buffers
 
-Work = Callable[[InstanceLoad], tuple[list[Candidate], list[Candidate]]]
+Work = Callable[[InstanceLoad], tuple[list[RoutingCandidate], list[RoutingCandidate]]]
 """Running and waiting trajectories of an instance in the engine's order, without those that have
 ended since the snapshot."""
 
@@ -29,10 +29,10 @@ def to_migrate(
     model: CostModel,
     loads: Sequence[InstanceLoad],
     buffers: Buffers,
-    queue: Iterable[Candidate],
+    queue: Iterable[RoutingCandidate],
     work: Work,
     sides: Sides | None = None,
-) -> list[tuple[InstanceLoad, list[Candidate]]]:
+) -> list[tuple[InstanceLoad, list[RoutingCandidate]]]:
     """The trajectories that instances return. `queue`: what is waiting to be routed. Nothing
     changes."""
     if settings.migration == "none":
@@ -54,7 +54,7 @@ def _to_redistribute(
     model: CostModel,
     loads: Sequence[InstanceLoad],
     buffers: Buffers,
-    queue: Iterable[Candidate],
+    queue: Iterable[RoutingCandidate],
     work: Work,
     sides: Sides | None,
 ) -> InstanceLoad | None:

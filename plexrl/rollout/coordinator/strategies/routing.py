@@ -21,7 +21,7 @@ from plexrl.rollout.trajectories.record import SampleGroupId, Trajectory, Trajec
 
 
 @dataclass(slots=True)
-class Candidate:
+class RoutingCandidate:
     """A trajectory to be routed."""
 
     trajectory: TrajectoryId
@@ -33,12 +33,12 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Choice:
+class RoutingChoice:
     """An instance for a candidate; nothing is routed yet."""
 
     load: InstanceLoad
     score: float
-    """What the strategy compares; more is better."""
+    """The figure that the strategy compares; more is better."""
 
 
 class Router(Protocol):
@@ -48,10 +48,10 @@ class Router(Protocol):
     def lanes(self) -> int:
         """Number of lanes: a candidate that no instance takes holds up only those of its lane."""
 
-    def lane(self, candidate: Candidate) -> int:
+    def lane(self, candidate: RoutingCandidate) -> int:
         """The candidate's lane, from 0."""
 
-    def choose(self, candidate: Candidate) -> Choice | None:
+    def choose(self, candidate: RoutingCandidate) -> RoutingChoice | None:
         """The instance for the candidate; None if no instance takes it now."""
 
     def comparable_length(self, length: int) -> int:
@@ -60,15 +60,15 @@ class Router(Protocol):
     def score(self, load: InstanceLoad, length: int) -> float | None:
         """Score of a comparable length on this instance; None: the instance would not take it."""
 
-    def would_replace(self, version: int, choice: Choice | None) -> bool:
+    def would_replace(self, version: int, choice: RoutingChoice | None) -> bool:
         """True if an instance of this version, newer than all others but its equals, would be
         chosen instead if its score were higher."""
 
-    def take(self, candidate: Candidate, choice: Choice) -> None:
+    def take(self, candidate: RoutingCandidate, choice: RoutingChoice) -> None:
         """Adds the candidate to the load of the chosen instance."""
 
 
-def is_routable(buffers: Buffers, candidate: Candidate, version: int) -> bool:
+def is_routable(buffers: Buffers, candidate: RoutingCandidate, version: int) -> bool:
     """True if the candidate may run on weights of this version (Alg. 2)."""
     if candidate.version is None:
         return buffers.admits(candidate.group, version)
@@ -84,7 +84,7 @@ class Queue:
 
     def __init__(
         self,
-        assigned: Iterable[Candidate],
+        assigned: Iterable[RoutingCandidate],
         initial: Iterable[Trajectory] = (),
         is_started: Callable[[SampleGroupId], bool] = lambda _: False,
     ) -> None:
@@ -93,17 +93,17 @@ class Queue:
         self._initial = initial
         self._is_started = is_started
 
-    def __iter__(self) -> Iterator[Candidate]:
+    def __iter__(self) -> Iterator[RoutingCandidate]:
         yield from self._assigned
         for is_first in (True, False):
             for each in self._initial:
                 if self._is_started(each.group) is is_first:
-                    yield Candidate(each.id, each.group, None, each.length)
+                    yield RoutingCandidate(each.id, each.group, None, each.length)
 
 
 def route(
-    router: Router, buffers: Buffers, queue: Iterable[Candidate]
-) -> list[tuple[Candidate, InstanceLoad]]:
+    router: Router, buffers: Buffers, queue: Iterable[RoutingCandidate]
+) -> list[tuple[RoutingCandidate, InstanceLoad]]:
     """Routes from the head of the queue until no instance takes a trajectory of any lane.
 
     Changes the loads behind the router and the buffers: pass copies.
@@ -178,12 +178,12 @@ class ThroughputRouter:
             by_version.setdefault(load.version, []).append(load)
         self._levels = {version: _Level(each) for version, each in by_version.items()}
 
-    def lane(self, candidate: Candidate) -> int:
+    def lane(self, candidate: RoutingCandidate) -> int:
         """All are in one."""
         del candidate
         return 0
 
-    def choose(self, candidate: Candidate) -> Choice | None:
+    def choose(self, candidate: RoutingCandidate) -> RoutingChoice | None:
         """Goes through the versions from the oldest one on (the waterfall of Alg. 3)."""
         length = self.comparable_length(candidate.length)
         least = self._gain_part_min * self._model.ideal_gain(length)
@@ -195,7 +195,7 @@ class ThroughputRouter:
             best = int(level.gains.argmax())
             gain = float(level.gains[best])
             if gain >= least:
-                return Choice(level.loads[best], gain)
+                return RoutingChoice(level.loads[best], gain)
         return None
 
     def comparable_length(self, length: int) -> int:
@@ -207,11 +207,11 @@ class ThroughputRouter:
         gain = self._model.gain(load, length)
         return gain if gain >= self._gain_part_min * self._model.ideal_gain(length) else None
 
-    def would_replace(self, version: int, choice: Choice | None) -> bool:
+    def would_replace(self, version: int, choice: RoutingChoice | None) -> bool:
         """Only against instances of its own version: older ones have precedence."""
         return choice is None or choice.load.version == version
 
-    def take(self, candidate: Candidate, choice: Choice) -> None:
+    def take(self, candidate: RoutingCandidate, choice: RoutingChoice) -> None:
         """Adds one trajectory that runs at once, since its gain is positive."""
         load = choice.load
         load.kv_cache += self._model.k5 * candidate.length
@@ -234,12 +234,12 @@ class CountRouter:
         for heap in self._by_version.values():
             heapify(heap)
 
-    def lane(self, candidate: Candidate) -> int:
+    def lane(self, candidate: RoutingCandidate) -> int:
         """All are in one."""
         del candidate
         return 0
 
-    def choose(self, candidate: Candidate) -> Choice | None:
+    def choose(self, candidate: RoutingCandidate) -> RoutingChoice | None:
         """The fewest trajectories among instances of all versions that may run the candidate."""
         tops = [
             heap[0]
@@ -249,7 +249,7 @@ class CountRouter:
         if not tops:
             return None
         count, _, load = min(tops)
-        return Choice(load, -count)
+        return RoutingChoice(load, -count)
 
     def comparable_length(self, length: int) -> int:
         """Lengths do not matter."""
@@ -261,12 +261,12 @@ class CountRouter:
         del length
         return -load.count
 
-    def would_replace(self, version: int, choice: Choice | None) -> bool:
+    def would_replace(self, version: int, choice: RoutingChoice | None) -> bool:
         """Versions have no precedence."""
         del version, choice
         return True
 
-    def take(self, candidate: Candidate, choice: Choice) -> None:
+    def take(self, candidate: RoutingCandidate, choice: RoutingChoice) -> None:
         """Adds one trajectory, which waits where it does not fit."""
         load = choice.load
         if self._model.fits(load, candidate.length):

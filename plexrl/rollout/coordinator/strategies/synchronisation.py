@@ -15,7 +15,12 @@ from collections.abc import Iterable, Sequence
 
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.strategies.length_aware import Sides, make_router
-from plexrl.rollout.coordinator.strategies.routing import Candidate, Choice, Router, is_routable
+from plexrl.rollout.coordinator.strategies.routing import (
+    Router,
+    RoutingCandidate,
+    RoutingChoice,
+    is_routable,
+)
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.instances.snapshot import InstanceLoad
 from plexrl.rollout.staleness.buffers import Buffers
@@ -26,7 +31,7 @@ def to_synchronise(
     model: CostModel,
     loads: Sequence[InstanceLoad],
     buffers: Buffers,
-    queue: Iterable[Candidate],
+    queue: Iterable[RoutingCandidate],
     newest: int,
     sides: Sides | None = None,
 ) -> list[InstanceLoad]:
@@ -72,7 +77,7 @@ class _Asked:
         self.accepted.pop(load.index, None)
         self.remaining.pop(load.index, None)
 
-    def accept(self, candidate: Candidate, choice: Choice | None) -> None:
+    def accept(self, candidate: RoutingCandidate, choice: RoutingChoice | None) -> None:
         """Accepts those that would be chosen for the candidate instead of the choice."""
         length = self._router.comparable_length(candidate.length)
         ranked = self._ranked.get(length)

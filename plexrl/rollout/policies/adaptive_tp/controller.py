@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.policies.adaptive_tp.predictor import KvHandling, LatencyPredictor, SwitchCost
-from plexrl.rollout.policies.adaptive_tp.remaining import Groups, Load, UnfinishedRow, deal
+from plexrl.rollout.policies.adaptive_tp.remaining import GroupLoad, Groups, UnfinishedRow, deal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Switch:
+class TpSwitch:
     """An engine is to switch now."""
 
     tp: int
@@ -42,7 +42,7 @@ class SwitchController:
         self._predictor = predictor
         self._moments_max = moments_max
 
-    def decide(self, tp: int, groups: Groups) -> Switch | None:
+    def decide(self, tp: int, groups: Groups) -> TpSwitch | None:
         """The switch that pays now; None: none does.
 
         `tp` is the size of the engine's groups, `groups` their unfinished rows. Rows that end are
@@ -51,7 +51,7 @@ class SwitchController:
         rows = [row for group in groups for row in group if row.left > 0]
         if not rows:
             return None
-        now = Load(tp, [[row for row in group if row.left > 0] for group in groups])
+        now = GroupLoad(tp, [[row for row in group if row.left > 0] for group in groups])
         loads = {size: self._dealt(size, rows) for size in self._predictor.sizes}
         cuts = self._cuts(rows)
         after = self._plan(loads, cuts)
@@ -64,7 +64,7 @@ class SwitchController:
                 if size != tp:
                     cost = self._cost(now, loads[size], cuts[index])
                     best_s = min(best_s, begin_s + cost.seconds + after[index][size])
-        found: Switch | None = None
+        found: TpSwitch | None = None
         for size in loads:
             if size == tp:
                 continue
@@ -72,11 +72,11 @@ class SwitchController:
             total_s = cost.seconds + after[0][size]
             if total_s < best_s:
                 best_s = total_s
-                found = Switch(tp=size, kv=cost.kv, gain_s=stay_s - total_s)
+                found = TpSwitch(tp=size, kv=cost.kv, gain_s=stay_s - total_s)
         return found
 
-    def _dealt(self, tp: int, rows: Sequence[UnfinishedRow]) -> Load:
-        return Load(tp, deal(rows, self._predictor.sizes[-1] // tp))
+    def _dealt(self, tp: int, rows: Sequence[UnfinishedRow]) -> GroupLoad:
+        return GroupLoad(tp, deal(rows, self._predictor.sizes[-1] // tp))
 
     def _cuts(self, rows: Sequence[UnfinishedRow]) -> list[int]:
         """The moments at which a plan may switch, in steps from now, and the end."""
@@ -88,7 +88,7 @@ class SwitchController:
         kept = between[::-1][::step][::-1] if self._moments_max > 1 and between else []
         return [0, *kept, ends[-1]]
 
-    def _plan(self, loads: dict[int, Load], cuts: Sequence[int]) -> list[dict[int, float]]:
+    def _plan(self, loads: dict[int, GroupLoad], cuts: Sequence[int]) -> list[dict[int, float]]:
         """By moment and size: the least seconds until the end, with the groups of this size then.
         Later switches are planned backwards from the end."""
         stretches = {s: load.stretches_s(self._predictor, cuts) for s, load in loads.items()}
@@ -105,7 +105,7 @@ class SwitchController:
             best.insert(0, found)
         return best
 
-    def _cost(self, load: Load, new: Load, steps: int) -> SwitchCost:
+    def _cost(self, load: GroupLoad, new: GroupLoad, steps: int) -> SwitchCost:
         """T_switch after so many steps."""
         predictor = self._predictor
         tokens = max(total for _, total, _ in load.at(steps))

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 
 from plexrl.rollout.instances.expected_instance import ExpectedInstance
 from plexrl.rollout.instances.snapshot import InstanceSnapshot
-from plexrl.rollout.policies.adaptive_tp.controller import Switch, SwitchController
+from plexrl.rollout.policies.adaptive_tp.controller import SwitchController, TpSwitch
 from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
 from plexrl.rollout.policies.adaptive_tp.projection import DecodingRow, project
 from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
-from plexrl.rollout.policies.batching.rounds import Rounds
+from plexrl.rollout.policies.tail_batching import Rounds
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.rollout.trajectories.server import TrajectoryServer
 
@@ -21,7 +21,7 @@ class AdaptiveTp:
     """The controller of all instances of a rollout."""
 
     def __init__(self, settings: AdaptiveTpSettings | None) -> None:
-        """None as `settings`: no engine switches."""
+        """Without `settings` no engine switches."""
         self._settings = settings
         self._controller = (
             None if settings is None else SwitchController(LatencyPredictor(settings.profile))
@@ -33,23 +33,23 @@ class AdaptiveTp:
         rounds: Rounds,
         snapshots: Iterable[InstanceSnapshot],
         expected: Mapping[InstanceId, ExpectedInstance],
-    ) -> dict[InstanceId, Switch]:
+    ) -> dict[InstanceId, TpSwitch]:
         """The switches that pay now. The snapshots show the effect of all commands, but maybe not
         of switches."""
         if self._settings is None or server.waiting or rounds.progress(server) is None:
             return {}
         found = {}
-        for each in snapshots:
-            instance = expected[each.instance]
-            if each.waiting or not each.serves or instance.coming or instance.is_switching:
+        for snapshot in snapshots:
+            instance = expected[snapshot.instance]
+            if snapshot.waiting or not snapshot.serves or instance.coming or instance.is_switching:
                 continue
-            if (switch := self._decide(self._settings, server, each)) is not None:
-                found[each.instance] = switch
+            if (switch := self._decide(self._settings, server, snapshot)) is not None:
+                found[snapshot.instance] = switch
         return found
 
     def _decide(
         self, settings: AdaptiveTpSettings, server: TrajectoryServer, snapshot: InstanceSnapshot
-    ) -> Switch | None:
+    ) -> TpSwitch | None:
         sizes = settings.profile.subject.tp_sizes
         if self._controller is None or snapshot.tp not in sizes:
             return None

@@ -16,7 +16,7 @@ from plexrl.client.data.decode_profile import DecodeProfile, ProfilePoint
 from plexrl.errors import InvalidRequestError
 
 KvHandling = Literal["migrate", "recompute"]
-"""What happens to the KV cache of unfinished rows in a switch."""
+"""Treatment of the KV cache of unfinished rows in a switch."""
 
 
 class Curve:
@@ -25,7 +25,7 @@ class Curve:
     __slots__ = ("_slopes", "_xs", "_ys")
 
     def __init__(self, points: Sequence[tuple[float, float]]) -> None:
-        """Of points with the same x the mean counts. There must be one point at least."""
+        """Points with the same x are replaced by their mean. There must be at least one point."""
         by_x: dict[float, list[float]] = {}
         for x, y in points:
             by_x.setdefault(x, []).append(y)
@@ -65,7 +65,7 @@ class _RowCurves:
         """`points`: rows, x and y."""
         self._rows = sorted({rows for rows, _, _ in points})
         self._curves = [
-            Curve([(x, y) for rows, x, y in points if rows == each]) for each in self._rows
+            Curve([(x, y) for rows, x, y in points if rows == row]) for row in self._rows
         ]
 
     def near(self, rows: float) -> list[tuple[Curve, float]]:
@@ -83,7 +83,7 @@ class _RowCurves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchCost:
-    """What a switch takes."""
+    """The time of a switch."""
 
     seconds: float
     kv: KvHandling
@@ -98,8 +98,8 @@ class LatencyPredictor:
         self.profile = profile
         self.sizes = profile.subject.tp_sizes
         by_size: dict[int, list[ProfilePoint]] = {size: [] for size in self.sizes}
-        for each in profile.points:
-            by_size[each.tp].append(each)
+        for point in profile.points:
+            by_size[point.tp].append(point)
         for size, points in by_size.items():
             if not points:
                 raise InvalidRequestError(
@@ -107,11 +107,13 @@ class LatencyPredictor:
                     "the same file again, which goes on where it ended"
                 )
         self._steps = {
-            size: _RowCurves([(each.rows, each.kv_tokens, each.step_s) for each in points])
+            size: _RowCurves([(point.rows, point.kv_tokens, point.step_s) for point in points])
             for size, points in by_size.items()
         }
         self._prefills = {
-            size: _RowCurves([(each.rows, each.prompt_tokens, each.prefill_s) for each in points])
+            size: _RowCurves(
+                [(point.rows, point.prompt_tokens, point.prefill_s) for point in points]
+            )
             for size, points in by_size.items()
         }
 

@@ -1,4 +1,5 @@
-"""What is left to decode under each size of the tensor-parallel groups (PAT Alg. 1, est_rem_time).
+"""The work that is left to decode under each size of the tensor-parallel groups (PAT Alg. 1,
+est_rem_time).
 
 All rows of a group decode in step. A row ends when it has drawn the tokens that it lacks; the rest
 of its group goes on, with fewer rows and longer contexts. The time of a stretch is that of the
@@ -33,21 +34,21 @@ def deal(rows: Sequence[UnfinishedRow], groups: int) -> list[list[UnfinishedRow]
     return [ordered[index::groups] for index in range(groups)]
 
 
-class Load:
+class GroupLoad:
     """Groups of one size with their rows."""
 
     __slots__ = ("_ends", "_squares", "_tokens", "groups", "tp")
 
     def __init__(self, tp: int, groups: Groups) -> None:
         self.tp = tp
-        self.groups = [sorted(each, key=lambda row: -row.left) for each in groups if each]
-        self._ends = [[-row.left for row in each] for each in self.groups]
+        self.groups = [sorted(group, key=lambda row: -row.left) for group in groups if group]
+        self._ends = [[-row.left for row in group] for group in self.groups]
         # Sums of the longest-lasting n rows, by n.
-        self._tokens = [[0, *accumulate(row.tokens for row in each)] for each in self.groups]
-        self._squares = [[0, *accumulate(row.tokens**2 for row in each)] for each in self.groups]
+        self._tokens = [[0, *accumulate(row.tokens for row in group)] for group in self.groups]
+        self._squares = [[0, *accumulate(row.tokens**2 for row in group)] for group in self.groups]
 
     def at(self, steps: int) -> Iterator[tuple[int, int, float]]:
-        """Of each group after so many steps: the rows that are left, their tokens, and the root
+        """For each group after so many steps: the rows that are left, their tokens, and the root
         mean square of these."""
         for ends, tokens, squares in zip(self._ends, self._tokens, self._squares, strict=True):
             rows = bisect_right(ends, -steps - 1)
@@ -86,4 +87,4 @@ class Load:
 def remaining_s(predictor: LatencyPredictor, tp: int, groups: Groups) -> float:
     """Seconds until the last row has ended, in groups of `tp` ranks (PAT Alg. 1, est_rem_time)."""
     last = max((row.left for group in groups for row in group), default=0)
-    return Load(tp, groups).stretches_s(predictor, [0, last])[0]
+    return GroupLoad(tp, groups).stretches_s(predictor, [0, last])[0]

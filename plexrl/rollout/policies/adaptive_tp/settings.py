@@ -1,4 +1,4 @@
-"""What the switch controller of a rollout needs to know."""
+"""Settings of the switch controller of a rollout."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class AdaptiveTpSettings:
     """
 
     profile: DecodeProfile
-    """Of the engines."""
+    """Profile of the engines."""
     response_tokens_max: int
     """Longest response."""
 

@@ -28,19 +28,19 @@ from plexrl.errors import (
 )
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import InstanceLost, InstancesChosen
-from plexrl.rollout.policies.streaming.elastic import (
-    Bounds,
-    Change,
-    Decision,
+from plexrl.rollout.policies.elastic import (
+    InstanceBounds,
+    InstanceChange,
+    InstanceDecision,
     StageBalance,
     StepTimes,
-    Workload,
+    StepWorkload,
     generation_s,
 )
 from plexrl.rollout.service.cluster_calls import ClusterCalls
-from plexrl.rollout.service.instances.membership import Member
+from plexrl.rollout.service.instances.membership import RolloutMember
 from plexrl.rollout.service.instances.work import Instances
-from plexrl.rollout.service.journal.progress import Progress
+from plexrl.rollout.service.journal.progress import RolloutProgress
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.trajectories.record import InstanceId
 
@@ -62,8 +62,8 @@ class Balanced(Protocol):
     calls: ClusterCalls
     core: RolloutCoordinator
     instances: Instances
-    progress: Progress
-    members: list[Member]
+    progress: RolloutProgress
+    members: list[RolloutMember]
 
     def handle(self, event: InstancesChosen) -> None:
         """Takes the event."""
@@ -73,7 +73,7 @@ class Balanced(Protocol):
         """Takes the event, and forgets the driver."""
         ...
 
-    def make_member(self, name: str) -> Member:
+    def make_member(self, name: str) -> RolloutMember:
         """A further deployment of the rollout."""
         ...
 
@@ -100,7 +100,7 @@ class InstanceCount:
         """The latest request that creates each added deployment."""
 
     async def run(self) -> None:
-        """Run all members until cancelled. Raises as `Member.run`."""
+        """Run all members until cancelled. Raises as `RolloutMember.run`."""
         progress, members = self._rollout.progress, list(self._rollout.members)
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -127,9 +127,9 @@ class InstanceCount:
             return
         budget = min(rollout.instances.work[each].kv_budget for each in joined)
         groups = rollout.core.trajectories.groups.values()
-        work = Workload(
+        work = StepWorkload(
             samples=rollout.order.prompts * rollout.order.samples,
-            prompt_tokens=sum(each.prompt_tokens for each in groups) / max(1, len(groups)),
+            prompt_tokens=sum(group.prompt_tokens for group in groups) / max(1, len(groups)),
             lengths=lengths,
         )
         model = rollout.core.cost_model
@@ -142,18 +142,18 @@ class InstanceCount:
         if decision is not None:
             self._apply(decision, rollout.order.bounds)
 
-    def _apply(self, decision: Decision, bounds: Bounds) -> None:
+    def _apply(self, decision: InstanceDecision, bounds: InstanceBounds) -> None:
         names = self._rollout.progress.names(self._rollout.order)
         absent = {m.name for m in self._rollout.members if m.instance is None}
         # Those that wait for GPUs from their beginning.
-        unborn = [each for each in names if each in absent and self._is_unborn(each)]
-        if decision.change is Change.ADD:
+        unborn = [name for name in names if name in absent and self._is_unborn(name)]
+        if decision.change is InstanceChange.ADD:
             if not absent & set(names) and len(names) < bounds.most:
                 self._add(names, _reason(decision))
         elif unborn:
             self._remove(names, unborn[-1], "it has not begun, and is needed no longer")
-        elif decision.change is Change.REMOVE and len(names) > bounds.least:
-            lost = [each for each in names if each in absent]
+        elif decision.change is InstanceChange.REMOVE and len(names) > bounds.least:
+            lost = [name for name in names if name in absent]
             self._remove(names, (lost or names)[-1], _reason(decision))
 
     def _is_unborn(self, name: str) -> bool:
@@ -164,9 +164,9 @@ class InstanceCount:
         """Joined instances that are to stay."""
         ending = self._rollout.progress.ending
         return frozenset(
-            each.instance
-            for each in self._rollout.members
-            if each.instance is not None and each.name not in ending
+            member.instance
+            for member in self._rollout.members
+            if member.instance is not None and member.name not in ending
         )
 
     def _add(self, names: tuple[str, ...], reason: str) -> None:
@@ -208,15 +208,15 @@ class InstanceCount:
             )
         )
 
-    def _start(self, member: Member) -> None:
+    def _start(self, member: RolloutMember) -> None:
         assert self._tasks is not None
         self._running[member.name] = self._tasks.create_task(self._keep(member))
 
-    async def _keep(self, member: Member) -> None:
+    async def _keep(self, member: RolloutMember) -> None:
         if not self._is_unborn(member.name) or await self._is_created(member):
             await member.run()
 
-    async def _is_created(self, member: Member) -> bool:
+    async def _is_created(self, member: RolloutMember) -> bool:
         """Create its deployment, if there is none. False: it was refused, and is given up."""
         rollout = self._rollout
         await rollout.settled()
@@ -232,7 +232,7 @@ class InstanceCount:
                     return False
                 rollout.members.remove(member)
                 names = rollout.progress.names(rollout.order)
-                rest = tuple(each for each in names if each != member.name)
+                rest = tuple(name for name in names if name != member.name)
                 reason = f"{member.name}: the cluster refused it: {error.message}"
                 self._choose(rest, rollout.progress.ending, change=0, reason=reason)
                 self._balance.refused()
@@ -243,7 +243,7 @@ class InstanceCount:
             else:
                 return member.name not in rollout.progress.ending
 
-    async def _end(self, member: Member) -> None:
+    async def _end(self, member: RolloutMember) -> None:
         """End its deployment, once its instance has returned what it had."""
         rollout = self._rollout
         await rollout.wait_for(lambda: self._is_empty(member), None)
@@ -280,14 +280,14 @@ class InstanceCount:
             else:
                 return
 
-    def _is_empty(self, member: Member) -> bool:
+    def _is_empty(self, member: RolloutMember) -> bool:
         if member.instance is None:
             return True
         work = self._rollout.instances.work.get(member.instance)
         return work is None or not (work.held or work.unanswered)
 
 
-def _reason(decision: Decision) -> str:
+def _reason(decision: InstanceDecision) -> str:
     """Why the number changes, for operators."""
     return (
         f"generation takes {decision.generation_s:.3g} s of a step and training "

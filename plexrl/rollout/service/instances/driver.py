@@ -20,12 +20,12 @@ from plexrl.errors import ExecutionError, NotFoundError, PlexRLError, RolloutFai
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     Abort,
-    Event,
     Generated,
     GenerationFailed,
     Interrupt,
     Pull,
     Pulled,
+    RolloutEvent,
     Route,
     StepMeasured,
     Stopped,
@@ -36,9 +36,14 @@ from plexrl.rollout.coordinator.messages import (
 from plexrl.rollout.instances.snapshot import InstanceSnapshot
 from plexrl.rollout.service.cluster_calls import ClusterCalls, RowRequest
 from plexrl.rollout.service.instances.work import InstanceCommand, Instances, InstanceWork
-from plexrl.rollout.service.journal.store import ABORTED, Part, RolloutStore
+from plexrl.rollout.service.journal.store import ABORTED, GeneratedPart, RolloutStore
 from plexrl.rollout.service.order import RolloutOrder, deployment_of
-from plexrl.rollout.trajectories.record import InstanceId, Segment, TrajectoryId, TrajectoryState
+from plexrl.rollout.trajectories.record import (
+    InstanceId,
+    TrajectoryId,
+    TrajectorySegment,
+    TrajectoryState,
+)
 
 LOG = logging.getLogger(__name__)
 SWITCH_TIMEOUT_S = 30.0
@@ -55,7 +60,7 @@ class Surroundings(Protocol):
     calls: ClusterCalls
     instances: Instances
 
-    def handle(self, event: Event, *, parts: Sequence[Part] = ()) -> None:
+    def handle(self, event: RolloutEvent, *, parts: Sequence[GeneratedPart] = ()) -> None:
         """Take an event."""
         ...
 
@@ -89,10 +94,11 @@ class _Generation:
     trajectories: tuple[TrajectoryId, ...]
     """By row."""
     running: set[TrajectoryId]
-    """Those that have not ended."""
+    """Trajectories that have not ended."""
     stopping: set[TrajectoryId] = field(default_factory=set)
     stopped: dict[TrajectoryId, Sample | None] = field(default_factory=dict)
-    """What there is of those that were stopped; None: nothing that is kept."""
+    """The samples of stopped trajectories as far as they are kept; None: none of their tokens
+    is."""
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the cluster has the operation, or will not get it."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -173,7 +179,9 @@ class InstanceDriver:
         generation = _Generation(
             operation=self._rollout.store.operation(order, f"g{self.instance}.{number}"),
             trajectories=trajectories,
-            running={each for each in trajectories if work.held.get(each) == number},
+            running={
+                trajectory for trajectory in trajectories if work.held.get(trajectory) == number
+            },
         )
         self._at.update(dict.fromkeys(generation.running, generation))
         tasks.create_task(self._generate(generation, is_repeated=is_repeated))
@@ -186,7 +194,11 @@ class InstanceDriver:
             is_known = is_repeated and await calls.is_known(operation)
             # The request is the same after a restart: it depends on nothing that may be lost.
             await self._rollout.settled()
-            for each in [each for each in generation.trajectories if each in generation.running]:
+            for each in [
+                trajectory
+                for trajectory in generation.trajectories
+                if trajectory in generation.running
+            ]:
                 if not self._is_kept(each):
                     generation.stop(each, None)  # its `Abort` follows
             if generation.running:
@@ -248,7 +260,9 @@ class InstanceDriver:
         self, generation: _Generation, trajectories: Collection[TrajectoryId], reason: str
     ) -> None:
         """Trajectories could not be generated. Nothing is known of those that are to be stopped."""
-        for each in [each for each in generation.trajectories if each in trajectories]:
+        for each in [
+            trajectory for trajectory in generation.trajectories if trajectory in trajectories
+        ]:
             if each in generation.stopping:
                 generation.stop(each, None)
             else:
@@ -259,7 +273,7 @@ class InstanceDriver:
         self,
         generation: _Generation,
         event: Generated | GenerationFailed,
-        parts: Sequence[Part] = (),
+        parts: Sequence[GeneratedPart] = (),
     ) -> None:
         del self._at[event.trajectory]
         self._rollout.handle(event, parts=parts)
@@ -267,22 +281,22 @@ class InstanceDriver:
 
     async def _stop(self, command: Interrupt | Abort) -> None:
         found: dict[_Generation, list[TrajectoryId]] = {}
-        for each in command.trajectories:
-            if (generation := self._at.get(each)) is not None:
-                found.setdefault(generation, []).append(each)
+        for trajectory in command.trajectories:
+            if (generation := self._at.get(trajectory)) is not None:
+                found.setdefault(generation, []).append(trajectory)
         for generation, trajectories in found.items():
             generation.stopping.update(trajectories)
         await asyncio.gather(*(self._stop_rows(*each) for each in found.items()))
         stopped, parts = [], []
-        for each in command.trajectories:
+        for trajectory in command.trajectories:
             # Otherwise it ended before, and was reported.
-            if (generation := self._at.pop(each, None)) is not None:
-                sample = generation.stopped.pop(each)
-                segments: tuple[Segment, ...] = ()
-                if sample is not None and self._is_kept(each):
+            if (generation := self._at.pop(trajectory, None)) is not None:
+                sample = generation.stopped.pop(trajectory)
+                segments: tuple[TrajectorySegment, ...] = ()
+                if sample is not None and self._is_kept(trajectory):
                     segments = await self._segments(sample)
-                    parts += self._parts(each, sample)
-                stopped.append(StoppedTrajectory(trajectory=each, segments=segments))
+                    parts += self._parts(trajectory, sample)
+                stopped.append(StoppedTrajectory(trajectory=trajectory, segments=segments))
         event = Stopped(instance=self.instance, trajectories=tuple(stopped))
         self._rollout.handle(event, parts=parts)
 
@@ -363,29 +377,33 @@ class InstanceDriver:
         self._rollout.handle(TpSwitched(instance=self.instance, has_switched=has_switched))
 
     def _requests(self, generation: _Generation) -> list[RowRequest]:
-        """What to generate, by row. A row that has ended, or whose tokens are not kept, draws one
-        token in its place, which nobody reads: so a row keeps its number."""
+        """The requests of a generation, by row. A row that has ended, or whose tokens are not kept,
+        draws one token in its place, which nobody reads: so a row keeps its number."""
         rollout, found = self._rollout, []
-        for each in generation.trajectories:
-            record = rollout.core.trajectories.get(each)
-            if each not in generation.running or record is None:
-                found.append(RowRequest(tokens=[0], max_tokens=1, number=each, drawn=0))
+        for trajectory in generation.trajectories:
+            record = rollout.core.trajectories.get(trajectory)
+            if trajectory not in generation.running or record is None:
+                found.append(RowRequest(tokens=[0], max_tokens=1, number=trajectory, drawn=0))
                 continue
-            before = rollout.store.response(each).tokens
+            before = rollout.store.response(trajectory).tokens
             tokens = [*rollout.store.prompt(record.group).tolist(), *before.tolist()]
             most = rollout.order.sampling.max_tokens - len(before)
-            found.append(RowRequest(tokens=tokens, max_tokens=most, number=each, drawn=len(before)))
+            found.append(
+                RowRequest(tokens=tokens, max_tokens=most, number=trajectory, drawn=len(before))
+            )
         return found
 
-    async def _segments(self, sample: Sample) -> tuple[Segment, ...]:
+    async def _segments(self, sample: Sample) -> tuple[TrajectorySegment, ...]:
         """The sample's tokens by version."""
-        ends = [*(each.start for each in sample.weights[1:]), len(sample.tokens)]
+        ends = [*(weight.start for weight in sample.weights[1:]), len(sample.tokens)]
         found = []
         for span, end in zip(sample.weights, ends, strict=True):
             if end > span.start:
                 version = await self._rollout.version_of(span.trainer_step)
                 found.append(
-                    Segment(tokens=end - span.start, policy_version=version, kv_version=version)
+                    TrajectorySegment(
+                        tokens=end - span.start, policy_version=version, kv_version=version
+                    )
                 )
         return tuple(found)
 
@@ -393,11 +411,11 @@ class InstanceDriver:
         record = self._rollout.core.trajectories.get(trajectory)
         return record is not None and record.state is not TrajectoryState.ABORTING
 
-    def _parts(self, trajectory: TrajectoryId, sample: Sample) -> list[Part]:
+    def _parts(self, trajectory: TrajectoryId, sample: Sample) -> list[GeneratedPart]:
         if not sample.tokens or not self._is_kept(trajectory):
             return []
         tokens = np.array(sample.tokens, dtype=np.int32)
-        return [Part(trajectory, tokens, sample.logprobs, sample.finish_reason)]
+        return [GeneratedPart(trajectory, tokens, sample.logprobs, sample.finish_reason)]
 
     def load(self, engines: Sequence[Plain]) -> tuple[InstanceSnapshot, tuple[StepMeasured, ...]]:
         """The instance's load, from that of its engines, and the decode steps that were measured
@@ -439,7 +457,7 @@ class InstanceDriver:
 
     def preempted(self, engines: Sequence[Plain]) -> int:
         """Preemptions since the last call, from the load of its engines."""
-        before, self._preempted = self._preempted, [each["preemptions"] for each in engines]
+        before, self._preempted = self._preempted, [engine["preemptions"] for engine in engines]
         if len(before) != len(engines):
             return 0  # they were not known before
         pairs = zip(self._preempted, before, strict=True)

@@ -26,7 +26,7 @@ from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.instances.driver import InstanceDriver
 from plexrl.rollout.service.instances.switching import check_engines
 from plexrl.rollout.service.instances.work import Instances
-from plexrl.rollout.service.journal.progress import Progress
+from plexrl.rollout.service.journal.progress import RolloutProgress
 from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.order import RolloutOrder, instance_id
 
@@ -45,14 +45,14 @@ STOPPED = "stopped"
 ENDED = "its deployment has ended"
 
 
-class Joining(Protocol):
+class JoiningInstance(Protocol):
     """The rollout that instances join."""
 
     order: RolloutOrder
     store: RolloutStore
     calls: ClusterCalls
     instances: Instances
-    progress: Progress
+    progress: RolloutProgress
 
     def joined(self, event: InstanceJoined, trainer_step: int) -> InstanceDriver:
         """Takes the event, and makes the driver of the instance."""
@@ -76,13 +76,13 @@ class Absence:
     """Whether it would need a repair; otherwise it is expected back."""
 
 
-class Member:
+class RolloutMember:
     """One deployment of the rollout."""
 
     def __init__(
         self,
         name: str,
-        rollout: Joining,
+        rollout: JoiningInstance,
         driver: InstanceDriver | None,
         lost_s: float,
         changed: Callable[[], None],
@@ -166,7 +166,7 @@ class Member:
         version = await rollout.version_of(step)
         if self.name in rollout.progress.ending:
             return None
-        budget = float(sum(each["blocks"] * each["block_tokens"] for each in engines))
+        budget = float(sum(engine["blocks"] * engine["block_tokens"] for engine in engines))
         self.instance, self.absence = instance, None
         gpus = int(view["workers"])
         joined = InstanceJoined(instance=instance, version=version, kv_budget=budget, gpus=gpus)
@@ -246,10 +246,10 @@ class Member:
         self._changed()
 
 
-def check_members(order: RolloutOrder, members: list[Member]) -> None:
+def check_members(order: RolloutOrder, members: list[RolloutMember]) -> None:
     """Raises RolloutFailedError: no instance is left."""
-    absences = [each.absence for each in members]
-    if any(each is None or not each.has_failed for each in absences):
+    absences = [member.absence for member in members]
+    if any(absence is None or not absence.has_failed for absence in absences):
         return
     reasons = "; ".join(f"{m.name}: {m.absence.reason}" for m in members if m.absence is not None)
     raise RolloutFailedError(

@@ -19,11 +19,11 @@ from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.model.layout import with_layout
 from plexrl.model.parallelism import Parallelism
-from plexrl.rollout.policies.batching.parallelism import ParallelismPlanner
-from plexrl.rollout.policies.batching.rounds import RoundKind
+from plexrl.rollout.policies.parallelism import ParallelismPlanner
+from plexrl.rollout.policies.tail_batching import RoundKind
 from plexrl.rollout.service.cluster_calls import ClusterCalls
-from plexrl.rollout.service.instances.membership import Member
-from plexrl.rollout.service.journal.progress import Progress
+from plexrl.rollout.service.instances.membership import RolloutMember
+from plexrl.rollout.service.journal.progress import RolloutProgress
 from plexrl.rollout.service.order import RolloutOrder
 
 LOG = logging.getLogger(__name__)
@@ -32,15 +32,15 @@ RETRY_S = 1.0
 Plain = dict[str, Any]
 
 
-class Planned(Protocol):
+class PlannedRollout(Protocol):
     """The rollout whose instances are divided."""
 
     order: RolloutOrder
     calls: ClusterCalls
-    progress: Progress
-    members: list[Member]
+    progress: RolloutProgress
+    members: list[RolloutMember]
     preemptions: int
-    """Of all instances, as far as this process has seen."""
+    """Preemptions of all instances, as far as this process has seen."""
     lone_step_s: float | None
     """Seconds of the latest measured decode step of a sample that runs alone."""
 
@@ -49,7 +49,7 @@ class Planned(Protocol):
         ...
 
 
-async def plan_parallelism(rollout: Planned) -> None:
+async def plan_parallelism(rollout: PlannedRollout) -> None:
     """Runs until cancelled, or until it is known that there is nothing to choose."""
     await rollout.wait_for(lambda: rollout.order.plans_parallelism, None)
     views = [await _view(rollout, member.name) for member in rollout.members]
@@ -81,12 +81,12 @@ async def plan_parallelism(rollout: Planned) -> None:
             size, sizes, rollout.lone_step_s = wanted, {wanted}, None
 
 
-async def _next_batch(rollout: Planned) -> None:
+async def _next_batch(rollout: PlannedRollout) -> None:
     trained = rollout.progress.trained.samples
     await rollout.wait_for(lambda: rollout.progress.trained.samples > trained, None)
 
 
-async def _view(rollout: Planned, name: str) -> Plain:
+async def _view(rollout: PlannedRollout, name: str) -> Plain:
     """The deployment's view, once it has GPUs."""
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What each instance was told and has answered; a replay of the events gives the same."""
+"""The commands that each instance got, and its answers; a replay of the events gives the same."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from plexrl.rollout.coordinator.messages import (
     Abort,
-    Command,
-    Event,
     Generated,
     GenerationFailed,
     InstanceJoined,
@@ -15,6 +13,8 @@ from plexrl.rollout.coordinator.messages import (
     Interrupt,
     Pull,
     Pulled,
+    RolloutCommand,
+    RolloutEvent,
     Route,
     Stopped,
     SwitchTp,
@@ -88,7 +88,9 @@ class Instances:
     def __init__(self) -> None:
         self.work: dict[InstanceId, InstanceWork] = {}
 
-    def note(self, event: Event, commands: Iterable[Command]) -> list[InstanceCommand]:
+    def note(
+        self, event: RolloutEvent, commands: Iterable[RolloutCommand]
+    ) -> list[InstanceCommand]:
         """Records an event and its commands; returns those for instances, in order."""
         self._note_event(event)
         found: list[InstanceCommand] = []
@@ -99,7 +101,7 @@ class Instances:
             found.append(command)
         return found
 
-    def _note_event(self, event: Event) -> None:
+    def _note_event(self, event: RolloutEvent) -> None:
         if isinstance(event, InstanceJoined):
             self.work[event.instance] = InstanceWork(
                 version=event.version, kv_budget=event.kv_budget
@@ -122,8 +124,8 @@ def _note_answer(
         case GenerationFailed():
             work.ended(event.trajectory)
         case Stopped():
-            for each in event.trajectories:
-                work.ended(each.trajectory)
+            for trajectory in event.trajectories:
+                work.ended(trajectory.trajectory)
             work.answered()
         case Pulled():
             work.version, work.completed = event.version, 0

@@ -1,4 +1,5 @@
-"""What a rollout has generated, trained and dropped; a replay of the events gives the same."""
+"""Counts of what a rollout has generated, trained and dropped; a replay of the events gives the
+same."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,8 +7,6 @@ from dataclasses import dataclass, field
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
-    Command,
-    Event,
     Generated,
     GenerationFailed,
     GroupAdded,
@@ -19,10 +18,12 @@ from plexrl.rollout.coordinator.messages import (
     ReportQueuedGroup,
     ReportScaleDown,
     Rewarded,
+    RolloutCommand,
+    RolloutEvent,
     TpSwitched,
     Train,
 )
-from plexrl.rollout.policies.batching.rounds import RoundKind
+from plexrl.rollout.policies.tail_batching import RoundKind
 from plexrl.rollout.service.order import RolloutOrder, deployment_of
 from plexrl.rollout.trajectories.record import (
     SampleGroupId,
@@ -45,19 +46,19 @@ class Count:
 
     def add(self, tokens: Iterable[int]) -> None:
         """Counts a sample for each number of tokens."""
-        for each in tokens:
+        for token in tokens:
             self.samples += 1
-            self.tokens += each
+            self.tokens += token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedBatch:
-    """What is kept of a trained batch."""
+    """The record of a trained batch."""
 
     version: int
     samples: int
     tokens: int
-    """Of the responses."""
+    """Tokens of the responses."""
     staleness: dict[int, int]
     """Samples by `version` less V_traj."""
     round: RoundKind | None = None
@@ -65,7 +66,7 @@ class TrainedBatch:
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
+class RolloutProgress:
     """Counts since the rollout was created, and what its controller has to answer next."""
 
     group_size: int
@@ -82,9 +83,9 @@ class Progress:
     generated: Count = field(default_factory=Count)
     """Responses that were generated to their end."""
     trained: Count = field(default_factory=Count)
-    """Those of them that were handed to the trainer."""
+    """Generated samples that were handed to the trainer."""
     dropped: Count = field(default_factory=Count)
-    """Those of them whose group was dropped."""
+    """Generated samples whose group was dropped."""
     unfinished: int = 0
     """Samples of dropped groups that were not generated to their end."""
     dropped_groups: int = 0
@@ -113,19 +114,24 @@ class Progress:
     scale_downs: int = 0
     """Rounds in which instances were freed."""
     deployments: list[str] = field(default_factory=list)
-    """Those that are to generate, once their number has changed; empty: those of the order."""
+    """Deployments that are to generate, once their number has changed; empty: those of the
+    order."""
     ending: list[str] = field(default_factory=list)
-    """Those that are to be ended."""
+    """Deployments that are to be ended."""
     added: int = 0
     """Instances that were added, also those that the cluster refused."""
     removed: int = 0
     change_reason: str = ""
-    """Of the latest change of the number."""
+    """Reason of the latest change of the number of instances."""
     tp_switches: int = 0
     """Switches of the engines' tensor-parallel groups that were carried out."""
 
     def note(
-        self, seq: int, event: Event, commands: Iterable[Command], core: RolloutCoordinator
+        self,
+        seq: int,
+        event: RolloutEvent,
+        commands: Iterable[RolloutCommand],
+        core: RolloutCoordinator,
     ) -> None:
         """Records an event and its commands; `core` has handled it."""
         match event:
@@ -211,7 +217,7 @@ class Progress:
         samples = max(1, len(train.batch) // max(1, len(groups)))
         self.lengths_by_prompt = kept[-max(len(groups), RESPONSES_KEPT // samples) :]
 
-    def _dropped(self, event: Event, command: ReportDroppedGroup) -> None:
+    def _dropped(self, event: RolloutEvent, command: ReportDroppedGroup) -> None:
         self.dropped_groups += 1
         self.dropped_reason = command.reason
         if isinstance(event, GenerationFailed):

@@ -10,21 +10,26 @@ from plexrl.errors import CorruptStateError, PlexRLError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     Abort,
-    Command,
-    Event,
     Interrupt,
     ParametersPushed,
     Pull,
     ReportDroppedGroup,
     ReportQueuedGroup,
+    RolloutCommand,
+    RolloutEvent,
     Route,
     SnapshotTaken,
     SwitchTp,
     Train,
 )
 from plexrl.rollout.service.instances.work import InstanceCommand, Instances, InstanceWork
-from plexrl.rollout.service.journal.progress import Progress
-from plexrl.rollout.service.journal.store import Entry, Forgotten, Part, RolloutStore
+from plexrl.rollout.service.journal.progress import RolloutProgress
+from plexrl.rollout.service.journal.store import (
+    Forgotten,
+    GeneratedPart,
+    JournalEntry,
+    RolloutStore,
+)
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.trajectories.record import (
     InstanceId,
@@ -46,7 +51,7 @@ class RolloutState:
 
     core: RolloutCoordinator
     instances: Instances
-    progress: Progress
+    progress: RolloutProgress
     seq: int = 0
     """Number of the latest event."""
 
@@ -55,7 +60,9 @@ class RolloutState:
         """Before the first event."""
         settings = order.settings()
         core = RolloutCoordinator(settings)
-        progress = Progress(group_size=settings.staleness.ids_per_group, round=core.rounds.kind)
+        progress = RolloutProgress(
+            group_size=settings.staleness.ids_per_group, round=core.rounds.kind
+        )
         return cls(core, Instances(), progress)
 
     @classmethod
@@ -83,7 +90,7 @@ class RolloutState:
         return cls(
             RolloutCoordinator.restore(order.settings(), plain["core"]),
             _restored_instances(plain["instances"]),
-            msgspec.convert(plain["progress"], Progress, str_keys=True),
+            msgspec.convert(plain["progress"], RolloutProgress, str_keys=True),
             seq,
         )
 
@@ -97,14 +104,14 @@ class RolloutState:
 
     def take(
         self,
-        event: Event,
+        event: RolloutEvent,
         store: RolloutStore,
         *,
-        parts: Sequence[Part] = (),
+        parts: Sequence[GeneratedPart] = (),
         prompt: tuple[SampleGroupId, Array] | None = None,
         step: tuple[int, int] | None = None,
         order: RolloutOrder | None = None,
-    ) -> tuple[Entry, list[InstanceCommand]] | None:
+    ) -> tuple[JournalEntry, list[InstanceCommand]] | None:
         """Decides on an event: what is to be stored, and the commands for instances after that.
         None: it changed nothing. Raises as `RolloutCoordinator.handle`; nothing has changed
         then."""
@@ -116,9 +123,9 @@ class RolloutState:
         is_due = (
             store.is_tail_long
             or order is not None
-            or any(isinstance(each, Train) for each in commands)
+            or any(isinstance(command, Train) for command in commands)
         )
-        entry = Entry(
+        entry = JournalEntry(
             seq=self.seq,
             event=event,
             parts=parts,
@@ -130,23 +137,25 @@ class RolloutState:
         )
         return entry, orders
 
-    def note(self, seq: int, event: Event, commands: Sequence[Command]) -> list[InstanceCommand]:
+    def note(
+        self, seq: int, event: RolloutEvent, commands: Sequence[RolloutCommand]
+    ) -> list[InstanceCommand]:
         """Takes what `core` decided on an event; returns the commands for instances."""
         self.seq = seq
         self.progress.note(seq, event, commands, self.core)
         return self.instances.note(event, commands)
 
     def _forgotten(
-        self, event: Event, commands: Sequence[Command], last_batch: Train | None
+        self, event: RolloutEvent, commands: Sequence[RolloutCommand], last_batch: Train | None
     ) -> list[Forgotten]:
         """The groups that the event says were trained, or that it made the core drop or abort."""
-        groups = [each.group for each in commands if isinstance(each, ReportDroppedGroup)]
+        groups = [command.group for command in commands if isinstance(command, ReportDroppedGroup)]
         if isinstance(event, ParametersPushed) and last_batch is not None:
             groups += sorted({each.group for each in last_batch.batch})
-        queued = [each.group for each in commands if isinstance(each, ReportQueuedGroup)]
+        queued = [command.group for command in commands if isinstance(command, ReportQueuedGroup)]
         size = self.progress.group_size
         return [
-            *(Forgotten(each, trajectory_ids(each, size)) for each in groups),
+            *(Forgotten(group, trajectory_ids(group, size)) for group in groups),
             *(Forgotten(each, trajectory_ids(each, size), keeps_prompt=True) for each in queued),
         ]
 

@@ -10,7 +10,7 @@ import os
 import sqlite3
 from collections.abc import Callable
 
-from plexrl.rollout.service.journal.store import Entry, RolloutStore
+from plexrl.rollout.service.journal.store import JournalEntry, RolloutStore
 
 LOG = logging.getLogger(__name__)
 
@@ -20,14 +20,14 @@ class JournalWriter:
 
     def __init__(self, store: RolloutStore) -> None:
         self._store = store
-        self._queue: list[tuple[Entry, Callable[[], None]]] = []
+        self._queue: list[tuple[JournalEntry, Callable[[], None]]] = []
         self._added = 0
         self._written = 0
         self._progress = asyncio.Event()
         """Set, and replaced, after each commit."""
         self._task: asyncio.Task[None] | None = None
 
-    def add(self, entry: Entry, release: Callable[[], None]) -> None:
+    def add(self, entry: JournalEntry, release: Callable[[], None]) -> None:
         """Write an entry soon; call `release` once it is durable."""
         self._queue.append((entry, release))
         self._added += 1

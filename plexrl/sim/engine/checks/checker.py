@@ -167,7 +167,7 @@ class Checker:
         known = self._jobs.get(job)
         if known is None:
             return
-        if not any(each.has_failed for each in known.deployments.values()):
+        if not any(deployment.has_failed for deployment in known.deployments.values()):
             self._broken("conservation", f"{job} failed although none of its workers was lost")
         self._forget(known)
 
@@ -299,8 +299,8 @@ class Checker:
         if job is None:
             return
         if event.outcome == "completed":
-            for each in job.deployments.values():
-                self._check_done(each)
+            for deployment in job.deployments.values():
+                self._check_done(deployment)
             drawn_s = job.drawn_s
             if drawn_s is not None and abs(job.ran_s - drawn_s) > 1e-6 * max(1.0, drawn_s):
                 self._broken(

@@ -90,7 +90,7 @@ class Fillers:
 
     def _add(self, run: JobRun) -> None:
         groups = self._shell.core.list_groups(self._shell.now)
-        wanted = sum(len(each["gpus"]) == run.gpus and each["shared"] for each in groups)
+        wanted = sum(len(group["gpus"]) == run.gpus and group["shared"] for group in groups)
         if self._sizes.get(run.gpus, 0) >= wanted:
             return
         self._sizes[run.gpus] = self._sizes.get(run.gpus, 0) + 1

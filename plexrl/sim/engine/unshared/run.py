@@ -81,7 +81,7 @@ class UnsharedRun:
                 collector.job_placed(job.job_id, now)
                 continue
             if kind == ENDS:
-                self._ran(job, now - rigid[index].duration_s)
+                self._run_job(job, now - rigid[index].duration_s)
                 continue
             collector.job_submitted(job, now)
             if rigid[index].gpus > self._gpus:
@@ -110,7 +110,7 @@ class UnsharedRun:
             run.begin_cycle()
             yield run.end_cycle()
 
-    def _ran(self, job: TraceJob, start_s: float) -> None:
+    def _run_job(self, job: TraceJob, start_s: float) -> None:
         """Report a job that has ended."""
         run, collector = self._run(job), self._collector
         collector.group_made(job.job_id, run.gpus, start_s)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from plexrl.sim.report.plots.figure import INK, Key, Picture, Plot, draw, plain
 from plexrl.sim.report.plots.style import Look
 from plexrl.sim.report.units import percent, short, time_unit
-from plexrl.sim.results.comparison import Run
+from plexrl.sim.results.comparison import LabelledRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ LABEL_LENGTH = 30
 """Most characters of a label: a policy and a swept setting."""
 
 
-def drain_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
+def drain_plot(runs: Sequence[LabelledRun], looks: Mapping[str, Look]) -> Plot | None:
     """Drain times and the lower bound; absent for a single run."""
     if len(runs) < 2:
         return None
@@ -51,7 +51,7 @@ def drain_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
     )
 
 
-def cost_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
+def cost_plot(runs: Sequence[LabelledRun], looks: Mapping[str, Look]) -> Plot | None:
     """Cost of training nodes and rollouts; absent for a single run or if all costs are 0."""
     if len(runs) < 2 or not any(run.result.cost > 0 for run in runs):
         return None
@@ -85,11 +85,11 @@ def cost_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
     )
 
 
-def _size(runs: Sequence[Run]) -> tuple[float, float]:
+def _size(runs: Sequence[LabelledRun]) -> tuple[float, float]:
     return WIDTH, 0.75 + 0.34 * len(runs)
 
 
-def _name_bars(axes: "Axes", runs: Sequence[Run]) -> None:
+def _name_bars(axes: "Axes", runs: Sequence[LabelledRun]) -> None:
     axes.set_yticks(range(len(runs)), [plain(run.label, LABEL_LENGTH) for run in runs])
     axes.set_ylim(len(runs) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")

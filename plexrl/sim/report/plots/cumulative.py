@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from plexrl.sim.report.plots.figure import Key, Picture, Plot, draw
 from plexrl.sim.report.plots.style import Look
-from plexrl.sim.results.comparison import Run
+from plexrl.sim.results.comparison import LabelledRun
 from plexrl.sim.results.result import DistributionSummary
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ LEAST_WAIT = 1e-3
 """Smaller waits, relative to the duration, count as 0 and are drawn at the left edge."""
 
 
-def wait_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
+def wait_plot(runs: Sequence[LabelledRun], looks: Mapping[str, Look]) -> Plot | None:
     """PlexRL Fig. 8, left; absent if no job waited."""
     shown = [run for run in runs if run.result.normalized_wait.cdf]
     if not any(run.result.normalized_wait.highest > LEAST_WAIT for run in shown):
@@ -42,7 +42,7 @@ def wait_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
     )
 
 
-def completion_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
+def completion_plot(runs: Sequence[LabelledRun], looks: Mapping[str, Look]) -> Plot | None:
     """Completion times of jobs; absent without jobs."""
     shown = [run for run in runs if run.result.completion.cdf]
     if not shown:
@@ -70,15 +70,15 @@ def completion_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | No
 def line_keys(labels: Iterable[str], looks: Mapping[str, Look]) -> tuple[Key, ...]:
     """The legend entries of the lines with these labels."""
     return tuple(
-        Key(label=each, colour=looks[each].colour, dash=looks[each].dash) for each in labels
+        Key(label=label, colour=looks[label].colour, dash=looks[label].dash) for label in labels
     )
 
 
 def _curves(
     name: str,
-    runs: Sequence[Run],
+    runs: Sequence[LabelledRun],
     looks: Mapping[str, Look],
-    of: Callable[[Run], DistributionSummary],
+    of: Callable[[LabelledRun], DistributionSummary],
     *,
     least: float,
     label: str,

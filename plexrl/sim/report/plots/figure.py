@@ -130,7 +130,7 @@ def draw(
         FigureCanvasSVG(figure)
         paint(figure)
         figure.savefig(target, format="svg", dpi=2 * PIXELS_PER_INCH, metadata=NO_METADATA)
-    return _inlined(target.getvalue(), name, describes, titles or {})
+    return _inline(target.getvalue(), name, describes, titles or {})
 
 
 def plain(text: str, length: int = 28) -> str:
@@ -148,7 +148,7 @@ def missing_package(error: ImportError) -> InvalidRequestError:
     )
 
 
-def _inlined(svg: str, name: str, describes: str, titles: Mapping[str, str]) -> "Markup":
+def _inline(svg: str, name: str, describes: str, titles: Mapping[str, str]) -> "Markup":
     from markupsafe import Markup, escape
 
     svg = svg[svg.index("<svg") :]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from plexrl.sim.report.plots.figure import GROUND, THEME, Key, Picture, Plot, draw, plain
 from plexrl.sim.report.plots.style import JOB_COLOURS, SWITCH_COLOUR
 from plexrl.sim.report.units import duration, time_unit
-from plexrl.sim.results.comparison import Run
+from plexrl.sim.results.comparison import LabelledRun
 from plexrl.sim.results.result import Span
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ PIXELS_FROM = 2500
 """Number of spans from which bars are rasterised; as outlines they would take megabytes."""
 
 
-def gantt_plot(runs: Sequence[Run], window_s: tuple[float, float] | None = None) -> Plot | None:
+def gantt_plot(
+    runs: Sequence[LabelledRun], window_s: tuple[float, float] | None = None
+) -> Plot | None:
     """One picture per run; absent without spans. Without `window_s` all spans are shown."""
     shown = [run for run in runs if run.result.spans]
     if not shown:
@@ -53,7 +55,7 @@ def gantt_plot(runs: Sequence[Run], window_s: tuple[float, float] | None = None)
     )
 
 
-def _picture(name: str, run: Run, start_s: float, end_s: float) -> Picture:
+def _picture(name: str, run: LabelledRun, start_s: float, end_s: float) -> Picture:
     groups = natural({span.group for span in run.result.spans})
     kept = groups[:GROUPS_MAX]
     cut = "" if len(kept) == len(groups) else f", the first {len(kept)} of {len(groups)} groups"
@@ -65,7 +67,9 @@ def _picture(name: str, run: Run, start_s: float, end_s: float) -> Picture:
     )
 
 
-def _bars(name: str, run: Run, groups: Sequence[str], start_s: float, end_s: float) -> "Markup":
+def _bars(
+    name: str, run: LabelledRun, groups: Sequence[str], start_s: float, end_s: float
+) -> "Markup":
     rows = {group: place for place, group in enumerate(groups)}
     spans = [span for span in run.result.spans if span.group in rows]
     unit = time_unit(end_s - start_s)

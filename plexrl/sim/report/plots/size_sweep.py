@@ -7,7 +7,7 @@ from plexrl.sim.report.plots.cumulative import line_keys
 from plexrl.sim.report.plots.figure import Picture, Plot, draw
 from plexrl.sim.report.plots.style import Look
 from plexrl.sim.report.units import time_unit
-from plexrl.sim.results.comparison import Run, sizes
+from plexrl.sim.results.comparison import LabelledRun, sizes
 from plexrl.sim.results.result import SimResult
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ SIZE = (5.8, 3.3)
 
 
 def sweep_plot(
-    runs: Sequence[Run], looks: Mapping[str, Look], gpus_per_node: int | None
+    runs: Sequence[LabelledRun], looks: Mapping[str, Look], gpus_per_node: int | None
 ) -> Plot | None:
     """Figures over cluster size; absent unless some run name has two sizes or more."""
     lines = by_label(runs)
@@ -54,7 +54,7 @@ def sweep_plot(
     )
 
 
-def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def by_label(runs: Sequence[LabelledRun]) -> dict[str, list[LabelledRun]]:
     """Runs by name, ascending by size."""
     return {
         label: sorted((run for run in runs if run.label == label), key=lambda run: run.result.gpus)
@@ -67,7 +67,7 @@ def _panel(
     title: str,
     unit: str,
     of: Callable[[SimResult], float],
-    lines: Mapping[str, Sequence[Run]],
+    lines: Mapping[str, Sequence[LabelledRun]],
     looks: Mapping[str, Look],
     gpus_per_node: int | None,
 ) -> "Markup":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plexrl.sim.results.comparison import ISOLATED, Run
+from plexrl.sim.results.comparison import ISOLATED, LabelledRun
 
 JOB_COLOURS = (
     *("#4590de", "#e69f00", "#3d9a50", "#cf6aab", "#7cc8f2", "#d55e00", "#a983d6", "#a8a13a"),
@@ -41,7 +41,7 @@ class Look:
         return {"color": self.colour, "dashes": self.dash or (None, None)}
 
 
-def looks(runs: Sequence[Run]) -> dict[str, Look]:
+def looks(runs: Sequence[LabelledRun]) -> dict[str, Look]:
     """Styles by label; labels other than the paper's policies get colours by appearance."""
     labels = [*dict.fromkeys(run.label for run in runs)]
     others = [label for label in labels if label not in FIXED]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from plexrl.sim.report.plots.figure import INK, Key, Picture, Plot, draw
 from plexrl.sim.report.plots.style import Look
 from plexrl.sim.report.units import TimeUnit, percent, time_unit
-from plexrl.sim.results.comparison import Run
+from plexrl.sim.results.comparison import LabelledRun
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -16,7 +16,7 @@ SIZE = (5.8, 2.1)
 HELD_ALPHA = 0.35
 
 
-def utilisation_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
+def utilisation_plot(runs: Sequence[LabelledRun], looks: Mapping[str, Look]) -> Plot | None:
     """One panel per run, all on one scale; absent if no run has a series."""
     shown = [run for run in runs if run.result.utilisation]
     if not shown:
@@ -44,18 +44,18 @@ def utilisation_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | N
     )
 
 
-def trained(run: Run) -> float | None:
+def trained(run: LabelledRun) -> float | None:
     """Part of the cluster's GPU-hours until the drain that operations use, moves excluded."""
     return part_of_cluster(run, run.result.busy_gpu_hours)
 
 
-def part_of_cluster(run: Run, gpu_hours: float) -> float | None:
+def part_of_cluster(run: LabelledRun, gpu_hours: float) -> float | None:
     """`gpu_hours` as a part of all GPU-hours until the drain; absent if these are 0."""
     hours = run.result.gpus * run.result.drain_s / 3600
     return gpu_hours / hours if hours > 0 else None
 
 
-def _panel(name: str, run: Run, look: Look, longest_s: float, unit: TimeUnit) -> "Markup":
+def _panel(name: str, run: LabelledRun, look: Look, longest_s: float, unit: TimeUnit) -> "Markup":
     def paint(figure: "Figure") -> None:
         from matplotlib.ticker import PercentFormatter
 

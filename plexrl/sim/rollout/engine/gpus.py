@@ -7,7 +7,7 @@ from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """What an engine takes besides the limits of the hardware."""
+    """Costs of an engine besides the limits of the hardware."""
 
     kv_read: float = 98_304 / QWEN3_30B_A3B.k1 / 4.0e12
     """Part of the bandwidth at which the KV cache is read."""
@@ -21,7 +21,7 @@ class Software:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switching:
-    """What a change of the tensor-parallel size during generation takes (PAT §4.3)."""
+    """Costs of a change of the tensor-parallel size during generation (PAT §4.3)."""
 
     fixed_s: float = 3.16
     """Seconds without KV cache: weights, CUDA graphs, control. By default those of an A40: 5.52 s
@@ -34,7 +34,7 @@ class Switching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What one GPU can do."""
+    """Limits of one GPU."""
 
     name: str
     flops: float

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 
 from plexrl.errors import InvariantError
 from plexrl.sim.rollout.engine.costs import EngineCosts
-from plexrl.sim.rollout.engine.trajectory import Segment, Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedSegment, SimulatedTrajectory
 
 
 class _Run:
@@ -23,7 +23,7 @@ class _Run:
 
     __slots__ = ("base", "offset", "start_s", "trajectory")
 
-    def __init__(self, trajectory: Trajectory, base: int, start_s: float) -> None:
+    def __init__(self, trajectory: SimulatedTrajectory, base: int, start_s: float) -> None:
         self.trajectory = trajectory
         self.base = base
         """The instance's number of steps minus the tokens of the trajectory, at its admission."""
@@ -47,8 +47,8 @@ class Instance:
         self.steps = 0
         self.kv = 0
         """Cached tokens of the batch."""
-        self.waiting: deque[Trajectory] = deque()
-        self.finished: list[Trajectory] = []
+        self.waiting: deque[SimulatedTrajectory] = deque()
+        self.finished: list[SimulatedTrajectory] = []
         """Completed and not yet collected, with `finished_s`."""
         self.decode_s = 0.0
         self.prefill_s = 0.0
@@ -65,7 +65,7 @@ class Instance:
         """Size of the batch."""
         return len(self._running)
 
-    def running(self) -> list[Trajectory]:
+    def running(self) -> list[SimulatedTrajectory]:
         """Trajectories of the batch in the order of admission, with current lengths."""
         for run in self._running.values():
             run.trajectory.done_tokens = self.steps - run.base
@@ -97,13 +97,13 @@ class Instance:
             self._decode(most)
             self._after_event()
 
-    def route(self, trajectories: Iterable[Trajectory], now: float) -> None:
+    def route(self, trajectories: Iterable[SimulatedTrajectory], now: float) -> None:
         """Append trajectories to the waiting queue; they start at the end of the current step."""
         self._finish_step(now)
         self.waiting.extend(trajectories)
         self._admit()
 
-    def interrupt(self, numbers: Collection[int], now: float) -> list[Trajectory]:
+    def interrupt(self, numbers: Collection[int], now: float) -> list[SimulatedTrajectory]:
         """Remove those of the trajectories that are still here, at the end of the current step."""
         self._finish_step(now)
         removed = []
@@ -117,7 +117,7 @@ class Instance:
         self._admit()
         return removed
 
-    def interrupt_all(self, now: float) -> list[Trajectory]:
+    def interrupt_all(self, now: float) -> list[SimulatedTrajectory]:
         """Remove all trajectories at the end of the current step."""
         self._finish_step(now)
         removed = [self._stop(run) for run in self._running.values()]
@@ -131,15 +131,15 @@ class Instance:
         self.waiting.clear()
         return removed
 
-    def resume(self, trajectories: Iterable[Trajectory], at_s: float) -> None:
+    def resume(self, trajectories: Iterable[SimulatedTrajectory], at_s: float) -> None:
         """Go on at `at_s` with trajectories whose KV cache has been moved here; the instance must
         be empty. What does not fit is preempted."""
         if self._running or self.waiting:
             raise InvariantError(f"instance {self.number} resumes trajectories beside others")
         self.at_s = max(self.at_s, at_s)
-        for each in trajectories:
-            self._run(each)
-            self.kv += each.length
+        for trajectory in trajectories:
+            self._run(trajectory)
+            self.kv += trajectory.length
         self._preempt()
 
     def pull(self, version: int, now: float, pull_s: float | None = None) -> float:
@@ -248,21 +248,21 @@ class Instance:
             each.prefill_tokens += each.length
             self._run(each)
 
-    def _run(self, trajectory: Trajectory) -> None:
+    def _run(self, trajectory: SimulatedTrajectory) -> None:
         """Put a trajectory into the batch."""
         base = self.steps - trajectory.done_tokens
         self._running[trajectory.number] = _Run(trajectory, base, self.at_s)
         heapq.heappush(self._ends, (base + trajectory.response_tokens, trajectory.number))
 
-    def _stop(self, run: _Run) -> Trajectory:
+    def _stop(self, run: _Run) -> SimulatedTrajectory:
         """Record the segment of a trajectory that leaves the batch, and free its cache."""
         trajectory = run.trajectory
         trajectory.done_tokens = self.steps - run.base
-        before = sum(each.tokens for each in trajectory.segments)
+        before = sum(segment.tokens for segment in trajectory.segments)
         tokens = trajectory.done_tokens - before
         if tokens:
             trajectory.segments.append(
-                Segment(self.number, self.version, run.start_s, self.at_s, tokens)
+                SimulatedSegment(self.number, self.version, run.start_s, self.at_s, tokens)
             )
         self.kv -= trajectory.length
         return trajectory

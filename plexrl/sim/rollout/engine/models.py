@@ -24,7 +24,7 @@ TRAIN_PART = 0.077
 synchronous step with the lengths of `r1`, as measured for veRL (Flexes Tab. 1: the 14B model, at
 most 16 384 tokens, 32 GPUs, the mean of three tasks)."""
 PPO_OPERATIONS = 18.0
-"""Of PPO with a critic of the same size: values and both passes of the critic, too."""
+"""Operations of PPO with a critic of the same size: values and both passes of the critic, too."""
 PULL_RATE = 61.1e9 / QWEN3_30B_A3B.pull_s
 """Bytes per second at which a GPU receives weights (StaleFlow Tab. 3)."""
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SimulatedSegment:
     """One stretch of decoding on one instance with one model version."""
 
     instance: int
@@ -15,7 +15,7 @@ class Segment:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Trajectory:
+class SimulatedTrajectory:
     """One response. The simulator knows its length, the systems do not."""
 
     number: int
@@ -26,7 +26,7 @@ class Trajectory:
     done_tokens: int = 0
     version: int | None = None
     """The oldest version that may generate it; absent before its first routing."""
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[SimulatedSegment] = field(default_factory=list)
     reported: int = 0
     """Number of segments that the coordinator knows."""
     prefill_tokens: int = 0

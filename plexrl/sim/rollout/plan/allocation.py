@@ -11,8 +11,8 @@ from functools import cache
 from math import inf
 
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.policies.streaming.allocation import (
-    Allocation,
+from plexrl.rollout.policies.allocation import (
+    GpuAllocation,
     GpuKind,
     PricedAllocation,
     Stage,
@@ -31,7 +31,7 @@ PRICES = {H20.name.lower(): 1.0, H800.name.lower(): 2.85}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class GpuPool:
     """GPUs of one kind that can be had, in one place."""
 
     gpu: Gpu
@@ -39,14 +39,14 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class AllocationChoice:
     """An allocation, and how it was found."""
 
     way: str
     """`one datacenter`, `two datacenters` or `least cost`."""
     found: PricedAllocation
     samples: int
-    """Of a step."""
+    """Samples of a step."""
 
     @property
     def samples_per_cost(self) -> float:
@@ -56,12 +56,12 @@ class Choice:
 
 def choices(
     setting: Setting,
-    pools: Mapping[str, Pool],
+    pools: Mapping[str, GpuPool],
     *,
     instance_gpus: int,
     trainer_gpus: int,
     step_s_max: float | None = None,
-) -> list[Choice]:
+) -> list[AllocationChoice]:
     """The best allocation in each pool, and in each two with the instances in the first, then the
     one with the most samples by cost among all.
 
@@ -87,7 +87,7 @@ def choices(
     least = cheapest(kinds, generation, training, iteration_s_max=step_s_max)
     found.append(("least cost", least))
     samples = setting.batch_trajectories
-    return [Choice(way=way, found=each, samples=samples) for way, each in found]
+    return [AllocationChoice(way=way, found=each, samples=samples) for way, each in found]
 
 
 def _ways(
@@ -100,17 +100,17 @@ def _ways(
             needed = stages[0].unit_gpus, stages[1].unit_gpus
             if name == other and kind.gpus >= sum(needed):
                 each = split(*stages, kind.gpus)
-                found.append(("one datacenter", _priced(name, other, each, stages, kinds)))
+                found.append(("one datacenter", _price(name, other, each, stages, kinds)))
             elif name != other and kind.gpus >= needed[0] and others.gpus >= needed[1]:
                 each = shrink(*stages, generation_gpus=kind.gpus, training_gpus=others.gpus)
-                found.append(("two datacenters", _priced(name, other, each, stages, kinds)))
+                found.append(("two datacenters", _price(name, other, each, stages, kinds)))
     return found
 
 
-def _priced(
+def _price(
     name: str,
     other: str,
-    found: Allocation,
+    found: GpuAllocation,
     stages: tuple[Stage, Stage],
     kinds: Mapping[str, GpuKind],
 ) -> PricedAllocation:
@@ -121,7 +121,7 @@ def _priced(
     return PricedAllocation(generation=name, training=other, allocation=found, price=price)
 
 
-def _on(setting: Setting, model: Model, pool: Pool, instance_gpus: int) -> Setting:
+def _on(setting: Setting, model: Model, pool: GpuPool, instance_gpus: int) -> Setting:
     """The setting on the GPUs of a pool. Raises InvalidRequestError: the model does not fit."""
     here = replace(model, gpu=pool.gpu)
     return replace(setting, gpus=pool.kind.gpus, model=here, costs=here.costs(instance_gpus))

@@ -6,6 +6,7 @@ The names are those of `plexrl simulate-rollout --system`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from plexrl.client.data.rollout_policy import OVER_LAUNCH
 from plexrl.sim.rollout.setting import Parts, System, SystemName
 
 
@@ -34,21 +35,22 @@ SYNC = Mode(
 )
 TAIL_PROMPTS = Mode(
     name="tail, prompts",
-    system=System(name=SystemName.TAIL, eta_prompts=1.25, eta_responses=1.0),
-    python=("policy=plexrl.TailBatching(eta_prompts=1.25, eta_responses=1)",),
+    system=System(name=SystemName.TAIL, over_launch_responses=1.0),
+    python=(f"policy=plexrl.TailBatching(over_launch={OVER_LAUNCH:g}, over_launch_responses=1)",),
     trained="on-policy, reordered",
 )
 TAIL = Mode(
     name="tail",
     system=System(name=SystemName.TAIL),
-    python=("policy=plexrl.TailBatching(eta=1.25)",),
+    python=(f"policy=plexrl.TailBatching(over_launch={OVER_LAUNCH:g})",),
     trained="on-policy, shorter first",
 )
 FLEXES = Mode(
     name="flexes",
     system=System(name=SystemName.FLEXES, parts=Parts(parallelism=False)),
     python=(
-        "policy=plexrl.TailBatching(eta=1.25, scale_down=True), shares_gpus=True",
+        f"policy=plexrl.TailBatching(over_launch={OVER_LAUNCH:g}, scale_down=True)",
+        "shares_gpus=True",
         "for part in rollout.parts(…)",
     ),
     trained="on-policy, shorter first",

@@ -10,17 +10,17 @@ from plexrl.sim.rollout.engine.models import Model
 from plexrl.sim.rollout.plan.modes import Mode
 from plexrl.sim.rollout.plan.profiled import profiled_setting
 from plexrl.sim.rollout.results.gains import gain_over_sync
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.runs.split import Runner, best_splits
 from plexrl.sim.rollout.setting import ON_POLICY, Setting, System
 
-OnRun = Callable[[Outcome], None]
+OnRun = Callable[[RolloutOutcome], None]
 GAIN_MIN = 1.02
 """Least gain, less its spread, for which a mode is recommended: less is no difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ProfiledJob:
     """The job that is planned."""
 
     profile: RolloutProfile
@@ -29,7 +29,7 @@ class Job:
     model: Model | None = None
 
     def setting(self, seed: int, tensor_parallel: int) -> Setting:
-        """What is simulated."""
+        """The simulated setting."""
         return profiled_setting(
             self.profile,
             gpus=self.gpus,
@@ -50,7 +50,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlannedMode:
     """A mode with its settings, and what it would gain."""
 
     mode: Mode
@@ -60,7 +60,8 @@ class Planned:
     shares_gpus: bool
     """All GPUs roll out, and then all train."""
     gain: float
-    """Of the synchronous loop with its own best size: steps in the same time, mean over seeds."""
+    """Steps in the time of one step of the synchronous loop with its own best size; mean over
+    seeds."""
     spread: float
     """Standard deviation over seeds."""
     staleness_max: int
@@ -84,9 +85,13 @@ class Planned:
         return found
 
 
-def planned(
-    run: Runner, job: Job, modes: Sequence[Mode], seeds: Sequence[int], on_run: OnRun | None = None
-) -> list[Planned]:
+def plan_modes(
+    run: Runner,
+    job: ProfiledJob,
+    modes: Sequence[Mode],
+    seeds: Sequence[int],
+    on_run: OnRun | None = None,
+) -> list[PlannedMode]:
     """The modes, in their order; the first one is the synchronous loop.
 
     Sizes and splits are those that are best for the first seed.
@@ -122,19 +127,21 @@ def planned(
     ]
 
 
-def _duration_s(outcome: Outcome) -> float:
-    """What a mode's sizes are compared by: on-policy runs train the same prompts in all."""
+def _duration_s(outcome: RolloutOutcome) -> float:
+    """Time by which a mode's sizes are compared: on-policy runs train the same prompts in all."""
     return outcome.run_s if outcome.system.name in ON_POLICY else outcome.step_s
 
 
-def _row(mode: Mode, size: int, base: Sequence[Outcome], found: Sequence[Outcome]) -> Planned:
+def _row(
+    mode: Mode, size: int, base: Sequence[RolloutOutcome], found: Sequence[RolloutOutcome]
+) -> PlannedMode:
     gains = []
     for sync, each in zip(base, found, strict=True):
         gain = gain_over_sync(each, [sync, each])
         assert gain is not None, "the synchronous loop is among the two"
         gains.append(gain)
     shares = found[0].system.name in ON_POLICY
-    return Planned(
+    return PlannedMode(
         mode=mode,
         tensor_parallel=size,
         rollout_gpus=found[0].system.rollout_gpus or found[0].train_gpus,
@@ -147,9 +154,9 @@ def _row(mode: Mode, size: int, base: Sequence[Outcome], found: Sequence[Outcome
     )
 
 
-def recommended(rows: Sequence[Planned]) -> list[Planned]:
+def recommend(rows: Sequence[PlannedMode]) -> list[PlannedMode]:
     """The best mode that is on-policy, and the best of all if that gains more; none: none pays."""
-    paying = sorted((each for each in rows if each.pays), key=lambda each: -each.gain)
+    paying = sorted((row for row in rows if row.pays), key=lambda each: -each.gain)
     on_policy = [each for each in paying if each.mode.is_on_policy][:1]
     best = paying[:1] if paying[:1] != on_policy else []
     return [*on_policy, *best]

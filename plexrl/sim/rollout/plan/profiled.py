@@ -1,4 +1,4 @@
-"""What is simulated, from the profile of a running rollout. Pure."""
+"""The simulated setting of a running rollout, from its profile. Pure."""
 
 from statistics import fmean
 
@@ -6,7 +6,7 @@ from plexrl.client.data.rollout_profile import RolloutProfile
 from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.engine.models import DECODE_COMPUTE, PREFILL_COMPUTE, Model
 from plexrl.sim.rollout.setting import Setting
-from plexrl.sim.rollout.workload import Workload
+from plexrl.sim.rollout.workload import RolloutWorkload
 
 STEPS = 16
 WARMUP_STEPS = 4
@@ -64,12 +64,12 @@ def profiled_setting(
     return Setting(
         gpus=gpus or profile.instances * profile.instance_gpus + profile.trainer_gpus,
         batch_groups=profile.prompts,
-        workload=Workload(
-            groups=tuple(each.response_tokens for each in profile.lengths),
+        workload=RolloutWorkload(
+            groups=tuple(length.response_tokens for length in profile.lengths),
             scale=1.0,
             limit=profile.max_tokens,
             group_size=profile.samples,
-            prompt_tokens=round(fmean(each.prompt_tokens for each in profile.lengths)),
+            prompt_tokens=round(fmean(length.prompt_tokens for length in profile.lengths)),
             seed=seed,
         ),
         costs=profiled_costs(profile) if model is None else model.costs(size),

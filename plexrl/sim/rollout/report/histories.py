@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, TypeVar
 from plexrl.sim.report.plots.figure import GROUND, INK, Key, Picture, Plot, draw
 from plexrl.sim.report.plots.style import JOB_COLOURS
 from plexrl.sim.report.units import time_unit
-from plexrl.sim.rollout.results.outcome import Outcome
-from plexrl.sim.rollout.results.recorder import Lane, Load, Recorder
-from plexrl.sim.rollout.setting import BOUNDED, Setting
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
+from plexrl.sim.rollout.results.recorder import Lane, RecordedLoad, Recorder
+from plexrl.sim.rollout.setting import Setting, SystemName
 
 if TYPE_CHECKING:
     from markupsafe import Markup
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-History = tuple[Setting, Outcome, Recorder]
+History = tuple[Setting, RolloutOutcome, Recorder]
 Item = TypeVar("Item")
 
 WIDE = 13.0
@@ -33,7 +33,7 @@ UPDATE_COLOUR = "#3d9a50"
 
 def staleness_plot(histories: Sequence[History]) -> Plot | None:
     """Stacked bars per training step; None without a system that has a staleness bound."""
-    shown = [each for each in histories if each[1].system.name in BOUNDED]
+    shown = [history for history in histories if history[1].system.name == SystemName.STALEFLOW]
     if not shown:
         return None
     last = len(STALENESS_COLOURS) - 1
@@ -164,7 +164,7 @@ def _loads(name: str, recorder: Recorder, end_s: float, most: int) -> "Markup":
     return draw(name, size, paint, describes="Running and waiting trajectories over time")
 
 
-def _updates(axes: "Axes", loads: Sequence[Load], unit_s: float, top: float) -> None:
+def _updates(axes: "Axes", loads: Sequence[RecordedLoad], unit_s: float, top: float) -> None:
     """Mark where an instance has a new version."""
     for before, load in pairwise(loads):
         if load.version != before.version:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plexrl.sim.report.page import page_template
-from plexrl.sim.report.tables import Table
+from plexrl.sim.report.tables import ReportTable
 from plexrl.sim.report.units import percent
 from plexrl.sim.rollout.engine.rewards import AT_ONCE, RewardCosts
 from plexrl.sim.rollout.report.histories import (
@@ -16,14 +16,14 @@ from plexrl.sim.rollout.report.histories import (
 from plexrl.sim.rollout.report.throughput import throughput_plot
 from plexrl.sim.rollout.results.bound import bounds
 from plexrl.sim.rollout.results.gains import gain_lines, gain_over_sync
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.setting import ON_POLICY, Setting
 from plexrl.traces.io.files import write_whole
 
 
 def write_report(
     settings: Sequence[Setting],
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RolloutOutcome],
     histories: Sequence[History],
     folder: Path,
 ) -> Path:
@@ -50,27 +50,27 @@ def write_report(
     return path
 
 
-def run_table(outcomes: Sequence[Outcome]) -> Table:
+def run_table(outcomes: Sequence[RolloutOutcome]) -> ReportTable:
     """One row per run."""
     columns = {
-        "system": [each.system.label for each in outcomes],
-        "limit": [f"{each.limit:,}" for each in outcomes],
-        "rollout": [_rollout_gpus(each) for each in outcomes],
-        "training": [f"{each.train_gpus}" for each in outcomes],
-        "tokens/s": [f"{each.throughput:,.0f}" for each in outcomes],
-        "gain": [_ratio(gain_over_sync(each, outcomes)) for each in outcomes],
-        "s a step": [f"{each.step_s:,.0f}" for each in outcomes],
-        "mean": [f"{each.staleness_mean:.2f}" for each in outcomes],
-        "largest": [f"{each.staleness_max}" for each in outcomes],
-        "decode": [percent(each.decode) for each in outcomes],
-        "prefill": [percent(each.prefill) for each in outcomes],
-        "pull": [percent(each.pull) for each in outcomes],
-        "busy": [percent(each.train) for each in outcomes],
-        "KV computed": [f"{each.prefills:.2f}" for each in outcomes],
-        "preemptions": [f"{each.preemptions:.2f}" for each in outcomes],
+        "system": [outcome.system.label for outcome in outcomes],
+        "limit": [f"{outcome.limit:,}" for outcome in outcomes],
+        "rollout": [_rollout_gpus(outcome) for outcome in outcomes],
+        "training": [f"{outcome.train_gpus}" for outcome in outcomes],
+        "tokens/s": [f"{outcome.throughput:,.0f}" for outcome in outcomes],
+        "gain": [_ratio(gain_over_sync(outcome, outcomes)) for outcome in outcomes],
+        "s a step": [f"{outcome.step_s:,.0f}" for outcome in outcomes],
+        "mean": [f"{outcome.staleness_mean:.2f}" for outcome in outcomes],
+        "largest": [f"{outcome.staleness_max}" for outcome in outcomes],
+        "decode": [percent(outcome.decode) for outcome in outcomes],
+        "prefill": [percent(outcome.prefill) for outcome in outcomes],
+        "pull": [percent(outcome.pull) for outcome in outcomes],
+        "busy": [percent(outcome.train) for outcome in outcomes],
+        "KV computed": [f"{outcome.prefills:.2f}" for outcome in outcomes],
+        "preemptions": [f"{outcome.preemptions:.2f}" for outcome in outcomes],
     }
-    limits = [each.limit for each in outcomes]
-    return Table(
+    limits = [outcome.limit for outcome in outcomes]
+    return ReportTable(
         groups=(
             ("", 2),
             ("GPUs", 2),
@@ -93,7 +93,7 @@ def setting_lines(
     by setting."""
     first = settings[0]
     workload, costs = first.workload, first.costs
-    limits = ", ".join(f"{each.workload.limit:,}" for each in settings)
+    limits = ", ".join(f"{setting.workload.limit:,}" for setting in settings)
     return [
         ("GPUs", f"{first.gpus}, {costs.gpus} for an instance"),
         ("batch", f"{first.batch_groups} prompts, {workload.group_size} responses each"),
@@ -114,7 +114,7 @@ def setting_lines(
         ("pull, push", f"{costs.pull_s:g} s, {costs.push_s:g} s"),
         ("training", f"{costs.train_gpu_s_per_token:g} GPU-s a token, {costs.train_fixed_s:g} s"),
         *(
-            [("no split trains more than", ", ".join(f"{each:,.0f} tokens/s" for each in bounds))]
+            [("no split trains more than", ", ".join(f"{bound:,.0f} tokens/s" for bound in bounds))]
             if bounds
             else []
         ),
@@ -124,7 +124,7 @@ def setting_lines(
     ]
 
 
-def _rollout_gpus(each: Outcome) -> str:
+def _rollout_gpus(each: RolloutOutcome) -> str:
     return "all" if each.system.name in ON_POLICY else f"{each.system.rollout_gpus}"
 
 

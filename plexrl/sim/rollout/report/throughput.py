@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from plexrl.sim.report.plots.figure import Picture, Plot, draw
 from plexrl.sim.rollout.results.gains import gain_over_sync
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.setting import SystemName
 
 if TYPE_CHECKING:
@@ -14,22 +14,18 @@ if TYPE_CHECKING:
 
 COLOURS = {
     SystemName.SYNC: "#858c94",
-    SystemName.ONE_STEP: "#d9822b",
-    SystemName.INFLIGHT: "#3d9a50",
-    SystemName.INFLIGHT_REBALANCED: "#a8a13a",
-    SystemName.INFLIGHT_LOOSE: "#8fbf9a",
     SystemName.STALEFLOW: "#2a6fbb",
     SystemName.TAIL: "#b58ad6",
     SystemName.FLEXES: "#7a3fae",
 }
 
 
-def throughput_plot(outcomes: Sequence[Outcome]) -> Plot | None:
+def throughput_plot(outcomes: Sequence[RolloutOutcome]) -> Plot | None:
     """One picture per limit; None for a single run."""
     if len(outcomes) < 2:
         return None
-    limits = list(dict.fromkeys(each.limit for each in outcomes))
-    longest = max(each.throughput for each in outcomes)
+    limits = list(dict.fromkeys(outcome.limit for outcome in outcomes))
+    longest = max(outcome.throughput for outcome in outcomes)
     return Plot(
         name="throughput",
         title="Throughput",
@@ -45,7 +41,7 @@ def throughput_plot(outcomes: Sequence[Outcome]) -> Plot | None:
     )
 
 
-def _bars(name: str, outcomes: Sequence[Outcome], longest: float) -> "Markup":
+def _bars(name: str, outcomes: Sequence[RolloutOutcome], longest: float) -> "Markup":
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
         for place, each in enumerate(outcomes):
@@ -53,7 +49,7 @@ def _bars(name: str, outcomes: Sequence[Outcome], longest: float) -> "Markup":
             gain = gain_over_sync(each, outcomes)
             ratio = "" if gain is None else f"  ({gain:.2f})"
             axes.annotate(f" {each.throughput:,.0f}{ratio}", (each.throughput, place), va="center")
-        axes.set_yticks(range(len(outcomes)), [each.system.label for each in outcomes])
+        axes.set_yticks(range(len(outcomes)), [outcome.system.label for outcome in outcomes])
         axes.set(ylim=(len(outcomes) - 0.5, -0.5), xlim=(0, 1.25 * longest), xlabel="tokens/s")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         axes.grid(visible=False, axis="y")

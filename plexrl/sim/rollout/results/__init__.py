@@ -1,1 +1,1 @@
-"""What runs have done: histories, figures, gains."""
+"""Results of runs: histories, figures, gains."""

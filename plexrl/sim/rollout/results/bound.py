@@ -8,7 +8,7 @@ that reaches the bound keeps every cache full, computes nothing twice, and no si
 
 from collections.abc import Sequence
 
-from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.setting import ON_POLICY, Setting
 from plexrl.sim.rollout.workload import Prompts
 
@@ -23,7 +23,7 @@ def throughput_bound(setting: Setting, rollout_gpus: int = 0) -> float:
     count = setting.steps * setting.batch_groups
     lengths = [each.response_tokens for at in range(count) for each in prompts.group(at)]
     generated = sum(lengths)
-    contexts = sum(each * prompt + each * (each - 1) // 2 for each in lengths)
+    contexts = sum(length * prompt + length * (length - 1) // 2 for length in lengths)
     instance_s = (
         costs.k1 * contexts
         + costs.k3 * generated
@@ -41,8 +41,8 @@ def throughput_bound(setting: Setting, rollout_gpus: int = 0) -> float:
     return tokens / min(least_s(gpus) for gpus in splits)
 
 
-def bounds(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> list[float]:
+def bounds(settings: Sequence[Setting], outcomes: Sequence[RolloutOutcome]) -> list[float]:
     """The bound of each setting; none if no system divides its GPUs."""
-    if all(each.system.name in ON_POLICY for each in outcomes):
+    if all(outcome.system.name in ON_POLICY for outcome in outcomes):
         return []
-    return [throughput_bound(each) for each in settings]
+    return [throughput_bound(setting) for setting in settings]

@@ -10,8 +10,8 @@ from plexrl.sim.rollout.setting import Setting, System
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a system achieved. All but `decision_ms` is the same in every run."""
+class RolloutOutcome:
+    """The figures of one run of a system. All but `decision_ms` is the same in every run."""
 
     system: System
     limit: int
@@ -65,7 +65,7 @@ class Outcome:
         return values
 
 
-def outcome(setting: Setting, system: System, recorder: Recorder) -> Outcome:
+def outcome(setting: Setting, system: System, recorder: Recorder) -> RolloutOutcome:
     """The figures of a recorded run."""
     measured = recorder.steps[setting.warmup_steps : setting.steps]
     start_s = recorder.steps[setting.warmup_steps - 1].end_s if setting.warmup_steps else 0.0
@@ -81,7 +81,7 @@ def outcome(setting: Setting, system: System, recorder: Recorder) -> Outcome:
     count = len(recorder.steps)
     kept = sum(step.response_tokens for step in recorder.steps)
     all_trained = len(recorder.trained_numbers)
-    return Outcome(
+    return RolloutOutcome(
         system=system,
         limit=setting.workload.limit,
         train_gpus=recorder.train_gpus,

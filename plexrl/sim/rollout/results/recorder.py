@@ -1,4 +1,4 @@
-"""What a run has done: training steps, staleness, load of the instances, trajectories."""
+"""Records a run: training steps, staleness, load of the instances, trajectories."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from plexrl.errors import InvariantError
 from plexrl.sim.rollout.engine.instance import Instance
-from plexrl.sim.rollout.engine.trajectory import Segment, Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedSegment, SimulatedTrajectory
 
 SAMPLES_MAX = 1024
 """Most samples of the load per instance; when there are more, every other one is dropped."""
@@ -33,7 +33,7 @@ class TrainStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class RecordedLoad:
     """The load of one instance at one time."""
 
     at_s: float
@@ -49,7 +49,7 @@ class Lane:
     group: int
     buffer: int
     """Version that was trained with it."""
-    segments: tuple[Segment, ...]
+    segments: tuple[SimulatedSegment, ...]
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Recorder:
     sample_s: float = 10.0
     """Seconds between two samples of the load; grows in long runs."""
     steps: list[TrainStep] = field(default_factory=list)
-    loads: dict[int, list[Load]] = field(default_factory=dict)
+    loads: dict[int, list[RecordedLoad]] = field(default_factory=dict)
     lanes: list[Lane] = field(default_factory=list)
     trained_numbers: set[int] = field(default_factory=set)
     prefill_tokens: int = 0
@@ -85,7 +85,7 @@ class Recorder:
         version: int,
         start_s: float,
         end_s: float,
-        trajectories: Sequence[Trajectory],
+        trajectories: Sequence[SimulatedTrajectory],
         *,
         round_kind: str = "",
         reward_s: float = 0.0,
@@ -97,31 +97,33 @@ class Recorder:
             InvariantError: a trajectory is incomplete or was trained before.
         """
         staleness: Counter[int] = Counter()
-        for each in trajectories:
-            tokens = sum(segment.tokens for segment in each.segments)
-            if each.finished_s is None or tokens != each.response_tokens:
+        for trajectory in trajectories:
+            tokens = sum(segment.tokens for segment in trajectory.segments)
+            if trajectory.finished_s is None or tokens != trajectory.response_tokens:
                 raise InvariantError(
-                    f"trajectory {each.number} is trained with {tokens} of its "
-                    f"{each.response_tokens} tokens"
+                    f"trajectory {trajectory.number} is trained with {tokens} of its "
+                    f"{trajectory.response_tokens} tokens"
                 )
-            if each.number in self.trained_numbers:
-                raise InvariantError(f"trajectory {each.number} is trained twice")
-            self.trained_numbers.add(each.number)
-            oldest = min(segment.version for segment in each.segments)
+            if trajectory.number in self.trained_numbers:
+                raise InvariantError(f"trajectory {trajectory.number} is trained twice")
+            self.trained_numbers.add(trajectory.number)
+            oldest = min(segment.version for segment in trajectory.segments)
             staleness[version - oldest] += 1
-            self.prefill_tokens += each.prefill_tokens
-            self.admissions += each.admissions
+            self.prefill_tokens += trajectory.prefill_tokens
+            self.admissions += trajectory.admissions
             if self.lanes_from is not None and version >= self.lanes_from:
                 self.lanes.append(
-                    Lane(group=each.group, buffer=version, segments=tuple(each.segments))
+                    Lane(
+                        group=trajectory.group, buffer=version, segments=tuple(trajectory.segments)
+                    )
                 )
         self.steps.append(
             TrainStep(
                 version=version,
                 start_s=start_s,
                 end_s=end_s,
-                tokens=sum(each.length for each in trajectories),
-                response_tokens=sum(each.response_tokens for each in trajectories),
+                tokens=sum(trajectory.length for trajectory in trajectories),
+                response_tokens=sum(trajectory.response_tokens for trajectory in trajectories),
                 round_kind=round_kind,
                 reward_s=reward_s,
                 early_s=early_s,
@@ -131,17 +133,17 @@ class Recorder:
 
     def sample(self, now: float, instances: Sequence[Instance]) -> None:
         """Keep the load of each instance, without a change to it."""
-        for each in instances:
-            loads = self.loads.setdefault(each.number, [])
+        for instance in instances:
+            loads = self.loads.setdefault(instance.number, [])
             if len(loads) >= SAMPLES_MAX:
                 del loads[1::2]
-                self.sample_s *= 2.0 if each is instances[0] else 1.0
+                self.sample_s *= 2.0 if instance is instances[0] else 1.0
             loads.append(
-                Load(
+                RecordedLoad(
                     at_s=now,
-                    running=each.running_count,
-                    waiting=len(each.waiting),
-                    version=each.version,
+                    running=instance.running_count,
+                    waiting=len(instance.waiting),
+                    version=instance.version,
                 )
             )
 
@@ -149,15 +151,15 @@ class Recorder:
         """The run ended."""
         self.end_s = now
         self.instances = len(instances)
-        self.rollout_gpus = sum(each.costs.gpus for each in instances)
+        self.rollout_gpus = sum(instance.costs.gpus for instance in instances)
         self.train_gpus = train_gpus
 
     def instances_ended(self, instances: Sequence[Instance]) -> None:
         """These instances do no more; sum what they did."""
-        for each in instances:
-            gpus = each.costs.gpus
-            self.decode_gpu_s += gpus * each.decode_s
-            self.prefill_gpu_s += gpus * each.prefill_s
-            self.pull_gpu_s += gpus * each.pull_s
-            self.preemptions += each.preemptions
-            self.generated_tokens += each.tokens
+        for instance in instances:
+            gpus = instance.costs.gpus
+            self.decode_gpu_s += gpus * instance.decode_s
+            self.prefill_gpu_s += gpus * instance.prefill_s
+            self.pull_gpu_s += gpus * instance.pull_s
+            self.preemptions += instance.preemptions
+            self.generated_tokens += instance.tokens

@@ -5,14 +5,12 @@ from collections.abc import Callable
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.setting import SPLIT, Setting, System, SystemName, check_system
-from plexrl.sim.rollout.systems.baselines.inflight import InFlight
-from plexrl.sim.rollout.systems.baselines.one_step import OneStep
-from plexrl.sim.rollout.systems.baselines.synchronous import Synchronous
 from plexrl.sim.rollout.systems.coordinated import Coordinated
 from plexrl.sim.rollout.systems.flexes.on_policy import OnPolicy
-from plexrl.sim.rollout.systems.pat.adaptive_tp import AdaptiveTp
+from plexrl.sim.rollout.systems.pat.adaptive_tp import AdaptiveTpSystem
 from plexrl.sim.rollout.systems.streamrl.skewness import SkewnessAware
 from plexrl.sim.rollout.systems.streamrl.streamed import Streamed
+from plexrl.sim.rollout.systems.synchronous import Synchronous
 from plexrl.sim.rollout.world import Policy, World
 
 LANE_BUFFERS = 4
@@ -24,9 +22,11 @@ def simulate_rollout(
     system: System,
     *,
     with_history: bool = False,
-    on_step: Callable[[int], None] | None = None,
+    policy: Callable[[World, System], Policy] | None = None,
 ) -> Recorder:
     """Simulate `system` for `setting.steps` training steps. Deterministic.
+
+    `policy`: decides in place of the system, with the system's GPUs and η.
 
     Raises:
         InvalidRequestError: the split of GPUs leaves rollout or training without GPUs.
@@ -38,7 +38,7 @@ def simulate_rollout(
     lanes_from = max(0, setting.steps - LANE_BUFFERS) if with_history else None
     recorder = Recorder(lanes_from=lanes_from)
     world = World(setting, system, recorder)
-    world.run(_policy(world, system), on_step)
+    world.run((policy or _policy)(world, system))
     return recorder
 
 
@@ -46,14 +46,6 @@ def _policy(world: World, system: System) -> Policy:
     match system.name:
         case SystemName.SYNC:
             return Synchronous(world)
-        case SystemName.ONE_STEP:
-            return OneStep(world)
-        case SystemName.INFLIGHT:
-            return InFlight(world, system.staleness)
-        case SystemName.INFLIGHT_REBALANCED:
-            return InFlight(world, system.staleness, is_rebalanced=True)
-        case SystemName.INFLIGHT_LOOSE:
-            return InFlight(world, system.staleness, in_order=False)
         case SystemName.STALEFLOW:
             return Coordinated(world, system)
         case SystemName.TAIL | SystemName.FLEXES:
@@ -64,4 +56,4 @@ def _policy(world: World, system: System) -> Policy:
             skewness = SkewnessAware(world.setting, system.recall)
             return Streamed(world, system.staleness, skewness)
         case SystemName.PAT:
-            return AdaptiveTp(world, system)
+            return AdaptiveTpSystem(world, system)

@@ -17,7 +17,7 @@ from math import ceil, floor
 from typing import TypeVar
 
 from plexrl.process.lifeline import die_with_parent
-from plexrl.sim.rollout.results.outcome import Outcome, outcome
+from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.setting import SPLIT, STREAMED, Setting, System
@@ -37,17 +37,18 @@ class Runner:
     def __init__(self, pool: ProcessPoolExecutor | None) -> None:
         self._pool = pool
 
-    def outcome(self, setting: Setting, system: System) -> "Future[Outcome]":
+    def outcome(self, setting: Setting, system: System) -> "Future[RolloutOutcome]":
         """The figures of one run."""
-        return self._start(_outcome, setting, system)
+        return self.start(_outcome, setting, system)
 
     def history(self, setting: Setting, system: System) -> "Future[Recorder]":
         """The history of one run, with loads and trajectories."""
-        return self._start(_history, setting, system)
+        return self.start(_history, setting, system)
 
-    def _start(
+    def start(
         self, run: Callable[[Setting, System], Result], setting: Setting, system: System
     ) -> "Future[Result]":
+        """The result of `run` for one question; a process has to be able to import `run`."""
         if self._pool is not None:
             return self._pool.submit(run, setting, system)
         done: Future[Result] = Future()
@@ -74,10 +75,10 @@ def runner(workers: int | None = None) -> Iterator[Runner]:
 
 
 def best_splits(
-    run: Callable[[Setting, System], "Future[Outcome]"],
+    run: Callable[[Setting, System], "Future[RolloutOutcome]"],
     questions: Sequence[tuple[Setting, System]],
-    on_run: Callable[[Outcome], None] | None = None,
-) -> list[Outcome]:
+    on_run: Callable[[RolloutOutcome], None] | None = None,
+) -> list[RolloutOutcome]:
     """The best outcome of each system; a system whose split is given, or that has none, runs once.
 
     Raises:
@@ -104,7 +105,7 @@ class _Search:
     def __init__(self, setting: Setting, system: System) -> None:
         self.setting = setting
         self.system = system
-        self.found: dict[int, Outcome] = {}
+        self.found: dict[int, RolloutOutcome] = {}
         is_split = system.name in SPLIT and not system.rollout_gpus
         unit = setting.costs.gpus
         if setting.gpus > NODE_GPUS:
@@ -127,7 +128,7 @@ class _Search:
         near = (best - self._unit, best + self._unit)
         return [gpus for gpus in near if gpus not in self.found and gpus == self._rounded(gpus)]
 
-    def best(self) -> Outcome:
+    def best(self) -> RolloutOutcome:
         """The outcome with the highest throughput so far; of equals that with fewer rollout
         GPUs."""
         return max(
@@ -140,7 +141,7 @@ class _Search:
         return self._unit * min(max(1, round(gpus / self._unit)), last)
 
 
-def _outcome(setting: Setting, system: System) -> Outcome:
+def _outcome(setting: Setting, system: System) -> RolloutOutcome:
     return outcome(setting, system, simulate_rollout(setting, system))
 
 

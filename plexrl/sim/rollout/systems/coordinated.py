@@ -6,17 +6,21 @@ computed at once. New parameters reach the parameter server `push_s` after their
 """
 
 from collections.abc import Mapping, Sequence
-from math import ceil
+from dataclasses import replace
 from time import thread_time
 from typing import cast
 
+from plexrl.client.data.rollout_policy import (
+    BoundedStaleness,
+    RolloutPolicy,
+    TailBatching,
+    policy_fields,
+)
 from plexrl.errors import InvariantError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     Abort,
     BatchRequested,
-    Command,
-    Event,
     Generated,
     GroupAdded,
     InstanceJoined,
@@ -25,20 +29,26 @@ from plexrl.rollout.coordinator.messages import (
     Pull,
     Pulled,
     Rewarded,
+    RolloutCommand,
+    RolloutEvent,
     Route,
     SnapshotTaken,
     Stopped,
     StoppedTrajectory,
     Train,
 )
+from plexrl.rollout.coordinator.policy_settings import coordinator_settings
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.instances.snapshot import InstanceSnapshot
-from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
-from plexrl.rollout.staleness.manager import StalenessSettings
-from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Segment, TrajectoryId
+from plexrl.rollout.trajectories.record import (
+    InstanceId,
+    SampleGroupId,
+    TrajectoryId,
+    TrajectorySegment,
+)
 from plexrl.sim.rollout.engine.instance import Instance
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.setting import COORDINATED, Setting, System
 from plexrl.sim.rollout.world import World
 
@@ -50,25 +60,25 @@ class Coordinated:
         self._world = world
         self._core = RolloutCoordinator(_settings(world.setting, system))
         self._instances: dict[InstanceId, Instance] = {}
-        """Those that have joined."""
-        self._trajectories: dict[int, Trajectory] = {}
-        """All that are not trained yet."""
+        """Instances that have joined."""
+        self._trajectories: dict[int, SimulatedTrajectory] = {}
+        """Trajectories that are not trained yet."""
         self._next_group = 0
 
     def start(self) -> None:
         """See `Policy`."""
-        for each in self._world.instances:
-            self._join(each)
+        for instance in self._world.instances:
+            self._join(instance)
         self._add_groups()
         self._tell(BatchRequested())
         self._cycle()
 
-    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+    def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
-        for each in trajectories:
-            number = TrajectoryId(each.number)
-            name = instance_name(each.segments[-1].instance)
-            self._tell(Generated(trajectory=number, instance=name, segments=self._new(each)))
+        for trajectory in trajectories:
+            number = TrajectoryId(trajectory.number)
+            name = instance_name(trajectory.segments[-1].instance)
+            self._tell(Generated(trajectory=number, instance=name, segments=self._new(trajectory)))
             self._tell(Rewarded(trajectory=number, reward=0.0))
 
     def trained(self) -> None:
@@ -114,10 +124,10 @@ class Coordinated:
             world.recorder.decide_s.append(thread_time() - began)
         self._issue(commands)
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: RolloutEvent) -> None:
         self._issue(self._core.handle(event))
 
-    def _issue(self, commands: Sequence[Command]) -> None:
+    def _issue(self, commands: Sequence[RolloutCommand]) -> None:
         """Training begins at once. Instances get their commands `command_s` later: all of them, so
         that each runs them in the order of issue, as the protocol wants."""
         remote = []
@@ -129,23 +139,30 @@ class Coordinated:
         if remote:
             self._send(remote)
 
-    def _send(self, commands: Sequence[Command]) -> None:
+    def _send(self, commands: Sequence[RolloutCommand]) -> None:
         world, routed = self._world, self._routed(commands)
         world.at(world.now + world.setting.command_s, lambda: self._execute(commands, routed))
 
-    def _routed(self, commands: Sequence[Command]) -> dict[int, Trajectory]:
+    def _routed(self, commands: Sequence[RolloutCommand]) -> dict[int, SimulatedTrajectory]:
         """The trajectories that commands send to instances, by number."""
         numbers = (
-            each for route in commands if isinstance(route, Route) for each in route.trajectories
+            trajectory
+            for route in commands
+            if isinstance(route, Route)
+            for trajectory in route.trajectories
         )
-        return {each: self._trajectories[each] for each in numbers}
+        return {number: self._trajectories[number] for number in numbers}
 
-    def _execute(self, commands: Sequence[Command], routed: Mapping[int, Trajectory]) -> None:
+    def _execute(
+        self, commands: Sequence[RolloutCommand], routed: Mapping[int, SimulatedTrajectory]
+    ) -> None:
         for command in commands:
             match command:
                 case Route():
                     instance = self._instances[command.instance]
-                    instance.route([routed[each] for each in command.trajectories], self._world.now)
+                    instance.route(
+                        [routed[trajectory] for trajectory in command.trajectories], self._world.now
+                    )
                     self._world.touch(instance, self)
                 case Interrupt() | Abort():
                     self._interrupt(command)
@@ -187,54 +204,56 @@ class Coordinated:
         self._tell(GroupAdded(group=group, prompt_tokens=members[0].prompt_tokens))
         self._next_group += 1
 
-    def _draw(self, group: int) -> list[Trajectory]:
+    def _draw(self, group: int) -> list[SimulatedTrajectory]:
         """New trajectories for a prompt."""
         members = self._world.prompts.group(group, self._core.settings.staleness.extra_samples)
-        self._trajectories |= {each.number: each for each in members}
+        self._trajectories |= {member.number: member for member in members}
         return members
 
-    def _new(self, trajectory: Trajectory) -> tuple[Segment, ...]:
+    def _new(self, trajectory: SimulatedTrajectory) -> tuple[TrajectorySegment, ...]:
         """Segments that the coordinator does not know yet. A KV cache is always of one version."""
         known = trajectory.reported
         trajectory.reported = len(trajectory.segments)
         return tuple(
-            Segment(tokens=each.tokens, policy_version=each.version, kv_version=each.version)
-            for each in trajectory.segments[known:]
+            TrajectorySegment(
+                tokens=segment.tokens, policy_version=segment.version, kv_version=segment.version
+            )
+            for segment in trajectory.segments[known:]
         )
 
 
 def _settings(setting: Setting, system: System) -> CoordinatorSettings:
     costs, strategies = setting.costs, system.strategies
-    size = setting.workload.group_size
-    is_flexes = system.name in COORDINATED
-    tail = is_flexes and system.active_parts.tail
-    stream = is_flexes and system.active_parts.stream
-    return CoordinatorSettings(
-        staleness=StalenessSettings(
-            staleness=system.staleness,
-            batch_groups=setting.batch_groups,
-            group_size=size,
-            extra_groups=_extra(system.eta_prompts, setting.batch_groups) if tail else 0,
-            extra_samples=_extra(system.eta_responses, size) if tail else 0,
-        ),
+    settings = coordinator_settings(
+        policy_fields(_policy(system)),
+        batch_groups=setting.batch_groups,
+        group_size=setting.workload.group_size,
+        response_tokens_max=setting.workload.limit,
         cost_model=CostModel(k1=costs.k1, k2=costs.k2, k3=costs.k3, k4=costs.k4, k5=1.0),
+    )
+    return replace(
+        settings,
         routing="throughput" if strategies.routing else "count",
         synchronisation="throughput" if strategies.synchronization else "greedy",
         migration="throughput" if strategies.migration else "none",
-        scale_down=ScaleDownSettings(response_tokens_max=setting.workload.limit)
-        if stream
-        else None,
+    )
+
+
+def _policy(system: System) -> RolloutPolicy:
+    """The policy that a live rollout would have."""
+    if system.name not in COORDINATED:
+        return BoundedStaleness(system.staleness)
+    parts = system.active_parts
+    return TailBatching(
+        over_launch_prompts=system.over_launch_prompts if parts.tail else 1.0,
+        over_launch_responses=system.over_launch_responses if parts.tail else 1.0,
+        scale_down=parts.stream,
     )
 
 
 def instance_name(number: int) -> InstanceId:
     """The id of an instance for the coordinator."""
     return InstanceId(f"i{number:04d}")
-
-
-def _extra(eta: float, count: int) -> int:
-    """How many more than `count` are started; without what the product's last bits add."""
-    return ceil(round(eta * count, 6)) - count
 
 
 def _snapshot(name: InstanceId, instance: Instance) -> InstanceSnapshot:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.workload import Prompts
 
 
@@ -13,10 +13,10 @@ class Groups:
         self._prompts = prompts
         self.started = 0
         """Number of prompts taken so far."""
-        self._members: dict[int, list[Trajectory]] = {}
+        self._members: dict[int, list[SimulatedTrajectory]] = {}
         self._left: dict[int, int] = {}
 
-    def take(self, count: int) -> list[Trajectory]:
+    def take(self, count: int) -> list[SimulatedTrajectory]:
         """The trajectories of the next `count` prompts."""
         taken = []
         for prompt in range(self.started, self.started + count):
@@ -27,12 +27,14 @@ class Groups:
         self.started += count
         return taken
 
-    def finished(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    def finished(
+        self, trajectories: Sequence[SimulatedTrajectory]
+    ) -> list[list[SimulatedTrajectory]]:
         """Groups of which these were the last trajectories."""
         whole = []
-        for each in trajectories:
-            self._left[each.group] -= 1
-            if not self._left[each.group]:
-                del self._left[each.group]
-                whole.append(self._members.pop(each.group))
+        for trajectory in trajectories:
+            self._left[trajectory.group] -= 1
+            if not self._left[trajectory.group]:
+                del self._left[trajectory.group]
+                whole.append(self._members.pop(trajectory.group))
         return whole

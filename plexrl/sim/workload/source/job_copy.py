@@ -24,7 +24,7 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCopy:
-    """The jobs that `copied` wrote. Picklable, for processes of this machine."""
+    """The jobs that `copy_jobs` wrote. Picklable, for processes of this machine."""
 
     path: str
 
@@ -33,7 +33,7 @@ class JobCopy:
         return read_batches(Path(self.path), TraceJob)
 
 
-def copied(jobs: Iterable[TraceJob], path: Path) -> Iterator[TraceJob]:
+def copy_jobs(jobs: Iterable[TraceJob], path: Path) -> Iterator[TraceJob]:
     """The same jobs; `path` holds a complete copy after the last one.
 
     Raises:

@@ -23,7 +23,7 @@ WRONG_PRIORITY = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Kind:
+class RequestKind:
     """Jobs with equal GPU requests."""
 
     jobs: int = 0
@@ -50,7 +50,7 @@ class Survey:
     """GPU-seconds of GPUs while jobs run: the use without sharing."""
     without_rollout_gpus: int = 0
     """Jobs with rollouts but without rollout GPUs."""
-    kinds: dict[tuple[str, int], Kind] = field(default_factory=dict)
+    kinds: dict[tuple[str, int], RequestKind] = field(default_factory=dict)
     """Jobs by node type and GPUs."""
 
     @property
@@ -68,7 +68,7 @@ class Survey:
         return max(1, largest), max(1, largest, every)
 
 
-def surveyed(jobs: Iterable[TraceJob], *, places_rollouts: bool = False) -> Survey:
+def survey_jobs(jobs: Iterable[TraceJob], *, places_rollouts: bool = False) -> Survey:
     """Check and sum all jobs of a trace; `places_rollouts`: with their rollout GPUs.
 
     Raises:
@@ -77,12 +77,12 @@ def surveyed(jobs: Iterable[TraceJob], *, places_rollouts: bool = False) -> Surv
         TraceError: the jobs' source raises it.
     """
     survey = Survey()
-    lacking: dict[str, Kind] = {}
+    lacking: dict[str, RequestKind] = {}
     for job in jobs:
         survey.jobs += 1
         survey.arrivals_s = max(survey.arrivals_s, job.submit_s)
         gpus = job.gpus + job.rollout_gpus if places_rollouts else job.gpus
-        survey.kinds.setdefault((job.node_type, gpus), Kind()).add(job.job_id)
+        survey.kinds.setdefault((job.node_type, gpus), RequestKind()).add(job.job_id)
         survey.held_gpu_s += gpus * job.service_s
         if job.period_s and job.segments:
             busy_s = sum(segment.duration_s for segment in job.segments)
@@ -91,9 +91,9 @@ def surveyed(jobs: Iterable[TraceJob], *, places_rollouts: bool = False) -> Surv
             survey.busy_gpu_s += (job.gpus * busy + (gpus - job.gpus) * (1 - busy)) * job.service_s
         lack = _lack(job)
         if lack:
-            lacking.setdefault(lack, Kind()).add(job.job_id)
+            lacking.setdefault(lack, RequestKind()).add(job.job_id)
         if not is_priority(job):
-            lacking.setdefault(WRONG_PRIORITY, Kind()).add(f"{job.job_id} at {job.priority}")
+            lacking.setdefault(WRONG_PRIORITY, RequestKind()).add(f"{job.job_id} at {job.priority}")
     if survey.jobs == 0:
         raise InvalidRequestError(
             "the trace has no jobs, or the options exclude all: see `plexrl traces describe`, and "
@@ -179,7 +179,7 @@ def _lack(job: TraceJob) -> str | None:
     return None
 
 
-def _named(*kinds: Kind) -> str:
+def _named(*kinds: RequestKind) -> str:
     """`12 jobs (a, b, c, …)`."""
     count = sum(kind.jobs for kind in kinds)
     named = list(islice((job for kind in kinds for job in kind.first), NAMED))

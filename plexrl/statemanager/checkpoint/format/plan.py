@@ -55,7 +55,7 @@ class PlannedTensor:
 
     @property
     def entries(self) -> tuple[Named, ...]:
-        """What the file's header names: the tensor, or parts of it, end to end."""
+        """The entries of the file's header: the tensor, or parts of it, end to end."""
         return published_tensors(self.model_type, self.source.key.name, self.source.shape)
 
     @property
@@ -84,7 +84,7 @@ class PlannedFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class CheckpointPlan:
     """A checkpoint's files."""
 
     files: tuple[PlannedFile, ...]
@@ -104,7 +104,7 @@ def plan_checkpoint(
     model_dtype: str | None = None,
     model_type: str = "",
     shard_bytes_max: int = SHARD_BYTES_MAX,
-) -> Plan:
+) -> CheckpointPlan:
     """Plan a checkpoint's files. `model_dtype` absent: the model's floats keep their dtype. The
     model's files have the published names of `model_type`, if these differ.
 
@@ -140,7 +140,7 @@ def plan_checkpoint(
             ]
             if own:
                 files += _cut(f"{TRAINING_DIR}/{part.value}", own, shard_bytes_max)
-    return Plan(files=tuple(files), texts=texts)
+    return CheckpointPlan(files=tuple(files), texts=texts)
 
 
 def _model_dtype(tensor: WholeTensor, wanted: str | None) -> str:

@@ -1,6 +1,6 @@
-"""What a place of checkpoints can do. `choice` makes one of a path or URL."""
+"""The interface of a place of checkpoints. `choice` makes one of a path or URL."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -206,8 +206,3 @@ class CheckpointRoot(Protocol):
     def capacity_bytes(self) -> int | None:
         """Size of the file system; None: not bounded. Raises `OSError`."""
         ...
-
-
-def names_in_use(places: Collection[CheckpointPlace], job: str) -> frozenset[str]:
-    """Names among `places` that belong to a job."""
-    return frozenset(place.name for place in places if place.job == job)

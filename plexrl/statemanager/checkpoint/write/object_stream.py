@@ -6,7 +6,7 @@ The caller fills one buffer while a thread sends others. The object appears at `
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
-from plexrl.storage.multipart import Upload, begin_upload
+from plexrl.storage.multipart import MultipartUpload, begin_upload
 from plexrl.storage.object_store import ObjectStore
 
 PART_BYTES = 16 << 20
@@ -23,7 +23,7 @@ class ObjectStream:
         self._part_bytes = max(PART_BYTES, -(-nbytes // PARTS_MAX))
         self._buffer = memoryview(bytearray(self._part_bytes + space_bytes_max))
         self._filled = 0
-        self._upload: Upload = begin_upload(store, key, nbytes, self._part_bytes)
+        self._upload: MultipartUpload = begin_upload(store, key, nbytes, self._part_bytes)
         self._parts = 0
         self._threads = ThreadPoolExecutor(self._upload.parts_at_once)
         self._sending: list[Future[None]] = []

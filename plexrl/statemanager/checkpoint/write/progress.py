@@ -9,7 +9,7 @@ BURST_S = 0.05
 """Time by which a throttled writer may be ahead of its rate."""
 
 
-class Progress:
+class CheckpointProgress:
     """Progress of one checkpoint. Its writer updates it; any thread may read it."""
 
     def __init__(self, *, bytes_per_s: int | None = None) -> None:

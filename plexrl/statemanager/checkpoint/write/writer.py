@@ -19,7 +19,7 @@ from plexrl.errors import (
 from plexrl.statemanager.checkpoint.announcement import lost_to_a_load
 from plexrl.statemanager.checkpoint.format.plan import (
     CheckpointFormat,
-    Plan,
+    CheckpointPlan,
     PlannedFile,
     PlannedTensor,
     plan_checkpoint,
@@ -33,7 +33,7 @@ from plexrl.statemanager.checkpoint.format.record import (
 from plexrl.statemanager.checkpoint.format.tensors import TENSOR_BLOCK_BYTES, blocks, merge
 from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, Draft, FileStream
 from plexrl.statemanager.checkpoint.write.assembly import Assembler
-from plexrl.statemanager.checkpoint.write.progress import Progress
+from plexrl.statemanager.checkpoint.write.progress import CheckpointProgress
 from plexrl.statemanager.layout.keys import DTYPE_BYTES
 from plexrl.statemanager.layout.strided.casts import NUMPY_DTYPES, cast
 from plexrl.statemanager.store.disk_space import checkpoint_write_error
@@ -45,7 +45,7 @@ EXTRAS_BYTES_MAX = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
-    """What to write."""
+    """The checkpoint to write."""
 
     target: CheckpointPlace
     """The checkpoint's place."""
@@ -57,7 +57,7 @@ class CheckpointSpec:
     shard_bytes_max: int
     overwrite: bool
     model_type: str = ""
-    """Whose published names the model's files get; empty: the names of the state."""
+    """Model type whose published names the files get; empty: the names of the state."""
     step: int | None = None
     """Training step, for the retention policy; absent: the version's seq."""
     trainer_step: int = 0
@@ -72,7 +72,7 @@ def write_checkpoint(
     wanted: CheckpointSpec,
     readers: Sequence[StateReader],
     extras_fd: int | None,
-    progress: Progress,
+    progress: CheckpointProgress,
 ) -> CheckpointRecord:
     """Write all files and publish them as `wanted.target`.
 
@@ -135,7 +135,7 @@ def describe(
     wanted: CheckpointSpec,
     readers: Sequence[StateReader],
     tensors: Sequence[TensorRecord],
-    plan: Plan,
+    plan: CheckpointPlan,
 ) -> CheckpointRecord:
     """The manifest of a checkpoint of these versions."""
     ranked = sorted((reader.manifest for reader in readers), key=lambda m: m.rank)
@@ -162,10 +162,10 @@ def describe(
 
 def _write_files(
     wanted: CheckpointSpec,
-    plan: Plan,
+    plan: CheckpointPlan,
     readers: Sequence[StateReader],
     draft: Draft,
-    progress: Progress,
+    progress: CheckpointProgress,
 ) -> CheckpointRecord:
     assembler = Assembler(readers, _block_bytes_max(plan))
     tensors: list[TensorRecord] = []
@@ -175,7 +175,11 @@ def _write_files(
 
 
 def _write_file(
-    file: PlannedFile, draft: Draft, assembler: Assembler, block_bytes: int, progress: Progress
+    file: PlannedFile,
+    draft: Draft,
+    assembler: Assembler,
+    block_bytes: int,
+    progress: CheckpointProgress,
 ) -> list[TensorRecord]:
     at = file.path
     try:
@@ -211,7 +215,7 @@ def _write_tensor(
     stream: FileStream,
     assembler: Assembler,
     block_bytes: int,
-    progress: Progress,
+    progress: CheckpointProgress,
 ) -> list[str]:
     """Append one tensor; returns its blocks' checksums."""
     source = tensor.source
@@ -236,7 +240,7 @@ def _write_tensor(
     return digests
 
 
-def _block_bytes_max(plan: Plan) -> int:
+def _block_bytes_max(plan: CheckpointPlan) -> int:
     """Largest block in bytes. Blocks are sized in the file's dtype; the stored one may be wider."""
     widest = max(
         (

@@ -18,10 +18,10 @@ from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache
 from plexrl.statemanager.observe.counters import Counters
 from plexrl.statemanager.protocol.messages import Answer, Request
 from plexrl.statemanager.protocol.network import Network
-from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
+from plexrl.statemanager.protocol.tickets import Claims, TicketKey, TicketRole
 from plexrl.statemanager.store.background.earlier_versions import EarlierVersions
 from plexrl.statemanager.store.background.prefetch import Prefetcher
-from plexrl.statemanager.store.store import Store, StoredVersion
+from plexrl.statemanager.store.store import Store, TieredVersion
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 from plexrl.statemanager.transfer.replicas import Replicas
@@ -31,7 +31,7 @@ RequestT = TypeVar("RequestT", bound=Request)
 OPENED_MAX = 64
 """Versions leased to one connection: a leased version cannot be dropped."""
 
-_ROLES = {Role.AGENT: "the node agent", Role.WORKER: "workers, for their own state"}
+_ROLES = {TicketRole.AGENT: "the node agent", TicketRole.WORKER: "workers, for their own state"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Services:
 
 
 @dataclass(slots=True, kw_only=True)
-class Caller:
+class DaemonCaller:
     """The client of one connection. Only the connection's thread uses it."""
 
     services: Services
@@ -127,7 +127,7 @@ class Caller:
             )
         self.opened += 1
 
-    def refuse(self, roles: tuple[Role, ...], request: Request) -> NoReturn:
+    def refuse(self, roles: tuple[TicketRole, ...], request: Request) -> NoReturn:
         """Refuse a request that this client's role may not send.
 
         Raises:
@@ -153,46 +153,46 @@ class Caller:
                     self.services.devices.release_idle(device)
 
 
-class Reply(NamedTuple):
+class DaemonReply(NamedTuple):
     """The answer to a request. The sender of the reply closes the descriptors."""
 
     answer: Answer
     fds: Sequence[int] = ()
 
 
-AnyHandler = Callable[[Caller, Any, Sequence[int]], Reply]
+AnyHandler = Callable[[DaemonCaller, Any, Sequence[int]], DaemonReply]
 """Handles requests of one type. The session closes the descriptors that came with a request, so a
 handler duplicates those that it keeps."""
 
 
-class Entry(NamedTuple):
+class RequestEntry(NamedTuple):
     """A row of the handler table."""
 
     kind: type[Request]
     handler: AnyHandler
-    roles: tuple[Role, ...]
+    roles: tuple[TicketRole, ...]
     """Roles that may send the request; empty: also clients without a ticket."""
     is_move: bool
     """Whether the request moves state; such requests wait in the move queue."""
 
 
-WORKERS = (Role.WORKER,)
-AGENTS = (Role.AGENT,)
-TICKETS = (Role.WORKER, Role.AGENT)
+WORKERS = (TicketRole.WORKER,)
+AGENTS = (TicketRole.AGENT,)
+TICKETS = (TicketRole.WORKER, TicketRole.AGENT)
 
 
 def handles(
     kind: type[RequestT],
-    handler: Callable[[Caller, RequestT, Sequence[int]], Reply],
-    roles: tuple[Role, ...],
+    handler: Callable[[DaemonCaller, RequestT, Sequence[int]], DaemonReply],
+    roles: tuple[TicketRole, ...],
     *,
     is_move: bool = False,
-) -> Entry:
+) -> RequestEntry:
     """A row of the handler table; the types of request and handler must agree.
 
     A handler for workers must check that the request names nothing beyond the caller's ticket.
     """
-    return Entry(kind, handler, roles, is_move)
+    return RequestEntry(kind, handler, roles, is_move)
 
 
 def move_report(nbytes: int, seconds: float, tier: TierName) -> Answer:
@@ -200,6 +200,6 @@ def move_report(nbytes: int, seconds: float, tier: TierName) -> Answer:
     return {"bytes_moved": nbytes, "seconds": seconds, "tier": tier.value}
 
 
-def names_of(versions: Sequence[StoredVersion]) -> list[str]:
+def names_of(versions: Sequence[TieredVersion]) -> list[str]:
     """Names of the versions in the store."""
     return [version.manifest.name for version in versions]

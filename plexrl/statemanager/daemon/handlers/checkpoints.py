@@ -27,18 +27,18 @@ from plexrl.statemanager.checkpoint.requests import (
     WriteCheckpoint,
 )
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec
-from plexrl.statemanager.daemon.handlers.caller import TICKETS, Caller, Reply, handles
+from plexrl.statemanager.daemon.handlers.caller import TICKETS, DaemonCaller, DaemonReply, handles
 from plexrl.statemanager.protocol.address import nearest
-from plexrl.statemanager.protocol.tickets import AGENT, Role, job_of
+from plexrl.statemanager.protocol.tickets import AGENT, TicketRole, job_of
 from plexrl.statemanager.store.receiving.reader import StateReader
 from plexrl.statemanager.store.versions.leasing import lease_states
 from plexrl.statemanager.transfer.transport.choice import open_elsewhere
 
 
-def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Reply:
+def _write(caller: DaemonCaller, request: WriteCheckpoint, fds: Sequence[int]) -> DaemonReply:
     services, claims = caller.services, caller.claims
     target = _target(caller, request.deployment, request.name)
-    if claims.role == Role.WORKER and claims.deployment != request.deployment:
+    if claims.role == TicketRole.WORKER and claims.deployment != request.deployment:
         raise PermissionDeniedError(
             f"{claims.holder} may not checkpoint {request.deployment!r}: its ticket is for "
             f"{claims.deployment!r}"
@@ -59,7 +59,7 @@ def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Repl
         stamps = tuple(reader.stamp for reader in ranks)
         found = _find_same(caller, request, target, stamps)
         if found is not None:
-            return Reply(msgspec.to_builtins(found))
+            return DaemonReply(msgspec.to_builtins(found))
         extras_fd = os.dup(fds[0]) if fds else None
         if extras_fd is not None:
             held.callback(os.close, extras_fd)
@@ -74,10 +74,10 @@ def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Repl
         )
         report = services.checkpoints.submit(task)
         guard.pop_all()
-        return Reply(msgspec.to_builtins(report))
+        return DaemonReply(msgspec.to_builtins(report))
 
 
-def _status(caller: Caller, request: CheckpointStatus, _: Sequence[int]) -> Reply:
+def _status(caller: DaemonCaller, request: CheckpointStatus, _: Sequence[int]) -> DaemonReply:
     if request.name is not None:
         target = _target(caller, request.deployment, request.name)
         report = caller.services.checkpoints.find(target)
@@ -107,12 +107,12 @@ def _status(caller: Caller, request: CheckpointStatus, _: Sequence[int]) -> Repl
             if report.job == job and not is_gone:
                 known[report.name] = report
         reports = [known[name] for name in sorted(known)]
-    return Reply({"checkpoints": msgspec.to_builtins(reports)})
+    return DaemonReply({"checkpoints": msgspec.to_builtins(reports)})
 
 
-def _cancel(caller: Caller, request: CancelCheckpoint, _: Sequence[int]) -> Reply:
+def _cancel(caller: DaemonCaller, request: CancelCheckpoint, _: Sequence[int]) -> DaemonReply:
     target = _target(caller, request.deployment, request.name)
-    return Reply(msgspec.to_builtins(caller.services.checkpoints.cancel(target)))
+    return DaemonReply(msgspec.to_builtins(caller.services.checkpoints.cancel(target)))
 
 
 ENTRIES = (
@@ -122,12 +122,12 @@ ENTRIES = (
 )
 
 
-def _target(caller: Caller, deployment: str, name: str) -> CheckpointPlace:
+def _target(caller: DaemonCaller, deployment: str, name: str) -> CheckpointPlace:
     _check_own_job(caller, deployment)
     return _root(caller).place(job_name(deployment), checked_name(name))
 
 
-def _root(caller: Caller) -> CheckpointRoot:
+def _root(caller: DaemonCaller) -> CheckpointRoot:
     root = caller.services.checkpoints.root
     if root is None:
         raise InvalidRequestError(
@@ -136,9 +136,9 @@ def _root(caller: Caller) -> CheckpointRoot:
     return root
 
 
-def _check_own_job(caller: Caller, deployment: str) -> None:
+def _check_own_job(caller: DaemonCaller, deployment: str) -> None:
     claims = caller.claims
-    if claims.role == Role.WORKER and job_of(deployment) != claims.job:
+    if claims.role == TicketRole.WORKER and job_of(deployment) != claims.job:
         raise PermissionDeniedError(
             f"{claims.holder} may not use checkpoints of job {job_of(deployment)!r}: its ticket "
             f"is for job {claims.job!r}"
@@ -167,7 +167,7 @@ def _one_reader_per_rank(
 
 
 def _find_same(
-    caller: Caller, request: WriteCheckpoint, target: CheckpointPlace, stamps: tuple[str, ...]
+    caller: DaemonCaller, request: WriteCheckpoint, target: CheckpointPlace, stamps: tuple[str, ...]
 ) -> CheckpointReport | None:
     """The report of the same checkpoint, if it is complete or being written.
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from plexrl.errors import ConflictError, DeviceMemoryFullError
-from plexrl.statemanager.daemon.handlers.caller import WORKERS, Caller, Reply, handles
-from plexrl.statemanager.daemon.memory.holders import Need, Resident, held_error
+from plexrl.statemanager.daemon.handlers.caller import WORKERS, DaemonCaller, DaemonReply, handles
+from plexrl.statemanager.daemon.memory.holders import DeviceHolder, DeviceNeed, held_error
 from plexrl.statemanager.daemon.registry.registry import Registration
 from plexrl.statemanager.device.backend import DeviceAllocation
 from plexrl.statemanager.device.filled_allocation import Fill, allocate_filled
@@ -21,7 +21,7 @@ from plexrl.statemanager.protocol.messages import (
 )
 
 
-def check_free_memory(caller: Caller, registration: Registration, use: DeviceUse) -> None:
+def check_free_memory(caller: DaemonCaller, registration: Registration, use: DeviceUse) -> None:
     """Measure the device's free memory before the rank is let in.
 
     Idle frozen weights and other ranks' prefetched states are evicted if it is too little, but not
@@ -36,8 +36,8 @@ def check_free_memory(caller: Caller, registration: Registration, use: DeviceUse
 
 
 def _make_room(
-    caller: Caller,
-    need: Need,
+    caller: DaemonCaller,
+    need: DeviceNeed,
     keep: WeightsKey | None = None,
     registration: Registration | None = None,
 ) -> None:
@@ -58,7 +58,7 @@ def _make_room(
 
 
 def _evict(
-    caller: Caller, device: int, keep: WeightsKey | None, registration: Registration | None
+    caller: DaemonCaller, device: int, keep: WeightsKey | None, registration: Registration | None
 ) -> bool:
     """Evict frozen weights or a prefetched state that nobody uses; false: there are none. `keep`
     and `registration`: as for `_make_room`."""
@@ -68,7 +68,9 @@ def _evict(
     )
 
 
-def _base_key(caller: Caller, registration: Registration, use: DeviceUse) -> WeightsKey | None:
+def _base_key(
+    caller: DaemonCaller, registration: Registration, use: DeviceUse
+) -> WeightsKey | None:
     """The frozen weights that the rank borrows next; None: none."""
     if not use.base_bytes:
         return None
@@ -76,12 +78,12 @@ def _base_key(caller: Caller, registration: Registration, use: DeviceUse) -> Wei
 
 
 def _need(
-    caller: Caller, registration: Registration, use: DeviceUse, base: WeightsKey | None
-) -> Need:
+    caller: DaemonCaller, registration: Registration, use: DeviceUse, base: WeightsKey | None
+) -> DeviceNeed:
     state_bytes = registration.arena_bytes
     if base is not None and not caller.services.frozen_weights.has_memory(base):
         state_bytes += base.nbytes
-    return Need(
+    return DeviceNeed(
         registration.description,
         registration.rank,
         registration.device,
@@ -90,12 +92,12 @@ def _need(
     )
 
 
-def _held_error(caller: Caller, need: Need) -> DeviceMemoryFullError:
+def _held_error(caller: DaemonCaller, need: DeviceNeed) -> DeviceMemoryFullError:
     """The refusal for want of memory on a device."""
     devices = caller.services.devices
     usage = devices.usage(need.device)
     residents = [
-        Resident(
+        DeviceHolder(
             each.deployment,
             each.rank,
             each.pid,
@@ -108,17 +110,17 @@ def _held_error(caller: Caller, need: Need) -> DeviceMemoryFullError:
         (usage.free_bytes or 0) + usage.idle_bytes,
         residents,
         devices.process_bytes(need.device),
-        max(0, usage.lent_bytes - sum(each.lent_bytes for each in residents)),
+        max(0, usage.lent_bytes - sum(resident.lent_bytes for resident in residents)),
     )
 
 
 def allocate_arena(
-    caller: Caller,
+    caller: DaemonCaller,
     registration: Registration,
     use: DeviceUse,
     fill: Fill | None = None,
     part: DeviceAllocation | None = None,
-) -> Reply:
+) -> DaemonReply:
     """Allocate and fill memory for the rank's arena; return what the worker needs to map it.
 
     What nobody uses is evicted as for `check_free_memory`. `use`: as in `Load`. `part`: the arena's
@@ -152,28 +154,28 @@ def allocate_arena(
         registration.devices.recycle(allocation)
         raise
     registration.allocation = allocation
-    return Reply(_segments_answer(allocation), fds)
+    return DaemonReply(_segments_answer(allocation), fds)
 
 
-def prefault_for_offload(caller: Caller) -> None:
+def prefault_for_offload(caller: DaemonCaller) -> None:
     """Prefault host pages for the state of all arenas, which moves to the host tier later."""
     services = caller.services
     services.store.expect_writes(services.registry.state_bytes())
 
 
-def _free_unused(caller: Caller, request: MakeRoom, _: Sequence[int]) -> Reply:
+def _free_unused(caller: DaemonCaller, request: MakeRoom, _: Sequence[int]) -> DaemonReply:
     caller.check_group(request.group)
     services = caller.services
     device = services.devices.index_of(request.device_uuid)
     services.fencing.admit(request.group, request.token)
     claims = caller.claims
     services.arena_prefetcher.drop_others(device, request.group, claims.deployment)
-    _make_room(caller, Need(claims.holder, claims.rank, device, 0, request.nbytes))
+    _make_room(caller, DeviceNeed(claims.holder, claims.rank, device, 0, request.nbytes))
     services.devices.release_idle(device)
-    return Reply({})
+    return DaemonReply({})
 
 
-def _attach(caller: Caller, request: Attach, _: Sequence[int]) -> Reply:
+def _attach(caller: DaemonCaller, request: Attach, _: Sequence[int]) -> DaemonReply:
     registration = caller.registered()
     caller.services.fencing.admit(registration.group, request.token)
     caller.services.arena_prefetcher.drop_others(
@@ -191,16 +193,16 @@ def _attach(caller: Caller, request: Attach, _: Sequence[int]) -> Reply:
     return reply
 
 
-def _detach(caller: Caller, _: Detach, __: Sequence[int]) -> Reply:
+def _detach(caller: DaemonCaller, _: Detach, __: Sequence[int]) -> DaemonReply:
     registration = caller.registered()
     with registration.exclusive():
         allocation, registration.allocation = registration.allocation, None
         if allocation is not None:
             registration.devices.recycle(allocation)
-        return Reply({})
+        return DaemonReply({})
 
 
-def _borrow_weights(caller: Caller, request: BorrowBase, _: Sequence[int]) -> Reply:
+def _borrow_weights(caller: DaemonCaller, request: BorrowBase, _: Sequence[int]) -> DaemonReply:
     registration = caller.registered()
     key = _weights_key(caller, registration, request.content, request.nbytes)
     cache = caller.services.frozen_weights
@@ -213,23 +215,25 @@ def _borrow_weights(caller: Caller, request: BorrowBase, _: Sequence[int]) -> Re
             mapping = cache.borrow(key, caller.weights_user)
         if mapping is not None:
             answer = {**_segments_answer(mapping.allocation), "is_whole": mapping.is_whole}
-            return Reply(answer, mapping.fds)
+            return DaemonReply(answer, mapping.fds)
 
 
-def _weights_are_filled(caller: Caller, request: BaseIsWhole, _: Sequence[int]) -> Reply:
+def _weights_are_filled(
+    caller: DaemonCaller, request: BaseIsWhole, _: Sequence[int]
+) -> DaemonReply:
     key = _weights_key(caller, caller.registered(), request.content, request.nbytes)
     if not caller.services.frozen_weights.mark_filled(key, caller.weights_user):
         raise ConflictError("this connection is not the one that fills these weights: borrow again")
-    return Reply({})
+    return DaemonReply({})
 
 
-def _return_weights(caller: Caller, _: ReturnBase, __: Sequence[int]) -> Reply:
+def _return_weights(caller: DaemonCaller, _: ReturnBase, __: Sequence[int]) -> DaemonReply:
     caller.services.frozen_weights.give_back(caller.weights_user)
-    return Reply({})
+    return DaemonReply({})
 
 
 def _weights_key(
-    caller: Caller, registration: Registration, content: str, nbytes: int
+    caller: DaemonCaller, registration: Registration, content: str, nbytes: int
 ) -> WeightsKey:
     return WeightsKey(caller.claims.tenant, registration.uid, registration.device, content, nbytes)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.daemon.handlers.caller import WORKERS, Caller, Reply, handles
+from plexrl.statemanager.daemon.handlers.caller import WORKERS, DaemonCaller, DaemonReply, handles
 from plexrl.statemanager.daemon.registry.registry import Registration, check_slices
 from plexrl.statemanager.layout.versions import Manifest, padded
 from plexrl.statemanager.protocol.host_requests import (
@@ -31,7 +31,7 @@ def check_slice_offsets(request: Register) -> None:
     check_slices(request.slices, start + request.host_bytes)
 
 
-def host_state(caller: Caller, request: Register, near: int | None) -> HostState | None:
+def host_state(caller: DaemonCaller, request: Register, near: int | None) -> HostState | None:
     """The host-memory record of a rank that registers; None if the rank wants no host memory.
     `near`: memory node of its GPU."""
     if not request.host_bytes:
@@ -91,7 +91,7 @@ def open_host(registration: Registration) -> list[int]:
     return allocations.open(host, writable=host.allocation is not None)
 
 
-def _borrow(caller: Caller, request: BorrowHost, _: Sequence[int]) -> Reply:
+def _borrow(caller: DaemonCaller, request: BorrowHost, _: Sequence[int]) -> DaemonReply:
     registration = caller.registered()
     store = caller.services.store
     with registration.exclusive():
@@ -100,10 +100,10 @@ def _borrow(caller: Caller, request: BorrowHost, _: Sequence[int]) -> Reply:
         holds = host.allocation is not None
         if not holds:
             store.allocate_host(host)
-        return Reply({"holds": holds}, store.host_allocations.open(host, writable=True))
+        return DaemonReply({"holds": holds}, store.host_allocations.open(host, writable=True))
 
 
-def _return(caller: Caller, request: ReturnHost, _: Sequence[int]) -> Reply:
+def _return(caller: DaemonCaller, request: ReturnHost, _: Sequence[int]) -> DaemonReply:
     registration = caller.registered()
     with registration.exclusive():
         host, allocations = _host(registration), caller.services.store.host_allocations
@@ -111,7 +111,7 @@ def _return(caller: Caller, request: ReturnHost, _: Sequence[int]) -> Reply:
             allocations.release_snapshot(host)
         if request.what != Returned.BASE:
             allocations.release_allocation(host)
-        return Reply({})
+        return DaemonReply({})
 
 
 def _host(registration: Registration) -> HostState:

@@ -11,8 +11,8 @@ import msgspec
 from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.statemanager.daemon.handlers.caller import (
     WORKERS,
-    Caller,
-    Reply,
+    DaemonCaller,
+    DaemonReply,
     handles,
     move_report,
     names_of,
@@ -36,17 +36,17 @@ from plexrl.statemanager.protocol.messages import (
     ReplicatedSection,
     Save,
 )
-from plexrl.statemanager.store.store import StoredVersion
+from plexrl.statemanager.store.store import TieredVersion
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 
 if TYPE_CHECKING:
-    from plexrl.statemanager.device.memory import DeviceMemory
+    from plexrl.statemanager.device.memory import WritableDevice
 
 DIGESTED_BYTES_MIN = 32 << 20
 """Smaller sections are copied and compared, which takes no longer than a digest takes to start."""
 
 
-def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
+def _save(caller: DaemonCaller, request: Save, _: Sequence[int]) -> DaemonReply:
     rank = caller.registered()
     store = caller.services.store
     started = time.perf_counter()
@@ -84,10 +84,10 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
         if order.next_use_s is not None:
             store.expect_use_in(rank.deployment, order.next_use_s)
         report = move_report(moved, time.perf_counter() - started, stored.tier)
-        return Reply({**report, "stamp": stored.manifest.stamp})
+        return DaemonReply({**report, "stamp": stored.manifest.stamp})
 
 
-def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
+def _load(caller: DaemonCaller, request: Load, _: Sequence[int]) -> DaemonReply:
     rank = caller.registered()
     started = time.perf_counter()
     caller.services.fencing.admit(rank.group, request.token)
@@ -106,7 +106,7 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
             results.append(_load_version(caller, rank, request, allocation, prefetched))
             return results[0].ranges
 
-        allocated = Reply({})
+        allocated = DaemonReply({})
         if rank.allocation is None:
             part = None if prefetched is None else prefetched.allocation
             allocated = allocate_arena(caller, rank, request.use, fill, part)
@@ -120,14 +120,13 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
         caller.services.earlier_versions.keep(names_of(earlier))
         seconds = time.perf_counter() - started
         fds = (*allocated.fds, *open_host(rank))
-        return Reply(
+        return DaemonReply(
             {
                 **move_report(loaded.nbytes, seconds, loaded.tier),
                 **allocated.answer,
                 "parts": [part.value for part in manifest.parts],
                 "meta": json.loads(manifest.meta_json),
                 "stamp": loaded.stamp,
-                "bytes_by_source": loaded.bytes_by_source,
                 "prefetched_bytes": loaded.prefetched_bytes,
                 "prefetch_s": 0.0 if prefetched is None else prefetched.seconds_before(started),
             },
@@ -136,7 +135,7 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
 
 
 class _LoadResult(NamedTuple):
-    """What a load wrote."""
+    """The result of a load."""
 
     manifest: Manifest
     nbytes: int
@@ -145,13 +144,12 @@ class _LoadResult(NamedTuple):
     """Stamp of the rank's own version that the arena now equals; empty after a relayout."""
     ranges: Sequence[tuple[int, int]]
     """(offset, bytes) in the arena."""
-    bytes_by_source: dict[str, int]
     prefetched_bytes: int = 0
     """Bytes of these that were in the arena before."""
 
 
 def _load_version(
-    caller: Caller,
+    caller: DaemonCaller,
     rank: Registration,
     request: Load,
     allocation: DeviceAllocation,
@@ -178,30 +176,22 @@ def _load_version(
         ranges = _on_device(rank, ((e.arena_offset, e.nbytes) for e in manifest.extents))
         reads_snapshot = rank.host is not None and rank.host.allocation is None
         nbytes = _bytes_without_last(manifest) if reads_snapshot else manifest.nbytes
-        return _LoadResult(manifest, nbytes, lease.tier, manifest.stamp, ranges, {}, found_bytes)
-    memory: DeviceMemory = allocation
+        return _LoadResult(manifest, nbytes, lease.tier, manifest.stamp, ranges, found_bytes)
+    memory: WritableDevice = allocation
     if rank.host is not None:
         store.allocate_host(rank.host)
         memory = store.host_allocations.joined_memory(rank.host, allocation)
-    relaid = caller.services.relayouter.load(
-        rank.deployment,
-        request.seq,
-        rank.slices,
-        memory,
-        sources=request.sources,
-        cast=request.cast,
-    )
+    relaid = caller.services.relayouter.load(rank.deployment, request.seq, rank.slices, memory)
     return _LoadResult(
         relaid.manifest,
         relaid.nbytes,
         relaid.tier,
         "",
         _on_device(rank, relaid.ranges),
-        relaid.bytes_by_source,
     )
 
 
-def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
+def _publish(caller: DaemonCaller, request: Publish, _: Sequence[int]) -> DaemonReply:
     rank = caller.registered()
     store = caller.services.store
     started = time.perf_counter()
@@ -218,10 +208,12 @@ def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
         superseded = names_of(others[:surplus])
         stored = store.put(manifest, memory, superseded)
         store.drop(superseded)
-        return Reply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
+        return DaemonReply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
 
 
-def _list_replicated(caller: Caller, request: ListReplicated, _: Sequence[int]) -> Reply:
+def _list_replicated(
+    caller: DaemonCaller, request: ListReplicated, _: Sequence[int]
+) -> DaemonReply:
     rank = caller.registered()
     with rank.exclusive():
         layout = caller.services.registry.layout(rank, request.parts)
@@ -231,7 +223,7 @@ def _list_replicated(caller: Caller, request: ListReplicated, _: Sequence[int]) 
             end = section.start + section.nbytes
             inside = [e for e in layout.extents if section.start <= e.file_offset < end]
             sections.append(ReplicatedSection(section=section, extents=tuple(inside)))
-    return Reply({"sections": sections})
+    return DaemonReply({"sections": sections})
 
 
 ENTRIES = (
@@ -261,7 +253,7 @@ def _bytes_without_last(manifest: Manifest) -> int:
     return sum(section.nbytes for section in manifest.sections[:-1])
 
 
-def _versions(caller: Caller, rank: Registration, kind: VersionKind) -> list[StoredVersion]:
+def _versions(caller: DaemonCaller, rank: Registration, kind: VersionKind) -> list[TieredVersion]:
     """The rank's own versions, and those of ranks that no longer exist, which no other rank would
     drop."""
     return caller.services.store.find(
@@ -274,7 +266,7 @@ def _versions(caller: Caller, rank: Registration, kind: VersionKind) -> list[Sto
 
 
 def _manifest(
-    caller: Caller,
+    caller: DaemonCaller,
     rank: Registration,
     kind: VersionKind,
     seq: int,
@@ -309,8 +301,8 @@ def _with_digests(manifest: Manifest, digests: Mapping[str, str]) -> Manifest:
 
 
 def _find_unchanged(
-    rank: Registration, request: Save, stored: Sequence[StoredVersion]
-) -> StoredVersion | None:
+    rank: Registration, request: Save, stored: Sequence[TieredVersion]
+) -> TieredVersion | None:
     """The stored version that already equals the requested one; None if there is none.
 
     Training waits for a checkpoint's save, so this computes no layout.

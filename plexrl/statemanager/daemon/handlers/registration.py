@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 
 from plexrl.errors import ConflictError, InvalidRequestError, PermissionDeniedError
-from plexrl.statemanager.daemon.handlers.caller import AGENTS, WORKERS, Caller, Reply, handles
+from plexrl.statemanager.daemon.handlers.caller import (
+    AGENTS,
+    WORKERS,
+    DaemonCaller,
+    DaemonReply,
+    handles,
+)
 from plexrl.statemanager.daemon.handlers.host_memory import (
     adopt_host,
     check_slice_offsets,
@@ -12,23 +18,23 @@ from plexrl.statemanager.daemon.handlers.host_memory import (
 )
 from plexrl.statemanager.daemon.registry.registry import Registration
 from plexrl.statemanager.protocol.messages import Hello, Register, Release
-from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.statemanager.protocol.tickets import Claims, TicketRole
 
 
-def _hello(caller: Caller, request: Hello, _: Sequence[int]) -> Reply:
+def _hello(caller: DaemonCaller, request: Hello, _: Sequence[int]) -> DaemonReply:
     claims = caller.services.key.verify(request.ticket)
     if caller.shown_claims not in (None, claims):
         raise ConflictError(
             f"this connection belongs to {caller.claims.holder}: open another for {claims.holder}"
         )
     _check_user(caller, claims)
-    if claims.role == Role.WORKER:
+    if claims.role == TicketRole.WORKER:
         caller.services.incarnations.admit(claims)
     caller.shown_claims = claims
-    return Reply({})
+    return DaemonReply({})
 
 
-def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
+def _register(caller: DaemonCaller, request: Register, fds: Sequence[int]) -> DaemonReply:
     _check_ticket_matches(caller, request)
     services = caller.services
     if request.kind != services.devices.kind:
@@ -75,7 +81,7 @@ def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
     services.registry.add(registration)
     if previous is not None:
         services.registry.remove(previous)
-    return Reply({"host_known": known})
+    return DaemonReply({"host_known": known})
 
 
 def _hand_over(previous: Registration | None, registration: Registration) -> None:
@@ -98,18 +104,18 @@ def _hand_over(previous: Registration | None, registration: Registration) -> Non
             keep_host(previous, registration)
 
 
-def _release(caller: Caller, request: Release, _: Sequence[int]) -> Reply:
+def _release(caller: DaemonCaller, request: Release, _: Sequence[int]) -> DaemonReply:
     services, kept_ranks = caller.services, request.kept_ranks
     if kept_ranks is not None:
         others = services.store.find(
             lambda found: found.deployment == request.deployment and found.rank not in kept_ranks
         )
         services.store.drop(version.manifest.name for version in others)
-        return Reply({})
+        return DaemonReply({})
     services.registry.remove_deployment(request.deployment)
     services.incarnations.forget(request.deployment)
     services.store.release(request.deployment)
-    return Reply({})
+    return DaemonReply({})
 
 
 ENTRIES = (
@@ -119,7 +125,7 @@ ENTRIES = (
 )
 
 
-def _check_user(caller: Caller, claims: Claims) -> None:
+def _check_user(caller: DaemonCaller, claims: Claims) -> None:
     """Refuse a tenant that does not match the client's user, where `tenant_uids` pairs the two."""
     tenant_uids = caller.services.config.tenant_uids
     own = tenant_uids.get(claims.tenant)
@@ -132,7 +138,7 @@ def _check_user(caller: Caller, claims: Claims) -> None:
         )
 
 
-def _check_ticket_matches(caller: Caller, request: Register) -> None:
+def _check_ticket_matches(caller: DaemonCaller, request: Register) -> None:
     """Refuse a rank other than the one that the ticket names: a ticket is for one rank of one
     deployment, in one group."""
     claims = caller.claims

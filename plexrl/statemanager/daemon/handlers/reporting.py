@@ -6,18 +6,24 @@ from dataclasses import asdict
 
 import msgspec
 
-from plexrl.statemanager.daemon.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles
+from plexrl.statemanager.daemon.handlers.caller import (
+    AGENTS,
+    TICKETS,
+    DaemonCaller,
+    DaemonReply,
+    handles,
+)
 from plexrl.statemanager.observe.health import Health
 from plexrl.statemanager.protocol.messages import Answer, Usage, Where
-from plexrl.statemanager.protocol.tickets import Role
+from plexrl.statemanager.protocol.tickets import TicketRole
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 
 
-def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
+def _usage(caller: DaemonCaller, _: Usage, __: Sequence[int]) -> DaemonReply:
     config, store = caller.services.config, caller.services.store
     claims = caller.claims
     # A worker may not see other deployments, nor the usage of the tiers.
-    own = None if claims.role == Role.AGENT else claims.deployment
+    own = None if claims.role == TicketRole.AGENT else claims.deployment
     deployments: dict[str, Answer] = {}
     tenants = set[str]()
 
@@ -45,8 +51,8 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
             continue
         entry(deployment)["arena_bytes"][str(rank)] = nbytes
     if own is not None:
-        return Reply({"node": config.node, "deployments": deployments})
-    return Reply(
+        return DaemonReply({"node": config.node, "deployments": deployments})
+    return DaemonReply(
         {
             "node": config.node,
             "host_bytes": store.used_bytes(TierName.HOST),
@@ -73,13 +79,13 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
     )
 
 
-def _where(caller: Caller, request: Where, _: Sequence[int]) -> Reply:
+def _where(caller: DaemonCaller, request: Where, _: Sequence[int]) -> DaemonReply:
     services = caller.services
     since = request.since if request.life == services.run_id else 0
     serial, states = services.store.state_locations(since)
     # It answers here, so it accepts connections.
     health = Health(services.config, services.store, services.move_queue, lambda: True)
-    return Reply(
+    return DaemonReply(
         {
             "life": services.run_id,
             "serial": serial,

@@ -16,8 +16,8 @@ from plexrl.statemanager.daemon.handlers.caller import (
     AGENTS,
     TICKETS,
     WORKERS,
-    Caller,
-    Reply,
+    DaemonCaller,
+    DaemonReply,
     handles,
     move_report,
 )
@@ -44,7 +44,7 @@ from plexrl.statemanager.store.versions.leasing import lease_published, lease_st
 from plexrl.statemanager.transfer.transport.tcp.state import ReconnectingReader
 
 
-def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) -> Reply:
+def _open_published(caller: DaemonCaller, request: OpenPublished, _: Sequence[int]) -> DaemonReply:
     caller.claims.check_may_pull(request.source)
     caller.count_open()
     files = _Files()
@@ -52,10 +52,10 @@ def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) ->
         PublishedShard(**offer(lease, request.known), regions=files.add(lease.regions))
         for lease in lease_published(caller.services.store, caller.leases, request)
     ]
-    return Reply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
+    return DaemonReply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
 
 
-def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
+def _open_state(caller: DaemonCaller, request: OpenState, _: Sequence[int]) -> DaemonReply:
     leases = lease_states(
         *(caller.services.store, caller.leases, request.deployment, request.seq), rank=request.rank
     )
@@ -74,10 +74,10 @@ def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
         )
         for lease in leases
     ]
-    return Reply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
+    return DaemonReply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
 
 
-def _pin(caller: Caller, request: PinVersions, _: Sequence[int]) -> Reply:
+def _pin(caller: DaemonCaller, request: PinVersions, _: Sequence[int]) -> DaemonReply:
     # The reader cannot verify data on NVMe, so a spilled version is loaded to memory first.
     leases = lease_states(
         *(caller.services.store, caller.leases, request.deployment, request.seq), in_memory=True
@@ -86,23 +86,23 @@ def _pin(caller: Caller, request: PinVersions, _: Sequence[int]) -> Reply:
     shards = [
         StoredShard(manifest=lease.manifest, regions=files.add(lease.regions)) for lease in leases
     ]
-    return Reply({"versions": msgspec.to_builtins(shards)}, files.duplicates())
+    return DaemonReply({"versions": msgspec.to_builtins(shards)}, files.duplicates())
 
 
-def _adopt(caller: Caller, request: Adopt, fds: Sequence[int]) -> Reply:
+def _adopt(caller: DaemonCaller, request: Adopt, fds: Sequence[int]) -> DaemonReply:
     started = time.perf_counter()
     manifest = request.manifest
     _check_adoptable(manifest)
     store = caller.services.store
     for stored in store.find(lambda m: m.name == manifest.name):
         if stored.manifest.stamp == manifest.stamp:
-            return Reply(move_report(0, time.perf_counter() - started, stored.tier))
+            return DaemonReply(move_report(0, time.perf_counter() - started, stored.tier))
     data = FileData(regions_of(request.regions, fds), manifest.description)
     stored = store.adopt(manifest, data)
-    return Reply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
+    return DaemonReply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
 
 
-def _fetch(caller: Caller, request: Fetch, _: Sequence[int]) -> Reply:
+def _fetch(caller: DaemonCaller, request: Fetch, _: Sequence[int]) -> DaemonReply:
     started = time.perf_counter()
     if not is_remote(request.source):
         raise InvalidRequestError(
@@ -111,7 +111,7 @@ def _fetch(caller: Caller, request: Fetch, _: Sequence[int]) -> Reply:
     network, store = caller.services.network, caller.services.store
     wanted = (request.deployment, request.seq, request.rank, request.stamp)
     for stored in store.find(lambda m: (m.deployment, m.seq, m.rank, m.stamp) == wanted):
-        return Reply(move_report(0, time.perf_counter() - started, stored.tier))
+        return DaemonReply(move_report(0, time.perf_counter() - started, stored.tier))
     ticket = caller.services.key.mint(AGENT)
     with closing(ReconnectingReader(network, request.source, ticket, wanted)) as reader:
         manifest = reader.manifest
@@ -119,42 +119,44 @@ def _fetch(caller: Caller, request: Fetch, _: Sequence[int]) -> Reply:
         if (manifest.deployment, manifest.seq, manifest.rank) != wanted[:3]:
             raise InvalidRequestError(f"{request.source} answered with {manifest.description}")
         version, moved = store.receive(manifest, reader.blocks, reader)
-    return Reply(move_report(moved, time.perf_counter() - started, version.tier))
+    return DaemonReply(move_report(moved, time.perf_counter() - started, version.tier))
 
 
-def _replicate(caller: Caller, request: Replicate, _: Sequence[int]) -> Reply:
+def _replicate(caller: DaemonCaller, request: Replicate, _: Sequence[int]) -> DaemonReply:
     claims, services = caller.claims, caller.services
     claims.check_may_pull(request.source)
     _check_remote(request.addresses)
     pulled = services.registry.note_pull(caller.registered(), request.source, request.nbytes)
     found = services.replicas.fetch(claims, request.source, request.seq, request.addresses, pulled)
     if found is None:
-        return Reply({"held": False, "bytes_moved": 0, "seconds": 0.0})
-    return Reply({"held": True, "bytes_moved": found.nbytes, "seconds": found.seconds})
+        return DaemonReply({"held": False, "bytes_moved": 0, "seconds": 0.0})
+    return DaemonReply({"held": True, "bytes_moved": found.nbytes, "seconds": found.seconds})
 
 
-def _replica_arrived(caller: Caller, request: ReplicaArrived, _: Sequence[int]) -> Reply:
+def _replica_arrived(
+    caller: DaemonCaller, request: ReplicaArrived, _: Sequence[int]
+) -> DaemonReply:
     services = caller.services
     caller.claims.check_may_pull(request.source)
     _check_remote(request.addresses)
     pulled = services.registry.note_pull(caller.registered(), request.source, request.nbytes)
     place = (request.source, request.seq, request.addresses, pulled)
-    return Reply({"arrived": services.replicas.has_arrived(*place)})
+    return DaemonReply({"arrived": services.replicas.has_arrived(*place)})
 
 
-def _confirm(_: Caller, __: Confirm, ___: Sequence[int]) -> Reply:
-    return Reply({})
+def _confirm(_: DaemonCaller, __: Confirm, ___: Sequence[int]) -> DaemonReply:
+    return DaemonReply({})
 
 
-def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
+def _prefetch(caller: DaemonCaller, request: Prefetch, _: Sequence[int]) -> DaemonReply:
     if request.sources:
         pulled = caller.services.registry.bytes_pulled(request.deployment)
         caller.services.replicas.prefetch(request.deployment, request.seq, request.sources, pulled)
-        return Reply({})
+        return DaemonReply({})
     if request.next_use_s is not None:
         caller.services.store.expect_use_in(request.deployment, request.next_use_s)
     caller.services.prefetcher.hint(request.deployment, request.seq)
-    return Reply({})
+    return DaemonReply({})
 
 
 ENTRIES = (

@@ -11,7 +11,7 @@ from plexrl.statemanager.daemon.handlers import (
     reporting,
     sharing,
 )
-from plexrl.statemanager.daemon.handlers.caller import Entry
+from plexrl.statemanager.daemon.handlers.caller import RequestEntry
 from plexrl.statemanager.protocol.messages import Request
 
 _ENTRIES = (
@@ -24,5 +24,5 @@ _ENTRIES = (
     *checkpoints.ENTRIES,
 )
 
-HANDLERS: Mapping[type[Request], Entry] = {row.kind: row for row in _ENTRIES}
+HANDLERS: Mapping[type[Request], RequestEntry] = {row.kind: row for row in _ENTRIES}
 """All requests. The daemon decodes no other message."""

@@ -1,4 +1,4 @@
-"""Who holds a device's memory when a load finds too little of it free. Pure."""
+"""The holders of a device's memory when a load finds too little of it free. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ SHOWN_MAX = 8
 """Holders that a message names; the details have all."""
 
 
-class Resident(NamedTuple):
+class DeviceHolder(NamedTuple):
     """A registered rank on the device."""
 
     deployment: str
@@ -20,8 +20,8 @@ class Resident(NamedTuple):
     """Memory lent to its arena; 0: it is offloaded."""
 
 
-class Need(NamedTuple):
-    """What a rank needs of a device."""
+class DeviceNeed(NamedTuple):
+    """The device memory that a rank needs."""
 
     who: str
     rank: int
@@ -29,7 +29,7 @@ class Need(NamedTuple):
     state_bytes: int
     """Its arena, and shared frozen weights that are not on the device."""
     working_bytes: int
-    """What its framework will allocate besides; 0: not measured yet."""
+    """Bytes that its framework will allocate besides; 0: not measured yet."""
 
     @property
     def nbytes(self) -> int:
@@ -38,9 +38,9 @@ class Need(NamedTuple):
 
 
 def held_error(
-    need: Need,
+    need: DeviceNeed,
     free_bytes: int,
-    residents: Sequence[Resident],
+    residents: Sequence[DeviceHolder],
     process_bytes: Mapping[int, int] | None,
     shared_bytes: int,
 ) -> DeviceMemoryFullError:
@@ -52,25 +52,29 @@ def held_error(
     measured_bytes = process_bytes or {}
     found: list[tuple[int, str]] = []
     holders: list[dict[str, object]] = []
-    for each in residents:
-        measured = measured_bytes.get(each.pid, 0)
-        if not each.lent_bytes and not measured:
+    for resident in residents:
+        measured = measured_bytes.get(resident.pid, 0)
+        if not resident.lent_bytes and not measured:
             continue
         holders.append(
             {
-                "deployment": each.deployment,
-                "rank": each.rank,
-                "lent_bytes": each.lent_bytes,
+                "deployment": resident.deployment,
+                "rank": resident.rank,
+                "lent_bytes": resident.lent_bytes,
                 "process_bytes": measured,
             }
         )
-        who = f"rank {each.rank} of {each.deployment!r}"
-        if each.lent_bytes:
-            found.append((each.lent_bytes, f"{who} has not offloaded {each.lent_bytes} bytes"))
+        who = f"rank {resident.rank} of {resident.deployment!r}"
+        if resident.lent_bytes:
+            found.append(
+                (resident.lent_bytes, f"{who} has not offloaded {resident.lent_bytes} bytes")
+            )
         else:
-            text = f"{who} has offloaded, but its process {each.pid} still holds {measured} bytes"
+            text = (
+                f"{who} has offloaded, but its process {resident.pid} still holds {measured} bytes"
+            )
             found.append((measured, text))
-    known = {each.pid for each in residents}
+    known = {resident.pid for resident in residents}
     strangers = {pid: nbytes for pid, nbytes in measured_bytes.items() if pid not in known}
     found += [
         (nbytes, f"process {pid}, which is no worker here, holds {nbytes} bytes")

@@ -59,7 +59,7 @@ class Registration:
     allocation: DeviceAllocation | None = None
     """Device memory; absent while the state is off the device."""
     prefetched: PrefetchedArena | None = None
-    """What the next load finds on the device; absent: nothing."""
+    """The part of the next load that is on the device already; absent: none."""
     host: HostState | None = None
     """State that stays in host memory; absent: none."""
     host_allocations: HostAllocations | None = None
@@ -130,7 +130,7 @@ class Registration:
                 LOG.exception("device memory of %s could not be freed", self.description)
 
     def take_prefetched(self) -> PrefetchedArena | None:
-        """What is prefetched; the caller owns its memory. The lock is held."""
+        """Take the prefetched part; the caller owns its memory. The lock is held."""
         prefetched, self.prefetched = self.prefetched, None
         return prefetched
 
@@ -239,7 +239,9 @@ class Registry:
     def bytes_pulled(self, source: str) -> int:
         """Bytes of each version of a source that the registered ranks pull."""
         with self._lock:
-            return sum(each.pulled.get(source, 0) for each in self._registrations.values())
+            return sum(
+                registration.pulled.get(source, 0) for registration in self._registrations.values()
+            )
 
     def on_device(self, device: int) -> list[Registration]:
         """The ranks of a device, in the order of their names."""

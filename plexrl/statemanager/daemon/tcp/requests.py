@@ -29,14 +29,13 @@ from plexrl.errors import (
     StateLostError,
 )
 from plexrl.statemanager.bytes.mapped_files import MappedData, MappedFiles
-from plexrl.statemanager.bytes.strided_copy import Bytes
 from plexrl.statemanager.daemon.handlers.caller import OPENED_MAX, Services
-from plexrl.statemanager.layout.plan.columns import DTYPES
-from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, packed
+from plexrl.statemanager.layout.plan.columns import DTYPES, Bytes
+from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, pack
 from plexrl.statemanager.layout.versions import VersionKind
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
-from plexrl.statemanager.protocol.tickets import Claims, Role
-from plexrl.statemanager.store.versions.lease import Lease
+from plexrl.statemanager.protocol.tickets import Claims, TicketRole
+from plexrl.statemanager.store.versions.lease import VersionLease
 from plexrl.statemanager.store.versions.leasing import (
     lease_by_stamp,
     lease_published,
@@ -119,10 +118,10 @@ class Requests:
         self._lender = lender
         self._leases = leases
         self._state_leases = leases.enter_context(ExitStack())
-        self._published: list[Lease] = []
-        self._states: list[Lease] = []
+        self._published: list[VersionLease] = []
+        self._states: list[VersionLease] = []
         self._lent: list[MappedData] = []
-        self._bases: dict[str, Lease | None] = {}
+        self._bases: dict[str, VersionLease | None] = {}
 
     def answer(
         self, connection: BlockingSocket, header: dict[str, Any], payload: bytearray
@@ -176,7 +175,7 @@ class Requests:
         claims = self._claims
         if request.kind == VersionKind.PUBLISHED:
             claims.check_may_pull(request.deployment)
-        elif claims.role != Role.AGENT and claims.deployment != request.deployment:
+        elif claims.role != TicketRole.AGENT and claims.deployment != request.deployment:
             raise PermissionDeniedError(
                 f"{claims.holder} may read only the state of its own deployment, not of "
                 f"{request.deployment!r}"
@@ -242,7 +241,7 @@ class Requests:
         except PlexRLError as error:
             raise _BegunError(error) from error
 
-    def _held(self, request: _Read | _ReadState) -> Lease:
+    def _held(self, request: _Read | _ReadState) -> VersionLease:
         held = self._published if isinstance(request, _Read) else self._states
         if not 0 <= request.shard < len(held):
             raise InvalidRequestError(f"shard {request.shard} is not open: open the version first")
@@ -254,7 +253,7 @@ class Requests:
             )
         return lease
 
-    def _base(self, lease: Lease, stamp: str) -> Lease | None:
+    def _base(self, lease: VersionLease, stamp: str) -> VersionLease | None:
         """An earlier version of the shard, if it is kept and has the same layout."""
         if stamp not in self._bases:
             if len(self._bases) >= BASES_MAX + len(self._published):
@@ -265,14 +264,14 @@ class Requests:
         return self._bases[stamp]
 
 
-def _from_nvme(lease: Lease, copies: StridedCopies) -> Bytes:
+def _from_nvme(lease: VersionLease, copies: StridedCopies) -> Bytes:
     if copies.nbytes > READ_BYTES_MAX:
         raise InvalidRequestError(
             f"a request reads {copies.nbytes} bytes from NVMe; the limit is {READ_BYTES_MAX}: "
             "read less at once"
         )
     found: Bytes = np.empty(copies.nbytes, dtype=np.uint8)
-    lease.read(packed(copies), found)
+    lease.read(pack(copies), found)
     return found
 
 

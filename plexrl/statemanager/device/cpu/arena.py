@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from plexrl.errors import DeviceError, InvalidRequestError
-from plexrl.statemanager.device.backend import DeviceKind, Segment
+from plexrl.statemanager.device.backend import DeviceKind, DeviceSegment
 from plexrl.statemanager.device.cpu.returned_mappings import ReturnedMappings
 from plexrl.statemanager.device.mapping import (
     PAGE,
@@ -39,7 +39,7 @@ class CpuArena:
         # Segments are multiples of a unit, so the last one may reach beyond the arena.
         self._reserved_bytes = -(-self.nbytes // SEGMENT_BYTES_MIN) * SEGMENT_BYTES_MIN
         self.address = reserve_aligned(self._reserved_bytes)
-        self.segments: tuple[Segment, ...] = ()
+        self.segments: tuple[DeviceSegment, ...] = ()
         self.users = MemoryUsers()
         self._is_read_only = False
         self._returned = ReturnedMappings(KEPT_ARENAS * self._reserved_bytes)
@@ -57,7 +57,7 @@ class CpuArena:
         return bool(self.segments)
 
     def attach(
-        self, segments: Sequence[Segment], *, keep_contents: bool, read_only: bool = False
+        self, segments: Sequence[DeviceSegment], *, keep_contents: bool, read_only: bool = False
     ) -> None:
         taken = tuple(segments)
         self.users.end()
@@ -97,7 +97,9 @@ class CpuArena:
         self.detach()
         self.forget_returned()
 
-    def _map(self, segments: Sequence[Segment], *, keep_contents: bool, read_only: bool) -> None:
+    def _map(
+        self, segments: Sequence[DeviceSegment], *, keep_contents: bool, read_only: bool
+    ) -> None:
         # A second mapping of each segment, to copy the contents there, and back on an error.
         spare: list[int] = []
         protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
@@ -125,12 +127,12 @@ class CpuArena:
                 unmap(at, segment.nbytes)
 
 
-def _address_ranges(segments: Sequence[Segment], address: int) -> Iterator[tuple[int, int]]:
+def _address_ranges(segments: Sequence[DeviceSegment], address: int) -> Iterator[tuple[int, int]]:
     for segment in segments:
         yield address, segment.nbytes
         address += segment.nbytes
 
 
-def _close(segments: Sequence[Segment]) -> None:
+def _close(segments: Sequence[DeviceSegment]) -> None:
     for segment in segments:
         os.close(segment.fd)

@@ -24,7 +24,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.device.backend import DeviceAllocation, DeviceKind, DeviceUsage
 from plexrl.statemanager.device.mapping import PAGE, map_file, move, punch, set_zero, unmap
-from plexrl.statemanager.device.memory import Run
+from plexrl.statemanager.device.memory import ByteRun
 from plexrl.statemanager.device.segments import (
     SEGMENT_BYTES_MAX,
     SEGMENT_BYTES_MIN,
@@ -68,7 +68,7 @@ class CpuAllocation:
     def is_clean(self) -> bool:
         return all(segment.is_clean for segment in self._segments)
 
-    def read(self, runs: Sequence[Run]) -> None:
+    def read(self, runs: Sequence[ByteRun]) -> None:
         """As `DeviceMemory.read`; on the calling thread, and several may call at once."""
         self._check()
         for run in runs:
@@ -77,7 +77,7 @@ class CpuAllocation:
                 move(target, address, count)
                 target += count
 
-    def write(self, runs: Sequence[Run]) -> None:
+    def write(self, runs: Sequence[ByteRun]) -> None:
         """As `DeviceMemory.write`; on the calling thread, and several may call at once."""
         self._check()
         self._dirty()

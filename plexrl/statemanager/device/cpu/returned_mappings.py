@@ -10,7 +10,7 @@ meanwhile, and frees its pages for all when it no longer needs them.
 import os
 from collections.abc import Sequence
 
-from plexrl.statemanager.device.backend import Segment
+from plexrl.statemanager.device.backend import DeviceSegment
 from plexrl.statemanager.device.mapping import map_over, move_pages, reserve_aligned, unmap
 
 _File = tuple[int, int]
@@ -28,7 +28,7 @@ class ReturnedMappings:
         self.nbytes = 0
         """Memory that is mapped."""
 
-    def keep(self, segments: Sequence[Segment], address: int) -> None:
+    def keep(self, segments: Sequence[DeviceSegment], address: int) -> None:
         """Move the pages of adjacent segments away from `address`, if the kernel can, so that the
         caller may replace the mappings there."""
         nbytes = sum(segment.nbytes for segment in segments)
@@ -52,7 +52,7 @@ class ReturnedMappings:
         while self.nbytes > self._bytes_max:
             self._drop(next(iter(self._kept)))
 
-    def restore(self, segment: Segment, address: int) -> bool:
+    def restore(self, segment: DeviceSegment, address: int) -> bool:
         """Move a segment's kept mapping to `address`, replacing the mapping there; false: none was
         kept."""
         found = self._kept.pop(_file(segment), None)
@@ -74,6 +74,6 @@ class ReturnedMappings:
         unmap(parked, nbytes)
 
 
-def _file(segment: Segment) -> _File:
+def _file(segment: DeviceSegment) -> _File:
     found = os.fstat(segment.fd)
     return found.st_dev, found.st_ino

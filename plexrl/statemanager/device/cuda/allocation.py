@@ -8,7 +8,7 @@ from plexrl.errors import DeviceError, InvalidRequestError, StateLostError
 from plexrl.statemanager.device.cuda.copy_streams import CopyStreams
 from plexrl.statemanager.device.cuda.driver import CudaDriver
 from plexrl.statemanager.device.cuda.idle_segments import IdleSegment
-from plexrl.statemanager.device.memory import Run
+from plexrl.statemanager.device.memory import ByteRun
 
 
 class CudaAllocation:
@@ -60,12 +60,12 @@ class CudaAllocation:
             for handle, nbytes in zip(self._handles, self.segment_bytes, strict=True)
         ]
 
-    def read(self, runs: Sequence[Run]) -> None:
+    def read(self, runs: Sequence[ByteRun]) -> None:
         """See `DeviceMemory.read`."""
         self._check_runs(runs)
         self._carry_out(lambda: self._streams.read(self._address, runs))
 
-    def write(self, runs: Sequence[Run]) -> None:
+    def write(self, runs: Sequence[ByteRun]) -> None:
         """See `DeviceMemory.write`."""
         self._check_runs(runs)
         self._carry_out(lambda: self._streams.write(self._address, runs))
@@ -117,7 +117,7 @@ class CudaAllocation:
                 device=self._device,
             ) from error
 
-    def _check_runs(self, runs: Sequence[Run]) -> None:
+    def _check_runs(self, runs: Sequence[ByteRun]) -> None:
         for run in runs:
             self._check(run.offset, run.nbytes)
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.device.backend import DeviceKind, Segment
+from plexrl.statemanager.device.backend import DeviceKind, DeviceSegment
 from plexrl.statemanager.device.cuda.driver import CudaDriver
 from plexrl.statemanager.device.memory import MemoryUsers
 
@@ -25,7 +25,7 @@ class CudaArena:
         self.device, self.uuid = device, uuid
         self.nbytes = max(1, -(-nbytes // unit)) * unit
         self.address = driver.reserve(self.nbytes)
-        self.segments: tuple[Segment, ...] = ()
+        self.segments: tuple[DeviceSegment, ...] = ()
         self.users = MemoryUsers()
         self.driver = driver
         self._mapped = ExitStack()
@@ -39,7 +39,7 @@ class CudaArena:
 
     def attach(
         self,
-        segments: Sequence[Segment],
+        segments: Sequence[DeviceSegment],
         *,
         keep_contents: bool,  # noqa: ARG002
         read_only: bool = False,
@@ -117,6 +117,6 @@ def _end(driver: CudaDriver, mapped: ExitStack, address: int, nbytes: int) -> No
     driver.unreserve(address, nbytes)
 
 
-def _close(segments: Sequence[Segment]) -> None:
+def _close(segments: Sequence[DeviceSegment]) -> None:
     for segment in segments:
         os.close(segment.fd)

@@ -41,7 +41,7 @@ def device_names(uuids: Sequence[bytes]) -> tuple[str, ...]:
     parts = visible_parts()
     if parts:
         return parts[: len(uuids)]
-    return tuple([f"GPU-{UUID(bytes=bytes(each))}" for each in uuids])
+    return tuple([f"GPU-{UUID(bytes=bytes(uuid))}" for uuid in uuids])
 
 
 def bytes_by_process(rows: str, uuid: str) -> dict[int, int]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from plexrl.statemanager.device.cuda.driver import CudaDriver, DeviceCopy
 from plexrl.statemanager.device.cuda.host_pinning import HostPinning
-from plexrl.statemanager.device.memory import Run
+from plexrl.statemanager.device.memory import ByteRun
 
 STREAMS_PER_DIRECTION = 4
 """As many as threads that copy for one move (`DATA_THREADS_MAX`)."""
@@ -26,7 +26,7 @@ class CopyStreams:
         self._to_host = self._create()
         self._to_device = self._create()
 
-    def read(self, address: int, runs: Sequence[Run]) -> None:
+    def read(self, address: int, runs: Sequence[ByteRun]) -> None:
         """Copy runs of the arena at `address` to host memory. Raises DeviceError."""
 
         def begin(stream: int) -> None:
@@ -39,7 +39,7 @@ class CopyStreams:
 
         self._run(self._to_host, begin)
 
-    def write(self, address: int, runs: Sequence[Run]) -> None:
+    def write(self, address: int, runs: Sequence[ByteRun]) -> None:
         """Copy runs from host memory to the arena at `address`. Raises DeviceError."""
 
         def begin(stream: int) -> None:
@@ -64,7 +64,7 @@ class CopyStreams:
                 self._driver.destroy_stream(streams.get())
 
     def _pieces(
-        self, address: int, runs: Sequence[Run], *, to_host: bool
+        self, address: int, runs: Sequence[ByteRun], *, to_host: bool
     ) -> Iterator[tuple[bool, list[DeviceCopy]]]:
         """Single copies, those of pinned memory apart: only they may be in a batch."""
         pinned: list[DeviceCopy] = []

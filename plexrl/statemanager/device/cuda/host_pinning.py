@@ -29,7 +29,7 @@ class HostPinning:
         self._starts: tuple[int, ...] = ()
         """Where pinned pieces begin or end."""
         self._pinned: frozenset[int] = frozenset()
-        """Those of them where a pinned piece begins."""
+        """Addresses where a pinned piece begins."""
         self._warned = False
 
     def add(self, address: int, nbytes: int) -> None:

@@ -1,1 +1,1 @@
-"""Who sends which bytes of which tensor to whom. Pure."""
+"""Plans: which source sends which bytes of which tensor to which target. Pure."""

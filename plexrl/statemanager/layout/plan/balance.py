@@ -19,7 +19,7 @@ PIECE_BYTES_MIN = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class PullSource:
     """A holder of slices, and the cost model of reading from it."""
 
     id: str
@@ -71,7 +71,7 @@ def in_fair_pieces(matches: Matches, item_bytes: Ints, links: int) -> Matches:
     )
 
 
-def assign(matches: Matches, nbytes: Ints, owner_of: Ints, sources: Sequence[Source]) -> Ints:
+def assign(matches: Matches, nbytes: Ints, owner_of: Ints, sources: Sequence[PullSource]) -> Ints:
     """[match] the held row that sends it.
 
     `nbytes` is [match]; `owner_of` is the source of each held row.

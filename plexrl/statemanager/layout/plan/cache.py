@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.layout.plan.balance import Source
+from plexrl.statemanager.layout.plan.balance import PullSource
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan, make_plan
 
@@ -24,7 +24,7 @@ class PlanCache:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def plan(self, sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
+    def plan(self, sources: Sequence[PullSource], targets: Sequence[Layout]) -> Plan:
         """As `make_plan`; takes microseconds if the plan is cached."""
         key = (
             tuple((s.id, s.link, s.layout.digest, s.bytes_per_s, s.request_s) for s in sources),

@@ -12,6 +12,7 @@ import xxhash
 
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
 
+Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 
 DTYPES = tuple(DTYPE_BYTES)

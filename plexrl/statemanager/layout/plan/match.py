@@ -75,11 +75,11 @@ def match(held: Boxes, wants: Boxes, global_shapes: Ints) -> Matches:
     simple = is_simple[wants.keys]
     in_line = is_simple[distinct.keys]
     along = _along_one_dim(
-        _chosen(distinct, in_line), replicas[in_line], _chosen(wants, simple), cut_dims
+        _choose(distinct, in_line), replicas[in_line], _choose(wants, simple), cut_dims
     )
     if simple.all():
-        return _joined([along], held.rows)
-    return _joined([along, _by_cells(held, _chosen(wants, ~simple))], held.rows)
+        return _join([along], held.rows)
+    return _join([along, _by_cells(held, _choose(wants, ~simple))], held.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ def _cells(held_at: Ints, held_shape: Ints, at: Ints, extent: Ints) -> tuple[Int
     )
 
 
-def _chosen(boxes: Boxes, mask: npt.NDArray[np.bool_]) -> Boxes:
+def _choose(boxes: Boxes, mask: npt.NDArray[np.bool_]) -> Boxes:
     if mask.all():
         return boxes
     return Boxes(
@@ -223,7 +223,7 @@ def _chosen(boxes: Boxes, mask: npt.NDArray[np.bool_]) -> Boxes:
     )
 
 
-def _joined(parts: list[_Part], rows: Ints) -> Matches:
+def _join(parts: list[_Part], rows: Ints) -> Matches:
     count = np.concatenate([part.count for part in parts])
     return Matches(
         wants=np.concatenate([part.wants for part in parts]),

@@ -17,7 +17,7 @@ import numpy as np
 
 from plexrl.errors import InvalidRequestError, StateLostError
 from plexrl.statemanager.layout.keys import StateKey
-from plexrl.statemanager.layout.plan.balance import Source, assign, in_fair_pieces
+from plexrl.statemanager.layout.plan.balance import PullSource, assign, in_fair_pieces
 from plexrl.statemanager.layout.plan.columns import (
     DTYPES,
     ITEM_BYTES,
@@ -30,7 +30,7 @@ from plexrl.statemanager.layout.strided.casts import CAST_RULES
 from plexrl.statemanager.layout.strided.copies import (
     NO_COPIES,
     StridedCopies,
-    coalesced,
+    coalesce,
     copies_of_boxes,
 )
 
@@ -56,8 +56,8 @@ class Plan:
 class _Transfers:
     """Boxes to move, one row each."""
 
-    held: "Pool"
-    wanted: "Pool"
+    held: "SourcePool"
+    wanted: "SourcePool"
     rows: Ints
     """[transfer] row in `held`."""
     wants: Ints
@@ -67,7 +67,7 @@ class _Transfers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pool:
+class SourcePool:
     """The slices of several layouts, concatenated."""
 
     layouts: tuple[Layout, ...]
@@ -84,7 +84,7 @@ class Pool:
     dims: Ints
 
     @classmethod
-    def of(cls, layouts: Sequence[Layout], width: int) -> "Pool":
+    def of(cls, layouts: Sequence[Layout], width: int) -> "SourcePool":
         """Concatenate layouts, with `width` dimensions."""
         counts = np.array([len(layout) for layout in layouts], dtype=np.int64)
         shapes = np.concatenate([widened(layout.shapes, width, 1) for layout in layouts])
@@ -109,7 +109,7 @@ class Pool:
         return self.layouts[owner].key(row - int(self.first[owner]))
 
 
-def make_plan(sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
+def make_plan(sources: Sequence[PullSource], targets: Sequence[Layout]) -> Plan:
     """The plan that fills every slice of every target from `sources`.
 
     Ties between sources go to the first in the input.
@@ -121,13 +121,13 @@ def make_plan(sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
     """
     layouts = [source.layout for source in sources]
     width = max((layout.shapes.shape[1] for layout in (*layouts, *targets)), default=1)
-    wanted = Pool.of(targets, width)
-    held = Pool.of(layouts or [Layout.of(())], width)
+    wanted = SourcePool.of(targets, width)
+    held = SourcePool.of(layouts or [Layout.of(())], width)
     numbers: dict[str, int] = {}
     for layout in targets:
         for token in layout.tokens:
             numbers.setdefault(token, len(numbers))
-    want_keys, held_keys = _numbered(wanted, numbers), _numbered(held, numbers)
+    want_keys, held_keys = _number(wanted, numbers), _number(held, numbers)
     needed = np.flatnonzero(wanted.shapes.all(axis=1))
     useful = np.flatnonzero((held_keys >= 0) & held.shapes.all(axis=1))
     global_shapes = np.zeros((len(numbers), width), dtype=np.int64)
@@ -151,7 +151,7 @@ def make_plan(sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
     return Plan(targets=_target_plans(transfers, len(targets), len(sources)))
 
 
-def _numbered(pool: Pool, numbers: Mapping[str, int]) -> Ints:
+def _number(pool: SourcePool, numbers: Mapping[str, int]) -> Ints:
     found: list[Ints] = [np.zeros(0, dtype=np.int64)]
     former: tuple[tuple[str, ...], Ints] | None = None
     for layout in pool.layouts:
@@ -163,15 +163,15 @@ def _numbered(pool: Pool, numbers: Mapping[str, int]) -> Ints:
     return np.concatenate(found)
 
 
-def _boxes(pool: Pool, keys: Ints, rows: Ints) -> Boxes:
+def _boxes(pool: SourcePool, keys: Ints, rows: Ints) -> Boxes:
     return Boxes(keys=keys[rows], offsets=pool.offsets[rows], shapes=pool.shapes[rows], rows=rows)
 
 
 def _check_alike(
-    held: Pool,
+    held: SourcePool,
     held_keys: Ints,
     useful: Ints,
-    wanted: Pool,
+    wanted: SourcePool,
     want_keys: Ints,
     needed: Ints,
     global_shapes: Ints,
@@ -216,7 +216,7 @@ def _check_alike(
             )
 
 
-def _check_complete(matches: Matches, wanted: Pool) -> None:
+def _check_complete(matches: Matches, wanted: SourcePool) -> None:
     if matches.missing:
         row = min(matches.missing)
         name = wanted.key(row).name
@@ -227,7 +227,7 @@ def _check_complete(matches: Matches, wanted: Pool) -> None:
         )
 
 
-def _byte_offsets(pool: Pool, rows: Ints, offsets: Ints) -> Ints:
+def _byte_offsets(pool: SourcePool, rows: Ints, offsets: Ints) -> Ints:
     inner = ((offsets - pool.offsets[rows]) * pool.strides[rows]).sum(axis=1)
     byte_offsets: Ints = pool.byte_offsets[rows] + inner * ITEM_BYTES[pool.dtypes[rows]]
     return byte_offsets
@@ -247,7 +247,7 @@ def _target_plans(transfers: _Transfers, targets: int, sources: int) -> tuple[Ta
     # One number for each (target, source) pair.
     pairs = wanted.owners[wants][box] * max(1, sources) + held.owners[rows][box]
     order = np.lexsort((copies.src_offsets, pairs))
-    copies, pairs = coalesced(copies.chosen(order), pairs[order])
+    copies, pairs = coalesce(copies.chosen(order), pairs[order])
     edges = np.searchsorted(pairs, np.arange(targets * max(1, sources) + 1))
     plans = []
     for target in range(targets):

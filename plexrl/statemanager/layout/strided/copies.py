@@ -76,7 +76,7 @@ NO_COPIES = StridedCopies(
 )
 
 
-def concatenated(parts: list[StridedCopies]) -> StridedCopies:
+def concatenate(parts: list[StridedCopies]) -> StridedCopies:
     """The copies of all `parts`, in order."""
     return StridedCopies(
         **{
@@ -158,7 +158,7 @@ def copies_of_boxes(
     return copies, box
 
 
-def coalesced(copies: StridedCopies, groups: Ints) -> tuple[StridedCopies, Ints]:
+def coalesce(copies: StridedCopies, groups: Ints) -> tuple[StridedCopies, Ints]:
     """The same bytes with adjacent copies joined, and the group of each copy.
 
     Copies join only if both have one row, and their groups and casts are equal.
@@ -191,15 +191,15 @@ def single_rows(copies: StridedCopies) -> StridedCopies:
     )
 
 
-def packed(copies: StridedCopies) -> StridedCopies:
+def pack(copies: StridedCopies) -> StridedCopies:
     """The same reads, written to consecutive offsets without gaps, as they travel on a stream."""
     row_bytes = copies.row_bytes()
     sizes = row_bytes * copies.counts
     return replace(copies, dst_offsets=np.cumsum(sizes) - sizes, dst_strides=row_bytes)
 
 
-def unpacked(copies: StridedCopies) -> StridedCopies:
-    """Copies from the packed stream to their destination offsets; the inverse of `packed`."""
+def unpack(copies: StridedCopies) -> StridedCopies:
+    """Copies from the packed stream to their destination offsets; the inverse of `pack`."""
     row_bytes = copies.row_bytes()
     sizes = row_bytes * copies.counts
     return replace(
@@ -211,7 +211,7 @@ def unpacked(copies: StridedCopies) -> StridedCopies:
     )
 
 
-def reversed_copies(copies: StridedCopies) -> StridedCopies:
+def reverse_copies(copies: StridedCopies) -> StridedCopies:
     """Copies from destination to source offsets, without a cast: they read a target's own bytes."""
     return replace(
         copies,
@@ -250,7 +250,7 @@ def cut_at(copies: StridedCopies, edges: Ints) -> tuple[StridedCopies, Ints]:
             items=rows.items - fits,
         )
         rows = rest.chosen(rest.items > 0)
-    cut = concatenated(parts)
+    cut = concatenate(parts)
     return cut, np.searchsorted(edges, cut.src_offsets, "right") - 1
 
 

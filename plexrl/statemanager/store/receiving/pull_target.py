@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from plexrl.statemanager.bytes.strided_copy import Bytes
 from plexrl.statemanager.device.cuda.arena import CudaArena
 from plexrl.statemanager.device.cuda.host_pinning import HostPinning
 from plexrl.statemanager.device.mapping import map_zero, unmap
+from plexrl.statemanager.layout.plan.columns import Bytes
 from plexrl.statemanager.layout.staging import StagingBlocks, covered
 from plexrl.statemanager.layout.strided.copies import StridedCopies
 from plexrl.statemanager.store.receiving.reader import Arrived, Delta, VersionReader

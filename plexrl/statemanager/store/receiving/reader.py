@@ -1,17 +1,16 @@
 """The protocol by which a version is read, wherever it lies, independent of the transport."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from plexrl.errors import ConnectionLostError, UnavailableError
 from plexrl.statemanager.bytes.mapped_files import MappedData
-from plexrl.statemanager.bytes.strided_copy import Bytes
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.layout import slices_in_data
-from plexrl.statemanager.layout.plan.balance import Source
-from plexrl.statemanager.layout.plan.columns import Layout
+from plexrl.statemanager.layout.plan.balance import PullSource
+from plexrl.statemanager.layout.plan.columns import Bytes, Layout
 from plexrl.statemanager.layout.strided.copies import StridedCopies
 from plexrl.statemanager.layout.versions import Manifest
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
@@ -143,26 +142,9 @@ class HeldState:
         return Layout.of(self.slices)
 
 
-class Transport(Protocol):
-    """Opens published versions at one kind of address."""
-
-    def open(
-        self, held: ExitStack, address: str, deployment: str, seq: int, known: Collection[str]
-    ) -> Sequence[VersionReader]:
-        """Readers of a version's shards at `address`, possibly none, valid while `held` is open.
-
-        `known` are digests of the layouts that the client has cached.
-
-        Raises:
-            ConnectionLostError: the source closed.
-            OSError: it cannot be reached.
-        """
-        ...
-
-
-def as_source(reader: VersionReader) -> Source:
+def as_source(reader: VersionReader) -> PullSource:
     """A reader as input of a plan."""
-    return Source(
+    return PullSource(
         id=f"{reader.address}#{reader.rank}",
         link=reader.address or "here",
         layout=reader.layout,

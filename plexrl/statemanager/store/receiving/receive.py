@@ -26,7 +26,7 @@ import msgspec
 from plexrl.errors import ConflictError, CorruptStateError, OperationCancelledError
 from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES
 from plexrl.statemanager.bytes.mapped_memory import view_at
-from plexrl.statemanager.device.memory import Run
+from plexrl.statemanager.device.memory import ByteRun
 from plexrl.statemanager.layout.ranges import subrange
 from plexrl.statemanager.layout.versions import (
     Manifest,
@@ -36,7 +36,7 @@ from plexrl.statemanager.layout.versions import (
     header_bytes,
     padded,
 )
-from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
+from plexrl.statemanager.store.objects import ObjectState, SharedObject, Version, share_keys
 from plexrl.statemanager.store.saving.saving import PIECE_TEXT_BYTES, new_object
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.fault_points import FaultPoints
@@ -70,12 +70,12 @@ class DataMemory:
         self._data = data
         self.nbytes = nbytes
 
-    def read(self, runs: Sequence[Run]) -> None:
+    def read(self, runs: Sequence[ByteRun]) -> None:
         """See `DeviceMemory.read`."""
         for run in runs:
             self._data.read_data(run.offset, view_at(run.address, run.nbytes))
 
-    def write(self, runs: Sequence[Run]) -> None:
+    def write(self, runs: Sequence[ByteRun]) -> None:
         """Raises ConflictError: a version is immutable."""
         raise ConflictError(f"another node's version is immutable ({len(runs)} writes)")
 
@@ -85,9 +85,9 @@ class PartialVersion:
     """A version of which some blocks have arrived."""
 
     manifest: Manifest
-    objects: tuple[StoredObject, ...]
+    objects: tuple[SharedObject, ...]
     """One object for each section."""
-    own: tuple[StoredObject, ...]
+    own: tuple[SharedObject, ...]
     """The objects to be filled; the others are shared."""
     reserved: int
     """Bytes reserved for the header and the record. Space of the objects is counted with them."""
@@ -194,7 +194,7 @@ class ResumableReceive:
         """Restore partial versions of an earlier daemon; stored versions are restored before."""
         for path in sorted(self._tier.directory.glob(f"*{SUFFIX}")):
             with self._catalog.lock:
-                arrival = self._recovered(path)
+                arrival = self._recover(path)
                 if arrival is None:
                     path.unlink()
                 elif arrival.manifest.name in self._idle:
@@ -254,7 +254,7 @@ class ResumableReceive:
         self._pool.reserve_other(reserved)
         return arrival
 
-    def _shared(self, manifest: Manifest, index: int, digests: bytes) -> StoredObject | None:
+    def _shared(self, manifest: Manifest, index: int, digests: bytes) -> SharedObject | None:
         """Another rank's object in the host tier with the same section, if any."""
         key = share_keys(manifest)[index]
         found = None if key is None else self._catalog.shared.get(key)
@@ -265,8 +265,8 @@ class ResumableReceive:
     def _written(
         self,
         manifest: Manifest,
-        objects: Sequence[StoredObject],
-        own: Sequence[StoredObject],
+        objects: Sequence[SharedObject],
+        own: Sequence[SharedObject],
         reserved: int,
         blocks: int,
     ) -> PartialVersion:
@@ -290,7 +290,7 @@ class ResumableReceive:
             marks=bytearray(blocks),
         )
 
-    def _recovered(self, path: Path) -> PartialVersion | None:
+    def _recover(self, path: Path) -> PartialVersion | None:
         """The partial version of a record, its memory claimed; None if the memory is in use."""
         try:
             contents = path.read_bytes()
@@ -300,8 +300,8 @@ class ResumableReceive:
             LOG.warning("%s cannot be resumed (%s); removed", path, error)
             return None
         known = {found.id: found for v in self._catalog.current.values() for found in v.objects}
-        objects: list[StoredObject] = []
-        claimed: list[StoredObject] = []
+        objects: list[SharedObject] = []
+        claimed: list[SharedObject] = []
         marks_at = len(encode_page(MAGIC, text))
         for one in record.objects:
             found = known.get(one.id)
@@ -310,7 +310,7 @@ class ResumableReceive:
                 and found is None
                 and self._pool.claim(one.pieces, record.manifest.tenant)
             ):
-                found = StoredObject(
+                found = SharedObject(
                     id=one.id,
                     nbytes=one.nbytes,
                     file_bytes=file_bytes(one.id, one.nbytes),
@@ -339,7 +339,7 @@ class ResumableReceive:
         )
 
     def _bring(
-        self, arrival: PartialVersion, found: StoredObject, start: int, data: VersionData
+        self, arrival: PartialVersion, found: SharedObject, start: int, data: VersionData
     ) -> int:
         section = arrival.manifest.sections[arrival.objects.index(found)]
         count = min(BLOCK_BYTES, found.nbytes - start)
@@ -414,7 +414,7 @@ class ResumableReceive:
         return bool(found)
 
 
-def _missing(arrival: PartialVersion) -> Iterator[tuple[StoredObject, int, int]]:
+def _missing(arrival: PartialVersion) -> Iterator[tuple[SharedObject, int, int]]:
     """(object, offset, index of its mark) of each missing block."""
     at = 0
     for found in arrival.own:

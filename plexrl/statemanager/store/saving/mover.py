@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Event
 
-from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES, Buffer, DataPlane
+from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES, DataPlane, StagingBuffer
 from plexrl.statemanager.bytes.mapped_memory import equal
-from plexrl.statemanager.device.memory import DeviceMemory, Run
+from plexrl.statemanager.device.memory import ByteRun, WritableDevice
 from plexrl.statemanager.layout.layout import ExtentMap
 from plexrl.statemanager.layout.ranges import Piece, subrange
 from plexrl.statemanager.layout.versions import padded
-from plexrl.statemanager.store.objects import StoredObject
+from plexrl.statemanager.store.objects import SharedObject
 from plexrl.statemanager.store.tiers.fault_points import FaultPoints
 from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.nvme import (
@@ -39,7 +39,7 @@ Span = tuple[int, int]
 class ObjectPlacement:
     """Position of an object in an arena."""
 
-    memory: DeviceMemory
+    memory: WritableDevice
     extents: ExtentMap
     start: int
     """Offset of the object in the version's data."""
@@ -67,7 +67,7 @@ class Mover:
         runs = _runs(placement, placement.start, self._spans(pieces))
         self._plane.copy(runs, placement.memory.write)
 
-    def arena_to_nvme(self, placement: ObjectPlacement, found: StoredObject) -> bytes:
+    def arena_to_nvme(self, placement: ObjectPlacement, found: SharedObject) -> bytes:
         """Store an object; returns its checksums. Raises as `NvmeObjects.write` and the arena's
         memory."""
 
@@ -79,7 +79,7 @@ class Mover:
 
         return self._nvme.write(found.id, found.nbytes, block)
 
-    def nvme_to_arena(self, found: StoredObject, placement: ObjectPlacement) -> None:
+    def nvme_to_arena(self, found: SharedObject, placement: ObjectPlacement) -> None:
         """Write an object's bytes to the arena.
 
         Raises:
@@ -97,7 +97,7 @@ class Mover:
 
             self._plane.pipeline(partial(load, start) for start in _blocks(found.nbytes))
 
-    def host_to_nvme(self, found: StoredObject, cancelled: Event | None = None) -> bytes:
+    def host_to_nvme(self, found: SharedObject, cancelled: Event | None = None) -> bytes:
         """Store a host object on NVMe; returns its checksums. Raises as `NvmeObjects.write`."""
         pieces = found.pieces or ()
 
@@ -108,7 +108,7 @@ class Mover:
         return self._nvme.write(found.id, found.nbytes, block, cancelled)
 
     def nvme_to_host(
-        self, found: StoredObject, pieces: Sequence[Piece], cancelled: Event | None = None
+        self, found: SharedObject, pieces: Sequence[Piece], cancelled: Event | None = None
     ) -> bytes:
         """Fill `pieces` with an object on NVMe; returns its checksums.
 
@@ -127,7 +127,7 @@ class Mover:
             self._plane.pipeline((partial(fetch, start) for start in blocks), cancelled)
             return reader.digests
 
-    def is_same(self, found: StoredObject, placement: ObjectPlacement) -> bool:
+    def is_same(self, found: SharedObject, placement: ObjectPlacement) -> bool:
         """Whether an arena holds the same bytes as an object.
 
         The bytes are compared with the host tier, or the checksums if the object is only on NVMe.
@@ -153,7 +153,7 @@ class Mover:
 
         return all(self._plane.spread(compare, _blocks(found.nbytes)))
 
-    def digests(self, found: StoredObject) -> bytes:
+    def digests(self, found: SharedObject) -> bytes:
         """An object's checksums, from its header on NVMe or computed from the host tier.
 
         Raises:
@@ -174,7 +174,7 @@ class Mover:
         assert len(made) == digests_bytes(found.nbytes)
         return made
 
-    def read(self, found: StoredObject, start: int, target: memoryview) -> None:
+    def read(self, found: SharedObject, start: int, target: memoryview) -> None:
         """Fill `target` with an object's bytes from offset `start` on.
 
         Raises:
@@ -194,13 +194,15 @@ class Mover:
                 first, last = max(start, at), min(end, at + count)
                 target[first - start : last - start] = buffer.view[first - at : last - at]
 
-    def _fetch(self, placement: ObjectPlacement, start: int, nbytes: int, buffer: Buffer) -> None:
+    def _fetch(
+        self, placement: ObjectPlacement, start: int, nbytes: int, buffer: StagingBuffer
+    ) -> None:
         """Copy a block of an object from its arena to a buffer, padded with zeros to a page."""
         spans = [(buffer.address, padded(nbytes))]
         _clear(placement, placement.start + start, spans)
         placement.memory.read(_runs(placement, placement.start + start, spans))
 
-    def _equals(self, pieces: Iterable[Piece], buffer: Buffer) -> bool:
+    def _equals(self, pieces: Iterable[Piece], buffer: StagingBuffer) -> bool:
         at = buffer.address
         for piece in pieces:
             if not equal(self._pool.address(piece), at, piece.nbytes):
@@ -219,13 +221,13 @@ def _blocks(nbytes: int) -> range:
     return range(0, nbytes, BLOCK_BYTES)
 
 
-def _runs(placement: ObjectPlacement, start: int, spans: Iterable[Span]) -> list[Run]:
+def _runs(placement: ObjectPlacement, start: int, spans: Iterable[Span]) -> list[ByteRun]:
     """Copies between the arena and `spans`, which hold the data from offset `start` on."""
-    runs: list[Run] = []
+    runs: list[ByteRun] = []
     for address, nbytes in spans:
         base = address - start
         runs += [
-            Run(arena_offset, base + begin, count)
+            ByteRun(arena_offset, base + begin, count)
             for arena_offset, begin, count in placement.extents.overlaps(start, start + nbytes)
         ]
         start += nbytes

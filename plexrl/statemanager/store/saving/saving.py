@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from plexrl.errors import CorruptStateError, StateTierFullError
-from plexrl.statemanager.device.memory import DeviceMemory
+from plexrl.statemanager.device.memory import WritableDevice
 from plexrl.statemanager.layout.layout import ExtentMap
 from plexrl.statemanager.layout.ranges import Piece
 from plexrl.statemanager.layout.versions import (
@@ -27,7 +27,7 @@ from plexrl.statemanager.layout.versions import (
     header_bytes,
     padded,
 )
-from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
+from plexrl.statemanager.store.objects import ObjectState, SharedObject, Version, share_keys
 from plexrl.statemanager.store.saving.mover import Mover, ObjectPlacement
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.fault_points import FaultPoints
@@ -52,9 +52,9 @@ class DonatedSection:
     """Index of the section."""
     piece: Piece | None = None
     """Location of the bytes; the version takes the piece over if it is stored in the host tier."""
-    on_taken: Callable[[StoredObject], None] | None = None
+    on_taken: Callable[[SharedObject], None] | None = None
     """Called under the catalog's lock when the version has taken the piece over."""
-    stored_object: StoredObject | None = None
+    stored_object: SharedObject | None = None
     """A stored object that already holds the bytes; the donor keeps a reference to it."""
 
 
@@ -64,15 +64,15 @@ class _Draft:
 
     manifest: Manifest
     placed: list[ObjectPlacement]
-    objects: list[StoredObject]
+    objects: list[SharedObject]
     """One per section: the version's own, or another rank's."""
-    own: set[StoredObject] = field(default_factory=set)
+    own: set[SharedObject] = field(default_factory=set)
     """Objects to write."""
-    others: set[StoredObject] = field(default_factory=set)
+    others: set[SharedObject] = field(default_factory=set)
     """Objects of other ranks, referenced in `held`."""
-    held: list[tuple[StoredObject, TierName]] = field(default_factory=list)
+    held: list[tuple[SharedObject, TierName]] = field(default_factory=list)
     """References to release when the save ends."""
-    donated: dict[StoredObject, Piece] = field(default_factory=dict)
+    donated: dict[SharedObject, Piece] = field(default_factory=dict)
     """Own objects whose bytes already are in the host tier."""
     manifest_bytes: int = 0
     """Size of the encoded manifest."""
@@ -89,7 +89,7 @@ class _Draft:
         records = [found.record(tier) for found in self.objects]
         return header_bytes(self.manifest_bytes, records)
 
-    def replace(self, index: int) -> StoredObject:
+    def replace(self, index: int) -> SharedObject:
         """Use an own object for a section instead of another rank's."""
         own = new_object(self.manifest, self.manifest.sections[index])
         self.others.discard(self.objects[index])
@@ -97,7 +97,7 @@ class _Draft:
         self.objects[index] = own
         return own
 
-    def missing(self, tier: TierName) -> set[StoredObject]:
+    def missing(self, tier: TierName) -> set[SharedObject]:
         """Objects that must be written to complete the version in a tier."""
         return self.own | {found for found in self.others if not found.is_in(tier)}
 
@@ -139,7 +139,7 @@ class Saver:
     def save(
         self,
         manifest: Manifest,
-        memory: DeviceMemory,
+        memory: WritableDevice,
         extents: Sequence[Extent],
         superseded: Iterable[str],
         *,
@@ -199,7 +199,7 @@ class Saver:
     def _claim(
         self,
         manifest: Manifest,
-        memory: DeviceMemory,
+        memory: WritableDevice,
         extents: Sequence[Extent],
         donated: DonatedSection | None,
     ) -> _Draft:
@@ -231,7 +231,7 @@ class Saver:
 
     def _add_donated(
         self, draft: _Draft, donated: DonatedSection, section: Section
-    ) -> StoredObject:
+    ) -> SharedObject:
         """The object of a donated section. The catalog's lock is held."""
         if donated.stored_object is not None:
             self._catalog.acquire([donated.stored_object], HOST)
@@ -278,7 +278,7 @@ class Saver:
                 )
         draft.replace(index)
 
-    def _count_replica(self, found: StoredObject, *, is_same: bool, has_digests: bool) -> None:
+    def _count_replica(self, found: SharedObject, *, is_same: bool, has_digests: bool) -> None:
         with self._catalog.lock:
             known = self.replicas
             if is_same:
@@ -335,7 +335,7 @@ class Saver:
         header = padded(draft.header_bytes(tier) + expected + extra_bytes)
         return header + sum(found.bytes_in(tier) for found in self._to_reserve(draft, tier))
 
-    def _to_reserve(self, draft: _Draft, tier: TierName) -> set[StoredObject]:
+    def _to_reserve(self, draft: _Draft, tier: TierName) -> set[SharedObject]:
         """Missing objects that need new space in a tier."""
         return draft.missing(tier) - (draft.donated.keys() if tier == HOST else set())
 
@@ -345,7 +345,7 @@ class Saver:
         Unused parts of the reservation are returned; all of it is returned on an error.
         """
         catalog = self._catalog
-        written: dict[StoredObject, ObjectPlacement] = {}
+        written: dict[SharedObject, ObjectPlacement] = {}
         try:
             with catalog.lock:
                 missing = draft.missing(tier)
@@ -430,11 +430,11 @@ class _ReservationTooSmallError(Exception):
         self.by_bytes = by_bytes
 
 
-def new_object(manifest: Manifest, section: Section) -> StoredObject:
+def new_object(manifest: Manifest, section: Section) -> SharedObject:
     """A pending object for a section."""
     # Unique, because the file of a dropped version of the same name may still be read.
     name = f"{manifest.file_name}.{uuid.uuid4().hex[:12]}"
-    return StoredObject(
+    return SharedObject(
         id=name,
         nbytes=section.nbytes,
         file_bytes=file_bytes(name, section.nbytes),

@@ -10,7 +10,7 @@ from plexrl.statemanager.layout.versions import (
     encode_header,
     padded,
 )
-from plexrl.statemanager.store.objects import StoredObject, Version
+from plexrl.statemanager.store.objects import SharedObject, Version
 from plexrl.statemanager.store.saving.mover import Mover
 from plexrl.statemanager.store.saving.saving import PIECE_TEXT_BYTES
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
@@ -72,8 +72,8 @@ class Promoter:
     def _copy_to_host(self, version: Version, reserved: int, cancelled: Event | None) -> None:
         """Copy a version into reserved space."""
         catalog = self._catalog
-        fetched: dict[StoredObject, tuple[Piece, ...]] = {}
-        held: list[StoredObject] = []
+        fetched: dict[SharedObject, tuple[Piece, ...]] = {}
+        held: list[SharedObject] = []
         try:
             for found in dict.fromkeys(version.objects):
                 with catalog.lock:
@@ -111,7 +111,7 @@ class Promoter:
     def _commit(
         self,
         version: Version,
-        fetched: dict[StoredObject, tuple[Piece, ...]],
+        fetched: dict[SharedObject, tuple[Piece, ...]],
         record: VersionRecord,
         header: int,
     ) -> bool:

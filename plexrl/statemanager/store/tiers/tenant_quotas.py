@@ -6,7 +6,7 @@ from typing import NamedTuple
 from plexrl.errors import QuotaExceededError
 from plexrl.statemanager.config import StateManagerConfig, TenantLimit
 from plexrl.statemanager.layout.versions import Manifest
-from plexrl.statemanager.store.objects import StoredObject, Version, share_keys
+from plexrl.statemanager.store.objects import SharedObject, Version, share_keys
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.host.allocations import HostAllocations, HostState
 from plexrl.statemanager.store.versions.catalog import Catalog
@@ -132,7 +132,7 @@ class TenantQuotas:
     def _used_bytes(self, tenant: str, tier: TierName | None, without: Iterable[str] = ()) -> int:
         """Bytes of a tenant in a tier; absent: in any tier, each object once."""
         leaving = frozenset(without)
-        objects: set[StoredObject] = set()
+        objects: set[SharedObject] = set()
         headers = 0
         for name, version in self._catalog.current.items():
             if version.manifest.tenant != tenant or name in leaving:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from plexrl.errors import PlexRLError
 from plexrl.statemanager.layout.versions import VersionKind, encode_header
-from plexrl.statemanager.store.objects import StoredObject, Version
+from plexrl.statemanager.store.objects import SharedObject, Version
 from plexrl.statemanager.store.saving.mover import Mover
 from plexrl.statemanager.store.tiers.eviction.candidates import eviction_candidates
 from plexrl.statemanager.store.tiers.eviction.policy import (
@@ -267,7 +267,7 @@ class TierAllocator:
     def _copy_to_nvme(self, version: Version, cancelled: threading.Event | None) -> None:
         """Copy a version, which is referenced in host, to NVMe."""
         catalog = self._catalog
-        held: list[StoredObject] = []
+        held: list[SharedObject] = []
         with self._copying:
             try:
                 for found in dict.fromkeys(version.objects):
@@ -303,7 +303,7 @@ class TierAllocator:
                 catalog.unreserve(NVME, nbytes)
 
     def _copy_object(
-        self, version: Version, found: StoredObject, cancelled: threading.Event | None
+        self, version: Version, found: SharedObject, cancelled: threading.Event | None
     ) -> None:
         """Copy an object to NVMe if it is not there, and reference it."""
         catalog = self._catalog

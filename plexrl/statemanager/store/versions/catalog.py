@@ -16,12 +16,12 @@ from typing import Protocol
 
 from plexrl.errors import StateLostError, StateTierFullError
 from plexrl.statemanager.layout.versions import VersionRecord
-from plexrl.statemanager.store.objects import ObjectState, ShareKey, StoredObject, Version
+from plexrl.statemanager.store.objects import ObjectState, SharedObject, ShareKey, Version
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.nvme import NvmeObjects
 from plexrl.statemanager.store.tiers.tier import Tier
-from plexrl.statemanager.store.versions.changes import Changes
+from plexrl.statemanager.store.versions.changes import VersionChanges
 
 
 class Described(Protocol):
@@ -45,11 +45,11 @@ class Catalog:
         self.object_finished = threading.Condition(self.lock)
         """Notified when an object is no longer pending."""
         self.current: dict[str, Version] = {}
-        self.shared: dict[ShareKey, StoredObject] = {}
+        self.shared: dict[ShareKey, SharedObject] = {}
         self.bytes_max = bytes_max
         self.used_bytes = {TierName.HOST: 0, TierName.NVME: 0}
         self.last_ordinal = 0
-        self.changes = Changes()
+        self.changes = VersionChanges()
         self._tiers = tiers
         self._pool = pool
         self._nvme = nvme
@@ -81,12 +81,12 @@ class Catalog:
         """Undo a reservation."""
         self.used_bytes[tier] -= nbytes
 
-    def acquire(self, objects: Iterable[StoredObject], tier: TierName) -> None:
+    def acquire(self, objects: Iterable[SharedObject], tier: TierName) -> None:
         """Add a reference to each object in a tier."""
         for found in objects:
             found.references[tier] += 1
 
-    def release(self, objects: Iterable[StoredObject], tier: TierName) -> None:
+    def release(self, objects: Iterable[SharedObject], tier: TierName) -> None:
         """Drop a reference to each object in a tier; frees objects without references."""
         for found in objects:
             found.references[tier] -= 1
@@ -103,7 +103,7 @@ class Catalog:
             if not found.on_nvme and found.pieces is None:
                 self._unshare(found)
 
-    def discard_written(self, found: StoredObject, tier: TierName) -> None:
+    def discard_written(self, found: SharedObject, tier: TierName) -> None:
         """Free what was written of an unreferenced object; its reservation stays."""
         if tier == TierName.HOST and found.pieces is not None:
             self._pool.free(found.pieces)
@@ -112,7 +112,7 @@ class Catalog:
             self._nvme.remove(found.id)
             found.on_nvme = False
 
-    def finish_object(self, found: StoredObject, state: ObjectState) -> None:
+    def finish_object(self, found: SharedObject, state: ObjectState) -> None:
         """Set the final state of an object that was being written."""
         found.state = state
         if state == ObjectState.FAILED:
@@ -161,7 +161,7 @@ class Catalog:
 
     def exclusive_bytes(self, versions: Sequence[Version], tier: TierName) -> int:
         """Bytes in a tier that only these versions refer to."""
-        counts: dict[StoredObject, int] = {}
+        counts: dict[SharedObject, int] = {}
         for version in versions:
             if tier in version.header_bytes:
                 for found in version.objects:
@@ -184,6 +184,6 @@ class Catalog:
             needed_bytes=nbytes,
         )
 
-    def _unshare(self, found: StoredObject) -> None:
+    def _unshare(self, found: SharedObject) -> None:
         if found.share_key is not None and self.shared.get(found.share_key) is found:
             del self.shared[found.share_key]

@@ -7,7 +7,7 @@ GONE_MAX = 10_000
 report when it reconnects."""
 
 
-class Changes:
+class VersionChanges:
     """Numbers all changes; keeps the latest change of each deployment."""
 
     def __init__(self) -> None:

@@ -14,13 +14,13 @@ from plexrl.errors import CorruptStateError
 from plexrl.statemanager.bytes.data_plane import BLOCK_BYTES
 from plexrl.statemanager.bytes.mapped_files import MappedData
 from plexrl.statemanager.bytes.mapped_memory import Region
-from plexrl.statemanager.bytes.strided_copy import Bytes, copy_strided
-from plexrl.statemanager.device.memory import DeviceMemory
+from plexrl.statemanager.bytes.strided_copy import copy_strided
+from plexrl.statemanager.device.memory import WritableDevice
 from plexrl.statemanager.layout.layout import ExtentMap
-from plexrl.statemanager.layout.plan.columns import Ints
+from plexrl.statemanager.layout.plan.columns import Bytes, Ints
 from plexrl.statemanager.layout.strided.copies import StridedCopies, cut_at
 from plexrl.statemanager.layout.versions import Manifest, digest_of, padded
-from plexrl.statemanager.store.objects import StoredObject, Version
+from plexrl.statemanager.store.objects import SharedObject, Version
 from plexrl.statemanager.store.receiving.reader import Arrived, Delta, HeldState
 from plexrl.statemanager.store.saving.mover import Mover, ObjectPlacement
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
@@ -33,7 +33,7 @@ BLOCKS_KEPT = 8
 """Cached blocks of a version on NVMe: neighbouring copies mostly need the same block."""
 
 
-class Lease(HeldState):
+class VersionLease(HeldState):
     """A `StateReader` whose objects stay in place until the lease ends: in memory, or read block by
     block from NVMe."""
 
@@ -143,11 +143,11 @@ class Lease(HeldState):
         target[done - start :] = bytes(end - done)
 
     @property
-    def last_object(self) -> StoredObject:
+    def last_object(self) -> SharedObject:
         """The object of the last section."""
         return self._objects[-1]
 
-    def load(self, memory: DeviceMemory, *, without_last: bool = False) -> None:
+    def load(self, memory: WritableDevice, *, without_last: bool = False) -> None:
         """Write the data, or all but its last section, to the manifest's extents in an arena.
 
         Raises:
@@ -219,7 +219,7 @@ class Lease(HeldState):
                 yield Region(fd=fd, offset=piece.offset, nbytes=piece.nbytes, data_offset=start)
                 start += piece.nbytes
 
-    def _open(self, found: StoredObject) -> int:
+    def _open(self, found: SharedObject) -> int:
         if found.id not in self._fds:
             with describe_damage(self.manifest, self.tier):
                 try:

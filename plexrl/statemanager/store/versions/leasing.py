@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from plexrl.errors import StorageError
 from plexrl.statemanager.layout.versions import VersionKind
 from plexrl.statemanager.store.store import Store
-from plexrl.statemanager.store.versions.lease import Lease
+from plexrl.statemanager.store.versions.lease import VersionLease
 
 
 class PublishedVersionId(Protocol):
@@ -22,7 +22,7 @@ class PublishedVersionId(Protocol):
     def seq(self) -> int: ...
 
 
-def offer(lease: Lease, known: Collection[str]) -> dict[str, Any]:
+def offer(lease: VersionLease, known: Collection[str]) -> dict[str, Any]:
     """Fields of the reader's answer; the slices only if the layout is not among `known`."""
     return {
         "rank": lease.rank,
@@ -42,7 +42,7 @@ def lease_states(
     rank: int | None = None,
     in_memory: bool = False,
     kind: VersionKind = VersionKind.STATE,
-) -> list[Lease]:
+) -> list[VersionLease]:
     """Lease each rank's version of this kind in `store`, or one rank's; `leases` owns the leases.
     With `in_memory`, spilled versions are promoted first.
 
@@ -61,7 +61,9 @@ def lease_states(
     ]
 
 
-def lease_published(store: Store, leases: ExitStack, wanted: PublishedVersionId) -> Iterator[Lease]:
+def lease_published(
+    store: Store, leases: ExitStack, wanted: PublishedVersionId
+) -> Iterator[VersionLease]:
     """Lease each rank's part of the version in `store`; `leases` owns the leases.
 
     Raises:
@@ -83,7 +85,7 @@ def lease_published(store: Store, leases: ExitStack, wanted: PublishedVersionId)
 
 def lease_by_stamp(
     store: Store, leases: ExitStack, shard: tuple[str, int], stamp: str
-) -> Lease | None:
+) -> VersionLease | None:
     """Lease the published version of a shard (deployment, rank) with this stamp; `leases` owns the
     lease. None if there is no such version or it cannot be promoted to memory."""
     found = store.find(

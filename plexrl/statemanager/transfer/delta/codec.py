@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from plexrl.errors import CorruptStateError
+from plexrl.statemanager.layout.plan.columns import Bytes
 
-Bytes = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
 
 WORD_BYTES = 2

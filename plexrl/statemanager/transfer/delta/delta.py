@@ -11,15 +11,14 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from plexrl.statemanager.layout.plan.columns import Bytes
 from plexrl.statemanager.layout.strided.copies import StridedCopies
 from plexrl.statemanager.protocol.delta_policy import STRIDE_BYTES
 
-Bytes = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
 
 BATCH_BYTES = 256 << 10
 """Bytes compared at once: both versions fit the CPU cache."""
-_WORD_BYTES = 8
 
 
 def batches(copies: StridedCopies) -> Iterator[StridedCopies]:

@@ -7,13 +7,14 @@ import xxhash
 
 from plexrl.errors import CorruptStateError
 from plexrl.statemanager.bytes.mapped_files import MappedData
-from plexrl.statemanager.bytes.strided_copy import Bytes, copy_strided
+from plexrl.statemanager.bytes.strided_copy import copy_strided
+from plexrl.statemanager.layout.plan.columns import Bytes
 from plexrl.statemanager.layout.strided.copies import (
     BYTES_CAST,
     StridedCopies,
-    packed,
-    reversed_copies,
-    unpacked,
+    pack,
+    reverse_copies,
+    unpack,
 )
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.transfer.delta.codec import WORD_BYTES, DeltaDecoder, encode
@@ -57,7 +58,7 @@ def apply_delta(
     for batch in batches(copies):
         there = _at_target(batch, target)
         if decoder.apply(there) and not np.shares_memory(there, target):
-            copy_strided(there, target, unpacked(batch))
+            copy_strided(there, target, unpack(batch))
         if verify:
             digest.update(there.data)
     decoder.finish()
@@ -80,7 +81,7 @@ def copy_changed(
             continue
         moved += _write_changed(there, after)
         if not np.shares_memory(there, target):
-            copy_strided(there, target, unpacked(batch))
+            copy_strided(there, target, unpack(batch))
     return moved
 
 
@@ -96,12 +97,12 @@ def _write_changed(there: Bytes, after: Bytes) -> int:
 
 def _bytes_of(data: MappedData, batch: StridedCopies) -> Bytes:
     """A batch's bytes, contiguous; a view if they are contiguous in `data`."""
-    jobs = data.jobs(packed(batch))
+    jobs = data.jobs(pack(batch))
     if len(jobs) == 1 and _is_plain(jobs[0][1]):
         memory, job = jobs[0]
         at = int(job.src_offsets[0])
         return memory[at : at + int(job.items[0])]
-    return _gathered(jobs, batch.nbytes)
+    return _gather(jobs, batch.nbytes)
 
 
 def _at_target(batch: StridedCopies, target: Bytes) -> Bytes:
@@ -109,14 +110,14 @@ def _at_target(batch: StridedCopies, target: Bytes) -> Bytes:
     if _is_plain(batch):
         at = int(batch.dst_offsets[0])
         return target[at : at + int(batch.row_bytes()[0])]
-    return _gathered([(target, packed(reversed_copies(batch)))], batch.nbytes)
+    return _gather([(target, pack(reverse_copies(batch)))], batch.nbytes)
 
 
 def _is_plain(copies: StridedCopies) -> bool:
     return len(copies) == 1 and int(copies.counts[0]) == 1 and int(copies.casts[0]) == BYTES_CAST
 
 
-def _gathered(jobs: Sequence[tuple[Bytes, StridedCopies]], nbytes: int) -> Bytes:
+def _gather(jobs: Sequence[tuple[Bytes, StridedCopies]], nbytes: int) -> Bytes:
     row = np.empty(nbytes, dtype=np.uint8)
     for memory, job in jobs:
         copy_strided(memory, row, job)

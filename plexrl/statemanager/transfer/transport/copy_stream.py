@@ -20,8 +20,9 @@ import xxhash
 from plexrl.errors import ConnectionLostError, CorruptStateError
 from plexrl.statemanager.bytes.mapped_files import MappedData
 from plexrl.statemanager.bytes.mapped_memory import Region, parts_of
-from plexrl.statemanager.bytes.strided_copy import Bytes, copy_strided
-from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, packed, unpacked
+from plexrl.statemanager.bytes.strided_copy import copy_strided
+from plexrl.statemanager.layout.plan.columns import Bytes
+from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, pack, unpack
 from plexrl.wire.links.dial import BlockingSocket
 from plexrl.wire.links.tls_socket import TlsSocket
 
@@ -91,14 +92,14 @@ def send_copies(
 
     A plain socket must be blocking.
     """
-    for part, way in _grouped(copies, _ways(connection, data, copies, digest)):
+    for part, way in _group(copies, _ways(connection, data, copies, digest)):
         if way == _Way.ROWS:
             assert isinstance(connection, socket.socket)
             for rows in _rows(data, part):
                 _send_all(connection, rows)
             continue
         if way == _Way.BLOCKS:
-            for block in _gathered(data, part):
+            for block in _gather(data, part):
                 digest.add(block)
                 connection.sendall(block.data)
             continue
@@ -168,14 +169,14 @@ def _send_all(connection: socket.socket, rows: list[memoryview]) -> None:
         sent -= len(row)
 
 
-def _gathered(data: MappedData, copies: StridedCopies) -> Iterator[Bytes]:
+def _gather(data: MappedData, copies: StridedCopies) -> Iterator[Bytes]:
     """The copies' bytes, block by block; the next block is gathered while the caller sends one."""
     spare = [np.empty(GATHER_BYTES, dtype=np.uint8) for _ in range(2)]
 
     def gather(batch: StridedCopies, block: Bytes) -> Bytes:
         nbytes = batch.nbytes
         block = block if nbytes <= len(block) else np.empty(nbytes, dtype=np.uint8)
-        for memory, job in data.jobs(packed(batch)):
+        for memory, job in data.jobs(pack(batch)):
             copy_strided(memory, block, job)
         return block[:nbytes]
 
@@ -205,7 +206,7 @@ def receive_copies(
     in_a_row = (copies.counts == 1) | (copies.dst_strides == copies.row_bytes())
     sizes = copies.row_bytes() * copies.counts
     is_direct_copy = in_a_row & (sizes >= DIRECT_BYTES_MIN)
-    for part, is_direct in _grouped(copies, is_direct_copy.astype(np.int64)):
+    for part, is_direct in _group(copies, is_direct_copy.astype(np.int64)):
         if is_direct:
             lengths = (part.row_bytes() * part.counts).tolist()
             for to, nbytes in zip(part.dst_offsets.tolist(), lengths, strict=True):
@@ -219,7 +220,7 @@ def receive_copies(
             block = block if nbytes <= len(block) else np.empty(nbytes, dtype=np.uint8)
             receive_bytes(connection, block[:nbytes].data)
             digest.add(block[:nbytes])
-            copy_strided(block, target, unpacked(batch))
+            copy_strided(block, target, unpack(batch))
     expected = digest.value()
     if expected:
         found = bytearray(DIGEST_BYTES)
@@ -230,7 +231,7 @@ def receive_copies(
             )
 
 
-def _grouped(
+def _group(
     copies: StridedCopies, ways: npt.NDArray[np.int64]
 ) -> Iterator[tuple[StridedCopies, int]]:
     """The copies in order, grouped into ranges of equal `ways`."""

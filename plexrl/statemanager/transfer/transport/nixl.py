@@ -19,8 +19,7 @@ import numpy as np
 
 from plexrl.errors import ConnectionLostError, UnavailableError
 from plexrl.statemanager.bytes.mapped_files import MappedData
-from plexrl.statemanager.bytes.strided_copy import Bytes
-from plexrl.statemanager.layout.plan.columns import Ints
+from plexrl.statemanager.layout.plan.columns import Bytes, Ints
 from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, cut_at, single_rows
 from plexrl.statemanager.store.receiving.reader import Arrived, Delta, while_there
 from plexrl.statemanager.transfer.transport.tcp.client import Tcp, TcpReader
@@ -63,10 +62,10 @@ class NixlLender:
         ]
         registered = [
             self._agent.register_memory(
-                [(address, nbytes, 0, "") for address, nbytes, _ in each], "DRAM"
+                [(address, nbytes, 0, "") for address, nbytes, _ in region], "DRAM"
             )
-            for each in regions
-            if each
+            for region in regions
+            if region
         ]
         return Lent(agent=self._agent.get_agent_metadata(), shards=tuple(regions)), registered
 

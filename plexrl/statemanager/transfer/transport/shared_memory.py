@@ -12,8 +12,8 @@ from plexrl.errors import UnavailableError
 from plexrl.statemanager.bytes.file_data import FileData
 from plexrl.statemanager.bytes.mapped_files import MappedData, MappedFiles
 from plexrl.statemanager.bytes.mapped_memory import Region
-from plexrl.statemanager.bytes.strided_copy import Bytes, Copier
-from plexrl.statemanager.layout.plan.columns import Layout
+from plexrl.statemanager.bytes.strided_copy import Copier
+from plexrl.statemanager.layout.plan.columns import Bytes, Layout
 from plexrl.statemanager.layout.strided.copies import StridedCopies
 from plexrl.statemanager.layout.versions import Manifest
 from plexrl.statemanager.protocol.channel import Channel, close_all

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plexrl.process.memory.tuning import tuned
+from plexrl.process.memory.tuning import tune
 from plexrl.process.ray_connection import GPU
 from plexrl.worker.agent.launcher import STOP_GRACE_S, last_line
 from plexrl.worker.agent.ray.worker import RayWorkerActor
@@ -72,7 +72,7 @@ class RayLauncher:
                     **{"num_cpus": 0, **self._share},
                     max_restarts=0,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, config.gpu),
-                    runtime_env={"env_vars": tuned(environment)},
+                    runtime_env={"env_vars": tune(environment)},
                 )
                 .remote()
             )

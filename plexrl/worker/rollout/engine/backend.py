@@ -216,7 +216,8 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         }
 
     def _describe(self) -> dict[str, Any]:
-        """What the times of this engine depend on, beside the sizes of its groups."""
+        """The properties that the times of this engine depend on, beside the sizes of its
+        groups."""
         model, stats = self._spec.model, self.stats()
         sizes = " ".join(f"{name}={size}" for name, size in asdict(model.dimensions).items())
         return {

@@ -75,7 +75,7 @@ class GatheredWeights:
         self._own = own
         self._boxes = boxes
         self._all_boxes: list[dict[str, ShardBox]] = []
-        """Of each rank; empty before the first read."""
+        """Boxes of each rank; empty before the first read."""
 
     def read(self, name: str, index: Index) -> torch.Tensor:
         """See `Weights.read`."""
@@ -99,4 +99,4 @@ class GatheredWeights:
         return whole[index]
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the probe keeps no state."""

@@ -76,7 +76,7 @@ class RowDraw(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed f
 def _row_state(
     params: Any, _prompt: list[int] | None, drawn: list[int]
 ) -> tuple[tuple[float, float, int, int], list[int]] | None:
-    """What `RowDraw` keeps of a row; None: the row is not PlexRL's."""
+    """The state that `RowDraw` keeps of a row; None: the row is not PlexRL's."""
     if not params.extra_args or DRAW not in params.extra_args:
         return None
     return params.extra_args[DRAW], drawn

@@ -18,7 +18,7 @@ class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not install
     blocks_held_then = 0
     """Blocks that samples held when the last step was planned."""
     decode: tuple[int, int] | None = None
-    """Of the last planned step: samples, and the tokens in their caches. None: the step computes
+    """Samples of the last planned step, and the tokens in their caches. None: the step computes
     more than one token of some sample, or draws none for it."""
     running: list[Any]
     waiting: Any

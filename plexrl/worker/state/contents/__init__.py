@@ -1,1 +1,1 @@
-"""What an arena holds, as its device computes it."""
+"""The contents of an arena, as its device computes them."""

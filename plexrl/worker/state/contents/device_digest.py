@@ -43,7 +43,7 @@ class DeviceDigests:
 
     def __init__(self) -> None:
         self._keys: list[torch.Tensor] = []
-        """Of each level: [blocks, bytes, lanes] int8."""
+        """Keys of each level, [blocks, bytes, lanes] int8."""
 
     def of_sections(
         self, memory: torch.Tensor, sections: Sequence[ReplicatedSection]

@@ -138,7 +138,8 @@ def _zero() -> ModuleType:
 
 
 def _shards(cut: Partitions, index: int) -> dict[str, ShardBox]:
-    """What partition `index` holds, with every parameter at the offset that DeepSpeed gives it."""
+    """The boxes that partition `index` holds, with every parameter at the offset that DeepSpeed
+    gives it."""
     boxes = cut.boxes(index)
     ends = [*(box.start for box in boxes[1:]), cut.size]
     return {

@@ -96,7 +96,7 @@ class MegatronModel(TrainingModel):
         )
 
     def before_offload(self) -> None:
-        """Nothing outside of the arenas is derived from them."""
+        """Do nothing: no state outside of the arenas is derived from them."""
 
     def after_load(self, *, gradients_loaded: bool) -> None:
         self._state.clear_padding()

@@ -1,4 +1,4 @@
-"""What megatron-core's calls of torch become in a worker process.
+"""Replacements of megatron-core's calls of torch in a worker process.
 
 megatron-core 0.16 uses the current device, streams and random states without a check for a GPU;
 `install_shims` replaces these calls on the CPU. It also allocates its own buffers of parameters and

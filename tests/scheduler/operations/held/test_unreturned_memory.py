@@ -12,7 +12,7 @@ from plexrl.scheduler.core.outcomes import REFUSED_LOAD_FACTOR
 from plexrl.scheduler.operations.held.unreturned_memory import KEPT_FACTOR
 from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.statemanager.daemon.memory.holders import Need, Resident, held_error
+from plexrl.statemanager.daemon.memory.holders import DeviceHolder, DeviceNeed, held_error
 from plexrl.wire import messages as cmd
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -64,8 +64,10 @@ def refuse(
     (load,) = cluster.runs
     cluster.runs.clear()
     if error is None:
-        need = Need("rank 1 of 'b/actor'", rank=1, device=3, state_bytes=1000, working_bytes=0)
-        resident = Resident(deployment, rank=0, pid=11, lent_bytes=0)
+        need = DeviceNeed(
+            "rank 1 of 'b/actor'", rank=1, device=3, state_bytes=1000, working_bytes=0
+        )
+        resident = DeviceHolder(deployment, rank=0, pid=11, lent_bytes=0)
         held = {11: process_bytes, **(strangers or {})}
         error = held_error(need, 0, [resident], held, shared_bytes=0)
     return cluster.send(

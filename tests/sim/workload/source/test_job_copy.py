@@ -9,7 +9,7 @@ import pytest
 from plexrl.errors import CapacityError, InvalidRequestError
 from plexrl.sim.search.one_run import FailedRun
 from plexrl.sim.search.sweep import run_all
-from plexrl.sim.workload.source.job_copy import BATCH_JOBS, JobCopy, copied
+from plexrl.sim.workload.source.job_copy import BATCH_JOBS, JobCopy, copy_jobs
 from plexrl.sim.workload.source.trace_source import PublishedSource
 from plexrl.traces import TraceJob
 from tests.sim.search.test_sweep import BASE, documents
@@ -17,7 +17,7 @@ from tests.sim.search.test_sweep import BASE, documents
 
 def test_a_copy_has_the_very_jobs(tmp_path: Path) -> None:
     source = PublishedSource(span_s=30 * 86_400.0, jobs_per_day=20.0)
-    jobs = list(copied(source.jobs(), tmp_path / "jobs"))
+    jobs = list(copy_jobs(source.jobs(), tmp_path / "jobs"))
     assert jobs == list(source.jobs())
     assert len(jobs) > 2 * BATCH_JOBS
     copy = JobCopy(path=str(tmp_path / "jobs"))
@@ -31,19 +31,19 @@ def test_an_error_on_the_way_is_the_source_s_own(tmp_path: Path) -> None:
         raise CapacityError("no more")
 
     with pytest.raises(CapacityError):
-        list(copied(jobs(), tmp_path / "jobs"))
+        list(copy_jobs(jobs(), tmp_path / "jobs"))
 
 
 def test_a_full_disk_is_told() -> None:
     jobs = PublishedSource(span_s=86_400.0).jobs()
     with pytest.raises(InvalidRequestError, match="No space left on device"):
-        list(copied(jobs, Path("/dev/full")))
+        list(copy_jobs(jobs, Path("/dev/full")))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_runs_that_read_a_copy_have_the_same_results(tmp_path: Path, workers: int) -> None:
     path = tmp_path / "jobs"
-    for _ in copied(BASE.source.jobs(), path):
+    for _ in copy_jobs(BASE.source.jobs(), path):
         pass
     copies = {BASE.source: JobCopy(path=str(path))}
     scenarios = [BASE, replace(BASE, policy="isolated"), replace(BASE, policy="none such")]

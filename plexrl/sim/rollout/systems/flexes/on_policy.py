@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from plexrl.rollout.coordinator.messages import (
     Abort,
     BatchRequested,
-    Command,
     Generated,
     InstanceLost,
     Interrupt,
@@ -22,13 +21,14 @@ from plexrl.rollout.coordinator.messages import (
     ReportQueuedGroup,
     ReportScaleDown,
     Rewarded,
+    RolloutCommand,
     Route,
     Train,
 )
-from plexrl.rollout.policies.batching.parallelism import ParallelismPlanner
+from plexrl.rollout.policies.parallelism import ParallelismPlanner
 from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
 from plexrl.sim.rollout.engine.rewards import Rewards
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.setting import System
 from plexrl.sim.rollout.systems.coordinated import Coordinated, instance_name
 from plexrl.sim.rollout.systems.flexes.streaming import StreamTrainer
@@ -49,20 +49,20 @@ class OnPolicy(Coordinated):
         self._rewards = Rewards(setting.rewards, setting.workload.seed)
         self._prompts = setting.steps * setting.batch_groups
         self._kind = ""
-        """Of the present round: `short`, `long`, or empty."""
-        self._graded: dict[int, list[Trajectory]] = {}
+        """Kind of the present round: `short`, `long`, or empty."""
+        self._graded: dict[int, list[SimulatedTrajectory]] = {}
         """Samples of the present round that have rewards, by prompt."""
         self._generated = 0
         """Samples since the run began."""
         self._look_at = 0.0
         """Such samples at the next snapshot for the stream trainer."""
         self._preemptions = 0
-        """Of the present instances in earlier rounds."""
+        """Preemptions of the present instances in earlier rounds."""
         longest = setting.workload.prompt_tokens + setting.workload.limit
         self._planner = None
         if self._parts.parallelism and setting.model is not None:
             sizes = [each for each in setting.model.sizes(longest) if not setting.gpus % each]
-            profile = {each: setting.model.costs(each).step_s(1, 0) for each in sizes}
+            profile = {size: setting.model.costs(size).step_s(1, 0) for size in sizes}
             self._planner = ParallelismPlanner(sizes, setting.costs.gpus, profile=profile)
         self._stream = StreamTrainer(setting.costs.train_gpu_s_per_token)
 
@@ -71,19 +71,19 @@ class OnPolicy(Coordinated):
         self._kind = self._core.rounds.kind or ""
         super().start()
 
-    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+    def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
-        for each in trajectories:
-            name = instance_name(each.segments[-1].instance)
-            number = TrajectoryId(each.number)
-            self._tell(Generated(trajectory=number, instance=name, segments=self._new(each)))
-            if not self._is_present(each):
+        for trajectory in trajectories:
+            name = instance_name(trajectory.segments[-1].instance)
+            number = TrajectoryId(trajectory.number)
+            self._tell(Generated(trajectory=number, instance=name, segments=self._new(trajectory)))
+            if not self._is_present(trajectory):
                 continue
             if self._parts.rewards:
-                at_s = self._world.now + self._rewards.seconds(each.group)
-                self._world.at(at_s, lambda done=each: self._rewarded(done))  # type: ignore[misc]
+                at_s = self._world.now + self._rewards.seconds(trajectory.group)
+                self._world.at(at_s, lambda done=trajectory: self._rewarded(done))  # type: ignore[misc]
             else:
-                self._rewarded(each)
+                self._rewarded(trajectory)
             self._generated += 1
         if self._parts.stream and self._generated >= self._look_at:
             self._look_at = self._generated + self._world.setting.batch_trajectories / LOOKS
@@ -95,21 +95,21 @@ class OnPolicy(Coordinated):
         self._tell(ParametersPushed(version=world.version))
         for name in list(self._instances):
             self._leave(name)
-        for each in world.instances:
+        for instance in world.instances:
             # What is left was aborted.
-            each.interrupt_all(world.now)
-            each.finished.clear()
+            instance.interrupt_all(world.now)
+            instance.finished.clear()
         self._kind = self._core.rounds.kind or ""
         if self._planner is not None:
             self._set_size(self._planner.size(self._kind))
-        ready_s = max(each.pull(world.version, world.now) for each in world.instances)
+        ready_s = max(instance.pull(world.version, world.now) for instance in world.instances)
         world.at(ready_s, self._begin)
         self._tell(BatchRequested())
 
     def _begin(self) -> None:
         """All engines are ready for the next round."""
-        for each in self._world.instances:
-            self._join(each)
+        for instance in self._world.instances:
+            self._join(instance)
         self._take_snapshot()
 
     def _set_size(self, gpus: int) -> None:
@@ -122,11 +122,11 @@ class OnPolicy(Coordinated):
         del self._instances[name]
         self._tell(InstanceLost(instance=name))
 
-    def _is_present(self, trajectory: Trajectory) -> bool:
+    def _is_present(self, trajectory: SimulatedTrajectory) -> bool:
         """It was not aborted with its prompt, and its prompt is not trained."""
         return self._trajectories.get(trajectory.number) is trajectory
 
-    def _rewarded(self, trajectory: Trajectory) -> None:
+    def _rewarded(self, trajectory: SimulatedTrajectory) -> None:
         if not self._is_present(trajectory):
             return
         graded = self._graded.setdefault(trajectory.group, [])
@@ -136,7 +136,7 @@ class OnPolicy(Coordinated):
             self._stream.complete(tokens, self._world.now)
         self._tell(Rewarded(trajectory=TrajectoryId(trajectory.number), reward=0.0))
 
-    def _issue(self, commands: Sequence[Command]) -> None:
+    def _issue(self, commands: Sequence[RolloutCommand]) -> None:
         freed: tuple[InstanceId, ...] = ()
         for command in commands:
             if isinstance(command, ReportQueuedGroup):
@@ -150,12 +150,12 @@ class OnPolicy(Coordinated):
             world = self._world
             world.at(world.now + world.setting.command_s, self._in_round(lambda: self._free(freed)))
 
-    def _send(self, commands: Sequence[Command]) -> None:
+    def _send(self, commands: Sequence[RolloutCommand]) -> None:
         """Commands of a round do not reach engines in the next."""
         world, routed = self._world, self._routed(commands)
 
         def arrive() -> None:
-            here = [each for each in commands if target(each) in self._instances]
+            here = [command for command in commands if target(command) in self._instances]
             self._execute(here, routed)
 
         world.at(world.now + world.setting.command_s, self._in_round(arrive))
@@ -204,7 +204,7 @@ class OnPolicy(Coordinated):
 
     def _end_round(self) -> None:
         self._graded.clear()
-        preemptions = sum(each.preemptions for each in self._world.instances)
+        preemptions = sum(instance.preemptions for instance in self._world.instances)
         if self._planner is not None:
             self._planner.observe(self._kind, preemptions - self._preemptions)
         self._preemptions = preemptions
@@ -216,6 +216,6 @@ class OnPolicy(Coordinated):
             self._tell(PromptsEnded())
 
 
-def target(command: Command) -> InstanceId | None:
+def target(command: RolloutCommand) -> InstanceId | None:
     """The instance that carries out a command."""
     return command.instance if isinstance(command, Route | Interrupt | Abort | Pull) else None

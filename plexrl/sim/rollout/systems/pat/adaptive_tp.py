@@ -13,16 +13,16 @@ from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
 from plexrl.rollout.policies.adaptive_tp.projection import DecodingRow, bound, project
 from plexrl.rollout.policies.adaptive_tp.remaining import UnfinishedRow
 from plexrl.rollout.trajectories.lengths import RECENT_MAX
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.setting import Ends, System
-from plexrl.sim.rollout.systems.baselines.synchronous import Synchronous
 from plexrl.sim.rollout.systems.dispatch import dispatch
-from plexrl.sim.rollout.systems.pat.node import Node
+from plexrl.sim.rollout.systems.pat.node import PatNode
 from plexrl.sim.rollout.systems.pat.profile import decode_profile
+from plexrl.sim.rollout.systems.synchronous import Synchronous
 from plexrl.sim.rollout.world import Policy, World
 
 
-class AdaptiveTp(Synchronous):
+class AdaptiveTpSystem(Synchronous):
     """Batches on nodes that switch."""
 
     def __init__(self, world: World, system: System) -> None:
@@ -36,29 +36,31 @@ class AdaptiveTp(Synchronous):
         """Tokens of the latest complete responses, the latest one last."""
         per_node = min(model.gpu.per_node, world.setting.gpus)
         self._nodes = [
-            Node(world, self, model, self._predictor, self._unfinished)
+            PatNode(world, self, model, self._predictor, self._unfinished)
             for _ in range(world.setting.gpus // per_node)
         ]
 
-    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+    def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
         super().finished(trajectories)
-        self._recent += [each.response_tokens for each in trajectories]
+        self._recent += [trajectory.response_tokens for trajectory in trajectories]
         del self._recent[:-RECENT_MAX]
-        ended = {each.segments[-1].instance for each in trajectories}
+        ended = {trajectory.segments[-1].instance for trajectory in trajectories}
         for node in self._nodes:
-            if ended & {each.number for each in node.instances}:
+            if ended & {instance.number for instance in node.instances}:
                 node.consider()
 
     def trained(self) -> None:
         """See `Policy`. The engines return to the size of a whole batch."""
         world, costs = self._world, self._world.setting.costs
-        has_switched = any(each.costs != costs for each in world.instances)
+        has_switched = any(instance.costs != costs for instance in world.instances)
         world.restart_instances(costs)
         switch_s = self._predictor.profile.switch_s if has_switched else 0.0
         world.at(world.now + switch_s, super().trained)
 
-    def _unfinished(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[UnfinishedRow]]:
+    def _unfinished(
+        self, groups: Sequence[Sequence[SimulatedTrajectory]]
+    ) -> list[list[UnfinishedRow]]:
         """The rows of groups with what they are expected to draw still."""
         if self._ends == Ends.KNOWN:
             return [
@@ -75,7 +77,7 @@ class AdaptiveTp(Synchronous):
         return project(rows, self._recent) if self._ends == Ends.PROJECTED else bound(rows)
 
     def _begin_batch(
-        self, world: World, policy: Policy, trajectories: Sequence[Trajectory]
+        self, world: World, policy: Policy, trajectories: Sequence[SimulatedTrajectory]
     ) -> None:
         per_node = len(world.instances) // len(self._nodes)
         for at, node in enumerate(self._nodes):

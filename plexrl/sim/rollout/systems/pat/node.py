@@ -7,16 +7,16 @@ or is computed again, and the unfinished responses go on in groups of the new si
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from plexrl.rollout.policies.adaptive_tp.controller import Switch, SwitchController
+from plexrl.rollout.policies.adaptive_tp.controller import SwitchController, TpSwitch
 from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
 from plexrl.rollout.policies.adaptive_tp.remaining import UnfinishedRow
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.models import Model
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.world import Policy, World
 
 
-class Node:
+class PatNode:
     """The groups of one node."""
 
     def __init__(
@@ -25,7 +25,7 @@ class Node:
         policy: Policy,
         model: Model,
         predictor: LatencyPredictor,
-        unfinished: Callable[[Sequence[Sequence[Trajectory]]], list[list[UnfinishedRow]]],
+        unfinished: Callable[[Sequence[Sequence[SimulatedTrajectory]]], list[list[UnfinishedRow]]],
     ) -> None:
         """`unfinished`: groups of trajectories with what they are expected to draw still."""
         self._world = world
@@ -41,21 +41,23 @@ class Node:
     def consider(self) -> None:
         """Switch now if that pays."""
         world = self._world
-        for each in self.instances:
-            each.advance(world.now)
-            world.touch(each, self._policy)
-        groups = self._unfinished([[*each.running(), *each.waiting] for each in self.instances])
+        for instance in self.instances:
+            instance.advance(world.now)
+            world.touch(instance, self._policy)
+        groups = self._unfinished(
+            [[*instance.running(), *instance.waiting] for instance in self.instances]
+        )
         if not any(groups):
             return
         switch = self._controller.decide(self.instances[0].costs.gpus, groups)
         if switch is not None:
             self._begin(switch)
 
-    def _begin(self, switch: Switch) -> None:
+    def _begin(self, switch: TpSwitch) -> None:
         """Stop all groups. They go on when the last one has stopped and the switch is done."""
         world, old = self._world, self.instances
-        running: list[Trajectory] = []
-        waiting: list[Trajectory] = []
+        running: list[SimulatedTrajectory] = []
+        waiting: list[SimulatedTrajectory] = []
         largest = 0
         for each in old:
             stopped = each.interrupt_all(world.now)
@@ -80,7 +82,10 @@ class Node:
         world.at(ready_s, lambda: self._resume(new, running, waiting))
 
     def _resume(
-        self, new: list[Instance], running: Sequence[Trajectory], waiting: Sequence[Trajectory]
+        self,
+        new: list[Instance],
+        running: Sequence[SimulatedTrajectory],
+        waiting: Sequence[SimulatedTrajectory],
     ) -> None:
         world, self.instances = self._world, new
         (rows,) = self._unfinished([running])

@@ -1,11 +1,11 @@
 """Division of the GPUs between generation and training (StreamRL Alg. 1).
 
-The algorithm is the one of `plexrl.rollout.policies.streaming.allocation`. Its profile of
+The algorithm is the one of `plexrl.rollout.policies.allocation`. Its profile of
 generation is a batch that the model has generated before the training, under skewness-aware
 dispatch; that of training is the cost model. It looks at whole nodes if there are several.
 """
 
-from plexrl.rollout.policies.streaming.allocation import Stage, split
+from plexrl.rollout.policies.allocation import Stage, split
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.setting import Setting
 from plexrl.sim.rollout.systems.streamrl.skewness import SkewnessAware, earlier_batch

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import sqrt
 
-from plexrl.rollout.policies.ranking.dispatch import LONG_PART
+from plexrl.rollout.policies.length_dispatch import LONG_PART
 from plexrl.sim.workload.counter_rng import normals, stream
 from plexrl.traces.generate.distributions import STANDARD
 

@@ -1,17 +1,17 @@
 """Skewness-aware dispatch of a batch (StreamRL §5.3, Alg. 2).
 
 The division of the instances is the one that a live rollout uses
-(`plexrl.rollout.policies.ranking`). As in the paper the whole batch is dispatched at once, and each
-instance begins with what is expected to be longest. The distribution of lengths is that of the
-batch before, and at first that of a batch which the model has generated before the training.
+(`plexrl.rollout.policies.length_dispatch`). As in the paper the whole batch is dispatched at once,
+and each instance begins with what is expected to be longest. The distribution of lengths is that of
+the batch before, and at first that of a batch which the model has generated before the training.
 """
 
 from collections.abc import Sequence
 
 from plexrl.rollout.instances.cost_model import CostModel
-from plexrl.rollout.policies.ranking.dispatch import LONG_PART, LengthSpread, divide
+from plexrl.rollout.policies.length_dispatch import LONG_PART, LengthSpread, divide
 from plexrl.sim.rollout.engine.costs import EngineCosts
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.setting import Setting
 from plexrl.sim.rollout.systems.streamrl.ranks import expected_ranks, mean_lengths
 from plexrl.sim.rollout.workload import Prompts
@@ -31,7 +31,9 @@ class SkewnessAware:
         self._prompt_tokens = setting.workload.prompt_tokens
         self._recent = [each.response_tokens for each in earlier_batch(setting)]
 
-    def __call__(self, world: World, policy: Policy, trajectories: Sequence[Trajectory]) -> None:
+    def __call__(
+        self, world: World, policy: Policy, trajectories: Sequence[SimulatedTrajectory]
+    ) -> None:
         """Dispatch a batch to idle instances, as `dispatch` does."""
         shares = self.shares(trajectories, len(world.instances), world.instances[0].costs)
         for instance, share in zip(world.instances, shares, strict=True):
@@ -39,11 +41,13 @@ class SkewnessAware:
             world.touch(instance, policy)
 
     def shares(
-        self, trajectories: Sequence[Trajectory], instances: int, costs: EngineCosts
-    ) -> list[list[Trajectory]]:
-        """What each instance gets of a batch, in its order."""
+        self, trajectories: Sequence[SimulatedTrajectory], instances: int, costs: EngineCosts
+    ) -> list[list[SimulatedTrajectory]]:
+        """The trajectories of a batch that each instance gets, in its order."""
         expected = expected_ranks(
-            mean_lengths([(each.group, each.response_tokens) for each in trajectories]),
+            mean_lengths(
+                [(trajectory.group, trajectory.response_tokens) for trajectory in trajectories]
+            ),
             self._recall,
             self._seed,
         )
@@ -59,7 +63,7 @@ class SkewnessAware:
             instances=instances,
             kv_budget=costs.kv_tokens,
         )
-        self._recent = [each.response_tokens for each in trajectories]
+        self._recent = [trajectory.response_tokens for trajectory in trajectories]
         if division is None:
             return [ordered[at::instances] for at in range(instances)]
         return [
@@ -68,7 +72,7 @@ class SkewnessAware:
         ]
 
 
-def earlier_batch(setting: Setting) -> list[Trajectory]:
+def earlier_batch(setting: Setting) -> list[SimulatedTrajectory]:
     """A batch that the model has generated before the training."""
     prompts = Prompts(setting.workload)
     return [

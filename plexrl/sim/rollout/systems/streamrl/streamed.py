@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from plexrl.sim.rollout.engine.instance import Instance
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.systems.groups import Groups
 from plexrl.sim.rollout.systems.streamrl.dynamic_batches import FILL_TOKENS, DynamicBatches
 from plexrl.sim.rollout.systems.streamrl.skewness import SkewnessAware
@@ -31,11 +31,11 @@ class Streamed:
         self._groups = Groups(world.prompts)
         self._arrived = 0
         """Newest version that has reached the instances."""
-        self._shares: list[deque[list[Trajectory]]] = [deque() for _ in world.instances]
-        """Of each instance: its shares of batches that it has not begun."""
+        self._shares: list[deque[list[SimulatedTrajectory]]] = [deque() for _ in world.instances]
+        """For each instance, its shares of batches that it has not begun."""
         self._running = [0] * len(world.instances)
-        """Of each instance: trajectories of its present share that have not ended."""
-        self._complete: dict[int, list[Trajectory]] = {}
+        """For each instance, the trajectories of its present share that have not ended."""
+        self._complete: dict[int, list[SimulatedTrajectory]] = {}
         """Complete prompts by batch."""
         self._trainer = self._idle_trainer()
 
@@ -44,17 +44,17 @@ class Streamed:
         for _ in range(self._staleness + 1):
             self._admit()
 
-    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+    def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
         world = self._world
-        for each in trajectories:
-            self._running[each.segments[-1].instance] -= 1
+        for trajectory in trajectories:
+            self._running[trajectory.segments[-1].instance] -= 1
         for group in self._groups.finished(trajectories):
             batch = group[0].group // world.setting.batch_groups
             self._complete.setdefault(batch, []).extend(group)
             if batch == world.version:
                 self._trainer.complete(sum(each.length for each in group), world.now)
-        for number in sorted({each.segments[-1].instance for each in trajectories}):
+        for number in sorted({trajectory.segments[-1].instance for trajectory in trajectories}):
             self._begin_share(world.instances[number])
         self._train()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from plexrl.statemanager.store.tiers.eviction.policy import EvictionCandidate, TierName
 
 if TYPE_CHECKING:
-    from plexrl.statemanager.store.objects import StoredObject, Version
+    from plexrl.statemanager.store.objects import SharedObject, Version
     from plexrl.statemanager.store.versions.catalog import Catalog
 
 
@@ -60,7 +60,7 @@ def spill_bytes(versions: Sequence["Version"]) -> int:
 def _groups_sharing_objects(versions: Sequence["Version"]) -> list[list["Version"]]:
     """Groups of versions; versions of different groups share no object."""
     groups: dict[str, list[Version]] = {}
-    owner: dict[StoredObject, str] = {}
+    owner: dict[SharedObject, str] = {}
     for version in versions:
         name = version.manifest.name
         groups[name] = [version]

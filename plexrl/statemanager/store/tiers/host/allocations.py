@@ -17,9 +17,9 @@ from functools import partial
 
 from plexrl.errors import ConflictError, CorruptStateError
 from plexrl.statemanager.device.mapping import move
-from plexrl.statemanager.device.memory import DeviceMemory, Run
+from plexrl.statemanager.device.memory import ByteRun, WritableDevice
 from plexrl.statemanager.layout.ranges import Piece
-from plexrl.statemanager.store.objects import StoredObject
+from plexrl.statemanager.store.objects import SharedObject
 from plexrl.statemanager.store.saving.saving import DonatedSection
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.host.ofd_locks import (
@@ -64,7 +64,7 @@ class HostState:
     """Memory node of the rank's GPU; absent: unknown."""
     allocation: HostAllocation | None = None
     """Memory that the rank writes; absent since a version took it over."""
-    snapshot: StoredObject | None = None
+    snapshot: SharedObject | None = None
     """Object of a stored version that the rank reads from, referenced in the host tier."""
     snapshot_piece: Piece | None = None
 
@@ -140,7 +140,7 @@ class HostAllocations:
                         return True
         return False
 
-    def read_snapshot(self, state: HostState, found: StoredObject) -> bool:
+    def read_snapshot(self, state: HostState, found: SharedObject) -> bool:
         """Let the rank read an object in place; returns whether the object has a file of its own,
         which this requires."""
         with self._catalog.lock:
@@ -215,7 +215,7 @@ class HostAllocations:
                 raise
         return found
 
-    def joined_memory(self, state: HostState, device: DeviceMemory) -> DeviceMemory:
+    def joined_memory(self, state: HostState, device: WritableDevice) -> WritableDevice:
         """The rank's device arena and host memory as one address range."""
         piece = state.allocation.piece if state.allocation is not None else state.snapshot_piece
         if piece is None:
@@ -225,7 +225,11 @@ class HostAllocations:
     def allocated_bytes(self, tenant: str | None = None) -> int:
         """Bytes allocated to a tenant (absent: to all). The catalog's lock is held."""
         allocations = self._active | self._released
-        return sum(each.piece.nbytes for each in allocations if tenant in (None, each.tenant))
+        return sum(
+            allocation.piece.nbytes
+            for allocation in allocations
+            if tenant in (None, allocation.tenant)
+        )
 
     def free_released(self) -> None:
         """Free released allocations that no process holds."""
@@ -236,7 +240,7 @@ class HostAllocations:
                     self._catalog.unreserve(HOST, allocation.piece.nbytes)
                     self._pool.free([allocation.piece])
 
-    def _on_taken(self, state: HostState, found: StoredObject) -> None:
+    def _on_taken(self, state: HostState, found: SharedObject) -> None:
         """A version took the allocation over; the rank reads from the version from now on. The
         catalog's lock is held."""
         assert state.allocation is not None
@@ -244,7 +248,7 @@ class HostAllocations:
         state.allocation = None
         self._set_snapshot(state, found)
 
-    def _set_snapshot(self, state: HostState, found: StoredObject) -> None:
+    def _set_snapshot(self, state: HostState, found: SharedObject) -> None:
         self._catalog.acquire([found], HOST)
         previous, state.snapshot = state.snapshot, found
         assert found.pieces is not None
@@ -254,21 +258,21 @@ class HostAllocations:
 
 
 class _Joined:
-    """As `DeviceMemory`: a device arena followed by host memory."""
+    """As `WritableDevice`: a device arena followed by host memory."""
 
-    def __init__(self, device: DeviceMemory, state: HostState, address: int) -> None:
+    def __init__(self, device: WritableDevice, state: HostState, address: int) -> None:
         self._device = device
         self._start = state.start
         self._address = address
         self.nbytes = state.start + state.nbytes
 
-    def read(self, runs: Sequence[Run]) -> None:
+    def read(self, runs: Sequence[ByteRun]) -> None:
         self._device.read([run for run in runs if run.offset < self._start])
         for run in runs:
             if run.offset >= self._start:
                 move(run.address, self._address + run.offset - self._start, run.nbytes)
 
-    def write(self, runs: Sequence[Run]) -> None:
+    def write(self, runs: Sequence[ByteRun]) -> None:
         self._device.write([run for run in runs if run.offset < self._start])
         for run in runs:
             if run.offset >= self._start:

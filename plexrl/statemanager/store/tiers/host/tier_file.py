@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from plexrl.process.memory.numa import set_memory_policy
-from plexrl.statemanager.bytes.mapped_memory import MappedFile
+from plexrl.statemanager.bytes.mapped_memory import FileMapping
 from plexrl.statemanager.layout.ranges import PAGE_BYTES, Piece
 
 
@@ -35,7 +35,7 @@ class TierFile:
         try:
             if nbytes is not None:
                 os.ftruncate(fd, nbytes)
-            self._file = MappedFile(fd, os.fstat(fd).st_size // PAGE_BYTES * PAGE_BYTES)
+            self._file = FileMapping(fd, os.fstat(fd).st_size // PAGE_BYTES * PAGE_BYTES)
             # Before pages are allocated, which then lie where they should.
             set_memory_policy(self._file.address, self._file.nbytes, preferred=memory_nodes)
             if nbytes is not None and not sparse:

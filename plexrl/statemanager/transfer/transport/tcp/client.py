@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from plexrl.errors import ConnectionLostError, from_wire
-from plexrl.statemanager.bytes.strided_copy import Bytes
 from plexrl.statemanager.layout.keys import StateSlice
-from plexrl.statemanager.layout.plan.columns import Layout
+from plexrl.statemanager.layout.plan.columns import Bytes, Layout
 from plexrl.statemanager.layout.strided.copies import StridedCopies
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.store.receiving.reader import (

@@ -14,7 +14,7 @@ from plexrl.errors import (
     StateLostError,
     UnavailableError,
 )
-from plexrl.statemanager.bytes.strided_copy import Bytes
+from plexrl.statemanager.layout.plan.columns import Bytes
 from plexrl.statemanager.layout.strided.copies import StridedCopies, one_range
 from plexrl.statemanager.layout.versions import Manifest, VersionKind, digest_of
 from plexrl.statemanager.protocol.network import Network

@@ -1,4 +1,4 @@
-"""What the groups of an engine return to the rank that leads it, between two tokens.
+"""The results that the groups of an engine return to the rank that leads it, between two tokens.
 
 The first rank of each group notes the tokens and the ended rows of its group. After a step it sends
 them to the first rank of all, with its counts; most messages are a few numbers. The groups do not
@@ -101,7 +101,7 @@ class Outbox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a group sent."""
+    """The message of a group."""
 
     group: int
     counts: list[int]

@@ -184,21 +184,22 @@ class _Index:
 
 @dataclass(slots=True, kw_only=True)
 class _Buffer:
-    """What leaves one layer and arrives there."""
+    """The tensors that leave one layer and arrive there."""
 
     outward: list[int]
     """Bytes to each rank."""
     inward: list[int]
     """Bytes from each rank."""
     send: torch.Tensor
-    """What is sent, by rank, and then what stays on this rank."""
+    """Rows that are sent, by rank, and then those that stay on this rank."""
     receive: torch.Tensor
     work: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What this rank sends to another rank, or to itself, of each layer; or receives from it."""
+    """The rows of each layer that this rank sends to a rank, or receives from it; it may be the
+    same rank."""
 
     peer: int
     first: int

@@ -48,7 +48,7 @@ class BlockMoves:
 
 @dataclass(slots=True)
 class NewGroup:
-    """What a new group gets."""
+    """The rows of a new group, and their blocks."""
 
     placed: list[Placed] = field(default_factory=list)
     """Oldest first."""

@@ -49,13 +49,13 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
+class GpuAllocation:
     """Units of both stages, and what a step takes with them."""
 
     instances: int
     trainers: int
     gpus: int
-    """Of both stages."""
+    """GPUs of both stages."""
     generation_s: float
     training_s: float
 
@@ -71,7 +71,7 @@ class GpuKind:
 
     gpus: int
     price: float
-    """Of one GPU; only the ratio of prices matters."""
+    """Price of one GPU; only the ratio of prices matters."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or not (isfinite(self.price) and self.price > 0):
@@ -89,17 +89,17 @@ class PricedAllocation:
     """Kind of the instances' GPUs."""
     training: str
     """Kind of the trainer's GPUs."""
-    allocation: Allocation
+    allocation: GpuAllocation
     price: float
-    """Of all GPUs, as long as they are held."""
+    """Price of all GPUs, as long as they are held."""
 
     @property
     def cost(self) -> float:
-        """Of a step: the price for the time of a step. Its inverse is the throughput per cost."""
+        """Cost of a step: the price for its time. Its inverse is the throughput per cost."""
         return self.price * self.allocation.iteration_s
 
 
-def split(generation: Stage, training: Stage, gpus: int) -> Allocation:
+def split(generation: Stage, training: Stage, gpus: int) -> GpuAllocation:
     """The fastest division of `gpus` GPUs of one datacenter.
 
     Of equally fast divisions, the one with the fewest GPUs, then with the fewest instances.
@@ -118,7 +118,7 @@ def split(generation: Stage, training: Stage, gpus: int) -> Allocation:
 
 def shrink(
     generation: Stage, training: Stage, *, generation_gpus: int, training_gpus: int
-) -> Allocation:
+) -> GpuAllocation:
     """The allocation in two datacenters, one for each stage: the slower stage has all of its
     budget, and the faster one as many units as bring its time nearest to that.
 
@@ -158,7 +158,7 @@ def cheapest(
     """
     found = [
         each
-        for each in _priced(kinds, generation, training)
+        for each in _price(kinds, generation, training)
         if each.allocation.iteration_s <= iteration_s_max and isfinite(each.cost)
     ]
     if not found:
@@ -175,7 +175,7 @@ def cheapest(
     )
 
 
-def _priced(
+def _price(
     kinds: Mapping[str, GpuKind], generation: Mapping[str, Stage], training: Mapping[str, Stage]
 ) -> Iterator[PricedAllocation]:
     for name, stage in generation.items():
@@ -194,7 +194,7 @@ def _priced(
                 )
 
 
-def _divisions(generation: Stage, training: Stage, gpus: int) -> list[Allocation]:
+def _divisions(generation: Stage, training: Stage, gpus: int) -> list[GpuAllocation]:
     """All numbers of units within one budget."""
     found = _pairs(generation, training, gpus - training.unit_gpus, gpus)
     return [each for each in found if each.gpus <= gpus]
@@ -202,7 +202,7 @@ def _divisions(generation: Stage, training: Stage, gpus: int) -> list[Allocation
 
 def _pairs(
     generation: Stage, training: Stage, generation_gpus: int, training_gpus: int
-) -> list[Allocation]:
+) -> list[GpuAllocation]:
     """All numbers of units within two budgets."""
     if generation_gpus < generation.unit_gpus or training_gpus < training.unit_gpus:
         return []
@@ -221,8 +221,8 @@ def _allocation(
     times: Sequence[float],
     instances: int,
     trainers: int,
-) -> Allocation:
-    return Allocation(
+) -> GpuAllocation:
+    return GpuAllocation(
         instances=instances,
         trainers=trainers,
         gpus=instances * generation.unit_gpus + trainers * training.unit_gpus,
@@ -235,7 +235,7 @@ def _nearest(times: Sequence[float], target: float) -> int:
     return min(range(1, len(times) + 1), key=lambda units: abs(times[units - 1] - target))
 
 
-def _runnable(found: Allocation) -> Allocation:
+def _runnable(found: GpuAllocation) -> GpuAllocation:
     if not isfinite(found.iteration_s):
         raise InvalidRequestError(
             "the GPUs cannot run a step of both stages: give more of them, or units of more GPUs"

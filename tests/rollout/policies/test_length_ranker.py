@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from plexrl.rollout.policies.ranking.ranker import (
+from plexrl.rollout.policies.length_ranker import (
     EXAMPLES_MAX,
     PROMPTS_MIN,
     LengthExample,

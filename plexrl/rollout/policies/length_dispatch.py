@@ -34,7 +34,7 @@ class LengthSpread:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "LengthSpread":
-        """Of these lengths. Raises InvalidRequestError: there are none."""
+        """The spread of these lengths. Raises InvalidRequestError: there are none."""
         if not lengths:
             raise InvalidRequestError("there are no lengths: generate some samples first")
         ordered = sorted(lengths, reverse=True)

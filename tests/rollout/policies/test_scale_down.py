@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.policies.streaming.scale_down import (
+from plexrl.rollout.policies.scale_down import (
     RoundInstance,
     ScaleDown,
     ScaleDownSettings,

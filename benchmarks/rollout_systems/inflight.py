@@ -16,7 +16,7 @@ anew, which no system of that class does. Two orders of training are possible:
 
 from collections.abc import Sequence
 
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.systems.dispatch import dispatch
 from plexrl.sim.rollout.systems.groups import Groups
 from plexrl.sim.rollout.world import World
@@ -35,13 +35,13 @@ class InFlight:
         self._in_order = in_order
         self._is_rebalanced = is_rebalanced
         self._groups = Groups(world.prompts)
-        self._ready: dict[int, list[Trajectory]] = {}
+        self._ready: dict[int, list[SimulatedTrajectory]] = {}
 
     def start(self) -> None:
         """See `Policy`."""
         self._admit()
 
-    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+    def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
         for group in self._groups.finished(trajectories):
             self._ready[group[0].group] = group
@@ -64,7 +64,7 @@ class InFlight:
         self._admit(stopped)
         self._train()
 
-    def _admit(self, stopped: Sequence[Trajectory] = ()) -> None:
+    def _admit(self, stopped: Sequence[SimulatedTrajectory] = ()) -> None:
         """Route stopped trajectories, then new ones up to the limit."""
         world = self._world
         limit = (world.version + 1 + self._staleness) * world.setting.batch_groups

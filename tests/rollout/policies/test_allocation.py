@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.policies.streaming.allocation import GpuKind, Stage, cheapest, shrink, split
+from plexrl.rollout.policies.allocation import GpuKind, Stage, cheapest, shrink, split
 
 GPUS_MAX = 12
 TIMES = st.lists(

@@ -10,14 +10,14 @@ from plexrl.errors import InvariantError
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.instances.expected_instance import ExpectedInstance
 from plexrl.rollout.instances.snapshot import InstanceSnapshot
-from plexrl.rollout.policies.batching.rounds import Rounds
-from plexrl.rollout.policies.streaming.scale_down import (
+from plexrl.rollout.policies.scale_down import (
     HeldScaleDown,
     RoundInstance,
     ScaleDown,
     ScaleDownSettings,
     UnfinishedSample,
 )
+from plexrl.rollout.policies.tail_batching import Rounds
 from plexrl.rollout.trajectories.record import (
     GENERATED,
     InstanceId,
@@ -33,8 +33,8 @@ class FreedInstances:
     def __init__(
         self, settings: ScaleDownSettings | None, held: HeldScaleDown | None = None
     ) -> None:
-        """None as `settings`: it frees none. `held` is the state of an earlier one, of which this
-        becomes the owner."""
+        """Without `settings` no instance is freed. `held` is the state of an earlier one, of which
+        this becomes the owner."""
         self.held = HeldScaleDown() if held is None else held
         self._scale_down = None if settings is None else ScaleDown(settings, self.held)
 
@@ -55,8 +55,8 @@ class FreedInstances:
         self.held.freed = [each for each in freed if each != instance] if instance in freed else []
 
     def others(self, snapshots: Sequence[InstanceSnapshot]) -> list[InstanceSnapshot]:
-        """Those that take part in the round."""
-        return [each for each in snapshots if each.instance not in self.held.freed]
+        """The instances that take part in the round."""
+        return [snapshot for snapshot in snapshots if snapshot.instance not in self.held.freed]
 
     def free(
         self,
@@ -75,9 +75,9 @@ class FreedInstances:
         if core is None or progress is None or not core.is_due(*progress):
             return None
         tokens: dict[TrajectoryId, int] = {}
-        for each in snapshots:
-            tokens |= zip(each.running, each.running_tokens, strict=True)
-            tokens |= zip(each.waiting, each.waiting_tokens, strict=True)
+        for snapshot in snapshots:
+            tokens |= zip(snapshot.running, snapshot.running_tokens, strict=True)
+            tokens |= zip(snapshot.waiting, snapshot.waiting_tokens, strict=True)
         unfinished = [
             UnfinishedSample(
                 instance=record.instance,
@@ -90,12 +90,12 @@ class FreedInstances:
         ]
         instances = [
             RoundInstance(
-                instance=each.instance,
-                gpus=expected[each.instance].gpus,
-                kv_tokens=expected[each.instance].kv_budget / model.k5,
+                instance=snapshot.instance,
+                gpus=expected[snapshot.instance].gpus,
+                kv_tokens=expected[snapshot.instance].kv_budget / model.k5,
             )
-            for each in snapshots
-            if each.serves
+            for snapshot in snapshots
+            if snapshot.serves
         ]
         freed = core.decide(*progress, instances, unfinished, server.lengths.recent)
         return {each: _routed(server, each) for each in freed}
@@ -110,6 +110,6 @@ class FreedInstances:
 
 
 def _routed(server: TrajectoryServer, instance: InstanceId) -> list[TrajectoryId]:
-    """What an instance has and is not told to stop."""
+    """The trajectories that an instance has and is not told to stop."""
     held = server.on_instance(instance)
     return [each.id for each in held if each.state is TrajectoryState.ROUTED]

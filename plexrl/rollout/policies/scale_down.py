@@ -54,7 +54,7 @@ class RoundInstance:
 
     instance: InstanceId
     gpus: int
-    """Of all its tensor-parallel groups."""
+    """GPUs of all its tensor-parallel groups."""
     kv_tokens: float
     """Tokens for which it has KV cache."""
 
@@ -72,14 +72,14 @@ class UnfinishedSample:
 
 @dataclass(slots=True, kw_only=True)
 class HeldScaleDown:
-    """What is known between two looks."""
+    """The state between two looks."""
 
     looked_at: int = 0
     """Samples of the round that were generated at the latest look."""
     is_scaled_down: bool = False
     """In this round instances were freed."""
     freed: list[InstanceId] = field(default_factory=list)
-    """Those that are still free."""
+    """Instances that are still free."""
 
 
 class ScaleDown:
@@ -91,7 +91,7 @@ class ScaleDown:
         self.held = HeldScaleDown() if held is None else held
 
     def begin_round(self) -> None:
-        """Nothing of the round is generated, and all instances take part."""
+        """Begin a round: all instances take part, and no sample is generated yet."""
         self.held.looked_at = 0
         self.held.is_scaled_down = False
         self.held.freed = []
@@ -123,7 +123,7 @@ class ScaleDown:
             return ()
         self.held.looked_at = generated
         freed = half_of(instances, unfinished)
-        kept = sum(each.kv_tokens for each in instances if each.instance not in freed)
+        kept = sum(instance.kv_tokens for instance in instances if instance.instance not in freed)
         if not freed or self.projected_peak(unfinished, past) > kept:
             return ()
         self.held.is_scaled_down = True
@@ -148,7 +148,7 @@ class ScaleDown:
     def _tokens_left(
         self, unfinished: Iterable[UnfinishedSample], past: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """Of each sample the tokens that are still to be generated, and those that it has. `past`
+        """For each sample the tokens that are still to be generated, and those that it has. `past`
         ascends."""
         limit = self._settings.response_tokens_max
         # Sums of the lengths from each position to the end.
@@ -167,7 +167,7 @@ def half_of(
 ) -> tuple[InstanceId, ...]:
     """The instances that have half of all GPUs, rounded down, by id; see the module for which. None
     of them: there is no such half."""
-    half = sum(each.gpus for each in instances) // 2
+    half = sum(instance.gpus for instance in instances) // 2
     tokens: dict[InstanceId | None, int] = {}
     for sample in unfinished:
         lost = sample.prompt_tokens + sample.response_tokens

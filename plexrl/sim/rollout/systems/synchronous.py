@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from plexrl.sim.rollout.engine.rewards import Rewards
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.systems.dispatch import Dispatcher, dispatch
 from plexrl.sim.rollout.systems.groups import Groups
 from plexrl.sim.rollout.world import World
@@ -18,14 +18,14 @@ class Synchronous:
         self._world = world
         self._dispatch = dispatcher
         self._groups = Groups(world.prompts)
-        self._ready: list[Trajectory] = []
+        self._ready: list[SimulatedTrajectory] = []
         self._rewards = Rewards(world.setting.rewards, world.setting.workload.seed)
 
     def start(self) -> None:
         """See `Policy`."""
         self._generate()
 
-    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+    def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
         for group in self._groups.finished(trajectories):
             self._ready += group
@@ -40,8 +40,8 @@ class Synchronous:
 
     def trained(self) -> None:
         """See `Policy`."""
-        for each in self._world.instances:
-            each.pull(self._world.version, self._world.now)
+        for instance in self._world.instances:
+            instance.pull(self._world.version, self._world.now)
         self._generate()
 
     def _generate(self) -> None:

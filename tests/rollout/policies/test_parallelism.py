@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.rollout.policies.batching.parallelism import HeldParallelism, ParallelismPlanner
+from plexrl.rollout.policies.parallelism import HeldParallelism, ParallelismPlanner
 
 SIZES = (1, 2, 4, 8)
 COUNTS = st.lists(st.sampled_from([0, 0, 0, 1, 20, 21, 22, 400]), max_size=30)

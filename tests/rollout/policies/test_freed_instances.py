@@ -8,20 +8,20 @@ import pytest
 
 from plexrl.errors import InvalidRequestError, InvariantError
 from plexrl.rollout.coordinator.messages import (
-    Command,
-    Event,
     InstanceLost,
     InstancesChosen,
     Interrupt,
     PolicyChanged,
     Pull,
     ReportScaleDown,
+    RolloutCommand,
+    RolloutEvent,
     Route,
     Train,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.instances.cost_model import CostModel
-from plexrl.rollout.policies.streaming.scale_down import ScaleDownSettings
+from plexrl.rollout.policies.scale_down import ScaleDownSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
 from tests.rollout.fleet import Fleet
@@ -52,7 +52,7 @@ class StreamedHistory(History):
             raise InvariantError("a freed instance has work", law="freed instances")
 
 
-def check_log(log: list[tuple[Event, list[Command]]]) -> int:
+def check_log(log: list[tuple[RolloutEvent, list[RolloutCommand]]]) -> int:
     """How often instances were freed. Between that and the end of the round, they get nothing, and
     no others are freed."""
     free: set[InstanceId] = set()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.systems.dispatch import dispatch
 from plexrl.sim.rollout.systems.groups import Groups
 from plexrl.sim.rollout.world import World
@@ -18,13 +18,13 @@ class OneStep:
     def __init__(self, world: World) -> None:
         self._world = world
         self._groups = Groups(world.prompts)
-        self._ready: list[Trajectory] = []
+        self._ready: list[SimulatedTrajectory] = []
 
     def start(self) -> None:
         """See `Policy`."""
         self._generate()
 
-    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+    def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
         for group in self._groups.finished(trajectories):
             self._ready += group

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.instances.cost_model import CostModel
-from plexrl.rollout.policies.ranking.dispatch import LengthSpread, divide, latency_s
+from plexrl.rollout.policies.length_dispatch import LengthSpread, divide, latency_s
 
 MODELS = st.builds(
     CostModel,

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20, CostModel
-from plexrl.rollout.policies.streaming.elastic import (
+from plexrl.rollout.policies.elastic import (
     MARGIN,
-    Bounds,
-    Change,
-    Decision,
+    InstanceBounds,
+    InstanceChange,
+    InstanceDecision,
     StageBalance,
+    StageClock,
     StepTimes,
-    Workload,
+    StepWorkload,
     generation_s,
 )
-from plexrl.rollout.policies.streaming.stage_clock import StageClock
 
 MOST = 12
 # Generation time by the number of instances: a part is divided, a part is not.
@@ -35,7 +35,7 @@ def follow(
     balance: StageBalance,
     laws: list[tuple[Law, float]],
     instances: int,
-    bounds: Bounds,
+    bounds: InstanceBounds,
     noise: Callable[[], float] = lambda: 1.0,
 ) -> list[int]:
     """The number of instances in each step, whose generation and training times are these; a
@@ -45,7 +45,7 @@ def follow(
         counts.append(instances)
         times = StepTimes(generation_s=law(instances) * noise(), training_s=training * noise())
         decision = balance.decide(times, instances, bounds, law)
-        if decision is not None and decision.change is not Change.NONE:
+        if decision is not None and decision.change is not InstanceChange.NONE:
             instances += decision.change
             balance.restart()
     return counts
@@ -60,7 +60,7 @@ def follow(
 def test_the_number_changes_by_one_and_moves_into_the_bounds(
     steps: list[tuple[float, float]], one: int, other: int, start: int
 ) -> None:
-    bounds = Bounds(least=min(one, other), most=max(one, other))
+    bounds = InstanceBounds(least=min(one, other), most=max(one, other))
     balance, instances = StageBalance(), start
     for generation, training in steps:
         before = instances
@@ -86,7 +86,7 @@ def test_a_stationary_workload_with_some_noise_never_makes_it_oscillate(
         StageBalance(),
         [(law, training)] * 120,
         start,
-        Bounds(least=1, most=MOST),
+        InstanceBounds(least=1, most=MOST),
         lambda: chance.uniform(0.98, 1.02),
     )
     changes = {later - before for before, later in pairwise(counts)} - {0}
@@ -103,7 +103,7 @@ def test_with_much_noise_it_changes_ever_more_rarely(
         StageBalance(),
         [(law, training)] * 600,
         start,
-        Bounds(least=1, most=MOST),
+        InstanceBounds(least=1, most=MOST),
         lambda: chance.uniform(0.5, 1.5),
     )
     changes = sum(before != later for before, later in pairwise(counts))
@@ -113,7 +113,9 @@ def test_with_much_noise_it_changes_ever_more_rarely(
 
 @given(LAWS, TRAINING, st.integers(1, MOST))
 def test_it_reaches_the_balanced_number(law: Law, training: float, start: int) -> None:
-    counts = follow(StageBalance(), [(law, training)] * 60, start, Bounds(least=1, most=MOST))
+    counts = follow(
+        StageBalance(), [(law, training)] * 60, start, InstanceBounds(least=1, most=MOST)
+    )
     # By search among all numbers: the largest with which generation is not the faster stage.
     balanced = max((n for n in range(1, MOST + 1) if law(n) >= training), default=1)
     if start <= balanced:
@@ -136,11 +138,11 @@ def lengths(most: int) -> list[int]:
 
 def test_it_follows_lengths_that_grow_from_10_000_to_20_000_tokens() -> None:
     """StreamRL Fig. 11: lengths grow linearly over 20 steps; the trainer's GPUs stay the same."""
-    balance, instances, bounds = StageBalance(), 2, Bounds(least=1, most=8)
+    balance, instances, bounds = StageBalance(), 2, InstanceBounds(least=1, most=8)
     kv_budget = 1.5e6
 
     def law_of(step: int) -> Law:
-        work = Workload(
+        work = StepWorkload(
             samples=1024, prompt_tokens=300, lengths=lengths(10_000 + 500 * min(step, 20))
         )
         return lambda count: generation_s(SEVEN_B, work, count, kv_budget)
@@ -161,19 +163,22 @@ def test_it_follows_lengths_that_grow_from_10_000_to_20_000_tokens() -> None:
 
 def test_the_generation_is_the_slower_stage_so_one_is_added_with_what_it_is_to_bring() -> None:
     balance = StageBalance()
-    found: list[Decision | None] = [
+    found: list[InstanceDecision | None] = [
         balance.decide(
             StepTimes(generation_s=each, training_s=10.0),
             2,
-            Bounds(least=1, most=3),
+            InstanceBounds(least=1, most=3),
             # Twice as fast as measured: only the ratio of two predictions counts.
             lambda count: 20.0 / count,
         )
         for each in (30.0, 18.0, 20.0)
     ]
     assert found[:2] == [None, None]
-    assert found[2] == Decision(
-        change=Change.ADD, generation_s=20.0, training_s=10.0, predicted_s=20.0 * (20 / 3) / 10
+    assert found[2] == InstanceDecision(
+        change=InstanceChange.ADD,
+        generation_s=20.0,
+        training_s=10.0,
+        predicted_s=20.0 * (20 / 3) / 10,
     )
 
 
@@ -190,7 +195,7 @@ def simulated(model: CostModel, samples: list[int], prompt: float) -> float:
 def test_the_predicted_time_is_that_of_an_engine_with_room_for_all(
     recent: list[int], instances: int, prompt: int
 ) -> None:
-    work = Workload(samples=len(recent) * instances, prompt_tokens=prompt, lengths=recent)
+    work = StepWorkload(samples=len(recent) * instances, prompt_tokens=prompt, lengths=recent)
     expected = simulated(QWEN3_30B_A3B_ON_H20, recent, prompt)
     found = generation_s(QWEN3_30B_A3B_ON_H20, work, instances, 1e9)
     assert found == pytest.approx(expected)
@@ -204,7 +209,7 @@ def test_the_predicted_time_is_that_of_an_engine_with_room_for_all(
 def test_more_instances_are_never_predicted_to_be_slower(
     recent: list[int], samples: int, instances: int
 ) -> None:
-    work = Workload(samples=samples, prompt_tokens=100, lengths=recent)
+    work = StepWorkload(samples=samples, prompt_tokens=100, lengths=recent)
     times = [generation_s(SEVEN_B, work, count, 1e12) for count in (instances, instances + 1)]
     assert times[1] <= times[0] * (1 + 1e-9)
 
@@ -212,7 +217,7 @@ def test_more_instances_are_never_predicted_to_be_slower(
 def test_bounds_without_an_instance_are_refused() -> None:
     for least, most in ((0, 3), (3, 2)):
         with pytest.raises(InvalidRequestError, match="give at least 1"):
-            Bounds(least=least, most=most)
+            InstanceBounds(least=least, most=most)
 
 
 @given(

@@ -28,12 +28,12 @@ QUIET_ROUNDS = 4
 
 @dataclass(slots=True, kw_only=True)
 class HeldSize:
-    """What is known of the rounds of one kind."""
+    """The size and the measurements of the rounds of one kind."""
 
     size: int
     """GPUs of a group."""
     preemptions: int | None = None
-    """Of the latest round; None: there was none."""
+    """Preemptions of the latest round; None: there was none."""
     quiet: int = 0
     """Latest rounds without preemption since the size was last halved."""
 

@@ -19,6 +19,7 @@ leaves nothing behind.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import ceil
 
 from plexrl.errors import InvariantError
 from plexrl.rollout.staleness.buffers import Buffers
@@ -41,7 +42,7 @@ class HeldPrompts:
     queue: dict[SampleGroupId, int] = field(default_factory=dict)
     """Long prompts: those that were aborted, in the order in which they are started again."""
     fresh: dict[SampleGroupId, int] = field(default_factory=dict)
-    """Those that never started, in the order in which they are started."""
+    """Prompts that never started, in the order in which they are started."""
     is_long: bool = False
     """The present round is a long one."""
     is_ended: bool = False
@@ -87,7 +88,7 @@ class Rounds:
         if len(server.groups) < self._started_max and not self.held.is_ended:
             return None
         size = self._sizes.group_size
-        done = [sum(m.state in GENERATED for m in server.members(each)) for each in server.groups]
+        done = [sum(m.state in GENERATED for m in server.members(group)) for group in server.groups]
         return sum(min(each, size) for each in done), len(done) * size
 
     def add(self, group: SampleGroupId, prompt_tokens: int) -> None:
@@ -158,3 +159,9 @@ class Rounds:
             raise InvariantError("a prompt is in two places", law="one place each")
         if len(server.groups) > self._started_max:
             raise InvariantError(f"{len(server.groups)} groups are started", law="groups started")
+
+
+def extra_count(over_launch: float, count: int) -> int:
+    """How many more than `count` a short round starts: `over_launch · count`, rounded up, without
+    what the product's last bits add (Flexes §3)."""
+    return ceil(round(over_launch * count, 6)) - count

@@ -55,7 +55,7 @@ class LengthExample:
 
 
 def features(prompt: Tokens) -> Floats:
-    """What the regression sees of a prompt, `[2 * HASHED + 3]`."""
+    """The features of a prompt for the regression, `[2 * HASHED + 3]`."""
     tokens = prompt.astype(np.uint64) + np.uint64(1)
     pairs = tokens[:-1] * _ODD[1] + tokens[1:]
     counts = [
@@ -111,10 +111,10 @@ def fit(examples: Sequence[LengthExample]) -> LengthRanker | None:
     prompts, level = _by_prompt(examples[-EXAMPLES_MAX:])
     if len(prompts) < PROMPTS_MIN:
         return None
-    ys = [np.array(each.deviations) for each in prompts.values()]
+    ys = [np.array(prompt.deviations) for prompt in prompts.values()]
     sizes = np.array([len(each) for each in ys])
     y = np.array([each.mean() for each in ys])
-    x = np.array([features(each.prompt) for each in prompts.values()])
+    x = np.array([features(prompt.prompt) for prompt in prompts.values()])
     mean = x.mean(axis=0)
     # A feature that no two prompts differ in gets the weight 0.
     scale = np.where(x.std(axis=0) > 1e-9, x.std(axis=0), np.inf)

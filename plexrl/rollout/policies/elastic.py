@@ -33,8 +33,8 @@ MARGIN = 0.1
 """Part by which training has to take longer than generation would with one instance less."""
 
 
-class Change(IntEnum):
-    """What to do."""
+class InstanceChange(IntEnum):
+    """The change of the number of instances."""
 
     REMOVE = -1
     NONE = 0
@@ -50,7 +50,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class InstanceBounds:
     """Least and greatest number of instances."""
 
     least: int
@@ -65,10 +65,10 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class InstanceDecision:
     """A decision and what led to it."""
 
-    change: Change
+    change: InstanceChange
     generation_s: float
     """Median of the measured steps."""
     training_s: float
@@ -81,9 +81,9 @@ class StageBalance:
 
     def __init__(self) -> None:
         self._times: list[StepTimes] = []
-        """Of the steps with the present instances."""
+        """Times of the steps with the present instances."""
         self._needed = STEPS
-        self._last = Change.NONE
+        self._last = InstanceChange.NONE
 
     def restart(self) -> None:
         """The instances are others, or their number could not be changed: earlier steps tell
@@ -92,17 +92,17 @@ class StageBalance:
 
     def refused(self) -> None:
         """An addition could not be had: the next one needs more steps."""
-        self._last = Change.REMOVE
+        self._last = InstanceChange.REMOVE
         self._times.clear()
 
     def decide(
         self,
         times: StepTimes,
         instances: int,
-        bounds: Bounds,
+        bounds: InstanceBounds,
         predicted_s: Callable[[int], float],
-    ) -> Decision | None:
-        """What follows from a step with so many instances; None: too few steps were measured.
+    ) -> InstanceDecision | None:
+        """The decision after a step with so many instances; None: too few steps were measured.
 
         `predicted_s` is the predicted generation time by the number of instances. After a change
         the caller tells when the instances are those that were asked for (`restart`).
@@ -111,31 +111,31 @@ class StageBalance:
         del self._times[: -self._needed]
         if len(self._times) < self._needed:
             return None
-        generation_s = median(each.generation_s for each in self._times)
-        training_s = median(each.training_s for each in self._times)
-        change, after_s = Change.NONE, generation_s
+        generation_s = median(time.generation_s for time in self._times)
+        training_s = median(time.training_s for time in self._times)
+        change, after_s = InstanceChange.NONE, generation_s
 
         def reached_s(count: int) -> float:
             return generation_s * predicted_s(count) / predicted_s(instances)
 
         if instances < bounds.least:
-            change = Change.ADD
+            change = InstanceChange.ADD
         elif instances > bounds.most:
-            change = Change.REMOVE
+            change = InstanceChange.REMOVE
         elif generation_s > training_s:
             # δ ≥ δ'
             if instances < bounds.most and reached_s(instances + 1) >= training_s:
-                change = Change.ADD
+                change = InstanceChange.ADD
         elif instances > bounds.least and reached_s(instances - 1) * (1 + MARGIN) <= training_s:
-            change = Change.REMOVE
-        if change is not Change.NONE:
+            change = InstanceChange.REMOVE
+        if change is not InstanceChange.NONE:
             after_s = reached_s(instances + change)
             self._changed(change)
-        return Decision(
+        return InstanceDecision(
             change=change, generation_s=generation_s, training_s=training_s, predicted_s=after_s
         )
 
-    def _changed(self, change: Change) -> None:
+    def _changed(self, change: InstanceChange) -> None:
         is_reversal = self._last == -change
         needed = 2 * self._needed if is_reversal else self._needed // 2
         self._needed = min(max(needed, STEPS), STEPS_MAX)
@@ -144,17 +144,19 @@ class StageBalance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What the instances generate in a step, together."""
+class StepWorkload:
+    """The work that all instances together generate in a step."""
 
     samples: int
     prompt_tokens: float
     """Mean length of a prompt."""
     lengths: Sequence[int] = field(repr=False)
-    """Of recent responses, one or more, in tokens."""
+    """Lengths of recent responses, one or more, in tokens."""
 
 
-def generation_s(model: CostModel, workload: Workload, instances: int, kv_budget: float) -> float:
+def generation_s(
+    model: CostModel, workload: StepWorkload, instances: int, kv_budget: float
+) -> float:
     """Predicted seconds of the generation of a step by equal instances.
 
     An instance gets an equal part of the samples, whose lengths are quantiles of the recent ones.
@@ -175,3 +177,39 @@ def generation_s(model: CostModel, workload: Workload, instances: int, kv_budget
         seconds += (length - before) * model.step_s(model.k5 * cached, running)
         before = length
     return waves * seconds
+
+
+class StageClock:
+    """Measures how long generation and training take in each step, without the time for which they
+    wait. Times never decrease."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+        """None: no step has begun."""
+        self._generates = False
+        self._trains = True
+        self._generation_s = 0.0
+        self._training_s = 0.0
+
+    def note(
+        self, now: float, *, generates: bool | None = None, trains: bool | None = None
+    ) -> None:
+        """Note which stages work from now on; None: the same as before."""
+        if self._at is not None:
+            self._generation_s += (now - self._at) * self._generates
+            self._training_s += (now - self._at) * self._trains
+            self._at = now
+        if generates is not None:
+            self._generates = generates
+        if trains is not None:
+            self._trains = trains
+
+    def begin_step(self, now: float) -> StepTimes | None:
+        """A step begins; returns the times of the one before. None: it is the first one."""
+        self.note(now)
+        ended = None
+        if self._at is not None:
+            ended = StepTimes(generation_s=self._generation_s, training_s=self._training_s)
+        self._at = now
+        self._generation_s = self._training_s = 0.0
+        return ended

@@ -1,0 +1,1 @@
+"""Asynchronous systems of other papers, simulated beside `staleflow`."""

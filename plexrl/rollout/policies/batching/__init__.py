@@ -1,1 +1,0 @@
-"""Tail batching: prompts with long responses share rounds. Tensor parallelism by round."""

@@ -1,1 +1,0 @@
-"""Which samples will be long, and which instances generate those (StreamRL §5)."""

@@ -1,1 +1,0 @@
-"""Training on the finished part of a batch, on GPUs that the rollout does not need any more."""

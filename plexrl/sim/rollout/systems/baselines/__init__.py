@@ -1,1 +1,0 @@
-"""Systems without PlexRL's coordinator: synchronous, one step ahead, a limit in flight."""
