@@ -67,7 +67,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "ended_jobs": _COUNT,
     "profiles": _COUNT,
     "searches_max": _COUNT,
-    "admission_steps": _COUNT,
 }
 """Minimum and maximum of every number in `SchedulerConfig`."""
 
@@ -226,9 +225,6 @@ class SchedulerConfig:
     searches_max: int = 16
     """Failed searches for waiting jobs of one size before no more are made until capacity becomes
     free. A search takes a millisecond, and a backlog may be long."""
-    admission_steps: int | None = 10_000
-    """Steps of an admission pass in one event, of some microseconds each; a search counts as 100.
-    The rest of the pass follows at once, between other events. None: no limit."""
     tls: TlsFiles | None = None
     """Certificate for `tls://` addresses; None: there are only Unix sockets."""
     tenants: tuple[tuple[str, str], ...] = ()
