@@ -130,7 +130,7 @@ class SchedulerConfig:
     more than two residents are busy at the same time on average. `waiting_part_max` bounds the
     predicted waiting once phases have settled."""
     interference_weight: float = 10.0
-    """λ: seconds of delayed start that weigh as much as one second of interference per cycle."""
+    """λ: seconds of setup that weigh as much as one second of interference per cycle."""
     starvation_bound_s: float = 600.0
     """Wait for GPUs or for a group after which no other may go first."""
     reservations: bool = True
