@@ -45,7 +45,7 @@ POLL_S = 0.05
 def main() -> None:
     """Print the table."""
     with tempfile.TemporaryDirectory() as folder:
-        cluster = start_embedded(Path(folder), gpus_per_node=SIZES[-1])
+        cluster = start_embedded(Path(folder), virtual_gpus=SIZES[-1])
         try:
             with (
                 plexrl.connect(cluster.url, cluster.api_key) as connected,

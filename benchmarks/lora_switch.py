@@ -47,7 +47,7 @@ def figures_of(rows: list[dict[str, Any]], kind: str) -> tuple[float, float]:
 
 def main() -> None:
     """Measure and print the figures."""
-    embedded = start_embedded(gpus_per_node=1, pin_workers=True)
+    embedded = start_embedded(virtual_gpus=1, pin_workers=True)
     try:
         with plexrl.connect(embedded.url, embedded.api_key) as cluster:
             measured = {"full": moves(cluster, None), "lora": moves(cluster, LORA)}

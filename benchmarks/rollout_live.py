@@ -304,7 +304,7 @@ def plot(found: dict[str, np.ndarray], path: Path) -> None:
 
 def main() -> None:
     """Run both parts on one embedded cluster."""
-    embedded = start_embedded(gpus_per_node=INSTANCES + 1)
+    embedded = start_embedded(virtual_gpus=INSTANCES + 1)
     try:
         with plexrl.connect(embedded.url, embedded.api_key) as cluster:
             rows, figures = throughput(cluster)

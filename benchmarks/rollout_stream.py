@@ -230,7 +230,7 @@ def measure_parts(rows: list[tuple[str, ...]], figures: dict[str, float]) -> Non
     """All ways in turns."""
     found: dict[str, list[float]] = {way.name: [] for way in WAYS}
     counts: dict[str, list[float]] = {way.name: [] for way in WAYS}
-    running = start_embedded(gpus_per_node=1 + INSTANCES)
+    running = start_embedded(virtual_gpus=1 + INSTANCES)
     try:
         with plexrl.connect(running.url, running.api_key) as cluster:
             for _ in range(RUNS):
@@ -262,7 +262,7 @@ def main() -> None:
 def measure_freed(rows: list[tuple[str, ...]], figures: dict[str, float]) -> None:
     """Both ways in turns."""
     whole, streamed = Found(), Found()
-    running = start_embedded(gpus_per_node=1 + INSTANCES)
+    running = start_embedded(virtual_gpus=1 + INSTANCES)
     try:
         with plexrl.connect(running.url, running.api_key) as cluster:
             for _ in range(RUNS):

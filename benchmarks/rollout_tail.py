@@ -326,7 +326,7 @@ def plot(found: dict[str, npt.NDArray[np.float64]], path: Path) -> None:
 
 def main() -> None:
     """Run both parts on one embedded cluster."""
-    embedded = start_embedded(gpus_per_node=INSTANCES + 2)
+    embedded = start_embedded(virtual_gpus=INSTANCES + 2)
     try:
         with plexrl.connect(embedded.url, embedded.api_key) as cluster:
             rows, figures = rollout_times(cluster)

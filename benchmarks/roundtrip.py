@@ -70,7 +70,7 @@ def bare_fastapi_ms() -> list[float]:
 
 def barrier_ms() -> list[float]:
     """A barrier on a rollout deployment of one worker, alone on the cluster."""
-    embedded = start_embedded(gpus_per_node=1)
+    embedded = start_embedded(virtual_gpus=1)
     try:
         with (
             plexrl.connect(embedded.url, embedded.api_key) as cluster,

@@ -40,7 +40,7 @@ def timed(cluster: plexrl.Cluster, actors: list[plexrl.TrainDeployment]) -> tupl
 
 def main() -> None:
     """Measure and print the figures."""
-    embedded = start_embedded(gpus_per_node=4, pin_workers=True)
+    embedded = start_embedded(virtual_gpus=4, pin_workers=True)
     try:
         with plexrl.connect(embedded.url, embedded.api_key) as cluster:
             jobs = [cluster.create_job(name) for name in ("one", "two")]

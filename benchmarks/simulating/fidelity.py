@@ -131,7 +131,7 @@ def run_all(*, full: bool) -> tuple[list[Found], list[Answer]]:
     sources: list[History] = []
     targets: list[tuple[str, History, float]] = []
     told: list[Answer] = []
-    embedded = start_embedded(gpus_per_node=1 + len(JOBS), policy=POLICY, ordering="hrrs")
+    embedded = start_embedded(virtual_gpus=1 + len(JOBS), policy=POLICY, ordering="hrrs")
     try:
         jobs = timed(embedded)
         for seed, (source, target) in enumerate(zip(SOURCES, PREDICTED, strict=True), 1):

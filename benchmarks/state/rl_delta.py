@@ -145,7 +145,7 @@ class DeltaController(Controller):
 
 def measure(steps: int = STEPS) -> tuple[list[tuple[str, ...]], dict[str, float]]:
     """(table rows, figures). `steps` at each learning rate."""
-    running = start_embedded(gpus_per_node=4)
+    running = start_embedded(virtual_gpus=4)
     try:
         with (
             plexrl.connect(running.url, running.api_key) as cluster,

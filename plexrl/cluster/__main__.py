@@ -68,7 +68,7 @@ def main() -> None:
         options = (
             RayOptions(
                 **{name.removeprefix("ray_"): value for name, value in ray.items()},
-                places_per_node=given.pop("gpus_per_node", None),
+                places_per_node=given.pop("virtual_gpus", None),
             )
             if ray
             else None

@@ -17,6 +17,7 @@ from plexrl.cluster.data_dir.endpoint import NAME as ENDPOINT_FILE
 from plexrl.cluster.data_dir.endpoint import Endpoint, in_use
 from plexrl.cluster.data_dir.folder import make_data_dir, try_lock
 from plexrl.cluster.data_dir.ports import choose_ports
+from plexrl.cluster.node.gpus import Gpus, chosen_gpus
 from plexrl.cluster.node.parts import (
     NodeConfig,
     head_node_links,
@@ -25,7 +26,7 @@ from plexrl.cluster.node.parts import (
     rollout_part,
     router_parts,
     scheduler_part,
-    with_host_tier,
+    with_memory,
 )
 from plexrl.errors import PlexRLError
 from plexrl.process.children.part import Part
@@ -62,6 +63,11 @@ class Nodes(Protocol):
         """Whether they join the head, so that they start after it."""
         ...
 
+    @property
+    def gpus(self) -> Gpus | None:
+        """The GPUs of each, once they have started; None: there is no such node on this machine."""
+        ...
+
     async def start(self) -> None:
         """Start the current nodes and keep them running.
 
@@ -76,9 +82,10 @@ class Nodes(Protocol):
 
 
 class LocalNodes:
-    """Virtual nodes, as processes of this machine."""
+    """Nodes whose processes are on this machine."""
 
     join = False
+    gpus: Gpus | None = None
 
     def __init__(
         self,
@@ -97,16 +104,22 @@ class LocalNodes:
     async def start(self) -> None:
         if not self._options.nodes:
             return
-        self._options = with_host_tier(self._options)
-        nodes = [self._node(index) for index in range(self._options.nodes)]
+        gpus = self.gpus = await asyncio.to_thread(self._find_gpus)
+        self._options = with_memory(self._options, gpus)
+        nodes = [self._node(index, gpus) for index in range(self._options.nodes)]
         self._parts += [part for node in nodes for part in node]
         await all_at_once(*(self._start_node(node) for node in nodes))
         self._processes.watch(self._parts)
 
-    def _node(self, index: int) -> tuple[Part, Part]:
+    def _node(self, index: int, gpus: Gpus) -> tuple[Part, Part]:
         options, folders, head = self._options, self._folders, self._head()
         links = None if head is None else head_node_links(options, folders, head, index)
-        return node_parts(options, folders, NodeConfig.virtual(options, index), links)
+        return node_parts(options, folders, NodeConfig.local(options, index, gpus), links)
+
+    def _find_gpus(self) -> Gpus:
+        options = self._options
+        # Several nodes cannot have the same GPUs.
+        return chosen_gpus(0 if options.nodes > 1 else options.gpus, options.virtual_gpus)
 
     async def _start_node(self, parts: Iterable[Part]) -> None:
         for part in parts:
@@ -128,7 +141,7 @@ class Supervisor:
         nodes: Callable[[Folders, PartRecord, HeadOf], Nodes] | None = None,
         lock: IO[str] | None = None,
     ) -> None:
-        """`settings` override the scheduler's defaults; without `nodes` the nodes are virtual.
+        """`settings` override the scheduler's defaults; without `nodes` they are this machine's.
         `lock` is the data directory's lock, if a script took it for an embedded cluster."""
         self._options = options
         self._settings = settings or {}
@@ -271,6 +284,7 @@ class Supervisor:
             ca="" if head is None else head.api_ca,
             public_url="" if head is None else head.public_urls,
             join_address="" if head is None else str(head.join_address),
+            gpus="" if self._nodes.gpus is None else str(self._nodes.gpus),
         )
 
 

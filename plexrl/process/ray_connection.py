@@ -112,10 +112,10 @@ def none_usable(places_per_node: int | None) -> CapacityError:
     if places_per_node is None:
         return CapacityError(
             "no node of the Ray cluster has GPUs: start nodes with `ray start --num-gpus N`, or "
-            "use --gpus-per-node N for N workers on the CPUs of each node"
+            "use --virtual-gpus N for N workers on the CPUs of each node"
         )
     return CapacityError(
-        f"no node of the Ray cluster has {places_per_node} CPUs for --gpus-per-node "
+        f"no node of the Ray cluster has {places_per_node} CPUs for --virtual-gpus "
         f"{places_per_node}: lower it, or start larger nodes"
     )
 

@@ -14,7 +14,7 @@ NO_BENCHMARKS = {"bars.py", "report.py", "run_all.py", "sizes.py"}
 
 LONG = {
     *("decode_predictor.py", "delta_sync_hosts.py", "durability.py", "engine.py"),
-    "execution.py",
+    *("execution.py", "faults.py"),
     # `test_gpu_dry_run.py` has them.
     *("gpu/cluster.py", "gpu/generation.py", "gpu/rl.py"),
     *("judge_layers.py", "loading.py", "lora_switch.py"),

@@ -11,7 +11,7 @@ from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    running = start_embedded(folder, gpus_per_node=8)
+    running = start_embedded(folder, virtual_gpus=8)
     yield running
     running.close()
 

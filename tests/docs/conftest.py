@@ -77,7 +77,7 @@ def docs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docs]:
         "COLUMNS": "80",
     }
     command = [*("plexrl", "up", "--data-dir", str(data_dir), "--port", "0", "--json")]
-    command += ["--gpus-per-node", "8", "--policy", "pack"]
+    command += ["--virtual-gpus", "8", "--policy", "pack"]
     running = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
     )

@@ -17,7 +17,7 @@ def test_a_training_job_is_followed_from_its_start_to_its_end(
     tmp_path: Path, broker: Mosquitto
 ) -> None:
     url = f"{broker.url}/site/one"
-    embedded = start_embedded(tmp_path / "data", gpus_per_node=2, mqtt=url)
+    embedded = start_embedded(tmp_path / "data", virtual_gpus=2, mqtt=url)
     try:
         with Subscriber(broker.port, "site/one/#") as events, following(url) as lines:
             with (

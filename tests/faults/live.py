@@ -46,7 +46,7 @@ class LiveCluster(SoloCluster):
         self.head.run("mkdir", str(self.data_dir))
         self.head.run("mount", *disk)
         self._options = {
-            "gpus-per-node": "3",
+            "virtual-gpus": "3",
             "host-memory-bytes": str(HOST_TIER_BYTES),
             "gpu-memory-bytes": str(64 * MIB),
             # Others would let each job in only after the profile of the one before, and the

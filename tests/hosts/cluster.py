@@ -39,7 +39,7 @@ class SoloCluster:
     def __init__(self, host: Host, gpus: int) -> None:
         self.head = self.client = host
         self._supervisor = host.start(
-            *("plexrl", "up", "--json", "--gpus-per-node", str(gpus), "--policy", "pack"),
+            *("plexrl", "up", "--json", "--virtual-gpus", str(gpus), "--policy", "pack"),
             *("--gpu-memory", GPU_MEMORY_GIB, "--host-memory", HOST_MEMORY_GIB),
         )
         endpoint = json.loads(self._supervisor.wait_for('"url"', START_S))
@@ -161,7 +161,7 @@ class HostCluster(SoloCluster):
     def start_node(self, node: Host, token: str = "") -> None:
         """Let a host join with a token, or start its supervisor again without one."""
         command = ["plexrl", "node", "join", f"tls://{self.head.name}:{JOIN_PORT}", "--json"]
-        command += ["--gpus", str(self._gpus), "--fabric", "trusted"]
+        command += ["--virtual-gpus", str(self._gpus), "--fabric", "trusted"]
         command += ["--gpu-memory", GPU_MEMORY_GIB]
         command += ["--host-memory", HOST_MEMORY_GIB]
         environment = {**store_environment(self._store_host)}

@@ -11,9 +11,12 @@ import traceback
 from contextlib import suppress
 from random import Random
 
+from msgspec.msgpack import decode
+
 from plexrl.errors import PlexRLError
 from plexrl.ids import NodeId
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.core.snapshot import _Snapshot
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.commands import Command
@@ -51,7 +54,7 @@ class Twins(Quick):
 
     def _compare(self) -> None:
         body, other = self.core.dump(), self.second.dump()
-        assert other == body, "the states differ"
+        assert other == body or _read(other) == _read(body), "the states differ"
         if self._chance.random() < 0.7:
             self.second = SchedulerCore.restore(self.config, body)
 
@@ -147,6 +150,13 @@ def _answer(core: SchedulerCore, event: ev.Event, now: float) -> list[Command] |
         return core.handle(event, now)
     except PlexRLError as error:
         return error
+
+
+def _read(body: bytes) -> _Snapshot:
+    snapshot = decode(body, type=_Snapshot)
+    # Timers are a heap, whose layout decides nothing: equal times are taken in the order of names.
+    snapshot.timers.sort()
+    return snapshot
 
 
 def main(first: int, count: int, length: int = 40) -> int:

@@ -74,7 +74,12 @@ class Resources:
     """What the node has."""
 
     gpus: Annotated[
-        int | None, typer.Option(help="Number of GPUs; default: the machine's NVIDIA GPUs.")
+        int | None,
+        typer.Option(help="NVIDIA GPUs to serve; default: all of the machine. 0: none."),
+    ] = None
+    virtual_gpus: Annotated[
+        int | None,
+        typer.Option(help="Virtual GPUs instead, whose workers compute on the CPU."),
     ] = None
     gpu_memory: Annotated[
         str | None, typer.Option(help="Memory of each GPU, as 80GiB or 80; default: the machine's.")
@@ -353,6 +358,7 @@ def _node_options(
         "data_dir": joining.data_dir,
         "name": joining.name,
         "gpus": resources.gpus,
+        "virtual_gpus": resources.virtual_gpus,
         "gpu_memory_bytes": _size(resources.gpu_memory),
         "host_memory_bytes": _size(resources.host_memory),
         "nvme_bytes": memory_size(resources.nvme),

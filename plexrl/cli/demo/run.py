@@ -59,11 +59,15 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     """
     import plexrl
     from plexrl.cluster.embedded.start import start_embedded
+    from plexrl.cluster.node.gpus import find_gpus
 
     console = console or Console()
     options.out.mkdir(parents=True, exist_ok=True)
     console.print("Starting the cluster: router, scheduler, StateManager, node agent …")
-    embedded = start_embedded(gpus_per_node=options.group_workers + len(TASKS), pin_workers=True)
+    wanted = options.group_workers + len(TASKS)
+    kind = "gpus" if find_gpus().count >= wanted else "virtual_gpus"
+    embedded = start_embedded(None, **{kind: wanted, "pin_workers": True})
+    console.print(f"GPUs: {embedded.gpus}.")
     try:
         with plexrl.connect(embedded.url, embedded.api_key) as cluster:
             plans = [

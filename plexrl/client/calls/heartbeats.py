@@ -15,6 +15,9 @@ from plexrl.errors import (
 
 LOG = logging.getLogger(__name__)
 
+AFTER_LOSS_S = 1.0
+"""Pause after payloads were sent again: a replay finds the next damaged one when it comes to it."""
+
 
 def send_heartbeats(
     transport: Transport, job: str, ended: threading.Event, period_s: float
@@ -24,10 +27,14 @@ def send_heartbeats(
     threading.Thread(target=_beat, args=arguments, daemon=True).start()
 
 
-def beat(transport: Transport, job: str, within_s: float | None = None) -> None:
+def beat(transport: Transport, job: str, within_s: float | None = None) -> bool:
     """Send one heartbeat and store the job's failure from the response; send payloads again that
     the cluster has lost. While the cluster is busy the call waits, or fails after `within_s`
-    seconds if given."""
+    seconds if given.
+
+    Returns:
+        Whether the cluster had lost payloads.
+    """
     controller = transport.controller
     assert controller is not None, "only the job's controller sends heartbeats"
     path = f"/v1/jobs/{quote(job)}/heartbeat"
@@ -37,8 +44,10 @@ def beat(transport: Transport, job: str, within_s: float | None = None) -> None:
         call = call.limited_to(within_s)
     reply = transport.request(call).json()
     controller.receive_failure(reply.get("failure"), count)
-    for operation in reply.get("lost_payloads", ()):
+    lost = reply.get("lost_payloads", ())
+    for operation in lost:
         _send_again(transport, controller, operation)
+    return bool(lost)
 
 
 def _send_again(transport: Transport, controller: Controller, operation: str) -> None:
@@ -52,9 +61,12 @@ def _send_again(transport: Transport, controller: Controller, operation: str) ->
 
 
 def _beat(transport: Transport, job: str, ended: threading.Event, period_s: float) -> None:
-    while not ended.wait(period_s):
+    pause_s = period_s
+    while not ended.wait(pause_s):
+        pause_s = period_s
         try:
-            beat(transport, job)
+            if beat(transport, job):
+                pause_s = min(period_s, AFTER_LOSS_S)
         except JobEndedError:
             return
         except ControllerReplacedError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from plexrl.cluster.config.network import NODE_PORTS, check_fabric, check_host, check_ports
 from plexrl.cluster.config.options import GIB, PartSettings
+from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
 from plexrl.process.children.pulse import STUCK_S, check_stuck_s
 
@@ -23,9 +24,11 @@ class NodeOptions:
     name: str = ""
     """The node's name in the cluster; empty: the machine's host name."""
     gpus: int | None = None
-    """Number of GPUs, each of which takes one worker process of a deployment; absent: the machine's
-    NVIDIA GPUs. On a machine without GPUs workers compute on the CPU, and the number must be given.
-    """
+    """Number of the machine's NVIDIA GPUs that the node serves; each takes one worker process of a
+    deployment. 0: none, and virtual ones instead. Absent: all, unless `virtual_gpus` is given."""
+    virtual_gpus: int | None = None
+    """Number of virtual GPUs, whose workers compute on the CPU; to be given on a machine without
+    GPUs."""
     gpu_memory_bytes: int | None = None
     """Memory of each GPU; absent: that of the machine's GPUs, or 2 GiB without GPUs."""
     host_memory_bytes: int | None = None
@@ -62,6 +65,11 @@ class NodeOptions:
         check_stuck_s("part_stuck_s", self.part_stuck_s)
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         check_numbers("plexrl node join", own)
+        if self.gpus and self.virtual_gpus is not None:
+            raise InvalidRequestError(
+                "the GPUs of a node are the machine's (--gpus) or virtual (--virtual-gpus): give "
+                "one of the two"
+            )
         if self.host:
             check_host("host", self.host)
         check_ports("ports", self.ports)

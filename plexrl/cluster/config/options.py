@@ -75,15 +75,20 @@ class ClusterOptions:
     checkpoint_url: str | None = None
     """Where checkpoints are, likewise; absent: `data_dir`/checkpoints."""
     nodes: int = 1
-    """Number of virtual nodes, each with a StateManager and an agent. 0: only nodes that join."""
-    gpus_per_node: int = 4
-    """Number of virtual GPUs of each node; each takes one worker process of a deployment."""
+    """Number of nodes on this machine, each with a StateManager and an agent. Several have virtual
+    GPUs only. 0: only nodes that join."""
+    gpus: int | None = None
+    """Number of this machine's NVIDIA GPUs that its node serves; each takes one worker process of a
+    deployment. 0: none, and virtual ones instead. Absent: all, unless `virtual_gpus` is given."""
+    virtual_gpus: int | None = None
+    """Number of virtual GPUs of each node, whose workers compute on the CPU. Absent: 4 on a machine
+    without GPUs."""
     gpu_memory_bytes: int | None = None
-    """Memory of each GPU; a model whose state is larger is refused. Absent: 2 GiB, and with Ray
-    that of the machine's GPUs."""
+    """Memory of each GPU; a model whose state is larger is refused. Absent: that of the machine's
+    GPUs, and 2 GiB of a virtual one."""
     host_memory_bytes: int | None = None
-    """Bound on each node's host tier. Absent: 2 GiB, and on a Ray node with GPUs half of the memory
-    that its control group may use, in both cases at most `/dev/shm`."""
+    """Bound on each node's host tier. Absent: 2 GiB, and with GPUs half of the memory that the
+    node's control group may use, in both cases at most `/dev/shm`."""
     nvme_bytes: int = 64 * GIB
     """Bound on each node's NVMe tier."""
     pin_workers: bool = False
@@ -197,6 +202,16 @@ class ClusterOptions:
                 raise InvalidRequestError(
                     f"{name} has {count} entries for {self.nodes} nodes: give one, or one for each"
                 )
+        if self.gpus and self.virtual_gpus is not None:
+            raise InvalidRequestError(
+                "the GPUs of a node are the machine's (--gpus) or virtual (--virtual-gpus): give "
+                "one of the two"
+            )
+        if self.gpus and self.nodes > 1:
+            raise InvalidRequestError(
+                f"one node serves the GPUs of a machine, and there are to be {self.nodes}: leave "
+                "--nodes out, or give --virtual-gpus instead of --gpus"
+            )
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(HTTP):
             raise InvalidRequestError(
                 f"otlp_endpoint {self.otlp_endpoint!r} is not a URL: write it as "

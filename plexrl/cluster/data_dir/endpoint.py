@@ -34,6 +34,9 @@ class Endpoint:
     """URLs for clients on other machines; empty: there are none."""
     join_address: str = ""
     """Where other machines join as nodes; empty: none can."""
+    gpus: str = ""
+    """The GPUs of each node of this machine; empty: none serves, or another process has started
+    them."""
 
     @property
     def key_file(self) -> Path:
@@ -48,6 +51,7 @@ class Endpoint:
                 "key_file": str(self.key_file),
                 "pid": self.pid,
                 "data_dir": self.data_dir,
+                "gpus": self.gpus,
                 **(self._network() if self.join_address else {}),
             }
         )

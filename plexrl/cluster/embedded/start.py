@@ -47,8 +47,9 @@ class EmbeddedCluster:
         self._process = process
         self.url = endpoint.url
         self.api_key = endpoint.api_key
-        self.ca = endpoint.ca
         """The operator's key."""
+        self.gpus = endpoint.gpus
+        """What its nodes compute on, if this process has started it."""
         self.ca = endpoint.ca
         """PEM file of the authority of the API's certificate; empty: none is needed."""
         self.data_dir = Path(endpoint.data_dir)
@@ -151,7 +152,11 @@ def _join_or_start(folder: Path, script: ScriptLock, timeout_s: float) -> Embedd
             with lock:
                 notify_user(LOG, f"starting an embedded cluster on {folder}")
                 started = _start(folder, script, lock, {})
-            notify_user(LOG, f"it is up at {started.url}; `{status_command(folder)}` shows it")
+            notify_user(
+                LOG,
+                f"it is up at {started.url}; GPUs: {started.gpus}; `{status_command(folder)}` "
+                "shows it",
+            )
             return started
         if time.monotonic() > deadline:
             raise UnavailableError(
@@ -206,7 +211,9 @@ def _start(
     # The supervisor may outlive this process's use of it; the wait avoids a zombie.
     threading.Thread(target=process.wait, daemon=True).start()
     key = operator_key(Path(reply["data_dir"]))
-    endpoint = Endpoint(reply["url"], key, reply["pid"], reply["data_dir"], True)
+    endpoint = Endpoint(
+        reply["url"], key, reply["pid"], reply["data_dir"], True, gpus=reply["gpus"]
+    )
     return EmbeddedCluster(endpoint, script, process)
 
 

@@ -36,6 +36,11 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = ""
     """Name of the smallest, such as `NVIDIA H200`; empty: they are virtual."""
 
+    def __str__(self) -> str:
+        if self.uuids:
+            return f"{self.count} x {self.kind}"
+        return f"{self.count} virtual, whose workers compute on the CPU"
+
 
 class _Device(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU as the driver or `nvidia-smi` lists it."""
@@ -47,7 +52,12 @@ class _Device(msgspec.Struct, frozen=True, kw_only=True):
     name: str
 
 
-NONE = Gpus(count=0, memory_bytes=0)
+VIRTUAL_GPUS: Final = 4
+"""Virtual GPUs of a node, if the operator gives no number."""
+NO_DRIVER: Final = (
+    "install its driver and plexrl[cuda], or give the number of workers that share the CPU with "
+    "--virtual-gpus"
+)
 
 
 def find_gpus() -> Gpus:
@@ -60,21 +70,43 @@ def find_gpus() -> Gpus:
     return _usable(_devices())
 
 
-def required_gpus(given: int | None) -> Gpus:
-    """The machine's GPUs or, with a number that the operator gave, as many virtual ones.
+def chosen_gpus(gpus: int | None, virtual_gpus: int | None) -> Gpus:
+    """The GPUs of a node on this machine.
+
+    Args:
+        gpus: the first so many of the machine; 0: none of them. Absent: all of them, unless
+            `virtual_gpus` is given.
+        virtual_gpus: so many virtual ones, which need none of the machine. Absent: `VIRTUAL_GPUS`
+            if `gpus` is 0 or the machine has none.
 
     Raises:
-        CapacityError: the machine has none, and no number was given; or as `find_gpus`.
+        CapacityError: the machine has fewer than `gpus`; or as `find_gpus`.
     """
+    if virtual_gpus is not None or gpus == 0:
+        return Gpus(count=virtual_gpus or VIRTUAL_GPUS, memory_bytes=0)
     found = _devices()
-    if given is not None:
-        return Gpus(count=given, memory_bytes=_least(found) if given <= len(found) else 0)
-    if not found:
+    if gpus is not None and len(found) < gpus:
         raise CapacityError(
-            "no NVIDIA GPU was found on this machine: install its driver and plexrl[cuda], or give "
-            "the number of workers that share the CPU with --gpus"
+            f"this machine has {_counted(len(found))}, and --gpus asks for {gpus}: "
+            + (f"ask for at most {len(found)}" if found else NO_DRIVER),
+            gpus=len(found),
         )
-    return _usable(found)
+    if not found:
+        return Gpus(count=VIRTUAL_GPUS, memory_bytes=0)
+    return _usable(found[:gpus])
+
+
+def required_gpus(gpus: int | None, virtual_gpus: int | None) -> Gpus:
+    """As `chosen_gpus`, for a machine that joins to serve its GPUs: none becomes virtual unasked.
+
+    Raises:
+        CapacityError: the machine has no GPU, and no virtual ones were asked for; or as
+            `chosen_gpus`.
+    """
+    found = chosen_gpus(gpus, virtual_gpus)
+    if not found.uuids and gpus is None and virtual_gpus is None:
+        raise CapacityError(f"no NVIDIA GPU was found on this machine: {NO_DRIVER}")
+    return found
 
 
 def first_gpus(count: int) -> Gpus:
@@ -114,6 +146,10 @@ def _usable(found: list[_Device]) -> Gpus:
         uuids=tuple([each.uuid for each in found]),
         kind=min([(each.memory_bytes, each.name) for each in found], default=(0, ""))[1],
     )
+
+
+def _counted(count: int) -> str:
+    return {0: "no NVIDIA GPU", 1: "1 GPU"}.get(count, f"{count} GPUs")
 
 
 def _least(found: list[_Device]) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from plexrl.cluster.config.options import GIB, ClusterOptions, PartSettings
+from plexrl.cluster.node.gpus import Gpus
 from plexrl.cluster.node.host_memory import (
     HOST_BYTES_MIN,
     HOST_BYTES_USUAL,
@@ -59,15 +60,17 @@ class NodeConfig:
     """Name of the GPUs; empty: they are virtual."""
 
     @classmethod
-    def virtual(cls, options: ClusterOptions, index: int) -> "NodeConfig":
-        """The virtual node number `index`."""
+    def local(cls, options: ClusterOptions, index: int, gpus: Gpus) -> "NodeConfig":
+        """The node number `index` of this machine, which serves these GPUs."""
         return cls(
             node=f"node{index}",
-            gpus=options.gpus_per_node,
+            gpus=gpus.count,
             node_type=_of_node(options.node_types, index, ""),
             speed=_of_node(options.node_speeds, index, 0.0),
             block=_of_node(options.blocks, index, ""),
             cores=tuple(_cores(options, index)),
+            gpu_uuids=gpus.uuids,
+            gpu_kind=gpus.kind,
         )
 
 
@@ -304,16 +307,18 @@ def _given(options: ClusterOptions, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
-def with_host_tier(options: ClusterOptions, root: Path = ROOT) -> ClusterOptions:
-    """The options with the size of each node's host tier, which fits the shared-memory file system.
+def with_memory(options: ClusterOptions, gpus: Gpus, root: Path = ROOT) -> ClusterOptions:
+    """The options with the memory of each GPU, and the size of each node's host tier, which fits
+    the shared-memory file system.
 
     Raises:
         InvalidRequestError: the given size does not fit, or the file system is too small for any.
     """
     folder = root / SHARED_MEMORY.relative_to("/")
     size = file_system_bytes(folder)
-    wanted = options.host_memory_bytes or default_host_bytes((), root)
-    options = replace(options, host_memory_bytes=wanted)
+    wanted = options.host_memory_bytes or default_host_bytes(gpus.uuids, root)
+    memory = options.gpu_memory_bytes or gpus.memory_bytes or None
+    options = replace(options, gpu_memory_bytes=memory, host_memory_bytes=wanted)
     if size is None:
         return options
     larger = f"`mount -o remount,size=2g {folder}`, or `docker run --shm-size=2g`"

@@ -17,9 +17,8 @@ from plexrl.cluster.data_dir.folder import make_data_dir, try_lock
 from plexrl.cluster.join.client import HeadClient, join
 from plexrl.cluster.join.tokens import JoinToken
 from plexrl.cluster.node.gpus import Gpus, required_gpus
-from plexrl.cluster.node.host_memory import default_host_bytes
 from plexrl.cluster.node.membership import Kept, NodeFolder
-from plexrl.cluster.node.parts import NodeConfig, NodeLinks, node_parts, with_host_tier
+from plexrl.cluster.node.parts import NodeConfig, NodeLinks, node_parts, with_memory
 from plexrl.errors import (
     AuthenticationError,
     ConflictError,
@@ -102,10 +101,9 @@ class NodeSupervisor:
             find_gpus: finds the GPUs, in place of `required_gpus` of the options.
         """
         self._agent = agent
-        self._find_gpus = find_gpus or partial(required_gpus, options.gpus)
+        self._find_gpus = find_gpus or partial(required_gpus, options.gpus, options.virtual_gpus)
         self._options = options
-        self._gpu_uuids: tuple[str, ...] = ()
-        self._gpu_kind = ""
+        self._gpus = Gpus(count=0, memory_bytes=0)
         self._entry = entry
         self._folders = Folders.of(options.data_dir)
         self._files = NodeFolder(self._folders.data)
@@ -122,9 +120,8 @@ class NodeSupervisor:
             UnavailableError: the head does not answer the first request to join, or a part did not
                 start.
         """
-        gpus = await asyncio.to_thread(self._find_gpus)
-        self._gpu_uuids, self._gpu_kind = gpus.uuids, gpus.kind
-        cluster = with_host_tier(self._cluster_options(gpus))
+        self._gpus = gpus = await asyncio.to_thread(self._find_gpus)
+        cluster = with_memory(self._cluster_options(), gpus)
         with ExitStack() as held:
             held.enter_context(self._locked())
             # Of a killed node, whose state is in it.
@@ -238,7 +235,7 @@ class NodeSupervisor:
                 await self._agent.start(agent)
                 ending = asyncio.create_task(_first(stop, self._agent))
             LOG.info("node %s is up: process %d", kept.node, kept.pid)
-            ready(self._running(kept, cluster))
+            ready(self._running(kept))
             await asyncio.wait({ending, renewing}, return_when=asyncio.FIRST_COMPLETED)
             ending.cancel()
             if renewing.done():
@@ -325,13 +322,13 @@ class NodeSupervisor:
         cluster = replace(cluster, checkpoint_url=kept.checkpoint_url or None)
         config = NodeConfig(
             node=kept.node,
-            gpus=cluster.gpus_per_node,
+            gpus=self._gpus.count,
             node_type=options.node_type,
             speed=options.node_speed,
             block=options.block,
             cores=cores,
-            gpu_uuids=self._gpu_uuids,
-            gpu_kind=self._gpu_kind,
+            gpu_uuids=self._gpus.uuids,
+            gpu_kind=self._gpus.kind,
         )
         links = NodeLinks(
             scheduler=tuple(kept.schedulers),
@@ -342,27 +339,24 @@ class NodeSupervisor:
         )
         return node_parts(cluster, self._folders, config, links)
 
-    def _cluster_options(self, gpus: Gpus) -> ClusterOptions:
+    def _cluster_options(self) -> ClusterOptions:
         """The options by which `node_parts` sizes a node."""
         options = self._options
-        memory = options.gpu_memory_bytes or gpus.memory_bytes or None
-        host = options.host_memory_bytes
         return ClusterOptions(
             data_dir=self._folders.data,
-            gpus_per_node=gpus.count,
-            gpu_memory_bytes=memory,
-            host_memory_bytes=default_host_bytes(gpus.uuids) if host is None else host,
+            gpu_memory_bytes=options.gpu_memory_bytes,
+            host_memory_bytes=options.host_memory_bytes,
             nvme_bytes=options.nvme_bytes,
             part_stuck_s=options.part_stuck_s,
             settings=options.settings,
         )
 
-    def _running(self, kept: Kept, cluster: ClusterOptions) -> RunningNode:
+    def _running(self, kept: Kept) -> RunningNode:
         return RunningNode(
             node=kept.node,
             head=kept.head,
             host=kept.host,
-            gpus=cluster.gpus_per_node,
+            gpus=self._gpus.count,
             pid=kept.pid,
             data_dir=str(self._folders.data),
         )

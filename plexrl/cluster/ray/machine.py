@@ -20,7 +20,6 @@ from plexrl.cluster.node.supervisor import Entry, NodeSupervisor
 from plexrl.errors import UnavailableError
 from plexrl.process.children.part import Part
 from plexrl.process.children.startup import parse_config
-from plexrl.process.ray_connection import GPU
 from plexrl.wire.links.address import TlsAddress, parse_address
 from plexrl.worker.agent.agent import Agent
 from plexrl.worker.agent.ray.launcher import RayLauncher
@@ -61,8 +60,7 @@ class RayMachineActor:
         # `~` is the home directory of Ray's user on this machine.
         options = replace(options, data_dir=options.data_dir.expanduser().absolute())
         entry = Entry(head=address, token=parse_token(token))
-        assert options.gpus is not None
-        find = partial(first_gpus, options.gpus) if resource == GPU else None
+        find = None if options.gpus is None else partial(first_gpus, options.gpus)
         supervisor = NodeSupervisor(options, entry, _AgentHere(group, resource), find)
         up = asyncio.Event()
         self._running = asyncio.create_task(supervisor.run(self._stop, lambda _: up.set()))

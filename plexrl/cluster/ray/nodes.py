@@ -28,7 +28,7 @@ from plexrl.errors import PlexRLError, UnavailableError
 from plexrl.process.children.restart_log import PartRecord
 from plexrl.process.folders.folders import Folders
 from plexrl.process.memory.tuning import tuned
-from plexrl.process.ray_connection import RayNode, none_usable, usable_nodes
+from plexrl.process.ray_connection import GPU, RayNode, none_usable, usable_nodes
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -56,6 +56,8 @@ STABLE_S = 60.0
 
 class RayNodes:
     """All nodes of the Ray cluster, including nodes that join later."""
+
+    gpus = None
 
     def __init__(
         self,
@@ -229,7 +231,8 @@ class _NodeActor:
         chosen = NodeOptions(
             data_dir=Path(self._ray.node_dir) / node.node,
             name=node.node,
-            gpus=node.gpus,
+            gpus=node.gpus if node.resource == GPU else None,
+            virtual_gpus=None if node.resource == GPU else node.gpus,
             gpu_memory_bytes=options.gpu_memory_bytes,
             host_memory_bytes=options.host_memory_bytes,
             nvme_bytes=options.nvme_bytes,

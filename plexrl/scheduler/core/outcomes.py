@@ -146,11 +146,10 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     if deployment.moving is not None and deployment.moving.operation == event.operation:
         _move_failed(context, deployment, operation, error, now, is_intact=event.state_intact)
         return
-    command = deployment.running[event.operation]
-    if isinstance(error, PayloadLostError) and may_have_run(state, deployment, command):
+    if isinstance(error, PayloadLostError) and may_have_run(state, deployment, operation):
         restart(context, deployment, error.message, now, counts=False)
         return
-    if command.replay:
+    if deployment.running[event.operation].replay:
         if republish(context.state, context.settings, effects, deployment, operation, error, now):
             effects.touch(deployment.group)
             return

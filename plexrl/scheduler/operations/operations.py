@@ -148,7 +148,9 @@ def start(
         meter(state, deployment, now)
     else:
         deployment.metered_at = now
-    if not replay:
+    if replay:
+        deployment.replay.send(now)
+    else:
         seq = deployment.replay.completed_seq
         operation.seq = seq + 1 if operation.kind in MUTATING else seq
         change_operation(operation, _STARTED)

@@ -182,10 +182,8 @@ def _left_s(state: State, name: OperationId, deployment: Deployment, now: float)
 def _until_end_s(state: State, name: OperationId, deployment: Deployment, now: float) -> float:
     """Estimated seconds until an operation ends; negative once that has passed."""
     operation = state.operations[name]
-    began_at = operation.started_at if operation.started_at is not None else now
-    if (run := deployment.running.get(name)) is not None and run.replay:
-        # Its own times are those of its first run.
-        began_at = deployment.burst.served_at
+    sent_at = deployment.sent_at(operation)
+    began_at = now if sent_at is None else sent_at
     if operation.kind == OperationKind.LOAD:
         whole_s = load_s(state, deployment)
         group = state.group_of(deployment)

@@ -179,7 +179,9 @@ def kept_gpus(cluster: Cluster, now: float) -> int:
     free = pool.free_gpus() if "" in types else sum(pool.free_gpus(each) for each in types)
     for sizes in waiting.table.all_sizes.in_use():
         wanted = sum(size.workers for size in sizes)
-        is_rival = "" in types or any(size.node_type in ("", *types) for size in sizes)
+        is_rival = "" in types or any(
+            not size.node_type or size.node_type in types for size in sizes
+        )
         if wanted <= free and wanted < largest and is_rival:
             return free
     return 0

@@ -258,6 +258,14 @@ class Deployment:
         """Whether its demand is measured: others may use its group, or it trains."""
         return not self.preemptible and (self.kind != "rollout" or not self.exclusive)
 
+    def sent_at(self, operation: Operation) -> float | None:
+        """When its operation or move was last sent to the workers; None: it waits. A repetition
+        leaves `started_at`, which is of the first run."""
+        run = self.running.get(operation.operation)
+        if run is not None and run.replay:
+            return self.replay.sent_at
+        return operation.started_at
+
 
 @dataclass(slots=True, kw_only=True)
 class Group:

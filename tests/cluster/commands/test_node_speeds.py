@@ -28,7 +28,7 @@ def test_training_goes_to_the_node_with_the_highest_speed_also_after_a_restart(
     tmp_path: Path,
 ) -> None:
     running = start_embedded(
-        tmp_path, nodes=3, gpus_per_node=1, node_speeds=(0.5, 2.0, 1.0), policy="isolated"
+        tmp_path, nodes=3, virtual_gpus=1, node_speeds=(0.5, 2.0, 1.0), policy="isolated"
     )
     try:
         with plexrl.connect(running.url, running.api_key) as cluster:
@@ -49,7 +49,7 @@ def test_training_goes_to_the_node_with_the_highest_speed_also_after_a_restart(
 
 @pytest.mark.parametrize("text", ["fast", "1,,2", "nan"])
 def test_speeds_that_are_no_numbers_are_refused(text: str, tmp_path: Path) -> None:
-    command = ["up", "--data-dir", str(tmp_path), "--nodes", "2", "--gpus-per-node", "1"]
+    command = ["up", "--data-dir", str(tmp_path), "--nodes", "2", "--virtual-gpus", "1"]
     found = CliRunner().invoke(app, [*command, "--node-speeds", text])
     assert isinstance(found.exception, InvalidRequestError)
     assert re.search("node.speed", found.exception.message)

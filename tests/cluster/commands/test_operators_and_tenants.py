@@ -31,7 +31,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]
     running = start_embedded(
         tmp_path_factory.mktemp("small"),
         nodes=2,
-        gpus_per_node=2,
+        virtual_gpus=2,
         node_types=("fast", "slow"),
         blocks=("row1",),
         policy="spread",

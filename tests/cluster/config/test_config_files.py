@@ -59,7 +59,7 @@ def test_all_problems_of_a_file_are_reported_at_once_with_their_places(tmp_path:
         nodes = 2
         blocks = ["a", "b", "c"]
         policy = "pack"
-        gpus_per_node = 0
+        virtual_gpus = 0
         host_memory_bytes = "3 parsecs"
         [scheduler]
         load_max = 30000
@@ -79,7 +79,7 @@ def test_all_problems_of_a_file_are_reported_at_once_with_their_places(tmp_path:
         """,
     )
     assert set(found) == {
-        *("loose", "ruter", "cluster.blocks", "cluster.policy", "cluster.gpus_per_node"),
+        *("loose", "ruter", "cluster.blocks", "cluster.policy", "cluster.virtual_gpus"),
         *("cluster.host_memory_bytes", "scheduler.load_max", "scheduler.horizon_slots"),
         *("scheduler.burst_max_s", "scheduler.polcy", "scheduler.listen"),
         *("rollout.cycle_s", "rollout.listen", "rollout.routers"),
@@ -153,7 +153,7 @@ def test_a_nodes_file(tmp_path: Path) -> None:
     path.write_text('[node]\nname = "gpu7"\ngpus = 8\nports = [20000, 20099]\n[agent]\nthreads = 4')
     found = read_node_file(path)
     assert found.options == {"name": "gpu7", "gpus": 8, "ports": (20_000, 20_099)}
-    path.write_text("[node]\ngpus = 0\nports = [5, 4]\nfabric = 'ours'\nhost = '0.0.0.0'")
+    path.write_text("[node]\ngpus = -1\nports = [5, 4]\nfabric = 'ours'\nhost = '0.0.0.0'")
     with pytest.raises(ConfigError) as caught:
         read_node_file(path)
     for name in ("gpus", "ports", "fabric", "host"):

@@ -361,7 +361,7 @@ def test_requests_wait_for_a_full_journal_until_there_is_space(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = 400
-    small = start_embedded(tmp_path / "data", gpus_per_node=1, journal_bytes_max=65_536)
+    small = start_embedded(tmp_path / "data", virtual_gpus=1, journal_bytes_max=65_536)
 
     def fill_the_journal() -> None:
         transport = Transport(small.url, small.api_key, 60.0)
@@ -377,7 +377,7 @@ def test_requests_wait_for_a_full_journal_until_there_is_space(
         wait_until(lambda: "is full" in caplog.text, "the journal never became full")
         assert len(cluster.jobs()) > 10
         small.close()
-        roomy = start_embedded(tmp_path / "data", gpus_per_node=1)
+        roomy = start_embedded(tmp_path / "data", virtual_gpus=1)
         try:
             assert roomy.url == small.url
             filling.result(120)

@@ -68,7 +68,6 @@ def damage(
     return len(found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [flip, empty])
 def test_damaged_payloads_of_a_replay_are_asked_again(
     embedded: EmbeddedCluster,

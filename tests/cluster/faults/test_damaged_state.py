@@ -76,7 +76,7 @@ def test_a_damaged_newest_version_is_recomputed_bit_for_bit(
     tmp_path: Path, undisturbed: bytes, hurt: object, host_memory_bytes: int
 ) -> None:
     assert callable(hurt)
-    running = start_embedded(tmp_path, gpus_per_node=2, host_memory_bytes=host_memory_bytes)
+    running = start_embedded(tmp_path, virtual_gpus=2, host_memory_bytes=host_memory_bytes)
     try:
         with (
             plexrl.connect(running.url, running.api_key) as cluster,

@@ -40,7 +40,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     folder = tmp_path_factory.mktemp("strict")
     config = folder / "cluster.toml"
     config.write_text(CONFIG)
-    words = ("up", "--config", str(config), "--gpus-per-node", "2", "--policy", "pack")
+    words = ("up", "--config", str(config), "--virtual-gpus", "2", "--policy", "pack")
     running = Running(folder / "data", *words, "--port", "0")
     try:
         yield running.ready()

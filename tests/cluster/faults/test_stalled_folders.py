@@ -37,7 +37,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopDisk]:
 @pytest.fixture(scope="module")
 def stalling(disk: LoopDisk) -> Iterator[EmbeddedCluster]:
     """A cluster whose data directory is on the disk."""
-    running = start_embedded(disk.folder / "data", gpus_per_node=2)
+    running = start_embedded(disk.folder / "data", virtual_gpus=2)
     yield running
     running.close()
 

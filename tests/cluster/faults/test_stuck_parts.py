@@ -36,7 +36,7 @@ STEPS = 4
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
     """A cluster that replaces what is silent for a few seconds."""
     running = start_embedded(
-        tmp_path_factory.mktemp("impatient"), gpus_per_node=4, part_stuck_s=STUCK_S
+        tmp_path_factory.mktemp("impatient"), virtual_gpus=4, part_stuck_s=STUCK_S
     )
     yield running
     running.close()

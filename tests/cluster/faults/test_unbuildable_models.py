@@ -26,7 +26,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[plexrl.Cluster]:
     )
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(hidden), prepend=":")
-        running = start_embedded(tmp_path_factory.mktemp("bare"), gpus_per_node=2)
+        running = start_embedded(tmp_path_factory.mktemp("bare"), virtual_gpus=2)
     with plexrl.connect(running.url, running.api_key) as connected:
         yield connected
     running.close()

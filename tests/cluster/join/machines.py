@@ -151,7 +151,7 @@ class Machines:
         running = Running(
             self.node_dir(name),
             *("node", "join", *entry, *host, "--fabric", "trusted"),
-            *(() if gpus is None else ("--gpus", str(gpus))),
+            *(() if gpus is None else ("--virtual-gpus", str(gpus))),
             *("--host-memory", host_memory, *arguments),
         )
         self.nodes[name] = running

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,20 @@ from plexrl.cluster.config.node_options import NodeOptions
 from plexrl.cluster.config.options import ClusterOptions, PartSettings
 from plexrl.cluster.config.ray_options import RayOptions
 from plexrl.cluster.join.tokens import VERSION
-from plexrl.cluster.node.gpus import MIB, Gpus, find_gpus, first_gpus, required_gpus
-from plexrl.cluster.node.parts import NodeConfig, node_parts, options_of_nodes
+from plexrl.cluster.node.gpus import (
+    MIB,
+    VIRTUAL_GPUS,
+    Gpus,
+    chosen_gpus,
+    find_gpus,
+    first_gpus,
+    required_gpus,
+)
+from plexrl.cluster.node.parts import NodeConfig, node_parts, options_of_nodes, with_memory
 from plexrl.cluster.ray.machine import RayMachineActor
 from plexrl.cluster.ray.node import RayNodeActor, parts_here
 from plexrl.cluster.ray.nodes import _NodeActor
-from plexrl.errors import CapacityError
+from plexrl.errors import CapacityError, InvalidRequestError
 from plexrl.events.config import BrokerConfig
 from plexrl.process.folders.folders import Folders
 from plexrl.process.ray_connection import RayNode
@@ -83,16 +92,45 @@ def test_gpus_are_found_and_the_smallest_counts() -> None:
         kind="A100, MIG",
     )
     assert find_gpus() == found
-    assert required_gpus(None) == found
-    assert required_gpus(1) == Gpus(count=1, memory_bytes=40_960 * MIB)
-    assert required_gpus(4) == Gpus(count=4, memory_bytes=0), "virtual ones have no size of theirs"
+    for choose in (chosen_gpus, required_gpus):
+        assert choose(None, None) == choose(2, None) == found
+        first = Gpus(count=1, memory_bytes=81_559 * MIB, uuids=("GPU-a",), kind="NVIDIA H100")
+        assert choose(1, None) == first
+        with pytest.raises(CapacityError, match="has 2 GPUs, and --gpus asks for 3"):
+            choose(3, None)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("choose", [chosen_gpus, required_gpus])
+def test_virtual_gpus_are_those_that_are_asked_for_by_name(
+    choose: Callable[[int | None, int | None], Gpus],
+) -> None:
+    assert choose(None, 8) == choose(0, 8) == Gpus(count=8, memory_bytes=0)
+    assert choose(0, None) == Gpus(count=VIRTUAL_GPUS, memory_bytes=0)
+    assert str(choose(None, 8)) == "8 virtual, whose workers compute on the CPU"
+    assert str(find_gpus()) == "2 x A100, MIG"
 
 
 @pytest.mark.usefixtures("no_gpus")
-def test_a_machine_without_gpus_needs_a_number() -> None:
-    with pytest.raises(CapacityError, match="--gpus"):
-        required_gpus(None)
-    assert required_gpus(3) == Gpus(count=3, memory_bytes=0)
+def test_a_cluster_of_a_machine_without_gpus_has_virtual_ones() -> None:
+    assert chosen_gpus(None, None) == Gpus(count=VIRTUAL_GPUS, memory_bytes=0)
+    with pytest.raises(CapacityError, match="no NVIDIA GPU, and --gpus asks for 1: install"):
+        chosen_gpus(1, None)
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_a_machine_without_gpus_does_not_join_with_virtual_ones_unasked() -> None:
+    with pytest.raises(CapacityError, match="--virtual-gpus"):
+        required_gpus(None, None)
+    assert required_gpus(None, 3) == Gpus(count=3, memory_bytes=0)
+
+
+def test_real_and_virtual_gpus_exclude_each_other(tmp_path: Path) -> None:
+    for options in (ClusterOptions, NodeOptions):
+        with pytest.raises(InvalidRequestError, match="give one of the two"):
+            options(data_dir=tmp_path, gpus=1, virtual_gpus=1)
+    with pytest.raises(InvalidRequestError, match="one node serves the GPUs"):
+        ClusterOptions(data_dir=tmp_path, gpus=2, nodes=2)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -175,8 +213,8 @@ def test_a_part_of_a_gpu_that_is_not_the_only_one_named_is_refused(
 ) -> None:
     driver(tmp_path, monkeypatch, visible)
     with pytest.raises(CapacityError, match="CUDA_VISIBLE_DEVICES=MIG-"):
-        required_gpus(None)
-    assert required_gpus(2) == Gpus(count=2, memory_bytes=0), "virtual ones need none of its parts"
+        required_gpus(None, None)
+    assert required_gpus(None, 2) == Gpus(count=2, memory_bytes=0), "they need none of its parts"
 
 
 def test_a_part_of_a_gpu_is_a_device_of_its_name_and_memory(
@@ -200,7 +238,7 @@ def test_a_divided_gpu_is_refused_without_the_bindings_of_cuda(
 ) -> None:
     nvidia_smi(tmp_path, monkeypatch, ("143771, Enabled, GPU-a, NVIDIA H200",))
     with pytest.raises(CapacityError, match="nvidia-smi -mig 0"):
-        required_gpus(None)
+        required_gpus(None, None)
 
 
 def test_a_machine_whose_gpus_cannot_be_listed_is_not_silently_one_without(
@@ -210,3 +248,18 @@ def test_a_machine_whose_gpus_cannot_be_listed_is_not_silently_one_without(
     assert first_gpus(2) == Gpus(count=2, memory_bytes=0)
     assert "nvidia-smi --query-gpu=" in caplog.text
     assert "does not list the GPUs" in caplog.text
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_only_node_of_a_machine_serves_its_gpus(tmp_path: Path) -> None:
+    options = ClusterOptions(data_dir=tmp_path / "data")
+    folders = Folders.of(options.data_dir)
+    folders.make()
+    gpus = chosen_gpus(options.gpus, options.virtual_gpus)
+    sized = with_memory(options, gpus)
+    statemanager, agent = node_parts(sized, folders, NodeConfig.local(sized, 0, gpus))
+    assert statemanager.config["device"] == "cuda"
+    assert agent.config["gpu_uuids"] == ["GPU-a", "GPU-b"]
+    assert agent.config["gpu_memory_bytes"] == 40_960 * MIB
+    assert agent.config["gpus"] == 2
+    folders.remove()

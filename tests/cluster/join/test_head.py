@@ -39,7 +39,7 @@ def join(machines: Machines, folder: Path, token: str, name: str) -> Kept:
     """Join without running the node."""
     head = parse_address(machines.found["join_address"])
     assert isinstance(head, TlsAddress)
-    options = NodeOptions(data_dir=folder, name=name, gpus=1)
+    options = NodeOptions(data_dir=folder, name=name, virtual_gpus=1)
     return join_once(options, Entry(head=head, token=parse_token(token)))
 
 
@@ -61,7 +61,7 @@ def test_a_machine_joins_with_a_token_and_keeps_a_unit_without_it(
     token, path = machines.cli_token(), tmp_path / "plexrl-node.service"
     file = tmp_path / "token"
     file.write_text(f"{token}\n")
-    command = ["node", "join", machines.found["join_address"], "--gpus", "1"]
+    command = ["node", "join", machines.found["join_address"], "--virtual-gpus", "1"]
     command += ["--token-file", str(file)]
     command += ["--name", "joined-a", "--node-type", "h200", "--data-dir", str(tmp_path / "a")]
     found = run(*command, "--systemd", str(path))
@@ -108,7 +108,7 @@ def test_a_refused_node_leaves_no_sockets_and_no_host_tier(
     head = parse_address(machines.found["join_address"])
     assert isinstance(head, TlsAddress)
     folders = Folders.of(tmp_path / "h")
-    options = NodeOptions(data_dir=folders.data, name="joined-h", gpus=1)
+    options = NodeOptions(data_dir=folders.data, name="joined-h", virtual_gpus=1)
     supervisor = NodeSupervisor(options, Entry(head=head, token=parse_token(used)))
     with pytest.raises(JoinTokenError, match="used"):
         asyncio.run(supervisor.run(asyncio.Event(), lambda _: None))
@@ -203,7 +203,7 @@ def test_a_revoked_node_is_refused_by_the_running_scheduler_and_the_join_service
 
     asyncio.run(talk())
     with pytest.raises(PermissionDeniedError, match="no member"):
-        join_once(NodeOptions(data_dir=folder, gpus=1), Entry())
+        join_once(NodeOptions(data_dir=folder, virtual_gpus=1), Entry())
     found = run("node", "revoke", "joined-r", "--data-dir", str(machines.head_dir), fails=True)
     assert found["code"] == "not_found"
     # The machine may become a node again.

@@ -115,7 +115,7 @@ def pod_cluster(
         "labels": {"app": "worker"},
         "pod_groups": request.param == "gang",
     }
-    options = ClusterOptions(data_dir=tmp_path / "data", gpus_per_node=2)
+    options = ClusterOptions(data_dir=tmp_path / "data", virtual_gpus=2)
     ready: list[Endpoint] = []
     stop = asyncio.Event()
     loop = asyncio.new_event_loop()

@@ -55,7 +55,7 @@ def test_every_node_has_a_unique_name_that_fits_a_path(name: str) -> None:
 
 def test_a_ray_cluster_without_usable_nodes_is_refused_with_a_remedy() -> None:
     assert "--num-gpus" in none_usable(None).message
-    assert "--gpus-per-node 4" in none_usable(4).message
+    assert "--virtual-gpus 4" in none_usable(4).message
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "", "local"])

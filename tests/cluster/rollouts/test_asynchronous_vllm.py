@@ -43,7 +43,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
-    running = start_embedded(tmp_path_factory.mktemp("cluster"), gpus_per_node=8)
+    running = start_embedded(tmp_path_factory.mktemp("cluster"), virtual_gpus=8)
     yield running
     running.close()
 

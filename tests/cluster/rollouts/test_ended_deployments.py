@@ -78,7 +78,7 @@ def test_its_gpus_workers_and_memory_are_free_and_the_job_trains_on(
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["plexrl.statemanager", "plexrl.scheduler"])
 def test_an_end_survives_the_loss_of_a_part(tmp_path: Path, killed: str) -> None:
-    running = start_embedded(tmp_path / "data", gpus_per_node=2)
+    running = start_embedded(tmp_path / "data", virtual_gpus=2)
     try:
         with (
             plexrl.connect(running.url, running.api_key) as cluster,

@@ -78,7 +78,7 @@ def test_the_service_starts_with_the_first_rollout_and_its_rollouts_are_seen(
 def test_a_restarted_cluster_starts_the_service_for_the_rollouts_that_it_has(
     tmp_path: Path,
 ) -> None:
-    running = [start_embedded(tmp_path / "data", gpus_per_node=4)]
+    running = [start_embedded(tmp_path / "data", virtual_gpus=4)]
     try:
         with plexrl.connect(running[0].url, running[0].api_key) as cluster:
             assert SERVICE not in parts(running[0]), "nobody needs the service yet"
@@ -87,7 +87,7 @@ def test_a_restarted_cluster_starts_the_service_for_the_rollouts_that_it_has(
                 if version == 3:
                     assert SERVICE in parts(running[0])
                     running[0].close()
-                    running.append(start_embedded(tmp_path / "data", gpus_per_node=4))
+                    running.append(start_embedded(tmp_path / "data", virtual_gpus=4))
 
             with cluster.create_job("restarted") as job:
                 batches, _ = run(job, 1, 6, restart)

@@ -220,7 +220,7 @@ def test_a_policy_with_staleness_frees_no_instances(job: plexrl.Job) -> None:
 @pytest.mark.slow
 def test_another_job_trains_on_the_gpus_that_a_rollout_shares(tmp_path: Path) -> None:
     """The trainer and two instances have all three GPUs."""
-    running = start_embedded(tmp_path, gpus_per_node=3)
+    running = start_embedded(tmp_path, virtual_gpus=3)
     try:
         with plexrl.connect(running.url, running.api_key) as cluster:
             job, other = cluster.create_job("lender"), cluster.create_job("borrower")

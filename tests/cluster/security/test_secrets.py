@@ -19,7 +19,7 @@ from tests.cluster.tools import wait_until
 from tests.scheduler.postgres import PostgresServer, server_folder
 
 PASSWORD = "s3cret-of-the-journal"
-UP = (sys.executable, "-m", "plexrl.cli.app", "up", "--gpus-per-node", "1", "--json")
+UP = (sys.executable, "-m", "plexrl.cli.app", "up", "--virtual-gpus", "1", "--json")
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_api_docs_are_served_only_if_enabled(embedded: EmbeddedCluster, tmp_path
 
 def test_an_embedded_clusters_journal_is_not_an_argument(tmp_path: Path) -> None:
     journal = tmp_path / "events-of-mine.sqlite"
-    running = start_embedded(tmp_path / "data", gpus_per_node=1, journal=str(journal))
+    running = start_embedded(tmp_path / "data", virtual_gpus=1, journal=str(journal))
     try:
         supervisor = psutil.Process(running.pid)
         for process in (supervisor, *supervisor.children(recursive=True)):

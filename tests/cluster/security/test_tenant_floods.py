@@ -17,7 +17,7 @@ JSON_BYTES_MAX = 1 << 20
 def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
     running = start_embedded(
         tmp_path_factory.mktemp("bounded"),
-        gpus_per_node=1,
+        virtual_gpus=1,
         tenant_live_jobs_max=3,
         tenant_checkpoints_max=1,
         metrics_row_bytes_max=1000,

@@ -10,7 +10,7 @@ from plexrl.cluster.embedded.start import start_embedded
 
 @pytest.fixture(scope="module")
 def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[plexrl.Cluster]:
-    running = start_embedded(tmp_path_factory.mktemp("two-gpus"), gpus_per_node=2, policy="pack")
+    running = start_embedded(tmp_path_factory.mktemp("two-gpus"), virtual_gpus=2, policy="pack")
     try:
         with plexrl.connect(running.url, running.api_key) as cluster:
             yield cluster

@@ -29,7 +29,7 @@ JOBS = (
 @pytest.fixture(scope="module")
 def crowded() -> Iterator[EmbeddedCluster]:
     """A cluster of one GPU for training, and one for the rollout of each of three jobs."""
-    running = start_embedded(gpus_per_node=4, policy="pack", ordering="fifo-bursts")
+    running = start_embedded(virtual_gpus=4, policy="pack", ordering="fifo-bursts")
     yield running
     running.close()
 

@@ -27,7 +27,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, pl
     (folder / "cluster.toml").write_text(
         """
         [cluster]
-        gpus_per_node = 1
+        virtual_gpus = 1
         port = 0
         [scheduler]
         policy = "pack"

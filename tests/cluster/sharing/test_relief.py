@@ -21,7 +21,7 @@ def relieving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[plexrl.Clust
     (folder / "cluster.toml").write_text(
         f"""
         [cluster]
-        gpus_per_node = 2
+        virtual_gpus = 2
         port = 0
         [scheduler]
         policy = "pack"

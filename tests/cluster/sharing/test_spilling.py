@@ -19,7 +19,7 @@ def step(actor: plexrl.TrainDeployment, seed: int) -> None:
 
 @pytest.mark.slow
 def test_spilled_state_is_shown_on_nvme(tmp_path: Path) -> None:
-    running = start_embedded(tmp_path, gpus_per_node=1, host_memory_bytes=HOST_BYTES)
+    running = start_embedded(tmp_path, virtual_gpus=1, host_memory_bytes=HOST_BYTES)
     try:
         with plexrl.connect(running.url, running.api_key) as cluster:
             model = plexrl.tiny_qwen2(VOCABULARY, seed=3)

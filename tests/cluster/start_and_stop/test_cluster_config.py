@@ -6,10 +6,13 @@ import pytest
 from sqlalchemy import make_url
 
 from plexrl.cluster.config.options import ClusterOptions, PartSettings, check_argument
-from plexrl.cluster.node.parts import router_parts, scheduler_part, with_host_tier
+from plexrl.cluster.node.gpus import Gpus
+from plexrl.cluster.node.parts import router_parts, scheduler_part, with_memory
 from plexrl.errors import InvalidRequestError
 from plexrl.process.folders.folders import Folders
 from tests.small_disk import small_disk
+
+VIRTUAL = Gpus(count=1, memory_bytes=0)
 
 
 @pytest.mark.parametrize(
@@ -84,18 +87,18 @@ def test_a_host_tier_takes_at_most_shared_memory_and_too_little_is_refused(tmp_p
     with small_disk(root / "dev" / "shm", "65m"):
         too_large = ClusterOptions(data_dir=tmp_path, host_memory_bytes=1 << 30)
         with pytest.raises(InvalidRequestError, match=r"1\.00 GiB .* 0\.06 GiB: .*--shm-size"):
-            with_host_tier(too_large, root)
+            with_memory(too_large, VIRTUAL, root)
         fitting = ClusterOptions(data_dir=tmp_path, host_memory_bytes=48 << 20)
-        assert with_host_tier(fitting, root) == fitting
-        assert with_host_tier(usual, root).host_memory_bytes == 65 << 20
+        assert with_memory(fitting, VIRTUAL, root) == fitting
+        assert with_memory(usual, VIRTUAL, root).host_memory_bytes == 65 << 20
     (root / "dev" / "shm").rmdir()
     with (
         small_disk(root / "dev" / "shm", "63m"),
         pytest.raises(InvalidRequestError, match=r"63\.0 MiB.* 64 MiB or larger .*--shm-size"),
     ):
-        with_host_tier(usual, root)
+        with_memory(usual, VIRTUAL, root)
     (root / "dev" / "shm").rmdir()
-    assert with_host_tier(usual, root).host_memory_bytes == 2 << 30
+    assert with_memory(usual, VIRTUAL, root).host_memory_bytes == 2 << 30
 
 
 def test_the_lease_defaults_to_the_schedulers(tmp_path: Path) -> None:

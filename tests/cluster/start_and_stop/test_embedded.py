@@ -73,7 +73,7 @@ class Script:
 @contextmanager
 def up(data_dir: Path) -> Iterator[dict[str, str]]:
     """`plexrl up` on the data directory."""
-    words = ("up", "--data-dir", str(data_dir), "--gpus-per-node", "2", "--json")
+    words = ("up", "--data-dir", str(data_dir), "--virtual-gpus", "2", "--json")
     with subprocess.Popen(
         [sys.executable, "-m", "plexrl.cli.app", *words], stdout=subprocess.PIPE, text=True
     ) as process:

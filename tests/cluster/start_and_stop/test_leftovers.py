@@ -17,7 +17,7 @@ from plexrl.process.folders.leftovers import LOCK, OWNER, claimed, make_temporar
 
 def killed(data_dir: Path | None) -> Folders:
     """The folders of a cluster whose processes were all killed."""
-    running = start_embedded(data_dir, gpus_per_node=1)
+    running = start_embedded(data_dir, virtual_gpus=1)
     supervisor = psutil.Process(running.pid)
     processes = [supervisor, *supervisor.children(recursive=True)]
     for process in processes:
@@ -40,7 +40,7 @@ def test_the_next_cluster_removes_files_of_killed_clusters_only(
     monkeypatch.setattr(tempfile, "tempdir", None)
     temporary = killed(None)
     lasting = killed(tmp_path / "lasting")
-    living = start_embedded(tmp_path / "living", gpus_per_node=1)
+    living = start_embedded(tmp_path / "living", virtual_gpus=1)
     try:
         for left in (temporary, lasting):
             assert not left.run.exists()
@@ -48,7 +48,7 @@ def test_the_next_cluster_removes_files_of_killed_clusters_only(
         assert not temporary.shared_memory.exists()
         assert lasting.shared_memory.exists(), "the next cluster of its data goes on with it"
         shutil.rmtree(lasting.data)
-        brief = start_embedded(gpus_per_node=1)
+        brief = start_embedded(virtual_gpus=1)
         brief.close()
         assert not brief.data_dir.exists()
         assert not lasting.shared_memory.exists()

@@ -26,7 +26,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def command(data: Path, *words: str) -> list[str]:
-    where = ("--data-dir", str(data), "--gpus-per-node", "1")
+    where = ("--data-dir", str(data), "--virtual-gpus", "1")
     return [sys.executable, "-m", "plexrl.cli.app", "up", *where, *words]
 
 

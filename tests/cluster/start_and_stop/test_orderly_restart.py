@@ -53,7 +53,7 @@ def connections(process: psutil.Process) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("routers", [1, 2])
 def test_an_open_poll_gets_retry_after_when_its_router_stops(tmp_path: Path, routers: int) -> None:
-    embedded = start_embedded(tmp_path / "data", gpus_per_node=1, routers=routers)
+    embedded = start_embedded(tmp_path / "data", virtual_gpus=1, routers=routers)
     try:
         urls = embedded.url.split(",")
         with plexrl.connect(urls, embedded.api_key) as cluster:
@@ -122,7 +122,7 @@ def test_a_waiting_job_continues_when_its_router_stops(
 def test_a_restarted_cluster_keeps_its_url_and_its_jobs_continue(
     tmp_path: Path, undisturbed: bytes
 ) -> None:
-    running = start_embedded(tmp_path / "data", gpus_per_node=2, routers=2)
+    running = start_embedded(tmp_path / "data", virtual_gpus=2, routers=2)
     url = running.url
     try:
         with (
@@ -133,7 +133,7 @@ def test_a_restarted_cluster_keeps_its_url_and_its_jobs_continue(
             train(actor, 0).result(120)
             waiter = Waiter([train(actor, step) for step in range(1, STEPS)])
             running.close()
-            running = start_embedded(tmp_path / "data", gpus_per_node=2, routers=2)
+            running = start_embedded(tmp_path / "data", virtual_gpus=2, routers=2)
             assert running.url == url
             assert all(isinstance(each, plexrl.StepResult) for each in waiter.finish())
             weights = checkpoint_weights(actor)
@@ -144,13 +144,13 @@ def test_a_restarted_cluster_keeps_its_url_and_its_jobs_continue(
 
 @pytest.mark.slow
 def test_a_port_in_use_is_replaced_with_a_warning(tmp_path: Path) -> None:
-    running = start_embedded(tmp_path / "data", gpus_per_node=1)
+    running = start_embedded(tmp_path / "data", virtual_gpus=1)
     port = int(running.url.rpartition(":")[2])
     running.close()
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()
-        running = start_embedded(tmp_path / "data", gpus_per_node=1)
+        running = start_embedded(tmp_path / "data", virtual_gpus=1)
         try:
             assert running.url.rpartition(":")[2] != str(port)
         finally:

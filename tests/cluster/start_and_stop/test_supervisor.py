@@ -39,7 +39,7 @@ MODEL = plexrl.tiny_qwen2(VOCABULARY)
 def test_a_signal_ends_every_process_and_removes_every_file(
     tmp_path: Path, sig: signal.Signals
 ) -> None:
-    running = start_embedded(tmp_path, gpus_per_node=2)
+    running = start_embedded(tmp_path, virtual_gpus=2)
     folders = Folders.of(tmp_path)
     with plexrl.connect(running.url, running.api_key) as cluster:
         actor = cluster.create_job("cut-off").train_deployment("actor", MODEL, workers=2)
@@ -89,6 +89,7 @@ class NeverStarting:
     """Nodes whose start never ends."""
 
     join = False
+    gpus = None
 
     def __init__(self) -> None:
         self.stopped = False
@@ -112,12 +113,12 @@ def test_a_signal_ends_a_starting_cluster(tmp_path: Path) -> None:
 def test_processes_of_a_killed_supervisor_end_and_the_next_one_cleans_up(
     tmp_path: Path,
 ) -> None:
-    running = start_embedded(tmp_path, gpus_per_node=1)
+    running = start_embedded(tmp_path, virtual_gpus=1)
     children = psutil.Process(running.pid).children(recursive=True)
     os.kill(running.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
-    again = start_embedded(tmp_path, gpus_per_node=1)
+    again = start_embedded(tmp_path, virtual_gpus=1)
     with plexrl.connect(again.url, again.api_key) as cluster:
         assert cluster.status()["nodes"] == 1
     again.close()
@@ -130,7 +131,7 @@ import sys, threading, time
 from pathlib import Path
 from plexrl.cluster.embedded.start import start_embedded
 def start():
-    print(start_embedded(Path(sys.argv[1]), gpus_per_node=1).pid, flush=True)
+    print(start_embedded(Path(sys.argv[1]), virtual_gpus=1).pid, flush=True)
 thread = threading.Thread(target=start)
 thread.start()
 thread.join()
@@ -155,7 +156,7 @@ def test_a_killed_controllers_embedded_cluster_ends_and_cleans_up(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_restart_on_the_same_data_continues_its_jobs(tmp_path: Path) -> None:
-    first = start_embedded(tmp_path, gpus_per_node=2)
+    first = start_embedded(tmp_path, virtual_gpus=2)
     with plexrl.connect(first.url, first.api_key) as cluster:
         actor = cluster.create_job("long", job_id="long").train_deployment(
             "actor", MODEL, workers=2
@@ -165,7 +166,7 @@ def test_a_restart_on_the_same_data_continues_its_jobs(tmp_path: Path) -> None:
             actor.optim_step(learning_rate=1e-2).result()
         want = actor.forward(some_batch(9)).result().logprobs
     first.close()
-    second = start_embedded(tmp_path, gpus_per_node=2)
+    second = start_embedded(tmp_path, virtual_gpus=2)
     try:
         with (
             plexrl.connect(second.url, second.api_key) as cluster,
@@ -179,7 +180,7 @@ def test_a_restart_on_the_same_data_continues_its_jobs(tmp_path: Path) -> None:
 
 
 def test_restarted_parts_are_counted_in_health_and_status(tmp_path: Path) -> None:
-    running = start_embedded(tmp_path, gpus_per_node=1)
+    running = start_embedded(tmp_path, virtual_gpus=1)
     try:
         with plexrl.connect(running.url, running.api_key) as cluster:
             health = httpx.get(f"{running.url}/v1/health", timeout=60).json()
@@ -222,7 +223,7 @@ def test_restarted_parts_are_counted_in_health_and_status(tmp_path: Path) -> Non
 def test_up_listens_on_the_given_host_warns_of_exposure_and_logs(
     tmp_path: Path, host: str, own: str
 ) -> None:
-    where = ("--data-dir", str(tmp_path), "--gpus-per-node", "1", "--host", host, "--json")
+    where = ("--data-dir", str(tmp_path), "--virtual-gpus", "1", "--host", host, "--json")
     process = subprocess.Popen(
         [sys.executable, "-m", "plexrl.cli.app", "up", *where],
         stdout=subprocess.PIPE,
@@ -256,7 +257,7 @@ def test_up_listens_on_the_given_host_warns_of_exposure_and_logs(
 
 def test_two_clusters_on_one_data_directory_are_refused(embedded: EmbeddedCluster) -> None:
     with pytest.raises(ConflictError):
-        start_embedded(embedded.data_dir, gpus_per_node=1)
+        start_embedded(embedded.data_dir, virtual_gpus=1)
 
 
 def test_the_command_line_finds_a_cluster_by_its_data_directory(

@@ -21,7 +21,7 @@ MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
-    running = start_embedded(tmp_path_factory.mktemp("two"), nodes=2, gpus_per_node=1)
+    running = start_embedded(tmp_path_factory.mktemp("two"), nodes=2, virtual_gpus=1)
     yield running
     running.close()
 

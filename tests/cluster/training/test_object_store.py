@@ -46,7 +46,7 @@ def stored(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     running = start_embedded(
         tmp_path_factory.mktemp("stored"),
         nodes=2,
-        gpus_per_node=2,
+        virtual_gpus=2,
         data_url=server.url("data"),
         checkpoint_url=server.url("checkpoints"),
     )
@@ -148,7 +148,7 @@ def test_a_job_trains_to_the_same_bits_as_on_directories(
     job, actor = train(cluster, "stored")
     saved = actor.save_checkpoint("end").result(LIMIT_S)
     assert saved["path"] == f"{server.url('checkpoints')}/{job.job}/end"
-    running = start_embedded(tmp_path / "local", nodes=2, gpus_per_node=2)
+    running = start_embedded(tmp_path / "local", nodes=2, virtual_gpus=2)
     try:
         with plexrl.connect(running.url, running.api_key) as local:
             other, twin = train(local, "stored")

@@ -168,6 +168,32 @@ def test_a_replay_with_a_lost_payload_costs_no_attempt_and_goes_on_with_the_next
     assert cluster.wpgs["a/actor"].device == ["a:1", "a:2"]
 
 
+def test_a_lost_payload_of_a_replay_that_no_lost_router_had_costs_no_workers(
+    cluster: FakeCluster,
+) -> None:
+    submit(cluster, "a:1", "a:1.in")
+    cluster.settle()
+    cluster.pass_time(1.0)
+    cluster.lose_router()
+    cluster.pass_time(1.0)
+    cluster.join_router()
+    cluster.pass_time(1.0)
+    cluster.kill("a/actor")
+    submit(cluster, "a:2", "a:2.in")
+    while not any(run.replay for run in cluster.runs):
+        if cluster.launches:
+            cluster.launch(cluster.launches[0])
+        else:
+            cluster.execute(cluster.runs[0])
+    (run,) = cluster.runs
+    lose(cluster, run, "a:1.in")
+    assert not cluster.launches
+    assert cluster.core.lost_payloads("a") == ["a:1"]
+    submit(cluster, "a:1", "again.in")
+    cluster.settle()
+    assert cluster.wpgs["a/actor"].device == ["a:1", "a:2"]
+
+
 def test_a_replay_whose_payload_nobody_has_ends_the_job_and_names_the_payload(
     cluster: FakeCluster,
 ) -> None:

@@ -116,6 +116,28 @@ def test_a_start_of_processes_that_never_ends_is_repeated() -> None:
     cluster.settle()
 
 
+def test_the_bound_and_the_estimate_of_a_repetition_count_from_its_own_start() -> None:
+    cluster = running()
+    cluster.submit("a:1", "a/actor", "optim_step")
+    cluster.settle()
+    hang(cluster, 2 * LEAST_S)
+    cluster.kill("a/actor")
+    cluster.submit("a:2", "a/actor", "optim_step")
+    while not any(run.replay for run in cluster.runs):
+        if cluster.launches:
+            cluster.launch(cluster.launches[0])
+        else:
+            cluster.execute(cluster.runs[0])
+    before = incarnation(cluster)
+    assert cluster.explanation_of("a:2")["rule"] != "overdue"
+    hang(cluster, 0.9 * LEAST_S)
+    assert incarnation(cluster) == before
+    hang(cluster, 0.2 * LEAST_S)
+    assert incarnation(cluster) == before + 1
+    cluster.settle()
+    assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2"]
+
+
 def test_a_bound_counts_from_the_time_at_which_reports_can_arrive_again() -> None:
     cluster = running()
     cluster.submit("a:1", "a/actor", "optim_step")

@@ -80,6 +80,7 @@ def _print_endpoint(endpoint: "Endpoint", *, as_json: bool, has_docs: bool) -> N
         write_text(endpoint.to_json() + "\n")
         return
     docs = f"  API documentation: {endpoint.url.partition(',')[0]}/docs\n"
+    gpus = f"  GPUs of each node: {endpoint.gpus}\n" if endpoint.gpus else ""
     ca = f"  export PLEXRL_CA_FILE={endpoint.ca}\n" if endpoint.ca else ""
     # The output of a service is kept in the system's log, which others may read.
     is_private = sys.stdout.isatty()
@@ -91,6 +92,7 @@ def _print_endpoint(endpoint: "Endpoint", *, as_json: bool, has_docs: bool) -> N
         f"  export PLEXRL_API_KEY={key}   # the operator's\n\n"
         f"{docs if has_docs else ''}"
         f"  logs and state:    {endpoint.data_dir}\n"
+        f"{gpus}"
     )
     if endpoint.join_address and not is_private:
         write_text("\n`plexrl node token` prints the command that makes another machine a node.\n")

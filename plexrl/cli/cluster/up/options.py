@@ -16,7 +16,7 @@ from plexrl.scheduler.rules.policies import POLICIES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCluster:
-    """Data directory and virtual nodes of a local cluster."""
+    """Data directory, nodes and GPUs of a local cluster."""
 
     data_dir: DataDir = DATA_DIR
     config: Annotated[
@@ -25,19 +25,29 @@ class LocalCluster:
     ] = None
     nodes: Annotated[
         int | None,
-        typer.Option(help="Virtual nodes; default: 1. With --tls 0: only nodes that join."),
+        typer.Option(
+            help="Nodes on this machine; default: 1, which has its GPUs. With --tls 0: only nodes "
+            "that join."
+        ),
     ] = None
-    gpus_per_node: Annotated[
+    gpus: Annotated[
         int | None,
-        typer.Option(help="Worker slots on each node; default: 4, or with --ray its GPUs."),
+        typer.Option(help="NVIDIA GPUs to use; default: all of this machine. 0: none."),
+    ] = None
+    virtual_gpus: Annotated[
+        int | None,
+        typer.Option(
+            help="Virtual GPUs of each node instead, whose workers compute on the CPU; default: 4 "
+            "without GPUs."
+        ),
     ] = None
     gpu_memory: Annotated[
         str | None,
-        typer.Option(help="Memory of each GPU, as 80GiB or 80; default: 2GiB, with --ray its own."),
+        typer.Option(help="Memory of each GPU, as 80GiB or 80; default: its own, or 2GiB."),
     ] = None
     host_memory: Annotated[
         str | None,
-        typer.Option(help="Each node's host tier; default: 2GiB, with --ray half of its memory."),
+        typer.Option(help="Each node's host tier; default: half the memory with GPUs, or 2GiB."),
     ] = None
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from plexrl.cluster.config.file import ClusterFile
     from plexrl.cluster.config.ray_options import RayOptions
 
-GPUS_PER_NODE = 4
-"""Default GPUs of a virtual node."""
 OPTION_OF = {"gpu_memory_bytes": "gpu_memory", "host_memory_bytes": "host_memory"}
 """Fields whose option has another name."""
 GIVEN = ("COMMANDLINE", "ENVIRONMENT")
@@ -81,7 +79,8 @@ def _fields(given: UpOptions) -> dict[str, Any]:
     return {
         "data_dir": local.data_dir,
         "nodes": 1 if local.nodes is None else local.nodes,
-        "gpus_per_node": GPUS_PER_NODE if local.gpus_per_node is None else local.gpus_per_node,
+        "gpus": local.gpus,
+        "virtual_gpus": local.virtual_gpus,
         "gpu_memory_bytes": None if local.gpu_memory is None else memory_size(local.gpu_memory),
         "host_memory_bytes": None if local.host_memory is None else memory_size(local.host_memory),
         "node_types": _names(topology.node_types),
@@ -140,7 +139,7 @@ def _ray(context: typer.Context, given: UpOptions, file: "ClusterFile") -> "RayO
         return None
     values = {
         "address": on_ray.ray,
-        "places_per_node": given.local.gpus_per_node,
+        "places_per_node": given.local.virtual_gpus,
         "node_replace_s": on_ray.node_replace_s,
         "rebuild_operations": on_ray.rebuild_operations,
         "node_dir": on_ray.ray_node_dir,
@@ -156,7 +155,7 @@ def _ray(context: typer.Context, given: UpOptions, file: "ClusterFile") -> "RayO
 
 _RAY_OPTION = {
     "address": "ray",
-    "places_per_node": "gpus_per_node",
+    "places_per_node": "virtual_gpus",
     "node_dir": "ray_node_dir",
 }
 

@@ -110,15 +110,13 @@ def _run(
     is_move: bool,
 ) -> Run:
     operation = state.operations[command.operation]
-    # A repetition has the times of its first run, and no other repetition begins beside it.
-    started_at = deployment.burst.served_at if command.replay else operation.started_at
     expected_s = _expected_s(state, deployment, command.kind, operation.tokens)
     return Run(
         operation=command.operation,
         kind=command.kind.value,
         is_move=is_move,
         # While a run's report could not arrive, it may have ended.
-        began_at=max(started_at or 0.0, state.issued_at),
+        began_at=max(deployment.sent_at(operation) or 0.0, state.issued_at),
         expected_s=expected_s,
         bound_s=_bound_s(settings, deployment, command.kind, expected_s),
     )

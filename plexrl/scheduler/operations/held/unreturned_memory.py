@@ -36,7 +36,7 @@ class _Refusal(msgspec.Struct, frozen=True):
     rank: int = -1
     """The rank that was refused; -1: unknown."""
     holders: tuple[_Holder, ...] = ()
-    strangers: dict[int, int] = msgspec.field(default_factory=dict)
+    strangers: dict[int, int] | None = None
     """Bytes by process."""
 
 
@@ -49,7 +49,7 @@ def foreign_memory(deployment: Deployment, error: PlexRLError) -> tuple[ForeignM
             ForeignMemory(node=each.node, gpu=each.gpu, pid=pid, nbytes=nbytes)
             for each in deployment.ranks
             if each.rank == refusal.rank
-            for pid, nbytes in sorted(refusal.strangers.items())
+            for pid, nbytes in sorted((refusal.strangers or {}).items())
             if nbytes > KEPT_FACTOR * CONTEXT_BYTES
         ]
     )

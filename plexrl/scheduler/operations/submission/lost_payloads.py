@@ -12,7 +12,6 @@ from plexrl.errors import PayloadLostError, PlexRLError
 from plexrl.ids import BlobRef, OperationId
 from plexrl.scheduler.accounting.usage import discard
 from plexrl.scheduler.operations.held.holding import requeue
-from plexrl.scheduler.state.messages.commands import RunOperation
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job, State
@@ -32,14 +31,12 @@ def is_awaited(state: State, operation: Operation, error: PlexRLError, now: floa
     return not job.attached or now < operation.payload_lost_at + ASKED_S
 
 
-def may_have_run(state: State, deployment: Deployment, command: RunOperation) -> bool:
+def may_have_run(state: State, deployment: Deployment, operation: Operation) -> bool:
     """Whether the workers may have carried out a mutation whose payload is lost: a router that is
     gone had the run before. They start again from the state before it then, because a second run,
     or none, would be wrong if they have."""
-    operation = state.operations[command.operation]
-    # A repetition has the times of its first run, and no other repetition begins beside it.
-    began_at = deployment.burst.served_at if command.replay else operation.started_at
-    return operation.kind in MUTATING and (began_at or 0.0) < state.issued_at
+    sent_at = deployment.sent_at(operation) or 0.0
+    return operation.kind in MUTATING and sent_at < state.issued_at
 
 
 def draw_again(

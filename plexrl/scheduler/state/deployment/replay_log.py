@@ -31,6 +31,8 @@ class ReplayLog:
     `past` leads from it to `durable_seq`. 0: there is none."""
     replaying: list[OperationId] = field(default_factory=list)
     """The part of `log` that the state on the GPUs still lacks."""
+    sent_at: float = 0.0
+    """When the last repetition was sent to the workers."""
     completed_seq: int = 0
     """Number of the last completed mutation."""
     durable_seq: int = 0
@@ -52,6 +54,10 @@ class ReplayLog:
     def end_replay(self) -> None:
         """The state on the GPUs is gone, or needs no operation of the log any more."""
         self.replaying.clear()
+
+    def send(self, now: float) -> None:
+        """A mutation is repeated."""
+        self.sent_at = now
 
     def replayed(self, operation: OperationId) -> None:
         """A mutation was repeated."""

@@ -18,7 +18,7 @@ LIMIT_S = 600.0
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[plexrl.Cluster]:
-    running = start_embedded(tmp_path_factory.mktemp("cluster"), gpus_per_node=8)
+    running = start_embedded(tmp_path_factory.mktemp("cluster"), virtual_gpus=8)
     try:
         with plexrl.connect(running.url, running.api_key) as connected:
             yield connected
