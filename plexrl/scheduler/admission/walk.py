@@ -49,6 +49,9 @@ from plexrl.scheduler.state.records import Deployment, Group
 Rows = NDArray[np.intp]
 Mask = NDArray[np.bool_]
 
+ROWS_AT_ONCE = 1024
+"""Rows of the order of which it is looked up at once whether they matter."""
+
 Alike = tuple[int, int, int, float]
 """(tenant, sizes, priority, expected length) of units that are in the order of their creation."""
 
@@ -89,7 +92,7 @@ class AdmissionWalk:
         """Units of which the first possible one was asked whether it blocks others. Those behind it
         have waited less."""
         self._covered: dict[int, bool] = {}
-        """Whether units of these sizes ask for what is kept from others already."""
+        """What `_is_covered` has found, by the number of the sizes."""
         self._gang_searches = 0
         """Number of gangs whose search failed."""
 
@@ -219,11 +222,23 @@ class AdmissionWalk:
         while rows.size and self._left:
             priority = table.priority[rows]
             is_first = priority == priority.max()
-            for row in self._sort(rows[is_first]):
-                if not self._left:
-                    return
-                yield row
+            ordered = self._sort(rows[is_first])
+            for begin in range(0, ordered.size, ROWS_AT_ONCE):
+                some = ordered[begin : begin + ROWS_AT_ONCE]
+                for row in some[self._do_matter(some)].tolist():
+                    if not self._left:
+                        return
+                    yield row
             rows = rows[~is_first]
+
+    def _do_matter(self, rows: Rows) -> Mask:
+        """Whether units may fit, or ask for what is not kept from others already."""
+        numbers, is_candidate = self._table.sizes[rows], self._candidates[rows]
+        is_covered = np.zeros(len(self._table.all_sizes.values), bool)
+        for number in np.unique(numbers[~is_candidate]).tolist():
+            is_covered[number] = self._is_covered(number)
+        matter: Mask = is_candidate | ~is_covered[numbers]
+        return matter
 
     def _may_block(self) -> Mask:
         created_at = self._table.created_at
@@ -231,14 +246,13 @@ class AdmissionWalk:
             return np.ones(created_at.size, bool)
         return have_starved(self._cluster.settings, created_at, self._now)
 
-    def _sort(self, rows: Rows) -> list[int]:
+    def _sort(self, rows: Rows) -> Rows:
         """Rows of one priority class in their order."""
         table = self._table
         order = np.lexsort(
             (table.serial[rows], table.created_at[rows], -self._ratios(rows), self._shares_of(rows))
         )
-        found: list[int] = rows[order].tolist()
-        return found
+        return rows[order]
 
     def _pass_by(self, key: AdmissionKey) -> None:
         """Units with a lower key have had their turn."""
@@ -289,7 +303,9 @@ class AdmissionWalk:
         of_tenant = int(table.tenant[row]), sizes
         is_tried = is_candidate and kind not in self._failed_kinds
         alike = (*of_tenant, int(table.priority[row]), float(table.expected_s[row]))
-        if of_tenant in self._over_quota or not (is_tried or self._may_be_first(alike, sizes)):
+        if of_tenant in self._over_quota:
+            return False
+        if not is_tried and (alike in self._asked or self._is_covered(sizes)):
             return False
         unit = table.units[row]
         assert unit is not None, "placements end the iteration"
@@ -311,18 +327,16 @@ class AdmissionWalk:
             self._block(gang, deployment)
         return False
 
-    def _may_be_first(self, alike: Alike, sizes: int) -> bool:
-        """Whether a unit that cannot fit may be the first of its kind to block others."""
-        if alike in self._asked:
-            return False
-        known = self._covered.get(sizes)
+    def _is_covered(self, number: int) -> bool:
+        """Whether units of the sizes with this number ask for what is kept from others already."""
+        known = self._covered.get(number)
         if known is None:
-            found = self._table.all_sizes.values[sizes]
-            assert found is not None, "its number is in use"
-            types = [size.node_type for size in found]
-            known = is_covered(found, self._blocking) or self._reservations.cover(types)
-            self._covered[sizes] = known
-        return not known
+            sizes = self._table.all_sizes.values[number]
+            assert sizes is not None, "its number is in use"
+            types = [size.node_type for size in sizes]
+            known = is_covered(sizes, self._blocking) or self._reservations.cover(types)
+            self._covered[number] = known
+        return known
 
     def _block(self, gang: Sequence[Deployment], deployment: Deployment) -> None:
         """If the gang blocks others, reserve its GPUs or keep free GPUs for it."""
