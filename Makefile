@@ -1,11 +1,14 @@
 # `make demo` and `make test` need Python >= 3.11 only; they create .venv.
 PYTHON ?= python3
 VENV ?= .venv
+CORE_VENV ?= .venv-core
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 OUT ?= out/demo
 # Parallel test processes. Tests wait for processes more than they compute.
 TESTS_AT_ONCE ?= 3
+# Those of `make test-core` compute.
+CORE_TESTS_AT_ONCE ?= 2
 # Python version of the machine that `make gpu-kit` packs for.
 GPU_PYTHON ?= 3.12
 # Seed of the times and targets of the faults.
@@ -20,18 +23,20 @@ FAULT_CUTS ?= 5
 # Options of the demo on three hosts, such as --steps 50.
 DEMO_HOSTS ?=
 STAMP := $(VENV)/.plexrl-setup
+CORE_STAMP := $(CORE_VENV)/.plexrl-setup
 VLLM_STAMP := $(VENV)/.plexrl-vllm
 
 export OMP_NUM_THREADS ?= 1
 # DeepSpeed compiles its kernels with the ninja of .venv.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help setup demo demo-hosts test test-all test-faults docs-check gpu-kit compiled pure bench lint format clean
+.PHONY: help setup demo demo-hosts test test-core test-all test-faults docs-check gpu-kit compiled pure bench lint format clean
 
 help:
 	@echo "make demo         train two jobs on one shared group and measure the saving; report in $(OUT)/"
 	@echo "make demo-hosts   train on three simulated hosts, compare with one machine; needs root"
 	@echo "make test         run the test suite"
+	@echo "make test-core    run the tests of pure cores and quick shells, without torch, in $(CORE_VENV)"
 	@echo "make test-all     install vLLM, then run the test suite and the slow whole-cluster tests"
 	@echo "make test-faults  kill, stop, fill and damage a live cluster; FAULT_SEED=N, FAULT_SECONDS=N, FAULT_CUTS=N"
 	@echo "make docs-check   run every command and snippet of README.md, docs/ and CONTRIBUTING.md"
@@ -41,8 +46,8 @@ help:
 	@echo "make compiled     build scheduler core and simulator loop as C extensions; needs gcc"
 	@echo "make pure         delete the C extensions"
 	@echo "make gpu-kit      pack wheels for scripts/gpu_check.sh on a GPU machine without internet"
-	@echo "make clean        delete .venv, caches and build output"
-	@echo "All targets but help, pure and clean create .venv first if it is missing."
+	@echo "make clean        delete .venv, .venv-core, caches and build output"
+	@echo "All targets but help, pure, test-core and clean create .venv first if it is missing."
 
 setup: $(STAMP)
 
@@ -74,8 +79,18 @@ demo-hosts: setup
 test: setup
 	$(LIMITED) $(TEST_LIMIT) $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile -m "not slow and not gpu"
 
+$(CORE_STAMP): pyproject.toml
+	@test -x $(CORE_VENV)/bin/python || $(PYTHON) -m venv $(CORE_VENV)
+	$(CORE_VENV)/bin/python -m pip install --quiet --upgrade "pip>=23"
+	$(CORE_VENV)/bin/python -m pip install --quiet --editable ".[server,simulator,test]"
+	@touch $(CORE_STAMP)
+
+test-core: $(CORE_STAMP)
+	$(LIMITED) $(TEST_LIMIT) $(CORE_VENV)/bin/python -m pytest --core -q -n $(CORE_TESTS_AT_ONCE) \
+	  --dist loadfile -m "not slow and not gpu"
+
 test-all: $(VLLM_STAMP)
-	PLEXRL_EXAMPLES=4 $(LIMITED) 8h $(BIN)/python -m pytest
+	PLEXRL_EXAMPLES=8 $(LIMITED) 8h $(BIN)/python -m pytest
 
 docs-check: setup
 	$(LIMITED) $(TEST_LIMIT) $(BIN)/python -m pytest tests/docs
@@ -107,4 +122,4 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean: pure
-	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CORE_VENV) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

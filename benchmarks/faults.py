@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -81,8 +82,7 @@ def stop_processes() -> dict[str, float]:
     chance = random.Random(SEED)
     undisturbed = undisturbed_weights()
     victims: dict[str, Callable[[LiveCluster], psutil.Process]] = {
-        module: lambda cluster, module=module: cluster.part(module)
-        for module in sized(PARTS, quick=PARTS[:1])
+        module: partial(LiveCluster.part, module=module) for module in sized(PARTS, quick=PARTS[:1])
     }
     victims["a rank in a collective"] = lambda cluster: cluster.worker(0)
     seconds = {}

@@ -12,7 +12,7 @@ shared memory, and a copy to it costs CPU time that computation lacks.
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -58,7 +58,7 @@ def main() -> None:
     )
 
 
-def _seen(operations: list[dict[str, object]], name: str) -> Mapping[str, float]:
+def _seen(operations: Sequence[Mapping[str, object]], name: str) -> Mapping[str, float]:
     """Medians of a deployment's operations, without its first round."""
     own = [each for each in operations if str(each["deployment"]).endswith(f"/{name}")]
     results = {

@@ -7,13 +7,13 @@ The model's frozen weights stay on the device and are shared; adapters and their
 """
 
 import json
-from typing import Any
 
 import plexrl
 from benchmarks.report import percentile, report
 from benchmarks.sizes import sized
 from plexrl.cluster.embedded.start import start_embedded
 from plexrl.model.spec import parameter_count
+from plexrl.wire.messages.views import LoggedOperationView
 
 ROUNDS = sized(20, quick=6)
 MODEL = plexrl.tiny_qwen2("0123456789sr=", hidden=sized(512, quick=64), layers=sized(6, quick=2))
@@ -21,7 +21,7 @@ LORA = plexrl.LoraSpec(rank=8)
 BATCH = plexrl.Batch.from_completions([[3, 4, 5, 6, 7, 8, 9]] * 8, [[4, 5, 6, 7, 8, 2]] * 8)
 
 
-def moves(cluster: plexrl.Cluster, lora: plexrl.LoraSpec | None) -> list[dict[str, Any]]:
+def moves(cluster: plexrl.Cluster, lora: plexrl.LoraSpec | None) -> list[LoggedOperationView]:
     """The offloads and loads of two alternating jobs, without the first ones."""
     jobs = [cluster.create_job(name) for name in ("one", "two")]
     actors = [job.train_deployment("actor", MODEL, lora=lora) for job in jobs]
@@ -37,11 +37,11 @@ def moves(cluster: plexrl.Cluster, lora: plexrl.LoraSpec | None) -> list[dict[st
     return [row for row in found if row["kind"] in ("offload", "load")]
 
 
-def figures_of(rows: list[dict[str, Any]], kind: str) -> tuple[float, float]:
+def figures_of(rows: list[LoggedOperationView], kind: str) -> tuple[float, float]:
     """(median MB moved, median milliseconds) of the moves of one kind."""
     own = [row for row in rows if row["kind"] == kind and row["state"] == "finished"]
     moved = [json.loads(row["result_json"]).get("bytes_moved", 0) for row in own]
-    times = [1e3 * (row["finished_at"] - row["started_at"]) for row in own]
+    times = [1e3 * ((row["finished_at"] or 0.0) - (row["started_at"] or 0.0)) for row in own]
     return percentile(moved, 50) / 1e6, percentile(times, 50)
 
 

@@ -217,7 +217,7 @@ class Routers:
                 # The first one waits for its workers.
                 self._submitted_at[operation] = time.perf_counter()
             body = {"operation": operation, "deployment": f"{name}/actor", "kind": "barrier"}
-            await peer.call("submit_operation", {**OPERATOR, **body, "params_json": "{}"})
+            await peer.call("submit_operation", {**OPERATOR, **body})
             async with asyncio.timeout(END_S):
                 await finished.wait()
 

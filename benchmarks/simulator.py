@@ -25,7 +25,13 @@ from benchmarks.simulating import (
 )
 from benchmarks.sizes import sized
 
-LONG = sized(("drain",), quick=("drain", "fidelity", "cluster", "pareto", "rollout_gpus"))
+LONG = sized(
+    ("drain",),
+    quick=(
+        *("drain", "fidelity", "eta", "valleys", "starvation"),
+        *("cluster", "pareto", "rollout_gpus"),
+    ),
+)
 """Parts that are run by name only; with `--quick` their own modules run them."""
 
 PARTS = {

@@ -13,13 +13,24 @@ import pytest
 from hypothesis import settings
 
 from plexrl.process.garbage_collection import rare_collections
+from tests.core_files import pytest_ignore_collect, pytest_pycollect_makemodule
 from tests.examples import examples
-from tests.lost_workers import pytest_runtest_setup, pytest_xdist_make_scheduler
+from tests.lost_workers import (
+    pytest_collection_modifyitems,
+    pytest_runtest_setup,
+    pytest_xdist_make_scheduler,
+)
 
-__all__ = ["pytest_runtest_setup", "pytest_xdist_make_scheduler"]
+__all__ = [
+    "pytest_collection_modifyitems",
+    "pytest_ignore_collect",
+    "pytest_pycollect_makemodule",
+    "pytest_runtest_setup",
+    "pytest_xdist_make_scheduler",
+]
 
 # How long an example takes says nothing on a machine that others use too.
-settings.register_profile("plexrl", deadline=None, print_blob=True)
+settings.register_profile("plexrl", deadline=None, print_blob=True, max_examples=examples(40))
 settings.load_profile("plexrl")
 
 # Two torch threads beside any other work slow both up to tenfold; set before torch is imported.
@@ -41,11 +52,12 @@ ROOMS = ("scheduler", "statemanager", "router", "worker", "rollout", "sim", "tra
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What the whole suite can be told."""
+    parser.addoption("--core", action="store_true", help="only tests that need no torch")
     parser.addoption("--fault-seed", default="1", help="of the moments and victims of fault runs")
     parser.addoption("--fault-seconds", default="240", help="of faults in tests/hosts")
     parser.addoption("--fault-cuts", default="5", help="power cuts of each run in tests/faults")
     parser.addoption(
-        "--rollout-histories", default=examples(2_500), help="random ones in tests/rollout"
+        "--rollout-histories", default=examples(400), help="random ones in tests/rollout"
     )
 
 

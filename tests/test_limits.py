@@ -11,6 +11,7 @@ import pytest
 import typer.main
 from fastapi.dependencies.utils import get_dependant
 from fastapi.routing import APIRoute
+from msgspec import structs
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from typer.testing import CliRunner
 
@@ -315,7 +316,7 @@ def takers() -> Iterator[tuple[str, Callable[[str, Any], object]]]:
     def deployment(name: str, value: Any) -> object:
         return requests.create_deployment("job", "name", "train", MODEL, {name: value})
 
-    yield "optim_step", lambda n, v: check_parameters(replace(ADAM, **{n: v}))
+    yield "optim_step", lambda n, v: check_parameters(structs.replace(ADAM, **{n: v}))
     yield "loss", lambda n, v: check_loss(LossSpec(name="grpo", **{n: v}))
     yield "sampling", lambda n, v: check_parameters(SamplingParams(**{n: v}))
     yield "generate", lambda n, v: check_parameters(GenerateParams(**{n: v}))

@@ -76,8 +76,8 @@ LAYERS = {
         *("sources", "describe", "convert", "formats", "generate", "io", "schema", "bundled"),
     ),
     "wire": (
-        *("parameter_checks", "masks", "tensors", "codec", "links", "operation_phases", "rpc"),
-        *("framing", "operations"),
+        *("parameter_checks", "tensors", "links", "operation_phases", "rpc", "messages"),
+        *("codec", "framing", "operations"),
     ),
     "worker": (
         *("agent", "process", "rollout", "forward", "training", "models", "state"),

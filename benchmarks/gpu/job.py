@@ -15,6 +15,7 @@ from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.messages import DeviceUse
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
+from plexrl.wire.messages import SaveRequest
 
 BLOCK_BYTES = 64 << 20
 SAMPLES = 64
@@ -72,11 +73,14 @@ class GpuJob:
         """Bytes that were moved; the version's predecessor is dropped. `successor`: what is loaded
         next."""
         report = self._client.offload(
-            seq=seq,
-            keep_seq=seq,
-            token=1,
+            SaveRequest(
+                seq=seq,
+                keep_seq=seq,
+                token=1,
+                successor=successor[0],
+                successor_seq=successor[1],
+            ),
             parts=frozenset({StatePart.PARAMETER}),
-            successor=successor,
         )
         return report.bytes_moved
 

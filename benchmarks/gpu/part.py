@@ -21,10 +21,10 @@ from plexrl.statemanager.device.cuda.bindings import BoundDriver
 from plexrl.statemanager.device.cuda.driver import CudaDriver
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.wire.messages import RUNS, RankShare
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import Arrays
 from plexrl.worker.interface.backend import Backend, BackendCall
-from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.process.backend_factory import make_backend
 from plexrl.worker.state.device import WorkerDevice, open_device
 from plexrl.worker.state.state_mover import StateMover
@@ -111,10 +111,7 @@ class Part:
 
     def move(self, kind: OperationKind, **fields: Any) -> dict[str, Any]:
         """Carry out a move of the present version."""
-        command = RunCommand(
-            operation="o", kind=kind, token=1, seq=self.seq, keep_seq=self.seq, **fields
-        )
-        return self.mover.move(command)
+        return self.mover.move(move_message(kind, self.seq, **fields))
 
     def run(self, kind: OperationKind, params: object, arrays: Arrays, **rank: Any) -> Any:
         """The result of an operation that writes to the state."""
@@ -133,5 +130,15 @@ def backend_call(
 ) -> BackendCall:
     """A call of the only rank."""
     return BackendCall(
-        operation="o", kind=kind, params=params, rank_params=rank, arrays=arrays, seq=seq
+        operation="o", kind=kind, params=params, share=RankShare(**rank), arrays=arrays, seq=seq
     )
+
+
+def move_message(kind: OperationKind, seq: int, **fields: Any) -> Any:
+    """The order of a move of version `seq`, after which no other version is kept."""
+    kept = {"keep_seq": seq} if kind in (OperationKind.OFFLOAD, OperationKind.SNAPSHOT) else {}
+    if kind not in (OperationKind.PUBLISH, OperationKind.SYNC_WEIGHTS):
+        kept["previous_seq"] = 0
+    made: Any = next(each for each in RUNS if each.kind is kind)
+    head = ("o", "deployment", "job", "group", 1, seq, (), 1, False)
+    return made(*head, **kept, **fields)

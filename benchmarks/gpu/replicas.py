@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.gpu.part import move_message
 from benchmarks.sizes import sized
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.client.client import StateManagerClient
@@ -16,7 +17,6 @@ from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult
-from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.state.arena_tensors import ArenaLayout, ShardBox, view, whole_box
 from plexrl.worker.state.contents.replicas import ReplicaDigests
 from plexrl.worker.state.device import CPU
@@ -90,7 +90,7 @@ class Replica:
         self._digests = ReplicaDigests(self.backend, self.client, device)
 
     def move(self, kind: OperationKind, seq: int) -> None:
-        self._mover.move(RunCommand(operation="o", kind=kind, token=1, seq=seq, keep_seq=seq))
+        self._mover.move(move_message(kind, seq))
 
     @property
     def common(self) -> torch.Tensor:

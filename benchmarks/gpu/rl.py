@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from benchmarks.gpu.part import (
@@ -113,7 +112,7 @@ class Job:
             sources=(self._node.listen,),
             source_seq=self.trainer.seq,
             trainer_step=self.trainer.seq,
-            params_json=msgspec.json.encode(params).decode(),
+            params=params,
         )
 
     def _generate(self) -> Arrays:

@@ -61,7 +61,7 @@ def answer(connection: socket.socket) -> None:
                 continue
             # A payload that is passed as a file is in memory only once it is read.
             np.frombuffer(payload, dtype=np.uint8)[::PAGE_BYTES].max(initial=0)
-            command = header["command"]
+            command = header["run"]
             reply = {
                 "reply": "finished",
                 "operation": command["operation"],

@@ -23,7 +23,8 @@ from plexrl.cluster.join.authority import LIFE, Authority
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
 from plexrl.wire.links.credentials import Credentials, Identity, Role, TlsFiles
 from plexrl.wire.links.frame_socket import FrameSocket
-from plexrl.worker.process.server.server import Server, WorkerName
+from plexrl.wire.messages import WorkerName
+from plexrl.worker.process.server.server import Server
 
 PAYLOAD_BYTES = sized(256 << 20, quick=8 << 20)
 PAYLOADS = sized(9, quick=1)

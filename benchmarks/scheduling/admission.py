@@ -16,8 +16,8 @@ from benchmarks.sizes import sized
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.shell import Clock, Shell
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 
 JOBS = sized(2_000, quick=50)
 NODES = sized(800, quick=20)

@@ -10,8 +10,8 @@ from benchmarks.scheduling.cluster import config
 from benchmarks.sizes import sized
 from plexrl.process.garbage_collection import freeze_existing_objects
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
 
 GROUPS = sized(1000, quick=8)
@@ -45,7 +45,7 @@ class Drive:
         self.samples.append(time.perf_counter() - began)
         self.commands += len(commands)
         for command in commands:
-            if isinstance(command, cmd.RunOperation):
+            if isinstance(command, cmd.Run):
                 moves = (OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT)
                 seconds = (MOVE_S if command.kind in moves else RUN_S) * self.rng.uniform(0.7, 1.3)
                 done = ev.OperationFinished(
@@ -81,7 +81,7 @@ class Drive:
                 operation=f"{deployment}:{self.operations}",  # type: ignore[arg-type]
                 deployment=deployment,  # type: ignore[arg-type]
                 kind=kind,
-                params_json="{}",
+                params=None,
                 tokens=4096,
             )
             self.plan(in_s, submitted)

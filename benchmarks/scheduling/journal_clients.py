@@ -18,7 +18,7 @@ from plexrl.wire.rpc import Peer
 
 Plain = dict[str, Any]
 TENANT: Plain = {"tenant": "t"}
-PARAMS = '{"loss":{"name":"grpo"},"grad_clip_norm":1.0}'
+PARAMS = {"type": "ForwardBackwardParams", "loss": {"name": "grpo"}}
 WAIT_S = 60.0
 
 
@@ -67,7 +67,7 @@ class Client:
             operation=operation,
             deployment=self._deployment,
             kind=kind,
-            params_json="{}" if kind == "barrier" else PARAMS,
+            params=None if kind == "barrier" else PARAMS,
             tokens=4096,
         )
         self.accepted_s.append(time.perf_counter() - began_at)

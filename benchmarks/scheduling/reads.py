@@ -92,7 +92,7 @@ def _job(index: int, backlog: str, prefix: str) -> Iterator[ev.Event]:
             operation=f"{job}:1",  # type: ignore[arg-type]
             deployment=f"{job}/d0",  # type: ignore[arg-type]
             kind=OperationKind.BARRIER,
-            params_json="{}",
+            params=None,
         )
 
 

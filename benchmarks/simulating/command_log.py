@@ -11,13 +11,15 @@ import hashlib
 import sys
 from collections.abc import Iterator
 
-from plexrl.scheduler.state.messages import commands as cmd
+import msgspec
+
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.trace_run import TraceRun
 from plexrl.sim.workload.policies import SIM_POLICIES
 from plexrl.sim.workload.scenario import Behaviour, Failures, Pool, Scenario
 from plexrl.sim.workload.source.trace_source import PublishedSource
 from plexrl.traces import Shape
+from plexrl.wire import messages as cmd
 
 DAY_S = 86_400.0
 SHORT = Shape(cap_s=DAY_S / 8)
@@ -54,7 +56,7 @@ def digest(scenario: Scenario) -> tuple[int, str]:
     def observe(event: ev.Event, commands: list[cmd.Command], now: float) -> None:
         found.update(b"%r %s\n" % (now, ev.CODEC.encode(event)))
         for command in commands:
-            found.update(b"  %s\n" % cmd.CODEC.encode(command))
+            found.update(b"  %s\n" % msgspec.json.encode(command))
 
     run.shell.observe(observe)
     run.start()

@@ -25,9 +25,9 @@ from benchmarks.report import Part, report
 from benchmarks.simulating.cluster import training_pool, whole
 from benchmarks.sizes import sized
 from plexrl.ids import OperationId
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.trace_run import TraceRun
+from plexrl.wire import messages as cmd
 
 POLICIES = sized(("spread+backfill", "pack", "fcfs"), quick=("pack",))
 WAITS = sized(8_000, quick=200)
@@ -87,7 +87,7 @@ class Watcher:
     def observe(self, event: ev.Event, commands: Sequence[cmd.Command], now: float) -> None:
         """Follow the core's work."""
         for command in commands:
-            if isinstance(command, cmd.RunOperation) and command.operation in self._asked:
+            if isinstance(command, cmd.Run) and command.operation in self._asked:
                 self._started(command.operation, now)
         if isinstance(event, ev.OperationSubmitted):
             self._ask(event.operation, now)

@@ -18,6 +18,7 @@ import numpy as np
 
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
+from plexrl.wire.messages.views import LoggedOperationView, WaitingOperationView
 
 VOCABULARY = "0123456789sr="
 ROW_TOKENS = 48
@@ -52,10 +53,10 @@ class LiveRun:
     """The job views, the operation log and the final status of a run."""
 
     jobs: list[Plain]
-    operations: list[Plain]
+    operations: list[Any]
     status: Plain
     """Of the cluster at the end."""
-    explained: list[Plain]
+    explained: list[Any]
     """Answers of `explain` about waiting operations, asked every `ASK_S` during the run."""
 
 
@@ -113,9 +114,9 @@ def run_live(
         )
 
 
-def _ask(jobs: Sequence[plexrl.Job], over: threading.Event) -> list[Plain]:
+def _ask(jobs: Sequence[plexrl.Job], over: threading.Event) -> list[WaitingOperationView]:
     """Ask about the waiting operations of one job after the other until the run is over."""
-    found: list[Plain] = []
+    found: list[WaitingOperationView] = []
     for job in cycle(jobs):
         if over.wait(ASK_S):
             return found
@@ -123,9 +124,9 @@ def _ask(jobs: Sequence[plexrl.Job], over: threading.Event) -> list[Plain]:
     return found
 
 
-def operation_log(job: plexrl.Job) -> list[Plain]:
+def operation_log(job: plexrl.Job) -> list[LoggedOperationView]:
     """All rows of the job in the operation log."""
-    rows: list[Plain] = []
+    rows: list[LoggedOperationView] = []
     while page := job.operations(after=rows[-1]["index"] if rows else 0, limit=LOG_ROWS):
         rows += page
     return rows

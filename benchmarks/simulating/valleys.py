@@ -28,6 +28,7 @@ from plexrl.traces import Shape
 SEEDS = sized((1, 2, 3, 4, 5, 6), quick=(1,))
 NODES = sized(128, quick=48)
 SHORTER = sized(32, quick=512)
+DAYS = sized(10, quick=1)
 DAY_S = 86_400.0
 SHARED = "spread+backfill"
 POLICIES = sized(("isolated+backfill", "pack", SHARED), quick=(SHARED,))
@@ -37,7 +38,7 @@ COLUMNS = ("policy", "idle GPU-h", "filled", "slowdown mean", "added", "p95", "a
 def jobs(policy: str, seed: int) -> Scenario:
     """The jobs alone."""
     shape = Shape(backlog=True, cap_s=CAP_S)
-    source = PublishedSource(span_s=10 * DAY_S, jobs_per_day=12.0, shape=shape, seed=seed)
+    source = PublishedSource(span_s=DAYS * DAY_S, jobs_per_day=12.0, shape=shape, seed=seed)
     return Scenario(
         source=Sample(source=source, shorter=SHORTER),
         pools=(Pool(nodes=NODES),),

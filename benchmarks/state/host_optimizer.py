@@ -26,6 +26,7 @@ from plexrl.statemanager.layout.keys import StateKey, StatePart
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.wire.messages import SaveRequest
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.arena_tensors import ArenaLayout, span, whole_box
 from plexrl.worker.state.host.optimizer import HostAdamW
@@ -103,7 +104,7 @@ class Rank:
     def switch(self, seq: int) -> tuple[int, float, float]:
         """(bytes moved both ways, seconds out, seconds in again)."""
         began = time.perf_counter()
-        out = self.client.offload(seq=seq, keep_seq=0, token=1, parts=PARTS)
+        out = self.client.offload(SaveRequest(seq=seq, token=1), parts=PARTS)
         middle = time.perf_counter()
         self.register()
         back = self.client.load(seq=seq, token=1)
@@ -176,7 +177,7 @@ def _steps(config: StateManagerConfig) -> dict[str, float]:
         ours.append(rank.step())
         lent.append(on_device.step())
         # What follows a version copies the moments to memory newly borrowed.
-        rank.client.snapshot(seq=number + 1, keep_seq=number, token=1, parts=PARTS)
+        rank.client.snapshot(SaveRequest(seq=number + 1, keep_seq=number, token=1), parts=PARTS)
         firsts.append(rank.step())
     rank.close()
     on_device.close()

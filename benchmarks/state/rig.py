@@ -26,6 +26,7 @@ from plexrl.statemanager.layout.versions import Manifest, VersionKind
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, job_of
+from plexrl.wire.messages import SaveRequest
 
 Rows = list[tuple[str, ...]]
 Figures = dict[str, float]
@@ -132,11 +133,15 @@ class Rank:
 
     def snapshot(self, seq: int) -> MoveReport:
         """Store version `seq`, the one before it given up."""
-        return self.client.snapshot(seq=seq, keep_seq=seq, token=1, parts=PARTS)
+        return self.client.snapshot(SaveRequest(seq=seq, keep_seq=seq, token=1), parts=PARTS)
 
     def offload(self, seq: int, successor: tuple[str, int] = ("", 0)) -> MoveReport:
         """As `snapshot`, and the memory is given back. `successor`: what is loaded next."""
-        return self.client.offload(seq=seq, keep_seq=seq, token=1, parts=PARTS, successor=successor)
+        deployment, version = successor
+        order = SaveRequest(
+            seq=seq, keep_seq=seq, token=1, successor=deployment, successor_seq=version
+        )
+        return self.client.offload(order, parts=PARTS)
 
     def load(self, seq: int) -> LoadReport:
         """Bring version `seq` back."""

@@ -5,13 +5,25 @@ a recorded history, and a core can replay it.
 """
 
 import ast
+import functools
 import math
+import operator
+import re
 import sys
+from collections.abc import Callable, Hashable
 from dataclasses import is_dataclass
-from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeVar, get_args, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Generic,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 
@@ -20,44 +32,31 @@ from plexrl.errors import InvalidRequestError
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
+Plain = dict[str, Any]
+"""A message as JSON values, before its fields are typed."""
+
+
 class Codec(Generic[MessageT]):
-    """Encodes and decodes a fixed set of frozen structs.
+    """Encodes and decodes a fixed set of frozen structs, tagged by their class name under the key
+    `"type"`."""
 
-    The tag is the class name under the key `"type"`; no message may have a field of that name.
-    """
-
-    def __init__(self, *kinds: type[MessageT]) -> None:
-        for kind in kinds:
-            assert "type" not in kind.__struct_fields__, f"{kind.__name__} has a field 'type'"
-        self._kinds: dict[str, type[MessageT]] = {kind.__name__: kind for kind in kinds}
-        self._openings = {kind: f'{{"type":"{kind.__name__}"'.encode() for kind in kinds}
-        self._floats = {kind: _float_fields(kind) for kind in kinds}
-
-    def to_plain(self, message: MessageT) -> dict[str, Any]:
-        """`message` as JSON values, with its tag."""
-        plain: dict[str, Any] = msgspec.to_builtins(message)
-        return {"type": type(message).__name__, **plain}
-
-    def from_plain(self, plain: dict[str, Any]) -> MessageT:
-        """The message that `to_plain` encoded.
-
-        Raises:
-            msgspec.ValidationError: an unknown tag, a missing field or a value of a wrong type.
-        """
-        tag = plain.get("type")
-        kind = self._kinds.get(str(tag))
-        if kind is None:
-            raise msgspec.ValidationError(f"unknown message type {tag!r}")
-        fields = {name: value for name, value in plain.items() if name != "type"}
-        return msgspec.convert(fields, kind)
+    def __init__(
+        self,
+        *kinds: type[MessageT],
+        upgrade: Callable[[Plain], None] = lambda _: None,
+        earlier: re.Pattern[bytes] | None = None,
+    ) -> None:
+        """`upgrade` changes a message of an earlier version to what the present types say; it sees
+        the lines that match `earlier`."""
+        self._upgrade, self._earlier = upgrade, earlier
+        self._kinds = {kind.__name__: kind for kind in kinds}
+        self._encoder = msgspec.json.Encoder()
+        self._decoder = msgspec.json.Decoder(functools.reduce(operator.or_, kinds))
 
     def encode(self, message: MessageT) -> bytes:
         """`message` as one line of JSON. Raises as `check`."""
         self.check(message)
-        opening = self._openings[type(message)]
-        body = msgspec.json.encode(message)
-        # The tag is inserted as the first key, so the message is encoded in one pass.
-        return opening + (b"}" if body == b"{}" else b"," + body[1:])
+        return self._encoder.encode(message)
 
     def check(self, message: MessageT) -> None:
         """Refuse numbers that are not finite: JSON would decode them as null.
@@ -65,25 +64,64 @@ class Codec(Generic[MessageT]):
         Raises:
             InvalidRequestError: a field is infinite or not a number.
         """
-        for name in self._floats[type(message)]:
-            value = getattr(message, name)
-            if value is not None and not math.isfinite(value):
-                raise InvalidRequestError(
-                    f"{name} of {type(message).__name__} is {value}: give a finite number"
-                )
+        found = _not_finite(message)
+        if found is not None:
+            raise InvalidRequestError(
+                f"{found[0]} of {type(message).__name__} is {found[1]}: give a finite number"
+            )
 
     def decode(self, line: bytes | str) -> MessageT:
-        """The message in `line`. Raises as `from_plain`, and on malformed JSON."""
-        return self.from_plain(msgspec.json.decode(line, type=dict[str, Any]))
+        """The message in `line`.
+
+        Raises:
+            msgspec.ValidationError: an unknown tag, a missing field or a value of a wrong type.
+            msgspec.DecodeError: malformed JSON.
+        """
+        body = line.encode() if isinstance(line, str) else line
+        if self._earlier is not None and self._earlier.search(body):
+            plain = msgspec.json.decode(body, type=Plain)
+            self._upgrade(plain)
+            return msgspec.convert(plain, self._kinds[str(plain["type"])])
+        decoded: MessageT = self._decoder.decode(body)
+        return decoded
 
 
-def _float_fields(kind: type) -> tuple[str, ...]:
-    """Fields that may hold a float. Messages have no floats inside containers."""
-    hints = get_type_hints(kind)
-    return tuple(name for name, hint in hints.items() if hint is float or float in get_args(hint))
+def _not_finite(record: object) -> tuple[str, float] | None:
+    """Name and value of a number of a message, or of a record in its fields, that is not finite."""
+    floats, records = _number_fields(cast("Hashable", type(record)))
+    for name in floats:
+        value = getattr(record, name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and not math.isfinite(number):
+                return name, number
+    for name in records:
+        found = _not_finite(getattr(record, name))
+        if found is not None:
+            return found
+    return None
 
 
-@cache
+@functools.cache
+def _number_fields(kind: Hashable) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Fields that may hold floats, and those that may hold a record; sequences of records are
+    not looked into."""
+    if not _is_record(kind):
+        return (), ()
+    floats, records = [], []
+    for name, hint in get_type_hints(kind).items():
+        parts = (hint, *get_args(hint))
+        if float in parts or tuple[float, float] in parts:
+            floats.append(name)
+        elif get_origin(hint) is not ClassVar and any(map(_is_record, parts)):
+            records.append(name)
+    return tuple(floats), tuple(records)
+
+
+def _is_record(hint: Any) -> bool:
+    return isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, msgspec.Struct))
+
+
+@functools.cache
 def restore_annotations(kind: type) -> None:
     """Restore the annotations of a compiled class, and of all dataclasses and named tuples in its
     fields, once in a process.
@@ -115,7 +153,7 @@ def _records(hint: Any) -> list[type]:
     return [named for part in get_args(hint) for named in _records(part)]
 
 
-@cache
+@functools.cache
 def _source_annotations(module: ModuleType) -> dict[str, dict[str, str]]:
     """Annotations in a module's source, by class; empty for a module that is not compiled."""
     path = module.__file__ or ""

@@ -5,7 +5,7 @@ their lengths. Entry t of a per-token array is for token t, predicted from the t
 entry 0 of a row is never used.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
@@ -133,8 +133,12 @@ class SamplingParams:
     stream continues after them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamParams:
+class Params(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
+    """Base of the parameters of an operation. In journals and on the wire the tag, the name of the
+    class under the key `type`, tells one from the other."""
+
+
+class AdamParams(Params, frozen=True, kw_only=True):
     """Parameters of one AdamW step. The controller sets the learning rate of every step."""
 
     learning_rate: float
@@ -225,8 +229,7 @@ MICRO_BATCH_TOKENS = 16_384
 SHARD_BYTES_MAX = 5_000_000_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardBackwardParams:
+class ForwardBackwardParams(Params, frozen=True, kw_only=True):
     """Parameters of `forward_backward`."""
 
     loss: LossSpec
@@ -234,19 +237,17 @@ class ForwardBackwardParams:
     """Most tokens, including padding, that one rank runs through the model at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardParams:
+class ForwardParams(Params, frozen=True, kw_only=True):
     """Parameters of `forward`."""
 
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateParams:
+class GenerateParams(Params, frozen=True, kw_only=True):
     """Parameters of `generate`."""
 
     samples_per_prompt: int = 1
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
     stream: bool | Literal["rows"] = False
     """Deliver tokens while they are drawn, or, with `rows`, each row once when it has ended. The
     final result is the same."""
@@ -257,8 +258,7 @@ PROMPT_SAMPLING = ("max_tokens", "first_sample", "drawn_tokens")
 of `SamplingParams` with its name; samples of a prompt are numbered from its own `first_sample`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointParams:
+class CheckpointParams(Params, frozen=True, kw_only=True):
     """Parameters of `save_checkpoint` and `load_checkpoint`."""
 
     name: str
@@ -288,8 +288,7 @@ class CheckpointParams:
     """For a load on a train deployment: restore the optimizer state too."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncWeightsParams:
+class SyncWeightsParams(Params, frozen=True, kw_only=True):
     """Parameters of `sync_weights`."""
 
     source: str
@@ -315,58 +314,23 @@ class SyncWeightsParams:
     stops them when it has arrived. Otherwise the version is chosen when the sync begins."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishParams:
-    """`publish` has no parameters."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroGradParams:
-    """`zero_grad` has no parameters."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BarrierParams:
-    """`barrier` has no parameters."""
-
-
-PARAMS_BY_KIND: dict[OperationKind, type] = {
+PARAMS_BY_KIND: dict[OperationKind, "type[OperationParams]"] = {
     OperationKind.FORWARD: ForwardParams,
     OperationKind.FORWARD_BACKWARD: ForwardBackwardParams,
     OperationKind.OPTIM_STEP: AdamParams,
-    OperationKind.ZERO_GRAD: ZeroGradParams,
     OperationKind.GENERATE: GenerateParams,
     OperationKind.SAVE_CHECKPOINT: CheckpointParams,
     OperationKind.LOAD_CHECKPOINT: CheckpointParams,
     OperationKind.SYNC_WEIGHTS: SyncWeightsParams,
-    OperationKind.PUBLISH: PublishParams,
-    OperationKind.BARRIER: BarrierParams,
 }
-"""The parameter type of every kind that a controller can submit."""
+"""The parameter type of each kind that has parameters."""
 
 
 OperationParams = (
     ForwardParams
     | ForwardBackwardParams
     | AdamParams
-    | ZeroGradParams
     | GenerateParams
     | CheckpointParams
     | SyncWeightsParams
-    | PublishParams
-    | BarrierParams
 )
-
-
-def params_to_json(params: OperationParams) -> str:
-    """An operation's parameters as JSON text.
-
-    Journal and wire carry parameters as text, because the scheduler does not read them.
-    """
-    return msgspec.json.encode(params).decode()
-
-
-def params_from_json(kind: OperationKind, params_json: str) -> OperationParams:
-    """The parameters of an operation of `kind`, encoded by `params_to_json`."""
-    params: OperationParams = msgspec.json.decode(params_json, type=PARAMS_BY_KIND[kind])
-    return params

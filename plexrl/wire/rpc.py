@@ -13,7 +13,9 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from plexrl.errors import (
     ConnectionLostError,
@@ -27,6 +29,7 @@ from plexrl.wire.framing import read_frame, write_frame
 
 LOG = logging.getLogger(__name__)
 
+CommandT = TypeVar("CommandT")
 Handler = Callable[["Peer", dict[str, Any]], Awaitable[Mapping[str, Any] | None]]
 
 IN_FLIGHT_MAX = 4096
@@ -170,6 +173,18 @@ class Peer:
             future.set_exception(from_wire(answer))
         else:
             future.set_result(answer)
+
+
+def read_command(params: Mapping[str, Any], kind: type[CommandT]) -> CommandT:
+    """The command that a call carries as `command`.
+
+    Raises:
+        InvalidRequestError: there is none, or it is malformed.
+    """
+    try:
+        return msgspec.convert(params.get("command"), kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"malformed command: {error}") from error
 
 
 def _call_id(header: dict[str, Any]) -> int | None:

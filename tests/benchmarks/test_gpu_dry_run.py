@@ -23,6 +23,8 @@ def dry_run(name: str) -> dict[str, float]:
     return dict(json.loads(found.stdout.splitlines()[-1])["figures"])
 
 
+# `tests/cluster/sharing/test_multiplexing.py` has it on a cluster.
+@pytest.mark.slow
 def test_jobs_that_take_turns_learn_the_same_as_alone() -> None:
     figures = dry_run("rl")
     assert figures["figures_difference_max"] == 0
@@ -45,6 +47,8 @@ def test_two_jobs_of_a_cluster_share_a_gpu() -> None:
     assert figures["gpu_seconds_step_shared"] > 0
 
 
+# `tests/worker/rollout/engine/test_forward_selection.py` has it without the benchmark.
+@pytest.mark.slow
 def test_the_engine_gives_the_answers_of_transformers() -> None:
     figures = dry_run("generation")
     assert figures["torch_same_answers_share"] == 1

@@ -17,7 +17,7 @@ LONG = {
     *("execution.py", "faults.py"),
     # `test_gpu_dry_run.py` has them.
     *("gpu/cluster.py", "gpu/generation.py", "gpu/rl.py"),
-    *("judge_layers.py", "loading.py", "lora_switch.py"),
+    *("judge_layers.py", "loading.py", "lora_switch.py", "object_store.py"),
     "rewards_overlap.py",
     *(
         "rollout_flexes.py",
@@ -28,7 +28,7 @@ LONG = {
         "rollout_streamrl_pat.py",
         "rollout_tail.py",
     ),
-    *("roundtrip.py", "scale.py", "scheduler.py"),
+    *("roundtrip.py", "scale.py", "scheduler.py", "simulator.py"),
     *(
         "simulating/cluster.py",
         "simulating/pareto.py",

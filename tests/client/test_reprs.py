@@ -93,4 +93,8 @@ def test_values_show_their_shape_and_no_array() -> None:
     shown = "ModelSpec(architecture='qwen2', vocabulary of 4, seed=0, head='causal')"
     assert repr(model) == shown
     assert repr(plexrl.ModelSpec(path="/m")) == "ModelSpec(path='/m', head='causal')"
+
+
+def test_a_tokenizer_shows_its_size() -> None:
+    pytest.importorskip("tokenizers", reason="text needs the extra `text`")
     assert repr(plexrl.Tokenizer.from_vocabulary("0123")) == "<Tokenizer of 7 tokens>"

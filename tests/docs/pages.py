@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 
 
+@cache
 def tokens(page: Path) -> list[Token]:
     """The page, parsed like GitHub's markdown."""
     return MarkdownIt("commonmark").enable("table").parse(page.read_text())

@@ -66,7 +66,6 @@ class Workers:
             "operation": operation,
             "deployment": f"{job}/actor",
             "kind": kind,
-            "params_json": "{}",
         }
         await self.router.call("submit_operation", params)
         wait = {"tenant": tenant, "operation": operation, "timeout_s": 60.0}

@@ -17,7 +17,6 @@ from pathlib import Path
 from plexrl.errors import PlexRLError
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.rules.config import SchedulerConfig
-from plexrl.scheduler.state.messages.commands import LaunchWorkers, RunOperation
 from plexrl.scheduler.state.messages.events import (
     CODEC,
     Event,
@@ -25,6 +24,8 @@ from plexrl.scheduler.state.messages.events import (
     OperationFinished,
     OperationSubmitted,
 )
+from plexrl.wire.messages import LaunchWorkers
+from plexrl.wire.messages import Run as RunMessage
 
 LINE = re.compile(
     r"(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) INFO rank (?P<rank>\d+) "
@@ -104,7 +105,7 @@ class JournalCopy:
 
 def read_history(events: Iterable[tuple[Event, float]], config: SchedulerConfig) -> History:
     """Replay all events of a journal."""
-    history, runs = History(), dict[str, RunOperation]()
+    history, runs = History(), dict[str, RunMessage]()
     core = SchedulerCore(config)
     for event, at in events:
         if isinstance(event, OperationFinished):
@@ -126,7 +127,7 @@ def read_history(events: Iterable[tuple[Event, float]], config: SchedulerConfig)
             if isinstance(command, LaunchWorkers):
                 start = (command.deployment, command.incarnation)
                 history.groups[start] = command.group
-            elif isinstance(command, RunOperation):
+            elif isinstance(command, RunMessage):
                 runs[command.operation] = command
                 if command.operation in history.finished and not command.replay:
                     history.repeated.append(command.operation)

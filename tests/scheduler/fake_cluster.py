@@ -7,16 +7,16 @@ take effect when the test says so, in any order that a real cluster could show.
 import random
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec.structs import replace
 
 from plexrl.errors import PlexRLError
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.operations.failures import ErrorView
-from plexrl.scheduler.queries.view_types import ExplanationView
 from plexrl.scheduler.rules.config import SchedulerConfig
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
+from plexrl.wire.messages.views import ErrorView, ExplanationView
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind
 
 MOVES = (OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT)
@@ -63,7 +63,8 @@ class FakeCluster:
         self.journal: list[tuple[ev.Event, float]] = []
         self.wpgs: dict[str, Wpg] = {}
         self.launches: list[cmd.LaunchWorkers] = []
-        self.runs: list[cmd.RunOperation] = []
+        self.runs: list[Any] = []
+        """Runs of all kinds; tests know which kind has which fields."""
         self.migrations: list[cmd.MigrateState] = []
         self.prefetches: list[cmd.PrefetchState] = []
         self.nodes: dict[str, ev.NodeJoined] = {}
@@ -120,7 +121,7 @@ class FakeCluster:
                     self.partials = {k: v for k, v in self.partials.items() if v not in blobs}
                 case cmd.AbortOperation() if command.token:
                     self.interrupted.add((command.operation, command.token))
-                case cmd.RunOperation():
+                case cmd.Run():
                     if self.has_router and command not in self.runs:
                         self.runs.append(command)
 
@@ -280,7 +281,7 @@ class FakeCluster:
                 operation=operation,
                 deployment=deployment,
                 kind=OperationKind(kind),
-                params_json="{}",
+                params=None,
                 source=source,
                 **fields,
             )
@@ -344,7 +345,7 @@ class FakeCluster:
             self.hung.add((launch.deployment, launch.incarnation))
 
     def execute(
-        self, run: cmd.RunOperation, *, report: bool = True, trainer_step: int | None = None
+        self, run: cmd.Run, *, report: bool = True, trainer_step: int | None = None
     ) -> None:
         """The workers carry out a run; `report` false loses the answer (the run stays to be asked
         for again, as a router that died would have it). `trainer_step` is what they say of it."""
@@ -358,7 +359,8 @@ class FakeCluster:
         name = (run.operation, run.token)
         assert name not in wpg.refused, "a run that was refused is asked for under the same name"
         self._apply(wpg, run)
-        assert run.partial == self.partials.get(run.operation), "it continues from something else"
+        former = run.partial if isinstance(run, cmd.Generate) else None
+        assert former == self.partials.get(run.operation), "it continues from something else"
         if report:
             self.runs.remove(run)
             partial = f"{run.operation}.{run.token}" if name in self.interrupted else None
@@ -381,7 +383,7 @@ class FakeCluster:
             ):
                 self.partials.pop(run.operation, None)
 
-    def refusable(self) -> list[cmd.RunOperation]:
+    def refusable(self) -> list[cmd.Run]:
         """Runs that the workers could refuse: they are there, and have not carried the run out."""
         found = []
         for run in self.runs:
@@ -393,7 +395,7 @@ class FakeCluster:
                 found.append(run)
         return found
 
-    def refuse(self, run: cmd.RunOperation, code: str = "storage_full") -> None:
+    def refuse(self, run: cmd.Run, code: str = "storage_full") -> None:
         """The workers refuse a run for want of room, and change nothing."""
         wpg = self.wpgs[run.deployment]
         assert run.token >= wpg.highest_token, "a stale run reached the workers"
@@ -411,13 +413,13 @@ class FakeCluster:
             )
         )
 
-    def is_out_of_date(self, run: cmd.RunOperation) -> bool:
+    def is_out_of_date(self, run: cmd.Run) -> bool:
         """Whether a run was sent to processes that are gone."""
         wpg = self.wpgs[run.deployment]
         alive = f":{wpg.incarnation}" if wpg.nodes else "nobody"
         return not all(address.endswith(alive) for address in run.addresses)
 
-    def _apply(self, wpg: Wpg, run: cmd.RunOperation) -> None:
+    def _apply(self, wpg: Wpg, run: cmd.Run) -> None:
         if run.kind == OperationKind.LOAD:
             if wpg.device is None:
                 assert run.seq == 0 or run.seq in wpg.versions, f"no version {run.seq}"
@@ -425,7 +427,7 @@ class FakeCluster:
                 assert run.seq == 0 or wpg.nodes <= held_on, f"{run.seq} lies on {held_on} only"
                 wpg.device = list(wpg.versions.get(run.seq, []))
             return
-        if run.kind in MOVES:
+        if isinstance(run, cmd.Offload | cmd.Snapshot):
             if wpg.device is not None:
                 kept = (run.keep_seq, run.previous_seq)
                 wpg.versions = {

@@ -218,7 +218,6 @@ def barrier_of(claim: Plain, deployment: str, operation: str, **changes: Any) ->
         "operation": operation,
         "deployment": deployment,
         "kind": "barrier",
-        "params_json": "{}",
         **changes,
     }
 

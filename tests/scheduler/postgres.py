@@ -7,16 +7,18 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
-import psycopg
 
 START_S = 60
 
 
 def server_folder() -> Path | None:
-    """Where `initdb` and `pg_ctl` lie; None where no server is installed."""
+    """Where `initdb` and `pg_ctl` lie; None where no server or no client library is installed."""
+    if find_spec("psycopg") is None:
+        return None
     found = shutil.which("initdb")
     if found is not None:
         return Path(found).resolve().parent
@@ -52,6 +54,8 @@ class PostgresServer:
 
     def database(self, folder: str = "") -> str:
         """The URL of a new database, for processes that see the server's folder as `folder`."""
+        import psycopg
+
         name = f"journal{next(self._count)}"
         with psycopg.connect(self._dsn("postgres"), autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {name}".encode())

@@ -20,8 +20,8 @@ from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.rules.ordering import ORDERINGS
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import Quick
 from tests.scheduler.liveness import stuck

@@ -6,7 +6,7 @@ import msgspec
 
 from plexrl.errors import DeviceMemoryFullError
 from plexrl.model.memory.device_memory import DeviceMemory, MemoryTerm
-from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -24,7 +24,7 @@ class RandomMemory:
         """As `FakeCluster.deploy`, with a need of memory."""
         self._cluster.deploy(name, kind, workers, memory=self._draw(), **fields)
 
-    def refusal(self, run: cmd.RunOperation) -> str | None:
+    def refusal(self, run: cmd.Run) -> str | None:
         """The error of a load whose rank 0 finds its GPU full, because of the processes of
         deployments or of one that is no worker; None: the load, or other run, fails otherwise."""
         chance = self._chance

@@ -19,7 +19,7 @@ from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.core.snapshot import _Snapshot
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.messages.commands import Command
+from plexrl.wire.messages import Command
 from tests.scheduler.fake_cluster import FakeCluster, Quick
 
 NODES = ("n1", "n2", "n3")

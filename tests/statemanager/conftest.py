@@ -29,6 +29,7 @@ from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role, job_of
+from plexrl.wire.messages import SaveRequest
 from tests.statemanager.memory_files import memory_file_bytes
 
 DEADLINE_S = 60.0
@@ -270,12 +271,27 @@ class Shard:
         return np.random.default_rng(seed).integers(0, 256, self.contents.size, dtype=np.uint8)
 
     def offload(self, seq: int, *, keep_seq: int = 0, **fields: Any) -> Any:
-        fields = {"token": self.token, "parts": ALL_PARTS, **fields}
-        return self.client.offload(seq=seq, keep_seq=keep_seq, **fields)
+        return self.client.offload(*self._order(seq, keep_seq, fields), **fields)
 
     def snapshot(self, seq: int, *, keep_seq: int = 0, **fields: Any) -> Any:
-        fields = {"token": self.token, "parts": ALL_PARTS, **fields}
-        return self.client.snapshot(seq=seq, keep_seq=keep_seq, **fields)
+        return self.client.snapshot(*self._order(seq, keep_seq, fields), **fields)
+
+    def _order(self, seq: int, keep_seq: int, fields: dict[str, Any]) -> tuple[SaveRequest]:
+        """The order of a save; `fields` keep what is beside it."""
+        fields.setdefault("parts", ALL_PARTS)
+        successor, successor_seq = fields.pop("successor", ("", 0))
+        ordered = {
+            name: fields.pop(name) for name in SaveRequest.__struct_fields__ if name in fields
+        }
+        return (
+            SaveRequest(
+                **{"token": self.token, **ordered},
+                seq=seq,
+                keep_seq=keep_seq,
+                successor=successor,
+                successor_seq=successor_seq,
+            ),
+        )
 
     def load(self, seq: int) -> Any:
         return self.client.load(seq=seq, token=self.token)

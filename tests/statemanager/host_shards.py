@@ -13,6 +13,7 @@ from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
+from plexrl.wire.messages import SaveRequest
 from tests.statemanager.conftest import ALL_PARTS, DEADLINE_S, Daemon
 
 ELEMENTS = 64 * 1024
@@ -83,13 +84,13 @@ class HostShard:
 
     def offload(self, seq: int, keep_seq: int = 0) -> int:
         report = self.client.offload(
-            seq=seq, keep_seq=keep_seq, token=self.token, parts=ALL_PARTS, meta={}
+            SaveRequest(seq=seq, keep_seq=keep_seq, token=self.token), parts=ALL_PARTS
         )
         return report.bytes_moved
 
     def snapshot(self, seq: int, keep_seq: int = 0) -> int:
         report = self.client.snapshot(
-            seq=seq, keep_seq=keep_seq, token=self.token, parts=ALL_PARTS, meta={}
+            SaveRequest(seq=seq, keep_seq=keep_seq, token=self.token), parts=ALL_PARTS
         )
         return report.bytes_moved
 

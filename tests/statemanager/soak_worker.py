@@ -13,6 +13,7 @@ from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.protocol.network import Network
+from plexrl.wire.messages import SaveRequest
 from tests.statemanager.conftest import ALL_PARTS
 
 ELEMENTS = 64 * 1024
@@ -108,7 +109,8 @@ class Worker:
             case "offload" | "snapshot":
                 np.copyto(self._contents, version(name, seq))
                 save = client.offload if command.what == "offload" else client.snapshot
-                save(seq=seq, keep_seq=command.keep_seq, token=1, parts=ALL_PARTS)
+                order = SaveRequest(seq=seq, keep_seq=command.keep_seq, token=1)
+                save(order, parts=ALL_PARTS)
                 return Outcome()
             case "publish":
                 np.copyto(self._contents, version(name, seq))

@@ -118,9 +118,14 @@ def run_with_agent(
     asyncio.run(run())
 
 
+RANKS = [{"node": f"node{number}", "rank": 0, "gpu": 0} for number in range(3)]
+"""On whichever of the daemons' nodes the agent is."""
+
+
 def migration(*sources: Daemon, seq: int = 1, **fields: object) -> Plain:
     paths = [daemon.config.listen for daemon in sources]
-    return {"command": {"deployment": "job/actor", "seq": seq, "sources": paths, **fields}}
+    command = {"deployment": "job/actor", "seq": seq, "sources": paths, "nodes": ["node0"]}
+    return {"command": {**command, "ranks": RANKS, **fields}}
 
 
 def test_a_version_comes_to_the_node_as_often_as_it_is_called(
@@ -140,8 +145,11 @@ def test_a_version_comes_to_the_node_as_often_as_it_is_called(
         assert answers[0]["seconds"] > 0
         again = await peer.call("migrate_state", migration(empty, source))
         assert again["bytes_moved"] == 0
-        await peer.call("release_state", {"command": {"deployment": "job/actor"}})
-        ranks = await peer.call("migrate_state", migration(source, ranks=[0]))
+        await peer.call("release_state", {"command": {"deployment": "job/actor", "nodes": []}})
+        ranks = await peer.call(
+            "migrate_state",
+            migration(source, ranks=[*RANKS, {"node": "other", "rank": 1, "gpu": 0}]),
+        )
         assert ranks["bytes_moved"] == STATE
 
     run_with_agent(run_dir, target, work)
@@ -162,7 +170,7 @@ def test_a_refusal_comes_back_as_its_error(
             await peer.call("migrate_state", migration(source, seq=2))
         with pytest.raises(StateTierFullError, match="end a job or raise host_bytes"):
             await peer.call("migrate_state", migration(source))
-        with pytest.raises(InvalidRequestError, match="malformed migrate_state"):
+        with pytest.raises(InvalidRequestError, match="malformed command"):
             await peer.call("migrate_state", {"command": {"deployment": "job/actor"}})
 
     run_with_agent(run_dir, target, work)
@@ -205,10 +213,13 @@ def test_a_hint_is_answered_at_once_and_followed(
 
     async def work(peers: asyncio.Queue[Peer]) -> None:
         peer = await peers.get()
-        for command in ({"deployment": "nobody", "seq": 1}, {"deployment": "job/actor"}, {}):
-            assert await peer.call("prefetch_state", {"command": command}) == {}
+        hint = {"deployment": "nobody", "seq": 1, "nodes": ["node0"]}
+        assert await peer.call("prefetch_state", {"command": hint}) == {}
+        for command in ({"deployment": "job/actor"}, {}):
+            with pytest.raises(InvalidRequestError, match="malformed command"):
+                await peer.call("prefetch_state", {"command": command})
         assert await asyncio.to_thread(tier) == "nvme"
-        wanted = {"deployment": "job/actor", "seq": 1}
+        wanted = {"deployment": "job/actor", "seq": 1, "nodes": ["node0"]}
         assert await peer.call("prefetch_state", {"command": wanted}) == {}
         await asyncio.to_thread(wait_until, lambda: tier() == "host")
 
@@ -225,7 +236,7 @@ def test_a_hint_does_not_fail_where_the_daemon_is_gone(
     async def work(peers: asyncio.Queue[Peer]) -> None:
         peer = await peers.get()
         daemon.kill()
-        command = {"deployment": "job/actor", "seq": 1}
+        command = {"deployment": "job/actor", "seq": 1, "nodes": ["node0"]}
         assert await peer.call("prefetch_state", {"command": command}) == {}
         daemon.start()
 
@@ -256,7 +267,8 @@ def test_the_scheduler_hears_of_state_that_had_to_leave_host_memory(
             await asyncio.to_thread(rival.offload, 1)
             await heard("job/actor", 0, STATE)
             await asyncio.to_thread(rival.agent.release, "job/critic")
-            await peer.call("prefetch_state", {"command": {"deployment": "job/actor", "seq": 1}})
+            hint = {"deployment": "job/actor", "seq": 1, "nodes": ["node0"]}
+            await peer.call("prefetch_state", {"command": hint})
             await heard("job/actor", STATE, 0)
             await asyncio.to_thread(daemon.kill)
             await asyncio.to_thread(daemon.start)
@@ -312,7 +324,7 @@ def test_nodes_that_share_no_machine_migrate_by_the_addresses_they_announced(
             [announced] = addresses
             # As it looks from another machine, where the path is none of the source's.
             elsewhere = announced.replace("#", "#another-")
-            command = {"deployment": "job/actor", "seq": 1, "sources": [elsewhere]}
+            command = migration()["command"] | {"sources": [elsewhere]}
             answer = await peer.call("migrate_state", {"command": command})
             assert answer["bytes_moved"] == STATE
 

@@ -1,5 +1,7 @@
 """A worker's moves over a real daemon: its arena is registered once, and again where it must be."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -9,7 +11,6 @@ from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult, SharedWeights
-from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.state.state_mover import StateMover
 from tests.statemanager.conftest import (
     ALL_PARTS,
@@ -20,10 +21,11 @@ from tests.statemanager.conftest import (
     StartDaemon,
     wait_until,
 )
+from tests.wire.runs import make_run
 
 
-def command(kind: OperationKind, seq: int, token: int) -> RunCommand:
-    return RunCommand(operation="o", kind=kind, token=token, seq=seq)
+def command(kind: OperationKind, seq: int, token: int) -> Any:
+    return make_run(kind, token=token, seq=seq)
 
 
 class Bytes(Backend):

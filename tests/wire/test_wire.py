@@ -105,14 +105,14 @@ def test_a_peer_that_leaves_in_the_middle_of_a_frame_is_noticed() -> None:
             recv_frame(right)
 
 
-class Spoken(msgspec.Struct, frozen=True, kw_only=True):
+class Spoken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     word: str
 
 
 def test_messages_are_tagged_and_strange_ones_refused() -> None:
     codec: Codec[Spoken] = Codec(Spoken)
     assert codec.decode(codec.encode(Spoken(word="hi"))) == Spoken(word="hi")
-    with pytest.raises(msgspec.ValidationError, match="unknown message type 'Sung'"):
+    with pytest.raises(msgspec.ValidationError, match="Invalid value 'Sung'"):
         codec.decode(b'{"type": "Sung"}')
     with pytest.raises(msgspec.ValidationError):
         codec.decode(b'{"type": "Spoken", "word": 3}')
@@ -129,7 +129,7 @@ def test_every_kind_of_event_survives_the_journals_encoding() -> None:
     )
     assert ev.CODEC.decode(ev.CODEC.encode(event)) == event
     for one in (event, ev.TimerFired(), ev.OperationFinished(operation="o", token=1, compute_s=0)):
-        assert ev.CODEC.encode(one) == msgspec.json.encode(ev.CODEC.to_plain(one))
+        assert ev.CODEC.encode(one) == msgspec.json.encode(one)
 
 
 def test_errors_keep_their_kind_and_details_over_the_wire() -> None:

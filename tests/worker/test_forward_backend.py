@@ -12,6 +12,7 @@ from plexrl.errors import BatchShapeError, CheckpointNotFoundError, InvalidReque
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import ModelSpec, parameter_count, tiny_qwen2
 from plexrl.statemanager.layout.keys import StatePart
+from plexrl.wire.messages import RankShare
 from plexrl.wire.operations import CheckpointParams, ForwardParams, OperationKind
 from plexrl.wire.tensors import Array, Arrays
 from plexrl.worker.forward.backend import ForwardBackend
@@ -40,12 +41,11 @@ def made(model: ModelSpec, folder: Path, dtype: str = "float32") -> ForwardBacke
 
 
 def forward(backend: ForwardBackend, arrays: Arrays, micro_batches: int = 1) -> dict[str, Array]:
-    params = {"micro_batches": micro_batches}
     call = BackendCall(
         operation="o",
         kind=OperationKind.FORWARD,
         params=ForwardParams(),
-        rank_params=params,
+        share=RankShare(micro_batches=micro_batches),
         arrays=arrays,
         seq=0,
     )
@@ -55,9 +55,7 @@ def forward(backend: ForwardBackend, arrays: Arrays, micro_batches: int = 1) -> 
 def load(backend: ForwardBackend, name: str) -> None:
     params = CheckpointParams(name=name)
     kind = OperationKind.LOAD_CHECKPOINT
-    call = BackendCall(
-        operation="o", kind=kind, params=params, rank_params={"job": "j"}, arrays={}, seq=1
-    )
+    call = BackendCall(operation="o", kind=kind, params=params, job="j", arrays={}, seq=1)
     backend.run(call)
 
 

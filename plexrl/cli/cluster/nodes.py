@@ -1,5 +1,6 @@
 """`plexrl status`, `plexrl nodes` and `plexrl groups`."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
@@ -95,7 +96,7 @@ def nodes(context: typer.Context, access: Access, output: Output) -> None:
         show_nodes(cluster.nodes(), output)
 
 
-def show_nodes(found: list[dict[str, Any]], output: Output) -> None:
+def show_nodes(found: Sequence[Mapping[str, Any]], output: Output) -> None:
     """Print two tables, because one with all columns is wider than a terminal. There is no second
     one if nothing is known of where the nodes are and all are equally fast. A third one has what
     holds their GPUs up."""

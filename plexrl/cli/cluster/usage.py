@@ -1,5 +1,6 @@
 """`plexrl usage`: GPU-hours, operations and tokens by tenant, job or kind."""
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -77,7 +78,7 @@ def usage(
 
 
 def with_sharing(
-    rows: list[dict[str, Any]], sharing: list[dict[str, Any]], by: By
+    rows: list[dict[str, Any]], sharing: Sequence[Mapping[str, Any]], by: By
 ) -> list[dict[str, Any]]:
     """`rows` with the GPU-hours that their jobs would have held alone, held and saved. A job that
     held GPUs without running anything gets a row."""
@@ -93,7 +94,7 @@ def with_sharing(
     return list(found.values())
 
 
-def add_up(usage_rows: list[dict[str, Any]], by: By) -> list[dict[str, Any]]:
+def add_up(usage_rows: Sequence[Mapping[str, Any]], by: By) -> list[dict[str, Any]]:
     """Sums of the scheduler's rows by key, in the order of first appearance."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in usage_rows:

@@ -21,6 +21,7 @@ from plexrl.model.parallelism import Parallelism
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.cluster import Cluster
+    from plexrl.wire.messages.views import LoggedOperationView
 
 POLL_PERIOD_S = 0.3
 TASKS = (("sort", "alice"), ("reverse", "bob"))
@@ -126,7 +127,7 @@ class _Phases:
     def run(self, name: str, batches: Sequence[Sequence[ControllerPlan]]) -> PhaseResult:
         """Run the jobs of each batch together, and the batches one after the other."""
         results: list[JobResult] = []
-        rows: list[dict[str, Any]] = []
+        rows: list[LoggedOperationView] = []
         started_at = time.time()
         for plans in batches:
             after = max((row["index"] for row in operation_rows(self._cluster)), default=0)
@@ -190,14 +191,15 @@ class _Phases:
         if line.job is None or line.reward_before is None or line.reward_after is None:
             raise ExecutionError(f"the job {line.name!r} ended without reporting its rewards")
         job = next(job for job in self._cluster.jobs() if job["job"] == line.job)
+        assert job["ended_at"] is not None, "its controller has ended it"
         rows = self._cluster.attach_job(line.job, heartbeat=False).metrics()
         train = next(d for d in job["deployments"] if d["kind"] == "train")
         return JobResult(
             name=line.name,
             tenant=line.tenant,
             job=line.job,
-            submitted_at=float(job["submitted_at"]),
-            ended_at=float(job["ended_at"]),
+            submitted_at=job["submitted_at"],
+            ended_at=job["ended_at"],
             train_deployment=str(train["deployment"]),
             workers=int(train["workers"]),
             steps=line.step,

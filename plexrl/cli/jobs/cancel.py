@@ -11,6 +11,7 @@ from plexrl.errors import JobEndedError, PlexRLError
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.job import Job
+    from plexrl.wire.messages.views import DeploymentView, JobView
 
 
 @with_option_groups
@@ -70,11 +71,11 @@ def _cancel(job: "Job", reason: str) -> dict[str, Any]:
     )
 
 
-def _operations(view: dict[str, Any]) -> int:
+def _operations(view: "JobView") -> int:
     return sum(each["pending"] + len(each["running"]) for each in view["deployments"])
 
 
-def _placed(view: dict[str, Any]) -> list[dict[str, Any]]:
+def _placed(view: "JobView") -> "list[DeploymentView]":
     return [each for each in view["deployments"] if each["group"] is not None]
 
 

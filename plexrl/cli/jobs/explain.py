@@ -1,7 +1,6 @@
 """`plexrl explain`: shows why a job waits or runs."""
 
 from itertools import groupby
-from typing import Any
 
 from plexrl.cli.terminal.context import (
     Access,
@@ -15,8 +14,8 @@ from plexrl.cli.terminal.context import (
 )
 from plexrl.cli.terminal.job_ids import JobArgument, find_job
 from plexrl.cli.terminal.option_groups import with_option_groups
-
-Plain = dict[str, Any]
+from plexrl.wire.messages.cluster_views import EtaQualityView
+from plexrl.wire.messages.views import HolderView, PlacedDeploymentView, WaitingOperationView
 
 GIB = 1 << 30
 
@@ -47,7 +46,7 @@ def explain(
     _quality(view["eta_quality"])
 
 
-def print_holders(holders: list[Plain]) -> None:
+def print_holders(holders: list[HolderView]) -> None:
     """Print the holders of the GPUs that the job waits for, and those that look abandoned."""
     if not holders:
         return
@@ -67,7 +66,7 @@ def print_holders(holders: list[Plain]) -> None:
             print_line(_abandoned(each))
 
 
-def _abandoned(holder: Plain) -> str:
+def _abandoned(holder: HolderView) -> str:
     if holder["condition"] == "idle":
         what = (
             f"has run nothing for {seconds(holder['idle_s'])}; its controller is alive, so it "
@@ -84,7 +83,7 @@ def _abandoned(holder: Plain) -> str:
     return f"{holder['job']} {what}. To end it now: plexrl cancel {holder['job']}"
 
 
-def _operations(operations: list[Plain]) -> None:
+def _operations(operations: list[WaitingOperationView]) -> None:
     """Print one row for consecutive operations with the same cause, with the first one's times."""
     if not operations:
         return
@@ -107,8 +106,9 @@ def _operations(operations: list[Plain]) -> None:
     print_table("Operations", columns, rows)
 
 
-def _cause(operation: Plain) -> tuple[Any, ...]:
-    return tuple(operation[name] for name in ("deployment", "reason", "rule", "holder"))
+def _cause(operation: WaitingOperationView) -> tuple[str, str, str, str | None]:
+    each = operation
+    return each["deployment"], each["reason"], each["rule"], each["holder"]
 
 
 def _short(operation: str) -> str:
@@ -116,7 +116,7 @@ def _short(operation: str) -> str:
     return operation.rpartition(":")[2][:8]
 
 
-def _eta(operation: Plain) -> str:
+def _eta(operation: WaitingOperationView) -> str:
     if operation["eta_s"] is None:
         return "unknown"
     verb = "ends" if operation["rule"] == "running" else "starts"
@@ -126,7 +126,7 @@ def _eta(operation: Plain) -> str:
     return f"{found} ({seconds(operation['eta_low_s'])} to {seconds(operation['eta_high_s'])})"
 
 
-def _deployments(deployments: list[Plain], slo: float) -> None:
+def _deployments(deployments: list[PlacedDeploymentView], slo: float) -> None:
     if not deployments:
         return
     rows = [{**(each["placement"] or {}), **each} for each in deployments]
@@ -151,31 +151,31 @@ def _part(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def _attempts(deployment: Plain) -> None:
+def _attempts(deployment: PlacedDeploymentView) -> None:
     if deployment["attempts"]:
         cells: Cells = {"placement mode": "way", "obstacle": "why"}
         print_records(f"Why {deployment['deployment']} has no GPUs", cells, deployment["attempts"])
 
 
-def _memory(deployment: Plain) -> None:
+def _memory(deployment: PlacedDeploymentView) -> None:
     """Print the sum on each GPU; not for virtual GPUs, where only the state counts."""
     memory = deployment["memory"]
     if memory is None or (deployment["group"] is not None and not memory["gpu_kind"]):
         return
     how = "measured" if memory["is_measured"] else "estimated"
-    rows = [
+    rows: list[tuple[str, int]] = [
         (term["name"] + (f" ({how})" if term["name"] == "activations" else ""), term["nbytes"])
         for term in memory["terms"]
     ]
     rows.append(("sum", memory["need_bytes"]))
-    if memory["gpu_kind"]:
+    if memory["gpu_kind"] and memory["gpu_memory_bytes"] is not None:
         rows.append(("others of the group keep", memory["others_keep_bytes"]))
         rows.append((f"a {memory['gpu_kind']} has", memory["gpu_memory_bytes"]))
     table = [(name, f"{nbytes / GIB:.2f} GiB") for name, nbytes in rows]
     print_table(f"Memory of {deployment['deployment']} on each GPU", ("part", "size"), table)
 
 
-def _near(deployment: Plain) -> None:
+def _near(deployment: PlacedDeploymentView) -> None:
     if not deployment["near"]:
         return
     cells: Cells = {
@@ -190,7 +190,7 @@ def _near(deployment: Plain) -> None:
     print_records(title, cells, deployment["near"])
 
 
-def _quality(quality: Plain) -> None:
+def _quality(quality: EtaQualityView) -> None:
     print_line("")
     if not quality["estimates"]:
         print_line("No estimated start has been verified yet.")

@@ -1,5 +1,6 @@
 """`plexrl jobs` and `plexrl logs`: jobs and their workers' logs."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,7 +72,7 @@ def jobs(
         warn(f"{left_out} ended jobs are not shown: use `plexrl jobs --all`")
 
 
-def residencies(job: dict[str, Any]) -> str:
+def residencies(job: Mapping[str, Any]) -> str:
     """Where the state of each of the job's deployments is, as text."""
     return ", ".join(
         f"{each['deployment'].rpartition('/')[2]} {each['residency']}"
@@ -140,11 +141,13 @@ def logs(
 
 def _with_engines(job: "Job") -> dict[str, Any]:
     """A job's view with the state of its rollout engines."""
-    found = job.status()
-    for each in found["deployments"]:
+    view = job.status()
+    deployments = []
+    for each in view["deployments"]:
         rollout = each["kind"] == "rollout"
-        each["engines"] = job.deployment_status(each["deployment"])["engines"] if rollout else []
-    return found
+        engines = job.deployment_status(each["deployment"])["engines"] if rollout else []
+        deployments.append({**each, "engines": engines})
+    return {**view, "deployments": deployments}
 
 
 def _engine(stats: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,9 @@ from plexrl.cli.terminal.context import Access, Cells, Output, print_line, secon
 from plexrl.cli.terminal.job_ids import JobArgument, find_job
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.errors import StorageError
+
+if TYPE_CHECKING:
+    from plexrl.wire.messages.views import ErrorView
 
 ERROR_MAX = 300
 """Most characters of an error message below the table."""
@@ -59,7 +62,7 @@ def operations(
                 print_line(f"#{row['index']} {row['state']}: {_error(row['error'])}")
 
 
-def _error(error: dict[str, str]) -> str:
+def _error(error: "ErrorView") -> str:
     """An error's code and the beginning of its message; `--json` has the whole message."""
     text = f"{error['code']}: {error['message']}"
     return text if len(text) <= ERROR_MAX else text[: ERROR_MAX - 1] + "…"

@@ -1,11 +1,12 @@
 """Resolves a job argument: an id, a name, or a prefix of an id."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from plexrl.errors import InvalidRequestError, UnknownJobError
+from plexrl.wire.messages.views import JobView
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.cluster import Cluster
@@ -17,7 +18,6 @@ CANDIDATES_MAX = 8
 JobArgument = Annotated[
     str, typer.Argument(help="The job's id, the beginning of it, or the job's name.")
 ]
-View = dict[str, Any]
 
 
 def find_job(cluster: "Cluster", text: str) -> "Job":
@@ -42,12 +42,12 @@ def find_job(cluster: "Cluster", text: str) -> "Job":
     )
 
 
-def is_live(view: View) -> bool:
+def is_live(view: Mapping[str, Any]) -> bool:
     """Whether a job has not ended."""
     return view["ended_at"] is None
 
 
-def _matching(jobs: Sequence[View], text: str) -> View | None:
+def _matching(jobs: Sequence[JobView], text: str) -> JobView | None:
     for found in (
         [view for view in jobs if view["name"] == text],
         [view for view in jobs if view["job"].startswith(text)],

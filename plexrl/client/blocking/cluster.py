@@ -20,6 +20,8 @@ from plexrl.client.display.handle_repr import handle_repr, without_credentials
 from plexrl.client.futures.checkpoints import list_call
 from plexrl.errors import AuthenticationError, InvalidRequestError
 from plexrl.limits import check_numbers
+from plexrl.wire.messages.cluster_views import GroupView, NodeView, SharingView, UsageView
+from plexrl.wire.messages.views import JobView, LoggedOperationView
 from plexrl.wire.parameter_checks import check_identifier
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class Cluster:
         """`local` is this process's use of a cluster that was found by its data directory."""
         self._transport = transport
         self._local = local
-        self._former_jobs: list[Plain] | None = None
+        self._former_jobs: list[JobView] | None = None
         self._has_warned = False
         self._job_id = os.environ.get("PLEXRL_JOB_ID") or None
         if local is not None:
@@ -142,7 +144,7 @@ class Cluster:
         view = transport.ask("POST", f"/v1/jobs/{quote(job)}/attach", query=query)
         return Job(transport, view, heartbeat=True)
 
-    def jobs(self) -> list[Plain]:
+    def jobs(self) -> list[JobView]:
         """All jobs the key may see."""
         return list(self._get("/v1/jobs")["jobs"])
 
@@ -151,11 +153,11 @@ class Cluster:
         `Job.checkpoints` returns; `failed` lists the nodes that did not reply, and why."""
         return dict(self._transport.request(list_call(job)).json())
 
-    def nodes(self) -> list[Plain]:
+    def nodes(self) -> list[NodeView]:
         """All nodes."""
         return list(self._get("/v1/nodes")["nodes"])
 
-    def groups(self) -> list[Plain]:
+    def groups(self) -> list[GroupView]:
         """All node groups (operator only)."""
         return list(self._get("/v1/groups")["groups"])
 
@@ -177,7 +179,7 @@ class Cluster:
         kind: str | None = None,
         after: int = 0,
         limit: int = 1000,
-    ) -> list[Plain]:
+    ) -> list[LoggedOperationView]:
         """Finished operations after index `after`, oldest first, at most `limit`. The cluster's own
         operations are included. Each has the time of its phases: `queue_s`, `switch_s`,
         `transfer_s`, `compute_s`.
@@ -191,12 +193,12 @@ class Cluster:
         query |= {name: value for name, value in wanted.items() if value is not None}
         return list(self._transport.ask("GET", "/v1/operations", query=query)["operations"])
 
-    def usage(self) -> list[Plain]:
+    def usage(self) -> list[UsageView]:
         """Usage, one row for each job and kind of operation: the tenant's own; for the operator
         that of all tenants."""
         return list(self._get("/v1/usage")["usage"])
 
-    def sharing(self) -> list[Plain]:
+    def sharing(self) -> list[SharingView]:
         """Savings by sharing GPUs, one row for each job with savings: the tenant's own; for the
         operator all. `saved_gpu_seconds` is `isolated_gpu_seconds` (on groups of its own) less
         `held_gpu_seconds` (its part of shared groups); negative if sharing cost more."""

@@ -13,6 +13,7 @@ from plexrl.client.data.metric_rows import read_rows
 from plexrl.client.data.rollout_profile import RolloutProfile
 from plexrl.client.futures.checkpoints import list_call
 from plexrl.limits import check_numbers
+from plexrl.wire.messages.views import ExplainedJobView, JobView, LoggedOperationView
 
 LOG = logging.getLogger(__name__)
 
@@ -78,13 +79,15 @@ class JobReader:
         """
         return download(self._transport, f"{self._path}/checkpoints/{quote(name, safe='')}", folder)
 
-    def explain(self) -> Plain:
+    def explain(self) -> ExplainedJobView:
         """Why the job waits or runs: a summary; its unfinished operations with reason, holder and
         estimated start; its deployments with how they got their group or why they have none; and
         as `holders` the jobs that hold the GPUs it waits for, those without a controller first."""
-        return self._transport.ask("GET", f"{self._path}/explain")
+        answer: Any = self._transport.ask("GET", f"{self._path}/explain")
+        view: ExplainedJobView = answer
+        return view
 
-    def operations(self, *, after: int = 0, limit: int = 1000) -> list[Plain]:
+    def operations(self, *, after: int = 0, limit: int = 1000) -> list[LoggedOperationView]:
         """Finished operations of this job after index `after`, oldest first, at most `limit`; as
         `Cluster.operations`."""
         check_numbers("page", {"after": after, "limit": limit})
@@ -101,14 +104,16 @@ class JobReader:
         measured = self._transport.ask("GET", f"{self._path}/rollouts/{quote(rollout)}/profile")
         names = [measured["source"], *measured["instances"]]
         deployments = {each: self.deployment_status(each) for each in names}
-        operations: list[Plain] = []
+        operations: list[LoggedOperationView] = []
         while page := self.operations(after=operations[-1]["index"] if operations else 0):
             operations += page
         return made_profile(measured, deployments, operations)
 
-    def status(self) -> Plain:
+    def status(self) -> JobView:
         """The job as the scheduler sees it: `state`, `reason`, its deployments and times."""
-        return self._transport.ask("GET", self._path)
+        answer: Any = self._transport.ask("GET", self._path)
+        view: JobView = answer
+        return view
 
     def deployment_status(self, deployment: str) -> Plain:
         """As `Deployment.status`, for the `deployment` of that name (`<job>/<name>`, or the name

@@ -6,12 +6,13 @@ import shlex
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from plexrl.client.calls.heartbeats import beat
 from plexrl.client.calls.transport import Call, Transport
 from plexrl.errors import ControllerReplacedError, JobEndedError, PlexRLError
+from plexrl.wire.messages.views import JobView
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.job import Job
@@ -116,7 +117,7 @@ def warn_if_unfinished(job: "Job", transport: Transport) -> None:
     )
 
 
-def warn_of_former_jobs(transport: Transport, jobs: list[dict[str, Any]], *, is_new: bool) -> None:
+def warn_of_former_jobs(transport: Transport, jobs: list[JobView], *, is_new: bool) -> None:
     """Warn of unfinished jobs without a controller, left by former scripts. If the cluster
     `is_new`, no job has a controller; the function reports them detached, which frees their GPUs.
     """

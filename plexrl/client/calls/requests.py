@@ -21,17 +21,15 @@ from plexrl.limits import check_numbers
 from plexrl.wire.operations import (
     LOSS_INPUTS,
     AdamParams,
-    BarrierParams,
     CheckpointParams,
     ForwardBackwardParams,
     ForwardParams,
     GenerateParams,
     LossSpec,
     OperationKind,
-    PublishParams,
+    OperationParams,
     SamplingParams,
     SyncWeightsParams,
-    ZeroGradParams,
 )
 from plexrl.wire.parameter_checks import (
     check_identifier,
@@ -69,7 +67,7 @@ class Submission:
 def submission(
     deployment: str,
     kind: OperationKind,
-    params: Any,
+    params: OperationParams | None,
     decoder: results.Decoder,
     arrays: "Arrays | None" = None,
 ) -> Submission:
@@ -79,7 +77,8 @@ def submission(
         InvalidRequestError: the parameters are invalid.
     """
     check_parameters(params)
-    plain = msgspec.to_builtins(params, enc_hook=plain_value)
+    fields = {} if params is None else msgspec.structs.asdict(params)
+    plain = msgspec.to_builtins(fields, enc_hook=plain_value)
     if arrays is None:
         content, content_type = msgspec.json.encode(plain), JSON
     else:
@@ -133,7 +132,7 @@ def forward_backward(
     names = [*LOSS_INPUTS[loss.name], *(["ref_logprobs"] if loss.kl_coef > 0 else [])]
     arrays = batch.arrays(names)
     if "mask" in names and len(batch):
-        from plexrl.wire.masks import check_mask
+        from plexrl.wire.tensors import check_mask
 
         check_mask(arrays["mask"], arrays["lengths"])
     return submission(
@@ -152,7 +151,7 @@ def optim_step(deployment: str, params: AdamParams) -> Submission:
 
 def zero_grad(deployment: str) -> Submission:
     """Drop the accumulated gradients."""
-    return submission(deployment, OperationKind.ZERO_GRAD, ZeroGradParams(), results.decode_plain)
+    return submission(deployment, OperationKind.ZERO_GRAD, None, results.decode_plain)
 
 
 def generate(
@@ -227,7 +226,7 @@ def sync_weights(
 
 def publish(deployment: str) -> Submission:
     """Publish a train deployment's weights."""
-    return submission(deployment, OperationKind.PUBLISH, PublishParams(), results.decode_plain)
+    return submission(deployment, OperationKind.PUBLISH, None, results.decode_plain)
 
 
 def save_checkpoint(deployment: str, params: CheckpointParams) -> Submission:
@@ -267,7 +266,7 @@ def switch_tp(deployment: str, tp: int, kv: str) -> Call:
 
 def barrier(deployment: str) -> Submission:
     """No effect; it finishes in queue order."""
-    return submission(deployment, OperationKind.BARRIER, BarrierParams(), results.decode_plain)
+    return submission(deployment, OperationKind.BARRIER, None, results.decode_plain)
 
 
 def create_job(name: str, job_id: str | None, options: dict[str, Any]) -> Call:

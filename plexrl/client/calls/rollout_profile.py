@@ -6,6 +6,7 @@ from typing import Any
 
 from plexrl.client.data.rollout_profile import PromptLengths, RolloutProfile
 from plexrl.errors import ConflictError
+from plexrl.wire.messages.views import LoggedOperationView
 
 Plain = dict[str, Any]
 
@@ -16,7 +17,7 @@ STEPS_KEPT = 32
 
 
 def made_profile(
-    measured: Plain, deployments: Plain, operations: Sequence[Plain]
+    measured: Plain, deployments: Plain, operations: Sequence[LoggedOperationView]
 ) -> RolloutProfile:
     """The profile of a rollout.
 
@@ -59,13 +60,13 @@ def made_profile(
     )
 
 
-def _name(operation: Plain) -> str:
-    return str(operation["deployment"]).rpartition("/")[2]
+def _name(operation: LoggedOperationView) -> str:
+    return operation["deployment"].rpartition("/")[2]
 
 
-def _busy_s(operation: Plain) -> float:
-    return float(operation["compute_s"] or 0.0) + float(operation["transfer_s"] or 0.0)
+def _busy_s(operation: LoggedOperationView) -> float:
+    return (operation["compute_s"] or 0.0) + operation["transfer_s"]
 
 
-def _seconds(operations: Iterable[Plain]) -> float:
-    return sum(float(each["compute_s"] or 0.0) for each in operations)
+def _seconds(operations: Iterable[LoggedOperationView]) -> float:
+    return sum(each["compute_s"] or 0.0 for each in operations)

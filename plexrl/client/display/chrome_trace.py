@@ -8,6 +8,7 @@ generations do, a phase has several threads. Threads of queues are below the oth
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from plexrl.wire.messages.views import LoggedOperationView
 from plexrl.wire.operation_phases import MOVES, Span, phases
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ QUEUES_FROM = 1_000_000
 
 def operation_rows(
     cluster: "Cluster", job: str | None = None, *, after: int = 0
-) -> Iterator[Plain]:
+) -> Iterator[LoggedOperationView]:
     """All rows of the operation log after index `after` that the key may see."""
     while rows := cluster.operations(job=job, after=after, limit=PAGE):
         yield from rows

@@ -5,9 +5,8 @@ has its own place in its random stream, so the tokens are those of an undisturbe
 values of the drawn tokens are computed again.
 """
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from plexrl.wire.operations import GenerateParams, SamplingParams
 from plexrl.wire.tensors import Array, Arrays

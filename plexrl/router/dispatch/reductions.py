@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from plexrl.errors import NonFiniteWeightsError
-from plexrl.wire.masks import predicted
+from plexrl.errors import DeviceMemoryFullError, NonFiniteWeightsError
+from plexrl.wire.messages import Failed
 from plexrl.wire.operations import DEFAULT_REDUCTION, LossSpec, OperationKind
-from plexrl.wire.tensors import Array, Arrays
+from plexrl.wire.tensors import Array, Arrays, predicted
 
 Plain = dict[str, Any]
 
@@ -129,3 +129,11 @@ def state_moved(kind: OperationKind, result: Mapping[str, Any]) -> Plain | None:
         "prefetched_bytes": result.get("prefetched_bytes", 0),
         "prefetch_s": result.get("prefetch_s", 0.0),
     }
+
+
+def cause_of(failed: Sequence[Failed]) -> Plain:
+    """The error to report of ranks that failed. A lack of device memory goes first: others may have
+    failed because a rank was refused, and the scheduler mends it."""
+    errors = [reply.error for reply in failed]
+    lacking = [each for each in errors if each.get("code") == DeviceMemoryFullError.code]
+    return (lacking or errors)[0]

@@ -8,11 +8,12 @@ is sent, and the result stored, byte for byte.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import msgspec
 import xxhash
 
 from plexrl.errors import PlexRLError
+from plexrl.ids import BlobRef
 from plexrl.model.capabilities import backend_capabilities
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.router.blobs.store import INLINE_BYTES_MAX
@@ -20,22 +21,19 @@ from plexrl.router.dispatch.continuation import Continuation, unfinished_rows
 from plexrl.router.dispatch.generate_plan import GeneratePlan, plan_generate
 from plexrl.router.dispatch.plan import DispatchPlan, plan_batch
 from plexrl.router.dispatch.reductions import loss_denominator, non_finite_error
-from plexrl.scheduler.state.messages.commands import RunOperation
+from plexrl.wire.messages import AnyRun, Compute, Forward, ForwardBackward, Generate, RankShare
 from plexrl.wire.operations import (
     ForwardBackwardParams,
     ForwardParams,
     GenerateParams,
     OperationKind,
     OperationParams,
-    params_from_json,
-    params_to_json,
 )
 from plexrl.wire.tensors import Arrays, Body, decode_body, encode_parts
 
 SPLIT_KINDS = frozenset(
     {OperationKind.FORWARD, OperationKind.FORWARD_BACKWARD, OperationKind.GENERATE}
 )
-Plain = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,8 @@ class RunParts:
 
     payloads: Sequence[Sequence[Body]]
     """By rank, each in parts to send one after another; ranks that replicate share a payload."""
-    rank_params: Plain
+    share: RankShare
+    """What each rank is told beside the run; unlike this, the shares of a `generate` differ."""
     plan: DispatchPlan | None
     """Plan of a batch whose rows are split; None for other runs."""
     generation: GeneratePlan | None = None
@@ -54,36 +53,43 @@ class RunParts:
     """What is left of an interrupted `generate`, and what was drawn before; its rows are the
     prompts of `generation`."""
 
-    def requests(self, ranks: int) -> list[tuple[int, Plain]]:
-        """The ranks, of so many `ranks`, that receive a request, each with its `rank_params`; in
-        the order of `payloads`."""
+    def requests(self, ranks: int) -> list[tuple[int, RankShare]]:
+        """The ranks, of so many `ranks`, that receive a request, each with its share; in the order
+        of `payloads`."""
         if self.generation is None:
-            return [(rank, self.rank_params) for rank in range(ranks)]
+            return [(rank, self.share) for rank in range(ranks)]
         plan = self.generation
-        return [(share.rank, {"first_row": plan.first_row(share)}) for share in plan.shares]
+        return [(share.rank, RankShare(first_row=plan.first_row(share))) for share in plan.shares]
 
-    @property
-    def params_json(self) -> str | None:
-        """Parameters of the ranks' runs, if they are not those of the operation."""
-        return None if self.continuation is None else params_to_json(self.continuation.params)
+    def run_of(self, command: AnyRun) -> AnyRun:
+        """The run that the ranks receive: a continued generation has other parameters."""
+        if self.continuation is None:
+            return command
+        return msgspec.structs.replace(command, params=self.continuation.params)
 
 
 async def split(
-    command: RunOperation,
-    body: Body | None,
-    spec: DeploymentSpec | None,
-    partial: Body | None = None,
+    command: AnyRun, body: Body | None, spec: DeploymentSpec | None, partial: Body | None = None
 ) -> RunParts:
     """Split the payload of `command` for its ranks; `spec` is the specification of its deployment,
-    needed for the kinds in `SPLIT_KINDS`, and `partial` the blob of `command.partial`."""
+    needed for the kinds in `SPLIT_KINDS`, and `partial` the blob of a `generate`'s `partial`."""
     ranks = len(command.addresses)
-    if body is None:
-        return RunParts([()] * ranks, {"job": command.job}, None)
-    if command.kind not in SPLIT_KINDS:
-        return RunParts([(body,)] * ranks, {}, None)
+    if body is None or not isinstance(command, Forward | ForwardBackward | Generate):
+        return RunParts([() if body is None else (body,)] * ranks, RankShare(), None)
     assert spec is not None
-    params = params_from_json(command.kind, command.params_json)
-    return await split_batch(params, ranks, body, spec, partial)
+    assert command.params is not None, "the router checked the parameters before it submitted them"
+    return await split_batch(command.params, ranks, body, spec, partial)
+
+
+def blobs_of(command: AnyRun) -> tuple[BlobRef | None, BlobRef | None]:
+    """The payload of a run, and what interrupted runs of its operation drew."""
+    match command:
+        case Generate():
+            return command.payload, command.partial
+        case Compute():
+            return command.payload, None
+        case _:
+            return None, None
 
 
 async def split_batch(
@@ -157,13 +163,13 @@ def _split(
         left = Continuation(params, arrays, decode_body(partial)[1])
         generation = plan_generate(spec.layout, len(left.unfinished), 1)
         shares = [encode_parts({}, share.inputs(left.arrays)) for share in generation.shares]
-        return RunParts(shares, {}, None, generation, left)
+        return RunParts(shares, RankShare(), None, generation, left)
     if isinstance(params, GenerateParams):
         generation = plan_generate(spec.layout, len(arrays["lengths"]), params.samples_per_prompt)
         if len(generation.shares) == 1:
-            return RunParts([(body,)], {}, None, generation)
+            return RunParts([(body,)], RankShare(), None, generation)
         shares = [encode_parts({}, share.inputs(arrays)) for share in generation.shares]
-        return RunParts(shares, {}, None, generation)
+        return RunParts(shares, RankShare(), None, generation)
     assert isinstance(params, ForwardParams | ForwardBackwardParams)
     plan = plan_batch(
         spec.layout,
@@ -171,13 +177,14 @@ def _split(
         micro_batch_tokens=params.micro_batch_tokens,
         packs=backend_capabilities(spec.kind, spec.backend).packs,
     )
-    rank_params: Plain = {"micro_batches": plan.micro_batches}
+    denominator = 0.0
     if isinstance(params, ForwardBackwardParams):
-        rank_params["denominator"] = loss_denominator(params.loss, arrays)
+        denominator = loss_denominator(params.loss, arrays)
+    added = RankShare(micro_batches=plan.micro_batches, denominator=denominator)
     if plan.is_whole:
-        return RunParts([(body,)] * ranks, rank_params, plan)
+        return RunParts([(body,)] * ranks, added, plan)
     parts = [encode_parts({}, part) for part in plan.inputs(arrays)]
-    return RunParts([parts[plan.part_of(rank)] for rank in range(ranks)], rank_params, plan)
+    return RunParts([parts[plan.part_of(rank)] for rank in range(ranks)], added, plan)
 
 
 def _join(plan: DispatchPlan, payloads: Sequence[bytearray]) -> Sequence[Body]:

@@ -4,6 +4,8 @@ import asyncio
 import uuid
 from typing import Any
 
+import msgspec
+
 from plexrl.errors import (
     ConflictError,
     InvalidRequestError,
@@ -14,17 +16,32 @@ from plexrl.errors import (
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.worker_link import WorkerGoneError
-from plexrl.worker.process.server.server import WorkerName
+from plexrl.wire.messages import (
+    AnyEngineRequest,
+    EngineStatistics,
+    Failed,
+    Finished,
+    WorkerName,
+    frame_header,
+    read_reply,
+)
 
 COMMAND_TIMEOUT_S = 20.0
 STATS_TIMEOUT_S = 2.0
 """Short, because a worker that loads weights does not reply until it is done."""
+
+STATISTICS = EngineStatistics()
 
 Plain = dict[str, Any]
 
 
 Engine = tuple[WorkerName, str]
 """The worker that leads a replica, and its address."""
+
+
+def name_of(request: AnyEngineRequest) -> str:
+    """What a request is called on the wire and in messages."""
+    return str(request.__struct_config__.tag)
 
 
 def engines_of(view: Plain) -> list[Engine]:
@@ -46,33 +63,34 @@ class Engines:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
-    async def request(self, engine: Engine, request: str, timeout_s: float, **fields: Any) -> Plain:
-        """Send one engine a request and return its reply.
+    async def request(self, engine: Engine, request: AnyEngineRequest, timeout_s: float) -> Plain:
+        """Send one engine a request under a new `ask` and return its answer.
 
         Raises:
             UnavailableError: no reply in time; `details["is_gone"]` is True if the worker has
                 ended, False if it is busy.
             PlexRLError: the error that the worker raised.
         """
-        name = (f"ask-{uuid.uuid4().hex}", 0)
-        header = {"request": request, "ask": name[0], **fields}
+        ask = f"ask-{uuid.uuid4().hex}"
+        header = frame_header(msgspec.structs.replace(request, ask=ask))
         try:
             link = self._executor.link(*engine)
             async with asyncio.timeout(timeout_s):
-                reply, _ = await link.run(name, header, ())
+                answered, _ = await link.run((ask, 0), header, ())
         except (TimeoutError, WorkerGoneError) as error:
             raise UnavailableError(
-                f"the deployment's worker at {engine[1]} did not reply to {request!r}: it is "
-                "loading weights or restarting; try again",
+                f"the deployment's worker at {engine[1]} did not reply to {name_of(request)!r}: it "
+                "is loading weights or restarting; try again",
                 retry_after_s=0.5,
                 is_gone=isinstance(error, WorkerGoneError),
             ) from error
-        if reply["reply"] == "failed":
-            raise from_wire(reply["error"])
-        found: Plain = reply["answer"]
-        return found
+        reply = read_reply(answered)
+        if isinstance(reply, Failed):
+            raise from_wire(reply.error)
+        assert not isinstance(reply, Finished), "an engine request is no run"
+        return reply.answer
 
-    async def command(self, view: Plain, request: str, **fields: Any) -> list[Plain]:
+    async def command(self, view: Plain, request: AnyEngineRequest) -> list[Plain]:
         """Send every engine of a deployment a command; return the engines' states after it.
 
         Raises:
@@ -83,19 +101,19 @@ class Engines:
         if view["kind"] != "rollout":
             raise InvalidRequestError(
                 f"{view['deployment']!r} is a {view['kind']} deployment, which generates nothing: "
-                f"{request} a rollout deployment"
+                f"{name_of(request)} a rollout deployment"
             )
         engines = engines_of(view)
         if not engines:
             raise ConflictError(
                 f"{view['deployment']!r} has no workers now ({view['state']}), so there is nothing "
-                f"to {request}: see `plexrl explain`"
+                f"to {name_of(request)}: see `plexrl explain`"
             )
-        replies = [self.request(each, request, COMMAND_TIMEOUT_S, **fields) for each in engines]
+        replies = [self.request(each, request, COMMAND_TIMEOUT_S) for each in engines]
         return list(await asyncio.gather(*replies))
 
-    async def stats(self, view: Plain, request: str = "engine_stats") -> list[Plain]:
-        """Statistics of a deployment's engines; with `engine_load` also their rows. An engine
+    async def stats(self, view: Plain, request: AnyEngineRequest = STATISTICS) -> list[Plain]:
+        """Statistics of a deployment's engines; with `EngineLoad` also their rows. An engine
         without weights on its device, or without a reply in time, is left out."""
         if view["kind"] != "rollout":
             return []

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import (
-    DeviceMemoryFullError,
     ExecutionError,
     PlexRLError,
 )
@@ -23,10 +22,11 @@ from plexrl.router.blobs.store import (
     BlobStore,
     digested_ref,
 )
-from plexrl.router.dispatch.reductions import gather_metrics, gather_moves, state_moved
+from plexrl.router.dispatch.reductions import cause_of, gather_metrics, gather_moves, state_moved
 from plexrl.router.dispatch.run_parts import (
     SPLIT_KINDS,
     RunParts,
+    blobs_of,
     digest_of,
     join,
     join_samples,
@@ -35,22 +35,28 @@ from plexrl.router.dispatch.run_parts import (
     unfinished_samples,
 )
 from plexrl.router.execution.early_transfers import EarlyTransfers, Workers
-from plexrl.router.execution.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
-from plexrl.scheduler.state.messages.commands import (
-    CODEC,
+from plexrl.router.execution.worker_link import WorkerGoneError, WorkerLink
+from plexrl.wire.messages import (
+    Abort,
     AbortOperation,
+    AnyReply,
+    AnyRun,
     DiscardBlobs,
-    RunOperation,
+    Failed,
+    Finished,
+    SaveCheckpoint,
+    StartRun,
+    WorkerName,
+    frame_header,
+    read_reply,
+    read_run,
 )
 from plexrl.wire.operations import (
     MUTATING,
-    CheckpointParams,
     OperationKind,
     OperationParams,
-    params_from_json,
 )
-from plexrl.wire.rpc import Peer
-from plexrl.worker.process.server.server import WorkerName
+from plexrl.wire.rpc import Peer, read_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,6 +92,7 @@ GONE_MAX = 10_000
 """Most deployments whose last ended incarnation is remembered."""
 
 Plain = dict[str, Any]
+Answer = tuple[AnyReply, bytearray]
 _Grant = tuple[str, int, tuple[str, ...]]
 """Group, fencing token and workers of an admitted run."""
 
@@ -127,8 +134,7 @@ class Executor:
     async def on_run(self, peer: Peer, params: Plain) -> None:
         """Handle the admission of a run."""
         del peer
-        command = CODEC.from_plain(params["command"])
-        assert isinstance(command, RunOperation)
+        command = read_run(params.get("command"))
         # Tokens count from 1 in each group, and a WPG that loses its node moves to another group.
         grant: _Grant = (command.group, command.token, command.addresses)
         current = self._runs.get(command.operation)
@@ -146,8 +152,7 @@ class Executor:
     async def on_abort(self, peer: Peer, params: Plain) -> None:
         """Handle the early end of a generation, or of some of its rows."""
         del peer
-        command = CODEC.from_plain(params["command"])
-        assert isinstance(command, AbortOperation)
+        command = read_command(params, AbortOperation)
         run = self._runs.get(command.operation)
         if run is not None:
             run.is_interrupted |= command.token == run.grant[1]
@@ -159,13 +164,8 @@ class Executor:
         await asyncio.gather(*(self._abort(command, worker, at) for worker, at in workers))
 
     async def _abort(self, command: AbortOperation, worker: WorkerName, address: str) -> None:
-        fields = {
-            "operation": command.operation,
-            "rows": command.rows,
-            "token": command.token,
-        }
         try:
-            await self.link(worker, address).send({"request": "abort", **fields})
+            await self.link(worker, address).send(frame_header(Abort(abort=command)))
         except (WorkerGoneError, PlexRLError, OSError) as error:
             # Nothing runs on this rank.
             LOG.info("%s did not receive the abort of %s: %s", worker, command.operation, error)
@@ -219,8 +219,7 @@ class Executor:
     async def on_discard(self, peer: Peer, params: Plain) -> None:
         """Handle the deletion of blobs."""
         del peer
-        command = CODEC.from_plain(params["command"])
-        assert isinstance(command, DiscardBlobs)
+        command = read_command(params, DiscardBlobs)
         self._blobs.discard_all(command.blobs)
 
     @property
@@ -290,16 +289,14 @@ class Executor:
             found = self._links[worker] = WorkerLink(worker, address, self._credentials)
         return found
 
-    async def _execute(self, command: RunOperation, sent: asyncio.Event) -> None:
+    async def _execute(self, command: AnyRun, sent: asyncio.Event) -> None:
         began_at = time.monotonic()
         # After the workers have replied, a failure here no longer means unchanged state.
         is_applied = False
         try:
-            if command.kind is OperationKind.SAVE_CHECKPOINT:
-                params = params_from_json(command.kind, command.params_json)
-                assert isinstance(params, CheckpointParams)
+            if isinstance(command, SaveCheckpoint) and command.params is not None:
                 assert self.checkpoint_quota is not None
-                await self.checkpoint_quota.check(command.job, params.name)
+                await self.checkpoint_quota.check(command.job, command.params.name)
             parts = await self._parts(command)
             answers = await self._send_to_ranks(command, parts, sent)
             is_applied = command.kind in MUTATING
@@ -313,42 +310,40 @@ class Executor:
             failure = ExecutionError("the router could not execute the operation: see its log")
             self._report_failure(command, failure, state_intact=False)
 
-    async def _parts(self, command: RunOperation) -> RunParts:
+    async def _parts(self, command: AnyRun) -> RunParts:
         assert self.specs is not None
         spec = None
         if command.kind in SPLIT_KINDS:
             spec = await self.specs.await_own(command.deployment, command.incarnation)
-        if command.payload is not None:
+        payload, partial = blobs_of(command)
+        if payload is not None:
             workers = command.incarnation, len(command.addresses)
-            early = await self._early.take(command.deployment, command.payload, *workers)
-            if early is not None and command.partial is None:
+            early = await self._early.take(command.deployment, payload, *workers)
+            if early is not None and partial is None:
                 return early
-        body = None if command.payload is None else await self._blobs.read(command.payload)
-        partial = None if command.partial is None else await self._blobs.read(command.partial)
-        return await split(command, body, spec, partial)
+        body = None if payload is None else await self._blobs.read(payload)
+        drawn = None if partial is None else await self._blobs.read(partial)
+        return await split(command, body, spec, drawn)
 
     async def _send_to_ranks(
-        self, command: RunOperation, parts: RunParts, sent: asyncio.Event
+        self, command: AnyRun, parts: RunParts, sent: asyncio.Event
     ) -> list[Answer | None]:
         """Every rank's reply; None for a rank that did not reply after another had failed."""
-        plain = CODEC.to_plain(command)
-        if parts.params_json is not None:
-            plain["params_json"] = parts.params_json
+        run = parts.run_of(command)
         workers = _workers(command.deployment, command.incarnation, command.addresses)
         if command.kind in SPLIT_KINDS:
             links = tuple(self.link(*each) for each in workers)
             self._latest[command.deployment] = Workers(command.incarnation, links)
-        name: RunName = (command.operation, command.token)
+        payload_name, partial = blobs_of(command)
         # What is left of an interrupted generation is another payload.
-        staged = "" if command.payload is None or command.partial is not None else command.payload
+        staged = "" if payload_name is None or partial is not None else payload_name
         tasks = []
         targets = [
-            (self.link(*workers[rank]), rank_params)
-            for rank, rank_params in parts.requests(len(workers))
+            (self.link(*workers[rank]), share) for rank, share in parts.requests(len(workers))
         ]
-        for (link, rank_params), payload in zip(targets, parts.payloads, strict=True):
-            header = {"request": "run", "command": plain, "rank_params": rank_params}
-            tasks.append(asyncio.create_task(link.run(name, header, payload, staged)))
+        for (link, share), payload in zip(targets, parts.payloads, strict=True):
+            request = StartRun(run=run, share=share)
+            tasks.append(asyncio.create_task(_reply(link, request, payload, staged)))
         try:
             # After one pass of the event loop each request has its position in its worker's queue.
             await asyncio.sleep(0)
@@ -356,7 +351,7 @@ class Executor:
             pending = set(tasks)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                if any(task.result()[0]["reply"] == "failed" for task in done):
+                if any(isinstance(task.result()[0], Failed) for task in done):
                     if pending:
                         await asyncio.wait(pending, timeout=OTHER_RANKS_TIMEOUT_S)
                     break
@@ -368,26 +363,26 @@ class Executor:
 
     async def _conclude(
         self,
-        command: RunOperation,
+        command: AnyRun,
         parts: RunParts,
         answers: list[Answer | None],
         began_at: float,
     ) -> None:
-        failed = [a[0] for a in answers if a is not None and a[0]["reply"] == "failed"]
+        failed = [a[0] for a in answers if a is not None and isinstance(a[0], Failed)]
         if failed:
             # If only some ranks failed, the others have changed, unless the kind changes nothing.
             is_even = len(failed) == len(answers) or command.kind in UNCHANGING
-            intact = is_even and None not in answers and all(f["state_intact"] for f in failed)
+            intact = is_even and None not in answers and all(each.state_intact for each in failed)
             self._report(
                 "operation_failed",
                 command,
-                error_json=json.dumps(_cause(failed)),
+                error_json=json.dumps(cause_of(failed)),
                 state_intact=intact,
             )
             return
         # A reply is missing only if another rank failed.
-        finished = [answer for answer in answers if answer is not None]
-        results = [header["result"] for header, _ in finished]
+        finished = [(a[0], a[1]) for a in answers if a is not None and isinstance(a[0], Finished)]
+        results = [reply.result for reply, _ in finished]
         # Every rank returns the same refusal: the ranks decide together.
         refusal = results[0].pop("error", None) if command.kind in MUTATING else None
         result, body = await self._joined(command, parts, finished)
@@ -411,13 +406,13 @@ class Executor:
                 stem = f"{command.operation}.{command.token}.partial"
                 ref = digested_ref(stem, digest, PAYLOAD_SUFFIX)
             await self._store(command, ref, body)
-        compute_s = max(float(header["compute_s"]) for header, _ in finished)
+        compute_s = max(reply.compute_s for reply, _ in finished)
         self._report(
             "operation_finished",
             command,
             compute_s=compute_s,
             transfer_s=max(0.0, time.monotonic() - began_at - compute_s),
-            peak_bytes=max(int(header.get("peak_bytes", 0)) for header, _ in finished),
+            peak_bytes=max(reply.peak_bytes for reply, _ in finished),
             result_bytes=sum(memoryview(part).nbytes for part in body),
             result=ref,
             result_json=json.dumps(result),
@@ -428,10 +423,10 @@ class Executor:
         )
 
     async def _joined(
-        self, command: RunOperation, parts: RunParts, finished: list[Answer]
+        self, command: AnyRun, parts: RunParts, finished: list[tuple[Finished, bytearray]]
     ) -> tuple[Plain, "Sequence[Body]"]:
         """The ranks' results as one result and one body in parts."""
-        results = [header["result"] for header, _ in finished]
+        results = [reply.result for reply, _ in finished]
         payloads = [payload for _, payload in finished]
         if command.replay:
             return {}, ()
@@ -444,7 +439,7 @@ class Executor:
             return parts.generation.join_results(results), body
         return gather_moves(results), (payloads[0],) if payloads[0] else ()
 
-    async def _store(self, command: RunOperation, ref: BlobRef, body: "Sequence[Body]") -> None:
+    async def _store(self, command: AnyRun, ref: BlobRef, body: "Sequence[Body]") -> None:
         """Store a result; while the disk is full or the object store does not answer, retry. The
         operation has run, and the only other copies of its result are in the memory of this router
         and of the workers."""
@@ -463,9 +458,7 @@ class Executor:
         finally:
             self._unstored.pop(command.operation, None)
 
-    def _report_failure(
-        self, command: RunOperation, error: PlexRLError, *, state_intact: bool
-    ) -> None:
+    def _report_failure(self, command: AnyRun, error: PlexRLError, *, state_intact: bool) -> None:
         self._report(
             "operation_failed",
             command,
@@ -473,19 +466,19 @@ class Executor:
             state_intact=state_intact,
         )
 
-    def _report(self, method: str, command: RunOperation, **fields: Any) -> None:
+    def _report(self, method: str, command: AnyRun, **fields: Any) -> None:
         assert self.scheduler is not None
         self.scheduler.report(
             method, {"operation": command.operation, "token": command.token, **fields}
         )
 
 
-def _cause(failed: "Sequence[Plain]") -> Plain:
-    """The error to report of ranks that failed. A lack of device memory goes first: others may have
-    failed because a rank was refused, and the scheduler mends it."""
-    errors: list[Plain] = [reply["error"] for reply in failed]
-    lacking = [each for each in errors if each.get("code") == DeviceMemoryFullError.code]
-    return (lacking or errors)[0]
+async def _reply(
+    link: WorkerLink, request: StartRun, payload: "Sequence[Body]", staged: str
+) -> Answer:
+    """The reply to a run on one rank. Raises as `WorkerLink.run`."""
+    header, body = await link.run(request.run.name, frame_header(request), payload, staged)
+    return read_reply(header), body
 
 
 def _workers(

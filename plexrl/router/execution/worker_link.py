@@ -22,7 +22,7 @@ from plexrl.wire.framing import Buffer, Header
 from plexrl.wire.links.address import Address, UnixAddress, parse_address
 from plexrl.wire.links.credentials import Credentials
 from plexrl.wire.links.frame_socket import FrameSocket
-from plexrl.worker.process.server.server import WorkerName
+from plexrl.wire.messages import RunName, WorkerName
 
 LOG = logging.getLogger(__name__)
 
@@ -31,8 +31,6 @@ RECONNECT_S_MAX = 2.0
 """Pause before the first repetition of a request, doubled with each further one, and its bound."""
 RETRIED = (ConnectionLostError, AuthenticationError, PermissionDeniedError, OSError)
 """Errors after which a request is repeated. Certificates may be about to be replaced."""
-RunName = tuple[str, int]
-"""Operation and fencing token."""
 Answer = tuple[Header, bytearray]
 
 

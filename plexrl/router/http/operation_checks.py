@@ -3,6 +3,7 @@
 Each error says what is wrong, in which row, and how to mend it.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from plexrl.errors import (
 from plexrl.limits import LIMITS, SAMPLES_MAX
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.lora import LoraSpec
-from plexrl.wire.masks import check_mask, row_of
 from plexrl.wire.operations import (
     LOSS_INPUTS,
     PARAMS_BY_KIND,
@@ -34,7 +34,7 @@ from plexrl.wire.operations import (
     SyncWeightsParams,
 )
 from plexrl.wire.parameter_checks import check_parameters
-from plexrl.wire.tensors import Array, Arrays
+from plexrl.wire.tensors import Array, Arrays, check_mask, row_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class CheckedOperation:
     """A request that passed all checks."""
 
     kind: OperationKind
-    params: OperationParams
+    params: OperationParams | None
     tokens: int
     """Size of the work: tokens of the batch, or the most that can be drawn."""
     has_batch: bool
@@ -110,22 +110,25 @@ def _adapters(lora: LoraSpec | None) -> str:
     return "no adapters" if lora is None else f"adapters of rank {lora.rank} ({lora})"
 
 
-def type_params(kind: OperationKind, params: dict[str, Any]) -> OperationParams:
-    """Convert `params` to the kind's own type; an unknown name is an error.
+def type_params(kind: OperationKind, params: dict[str, Any]) -> OperationParams | None:
+    """Convert `params` to the kind's own type; an unknown name is an error. None: the kind has no
+    parameters.
 
     Raises:
         InvalidRequestError: a name is unknown or missing, or a value has a wrong type.
     """
-    wanted = PARAMS_BY_KIND[kind]
-    _refuse_unknown(kind.value, params, wanted)
+    wanted = PARAMS_BY_KIND.get(kind)
+    _refuse_unknown(kind.value, params, () if wanted is None else wanted.__struct_fields__)
+    if wanted is None:
+        return None
     for name, inner in (("loss", LossSpec), ("sampling", SamplingParams)):
         if isinstance(params.get(name), dict):
-            _refuse_unknown(f"{kind.value}.{name}", params[name], inner)
+            known = inner.__dataclass_fields__
+            _refuse_unknown(f"{kind.value}.{name}", params[name], known)
     try:
-        typed: OperationParams = msgspec.convert(params, wanted)
+        return msgspec.convert(params, wanted)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"{kind.value}: {error}") from error
-    return typed
 
 
 def _kind(spec: DeploymentSpec, name: str) -> OperationKind:
@@ -137,8 +140,7 @@ def _kind(spec: DeploymentSpec, name: str) -> OperationKind:
     return OperationKind(name)
 
 
-def _refuse_unknown(where: str, params: dict[str, Any], wanted: type) -> None:
-    known = wanted.__dataclass_fields__  # type: ignore[attr-defined]
+def _refuse_unknown(where: str, params: dict[str, Any], known: Collection[str]) -> None:
     unknown = sorted(set(params) - set(known))
     if unknown:
         raise InvalidRequestError(

@@ -19,7 +19,7 @@ from plexrl.process.children.restart_log import PartHistory, read_parts
 from plexrl.process.conditions import Conditions
 from plexrl.process.folders.folder_watch import Finding, FolderWatch
 from plexrl.router.execution.scheduler_link import SchedulerLink
-from plexrl.worker.process.server.server import WorkerName
+from plexrl.wire.messages import WorkerName
 
 LOG = logging.getLogger(__name__)
 

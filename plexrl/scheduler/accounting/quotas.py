@@ -1,35 +1,14 @@
 """The quotas of tenants: concurrent jobs and GPUs. The owner of the rule."""
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
+
+from plexrl.wire.messages.cluster_views import TenantLimits
 
 if TYPE_CHECKING:
     from plexrl.ids import TenantId
     from plexrl.scheduler.accounting.holdings import Holdings
     from plexrl.scheduler.state.records import Job, State
     from plexrl.scheduler.state.tenant import Tenant
-
-
-class TenantLimits(TypedDict):
-    """A tenant's limits; None: no limit of its own."""
-
-    weight: float
-    """Weight of its share of the cluster."""
-    jobs_max: int | None
-    """Jobs that hold GPUs at the same time."""
-    gpus_max: int | None
-    """GPUs held at the same time."""
-    gpu_seconds_max: float | None
-    """GPU time in all."""
-    live_jobs_max: int | None
-    checkpoints_max: int | None
-    """Checkpoints on the shared disk."""
-    checkpoint_bytes_max: int | None
-    priority_max: int
-    """Highest priority class of its jobs."""
-    slo: float | None
-    """`slo` of its jobs that name none; None: the cluster's `waiting_part_max`."""
-    model_roots: tuple[str, ...]
-    """Directories below which it may load models."""
 
 
 def over_quota(holdings: "Holdings", job: "Job", gpus: int) -> str | None:

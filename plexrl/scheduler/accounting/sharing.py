@@ -18,30 +18,12 @@ since then.
 """
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 from plexrl.ids import JobId, TenantId
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Group, Job, State
-
-
-class SharingView(TypedDict):
-    """GPU time that sharing saved one job; all in GPU-seconds."""
-
-    tenant: TenantId
-    job: JobId
-    name: str
-    reserved_gpu_seconds: float
-    """GPU time of its groups, counted as if each deployment had been the only member."""
-    waited_gpu_seconds: float
-    """Its GPUs times the time it waited for other members."""
-    isolated_gpu_seconds: float
-    """Reserved without waited: with a group of its own for each deployment."""
-    held_gpu_seconds: float
-    """Its equal part of its groups' GPU time."""
-    saved_gpu_seconds: float
-    """Isolated without held."""
+from plexrl.wire.messages.cluster_views import SharingView
 
 
 def settle_group(state: State, group: Group, now: float) -> None:

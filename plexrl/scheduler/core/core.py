@@ -13,7 +13,7 @@ import msgspec
 
 from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_held
 from plexrl.ids import BlobRef, DeploymentId, JobId, NodeId, OperationId, TenantId
-from plexrl.scheduler.accounting.sharing import SharingView, sharing_view
+from plexrl.scheduler.accounting.sharing import sharing_view
 from plexrl.scheduler.accounting.tenants import (
     api_key_added,
     api_key_revoked,
@@ -56,8 +56,6 @@ from plexrl.scheduler.operations.deadlines.cancellation import await_deadline, c
 from plexrl.scheduler.operations.deadlines.overdue import OverdueView, overdue_view, watch_all
 from plexrl.scheduler.operations.failures import check_not_halted, failure_view, job_failure
 from plexrl.scheduler.operations.held.holding import (
-    ForeignMemoryView,
-    HeldView,
     foreign_memory_view,
     held_view,
 )
@@ -66,8 +64,7 @@ from plexrl.scheduler.operations.submission.backpressure import check_room
 from plexrl.scheduler.operations.submission.checks import check_deadline, check_same, check_source
 from plexrl.scheduler.operations.submission.lost_payloads import lost_payloads, replace_payload
 from plexrl.scheduler.placement.capacity.awaited_profiles import await_all_profiles
-from plexrl.scheduler.queries import view_types as vt
-from plexrl.scheduler.queries.eta import EtaQualityView, eta_quality, record_estimate
+from plexrl.scheduler.queries.eta import eta_quality, record_estimate
 from plexrl.scheduler.queries.event_records import ClusterRecords
 from plexrl.scheduler.queries.explain_job import explain_job
 from plexrl.scheduler.queries.explain_placement import BlockingView, blocking_heads, kept_gpus
@@ -112,9 +109,11 @@ from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.calls import ListOperations
-from plexrl.scheduler.state.messages.commands import Command
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job
+from plexrl.wire.messages import Command
+from plexrl.wire.messages import cluster_views as cv
+from plexrl.wire.messages import views as vt
 from plexrl.wire.operations import HALTED, USER_KINDS
 
 if TYPE_CHECKING:
@@ -403,7 +402,7 @@ class SchedulerCore:
         """Ids of all stored jobs of a tenant."""
         return [job.job for job in self._state.jobs.values() if job.tenant == tenant]
 
-    def list_nodes(self, tenant: TenantId | None = None) -> list[vt.NodeView]:
+    def list_nodes(self, tenant: TenantId | None = None) -> list[cv.NodeView]:
         """All nodes, as visible to a tenant or (None) the operator."""
         return [node_view(self._cluster, node, tenant) for node in self._state.nodes.values()]
 
@@ -411,7 +410,7 @@ class SchedulerCore:
         """The machine of each node, as its agent last said; empty: unknown."""
         return {node.node: node.machine for node in self._state.nodes.values()}
 
-    def list_groups(self, now: float) -> list[vt.GroupView]:
+    def list_groups(self, now: float) -> list[cv.GroupView]:
         """All node groups."""
         del now
         return [group_view(self._cluster, group) for group in self._state.groups.values()]
@@ -422,15 +421,15 @@ class SchedulerCore:
         """Finished operations after index `wanted.after`, oldest first."""
         return operation_log(self._cluster, tenant, wanted, now)
 
-    def status(self, now: float, tenant: TenantId | None = None) -> vt.ClusterView:
+    def status(self, now: float, tenant: TenantId | None = None) -> cv.ClusterView:
         """Counts of the cluster, as visible to a tenant or (None) the operator."""
         return cluster_view(self._cluster, tenant, now)
 
-    def eta_quality(self) -> EtaQualityView:
+    def eta_quality(self) -> cv.EtaQualityView:
         """Errors of the estimated waits of all tenants."""
         return eta_quality(self._state.eta_errors)
 
-    def service_levels(self) -> list[vt.ServiceLevelView]:
+    def service_levels(self) -> list[cv.ServiceLevelView]:
         """What each live job of all tenants accepts to wait, and what it waited."""
         return service_levels(self._cluster)
 
@@ -438,7 +437,7 @@ class SchedulerCore:
         """The incarnation of each deployment whose workers are all ready."""
         return live_workers(self._state)
 
-    def held_deployments(self) -> list[HeldView]:
+    def held_deployments(self) -> list[cv.HeldView]:
         """Deployments whose work waits for free memory or disk space, with the reason."""
         return held_view(self._state, self._state.deployments)
 
@@ -462,7 +461,7 @@ class SchedulerCore:
         """The nodes that are connected, or may be back before their work is placed elsewhere."""
         return expected_nodes(self._state, self.settings, now)
 
-    def foreign_memory(self) -> list[ForeignMemoryView]:
+    def foreign_memory(self) -> list[cv.ForeignMemoryView]:
         """Memory of GPUs for which work waits, and which processes hold that are no workers."""
         return foreign_memory_view(self._state, self._state.deployments)
 
@@ -478,15 +477,15 @@ class SchedulerCore:
         """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""
         return authenticate(self._state, key_digest)
 
-    def usage(self, tenant: TenantId | None) -> list[vt.UsageView]:
+    def usage(self, tenant: TenantId | None) -> list[cv.UsageView]:
         """Use of a tenant, or of all: a row for each job and kind of operation."""
         return usage_view(self._state, tenant)
 
-    def sharing(self, tenant: TenantId | None, now: float) -> list[SharingView]:
+    def sharing(self, tenant: TenantId | None, now: float) -> list[cv.SharingView]:
         """Savings of a tenant, or of all, by sharing groups: a row for each job that had GPUs."""
         return sharing_view(self._state, tenant, now)
 
-    def list_tenants(self, now: float) -> list[vt.TenantView]:
+    def list_tenants(self, now: float) -> list[cv.TenantView]:
         """All tenants, with their limits, GPUs and use."""
         return [tenant_view(self._cluster, each, now) for each in self._state.tenants.values()]
 

@@ -1,7 +1,6 @@
 """Snapshots: the core's whole state as bytes, which replaces the events before it.
 
-    {"version": 2, "settings": {...}, "state": {...}, "timers": [...],
-     "timer_at": ...}   (msgpack)
+    {"version": 3, "settings": {...}, "state": {...}, "timers": [...], ...}   (msgpack)
 
 Records are encoded by field name, as their annotations say: a new field needs no change here, and a
 missing one gets its default. The rest of `Context` belongs to one call, or is derived from the
@@ -16,12 +15,15 @@ import msgspec
 from plexrl.errors import StorageError
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.rules.config import SchedulerConfig, core_settings, with_core_settings
+from plexrl.scheduler.state.messages.earlier import upgrade_state
 from plexrl.scheduler.state.messages.timers import Timer
 from plexrl.scheduler.state.records import State
 from plexrl.wire.codec import restore_annotations
 
-VERSION = 2
+VERSION = 3
 """Incremented when a change of a record makes older snapshots unreadable."""
+EARLIER = 2
+"""The former version, which is still read."""
 
 
 def encode(context: Context) -> bytes:
@@ -49,15 +51,20 @@ def decode(body: bytes, config: SchedulerConfig) -> Context:
     """
     try:
         head = msgspec.msgpack.decode(body, type=_Head)
-        if head.version != VERSION:
+        if head.version not in (EARLIER, VERSION):
             raise StorageError(
-                f"the snapshot has format {head.version}; this version reads {VERSION}: "
-                "use the version of PlexRL that wrote it",
+                f"the snapshot has format {head.version}; this version reads {EARLIER} and "
+                f"{VERSION}: use the version of PlexRL that wrote it",
                 version=head.version,
             )
         # The version is checked before the other fields, so that the error names it.
         restore_annotations(State)
-        found = msgspec.msgpack.decode(body, type=_Snapshot)
+        if head.version == EARLIER:
+            plain = msgspec.msgpack.decode(body, type=dict[str, Any])
+            upgrade_state(plain["state"])
+            found = msgspec.convert(plain, _Snapshot)
+        else:
+            found = msgspec.msgpack.decode(body, type=_Snapshot)
     except (ValueError, RecursionError) as error:
         raise StorageError(f"the snapshot cannot be read: {error}") from error
     context = Context(with_core_settings(config, head.settings), found.state)

@@ -40,9 +40,9 @@ from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.commands import PrefetchState
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group
+from plexrl.wire.messages import PrefetchState
 from plexrl.wire.operations import OperationKind
 
 _READY: Final = WpgState.READY

@@ -18,8 +18,8 @@ from plexrl.scheduler.rules.hrrs import (
 from plexrl.scheduler.rules.next_use import is_overdue, next_use_s, usual_pause_s, worked_until
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.rules.switch_cost import round_trip_s
-from plexrl.scheduler.state.messages.commands import PrefetchState
 from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.wire.messages import PrefetchState
 
 
 def next_critical_s(state: State, group: Group, except_for: Deployment, now: float) -> float | None:

@@ -37,12 +37,6 @@ from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.commands import (
-    LaunchWorkers,
-    RankPlacement,
-    ReleaseState,
-    StopWorkers,
-)
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import (
     DeploymentRelaid,
@@ -52,6 +46,12 @@ from plexrl.scheduler.state.messages.events import (
 )
 from plexrl.scheduler.state.operation import change_operation
 from plexrl.scheduler.state.records import Deployment, Job, State
+from plexrl.wire.messages import (
+    LaunchWorkers,
+    RankPlacement,
+    ReleaseState,
+    StopWorkers,
+)
 
 _ADMITTED: Final = JobState.ADMITTED
 _DEVICE: Final = Residency.DEVICE

@@ -11,7 +11,7 @@ A cancellation is no failure.
 """
 
 from collections.abc import Collection
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 
@@ -19,18 +19,10 @@ from plexrl.errors import EarlierFailureError, ExecutionError, PlexRLError, from
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.state.operation import Failure, Operation
 from plexrl.scheduler.state.records import Deployment, Job, State
+from plexrl.wire.messages.views import ErrorView
 from plexrl.wire.operations import OperationKind
 
 CODE = EarlierFailureError.code
-
-
-class ErrorView(TypedDict):
-    """`PlexRLError.to_wire()`."""
-
-    code: str
-    message: str
-    details: dict[str, Any]
-    """Plain JSON values."""
 
 
 def failure_of(operation: Operation, error: PlexRLError, now: float) -> Failure:

@@ -25,11 +25,12 @@ from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
 from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.rules.next_use import next_use_s
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
-from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
+from plexrl.scheduler.state.messages.runs import make_move, make_run
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.wire.messages import AbortOperation, Run
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
 
 OWN_MARK = "#"
@@ -61,7 +62,7 @@ def enqueue(
     """Queue a checked submission; for a sync, also the publish that it depends on."""
     after = None if event.source is None else _publish_before(state, effects, event, now)
     operation = Operation(event.operation, event.deployment, event.kind, now, internal=False)
-    operation.params_json = event.params_json
+    operation.params = event.params
     operation.payload = event.payload
     operation.tokens = event.tokens
     operation.source = event.source
@@ -171,28 +172,8 @@ def start(
     source = operation.source
     if operation.pulls_newest and not replay:
         pull_newest(state, operation, deployment)
-    command = RunOperation(
-        operation.operation,
-        deployment.deployment,
-        deployment.job,
-        operation.kind,
-        group.group,
-        group.token,
-        operation.seq,
-        replay,
-        operation.params_json,
-        operation.payload,
-        deployment.processes.endpoints,
-        () if source is None else statemanagers(state, source, operation.source_seq),
-        source,
-        operation.source_seq,
-        deployment.replay.durable_seq,
-        None,
-        deployment.replay.previous_seq,
-        deployment.trainer_step if source is None else operation.source_step,
-        deployment.processes.incarnation,
-        operation.partial,
-    )
+    sources = () if source is None else statemanagers(state, source, operation.source_seq)
+    command = make_run(group, deployment, operation, sources, replay=replay)
     operation.is_interrupted = False
     deployment.running[operation.operation] = command
     if not deployment.watch_at and state.overdue_s:
@@ -203,7 +184,7 @@ def start(
         effects.commands.append(command)
 
 
-def abort(effects: Effects, command: RunOperation, rows: tuple[int, ...] | None = None) -> None:
+def abort(effects: Effects, command: Run, rows: tuple[int, ...] | None = None) -> None:
     """Have the workers stop a run, or some of its rows; what it drew so far is its result. Sent
     before the run, the rows draw nothing."""
     effects.emit(
@@ -217,7 +198,7 @@ def abort(effects: Effects, command: RunOperation, rows: tuple[int, ...] | None 
     )
 
 
-def interrupt(effects: Effects, command: RunOperation) -> None:
+def interrupt(effects: Effects, command: Run) -> None:
     """Have the workers stop this run of a generation; another one continues it."""
     effects.emit(
         AbortOperation(
@@ -265,31 +246,7 @@ def start_move(
         operation.paid_by = state.jobs[cause.job].tenant
     state.operations[name] = operation
     deployment.metered_at = now
-    command = RunOperation(
-        name,
-        deployment.deployment,
-        deployment.job,
-        kind,
-        group.group,
-        token,
-        seq,
-        False,
-        "{}",
-        None,
-        deployment.processes.endpoints,
-        (),
-        None,
-        0,
-        deployment.replay.durable_seq,
-        due_s,
-        # The former version becomes the earlier one, unless the limits allow an older one.
-        deployment.replay.previous_seq,
-        0,
-        deployment.processes.incarnation,
-        None,
-        None if incoming is None else incoming.deployment,
-        0 if incoming is None else incoming.replay.durable_seq,
-    )
+    command = make_move(group, deployment, operation, due_s, incoming)
     deployment.moving = command
     if not deployment.watch_at and state.overdue_s:
         watch(state, effects, deployment, now)

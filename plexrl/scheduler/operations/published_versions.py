@@ -2,10 +2,10 @@
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.state.deployment.stored_version import PublishedVersion
-from plexrl.scheduler.state.messages.commands import PrefetchState
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, State
+from plexrl.wire.messages import PrefetchState
 
 
 def has_published(state: State, trainer: DeploymentId) -> bool:

@@ -39,8 +39,8 @@ from plexrl.scheduler.rules.switch_cost import load_s, moves_at_best_s
 from plexrl.scheduler.state.demand.trace import DemandTrace, project
 from plexrl.scheduler.state.deployment.wpg import lose_processes
 from plexrl.scheduler.state.group_lock import withdraw
-from plexrl.scheduler.state.messages.commands import RankPlacement
 from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation, State
+from plexrl.wire.messages import RankPlacement
 
 PREDICTIONS_MAX = 2
 """Best-fitting groups for which contention is predicted; each prediction takes milliseconds."""

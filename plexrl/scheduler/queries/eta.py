@@ -6,7 +6,6 @@ and later compared with the real start. The errors give the next intervals
 """
 
 from itertools import accumulate
-from typing import TypedDict
 
 from plexrl.ids import OperationId
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s, wants_the_group
@@ -17,6 +16,7 @@ from plexrl.scheduler.rules.switch_cost import load_after_s, load_s, offload_s
 from plexrl.scheduler.state.demand.wait_intervals import interval
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import RATIO_BOUNDS, Deployment, EtaErrors, Group, State
+from plexrl.wire.messages.cluster_views import EtaQualityView
 from plexrl.wire.operations import OperationKind
 
 SAMPLE_EACH = 8
@@ -29,26 +29,6 @@ its errors."""
 
 OVERDUE_S_MIN = 1.0
 """What is late by less is not called overdue."""
-
-
-class EtaQualityView(TypedDict):
-    """Errors of the cluster's estimated waiting times, of a sample of the waits for groups."""
-
-    estimates: int
-    mean_error_s: float | None
-    """Mean absolute error; None, as is `mean_late_s`: no estimates."""
-    mean_late_s: float | None
-    """Mean over all estimates of the time by which waits were longer than estimated."""
-    slipped: int
-    """Waits that were more than twice as long as estimated, and at least 1 s longer."""
-    early: int
-    """Starts before the 80 % interval of the estimate."""
-    late: int
-    """Starts after it."""
-    ratios: dict[str, int]
-    """Numbers of waits by (actual + 1 s) / (estimated + 1 s), cumulative by upper bound."""
-    ratio_sum: float
-    """Sum of these ratios."""
 
 
 def group_free_s(state: State, group: Group, now: float) -> float:

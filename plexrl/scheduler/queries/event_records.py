@@ -20,16 +20,13 @@ from plexrl.events.records import (
     topic,
 )
 from plexrl.scheduler.operations.failures import earlier_failure, job_failure
-from plexrl.scheduler.operations.held.holding import (
-    ForeignMemoryView,
-    foreign_memory_view,
-    foreign_text,
-)
+from plexrl.scheduler.operations.held.holding import foreign_memory_view, foreign_text
 from plexrl.scheduler.state.group_lock import lock_state
 from plexrl.scheduler.state.machines.job_states import FINAL, JobState
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.messages.commands import Command, PrefetchState
 from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
+from plexrl.wire.messages import Command, PrefetchState
+from plexrl.wire.messages.cluster_views import ForeignMemoryView
 
 Change = tuple[str, Record | None]
 """A topic below the prefix and its new record; None: the object does not exist any more."""

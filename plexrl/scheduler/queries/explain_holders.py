@@ -9,9 +9,9 @@ from plexrl.ids import JobId, TenantId
 from plexrl.scheduler.jobs.lifecycle import cancelled_without_controller_at, heard_at
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.queries.explain_placement import why_no_gpus
-from plexrl.scheduler.queries.view_types import HolderView
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Job, State
+from plexrl.wire.messages.views import HolderView
 
 HOLDERS_MAX = 20
 """Maximum number of jobs in the list."""

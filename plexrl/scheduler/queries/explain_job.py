@@ -12,14 +12,14 @@ from plexrl.scheduler.queries.eta import eta_quality
 from plexrl.scheduler.queries.explain_holders import holders
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import attempts, near_groups, why_no_gpus
-from plexrl.scheduler.queries.view_types import (
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Job
+from plexrl.wire.messages.views import (
     ExplainedJobView,
     ExplanationView,
     PlacedDeploymentView,
     WaitingOperationView,
 )
-from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.records import Deployment, Job
 
 BLOCKS_MAX = 4
 """Maximum number of named blocks for each deployment."""

@@ -20,10 +20,10 @@ from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.service_level import is_tight, waiting_bound
 from plexrl.scheduler.placement.fit.feasibility import gang_of, why_impossible
 from plexrl.scheduler.placement.placement import find, fitting, modes, nearest
-from plexrl.scheduler.queries.view_types import AttemptView, Census, Count, NearGroupView
 from plexrl.scheduler.rules.hrrs import starves_at
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, State
+from plexrl.wire.messages.views import AttemptView, Census, Count, NearGroupView
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

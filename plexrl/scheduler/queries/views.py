@@ -18,19 +18,6 @@ from plexrl.scheduler.placement.contention.service_level import bound_of, waitin
 from plexrl.scheduler.placement.fit.feasibility import count_impossible
 from plexrl.scheduler.queries.eta import eta_quality
 from plexrl.scheduler.queries.explain_operation import explain
-from plexrl.scheduler.queries.view_types import (
-    ClusterTotals,
-    ClusterView,
-    DeploymentView,
-    GroupView,
-    JobView,
-    LoggedOperationView,
-    NodeView,
-    OperationView,
-    ServiceLevelView,
-    TenantView,
-    UsageView,
-)
 from plexrl.scheduler.rules.config import planning
 from plexrl.scheduler.rules.lookups import owner_of
 from plexrl.scheduler.rules.settings import Settings
@@ -39,6 +26,16 @@ from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
 from plexrl.scheduler.state.tenant import Tenant
+from plexrl.wire.messages.cluster_views import (
+    ClusterTotals,
+    ClusterView,
+    GroupView,
+    NodeView,
+    ServiceLevelView,
+    TenantView,
+    UsageView,
+)
+from plexrl.wire.messages.views import DeploymentView, JobView, LoggedOperationView, OperationView
 
 
 def operation_view(

@@ -27,9 +27,9 @@ from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.messages.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, Group, Node, State
+from plexrl.wire.messages import ReleaseState, StopWorkers
 
 
 def reconcile_node(context: Context, name: NodeId, now: float) -> None:

@@ -11,7 +11,6 @@ from plexrl.scheduler.recovery.relocation import migrated, send_migration, settl
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import (
     NodeDrainChanged,
@@ -21,6 +20,7 @@ from plexrl.scheduler.state.messages.events import (
     StateMigrated,
 )
 from plexrl.scheduler.state.records import Deployment, Node, State
+from plexrl.wire.messages import ReleaseState, StopWorkers
 
 MIGRATION_RETRY_S = 2.0
 """Delay before a failed copy is tried again."""

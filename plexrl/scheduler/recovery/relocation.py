@@ -41,9 +41,9 @@ from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.deployment.moves import MoveCause, Relocation
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.messages.commands import MigrateState, ReleaseState, StopWorkers
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.wire.messages import MigrateState, ReleaseState, StopWorkers
 
 REPACK_WINDOW_S = 3600.0
 """Time in which a move must pay."""

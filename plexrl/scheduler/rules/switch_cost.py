@@ -14,11 +14,11 @@ from plexrl.scheduler.state.demand.estimates import LINK_BYTES_PER_S, MOVE_BYTES
 from plexrl.wire.operations import OperationKind
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.state.messages.commands import RankPlacement
     from plexrl.scheduler.state.messages.effects import Effects
     from plexrl.scheduler.state.messages.events import OperationFinished, StateReported
     from plexrl.scheduler.state.operation import Operation
     from plexrl.scheduler.state.records import Deployment, Group, State
+    from plexrl.wire.messages import RankPlacement
 
 HOST: Final = "host"
 NVME: Final = "nvme"

@@ -50,7 +50,14 @@ from plexrl.scheduler.service.skipped_steps import (
     substitute_report,
 )
 from plexrl.scheduler.service.snapshots import SnapshotWriter
-from plexrl.scheduler.state.messages.commands import (
+from plexrl.scheduler.state.messages.events import (
+    CODEC,
+    Event,
+    ServiceResumed,
+    StateMigrated,
+    TimerFired,
+)
+from plexrl.wire.messages import (
     AbortOperation,
     Command,
     DiscardBlobs,
@@ -58,16 +65,9 @@ from plexrl.scheduler.state.messages.commands import (
     MigrateState,
     PrefetchState,
     ReleaseState,
-    RunOperation,
+    Run,
     SetTimer,
     StopWorkers,
-)
-from plexrl.scheduler.state.messages.events import (
-    CODEC,
-    Event,
-    ServiceResumed,
-    StateMigrated,
-    TimerFired,
 )
 
 if TYPE_CHECKING:
@@ -422,7 +422,7 @@ class Shell:
             match command:
                 case SetTimer():
                     self._set_timer(command.at)
-                case RunOperation() | AbortOperation() | DiscardBlobs():
+                case Run() | AbortOperation() | DiscardBlobs():
                     await self.routers.send(command)
                 case StopWorkers():
                     self.agents.send(command)

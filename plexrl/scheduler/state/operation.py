@@ -5,7 +5,7 @@ from typing import Final
 
 from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, OperationId, TenantId
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger, next_state
-from plexrl.wire.operations import OperationKind, OperationState
+from plexrl.wire.operations import OperationKind, OperationParams, OperationState
 
 _PENDING: Final = OperationState.PENDING
 _SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
@@ -41,7 +41,8 @@ class Operation:
     operation: OperationId
     deployment: DeploymentId
     kind: OperationKind
-    params_json: str
+    params: OperationParams | None
+    """None: its kind has none, or it is simulated."""
     payload: BlobRef | None
     tokens: int
     source: DeploymentId | None
@@ -134,7 +135,7 @@ class Operation:
         self.operation = operation
         self.deployment = deployment
         self.kind = kind
-        self.params_json = "{}"
+        self.params = None
         self.payload = None
         self.tokens = 0
         self.source = None

@@ -34,9 +34,9 @@ from plexrl.scheduler.state.deployment.switch_times import SwitchTimes
 from plexrl.scheduler.state.machines.job_states import JobState
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.messages.commands import RankPlacement, RunOperation
 from plexrl.scheduler.state.operation import Failure, Operation
 from plexrl.scheduler.state.tenant import Tenant
+from plexrl.wire.messages import AnyMove, AnyRun, RankPlacement
 from plexrl.wire.operations import OperationKind
 
 
@@ -201,8 +201,8 @@ class Deployment:
     reservation: Reservation | None = None
     placement: PlacementRecord | None = None
     queue: list[OperationId] = field(default_factory=list)
-    running: dict[OperationId, RunOperation] = field(default_factory=dict)
-    moving: RunOperation | None = None
+    running: dict[OperationId, AnyRun] = field(default_factory=dict)
+    moving: AnyMove | None = None
     """The internal move (load, offload, snapshot) in flight."""
     waiting_gradients: int = 0
     """Completed `forward_backward`s whose gradients wait for a step."""

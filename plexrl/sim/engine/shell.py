@@ -13,8 +13,8 @@ from typing import Any
 from plexrl.ids import RouterId
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.rules.config import SchedulerConfig
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 
 FOREVER_S = 1e12
 """A controller timeout that no simulated run reaches."""

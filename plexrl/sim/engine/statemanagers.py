@@ -6,12 +6,12 @@ from typing import Final, NamedTuple
 
 from plexrl.errors import PlexRLError, StateLostError, StateTierFullError
 from plexrl.ids import DeploymentId, GroupId, NodeId
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.shell import VirtualShell
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.state.virtual_state import Move, VirtualState
 from plexrl.sim.workload.scenario import NodeType
+from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
 
 _LOAD: Final = OperationKind.LOAD
@@ -24,7 +24,7 @@ class Refusal(NamedTuple):
     """Seconds until the failure is reported."""
     error: PlexRLError
 
-    def answer(self, command: cmd.RunOperation) -> ev.OperationFailed:
+    def answer(self, command: cmd.Run) -> ev.OperationFailed:
         """The event that reports the failure."""
         return ev.OperationFailed(
             operation=command.operation,
@@ -58,14 +58,17 @@ class NodeStates:
         nodes = [rank.node for rank in command.ranks]
         self._states.launched(command.deployment, state_bytes, nodes)
 
-    def begin(self, command: cmd.RunOperation) -> Move | Refusal:
+    def begin(self, command: cmd.Run) -> Move | Refusal:
         """Begin a load, an offload or a snapshot."""
         name, now = command.deployment, self._shell.now
         former = self._left.pop(command.group, None)
-        if command.kind != _LOAD:
-            if command.successor is not None:
-                self._left[command.group] = name, command.successor
-            move = self._states.offload(name, command.next_use_s, now)
+        if not isinstance(command, cmd.Load):
+            next_use_s = None
+            if isinstance(command, cmd.Offload):
+                next_use_s = command.next_use_s
+                if command.successor is not None:
+                    self._left[command.group] = name, command.successor
+            move = self._states.offload(name, next_use_s, now)
             if move is None:
                 return self._refused(name, StateTierFullError(f"no tier can hold {name!r}"))
         elif command.seq == 0:

@@ -15,7 +15,6 @@ from plexrl.errors import (
     UnknownJobError,
 )
 from plexrl.ids import NodeId, OperationId, TenantId
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.arrival import deployments, new_run, submission
 from plexrl.sim.engine.checks.checker import Checker
@@ -49,6 +48,7 @@ from plexrl.sim.workload.policies import sim_policy
 from plexrl.sim.workload.scenario import NodeType, Scenario
 from plexrl.sim.workload.source.survey import WRONG_PRIORITY, is_priority
 from plexrl.traces import TraceJob
+from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
 
 _OFFLOAD: Final = OperationKind.OFFLOAD
@@ -148,7 +148,7 @@ class TraceRun:
 
     def _handlers(self) -> dict[type[cmd.Command], CommandHandler]:
         return {
-            cmd.RunOperation: self._run_operation,
+            **dict.fromkeys(cmd.RUNS, self._run_operation),
             cmd.LaunchWorkers: self._launch_workers,
             cmd.StopWorkers: self._stop_workers,
             cmd.ReleaseState: self._release_state,
@@ -417,7 +417,7 @@ class TraceRun:
     def _prefetch_state(self, command: cmd.PrefetchState) -> None:
         self._states.prefetch(command)
 
-    def _run_operation(self, command: cmd.RunOperation) -> None:
+    def _run_operation(self, command: cmd.Run) -> None:
         run = self._workers(command.deployment)
         assert run is not None, f"{command.operation} runs on no deployment"
         kind = MOVES.get(command.kind, "run")
@@ -440,7 +440,7 @@ class TraceRun:
         run.run_s = took_s
         shell.at(now + took_s, self._run_ended, command)
 
-    def _run_ended(self, command: cmd.RunOperation) -> None:
+    def _run_ended(self, command: cmd.Run) -> None:
         run = self._workers(command.deployment)
         if run is None or run.run is not command:
             # Its workers were lost meanwhile.
@@ -462,7 +462,7 @@ class TraceRun:
             self._controllers.answered(run)
 
     def _move_ended(
-        self, run: Workers, command: cmd.RunOperation, operation: OperationId, computed_s: float
+        self, run: Workers, command: cmd.Run, operation: OperationId, computed_s: float
     ) -> None:
         move = run.move
         assert move is not None, f"{operation} ends that never began"
@@ -477,7 +477,7 @@ class TraceRun:
         for report in move.reports:
             self._send(report)
 
-    def _record_run(self, run: Workers, command: cmd.RunOperation) -> None:
+    def _record_run(self, run: Workers, command: cmd.Run) -> None:
         """Report a completed or interrupted run to the collector."""
         run.run = None
         began_at, now, job = run.run_began_at, self.shell.now, run.owner

@@ -3,8 +3,8 @@
 from typing import Final
 
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 
 _QUIET: Final = (ev.OperationSubmitted, ev.OperationFinished)
 """Most events. They change neither queues nor free GPUs unless workers start or stop."""

@@ -22,11 +22,11 @@ from plexrl.wire.operations import MUTATING, OperationKind
 
 if TYPE_CHECKING:
     from plexrl.scheduler.rules.config import SchedulerConfig
-    from plexrl.scheduler.state.messages.commands import RunOperation
     from plexrl.sim.engine.statemanagers import Refusal
     from plexrl.sim.metrics.collector import RunKind
     from plexrl.sim.state.move_costs import MoveCosts
     from plexrl.sim.state.virtual_state import Move
+    from plexrl.wire.messages import Run
 
 KINDS = {"update": OperationKind.FORWARD_BACKWARD}
 """Operation kind by segment function; other segments are forward passes, and the last segment of a
@@ -123,7 +123,7 @@ class WorkerGroup:
         self.group: str = ""
         """Empty while the deployment is not placed."""
         self.incarnation = 0
-        self.run: RunOperation | None = None
+        self.run: Run | None = None
         """The command that the WPG executes."""
         self.run_kind: RunKind = "run"
         self.move: Move | Refusal | None = None

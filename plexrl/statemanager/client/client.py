@@ -47,6 +47,7 @@ from plexrl.statemanager.protocol.network import NO_NETWORK, Network
 from plexrl.statemanager.store.receiving.pull_target import CudaTarget, HostTarget, PullTarget
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller
 from plexrl.statemanager.transfer.transport.choice import Transports
+from plexrl.wire.messages import SaveRequest
 
 LOG = logging.getLogger(__name__)
 
@@ -162,27 +163,20 @@ class StateManagerClient:
 
     def offload(
         self,
+        order: SaveRequest,
         *,
-        seq: int,
-        keep_seq: int,
-        token: int,
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None = None,
-        next_use_s: float | None = None,
-        previous_seq: int = 0,
         digests: Mapping[str, str] | None = None,
-        successor: tuple[str, int] = ("", 0),
     ) -> MoveReport:
-        """Store `parts` as version `seq` and return the arena's memory.
+        """Store `parts` as version `order.seq` and return the arena's memory.
 
-        `next_use_s`: expected time until the next load; absent: unknown. `digests`: by share key,
-        of what other ranks of this node may have saved; equal bytes are not copied again.
-        `successor`: deployment and version that are loaded next on this group; free device memory
-        takes a part of it already during the offload.
+        `digests`: by share key, of what other ranks of this node may have saved; equal bytes are
+        not copied again.
 
-        Versions other than `seq` and `keep_seq` are dropped when this one is complete;
-        `previous_seq` is dropped only when space is short. An arena that was loaded from or saved
-        as version `seq` counts as unchanged, so nothing is copied.
+        Versions other than `order.seq` and `order.keep_seq` are dropped when this one is complete;
+        `order.previous_seq` is dropped only when space is short. An arena that was loaded from or
+        saved as version `order.seq` counts as unchanged, so nothing is copied.
 
         Raises:
             StateTierFullError: no tier has free space; the arena is unchanged.
@@ -190,26 +184,35 @@ class StateManagerClient:
             UnavailableError: the daemon did not come back in time; the arena is unchanged.
         """
         started = time.perf_counter()
-        report = self._save(
-            seq, keep_seq, token, parts, meta, next_use_s, previous_seq, digests, successor
-        )
+        report = self.snapshot(order, parts=parts, meta=meta, digests=digests)
         self.give_back()
         # Returning pages takes time that the daemon does not measure.
         return replace(report, seconds=time.perf_counter() - started)
 
     def snapshot(
         self,
+        order: SaveRequest,
         *,
-        seq: int,
-        keep_seq: int,
-        token: int,
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None = None,
-        previous_seq: int = 0,
         digests: Mapping[str, str] | None = None,
     ) -> MoveReport:
         """As `offload`, but the arena keeps its memory and contents."""
-        return self._save(seq, keep_seq, token, parts, meta, None, previous_seq, digests)
+        self._check_whole()
+        self._link.attach()
+        if self._link.host is not None:
+            self._link.host.give_up()
+        answer = self._link.call(
+            Save(
+                order=order,
+                parts=tuple(sorted(parts)),
+                meta_json=msgspec.json.encode(dict(meta or {}), order="sorted").decode(),
+                same_as=self.stamp(order.seq),
+                digests=dict(digests or {}),
+            )
+        )
+        self._held = (order.seq, answer["stamp"])
+        return msgspec.convert(answer, MoveReport)
 
     def load(
         self,
@@ -461,38 +464,3 @@ class StateManagerClient:
                 f"the last pull into rank {self.rank} of {self.deployment!r} failed midway, so "
                 "its arena holds no complete version: pull or load again"
             )
-
-    def _save(
-        self,
-        seq: int,
-        keep_seq: int,
-        token: int,
-        parts: frozenset[StatePart],
-        meta: Mapping[str, object] | None,
-        next_use_s: float | None,
-        previous_seq: int,
-        digests: Mapping[str, str] | None,
-        successor: tuple[str, int] = ("", 0),
-    ) -> MoveReport:
-        self._check_whole()
-        self._link.attach()
-        if self._link.host is not None:
-            self._link.host.give_up()
-        same_as = self.stamp(seq)
-        answer = self._link.call(
-            Save(
-                seq=seq,
-                keep_seq=keep_seq,
-                token=token,
-                parts=tuple(sorted(parts)),
-                meta_json=msgspec.json.encode(dict(meta or {}), order="sorted").decode(),
-                same_as=same_as,
-                next_use_s=next_use_s,
-                previous_seq=previous_seq,
-                digests=dict(digests or {}),
-                successor=successor[0],
-                successor_seq=successor[1],
-            )
-        )
-        self._held = (seq, answer["stamp"])
-        return msgspec.convert(answer, MoveReport)

@@ -14,6 +14,7 @@ from plexrl.statemanager.bytes.mapped_memory import Region
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.layout.versions import Extent, Manifest, Section
+from plexrl.wire.messages import SaveRequest
 
 Answer = dict[str, Any]
 
@@ -67,26 +68,21 @@ class Register(Request, frozen=True, kw_only=True):
 
 
 class Save(Request, frozen=True, kw_only=True):
-    """Store `parts` of the arena as version `seq`."""
+    """Store `parts` of the arena as the scheduler orders it."""
 
     is_answered_plainly: ClassVar[bool] = True
-    seq: int
-    keep_seq: int
-    token: int
+    order: SaveRequest
     parts: tuple[StatePart, ...]
     meta_json: str
     same_as: str | None
     """Stamp (ETag) of the stored version that the arena is known to equal; absent: none."""
-    next_use_s: float | None = None
-    """Expected time until the next load; absent: unknown."""
-    previous_seq: int = 0
-    """An earlier version, kept only while there is free space; 0: none."""
     digests: dict[str, Digest] = {}
     """Digests of sections that were computed on the device, by share key."""
-    successor: str = ""
-    """Deployment of the same group that is loaded after this rank's offload: its version
-    `successor_seq` is prefetched to the device meanwhile. Empty: none is known."""
-    successor_seq: int = 0
+
+    @property
+    def token(self) -> int:
+        """Fencing token of the group lock."""
+        return self.order.token
 
 
 class ListReplicated(Request, frozen=True, kw_only=True):

@@ -27,7 +27,8 @@ from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.disk_space import held_error
 from plexrl.wire.links.address import UNIX, TlsAddress, UnixAddress, parse_address
 from plexrl.wire.links.port_range import PortRange
-from plexrl.wire.rpc import Peer
+from plexrl.wire.messages import LaunchWorkers, RankPlacement, StopWorkers
+from plexrl.wire.rpc import Peer, read_command
 from plexrl.worker.agent.launcher import Launcher, WorkerProcess
 from plexrl.worker.agent.node_conditions import (
     PART_STUCK,
@@ -79,6 +80,7 @@ class Agent:
         self._ports = PortRange(config.host, config.worker_ports)
         network = Network.of(config.tls, config.fabric)
         self._state = NodeState(
+            config.node,
             config.statemanager,
             Path(config.ticket_key_file),
             network,
@@ -220,6 +222,8 @@ class Agent:
 
     async def _node_description(self) -> Plain:
         config = self._config
+        # Awaited first: the rest is of one moment, and a node that was fenced lists no workers.
+        states = await self._state.deployments()
         return {
             "role": "agent",
             "node": config.node,
@@ -245,7 +249,7 @@ class Agent:
                 for worker in self._workers.values()
                 if worker.is_ready and worker.is_wanted and not worker.is_killed
             ],
-            "states": await self._state.deployments(),
+            "states": states,
             "was_fenced": self._was_fenced,
             "machine": machine(),
         }
@@ -254,12 +258,12 @@ class Agent:
 
     async def _launch(self, peer: Peer, params: Plain) -> Plain:
         del peer
-        command = params["command"]
-        mine = [rank for rank in command["ranks"] if rank["node"] == self._config.node]
-        configs = [self._worker_config(command, rank) for rank in mine]
-        if len(mine) == len(command["ranks"]):
+        command = read_command(params, LaunchWorkers)
+        mine = [placed for placed in command.ranks if placed.node == self._config.node]
+        configs = [self._worker_config(command, placed) for placed in mine]
+        if len(mine) == len(command.ranks):
             self._clear_rendezvous(configs[0])
-        await self._state.keep_ranks(command["deployment"], [config.rank for config in configs])
+        await self._state.keep_ranks(command.deployment, [config.rank for config in configs])
         for config in configs:
             self._in_background(self._start_worker(config))
         return {}
@@ -274,12 +278,11 @@ class Agent:
 
     async def _stop(self, peer: Peer, params: Plain) -> Plain:
         del peer
-        command = params["command"]
+        command = read_command(params, StopWorkers)
         doomed = [
             key
             for key, worker in self._workers.items()
-            if key[0] == command["deployment"]
-            and worker.config.incarnation <= command["incarnation"]
+            if key[0] == command.deployment and worker.config.incarnation <= command.incarnation
         ]
         await asyncio.gather(*(self._stop_worker(key) for key in doomed))
         return {}
@@ -307,21 +310,21 @@ class Agent:
 
     # Workers
 
-    def _worker_config(self, command: Plain, placement: Plain) -> WorkerConfig:
+    def _worker_config(self, command: LaunchWorkers, placed: RankPlacement) -> WorkerConfig:
         config = self._config
-        rank = int(placement["rank"])
-        deployment, incarnation = command["deployment"], command["incarnation"]
+        rank, gpu, world_size = placed.rank, placed.gpu, len(command.ranks)
+        deployment, incarnation = command.deployment, command.incarnation
         job, _, name = deployment.rpartition("/")
         # Unix socket paths must be short, so they contain a hash of the deployment's id.
         short = hashlib.sha256(deployment.encode()).hexdigest()[:12]
         return WorkerConfig(
             deployment=deployment,
             job=job,
-            kind=command["kind"],
+            kind=command.kind,
             incarnation=incarnation,
             rank=rank,
-            world_size=len(command["ranks"]),
-            group=command["group"],
+            world_size=world_size,
+            group=command.group,
             address=f"{UNIX}{config.run_dir}/w-{short}-{rank}-{incarnation}.sock",
             rendezvous=f"{config.rendezvous_dir}/r-{short}-{incarnation}",
             statemanager=config.statemanager,
@@ -329,25 +332,25 @@ class Agent:
             ticket=self._state.ticket(
                 Claims(
                     role=Role.WORKER,
-                    tenant=command["tenant"],
+                    tenant=command.tenant,
                     job=job,
                     deployment=deployment,
                     rank=rank,
-                    world_size=len(command["ranks"]),
-                    group=command["group"],
+                    world_size=world_size,
+                    group=command.group,
                     incarnation=incarnation,
                 )
             ),
             checkpoint_url=config.checkpoint_url or f"{config.data_dir}/checkpoints",
-            spec_json=command["spec_json"],
+            spec_json=command.spec_json,
             log_path=f"{config.data_dir}/logs/{config.node}/{job}/{name}-{rank}.log",
             threads=config.threads,
-            gpu=int(placement["gpu"]),
-            gpu_uuid=config.gpu_uuids[int(placement["gpu"])] if config.gpu_uuids else "",
-            cores=cores_of_gpu(config.cores, int(placement["gpu"]), config.gpus),
+            gpu=gpu,
+            gpu_uuid=config.gpu_uuids[gpu] if config.gpu_uuids else "",
+            cores=cores_of_gpu(config.cores, gpu, config.gpus),
             lease_file=str(self._lease.file) if self._lease.is_needed else "",
-            meeting_point=command.get("rendezvous", ""),
-            interface=self._interface if command.get("rendezvous") else LOOPBACK,
+            meeting_point=command.rendezvous,
+            interface=self._interface if command.rendezvous else LOOPBACK,
             tls=config.tls if config.host else None,
             fabric=config.fabric,
         )

@@ -7,7 +7,7 @@ after a timeout or a lost connection.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.errors import PlexRLError
 from plexrl.process.children.pulse import Pulse
 from plexrl.statemanager.checkpoint.requests import CheckpointStatus
 from plexrl.statemanager.client.client import StateManagerClient
@@ -24,7 +24,8 @@ from plexrl.statemanager.client.reports import MoveReport
 from plexrl.statemanager.protocol.network import NO_NETWORK, Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims
-from plexrl.wire.rpc import Peer
+from plexrl.wire.messages import MigrateState, PrefetchState, ReleaseState
+from plexrl.wire.rpc import Peer, read_command
 from plexrl.worker.agent.state_watch import Changes, StateWatch
 
 LOG = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ WATCH_S = 1.0
 """Interval of queries for the locations of state."""
 
 Plain = dict[str, Any]
-_Move = tuple[str, int, tuple[int, ...] | None]
+_Move = tuple[str, int, tuple[int, ...]]
 """Deployment, seq and ranks."""
 
 
@@ -48,16 +49,18 @@ class NodeState:
 
     def __init__(
         self,
+        node: str,
         statemanager: str,
         ticket_key_file: Path,
         network: Network = NO_NETWORK,
         pulse: Pulse | None = None,
     ) -> None:
-        """Paths of the StateManager's socket and of its key, and the way to other nodes' ones.
+        """Name of the node, paths of its StateManager's socket and key, and the way to others.
         `pulse` beats with each answer about the locations of state."""
         self.pulse = pulse or Pulse(0.0)
         self.reasons: tuple[str, ...] = ()
         """Why the StateManager is not healthy, as it said last."""
+        self._node = node
         self._path = statemanager
         self._network = network
         self._key_file = ticket_key_file
@@ -82,7 +85,7 @@ class NodeState:
     async def release(self, peer: Peer, params: Plain) -> Plain:
         """Drop a deployment's versions, including those that are migrating to this node."""
         del peer
-        deployment = params["command"]["deployment"]
+        deployment = read_command(params, ReleaseState).deployment
         self._arrived.pop(deployment, None)
 
         def release() -> None:
@@ -128,29 +131,20 @@ class NodeState:
             await asyncio.sleep(WATCH_S)
 
     async def migrate(self, peer: Peer, params: Plain) -> Plain:
-        """Copy a version to this node from the StateManagers at `sources`. Without `ranks`: all
-        ranks.
+        """Copy a version to this node from the StateManagers that the command names: the
+        part of the ranks that will run here.
 
         Raises:
             PlexRLError: as `plexrl.statemanager.client.migration.migrate`.
         """
         del peer
-        command = params["command"]
-        try:
-            ranks = command.get("ranks")
-            move = (
-                str(command["deployment"]),
-                int(command["seq"]),
-                None if ranks is None else tuple(int(rank) for rank in ranks),
-            )
-            sources = [str(path) for path in command["sources"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidRequestError(f"malformed migrate_state: {error!r}") from error
+        command = read_command(params, MigrateState)
+        ranks = tuple(placed.rank for placed in command.ranks if placed.node == self._node)
+        move = command.deployment, command.seq, ranks
         task = self._migrations.get(move)
-        if move[2] is not None:
-            self._arrived.setdefault(move[0], set()).update(move[2])
+        self._arrived.setdefault(command.deployment, set()).update(ranks)
         if task is None:
-            task = asyncio.create_task(self._migrate(move, sources))
+            task = asyncio.create_task(self._migrate(move, command.sources))
             self._migrations[move] = task
             task.add_done_callback(lambda done: self._end(move, done))
         # The connection may end and cancel this handler, but not the migration.
@@ -162,7 +156,7 @@ class NodeState:
         if len(self._hints) >= HINTS_MAX:
             LOG.info("too many prefetch hints at once: one is dropped")
             return {}
-        task = asyncio.create_task(self._hint(params))
+        task = asyncio.create_task(self._hint(read_command(params, PrefetchState)))
         self._hints.add(task)
         task.add_done_callback(self._hints.discard)
         return {}
@@ -193,7 +187,7 @@ class NodeState:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _migrate(self, move: _Move, sources: list[str]) -> MoveReport:
+    async def _migrate(self, move: _Move, sources: Sequence[str]) -> MoveReport:
         deployment, seq, ranks = move
         work = partial(
             migrate,
@@ -222,21 +216,16 @@ class NodeState:
         if not task.cancelled() and (error := task.exception()) is not None:
             LOG.warning("could not migrate version %d of %s: %s", move[1], move[0], error)
 
-    async def _hint(self, params: Plain) -> None:
+    async def _hint(self, command: PrefetchState) -> None:
         def hint() -> None:
-            command = params["command"]
             with closing(self._client()) as client:
-                next_use_s = command.get("next_use_s")
                 client.prefetch(
-                    str(command["deployment"]),
-                    int(command["seq"]),
-                    None if next_use_s is None else float(next_use_s),
-                    [str(address) for address in command.get("sources", ())],
+                    command.deployment, command.seq, command.next_use_s, command.sources
                 )
 
         try:
             await asyncio.to_thread(hint)
-        except (PlexRLError, KeyError, TypeError, ValueError) as error:
+        except PlexRLError as error:
             LOG.info("could not pass on a prefetch hint: %r", error)
 
     def _client(self) -> StateManagerClient:

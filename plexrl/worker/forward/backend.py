@@ -88,7 +88,7 @@ class ForwardBackend(Backend):
     def _forward(self, call: BackendCall) -> BackendResult:
         batches = [
             batch.placed(self._device.place)
-            for batch in micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
+            for batch in micro_batches(call.arrays, call.share.micro_batches)
         ]
         with torch.inference_mode():
             if self._spec.model.head == "reward":

@@ -6,7 +6,7 @@ between calls. The backend itself has no connections (PlexRL §5.1: a Worker is 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +16,7 @@ from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.storage.location import join
+from plexrl.wire.messages import RankShare
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import Arrays
 
@@ -45,19 +46,20 @@ class BackendCall:
     operation: str
     kind: OperationKind
     params: Any
-    """An instance of `PARAMS_BY_KIND[kind]`."""
-    rank_params: Mapping[str, Any]
-    """Parameters that the router's dispatch plan adds for this rank."""
+    """An instance of `PARAMS_BY_KIND[kind]`; None for a kind without parameters."""
     arrays: Arrays
     seq: int
     """Version of the state after this call."""
     trainer_step: int = 0
     """Optimizer steps in the weights before this call."""
+    share: RankShare = RankShare()
+    """What the router's plan adds for this rank."""
+    job: str = ""
 
     def checkpoint_path(self, root: Location) -> str:
         """The path or URL of the checkpoint that a `load_checkpoint` names; `root` holds all jobs'
         checkpoints."""
-        job, name = self.params.job or self.rank_params["job"], self.params.name
+        job, name = self.params.job or self.job, self.params.name
         return join(str(root), str(job), str(name))
 
 

@@ -12,12 +12,9 @@ import threading
 from collections import deque
 from typing import Any
 
-import msgspec
-
 from plexrl.errors import InvalidRequestError
-from plexrl.wire.operations import OperationKind
+from plexrl.wire.messages import Abort, AnyRun, Generate, RunName, StartRun
 from plexrl.worker.interface.backend import Backend
-from plexrl.worker.interface.command import RunCommand, RunName
 from plexrl.worker.process.server.server import REQUESTS_MAX, Request
 from plexrl.worker.process.worker import Worker
 from plexrl.worker.rollout.engine.backend import EngineBackend
@@ -58,8 +55,8 @@ class LeadingWorker(Worker):
         super().__init__(backend, mover, requests)
         self._calls = calls
 
-    def _will_begin(self, command: RunCommand) -> None:
-        if command.kind != OperationKind.GENERATE:
+    def _will_begin(self, command: AnyRun) -> None:
+        if not isinstance(command, Generate):
             self._calls.send(RUN, command.name)
 
 
@@ -78,7 +75,7 @@ class FollowingWorker(Worker):
         self._ranks = ranks
         self._inbox: queue.Queue[Request | list[EngineCall]] = queue.Queue(REQUESTS_MAX)
         self._calls: deque[EngineCall] = deque()
-        self._arrived: dict[RunName, tuple[RunCommand, Request]] = {}
+        self._arrived: dict[RunName, tuple[StartRun, Request]] = {}
         for receive in (self._receive_calls, self._receive_requests):
             threading.Thread(target=receive, daemon=True).start()
 
@@ -107,21 +104,22 @@ class FollowingWorker(Worker):
             self._inbox.put(self._requests.get())
 
     def _arrive(self, request: Request) -> None:
-        header = request.header
-        if header.get("request") == "abort":
-            # The leader receives the abort too, and broadcasts when it happens.
-            return
-        if header.get("request") != RUN:
-            error = InvalidRequestError(
-                f"only the first rank of an engine serves {header.get('request')!r}: send it there"
-            )
-            request.connection.refuse(header.get("ask", ""), error)
-            return
-        command = msgspec.convert(header["command"], RunCommand)
-        if self._replies.known(command.name):
-            self._reply_or_listen(command.name, request.connection)
-        else:
-            self._arrived[command.name] = command, request
+        message = self._read(request)
+        match message:
+            case None | Abort():
+                # The leader receives the abort too, and broadcasts when it happens.
+                return
+            case StartRun(run=command):
+                if self._replies.known(command.name):
+                    self._reply_or_listen(command.name, request.connection)
+                else:
+                    self._arrived[command.name] = message, request
+            case _:
+                error = InvalidRequestError(
+                    f"only the first rank of an engine serves {request.header['request']!r}: send "
+                    "it there"
+                )
+                request.connection.refuse(message.ask, error)
 
     def _carry_out(self, call: EngineCall) -> bool:
         """Carry out one call of the leader. False: the request that it names has not arrived."""
@@ -132,9 +130,9 @@ class FollowingWorker(Worker):
             run: RunName = arguments[0]
             if run not in self._arrived:
                 return False
-            command, request = self._arrived.pop(run)
+            message, request = self._arrived.pop(run)
             self._listeners[run] = [request.connection]
-            self._begin(command, request.header.get("rank_params", {}), request.payload)
+            self._begin(message.run, message.share, request.payload)
             return True
         try:
             getattr(self._rank_backend.engine, name)(*arguments)

@@ -17,12 +17,13 @@ from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.store.disk_space import held_error
 from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import Credentials
+from plexrl.wire.messages import WorkerName
 from plexrl.worker.interface.config import WorkerConfig
 from plexrl.worker.process.backend_factory import make_or_refuse
 from plexrl.worker.process.leader_follower import make_worker
 from plexrl.worker.process.node_lease import end_with_lease
 from plexrl.worker.process.process_group import join_process_group
-from plexrl.worker.process.server.server import Server, WorkerName
+from plexrl.worker.process.server.server import Server
 from plexrl.worker.state.device import open_device
 from plexrl.worker.state.state_mover import StateMover
 

@@ -8,9 +8,8 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 
@@ -22,17 +21,39 @@ from plexrl.errors import (
     PlexRLError,
 )
 from plexrl.statemanager.store.disk_space import held_error
+from plexrl.wire.messages import (
+    AnyCompute,
+    AnyRequest,
+    AnyRun,
+    Barrier,
+    Failed,
+    Finished,
+    Generate,
+    Load,
+    Offload,
+    Publish,
+    RankShare,
+    RunName,
+    SaveCheckpoint,
+    Snapshot,
+    StartRun,
+    Sync,
+    frame_header,
+    read_request,
+)
 from plexrl.wire.operations import MUTATING, OperationKind
 from plexrl.wire.tensors import decode_body, encode_body
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult, RolloutBackend
-from plexrl.worker.interface.command import RunCommand, RunName
 from plexrl.worker.process.server.control_requests import ControlRequests
-from plexrl.worker.process.server.reply_cache import Reply, ReplyCache
+from plexrl.worker.process.server.reply_cache import KeptReply, ReplyCache
 from plexrl.worker.process.server.server import Connection, Payload, Request
 from plexrl.worker.process.server.token_streams import Log, RowLog, TokenLog, TokenStreams
-from plexrl.worker.state.state_mover import MOVES, StateMover
+from plexrl.worker.state.state_mover import StateMover
 
 LOG = logging.getLogger(__name__)
+
+MOVES = (Load, Offload, Snapshot, Publish, Sync)
+"""Runs that move the state, or a part of it."""
 
 
 class Worker:
@@ -49,7 +70,7 @@ class Worker:
         self._listeners: dict[RunName, list[Connection]] = {}
         self._generations: dict[str, tuple[RunName, float]] = {}
         """Running generations, by operation: their run and start time."""
-        self._deferred: deque[tuple[Request, RunCommand]] = deque()
+        self._deferred: deque[tuple[Request, AnyRun]] = deque()
         """Requests that wait, in the order of arrival, and their commands."""
         self._streams = TokenStreams()
         self._controls = ControlRequests(backend, mover, self._streams, self._generations)
@@ -79,14 +100,13 @@ class Worker:
             self._step(self._generator)
 
     def _handle(self, request: Request) -> None:
-        header = request.header
-        if self._controls.handle(request):
+        message = self._read(request)
+        if message is None:
             return
-        if header.get("request") != "run":
-            error = InvalidRequestError(f"unknown request {header.get('request')!r}")
-            request.connection.send({"reply": "failed", "error": error.to_wire()})
+        if not isinstance(message, StartRun):
+            self._controls.handle(message, request.connection)
             return
-        command = msgspec.convert(header["command"], RunCommand)
+        command = message.run
         if self._replies.known(command.name):
             self._reply_or_listen(command.name, request.connection)
             return
@@ -97,16 +117,27 @@ class Worker:
             return
         self._listeners[command.name] = [request.connection]
         self._will_begin(command)
-        self._begin(command, header.get("rank_params", {}), request.payload)
+        self._begin(command, message.share, request.payload)
 
-    def _runs_beside(self, command: RunCommand) -> bool:
+    def _read(self, request: Request) -> AnyRequest | None:
+        """What a frame asks for. None: nothing that is known, and the router was told so."""
+        try:
+            return read_request(request.header)
+        except msgspec.ValidationError as cause:
+            name = request.header.get("request")
+            error = InvalidRequestError(f"malformed or unknown request {name!r}: {cause}")
+            request.connection.refuse(str(request.header.get("ask", "")), error)
+            return None
+
+    def _runs_beside(self, command: AnyRun) -> bool:
         """Whether a run may start now, between two tokens of running generations. What a sync needs
         from other nodes is fetched before, beside the generations."""
-        if command.kind == OperationKind.SYNC_WEIGHTS:
-            return self._mover.arrival.is_there(command) and bool(command.params().in_flight)
-        return command.kind == OperationKind.GENERATE
+        if isinstance(command, Sync):
+            in_flight = command.params is not None and command.params.in_flight
+            return self._mover.arrival.is_there(command) and in_flight
+        return isinstance(command, Generate)
 
-    def _will_begin(self, command: RunCommand) -> None:
+    def _will_begin(self, command: AnyRun) -> None:
         """Hook before each run, for a worker whose peer ranks begin the same run."""
 
     def _reply_or_listen(self, name: RunName, connection: Connection) -> None:
@@ -117,7 +148,7 @@ class Worker:
         else:
             connection.send(reply.header, reply.payload)
 
-    def _begin(self, command: RunCommand, rank_params: Mapping[str, Any], payload: Payload) -> None:
+    def _begin(self, command: AnyRun, share: RankShare, payload: Payload) -> None:
         name, kind = command.name, command.kind
         started = time.perf_counter()
         try:
@@ -125,7 +156,7 @@ class Worker:
                 self._finish(name, BackendResult(), started)
                 return
             with _logged(command):
-                result = self._execute(command, rank_params, payload, started)
+                result = self._execute(command, share, payload, started)
             if result is None:
                 return
             if kind == OperationKind.LOAD or kind in MUTATING:
@@ -154,29 +185,25 @@ class Worker:
             self._fail(name, failure, state_intact=False)
 
     def _execute(
-        self,
-        command: RunCommand,
-        rank_params: Mapping[str, Any],
-        payload: Payload,
-        started: float,
+        self, command: AnyRun, share: RankShare, payload: Payload, started: float
     ) -> BackendResult | None:
         """The result of a run. None: a generation, which finishes in a later step."""
-        kind = command.kind
-        if not self._mover.is_resident and kind != OperationKind.LOAD:
-            raise ConflictError(f"{kind.value} needs the state on the device")
-        if kind in MOVES:
-            return BackendResult(result=self._mover.move(command))
-        if kind == OperationKind.BARRIER:
-            return BackendResult()
-        call = _call(command, rank_params, payload)
-        if kind == OperationKind.GENERATE:
-            self._generate(command.name, call, started)
-            return None
-        if kind == OperationKind.SAVE_CHECKPOINT:
-            return BackendResult(result=self._mover.save_checkpoint(command, call.params))
-        if kind in MUTATING:
-            self._mover.written()
-        return self._backend.run(call)
+        if not self._mover.is_resident and not isinstance(command, Load):
+            raise ConflictError(f"{command.kind.value} needs the state on the device")
+        match command:
+            case Load() | Offload() | Snapshot() | Publish() | Sync():
+                return BackendResult(result=self._mover.move(command))
+            case Barrier():
+                return BackendResult()
+            case SaveCheckpoint():
+                return BackendResult(result=self._mover.save_checkpoint(command))
+            case Generate():
+                self._generate(command.name, _call(command, share, payload), started)
+                return None
+            case _:
+                if command.kind in MUTATING:
+                    self._mover.written()
+                return self._backend.run(_call(command, share, payload))
 
     def _generate(self, name: RunName, call: BackendCall, started: float) -> None:
         assert self._generator is not None, "only rollout deployments receive generates"
@@ -225,37 +252,32 @@ class Worker:
         self, name: RunName, result: BackendResult, started: float, *, replay: bool = False
     ) -> None:
         payload = encode_body({}, result.arrays) if result.arrays and not replay else b""
-        header = {
-            "reply": "finished",
-            "operation": name[0],
-            "token": name[1],
-            "result": result.result,
-            "compute_s": time.perf_counter() - started,
-            "peak_bytes": self._mover.take_peak_bytes(),
-        }
-        self._reply(name, Reply(header, payload))
+        finished = Finished(
+            operation=name[0],
+            token=name[1],
+            result=result.result,
+            compute_s=time.perf_counter() - started,
+            peak_bytes=self._mover.take_peak_bytes(),
+        )
+        self._reply(name, KeptReply(frame_header(finished), payload))
 
     def _fail(self, name: RunName, error: PlexRLError, *, state_intact: bool) -> None:
-        header = {
-            "reply": "failed",
-            "operation": name[0],
-            "token": name[1],
-            "error": error.to_wire(),
-            "state_intact": state_intact,
-        }
-        self._reply(name, Reply(header, b""))
+        failed = Failed(
+            operation=name[0], token=name[1], error=error.to_wire(), state_intact=state_intact
+        )
+        self._reply(name, KeptReply(frame_header(failed), b""))
 
-    def _reply(self, name: RunName, reply: Reply) -> None:
+    def _reply(self, name: RunName, reply: KeptReply) -> None:
         self._replies.end(name, reply)
         for connection in self._listeners.pop(name, []):
             connection.send(reply.header, reply.payload)
 
 
 @contextmanager
-def _logged(command: RunCommand) -> Iterator[None]:
+def _logged(command: AnyRun) -> Iterator[None]:
     """Log begin and end of a run that changes the state or moves it: a reader of all ranks' logs
     sees who had a GPU, and that no two deployments had it at once."""
-    if command.kind not in MUTATING and command.kind not in MOVES:
+    if command.kind not in MUTATING and not isinstance(command, MOVES):
         yield
         return
     run = (command.kind.value, command.operation, command.token, command.seq)
@@ -277,12 +299,13 @@ def _with_stream_order(result: BackendResult, log: Log | None) -> BackendResult:
     )
 
 
-def _call(command: RunCommand, rank_params: Mapping[str, Any], payload: Payload) -> BackendCall:
+def _call(command: AnyCompute | Generate, share: RankShare, payload: Payload) -> BackendCall:
     return BackendCall(
         operation=command.operation,
+        job=command.job,
         kind=command.kind,
-        params=command.params(),
-        rank_params=rank_params,
+        params=command.params,
+        share=share,
         arrays=decode_body(payload)[1] if payload else {},
         seq=command.seq,
         trainer_step=command.trainer_step,

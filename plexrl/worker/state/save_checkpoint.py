@@ -14,9 +14,9 @@ from plexrl.statemanager.checkpoint.format.plan import CheckpointFormat
 from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.checkpoint.requests import CheckpointReport, WriteCheckpoint
 from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.wire.messages import SaveCheckpoint
 from plexrl.wire.operations import CheckpointParams
 from plexrl.worker.interface.backend import Backend
-from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.state.checkpoint_files import pack_files
 from plexrl.worker.state.rank_agreement import on_all_ranks
 
@@ -25,12 +25,7 @@ MODEL_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
 Plain = dict[str, Any]
 
 
-def save_checkpoint(
-    backend: Backend,
-    client: StateManagerClient,
-    command: RunCommand,
-    params: CheckpointParams,
-) -> Plain:
+def save_checkpoint(backend: Backend, client: StateManagerClient, command: SaveCheckpoint) -> Plain:
     """Start to write version `command.seq`; returns when it is pinned. Every rank takes part.
 
     A repeated call with the same operation joins the write that it started.
@@ -40,16 +35,11 @@ def save_checkpoint(
         OverloadedError: too many checkpoints wait to be written; on every rank.
         StateTierFullError: there is no space for a rank's version; on every rank.
     """
-    seq = command.seq
+    seq, params = command.seq, command.params
+    assert params is not None, "the router checks that a checkpoint has a name"
 
     def store() -> str:
-        client.snapshot(
-            seq=seq,
-            keep_seq=command.keep_seq,
-            token=command.token,
-            parts=backend.live_parts(),
-            previous_seq=command.previous_seq,
-        )
+        client.snapshot(command.save, parts=backend.live_parts())
         return f"{client.stamp(seq)} {client.address}"
 
     ranks = [value.split(" ", 1) for value in on_all_ranks(backend.gather, store)]

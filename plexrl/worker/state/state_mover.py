@@ -10,9 +10,8 @@ from plexrl.process.garbage_collection import trim_heap
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.reports import LoadReport, MoveReport
 from plexrl.statemanager.protocol.messages import DeviceUse, MakeRoom
-from plexrl.wire.operations import CheckpointParams, OperationKind
+from plexrl.wire.messages import Load, Offload, Publish, SaveCheckpoint, Snapshot, Sync
 from plexrl.worker.interface.backend import Backend
-from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.state.contents.replicas import ReplicaDigests
 from plexrl.worker.state.device import CPU, WorkerDevice
 from plexrl.worker.state.rank_agreement import on_all_ranks
@@ -22,15 +21,6 @@ from plexrl.worker.state.weight_sync import Arrival, SplitVersionError, sync_wei
 if TYPE_CHECKING:
     from plexrl.statemanager.layout.keys import StateSlice
 
-MOVES = frozenset(
-    {
-        OperationKind.LOAD,
-        OperationKind.OFFLOAD,
-        OperationKind.SNAPSHOT,
-        OperationKind.PUBLISH,
-        OperationKind.SYNC_WEIGHTS,
-    }
-)
 LOG = logging.getLogger(__name__)
 
 HEAP_KEPT_BYTES = 256 << 20
@@ -75,39 +65,31 @@ class StateMover:
         self._peak_bytes = max(self._peak_bytes, found)
         return found + self._outside_bytes
 
-    def move(self, command: RunCommand) -> Plain:
-        """Carry out a command whose kind is one of `MOVES`; returns measurements.
+    def move(self, command: Load | Offload | Snapshot | Publish | Sync) -> Plain:
+        """Carry out a command that moves state; returns measurements.
 
         Raises:
             PlexRLError: refused; the state did not move.
         """
-        kind = command.kind
-        if not self.is_resident and kind != OperationKind.LOAD:
-            raise ConflictError(f"{kind.value} needs the state on the device; it is offloaded")
+        if not self.is_resident and not isinstance(command, Load):
+            kind = command.kind.value
+            raise ConflictError(f"{kind} needs the state on the device; it is offloaded")
         self._device.wait()
-        match kind:
-            case OperationKind.LOAD:
+        match command:
+            case Load():
                 return self._load(command)
-            case OperationKind.OFFLOAD:
+            case Offload():
                 return self._offload(command)
-            case OperationKind.SNAPSHOT:
+            case Snapshot():
                 parts = self._backend.live_parts()
-                return _plain(
-                    self._client.snapshot(
-                        seq=command.seq,
-                        keep_seq=command.keep_seq,
-                        token=command.token,
-                        parts=parts,
-                        previous_seq=command.previous_seq,
-                        digests=self._replicas.of_state(parts, command.seq),
-                    )
-                )
-            case OperationKind.PUBLISH:
+                digests = self._replicas.of_state(parts, command.seq)
+                return _plain(self._client.snapshot(command.save, parts=parts, digests=digests))
+            case Publish():
                 self._backend.check_weights()
                 digests = self._replicas.of_published()
                 report = self._client.publish(seq=command.seq, token=command.token, digests=digests)
                 return {**_plain(report), "trainer_step": self._backend.trainer_step}
-            case _:
+            case Sync():
                 try:
                     self.arrival.began(command)
                     return sync_weights(self._backend, self._client, command)
@@ -125,14 +107,14 @@ class StateMover:
         """Record that an operation other than a move has written to the state."""
         self._client.forget_pulled()
 
-    def save_checkpoint(self, command: RunCommand, params: CheckpointParams) -> Plain:
+    def save_checkpoint(self, command: SaveCheckpoint) -> Plain:
         """Save a checkpoint of the state on the device. Raises as `save_checkpoint`, and
         `NonFiniteWeightsError`."""
         self._backend.check_weights()
         self._device.wait()
-        return save_checkpoint(self._backend, self._client, command, params)
+        return save_checkpoint(self._backend, self._client, command)
 
-    def _load(self, command: RunCommand) -> Plain:
+    def _load(self, command: Load) -> Plain:
         if self.is_resident:
             return {}
         if not self._is_laid_out:
@@ -220,7 +202,7 @@ class StateMover:
 
         return self._client.borrow_base(base.arena, content=base.content, token=token, fill=fill)
 
-    def _load_version(self, command: RunCommand) -> LoadReport:
+    def _load_version(self, command: Load) -> LoadReport:
         """Load into the arena. The arena is registered once per process; with host memory, at every
         load."""
         seq, token, previous_seq = command.seq, command.token, command.previous_seq
@@ -244,22 +226,13 @@ class StateMover:
         )
         self._registered = slices
 
-    def _offload(self, command: RunCommand) -> Plain:
+    def _offload(self, command: Offload) -> Plain:
         self._backend.before_offload()
         parts = self._backend.live_parts()
         digests = self._replicas.of_state(parts, command.seq)
         self._device.free_cached()
         before = self._memory()
-        report = self._client.offload(
-            seq=command.seq,
-            keep_seq=command.keep_seq,
-            token=command.token,
-            parts=parts,
-            next_use_s=command.next_use_s,
-            previous_seq=command.previous_seq,
-            digests=digests,
-            successor=(command.successor or "", command.successor_seq),
-        )
+        report = self._client.offload(command.save, parts=parts, digests=digests)
         self.is_resident = False
         self._was_offloaded = True
         # A small amount is kept for the next operation: returning it at every switch made that

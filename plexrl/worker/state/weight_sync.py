@@ -10,9 +10,9 @@ from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.layout.state_digest import digest_of_slices
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.transfer.transport.choice import transport_of
+from plexrl.wire.messages import RunName, Sync
 from plexrl.wire.operations import SyncWeightsParams
 from plexrl.worker.interface.backend import Backend, RolloutBackend
-from plexrl.worker.interface.command import RunCommand, RunName
 from plexrl.worker.state.arena_tensors import whole
 
 Plain = dict[str, Any]
@@ -29,15 +29,14 @@ class SplitVersionError(ExecutionError):
     """The ranks of one engine have weights of two versions, so the state is lost."""
 
 
-def sync_weights(backend: Backend, client: StateManagerClient, command: RunCommand) -> Plain:
+def sync_weights(backend: Backend, client: StateManagerClient, command: Sync) -> Plain:
     """Carry out a `sync_weights`; returns measurements.
 
     Raises:
         PlexRLError: as `StateManagerClient.pull`.
         SplitVersionError: a sync in flight, and not all ranks of the engine have pulled.
     """
-    params: SyncWeightsParams = command.params()
-    assert command.source is not None, "the scheduler names the source of a sync"
+    params = _params_of(command)
     slices = backend.pulled_slices()
     started = time.perf_counter()
     with _generations_paused(backend, client, params):
@@ -88,7 +87,7 @@ class Arrival:
         self.arrived: RunName | None = None
         """The latest sync whose version had arrived."""
 
-    def is_there(self, command: RunCommand) -> bool:
+    def is_there(self, command: Sync) -> bool:
         """Whether the pull of a sync has nothing to wait for. The fetch begins at the first call;
         returns at once."""
         if self.arrived == command.name:
@@ -99,8 +98,7 @@ class Arrival:
         elif now < self._ask_at:
             return False
         self._ask_at = now + ASK_S
-        params: SyncWeightsParams = command.params()
-        assert command.source is not None, "the scheduler names the source of a sync"
+        params = _params_of(command)
         if (
             _takes_replica(params)
             and now < self._since + GIVE_UP_S
@@ -115,7 +113,7 @@ class Arrival:
         self.arrived = command.name
         return True
 
-    def began(self, command: RunCommand) -> None:
+    def began(self, command: Sync) -> None:
         """A sync runs, also one that nothing asked about because the engine was idle."""
         self.arrived = command.name
 
@@ -153,6 +151,11 @@ def _split_message(cause: str) -> str:
         f"not all ranks of the engine received the weights ({cause}): the engine's workers are "
         "restarted from their last complete state; sync the weights again"
     )
+
+
+def _params_of(command: Sync) -> SyncWeightsParams:
+    assert command.params is not None, "the router checks that a sync names its source"
+    return command.params
 
 
 def _takes_replica(params: SyncWeightsParams) -> bool:

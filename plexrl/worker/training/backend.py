@@ -141,7 +141,7 @@ class TrainingBackend(Backend):
 
     def _forward_backward(self, call: BackendCall) -> BackendResult:
         batches = self._micro_batches(call)
-        denominator = float(call.rank_params["denominator"])
+        denominator = call.share.denominator
         names: list[str] = []
         found_sums: list[torch.Tensor] = []
 
@@ -181,7 +181,7 @@ class TrainingBackend(Backend):
         if "micro_batch_rows" in call.arrays:
             found = packed_micro_batches(call.arrays, self._rank.layout.cp)
         else:
-            found = micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
+            found = micro_batches(call.arrays, call.share.micro_batches)
         return [batch.placed(self._rank.device.place) for batch in found]
 
     def _optim_step(self, params: AdamParams) -> BackendResult:

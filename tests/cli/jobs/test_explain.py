@@ -3,10 +3,12 @@
 import pytest
 
 from plexrl.cli.jobs.explain import print_holders
+from plexrl.ids import JobId, TenantId
+from plexrl.wire.messages.views import HolderView
 
-LEFT_OPEN = {
-    "job": "left-open",
-    "tenant": "team",
+LEFT_OPEN: HolderView = {
+    "job": JobId("left-open"),
+    "tenant": TenantId("team"),
     "name": "left-open",
     "gpus": 2,
     "condition": "silent",

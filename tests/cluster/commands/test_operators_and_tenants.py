@@ -19,6 +19,7 @@ import plexrl
 from plexrl import errors
 from plexrl.cli.app import app
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
+from plexrl.wire.messages.views import LoggedOperationView
 from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
@@ -111,7 +112,7 @@ def test_a_job_without_gpus_is_explained_with_an_estimate(
     third = tenant.create_job("third", priority=5)
     waiting = third.train_deployment("actor", MODEL, workers=2)
     future = waiting.barrier()
-    story = third.explain()
+    story: Any = third.explain()
 
     (operation,) = story["operations"]
     assert operation["operation"] == future.operation
@@ -135,7 +136,15 @@ def test_a_job_without_gpus_is_explained_with_an_estimate(
     assert 'plexrl_wait_starts_total{start="inside"} 0.0' in figures
     first.finish()
     future.result(120)
-    assert third.explain()["deployments"][0]["placement"]["way"] == "dedicated"
+    placed: Any = third.explain()
+    assert placed["deployments"][0]["placement"]["way"] == "dedicated"
+
+
+def run_s(row: LoggedOperationView) -> float:
+    """Duration of an operation's run."""
+    assert row["started_at"] is not None
+    assert row["finished_at"] is not None
+    return row["finished_at"] - row["started_at"]
 
 
 def test_a_job_with_a_demand_trace_shows_the_groups_it_fits(tenant: plexrl.Cluster) -> None:
@@ -146,7 +155,8 @@ def test_a_job_with_a_demand_trace_shows_the_groups_it_fits(tenant: plexrl.Clust
     jobs = [tenant.create_job("known") for _ in traces]
     for job, trace in zip(jobs, traces, strict=True):
         job.train_deployment("actor", MODEL, workers=2, trace=trace).barrier().result(120)
-    first, second = (job.explain()["deployments"][0] for job in jobs)
+    explained: list[Any] = [job.explain() for job in jobs]
+    first, second = (each["deployments"][0] for each in explained)
     assert second["placement"]["way"] == "strict"
     assert second["group"] == first["group"]
     assert second["profile"]["period_s"] == 600
@@ -190,7 +200,7 @@ def test_usage_is_the_sum_of_what_ran(operator: plexrl.Cluster, tenant: plexrl.C
         sum(some_batch(step).lengths) for step in range(3)
     )
     for kind, row in usage.items():
-        spans = [each["finished_at"] - each["started_at"] for each in log if each["kind"] == kind]
+        spans = [run_s(each) for each in log if each["kind"] == kind]
         assert row["gpu_seconds"] > 0
         assert row["gpu_seconds"] == pytest.approx(2 * sum(spans), rel=1e-6)
 
@@ -230,7 +240,7 @@ def test_a_switch_is_charged_once_to_the_job_that_caused_it(
     for row in used:
         counted[row["kind"]] += row["operations"]
     assert counted == ran
-    spans = sum(row["finished_at"] - row["started_at"] for row in log if row["started_at"])
+    spans = sum(run_s(row) for row in log if row["started_at"])
     assert sum(row["gpu_seconds"] for row in used) == pytest.approx(2 * spans, rel=1e-6)
 
 

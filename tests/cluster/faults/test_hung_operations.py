@@ -61,7 +61,11 @@ def undisturbed(strict: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "stopped_ranks", [pytest.param((1,), id="a collective hangs"), pytest.param((0, 1), id="both")]
+    "stopped_ranks",
+    [
+        pytest.param((1,), id="a collective hangs"),
+        pytest.param((0, 1), id="both", marks=pytest.mark.slow),
+    ],
 )
 def test_an_overdue_operation_is_named_and_its_workers_replaced(
     strict: dict[str, Any], undisturbed: bytes, stopped_ranks: tuple[int, ...]

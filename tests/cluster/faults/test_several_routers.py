@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -166,7 +167,7 @@ def test_a_full_queue_makes_its_clients_wait_and_loses_nothing(
         transport.timeout_s = 0.0
 
         # Each takes longer to execute than to submit.
-        long = plexrl.Batch([[3] * 500] * 32, {})
+        long = plexrl.Batch([[3] * 500] * 16, {})
 
         def flood() -> None:
             for _ in range(20 * PENDING_MAX):
@@ -201,7 +202,7 @@ def test_an_operation_past_its_deadline_never_runs(both: plexrl.Cluster) -> None
         reasons = {sample.finish_reason for samples in found for sample in samples}
         # No machine is expected to draw all tokens in this time.
         assert reasons == {"abort"}, time.monotonic() - began_at
-        states = {row["operation"]: row["state"] for row in job.operations()}
+        states = {str(row["operation"]): row["state"] for row in job.operations()}
         assert states[late.operation] == "failed"
         assert states[running.operation] == "finished"
 
@@ -214,7 +215,7 @@ def test_the_operation_log_has_phase_times_and_is_exported(
         train(actor, 0).result(LIMIT_S)
         rows = {row["kind"]: row for row in job.operations()}
         name = job.job
-    row = rows["forward_backward"]
+    row: Any = rows["forward_backward"]
     assert row["payload_bytes"] > 0
     assert row["result_bytes"] > 0
     assert row["compute_s"] > 0

@@ -202,6 +202,7 @@ def test_operations_and_usage_show_failures(embedded: EmbeddedCluster, job: plex
     with pytest.raises(errors.NonFiniteGradientError):
         actor.forward_backward(huge, plexrl.losses.custom()).result()
     (row,) = [each for each in job.operations() if each["kind"] == "forward_backward"]
+    assert row["error"] is not None
     assert (row["state"], row["error"]["code"]) == ("failed", "non_finite_gradient")
     env = {"COLUMNS": "250", **environment(embedded)}
     shown = CliRunner().invoke(app, ["operations", job.job], env=env).output

@@ -15,6 +15,7 @@ import plexrl
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.data_dir.endpoint import Endpoint
 from plexrl.cluster.kubernetes.workers.launcher import PASSED_ON
+from plexrl.cluster.node.gpus import Gpus
 from plexrl.cluster.node.parts import NodeConfig, node_parts
 from plexrl.cluster.supervisor import HeadOf, Supervisor
 from plexrl.process.children.part import Part  # noqa: TC001
@@ -36,6 +37,7 @@ class PodNodes:
     """One node whose agent starts workers as pods."""
 
     join = False
+    gpus = Gpus(count=2, memory_bytes=0)
 
     def __init__(self, options: ClusterOptions, pods: Plain, folders: Folders) -> None:
         self._options, self._pods, self._folders = options, pods, folders
@@ -43,7 +45,7 @@ class PodNodes:
         self._parts: list[Part] = []
 
     async def start(self) -> None:
-        config = NodeConfig.virtual(self._options, 0)
+        config = NodeConfig.local(self._options, 0, self.gpus)
         statemanager, agent = node_parts(self._options, self._folders, config)
         agent = replace(
             agent,
@@ -115,7 +117,7 @@ def pod_cluster(
         "labels": {"app": "worker"},
         "pod_groups": request.param == "gang",
     }
-    options = ClusterOptions(data_dir=tmp_path / "data", virtual_gpus=2)
+    options = ClusterOptions(data_dir=tmp_path / "data")
     ready: list[Endpoint] = []
     stop = asyncio.Event()
     loop = asyncio.new_event_loop()

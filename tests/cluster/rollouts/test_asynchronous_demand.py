@@ -1,6 +1,7 @@
 """The scheduler's profile of a real job whose rollouts generate while its trainer trains."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -36,11 +37,13 @@ def test_the_profile_of_an_asynchronous_job_is_one_step(job: plexrl.Job, pushes:
     for future in ahead:
         future.result(120)
     actor.barrier().result(120)
-    trained = next(
+    trained: Any = next(
         each for each in job.explain()["deployments"] if each["deployment"] == actor.deployment
     )
     profile = trained["profile"]
-    operations = [each for each in job.operations() if each["deployment"] == actor.deployment]
+    operations: list[Any] = [
+        each for each in job.operations() if each["deployment"] == actor.deployment
+    ]
     steps = [each for each in operations if each["kind"] == "optim_step"]
     publishes = [each for each in operations if each["kind"] == "publish"]
     assert len(publishes) == (STEPS + 2 if pushes else 2 * STEPS)

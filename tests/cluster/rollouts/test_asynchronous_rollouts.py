@@ -18,24 +18,25 @@ from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.errors import ConflictError, InvalidRequestError, RolloutFailedError
 from tests.cluster.tools import checkpoint_weights, kill_worker, process_of, wait_until
 
-VOCABULARY = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+VOCABULARY = "0123456789abcdefghijklmnopqrst"
 MODEL = plexrl.tiny_qwen2(VOCABULARY, hidden=32, layers=1)
 PROMPTS, SAMPLES = 4, 2
-# A sample ends at each token with a probability of about 1/65, so lengths are skewed.
-SAMPLING = plexrl.SamplingParams(max_tokens=160, seed=7)
+BASE = len(VOCABULARY)
+# A sample ends at each token with a probability of about 1/33, so lengths are skewed.
+SAMPLING = plexrl.SamplingParams(max_tokens=80, seed=7)
 
 
 def prompts() -> Iterator[list[int]]:
     """Prompts of 3 to 6 tokens, no two alike."""
     rng, number = np.random.default_rng(3), 0
     while True:
-        body = rng.integers(3, 60, rng.integers(1, 5)).tolist()
-        yield [3 + number // 60, 3 + number % 60, *body]
+        body = rng.integers(3, BASE, rng.integers(1, 5)).tolist()
+        yield [3 + number // BASE, 3 + number % BASE, *body]
         number += 1
 
 
 def number_of(prompt: list[int]) -> int:
-    return (prompt[0] - 3) * 60 + prompt[1] - 3
+    return (prompt[0] - 3) * BASE + prompt[1] - 3
 
 
 def reward(prompt: list[int], sample: plexrl.Sample) -> float:

@@ -14,6 +14,8 @@ from tests.cluster.tools import VOCABULARY, kill_worker, process_of, some_batch
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=7, hidden=64, layers=5)
 BATCH = some_batch(3, rows=9)
+# More layers than slots, and slots for all of them. `LayerStream` has a test of any number.
+USUAL = ((2, "float32"), (9, "bfloat16"))
 
 
 def logprobs(model: plexrl.TrainDeployment | plexrl.ReferenceDeployment) -> np.ndarray:
@@ -29,8 +31,14 @@ def moved(job: plexrl.Job, kind: str) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 9])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("layers", "dtype"),
+    [
+        pytest.param(layers, dtype, marks=[] if (layers, dtype) in USUAL else pytest.mark.slow)
+        for dtype in ("float32", "bfloat16")
+        for layers in (1, 2, 3, 4, 5, 9)
+    ],
+)
 def test_results_are_those_of_layers_on_the_device(
     job: plexrl.Job, layers: int, dtype: Dtype
 ) -> None:

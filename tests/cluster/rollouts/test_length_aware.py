@@ -3,6 +3,8 @@ generated, and what was learned survives `kill -9`."""
 
 from dataclasses import replace
 
+import pytest
+
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.rollout.policies.ranking.ranker import PROMPTS_MIN
@@ -20,7 +22,7 @@ from tests.cluster.tools import checkpoint_weights, process_of, wait_until
 
 STEPS = PROMPTS_MIN // PROMPTS + 3
 # A third of the samples are as long as they may be, the others are shorter.
-SHORT = replace(SAMPLING, max_tokens=72)
+SHORT = replace(SAMPLING, max_tokens=36)
 
 
 def trained(job: plexrl.Job, embedded: EmbeddedCluster, *, is_aware: bool) -> bytes:
@@ -46,6 +48,8 @@ def trained(job: plexrl.Job, embedded: EmbeddedCluster, *, is_aware: bool) -> by
     return checkpoint_weights(actor)
 
 
+# `tests/rollout/test_service_store.py` and `tests/rollout/ranking` have the restarts.
+@pytest.mark.slow
 def test_length_aware_rollouts_train_what_others_do_and_keep_what_they_learned(
     cluster: plexrl.Cluster, embedded: EmbeddedCluster
 ) -> None:

@@ -31,7 +31,7 @@ from tests.cluster.rollouts.test_asynchronous_rollouts import (
 from tests.cluster.rollouts.test_tail_batching import tail_rollout, trained_again
 from tests.cluster.tools import checkpoint_weights
 
-STEPS = 8
+STEPS = 5
 RUNS_MAX = 10
 EVERY = 20
 """One in so many prompts meets each kind of fault: 5 %."""

@@ -18,8 +18,8 @@ from tests.cluster.rollouts.test_streamed_rollouts import MODEL, add_gradients, 
 from tests.cluster.tools import checkpoint_weights, process_of
 
 PROMPTS, SAMPLES, STEPS = 4, 2, 2
-# Each token ends a sample with a probability of about 1/300, so a few samples outlast the others.
-LONG = replace(SAMPLING, max_tokens=480)
+# Each token ends a sample with a probability of about 1/150, so a few samples outlast the others.
+LONG = replace(SAMPLING, max_tokens=240)
 PAIR = plexrl.Parallelism(tp=2)
 
 
@@ -113,6 +113,9 @@ def profile(embedded: EmbeddedCluster, tmp_path_factory: pytest.TempPathFactory)
     return invented(found)
 
 
+# Engines that switch draw the same tokens (`tests/worker/rollout/engine/tensor_parallel`), and the
+# service orders switches and survives crashes (`tests/rollout/test_service_membership.py`).
+@pytest.mark.slow
 def test_rounds_whose_engines_switch_train_what_others_train(
     cluster: plexrl.Cluster, embedded: EmbeddedCluster, profile: DecodeProfile
 ) -> None:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import islice
 from math import ceil
 
+import pytest
+
 import plexrl
 from plexrl import rewards
 from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
@@ -80,7 +82,7 @@ class Killer(threading.Thread):
 def test_every_prompt_is_trained_once_though_service_and_instance_are_killed(
     cluster: plexrl.Cluster, job: plexrl.Job, embedded: EmbeddedCluster
 ) -> None:
-    steps, policy = 10, plexrl.TailBatching(eta=1.5)
+    steps, policy = 8, plexrl.TailBatching(eta=1.5)
     actor = job.train_deployment("actor", MODEL)
     rollout = tail_rollout(job, actor, policy)
     killer = Killer(embedded, job, rollout)
@@ -126,6 +128,8 @@ def test_prompts_with_equal_rewards_are_dropped_and_others_are_trained_once(
     assert status["totals"]["aborted_prompts"] > 0
 
 
+# `tests/rollout/batching/test_tail_batching.py` and the random histories change policies.
+@pytest.mark.slow
 def test_another_policy_takes_over_the_queue(job: plexrl.Job) -> None:
     """From tail batching to generation ahead of training, and back: every prompt is trained once,
     and what was queued does not wait behind new prompts."""

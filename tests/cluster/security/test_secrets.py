@@ -19,6 +19,7 @@ from tests.cluster.tools import wait_until
 from tests.scheduler.postgres import PostgresServer, server_folder
 
 PASSWORD = "s3cret-of-the-journal"
+JOURNAL = "events-of-mine.sqlite"
 UP = (sys.executable, "-m", "plexrl.cli.app", "up", "--virtual-gpus", "1", "--json")
 
 
@@ -38,7 +39,9 @@ def with_password(url: str, *, in_query: bool) -> str:
     return url.replace("plexrl@", f"plexrl:{PASSWORD}@", 1)
 
 
-@pytest.mark.parametrize("in_query", [False, True])
+# `test_effective_values_are_valid_toml_without_secrets` and `test_messages_hide_passwords` have the
+# other form.
+@pytest.mark.parametrize("in_query", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_password_is_in_no_process_argument_response_or_log(
     tmp_path: Path, server: PostgresServer, in_query: bool
 ) -> None:
@@ -126,27 +129,27 @@ def test_a_password_on_the_command_line_is_refused_with_a_remedy(tmp_path: Path)
     assert PASSWORD not in done.stdout + done.stderr
 
 
-def test_api_docs_are_served_only_if_enabled(embedded: EmbeddedCluster, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [*UP, "--api-docs", "--data-dir", str(tmp_path)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            documented = json.loads(process.stdout.readline())["url"]
-            for path in ("/docs", "/openapi.json", "/redoc"):
-                assert httpx.get(embedded.url + path, timeout=60).status_code == 404, path
-                assert httpx.get(documented + path, timeout=60).status_code == 200, path
-        finally:
-            process.terminate()
+@pytest.fixture(scope="module")
+def documented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
+    """A cluster with a journal of that name, which serves the documentation of its API."""
+    folder = tmp_path_factory.mktemp("documented")
+    running = start_embedded(
+        folder / "data", virtual_gpus=1, api_docs=True, journal=str(folder / JOURNAL)
+    )
+    yield running
+    running.close()
 
 
-def test_an_embedded_clusters_journal_is_not_an_argument(tmp_path: Path) -> None:
-    journal = tmp_path / "events-of-mine.sqlite"
-    running = start_embedded(tmp_path / "data", virtual_gpus=1, journal=str(journal))
-    try:
-        supervisor = psutil.Process(running.pid)
-        for process in (supervisor, *supervisor.children(recursive=True)):
-            assert journal.name not in " ".join(process.cmdline())
-        assert journal.stat().st_size > 0
-    finally:
-        running.close()
+def test_api_docs_are_served_only_if_enabled(
+    embedded: EmbeddedCluster, documented: EmbeddedCluster
+) -> None:
+    for path in ("/docs", "/openapi.json", "/redoc"):
+        assert httpx.get(embedded.url + path, timeout=60).status_code == 404, path
+        assert httpx.get(documented.url + path, timeout=60).status_code == 200, path
+
+
+def test_an_embedded_clusters_journal_is_not_an_argument(documented: EmbeddedCluster) -> None:
+    supervisor = psutil.Process(documented.pid)
+    for process in (supervisor, *supervisor.children(recursive=True)):
+        assert JOURNAL not in " ".join(process.cmdline())
+    assert (documented.data_dir.parent / JOURNAL).stat().st_size > 0

@@ -46,8 +46,10 @@ def test_host_and_device_optimizers_share_a_group(two_gpus: plexrl.Cluster) -> N
         assert 3 * host <= device + 64 * 1024
 
 
-def test_a_rollout_has_no_optimizer(cluster: plexrl.Cluster, job: plexrl.Job) -> None:
-    del cluster
+def test_a_rollout_has_no_optimizer(two_gpus: plexrl.Cluster) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY)
-    with pytest.raises(InvalidRequestError, match="optimizer"):
+    with (
+        two_gpus.create_job("careless") as job,
+        pytest.raises(InvalidRequestError, match="optimizer"),
+    ):
         job._deploy("rollout", "rollout", model, {"optimizer": "host"})

@@ -48,7 +48,7 @@ def test_a_jobs_operations_are_recorded(
         if each["deployment"] == actor.deployment and each["kind"] == "forward"
     ]
     assert len(rows) == CYCLES
-    starts = [each["started_at"] for each in rows]
+    starts = [each["started_at"] or 0.0 for each in rows]
     assert row.service_s >= 0.9 * (starts[-1] - starts[0]) - (row.wait_s or 0)
     history = tmp_path / "live.json"
     result = CliRunner().invoke(app, ["traces", "record", str(history), "--json"], env=where)

@@ -179,43 +179,37 @@ def test_a_restart_on_the_same_data_continues_its_jobs(tmp_path: Path) -> None:
     assert all((a == b).all() for a, b in zip(want, got, strict=True))
 
 
-def test_restarted_parts_are_counted_in_health_and_status(tmp_path: Path) -> None:
-    running = start_embedded(tmp_path, virtual_gpus=1)
-    try:
-        with plexrl.connect(running.url, running.api_key) as cluster:
-            health = httpx.get(f"{running.url}/v1/health", timeout=60).json()
-            assert (health["ok"], health["restarts"], health["conditions"]) == (True, 0, [])
-            process_of(running, "plexrl.scheduler").kill()
-            wait_until(lambda: cluster.status()["restarts"] == 1, "no restart is reported")
-            wait_until(lambda: not cluster.status()["conditions"], "a condition does not end")
-            status = cluster.status()
-            assert list(status["parts"]) == ["scheduler"]
-            assert status["parts"]["scheduler"]["last_restart_at"] == status["last_restart_at"]
-            with plexrl.connect(running.url, cluster.create_tenant("alice")) as tenant:
-                status = tenant.status()
-                assert status["restarts"] == 1
-                assert "parts" not in status
-            health = httpx.get(f"{running.url}/v1/health", timeout=60).json()
-            assert (health["ok"], health["restarts"]) == (True, 1)
-            assert "scheduler" not in str(health["conditions"])
-            figures = httpx.get(f"{running.url}/v1/metrics", timeout=60).text
-            assert "plexrl_part_restarts_total 1.0" in figures
-            shown = subprocess.run(
-                [sys.executable, "-m", "plexrl.cli.app", "status", "--data-dir", str(tmp_path)],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout
-            assert "parts restarted" in shown
-            assert "1, the last at 20" in shown
-    finally:
-        running.close()
+def test_restarted_parts_are_counted_in_health_and_status(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster
+) -> None:
+    wait_until(lambda: not cluster.status()["conditions"], "a condition does not end")
+    health = httpx.get(f"{embedded.url}/v1/health", timeout=60).json()
+    assert (health["ok"], health["conditions"]) == (True, [])
+    # Other tests kill parts of this cluster, too.
+    count = health["restarts"] + 1
+    process_of(embedded, "plexrl.scheduler").kill()
+    wait_until(lambda: cluster.status()["restarts"] == count, "no restart is reported")
+    wait_until(lambda: not cluster.status()["conditions"], "a condition does not end")
+    status = cluster.status()
+    assert status["parts"]["scheduler"]["last_restart_at"] == status["last_restart_at"]
+    with plexrl.connect(embedded.url, cluster.create_tenant("restarted")) as tenant:
+        status = tenant.status()
+        assert status["restarts"] == count
+        assert "parts" not in status
+    health = httpx.get(f"{embedded.url}/v1/health", timeout=60).json()
+    assert (health["ok"], health["restarts"]) == (True, count)
+    assert "scheduler" not in str(health["conditions"])
+    figures = httpx.get(f"{embedded.url}/v1/metrics", timeout=60).text
+    assert f"plexrl_part_restarts_total {count:.1f}" in figures
+    shown = CliRunner().invoke(app, ["status", "--data-dir", str(embedded.data_dir)]).stdout
+    assert "parts restarted" in shown
+    assert f"{count}, the last at 20" in shown
 
 
 @pytest.mark.parametrize(
     ("host", "own"),
     [
-        ("127.0.0.1", "127.0.0.1"),
+        pytest.param("127.0.0.1", "127.0.0.1", marks=pytest.mark.slow),
         pytest.param("0.0.0.0", "127.0.0.1", marks=pytest.mark.slow),
         ("::", "[::1]"),
     ],
@@ -253,6 +247,19 @@ def test_up_listens_on_the_given_host_warns_of_exposure_and_logs(
     assert ("without TLS" in log) == is_exposed
     assert operator_key(tmp_path) not in log + json.dumps(endpoint)
     assert endpoint["key_file"] == str(tmp_path / "operator.key")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_exposed"),
+    [
+        *((host, False) for host in ("127.0.0.1", "127.0.0.9", "::1", "localhost")),
+        *((host, True) for host in ("0.0.0.0", "::", "10.0.0.1", "head")),
+    ],
+)
+def test_all_hosts_but_those_of_the_loopback_are_exposed(
+    tmp_path: Path, host: str, is_exposed: bool
+) -> None:
+    assert ClusterOptions(data_dir=tmp_path, host=host).is_exposed == is_exposed
 
 
 def test_two_clusters_on_one_data_directory_are_refused(embedded: EmbeddedCluster) -> None:

@@ -27,7 +27,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedClus
 
 
 @pytest.fixture
-def job(two_nodes: EmbeddedCluster) -> Iterator[plexrl.Job]:
+def wide_job(two_nodes: EmbeddedCluster) -> Iterator[plexrl.Job]:
     with (
         plexrl.connect(two_nodes.url, two_nodes.api_key) as cluster,
         cluster.create_job("saver") as made,
@@ -50,8 +50,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.slow
 def test_ranks_of_two_nodes_make_one_checkpoint_that_training_resumes_from(
-    job: plexrl.Job,
+    wide_job: plexrl.Job,
 ) -> None:
+    job = wide_job
     actor = job.train_deployment("actor", MODEL, workers=2)
     assert len({rank["node"] for rank in actor.status()["ranks"]}) == 2
     train(actor, 1)
@@ -122,10 +123,10 @@ def test_retention_deletes_old_checkpoints(job: plexrl.Job) -> None:
     assert actor.status()["incarnation"] == 1
 
 
-def test_an_async_controller_waits_for_the_disk(two_nodes: EmbeddedCluster) -> None:
+def test_an_async_controller_waits_for_the_disk(embedded: EmbeddedCluster) -> None:
     async def save() -> plexrl.SavedCheckpoint:
         async with (
-            await plexrl.connect_async(two_nodes.url, two_nodes.api_key) as cluster,
+            await plexrl.connect_async(embedded.url, embedded.api_key) as cluster,
             await cluster.create_job("async") as job,
         ):
             actor = await job.train_deployment("actor", MODEL)

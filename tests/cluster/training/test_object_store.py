@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -41,33 +41,50 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def stored(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
+@contextmanager
+def storing(
+    server: S3Server, folder: Path, nodes: int, prefix: str = ""
+) -> Iterator[EmbeddedCluster]:
+    """A cluster whose data are in the object store."""
     running = start_embedded(
-        tmp_path_factory.mktemp("stored"),
-        nodes=2,
+        folder,
+        nodes=nodes,
         virtual_gpus=2,
-        data_url=server.url("data"),
-        checkpoint_url=server.url("checkpoints"),
+        data_url=server.url(f"{prefix}data"),
+        checkpoint_url=server.url(f"{prefix}checkpoints"),
     )
     yield running
     running.close()
 
 
 @pytest.fixture(scope="module")
+def stored(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
+    """Of two nodes."""
+    with storing(server, tmp_path_factory.mktemp("stored"), 2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def small(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
+    """Of one node."""
+    with storing(server, tmp_path_factory.mktemp("small"), 1, "small/") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def elsewhere(
-    server: S3Server, stored: EmbeddedCluster, tmp_path_factory: pytest.TempPathFactory
+    server: S3Server, small: EmbeddedCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """The URL of a router that shares no folder with the others."""
     folder = tmp_path_factory.mktemp("elsewhere")
     config = {
         "router": "elsewhere",
-        "scheduler": [f"unix:{Folders.of(stored.data_dir).run / 'scheduler.sock'}"],
+        "scheduler": [f"unix:{Folders.of(small.data_dir).run / 'scheduler.sock'}"],
         "host": "127.0.0.1",
         "port": 0,
         "data_dir": str(folder / "data"),
-        "data_url": server.url("data"),
-        "checkpoint_url": server.url("checkpoints"),
+        "data_url": server.url("small/data"),
+        "checkpoint_url": server.url("small/checkpoints"),
     }
     path = folder / "router.json"
     path.write_text(json.dumps(config))
@@ -113,12 +130,12 @@ def files_of(path: str) -> dict[str, bytes]:
     ],
 )
 def test_what_one_router_accepts_any_router_executes_and_answers(
-    stored: EmbeddedCluster, elsewhere: str, direction: str, rows_max: int
+    small: EmbeddedCluster, elsewhere: str, direction: str, rows_max: int
 ) -> None:
-    urls = (stored.url, elsewhere) if direction == "here to there" else (elsewhere, stored.url)
-    headers = {"Authorization": f"Bearer {stored.api_key}"}
+    urls = (small.url, elsewhere) if direction == "here to there" else (elsewhere, small.url)
+    headers = {"Authorization": f"Bearer {small.api_key}"}
     with (
-        plexrl.connect(urls[0], stored.api_key) as cluster,
+        plexrl.connect(urls[0], small.api_key) as cluster,
         httpx.Client(base_url=urls[1], headers=headers, timeout=LIMIT_S) as other,
         cluster.create_job("two-routers") as job,
     ):
@@ -232,8 +249,8 @@ def test_an_outage_of_the_store_delays_and_loses_nothing(
     job.finish()
 
 
-def test_credentials_are_not_in_the_arguments_of_processes(stored: EmbeddedCluster) -> None:
-    supervisor = psutil.Process(stored.pid)
+def test_credentials_are_not_in_the_arguments_of_processes(small: EmbeddedCluster) -> None:
+    supervisor = psutil.Process(small.pid)
     processes = [supervisor, *supervisor.children(recursive=True)]
     words: list[str] = []
     for process in processes:

@@ -41,9 +41,11 @@ def check_execution(plan: DispatchPlan, lengths: list[int], seed: int = 0) -> No
     assert metrics["logprob"] == pytest.approx(sums["logprob"] / tokens if tokens else 0.0)
 
 
-def test_every_layout_up_to_64_ranks_computes_what_one_process_does() -> None:
-    assert len(DENSE_LAYOUTS) > 1000
-    for layout in DENSE_LAYOUTS:
+@pytest.mark.parametrize("ranks_max", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_every_layout_computes_what_one_process_does(ranks_max: int) -> None:
+    layouts = [each for each in DENSE_LAYOUTS if each.world_size <= ranks_max]
+    assert len(layouts) > 100
+    for layout in layouts:
         check_execution(plan_of(layout, list(RAGGED)), list(RAGGED))
 
 

@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
@@ -14,7 +13,6 @@ from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import tiny_qwen2
 from plexrl.router.blobs.store import INLINE_BYTES_MAX
 from plexrl.router.dispatch.run_parts import RunParts, join, join_samples, split
-from plexrl.scheduler.state.messages.commands import RunOperation
 from plexrl.wire.operations import (
     ForwardBackwardParams,
     GenerateParams,
@@ -22,26 +20,15 @@ from plexrl.wire.operations import (
     OperationKind,
 )
 from plexrl.wire.tensors import Arrays, decode_body, encode_body
+from tests.wire.runs import make_run
 
 
-def command(ranks: int, kind: OperationKind = OperationKind.FORWARD_BACKWARD) -> RunOperation:
-    params = ForwardBackwardParams(loss=LossSpec(name="cross_entropy"))
-    fields: dict[str, Any] = {
-        "operation": "j:1",
-        "deployment": "j/actor",
-        "job": "j",
-        "group": "g",
-        "token": 1,
-        "seq": 1,
-        "payload": "p",
-    }
-    return RunOperation(
-        kind=kind,
-        replay=False,
-        params_json=msgspec.json.encode(params).decode(),
-        addresses=tuple(str(rank) for rank in range(ranks)),
-        **fields,
-    )
+def command(ranks: int, kind: OperationKind = OperationKind.FORWARD_BACKWARD) -> Any:
+    fields: dict[str, Any] = {}
+    if kind is OperationKind.FORWARD_BACKWARD:
+        params = ForwardBackwardParams(loss=LossSpec(name="cross_entropy"))
+        fields = {"params": params, "payload": "p"}
+    return make_run(kind, addresses=tuple(str(rank) for rank in range(ranks)), **fields)
 
 
 def spec_of(dp: int) -> DeploymentSpec:
@@ -78,7 +65,7 @@ def test_every_row_reaches_one_rank_and_returns_to_its_position(rows: int, dp: i
     assert parts.plan is not None
     sent = [decode_body(b"".join(payload))[1] for payload in parts.payloads]
     assert sum(len(each["lengths"]) for each in sent) == rows
-    assert parts.rank_params["denominator"] == float(batch["lengths"].sum() - rows)
+    assert parts.share.denominator == float(batch["lengths"].sum() - rows)
     answers = [
         bytearray(encode_body({}, {"logprobs": each["tokens"].astype(np.float32)})) for each in sent
     ]
@@ -108,7 +95,6 @@ def test_a_payload_without_rows_goes_to_every_rank() -> None:
 
 
 def test_prompts_go_to_replica_leaders_and_samples_keep_the_order() -> None:
-    params = msgspec.json.encode(GenerateParams()).decode()
     spec = DeploymentSpec(
         model=tiny_qwen2("01"),
         kind="rollout",
@@ -118,7 +104,7 @@ def test_prompts_go_to_replica_leaders_and_samples_keep_the_order() -> None:
     )
     prompts = {name: array for name, array in batch_of(5).items() if name != "mask"}
     body = encode_body({}, prompts)
-    generate = structs.replace(command(4, OperationKind.GENERATE), params_json=params)
+    generate = structs.replace(command(4, OperationKind.GENERATE), params=GenerateParams())
     parts = asyncio.run(split(generate, body, spec))
     assert parts.generation is not None
     assert [share.rank for share in parts.generation.shares] == [0, 2]

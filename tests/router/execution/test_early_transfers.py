@@ -18,14 +18,13 @@ import numpy as np
 import plexrl
 from plexrl.client.calls import requests
 from plexrl.errors import ConflictError, ConnectionLostError, JournalFullError
-from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, JobId, OperationId
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.scheduler.state.messages.commands import CODEC, RunOperation
 from plexrl.wire.framing import read_frame, write_frame
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.rpc import Peer
 from plexrl.wire.tensors import MEDIA_TYPE, encode_body
 from tests.small_disk import small_disk
+from tests.wire.runs import make_run
 
 Plain = dict[str, Any]
 Found = TypeVar("Found")
@@ -117,27 +116,21 @@ class Surroundings:
     async def accept(self, name: str, params: Plain, answer: "asyncio.Future[Plain]") -> None:
         """Answer a submission as after its commit, and order the run."""
         answer.set_result({"operation": name, "payload": params["payload"]})
-        command = RunOperation(
-            operation=OperationId(name),
-            deployment=DeploymentId("j/a"),
-            job=JobId("j"),
-            kind=OperationKind.FORWARD_BACKWARD,
-            group=GroupId("g"),
-            token=FencingToken(1),
-            seq=1,
-            replay=False,
-            params_json=params["params_json"],
-            payload=BlobRef(params["payload"]),
+        command = make_run(
+            OperationKind.FORWARD_BACKWARD,
+            operation=name,
+            deployment="j/a",
+            params=params["params"],
+            payload=params["payload"],
             addresses=(f"unix:{self.folder}/w.sock",),
-            incarnation=1,
         )
         assert self.router is not None
-        await self.router.notify("run", {"command": CODEC.to_plain(command)})
+        await self.router.notify("run", {"command": command})
 
     async def run(self, name: str) -> tuple[Plain, bytes]:
         """Answer a run of the operation; the frame that requested it."""
         header, payload = await soon(self.frames.get())
-        assert (header["request"], header["command"]["operation"]) == ("run", name)
+        assert (header["request"], header["run"]["operation"]) == ("run", name)
         assert self.worker is not None
         result = {"sums": {"tokens": 1.0, "loss": 0.0}}
         reply = {"reply": "finished", "operation": name, "token": 1, "compute_s": 0.0}

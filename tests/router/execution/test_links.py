@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from plexrl.errors import (
@@ -17,21 +18,22 @@ from plexrl.errors import (
     StorageFullError,
     UnavailableError,
 )
-from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, JobId, OperationId
+from plexrl.ids import BlobRef, DeploymentId, OperationId
 from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.router.execution.deployment_specs import DeploymentSpecs
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.router.execution.worker_link import WorkerGoneError, WorkerLink
-from plexrl.scheduler.state.messages.commands import CODEC, AbortOperation, RunOperation
 from plexrl.wire.links.address import TlsAddress
 from plexrl.wire.links.credentials import Role
 from plexrl.wire.links.frame_socket import FrameSocket
+from plexrl.wire.messages import AbortOperation, WorkerName
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.rpc import Handler, Peer
-from plexrl.worker.process.server.server import Server, WorkerName
+from plexrl.worker.process.server.server import Server
 from tests.certificates import TestAuthority
 from tests.small_disk import SmallDisk, small_disk
+from tests.wire.runs import make_run
 
 Plain = dict[str, Any]
 LIMIT_S = 30.0
@@ -66,7 +68,7 @@ def abort_of(*addresses: str) -> Plain:
         addresses=tuple(f"unix:{path}" for path in addresses),
         incarnation=INCARNATION,
     )
-    return {"command": CODEC.to_plain(command)}
+    return {"command": msgspec.to_builtins(command)}
 
 
 @asynccontextmanager
@@ -311,21 +313,9 @@ def test_reports_go_together_and_those_that_a_stopping_scheduler_refused_again(
 
 
 def run_of(kind: OperationKind, *addresses: str) -> Plain:
-    command = RunOperation(
-        OperationId("o"),
-        DeploymentId("j/a"),
-        JobId("j"),
-        kind,
-        GroupId("g"),
-        FencingToken(1),
-        1,
-        False,
-        "{}",
-        None,
-        tuple(f"unix:{path}" for path in addresses),
-        incarnation=INCARNATION,
-    )
-    return {"command": CODEC.to_plain(command)}
+    at = tuple(f"unix:{path}" for path in addresses)
+    command = make_run(kind, deployment="j/a", addresses=at, incarnation=INCARNATION)
+    return {"command": msgspec.to_builtins(command)}
 
 
 @asynccontextmanager

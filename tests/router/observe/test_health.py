@@ -10,8 +10,8 @@ from plexrl.process.children.restart_log import PartRecord, read_parts
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.router.observe.health import UNREACHABLE_S, ClusterHealth
 from plexrl.router.observe.metrics import HealthCollector, metrics_text
+from plexrl.wire.messages import WorkerName
 from plexrl.wire.rpc import Peer
-from plexrl.worker.process.server.server import WorkerName
 
 Plain = dict[str, Any]
 FULL = {"code": "journal_full", "message": "no room in /secret/journal.sqlite", "since": 5.0}

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from plexrl import errors
 from plexrl.scheduler.accounting.retention import last_incarnation, retire
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.scheduler.state.messages.effects import TIMERS_MIN
 from plexrl.scheduler.state.records import State
+from plexrl.wire import messages as cmd
 from tests.scheduler.fake_cluster import FakeCluster, config
 
 KINDS = ("forward", "forward_backward", "optim_step")

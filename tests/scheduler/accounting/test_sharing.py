@@ -6,10 +6,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from plexrl.scheduler.accounting.sharing import SharingView
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
+from plexrl.wire.messages.cluster_views import SharingView
 from tests.scheduler.fake_cluster import FakeCluster
 
 WORKERS = 2

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from plexrl.errors import PlexRLError, QuotaExceededError
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
+from plexrl.wire.messages.cluster_views import UsageView
 from tests.scheduler.fake_cluster import FakeCluster
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.queries.view_types import UsageView
+    from plexrl.wire.messages.cluster_views import UsageView
+
 
 GPUS = {"a/actor": 2, "b/actor": 2, "c/actor": 2, "a/rollout": 1, "d/batch": 2}
 MOVES = ("load", "offload", "snapshot")
@@ -33,7 +35,7 @@ Row = tuple[str, str]
 
 @dataclass(slots=True)
 class Run:
-    command: cmd.RunOperation
+    command: cmd.Run
     held: float = 0.0
     """GPU-seconds so far."""
 
@@ -73,17 +75,17 @@ class Metered(FakeCluster):
                 for run in self._flying.pop(command.deployment, {}).values():
                     if is_billed and not run.command.replay:
                         self._bill(run)
-            elif isinstance(command, cmd.RunOperation):
+            elif isinstance(command, cmd.Run):
                 key = (command.operation, command.token)
                 run = self._flying[command.deployment].setdefault(key, Run(command))
                 self.begun[self._row(run)].add(command.operation)
         return commands
 
-    def _unsent(self) -> list[cmd.RunOperation]:
+    def _unsent(self) -> list[cmd.Run]:
         """Runs that have begun while no router is there: they hold their GPUs until one comes."""
         if self.has_router:
             return []
-        found: list[cmd.RunOperation] = []
+        found: list[cmd.Run] = []
         for each in self.core._context.state.deployments.values():
             found += each.running.values()
             found += [each.moving] if each.moving is not None else []
@@ -104,7 +106,7 @@ class Metered(FakeCluster):
                     held += run.held + (self.now - self._until) * GPUS[name] / len(runs)
         return held
 
-    def fail(self, run: cmd.RunOperation, *, intact: bool, code: str = "execution_failed") -> None:
+    def fail(self, run: cmd.Run, *, intact: bool, code: str = "execution_failed") -> None:
         """The workers report that a run has failed."""
         self.runs.remove(run)
         self.send(
@@ -144,9 +146,7 @@ class Metered(FakeCluster):
             assert owner["gpu_seconds"] >= mine_now * (1 - 1e-9), tenant
 
 
-def _is_worth_something(
-    run: cmd.RunOperation, event: ev.OperationFinished | ev.OperationFailed
-) -> bool:
+def _is_worth_something(run: cmd.Run, event: ev.OperationFinished | ev.OperationFailed) -> bool:
     """Whether a run that ends with this report is billed: the cluster did not make it worthless."""
     if isinstance(event, ev.OperationFinished):
         return True

@@ -9,8 +9,8 @@ from plexrl.ids import DeploymentId
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.placement.scarcity import is_scarce
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 from tests.scheduler.fake_cluster import FakeCluster
 
 BOUND_S = 600.0

@@ -3,9 +3,9 @@
 import pytest
 
 from plexrl import errors
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import ListOperations
+from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -25,7 +25,7 @@ def with_jobs(cluster: FakeCluster, *names: str) -> None:
 
 
 def kinds(commands: list[cmd.Command]) -> list[str]:
-    return [c.kind.value if isinstance(c, cmd.RunOperation) else type(c).__name__ for c in commands]
+    return [c.kind.value if isinstance(c, cmd.Run) else type(c).__name__ for c in commands]
 
 
 def test_a_deployment_is_launched_on_gpus_of_its_own_node(cluster: FakeCluster) -> None:
@@ -312,7 +312,7 @@ def test_the_same_submission_again_is_the_same_operation(cluster: FakeCluster) -
                 operation="o",
                 deployment="x",
                 kind=OperationKind.BARRIER,
-                params_json="{}",
+                params=None,
             ),
             errors.UnknownDeploymentError,
         ),
@@ -321,7 +321,7 @@ def test_the_same_submission_again_is_the_same_operation(cluster: FakeCluster) -
                 operation="o",
                 deployment="a/actor",
                 kind=OperationKind.GENERATE,
-                params_json="{}",
+                params=None,
             ),
             errors.InvalidRequestError,
         ),

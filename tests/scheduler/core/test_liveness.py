@@ -19,7 +19,7 @@ from tests.scheduler.liveness import stuck
 from tests.scheduler.random_history import History
 
 
-@settings(max_examples=examples(60), deadline=None, database=None)
+@settings(max_examples=examples(30), deadline=None, database=None)
 @given(st.integers(0, 1 << 62), st.sampled_from((10, 40, 90)))
 def test_every_accepted_operation_has_a_cause_to_go_on_and_ends(seed: int, steps: int) -> None:
     history = History(seed, check_part=0.2)

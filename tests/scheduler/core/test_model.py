@@ -17,13 +17,15 @@ from msgspec.structs import replace
 from plexrl import errors
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.messages.commands import RunOperation
+from plexrl.wire.messages import Run
+from plexrl.wire.messages.views import DeploymentView
 from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.queries.view_types import DeploymentView
+    from plexrl.wire.messages.views import DeploymentView
+
 
 NODES = ("n1", "n2", "n3")
 WARM = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))
@@ -244,7 +246,7 @@ class Cluster(RuleBasedStateMachine):
             if view["residency"] in ("device", "offloaded"):
                 assert held == wanted, name
 
-    def _offloads(self) -> list[RunOperation]:
+    def _offloads(self) -> list[Run]:
         """Asked for and not carried out: one whose answer was lost is not refused after all."""
         wpgs = self.cluster.wpgs
         return [
@@ -253,7 +255,7 @@ class Cluster(RuleBasedStateMachine):
             if run.kind == "offload" and wpgs[run.deployment].device is not None
         ]
 
-    def _loads(self) -> list[RunOperation]:
+    def _loads(self) -> list[Run]:
         """Of versions; asked for and not carried out."""
         wpgs = self.cluster.wpgs
         return [
@@ -279,7 +281,7 @@ class Cluster(RuleBasedStateMachine):
 
 TestCluster = Cluster.TestCase
 TestCluster.settings = settings(
-    max_examples=examples(40),
+    max_examples=examples(20),
     stateful_step_count=50,
     deadline=None,
     # Shrinking and explaining a failure of this size takes many minutes, without an end in sight.

@@ -9,7 +9,7 @@ from tests.examples import examples
 from tests.scheduler.snapshot_histories import history
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.integers(0, 1 << 32), st.sampled_from((1, 3, 10)))
 def test_a_restored_scheduler_goes_on_as_the_one_that_wrote_the_snapshot(
     seed: int, each: int

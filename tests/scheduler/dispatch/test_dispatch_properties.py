@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from plexrl.scheduler.rules.hrrs import Candidate
 from plexrl.scheduler.rules.ordering import ORDERINGS, first, make_ordering
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 from tests.scheduler.fake_cluster import FakeCluster
 
 MOVE_S = 2.0
@@ -31,7 +31,7 @@ class Clocked:
     """Since when a job wants the group, or when it was last served."""
     longest_wait_s: float = 0.0
     order: list[str] = field(default_factory=list)
-    _current: cmd.RunOperation | None = None
+    _current: cmd.Run | None = None
     _ends_at: float = 0.0
 
     def submit(self, operation: str, length_s: float) -> None:

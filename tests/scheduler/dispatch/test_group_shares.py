@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from plexrl.ids import TenantId
 from plexrl.scheduler.dispatch.candidates.group_shares import settle_shares
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.jobs.asynchronous_job import Clock
@@ -54,12 +54,12 @@ class Watched(FakeCluster):
     def take(self, commands: list[cmd.Command]) -> None:
         super().take(commands)
         for command in commands:
-            if isinstance(command, cmd.RunOperation):
+            if isinstance(command, cmd.Run):
                 key = command.operation, int(command.token)
                 owner = command.deployment.split("-")[0]
                 self.spans.setdefault(key, Span(self.now, math.inf, owner, command.kind))
 
-    def execute(self, run: cmd.RunOperation, **options: object) -> None:
+    def execute(self, run: cmd.Run, **options: object) -> None:
         self.spans[run.operation, int(run.token)].end = self.now
         super().execute(run, **options)
 

@@ -1,10 +1,11 @@
 """A preemptible deployment uses the idle time of a group, and gives way."""
 
+from typing import Any
+
 import pytest
 
 from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
@@ -16,7 +17,7 @@ def runs(cluster: FakeCluster) -> list[tuple[str, str]]:
     return [(run.kind.value, run.deployment) for run in cluster.runs]
 
 
-def carry_out(cluster: FakeCluster, kind: str, seconds: float = 1.0) -> cmd.RunOperation:
+def carry_out(cluster: FakeCluster, kind: str, seconds: float = 1.0) -> Any:
     """Carry out the only run, after so many seconds."""
     (run,) = cluster.runs
     assert run.kind == kind, runs(cluster)
@@ -52,7 +53,7 @@ def begun(cycles: int = 3, **changes: object) -> FakeCluster:
     return cluster
 
 
-def generating(cluster: FakeCluster) -> cmd.RunOperation:
+def generating(cluster: FakeCluster) -> Any:
     """Begin a generation in the present pause."""
     cluster.submit("g", "e/batch", "generate")
     carry_out(cluster, "offload")

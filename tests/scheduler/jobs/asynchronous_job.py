@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -20,7 +20,7 @@ class Clock:
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
-        self._ends: list[tuple[float, int, cmd.RunOperation]] = []
+        self._ends: list[tuple[float, int, cmd.Run]] = []
         self._begun: set[tuple[str, int]] = set()
         self._numbers = count()
         self._seconds: dict[tuple[str, OperationKind], float] = {}
@@ -70,7 +70,7 @@ class Clock:
             cluster.now = end_at
             self._end(heapq.heappop(self._ends)[2])
 
-    def _end(self, run: cmd.RunOperation) -> None:
+    def _end(self, run: cmd.Run) -> None:
         cluster = self.cluster
         if run not in cluster.runs:
             return

@@ -2,8 +2,8 @@
 
 import pytest
 
-from plexrl.scheduler.queries.view_types import PlacedDeploymentView, ProfileView
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.wire.messages.views import PlacedDeploymentView, ProfileView
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.jobs.asynchronous_job import AsynchronousJob, Clock
 

@@ -5,9 +5,9 @@ import pytest
 from plexrl.errors import ConflictError, ControllerReplacedError, UnknownDeploymentError
 from plexrl.ids import DeploymentId, JobId, TenantId
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import ListOperations
+from plexrl.wire import messages as cmd
 from tests.scheduler.fake_cluster import FakeCluster
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from plexrl import errors
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 from tests.scheduler.fake_cluster import FakeCluster
 
 
@@ -125,15 +125,13 @@ def test_the_same_request_with_less_time_left_is_the_same_request(cluster: FakeC
     assert cluster.core.operation_view("a:1", cluster.now)["deadline_at"] == cluster.now + 5.0
 
 
-def watched(cluster: FakeCluster) -> list[cmd.RunOperation | cmd.AbortOperation]:
+def watched(cluster: FakeCluster) -> list[cmd.Run | cmd.AbortOperation]:
     """The commands about runs from now on."""
-    emitted: list[cmd.RunOperation | cmd.AbortOperation] = []
+    emitted: list[cmd.Run | cmd.AbortOperation] = []
     take = cluster.take
 
     def watch(commands: list[cmd.Command]) -> None:
-        emitted.extend(
-            each for each in commands if isinstance(each, cmd.RunOperation | cmd.AbortOperation)
-        )
+        emitted.extend(each for each in commands if isinstance(each, cmd.Run | cmd.AbortOperation))
         take(commands)
 
     cluster.take = watch  # type: ignore[method-assign]
@@ -154,7 +152,7 @@ def test_rows_of_a_waiting_generation_are_stopped_before_its_run_begins(
     stop, run = (each for each in emitted if each.operation == "a:1")
     assert isinstance(stop, cmd.AbortOperation)
     assert stop.rows == (1, 3)
-    assert isinstance(run, cmd.RunOperation)
+    assert isinstance(run, cmd.Run)
 
 
 def test_rows_of_a_running_generation_are_stopped_and_stay_so_when_it_is_repeated(
@@ -175,7 +173,7 @@ def test_rows_of_a_running_generation_are_stopped_and_stay_so_when_it_is_repeate
     kinds = [
         (type(each), getattr(each, "rows", None)) for each in emitted if each.operation == "a:1"
     ]
-    assert kinds == [(cmd.AbortOperation, (0, 2)), (cmd.RunOperation, None)]
+    assert kinds == [(cmd.AbortOperation, (0, 2)), (cmd.Run, None)]
 
 
 def test_only_a_generation_has_rows_to_stop(cluster: FakeCluster) -> None:

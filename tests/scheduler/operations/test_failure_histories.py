@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from plexrl import errors
-from plexrl.scheduler.queries.view_types import OperationView
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.messages.commands import RunOperation
+from plexrl.wire.messages import Run
+from plexrl.wire.messages.views import OperationView
 from plexrl.wire.operations import MUTATING
 from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
@@ -153,7 +153,7 @@ class Job(RuleBasedStateMachine):
     def _view(self, operation: str) -> OperationView:
         return self.cluster.core.operation_view(operation, self.cluster.now)
 
-    def _failable(self) -> list[RunOperation]:
+    def _failable(self) -> list[Run]:
         wpgs = self.cluster.wpgs
         return [
             run

@@ -320,7 +320,7 @@ def test_a_former_controller_is_fenced_off(cluster: FakeCluster) -> None:
             operation="b:2",
             deployment="b/actor",
             kind=OperationKind.BARRIER,
-            params_json="{}",
+            params=None,
             controller="old",
         ),
     ):

@@ -1,6 +1,7 @@
 """A damaged payload is asked again, costs no worker, and fails its operation only at the end."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from plexrl.ids import BlobRef
 from plexrl.scheduler.operations.submission.lost_payloads import ASKED_S
 from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.messages.commands import RunOperation
+from plexrl.wire.messages import Run
 from tests.scheduler.fake_cluster import FakeCluster
 
 
@@ -37,7 +38,7 @@ def submit(cluster: FakeCluster, operation: str, payload: str) -> None:
     )
 
 
-def lose(cluster: FakeCluster, run: RunOperation, blob: str) -> None:
+def lose(cluster: FakeCluster, run: Run, blob: str) -> None:
     """The router finds a blob of the run damaged, and sends nothing to the workers."""
     cluster.runs.remove(run)
     error = PayloadLostError(f"the payload {blob!r} is damaged or lost", payload=blob)
@@ -137,7 +138,7 @@ def test_a_lost_payload_of_a_run_that_a_lost_router_had_is_run_exactly_once(
     assert job_state(cluster) != "FAILED"
 
 
-def begin_replay(cluster: FakeCluster) -> RunOperation:
+def begin_replay(cluster: FakeCluster) -> Any:
     submit(cluster, "a:1", "a:1.in")
     cluster.settle()
     cluster.kill("a/actor")

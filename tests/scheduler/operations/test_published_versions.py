@@ -2,12 +2,13 @@
 there."""
 
 import json
+from typing import Any
 
 import pytest
 
 from plexrl.errors import InvalidRequestError, StateLostError
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 from tests.scheduler.fake_cluster import FakeCluster
 
 
@@ -30,7 +31,7 @@ def cluster() -> FakeCluster:
     return cluster
 
 
-def run_of(cluster: FakeCluster, operation: str) -> cmd.RunOperation:
+def run_of(cluster: FakeCluster, operation: str) -> Any:
     while not any(run.operation == operation for run in cluster.runs):
         cluster.execute(cluster.runs[0])
     return next(run for run in cluster.runs if run.operation == operation)
@@ -40,7 +41,7 @@ def pull(cluster: FakeCluster, operation: str, rollout: str = "a/r0") -> None:
     cluster.submit(operation, rollout, "sync_weights", source="a/actor", published=True)
 
 
-def refuse(cluster: FakeCluster, run: cmd.RunOperation) -> None:
+def refuse(cluster: FakeCluster, run: cmd.Run) -> None:
     cluster.runs.remove(run)
     cluster.send(
         ev.OperationFailed(

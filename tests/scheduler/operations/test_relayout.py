@@ -4,7 +4,7 @@ import pytest
 
 from plexrl.errors import InvalidRequestError
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.wire import messages as cmd
 from tests.scheduler.fake_cluster import FakeCluster
 
 

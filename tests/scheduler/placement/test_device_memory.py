@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from plexrl.errors import ModelDoesNotFitError
 from plexrl.model.memory.device_memory import DeviceMemory, MemoryTerm
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.queries.view_types import PlacedDeploymentView
+from plexrl.wire.messages.views import PlacedDeploymentView
 from tests.scheduler.fake_cluster import FakeCluster
 
 GIB = 1 << 30

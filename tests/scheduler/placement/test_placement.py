@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from plexrl import errors
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.queries.view_types import PlacementView
 from plexrl.scheduler.rules.policies import (
     POLICIES,
     WAITING_MODES,
@@ -17,6 +16,7 @@ from plexrl.scheduler.rules.policies import (
 )
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire.messages.views import PlacementView
 from tests.scheduler.fake_cluster import FakeCluster
 
 HORIZON = 1200

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from plexrl.errors import CapacityError, InvalidRequestError
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 from tests.scheduler.fake_cluster import FakeCluster
 
 PORTS = (7000, 7003)

@@ -3,10 +3,10 @@
 from plexrl.errors import PlexRLError
 from plexrl.ids import DeploymentId, JobId
 from plexrl.scheduler.placement.contention.colocation import may_take_turns, takes_turns
-from plexrl.scheduler.queries.view_types import PlacedDeploymentView
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.records import Deployment
+from plexrl.wire.messages.views import PlacedDeploymentView
 from tests.scheduler.fake_cluster import FakeCluster
 
 PLANNED = "spread+backfill"

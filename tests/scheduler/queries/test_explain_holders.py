@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from plexrl.scheduler.queries.view_types import HolderView
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire.messages.views import HolderView
 from tests.scheduler.fake_cluster import FakeCluster
 
 TIMEOUT_S, REATTACH_S = 60.0, 300.0

@@ -7,9 +7,9 @@ from types import FrameType
 
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.dispatch.candidates.readiness import queued_s
-from plexrl.scheduler.queries.view_types import ExplanationView
 from plexrl.scheduler.state.demand.wait_intervals import ERRORS_MIN
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire.messages.views import ExplanationView
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 

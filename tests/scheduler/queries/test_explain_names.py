@@ -1,6 +1,6 @@
 """An operator's explanation names the jobs of all tenants; a tenant's names its own only."""
 
-from plexrl.scheduler.queries.view_types import ExplainedJobView
+from plexrl.wire.messages.views import ExplainedJobView
 from tests.scheduler.fake_cluster import FakeCluster
 
 HIDDEN = "another tenant's job"

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from plexrl.errors import InvalidRequestError, LayoutError, PlexRLError, StateTierFullError
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.messages.commands import LaunchWorkers, ReleaseState, StopWorkers
+from plexrl.wire.messages import LaunchWorkers, ReleaseState, StopWorkers
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.recovery.test_relocation import cluster_of, drain, explained, moves, with_jobs
 

@@ -1,6 +1,7 @@
 """State that is lost with its node is recomputed from the operations that led to it."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import BlobRef
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.messages.commands import Command, DiscardBlobs, RunOperation
+from plexrl.wire.messages import Command, DiscardBlobs, Run
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster, config
 from tests.scheduler.recovery.test_relocation import cluster_of, drain, explained, with_jobs
@@ -46,7 +47,7 @@ def job(cluster: FakeCluster) -> dict[str, object]:
     return dict(found)
 
 
-def refuse(cluster: FakeCluster, run: RunOperation, error: PlexRLError) -> None:
+def refuse(cluster: FakeCluster, run: Run, error: PlexRLError) -> None:
     cluster.runs.remove(run)
     cluster.send(
         ev.OperationFailed(
@@ -189,7 +190,7 @@ def discards(**changes: object) -> list[int]:
             operation=f"a:{index}",
             deployment="a/actor",
             kind=OperationKind.FORWARD_BACKWARD,
-            params_json="{}",
+            params=None,
             payload=BlobRef(f"blob:{index}"),
             payload_bytes=100,
         )
@@ -214,7 +215,7 @@ def offloaded_after(steps: int, **changes: object) -> FakeCluster:
     return cluster
 
 
-def load_of_a(cluster: FakeCluster) -> RunOperation:
+def load_of_a(cluster: FakeCluster) -> Any:
     """The load of `a`, once it runs."""
     while True:
         for run in cluster.runs:
@@ -234,7 +235,7 @@ def damage(cluster: FakeCluster, error: PlexRLError) -> int:
     run = load_of_a(cluster)
     cluster.wpgs["a/actor"].versions.pop(run.seq, None)
     refuse(cluster, run, error)
-    return run.seq
+    return int(run.seq)
 
 
 @pytest.mark.parametrize("error", [CorruptStateError("a block"), StateLostError("no file")])

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from plexrl.scheduler.queries.view_types import PlacedDeploymentView
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.messages.commands import ReleaseState
+from plexrl.wire.messages import ReleaseState
+from plexrl.wire.messages.views import PlacedDeploymentView
 from tests.scheduler.fake_cluster import FakeCluster
 
 REST_S = 100.0

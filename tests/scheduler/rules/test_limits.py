@@ -66,7 +66,7 @@ def requests() -> list[ev.Event]:
             operation="o",
             deployment="a/actor",
             kind=OperationKind.FORWARD,
-            params_json="{}",
+            params=None,
             deadline_s=1.0,
         ),
     ]

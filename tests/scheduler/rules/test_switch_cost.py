@@ -8,8 +8,8 @@ from plexrl.ids import DeploymentId
 from plexrl.scheduler.rules.switch_cost import load_s, offload_s, switch_cost
 from plexrl.scheduler.state.demand.estimates import MOVE_BYTES_PER_S, MoveLaw
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -90,7 +90,7 @@ def deploy(cluster: FakeCluster, name: str, state_bytes: int = 1000) -> str:
 
 
 def move(
-    cluster: FakeCluster, run: cmd.RunOperation, seconds: float, tier: str, before_s: float = 0.0
+    cluster: FakeCluster, run: cmd.Run, seconds: float, tier: str, before_s: float = 0.0
 ) -> None:
     """Execute a load or offload with this duration and tier. `before_s`: of its copies during the
     offload before it."""

@@ -266,14 +266,14 @@ def test_a_silent_database_holds_requests_and_what_was_asked_is_done_once(
 
 def test_a_journal_at_its_bound_makes_room_by_a_snapshot(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    bound = 200_000
+    bound = 100_000
     with scheduler(tmp_path, str(path), journal_bytes_max=bound) as process:
         process.wait_ready()
 
         async def ask() -> None:
             async with process.connected() as peer:
                 refusals = 0
-                for index in range(4000):
+                for index in range(2000):
                     async with asyncio.timeout(WAIT_S):
                         while True:
                             try:

@@ -23,8 +23,8 @@ from plexrl.scheduler.service.connections.links import RouterLinks
 from plexrl.scheduler.service.journal.journal import Entry
 from plexrl.scheduler.service.journal.leadership import keep_lead
 from plexrl.scheduler.service.shell import Clock, Shell
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire import messages as cmd
 from plexrl.wire.rpc import Peer
 from tests.scheduler.fake_cluster import config
 from tests.scheduler.live_service import pass_time, run_live, until

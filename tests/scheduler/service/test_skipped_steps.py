@@ -141,7 +141,7 @@ def submitted(deployment: str, operation: str) -> ev.OperationSubmitted:
         operation=operation,
         deployment=deployment,
         kind=OperationKind.FORWARD,
-        params_json="{}",
+        params=None,
     )
 
 

@@ -11,10 +11,11 @@ from plexrl.sim.results.gpu_hours import Tail, kept_sentence, tail_of, tail_sent
 from plexrl.sim.workload.policies import UNSHARED
 from plexrl.sim.workload.scenario import STARVATION_S_MAX, Failures, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
+from tests.examples import examples
 from tests.sim.engine.test_run_properties import Jobs, scenarios
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     scenarios(),
     st.sampled_from(["outside", "own", "shared", "colocated"]),
@@ -46,7 +47,7 @@ def test_the_gpu_hours_sum_to_those_of_the_cluster_and_none_is_below_0(
     assert result.where.total == pytest.approx(total, rel=1e-9)
     for name, hours in result.where.parts():
         assert hours >= -1e-9 * total, name
-    assert 0.0 <= result.where.unallocated_kept <= result.where.unallocated + 1e-9
+    assert -1e-9 <= result.where.unallocated_kept <= result.where.unallocated + 1e-9
     assert -1e-9 <= result.where.unallocated_tail <= result.where.unallocated + 1e-9
     if rollouts == "outside":
         assert result.where.rollouts_work == result.where.rollout_gpus_idle == 0.0

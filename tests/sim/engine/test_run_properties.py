@@ -4,6 +4,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -11,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim import virtual_config
 from plexrl.sim.engine.simulate import simulate
@@ -22,6 +22,9 @@ from plexrl.sim.workload.policies import POLICY_NAMES, SIM_POLICIES, UNSHARED, s
 from plexrl.sim.workload.scenario import Behaviour, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
 from plexrl.traces.generate.published import MODEL_CLASSES
+
+if TYPE_CHECKING:
+    from plexrl.wire import messages as cmd
 
 OLD = Pool(nodes=2, node_type=NodeType(name="old", speed=0.5))
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.trace_run import TraceRun
 from plexrl.sim.fidelity.errors import errors_of
@@ -30,6 +29,7 @@ from plexrl.sim.workload.cycles import CycleDistribution
 from plexrl.sim.workload.scenario import Behaviour, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
 from plexrl.traces.convert.recorder import record
+from plexrl.wire import messages as cmd
 
 PACK = named("pack")
 
@@ -64,7 +64,7 @@ class Log:
     def __init__(self, run: TraceRun) -> None:
         self.rows: list[dict[str, Any]] = []
         self.submitted: dict[str, tuple[float, int]] = {}
-        self.runs: dict[str, tuple[cmd.RunOperation, float]] = {}
+        self.runs: dict[str, tuple[cmd.Run, float]] = {}
         run.shell.observe(self.observe)
 
     def observe(self, event: ev.Event, commands: Sequence[cmd.Command], now: float) -> None:
@@ -87,7 +87,7 @@ class Log:
                 }
             )
         for each in commands:
-            if isinstance(each, cmd.RunOperation):
+            if isinstance(each, cmd.Run):
                 self.runs[each.operation] = each, now
 
 

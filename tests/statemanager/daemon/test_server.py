@@ -26,6 +26,7 @@ from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.protocol.channel import Channel, Kind
 from plexrl.statemanager.protocol.connection import connect, exchange
 from plexrl.statemanager.protocol.messages import Confirm, Register, Save
+from plexrl.wire.messages import SaveRequest
 from tests.statemanager.conftest import (
     ALL_PARTS,
     DEADLINE_S,
@@ -167,7 +168,9 @@ def test_metadata_that_a_load_cannot_return_is_refused(
     daemon: Daemon, make_shard: MakeShard, meta: str
 ) -> None:
     shard = make_shard(daemon)
-    request = Save(seq=1, keep_seq=0, token=1, parts=tuple(ALL_PARTS), meta_json=meta, same_as=None)
+    request = Save(
+        order=SaveRequest(seq=1, token=1), parts=tuple(ALL_PARTS), meta_json=meta, same_as=None
+    )
     with pytest.raises(InvalidRequestError, match="metadata is not valid JSON"):
         shard.client._link.call(request)
     assert not daemon.host_files()

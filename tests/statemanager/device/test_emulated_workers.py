@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -31,6 +30,7 @@ from plexrl.statemanager.layout.keys import StatePart
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.store import Store
+from plexrl.wire.messages import RankShare
 from plexrl.wire.operations import (
     ForwardBackwardParams,
     ForwardParams,
@@ -40,13 +40,13 @@ from plexrl.wire.operations import (
     SyncWeightsParams,
 )
 from plexrl.worker.interface.backend import Backend, BackendCall
-from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.process.backend_factory import make_backend
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.device import CPU, WorkerDevice
 from plexrl.worker.state.state_mover import StateMover
 from tests.statemanager.emulated_cuda import GRANULARITY, EmulatedCuda
 from tests.statemanager.emulated_gpu import EmulatedGpu
+from tests.wire.runs import make_run, move_of
 from tests.worker.training.cases import QWEN2, QWEN3_MOE
 from tests.worker.training.ranks import ADAM, LOSS, batch
 
@@ -168,33 +168,27 @@ class Rank:
         return rank
 
     def move(self, kind: OperationKind, seq: int) -> dict[str, Any]:
-        command = RunCommand(operation="o", kind=kind, token=1, seq=seq, keep_seq=seq)
-        return self._mover.move(command)
+        return self._mover.move(move_of(kind, seq))
 
     def take_peak_bytes(self) -> int:
         return self._mover.take_peak_bytes()
 
     def sync(self, seq: int, source: str, *, delta: bool) -> dict[str, Any]:
         """Pull what the trainer published as `seq`."""
-        command = RunCommand(
-            operation="o",
-            kind=OperationKind.SYNC_WEIGHTS,
-            token=1,
+        command = make_run(
+            OperationKind.SYNC_WEIGHTS,
             seq=seq,
-            keep_seq=seq,
             source="job/train",
             sources=(source,),
             source_seq=seq,
             trainer_step=seq,
-            params_json=msgspec.json.encode(
-                SyncWeightsParams(source="job/train", delta=delta)
-            ).decode(),
+            params=SyncWeightsParams(source="job/train", delta=delta),
         )
         return self._mover.move(command)
 
-    def run(self, kind: OperationKind, params: Any, **rank_params: Any) -> None:
+    def run(self, kind: OperationKind, params: Any, **share: Any) -> None:
         arrays = batch(3) if kind == OperationKind.FORWARD_BACKWARD else {}
-        self.backend.run(_call(kind, params, arrays, **rank_params))
+        self.backend.run(_call(kind, params, arrays, **share))
 
     def train(self) -> None:
         params = ForwardBackwardParams(loss=LOSS)
@@ -249,9 +243,9 @@ class Rank:
         self.backend.arena.close()
 
 
-def _call(kind: OperationKind, params: Any, arrays: Any, **rank_params: Any) -> BackendCall:
+def _call(kind: OperationKind, params: Any, arrays: Any, **share: Any) -> BackendCall:
     return BackendCall(
-        operation="op", kind=kind, params=params, rank_params=rank_params, arrays=arrays, seq=1
+        operation="op", kind=kind, params=params, share=RankShare(**share), arrays=arrays, seq=1
     )
 
 

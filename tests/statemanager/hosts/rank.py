@@ -26,6 +26,7 @@ from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, job_of
 from plexrl.wire.links.credentials import TlsFiles
+from plexrl.wire.messages import SaveRequest
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -184,7 +185,7 @@ class Rank:
     def save(self, seq: int) -> dict[str, Any]:
         self._fill(seq)
         part = self._slices[0].key.part
-        self._client.offload(seq=seq, keep_seq=0, token=1, parts=frozenset({part}))
+        self._client.offload(SaveRequest(seq=seq, token=1), parts=frozenset({part}))
         return {}
 
     def load(self, seq: int) -> dict[str, Any]:

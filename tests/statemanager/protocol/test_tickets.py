@@ -35,6 +35,7 @@ from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.protocol.messages import Confirm, Hello, Register, Release, Request, Usage
 from plexrl.statemanager.protocol.ticket_key import KEY_FILE, make_ticket_key, read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, TicketKey
+from plexrl.wire.messages import SaveRequest
 from tests.statemanager.conftest import ALL_PARTS, DEADLINE_S, Daemon, MakeShard, Shard, StartDaemon
 
 VICTIM = "victim/actor"
@@ -365,15 +366,15 @@ def test_a_tenant_that_is_at_its_quota_is_refused_and_others_are_not(
             )
         )
 
-    move: dict[str, Any] = {"keep_seq": 0, "token": 1, "parts": ALL_PARTS}
+    order = SaveRequest(seq=1, token=1)
     expected = shard.fill(1)
     with client("small") as small:
         small.register(shard.arena, shard.slices, group="g", token=1)
         with pytest.raises(QuotaExceededError, match="tenant 'small'"):
-            small.offload(seq=1, **move)
+            small.offload(order, parts=ALL_PARTS)
     with client("large") as large:
         large.register(shard.arena, shard.slices, group="g", token=1)
-        assert large.offload(seq=1, **move).tier == "nvme"
+        assert large.offload(order, parts=ALL_PARTS).tier == "nvme"
         large.load(seq=1, token=1)
     assert np.array_equal(shard.contents, expected)
     assert list(shard.agent.usage()["tenants"]) == ["large"]

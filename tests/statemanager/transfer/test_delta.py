@@ -22,6 +22,7 @@ from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.transfer.delta.codec import DeltaDecoder, Form, encode
 from plexrl.statemanager.transfer.delta.delta import changed_blocks
 from plexrl.statemanager.transfer.delta.stream import apply_delta, copy_changed, encode_delta
+from plexrl.wire.messages import SaveRequest
 from tests.statemanager.conftest import Daemon, StartDaemon
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, slices_of, tensor_parallel
 
@@ -273,7 +274,7 @@ def test_a_target_that_was_offloaded_meanwhile_holds_no_base(node: Daemon) -> No
     trainer.publish(1)
     trainer.client.publish(seq=2, token=1)
     rollout.pull([node.tcp], 1)
-    rollout.client.offload(seq=1, keep_seq=0, token=1, parts=frozenset())
+    rollout.client.offload(SaveRequest(seq=1, token=1), parts=frozenset())
     report = rollout.client.pull(
         sources=[node.tcp], source="job/actor", seq=2, wants=rollout.slices, delta=DeltaPolicy()
     )

@@ -14,6 +14,7 @@ from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.tickets import Role
 from plexrl.statemanager.transfer.transport.tcp.client import TcpConnection
 from plexrl.statemanager.transfer.transport.tcp.state import open_states
+from plexrl.wire.messages import SaveRequest
 from tests.statemanager import relayouts
 from tests.statemanager.conftest import (
     ALL_PARTS,
@@ -60,9 +61,7 @@ class Rank:
         memory = np.frombuffer(self.arena.buffer, dtype=np.uint8)
         relayouts.fill(memory, self.slices, state(version))
         self.client.offload(
-            seq=version,
-            keep_seq=version - 1,
-            token=self.token,
+            SaveRequest(seq=version, keep_seq=version - 1, token=self.token),
             parts=ALL_PARTS,
             meta={"v": version},
         )
@@ -214,7 +213,7 @@ def test_what_was_saved_before_stays_loadable_until_the_next_version_is_whole(
     for rank in halves:
         rank.load(1)
     # Only one of the two saves it again; the other is lost with all it had.
-    halves[0].client.offload(seq=1, keep_seq=1, token=2, parts=ALL_PARTS)
+    halves[0].client.offload(SaveRequest(seq=1, keep_seq=1, token=2), parts=ALL_PARTS)
     for rank in make_ranks([daemon], "pipeline", 2, token=3):
         rank.load(1)
         assert rank.holds(1)

@@ -94,10 +94,12 @@ class Scheduler:
     async def migrate(self, source: Daemon, ranks: Sequence[int]) -> None:
         """Order the node to fetch version 1 of these ranks."""
         command = {"deployment": "j/actor", "seq": 1, "sources": [source.config.listen]}
-        await self._peer.call("migrate_state", {"command": {**command, "ranks": list(ranks)}})
+        placed = [{"node": "node0", "rank": rank, "gpu": 0} for rank in ranks]
+        command |= {"nodes": ["node0"], "ranks": placed}
+        await self._peer.call("migrate_state", {"command": command})
 
     async def stop(self, incarnation: int) -> None:
-        await self._send("stop", incarnation)
+        await self._send("stop", incarnation, nodes=["node0"])
 
     async def _send(self, method: str, incarnation: int, **fields: object) -> None:
         names = {"deployment": "j/actor", "group": "g", "tenant": "t", "spec_json": "{}"}

@@ -1,13 +1,13 @@
 """A thread that copies layers never touches memory that is gone. Each case runs in a process of its
-own, because a failure is a segmentation fault."""
+own, because a failure is a segmentation fault: a fork of one that has loaded torch."""
 
 import subprocess
 import sys
 
 import pytest
 
-BEGIN = """
-import gc, sys, threading
+IMPORTS = """
+import gc, os, sys, threading
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
@@ -16,11 +16,14 @@ from plexrl.model.spec import tiny_qwen2
 from plexrl.statemanager.device.backend import Segment
 from plexrl.statemanager.device.cpu.device import CpuDevice
 from plexrl.statemanager.device.cuda.device import CudaDevices
+import plexrl.worker.agent.fork_server.preload
 from plexrl.worker.forward.backend import ForwardBackend
 from plexrl.worker.state.device import CPU
 from tests.statemanager.emulated_cuda import EmulatedCuda
 from tests.statemanager.emulated_gpu import EmulatedGpu
+"""
 
+CASE = """
 def lend(devices, arena):
     found = devices.allocate(arena.nbytes, device=0, uid=0)
     sizes = zip(found.descriptors(), found.segment_bytes, strict=True)
@@ -59,15 +62,24 @@ ENDS = {
 }
 
 
+FORKS = f"""
+for name, end in {ENDS!r}.items():
+    child = os.fork()
+    if not child:
+        exec({CASE!r} + end + "; copy.result(60)", globals())
+        sys.exit()
+    status = os.waitpid(child, 0)[1]
+    print(name, os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-@pytest.mark.parametrize("end", ENDS)
-def test_a_copy_that_begins_late_finds_its_memory(device: str, end: str) -> None:
-    script = BEGIN + ENDS[end] + "\ncopy.result(60)\nprint('alive')\n"
+def test_a_copy_that_begins_late_finds_its_memory(device: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", script, device],
+        [sys.executable, "-X", "faulthandler", "-c", IMPORTS + FORKS, device],
         capture_output=True,
         text=True,
         timeout=300,
-        check=False,
+        check=True,
     )
-    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+    assert done.stdout.splitlines() == [f"{name} 0" for name in ENDS], done.stderr

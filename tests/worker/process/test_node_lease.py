@@ -1,6 +1,7 @@
 """A node that is cut off from the scheduler ends its workers, and says so when it comes back."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ LAUNCH = {
     "spec_json": "{}",
     "ranks": [{"node": "node0", "rank": 0, "gpu": 0}],
 }
+STOP = {"deployment": "j/actor", "incarnation": 1, "nodes": ["node0"]}
 
 
 class StoppableScheduler:
@@ -129,10 +131,33 @@ def test_a_node_that_is_cut_off_ends_its_workers_with_its_lease_and_says_so(
         peer, hello = await scheduler.hellos.get()
         assert hello["was_fenced"]
         assert hello["workers"] == []
-        await peer.call("stop", {"command": LAUNCH})
+        await peer.call("stop", {"command": STOP})
         peer.close()
         _, hello = await scheduler.hellos.get()
         assert not hello["was_fenced"], "said once"
+
+    ours = TestAuthority(tmp_path)
+    address = lambda server: (str(server.address),)  # noqa: E731
+    asyncio.run(with_agent(run_dir, daemon, launcher, ours, address, test))
+
+
+def test_a_node_whose_lease_ends_while_it_describes_itself_lists_no_workers(
+    run_dir: Path, daemon: Daemon, tmp_path: Path
+) -> None:
+    launcher = FakeLauncher()
+
+    async def test(scheduler: StoppableScheduler) -> None:
+        peer, _ = await scheduler.hellos.get()
+        await peer.call("launch", {"command": LAUNCH})
+        await scheduler.ready.wait()
+        # The description waits for it, longer than the lease lasts.
+        os.kill(daemon.pid, signal.SIGSTOP)
+        peer.abort()
+        await until(lambda: not launcher.living())
+        os.kill(daemon.pid, signal.SIGCONT)
+        _, hello = await scheduler.hellos.get()
+        assert hello["was_fenced"]
+        assert hello["workers"] == []
 
     ours = TestAuthority(tmp_path)
     address = lambda server: (str(server.address),)  # noqa: E731

@@ -1,7 +1,6 @@
 """A sync begins when the version that it pulls is on the node; until then, tokens are drawn. What a
 failed step tells."""
 
-import json
 import queue
 import socket
 from collections.abc import Iterator
@@ -18,14 +17,15 @@ from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import tiny_qwen2
 from plexrl.statemanager.transfer.pull import PullMode
 from plexrl.wire.framing import recv_frame
-from plexrl.wire.operations import OperationKind
+from plexrl.wire.messages import AnyRun, RankShare, StartRun, frame_header
+from plexrl.wire.operations import GenerateParams, OperationKind, SamplingParams, SyncWeightsParams
 from plexrl.wire.tensors import encode_body
 from plexrl.worker.interface.backend import BackendResult
-from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.process.server.server import Connection, Request
 from plexrl.worker.process.worker import Worker
 from plexrl.worker.rollout.engine import TorchRolloutBackend
 from plexrl.worker.state.state_mover import StateMover
+from tests.wire.runs import make_run
 
 if TYPE_CHECKING:
     from plexrl.statemanager.client.client import StateManagerClient
@@ -97,34 +97,30 @@ class Node:
     def drawn(self) -> int:
         return self.backend.stats().tokens_drawn
 
-    def ask(self, command: RunCommand, **arrays: Any) -> None:
-        header = {"request": "run", "command": msgspec.to_builtins(command)}
+    def ask(self, run: AnyRun, **arrays: Any) -> None:
+        header = msgspec.to_builtins(frame_header(StartRun(run=run, share=RankShare())))
         payload = bytearray(encode_body({}, arrays)) if arrays else bytearray()
         self.requests.put(Request(self._connection, header, payload))
 
     def generate(self) -> None:
-        params = {"sampling": {"max_tokens": TOKENS, "seed": 1, "ignore_eos": True}}
-        command = RunCommand(
+        sampling = SamplingParams(max_tokens=TOKENS, seed=1, ignore_eos=True)
+        command = make_run(
+            OperationKind.GENERATE,
             operation="g",
-            kind=OperationKind.GENERATE,
-            token=1,
             seq=0,
-            params_json=json.dumps(params),
+            params=GenerateParams(sampling=sampling),
         )
         tokens, lengths = np.array([3, 4], np.int32), np.array([2], np.int32)
         self.ask(command, tokens=tokens, lengths=lengths)
         self.until(lambda: self.drawn > 0)
 
     def sync(self, **params: bool) -> None:
-        command = RunCommand(
+        command = make_run(
+            OperationKind.SYNC_WEIGHTS,
             operation="s",
-            kind=OperationKind.SYNC_WEIGHTS,
-            token=1,
-            seq=1,
-            source="a",
             source_seq=3,
             sources=("tcp://there",),
-            params_json=json.dumps({"source": "a", **params}),
+            params=SyncWeightsParams(source="a", **params),
         )
         self.ask(command)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import plexrl
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import tiny_qwen2
+from plexrl.wire.messages import RankShare
 from plexrl.wire.operations import (
     AdamParams,
     ForwardBackwardParams,
@@ -62,10 +63,10 @@ def backend(rank: int, ranks: int, folder: Path, optimizer: str = "device") -> T
     return made
 
 
-def call(kind: OperationKind, params: Any, arrays: Arrays, **rank_params: Any) -> BackendCall:
+def call(kind: OperationKind, params: Any, arrays: Arrays, **share: Any) -> BackendCall:
     """One operation as a rank sees it."""
     return BackendCall(
-        operation="o", kind=kind, params=params, rank_params=rank_params, arrays=arrays, seq=1
+        operation="o", kind=kind, params=params, share=RankShare(**share), arrays=arrays, seq=1
     )
 
 

@@ -12,10 +12,11 @@ from plexrl.statemanager.layout.keys import StatePart
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.wire.messages import SaveRequest
 from plexrl.wire.operations import CheckpointParams, OperationKind
-from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.state.save_checkpoint import save_checkpoint
 from plexrl.worker.training.backend import TrainingBackend
+from tests.wire.runs import make_run
 from tests.worker.arena_memory import memory_of
 from tests.worker.state.host_optimizer_batches import (
     LOSS,
@@ -69,7 +70,8 @@ class Rank:
     def switch(self, seq: int) -> tuple[int, int]:
         """Out and in again; returns what was moved either way."""
         self.made.before_offload()
-        out = self.client.offload(seq=seq, keep_seq=seq - 1, token=1, parts=self.made.live_parts())
+        order = SaveRequest(seq=seq, keep_seq=seq - 1, token=1)
+        out = self.client.offload(order, parts=self.made.live_parts())
         self.register()
         loaded = self.client.load(seq=seq, token=1)
         self.made.after_load(loaded.parts)
@@ -77,7 +79,8 @@ class Rank:
 
     def snapshot(self, seq: int) -> int:
         parts = self.made.live_parts()
-        return self.client.snapshot(seq=seq, keep_seq=seq - 1, token=1, parts=parts).bytes_moved
+        order = SaveRequest(seq=seq, keep_seq=seq - 1, token=1)
+        return self.client.snapshot(order, parts=parts).bytes_moved
 
 
 def contents(made: TrainingBackend) -> dict[str, bytes]:
@@ -131,9 +134,9 @@ def train_alike(rank: int, ranks: int, store: str, folder: str, statemanager: st
     for out, back in moved["host"]:
         assert 3 * out <= moved["device"][0][0] + 4096, moved
         assert 3 * back <= moved["device"][0][1] + 4096, moved
-    save = RunCommand(operation="o", kind=OperationKind.SAVE_CHECKPOINT, seq=STEPS, token=1)
     params = CheckpointParams(name="host", overwrite=True)
-    save_checkpoint(in_host.made, in_host.client, save, params)
+    save = make_run(OperationKind.SAVE_CHECKPOINT, seq=STEPS, params=params)
+    save_checkpoint(in_host.made, in_host.client, save)
     np.save(f"{folder}/wanted{rank}.npy", np.array(contents(in_host.made), dtype=object))
     in_host.client.close()
     leave()

@@ -17,7 +17,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     made.clean_up()
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_host_and_device_agree_bit_for_bit_over_switches_and_checkpoints(
     daemon: Daemon, tmp_path: Path, count: int
 ) -> None:

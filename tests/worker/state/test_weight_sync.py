@@ -15,7 +15,7 @@ import pytest
 
 from plexrl.errors import StateLostError, UnavailableError
 from plexrl.statemanager.transfer.pull import PullMode
-from plexrl.wire.operations import OperationKind
+from plexrl.wire.operations import OperationKind, SyncWeightsParams
 from plexrl.worker.interface.backend import (
     BackendCall,
     BackendResult,
@@ -23,23 +23,20 @@ from plexrl.worker.interface.backend import (
     EmitRow,
     RolloutBackend,
 )
-from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.rollout.rollout_engine import EngineStats
 from plexrl.worker.state.state_mover import StateMover
 from plexrl.worker.state.weight_sync import SplitVersionError
+from tests.wire.runs import make_run
 
 if TYPE_CHECKING:
     from plexrl.statemanager.client.client import StateManagerClient
 
-COMMAND = RunCommand(
-    operation="o",
-    kind=OperationKind.SYNC_WEIGHTS,
-    params_json='{"source": "a", "in_flight": true}',
+COMMAND = make_run(
+    OperationKind.SYNC_WEIGHTS,
+    params=SyncWeightsParams(source="a", in_flight=True),
     sources=("s",),
-    source="a",
     source_seq=3,
     seq=5,
-    token=1,
     trainer_step=2,
 )
 PULLED = SimpleNamespace(

@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 
 from plexrl.router.dispatch.reductions import loss_denominator
 from plexrl.statemanager.layout.keys import StatePart
+from plexrl.wire.messages import RankShare
 from plexrl.wire.operations import (
     AdamParams,
     ForwardBackwardParams,
@@ -85,11 +86,9 @@ class DeferredRank:
             denominator=loss_denominator(loss, part),
         )
 
-    def run(
-        self, kind: OperationKind, params: Any, arrays: Arrays, **rank_params: Any
-    ) -> BackendResult:
+    def run(self, kind: OperationKind, params: Any, arrays: Arrays, **share: Any) -> BackendResult:
         call = BackendCall(
-            operation="o", kind=kind, params=params, rank_params=rank_params, arrays=arrays, seq=0
+            operation="o", kind=kind, params=params, share=RankShare(**share), arrays=arrays, seq=0
         )
         return self.backend.run(call)
 

@@ -23,6 +23,7 @@ from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.wire.messages import RankShare, SaveRequest
 from plexrl.wire.operations import (
     AdamParams,
     CheckpointParams,
@@ -33,10 +34,10 @@ from plexrl.wire.operations import (
 )
 from plexrl.wire.tensors import Array, Arrays
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult
-from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.process.backend_factory import make_backend
 from plexrl.worker.state.arena_tensors import TORCH_DTYPES
 from plexrl.worker.state.save_checkpoint import save_checkpoint
+from tests.wire.runs import make_run
 from tests.worker.arena_memory import memory_of
 from tests.worker.training.cases import WRITER, Case
 
@@ -253,8 +254,8 @@ class _Run:
         wanted = self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
         params = CheckpointParams(name=self.case.name)
         kind = OperationKind.SAVE_CHECKPOINT
-        command = RunCommand(operation="o", kind=kind, seq=self.seq, keep_seq=self.seq - 1, token=1)
-        save_checkpoint(self.backend, self.client, command, params)
+        command = make_run(kind, seq=self.seq, keep_seq=self.seq - 1, params=params)
+        save_checkpoint(self.backend, self.client, command)
         once = self._stepped()
         assert once != wanted
         assert self.load(self.case.name, optimizer=True) == wanted
@@ -306,20 +307,19 @@ class _Run:
         return self._split(OperationKind.FORWARD_BACKWARD, params, arrays, denominator=denominator)
 
     def _split(
-        self, kind: OperationKind, params: Any, arrays: Arrays, **rank_params: Any
+        self, kind: OperationKind, params: Any, arrays: Arrays, **share: Any
     ) -> BackendResult:
         plan = plan_of(self.case, arrays)
         part = plan.inputs(arrays)[plan.part_of(self.rank)]
-        return self._run(kind, params, part, micro_batches=plan.micro_batches, **rank_params)
+        return self._run(kind, params, part, micro_batches=plan.micro_batches, **share)
 
-    def _run(
-        self, kind: OperationKind, params: Any, arrays: Arrays, **rank_params: Any
-    ) -> BackendResult:
+    def _run(self, kind: OperationKind, params: Any, arrays: Arrays, **share: Any) -> BackendResult:
         call = BackendCall(
             operation="o",
             kind=kind,
             params=params,
-            rank_params={"job": "j", **rank_params},
+            share=RankShare(**share),
+            job="j",
             arrays=arrays,
             seq=self.seq,
         )
@@ -340,7 +340,8 @@ class _Run:
         self.seq += 1
         self.backend.before_offload()
         parts = self.backend.live_parts()
-        self.client.offload(seq=self.seq, keep_seq=self.seq - 1, token=1, parts=parts)
+        order = SaveRequest(seq=self.seq, keep_seq=self.seq - 1, token=1)
+        self.client.offload(order, parts=parts)
         if self.backend.host_arena is not None:
             self._register()
         self.backend.after_load(self.client.load(seq=self.seq, token=1).parts)

@@ -1,6 +1,6 @@
 """What the operator asks of PlexRL: a job's state, its end, and draining of nodes."""
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from plexrl.cluster.kubernetes.operator.status import JobView
 from plexrl.errors import ConflictError, NotFoundError
@@ -43,8 +43,8 @@ class ClusterJobs:
             found = self._cluster.attach_job(job, heartbeat=False).explain()
         except NotFoundError:
             return None
-        state = str(found["state"])
-        return JobView(state, str(found["summary"]), state not in FINAL)
+        state = found["state"]
+        return JobView(state, found["summary"], state not in FINAL)
 
     def cancel(self, job: str, reason: str) -> None:
         try:
@@ -54,8 +54,7 @@ class ClusterJobs:
             return
 
     def nodes(self) -> dict[str, bool]:
-        found: list[dict[str, Any]] = self._cluster.nodes()
-        return {str(node["node"]): bool(node["is_draining"]) for node in found}
+        return {node["node"]: node["is_draining"] for node in self._cluster.nodes()}
 
     def set_drained(self, node: str, is_drained: bool) -> None:
         if is_drained:

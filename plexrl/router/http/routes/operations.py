@@ -40,7 +40,6 @@ from plexrl.wire.operations import (
     OperationParams,
     OperationState,
     SyncWeightsParams,
-    params_to_json,
 )
 from plexrl.wire.parameter_checks import check_identifier
 from plexrl.wire.tensors import (
@@ -279,7 +278,7 @@ async def _submit(
             {
                 **fields,
                 "kind": checked.kind.value,
-                "params_json": params_to_json(params),
+                "params": params,
                 "payload": payload,
                 "payload_bytes": 0 if payload is None else memoryview(upload.body).nbytes,
                 "payload_digest": "" if payload is None else upload.digest,
@@ -290,7 +289,7 @@ async def _submit(
             },
         )
     )
-    if payload is None:
+    if payload is None or params is None:
         return await submitting
     # The request leaves first, so that the payload is on its way while the journal commits.
     await asyncio.sleep(0)
@@ -311,7 +310,7 @@ async def _submit(
     return view
 
 
-def _with_seed(params: OperationParams, operation: str) -> OperationParams:
+def _with_seed(params: OperationParams | None, operation: str) -> OperationParams | None:
     """Give a generation without a seed one that follows from the operation's id.
 
     The seed is journalled, so a repeated dispatch draws the same tokens. Since it follows from the
@@ -321,4 +320,4 @@ def _with_seed(params: OperationParams, operation: str) -> OperationParams:
         return params
     digest = hashlib.sha256(operation.encode()).digest()
     seed = int.from_bytes(digest[:7], "little")
-    return replace(params, sampling=replace(params.sampling, seed=seed))
+    return msgspec.structs.replace(params, sampling=replace(params.sampling, seed=seed))

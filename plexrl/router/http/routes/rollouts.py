@@ -10,6 +10,7 @@ from plexrl.errors import LayoutError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.router.http.schemas import PauseRequest, TpRequest
 from plexrl.router.services.services import Plain, Services
+from plexrl.wire.messages import EngineLoad, Pause, Resume, SetTp
 
 ROUTES = APIRouter(prefix="/v1/jobs", tags=["deployments"])
 
@@ -27,7 +28,7 @@ async def pause(
     """
     caller = await services.caller(request)
     view = await services.deployment(caller, f"{job}/{name}")
-    return {"engines": await services.engines.command(view, "pause", for_s=body.for_s)}
+    return {"engines": await services.engines.command(view, Pause(for_s=body.for_s))}
 
 
 @ROUTES.get("/{job}/deployments/{name}/engines", summary="Load of a rollout's engines")
@@ -41,7 +42,7 @@ async def engines(request: Request, services: Services, job: str, name: str) -> 
     """
     caller = await services.caller(request)
     view = await services.deployment(caller, f"{job}/{name}")
-    return {"engines": await services.engines.stats(view, "engine_load")}
+    return {"engines": await services.engines.stats(view, EngineLoad())}
 
 
 @ROUTES.post(
@@ -52,7 +53,7 @@ async def resume(request: Request, services: Services, job: str, name: str) -> P
     """Does nothing if the generations are not paused."""
     caller = await services.caller(request)
     view = await services.deployment(caller, f"{job}/{name}")
-    return {"engines": await services.engines.command(view, "resume")}
+    return {"engines": await services.engines.command(view, Resume())}
 
 
 @ROUTES.post(
@@ -77,5 +78,5 @@ async def switch_tp(
             ),
             field="tp",
         )
-    engines = await services.engines.command(view, "set_tp", tp=body.tp, kv=body.kv)
+    engines = await services.engines.command(view, SetTp(tp=body.tp, kv=body.kv))
     return {"engines": engines}

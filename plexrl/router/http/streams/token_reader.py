@@ -25,6 +25,7 @@ from plexrl.router.http.streams.events import (
 )
 from plexrl.router.services.authentication import Caller
 from plexrl.router.services.services import RouterServices
+from plexrl.wire.messages import ReadStream
 from plexrl.wire.operations import OperationState
 from plexrl.wire.tensors import decode_body
 
@@ -143,12 +144,13 @@ class TokenReader:
         try:
             found = await self._services.engines.request(
                 engine,
-                "read_stream",
+                ReadStream(
+                    operation=self._operation,
+                    reader=self._name,
+                    stream=position.stream,
+                    after=position.offset,
+                ),
                 READ_TIMEOUT_S,
-                operation=self._operation,
-                reader=self._name,
-                stream=position.stream,
-                after=position.offset,
             )
         except UnavailableError as error:
             if error.details["is_gone"]:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from plexrl.scheduler.rules.settings import Settings
-    from plexrl.scheduler.state.messages.commands import RunOperation
     from plexrl.scheduler.state.messages.effects import Effects
     from plexrl.scheduler.state.records import Deployment, State
+    from plexrl.wire.messages import Run
 
 FACTOR: Final = 10.0
 """Bound of an operation as a multiple of its upper estimate: outputs of very different lengths, a
@@ -37,7 +37,7 @@ LAUNCH: Final = "launch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class BoundedRun:
     """An operation or move that is under way on a WPG, or the start of its processes."""
 
     operation: OperationId
@@ -73,7 +73,7 @@ def watch(state: "State", effects: "Effects", deployment: "Deployment", now: flo
     effects.wake(deployment.watch_at, timers.overdue(deployment.deployment))
 
 
-def runs(state: "State", settings: "Settings", deployment: "Deployment") -> "Iterator[Run]":
+def runs(state: "State", settings: "Settings", deployment: "Deployment") -> "Iterator[BoundedRun]":
     """What is under way on the deployment's workers."""
     moving = deployment.moving
     if moving is not None:
@@ -81,7 +81,7 @@ def runs(state: "State", settings: "Settings", deployment: "Deployment") -> "Ite
     for command in deployment.running.values():
         yield _run(state, settings, deployment, command, is_move=False)
     if is_launching(state, deployment):
-        yield Run(
+        yield BoundedRun(
             operation=OperationId(""),
             kind=LAUNCH,
             is_move=False,
@@ -105,13 +105,13 @@ def _run(
     state: "State",
     settings: "Settings",
     deployment: "Deployment",
-    command: "RunOperation",
+    command: "Run",
     *,
     is_move: bool,
-) -> Run:
+) -> BoundedRun:
     operation = state.operations[command.operation]
     expected_s = _expected_s(state, deployment, command.kind, operation.tokens)
-    return Run(
+    return BoundedRun(
         operation=command.operation,
         kind=command.kind.value,
         is_move=is_move,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, TypedDict
 
 from plexrl.ids import DeploymentId, OperationId
-from plexrl.scheduler.operations.deadlines.bounds import Run, is_launching, runs, watch
+from plexrl.scheduler.operations.deadlines.bounds import BoundedRun, is_launching, runs, watch
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.effects import Effects
@@ -65,7 +65,7 @@ def find_overrun(
     return None
 
 
-def _reason(missed: Run, now: float) -> str:
+def _reason(missed: BoundedRun, now: float) -> str:
     ran_s = now - missed.began_at
     if not missed.operation:
         return f"they were not ready {ran_s:.0f} s after their start"

@@ -7,7 +7,6 @@ operation's deadline ends them.
 """
 
 from collections.abc import Iterable
-from typing import TypedDict
 
 from plexrl.errors import (
     DeviceMemoryFullError,
@@ -29,37 +28,13 @@ from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.wire.messages.cluster_views import ForeignMemoryView, HeldView
 
 CONDITIONS = (
     *(DeviceMemoryFullError, OverloadedError),
     *(StorageFullError, StorageUnavailableError, UnavailableError),
 )
 """Errors of conditions that pass: the same run may succeed later."""
-
-
-class HeldView(TypedDict):
-    """A deployment that retries runs."""
-
-    deployment: DeploymentId
-    code: str
-    """Code of the condition's error."""
-    message: str
-    since: float
-    """When the first of these runs met one, in seconds on the scheduler's clock."""
-    tries: int
-    """Runs in a row that met a condition."""
-
-
-class ForeignMemoryView(TypedDict):
-    """Memory of a GPU that a process holds which is no worker, and for which runs wait."""
-
-    node: NodeId
-    gpu: int
-    pid: int
-    """Id of the process, as the node's StateManager sees it."""
-    nbytes: int
-    since: float
-    """When a run first met it, in seconds on the scheduler's clock."""
 
 
 def is_held(error: PlexRLError, *, state_intact: bool) -> bool:

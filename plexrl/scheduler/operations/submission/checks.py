@@ -5,7 +5,7 @@ from plexrl.scheduler.operations.operations import OWN_MARK
 from plexrl.scheduler.state.messages.events import OperationSubmitted
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment
-from plexrl.wire.operations import OperationKind
+from plexrl.wire.operations import PARAMS_BY_KIND, OperationKind
 
 DEADLINE_S_MAX = 30 * 86_400
 """Maximum deadline, in seconds: a month."""
@@ -14,15 +14,20 @@ DEADLINE_S_MAX = 30 * 86_400
 def check_source(
     event: OperationSubmitted, deployment: Deployment, source: Deployment | None
 ) -> None:
-    """Refuse a reserved operation id, and a source that does not fit the kind of operation.
+    """Refuse a reserved operation id, and parameters or a source that do not fit the kind of
+    operation.
 
     Raises:
-        InvalidRequestError: the id is reserved, a sync names no train deployment of its job, or
-            another operation names a source.
+        InvalidRequestError: the id is reserved, the parameters are another kind's, a sync names no
+            train deployment of its job, or another operation names a source.
     """
     if OWN_MARK in event.operation:
         raise InvalidRequestError(
             f"operation id {event.operation!r}: {OWN_MARK!r} is reserved for the scheduler"
+        )
+    if event.params is not None and type(event.params) is not PARAMS_BY_KIND.get(event.kind):
+        raise InvalidRequestError(
+            f"a {event.kind.value} has no {type(event.params).__name__}: send its own parameters"
         )
     if (event.kind == OperationKind.SYNC_WEIGHTS) != (source is not None):
         raise InvalidRequestError("sync_weights, and only it, names a source deployment")
@@ -43,8 +48,8 @@ def check_same(known: Operation, event: OperationSubmitted) -> None:
     Raises:
         ConflictError: the id was used for another request.
     """
-    same = (known.deployment, known.kind, known.params_json, known.source)
-    asked = (event.deployment, event.kind, event.params_json, event.source)
+    same = (known.deployment, known.kind, known.params, known.source)
+    asked = (event.deployment, event.kind, event.params, event.source)
     payloads = (known.payload_digest or known.payload, event.payload_digest or event.payload)
     if same != asked or payloads[0] != payloads[1]:
         raise ConflictError(

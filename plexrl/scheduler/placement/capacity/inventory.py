@@ -21,8 +21,8 @@ from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.rules.limits import TOTAL_MAX
 from plexrl.scheduler.rules.policies import PlacementPolicy
 from plexrl.scheduler.state.demand.trace import DemandTrace, Footprint, project, whole_ring
-from plexrl.scheduler.state.messages.commands import RankPlacement
 from plexrl.scheduler.state.records import Deployment, Group, Node, State
+from plexrl.wire.messages import RankPlacement
 
 
 class Inventory:

@@ -14,7 +14,7 @@ from sortedcontainers import SortedDict, SortedList
 
 from plexrl.ids import NodeId
 from plexrl.scheduler.placement.capacity.topology import nearest_blocks
-from plexrl.scheduler.state.messages.commands import RankPlacement
+from plexrl.wire.messages import RankPlacement
 
 if TYPE_CHECKING:
     from plexrl.scheduler.state.records import Node

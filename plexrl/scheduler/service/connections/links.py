@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import ConnectionLostError, NoAnswerError, PlexRLError
 from plexrl.ids import NodeId, RouterId
-from plexrl.scheduler.state.messages.commands import (
-    CODEC,
+from plexrl.wire.messages import (
     AbortOperation,
     Command,
     DiscardBlobs,
@@ -22,7 +21,7 @@ from plexrl.scheduler.state.messages.commands import (
     MigrateState,
     PrefetchState,
     ReleaseState,
-    RunOperation,
+    Run,
     StopWorkers,
 )
 from plexrl.wire.rpc import Peer
@@ -69,13 +68,13 @@ class RouterLinks:
         del self._peers[router]
         return True
 
-    async def send(self, command: RunOperation | AbortOperation | DiscardBlobs) -> None:
+    async def send(self, command: Run | AbortOperation | DiscardBlobs) -> None:
         """Send a command. The core repeats runs and aborts; discards are kept until sent."""
         if isinstance(command, DiscardBlobs):
             self._kept.append(command)
             await self.flush()
             return
-        method = "run" if isinstance(command, RunOperation) else "abort"
+        method = "run" if isinstance(command, Run) else "abort"
         await self._notify(method, command, zlib.crc32(command.deployment.encode()))
 
     async def flush(self) -> None:
@@ -112,7 +111,7 @@ class RouterLinks:
         number."""
         peers = [self._peers[router] for router in sorted(self._peers)]
         first = place % len(peers) if peers else 0
-        params = {"command": CODEC.to_plain(command)}
+        params = {"command": command}
         for peer in (*peers[first:], *peers[:first]):
             if await self._notify_one(peer, method, params):
                 return True
@@ -228,8 +227,7 @@ class AgentLinks:
         link = self._links.get(node)
         if link is None:
             return None
-        own = [placed.rank for placed in command.ranks if placed.node == node]
-        params = {"command": {**CODEC.to_plain(command), "ranks": own}}
+        params = {"command": command}
         try:
             await link.peer.call("migrate_state", params, timeout_s=MIGRATION_TIMEOUT_S)
         except ConnectionLostError:
@@ -249,7 +247,7 @@ class AgentLinks:
                 method, nodes = RELEASE, command.nodes
             case PrefetchState():
                 method, nodes = "prefetch_state", command.nodes
-        params = {"command": CODEC.to_plain(command)}
+        params = {"command": command}
         for node in nodes:
             link = self._links.get(node)
             if link is not None:

@@ -12,7 +12,6 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, JobId, OperationId
 from plexrl.scheduler.queries.checkpoint_reports import merged
-from plexrl.scheduler.queries.view_types import NodeView
 from plexrl.scheduler.rules.lookups import unknown_deployment, unknown_job, unknown_operation
 from plexrl.scheduler.service.connections.conditions import find_conditions
 from plexrl.scheduler.service.connections.links import AgentLink
@@ -22,6 +21,7 @@ from plexrl.scheduler.state.machines.job_states import JobState
 from plexrl.scheduler.state.messages import calls
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import Answer, Ask, Plain, Report, Scope
+from plexrl.wire.messages.cluster_views import NodeView
 
 WAIT_S_MAX = 120.0
 LOG_PAGE_MAX = 1000

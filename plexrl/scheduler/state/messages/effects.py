@@ -4,9 +4,9 @@ import heapq
 from dataclasses import dataclass, field
 
 from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId, OperationId
-from plexrl.scheduler.state.messages.commands import Command, DiscardBlobs, SetTimer
 from plexrl.scheduler.state.messages.timers import Subject, Timer, TimerKind
 from plexrl.scheduler.state.records import State
+from plexrl.wire.messages import Command, DiscardBlobs, SetTimer
 
 TIMERS_MIN = 1024
 """Fewer timers are never swept."""

@@ -18,14 +18,15 @@ from plexrl.ids import (
 )
 from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.state.demand.trace import DemandTrace
+from plexrl.scheduler.state.messages.earlier import EARLIER_FIELDS, upgrade_event
 from plexrl.wire.codec import Codec, restore_annotations
-from plexrl.wire.operations import OperationKind
+from plexrl.wire.operations import OperationKind, OperationParams
 
 restore_annotations(DemandTrace)
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all events."""
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all events. The tag is the name of the class, under the key `type`."""
 
 
 class SchedulerStarted(Event, frozen=True, kw_only=True):
@@ -328,7 +329,8 @@ class OperationSubmitted(Event, frozen=True, gc=False):
     operation: OperationId
     deployment: DeploymentId
     kind: OperationKind
-    params_json: str
+    params: OperationParams | None = None
+    """None: the kind has none, or the operation is simulated."""
     payload: BlobRef | None = None
     """Tensors, already durable; None if the kind has none."""
     tokens: int = 0
@@ -456,4 +458,6 @@ CODEC: Codec[Event] = Codec(
     OperationFailed,
     TimerFired,
     ServiceResumed,
+    upgrade=upgrade_event,
+    earlier=EARLIER_FIELDS,
 )

@@ -19,10 +19,10 @@ from typing import Literal, NoReturn
 from plexrl.errors import InvariantError
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.operations.operations import MOVES, OWN_MARK
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.checks.occupancy import Allocation, Occupancy
 from plexrl.sim.workload.scenario import Scenario
+from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
 
 __all__ = ["CORE_CHECK_EVENTS", "Checker", "InvariantError"]
@@ -41,7 +41,7 @@ Invariant = Literal["over-commit", "conservation", "causality", "core"]
 
 @dataclass(slots=True)
 class _Run:
-    command: cmd.RunOperation
+    command: cmd.Run
     began_at: float
 
 
@@ -146,7 +146,7 @@ class Checker:
             self._broken("causality", f"the commands for {type(event).__name__} come at {now!r}")
         for command in commands:
             match command:
-                case cmd.RunOperation():
+                case cmd.Run():
                     self._run(command)
                 case cmd.LaunchWorkers():
                     self._launched(command)
@@ -372,7 +372,7 @@ class Checker:
                     f"{name} is stopped while {run.command.operation} runs without a lost worker",
                 )
 
-    def _run(self, command: cmd.RunOperation) -> None:
+    def _run(self, command: cmd.Run) -> None:
         operation = command.operation
         deployment = self._known(command.deployment, operation)
         allocation = deployment.allocation
@@ -394,7 +394,7 @@ class Checker:
         lock.running[operation] = _Run(command, self._now)
         self._running[operation] = lock
 
-    def _check_exclusive(self, lock: _Lock, command: cmd.RunOperation) -> None:
+    def _check_exclusive(self, lock: _Lock, command: cmd.Run) -> None:
         for run in lock.running.values():
             other = run.command
             both_generate = {command.kind, other.kind} <= {
@@ -407,7 +407,7 @@ class Checker:
                     f"{command.operation} runs on {command.group} beside {other.operation}",
                 )
 
-    def _check_token(self, lock: _Lock, command: cmd.RunOperation) -> None:
+    def _check_token(self, lock: _Lock, command: cmd.Run) -> None:
         if command.token < lock.token:
             self._broken(
                 "causality",
@@ -427,7 +427,7 @@ class Checker:
             self._broken("causality", f"{command.operation} runs under the token of {lock.owner}")
         lock.token, lock.owner = command.token, command.deployment
 
-    def _check_state(self, lock: _Lock, command: cmd.RunOperation) -> None:
+    def _check_state(self, lock: _Lock, command: cmd.Run) -> None:
         wanted = None if command.kind == OperationKind.LOAD else command.deployment
         if lock.resident != wanted:
             self._broken(
@@ -436,7 +436,7 @@ class Checker:
                 f"GPUs of {command.group}",
             )
 
-    def _check_order(self, deployment: _Deployment, command: cmd.RunOperation) -> None:
+    def _check_order(self, deployment: _Deployment, command: cmd.Run) -> None:
         operation, pending = command.operation, deployment.pending
         if command.kind in MOVES:
             return

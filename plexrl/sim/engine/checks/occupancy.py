@@ -11,8 +11,8 @@ No state of ended deployments and groups is kept.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from plexrl.scheduler.state.messages.commands import LaunchWorkers
 from plexrl.scheduler.state.messages.events import DeploymentCreated, NodeJoined
+from plexrl.wire.messages import LaunchWorkers
 
 Gpu = tuple[str, int]
 """Node and index."""

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from plexrl.errors import CapacityError, ModelDoesNotFitError
 from plexrl.ids import BlobRef, OperationId, TenantId
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.shell import FOREVER_S, VirtualShell, worker_ready_events
 from plexrl.sim.engine.statemanagers import NodeStates, Refusal
 from plexrl.sim.metrics.collector import Collector, RunKind
 from plexrl.sim.workload.job_run import WEIGHTS_PART, Filler, JobRun
+from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
 
 TENANT = TenantId("preemptible")
@@ -72,7 +72,7 @@ class Fillers:
                 self._states.launched(command, filler.state_bytes)
                 filler.incarnation = command.incarnation
                 self._shell.at(self._shell.now + self._launch_s, self._launched, command)
-            case cmd.RunOperation():
+            case cmd.Run():
                 self._run(filler, command)
             case cmd.AbortOperation():
                 run = filler.run
@@ -127,7 +127,6 @@ class Fillers:
                 OperationId(f"{filler.deployment}:0"),
                 filler.deployment,
                 OperationKind.GENERATE,
-                "{}",
             )
         )
 
@@ -138,14 +137,14 @@ class Fillers:
             if not self._states.is_away(rank.node):
                 self._send(event)
 
-    def _run(self, filler: Filler, command: cmd.RunOperation) -> None:
+    def _run(self, filler: Filler, command: cmd.Run) -> None:
         now = self._shell.now
         filler.run, filler.run_began_at = command, now
         if command.kind is not OperationKind.GENERATE:
             move = filler.move = self._states.begin(command)
             self._shell.at(now + move.took_s, self._moved, command)
 
-    def _moved(self, command: cmd.RunOperation) -> None:
+    def _moved(self, command: cmd.Run) -> None:
         filler = self._all[command.deployment]
         if filler.run is not command:
             return
@@ -165,14 +164,15 @@ class Fillers:
         for report in move.reports:
             self._send(report)
 
-    def _interrupted(self, command: cmd.RunOperation) -> None:
+    def _interrupted(self, command: cmd.Run) -> None:
         filler = self._all[command.deployment]
         if filler.run is not command:
             # Its workers were lost meanwhile, or it was ordered twice.
             return
         filler.run = None
         took_s = self._shell.now - filler.run_began_at
-        lost_s = 0.0 if command.partial is None else RECOMPUTE_S
+        is_first = not isinstance(command, cmd.Generate) or command.partial is None
+        lost_s = 0.0 if is_first else RECOMPUTE_S
         self._collector.filled(filler.gpus * max(0.0, took_s - lost_s))
         self._send(
             ev.OperationFinished(

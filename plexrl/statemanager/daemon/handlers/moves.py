@@ -51,26 +51,27 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
     store = caller.services.store
     started = time.perf_counter()
     _check_json(request.meta_json)
-    successor = request.successor, request.successor_seq
+    order = request.order
+    successor = order.successor, order.successor_seq
     with (
         rank.exclusive_memory() as memory,
         caller.services.arena_prefetcher.during_offload(rank, *successor) as begin_prefetch,
     ):
-        caller.services.fencing.admit(rank.group, request.token)
-        keep = {request.seq, request.keep_seq}
+        caller.services.fencing.admit(rank.group, order.token)
+        keep = {order.seq, order.keep_seq}
         versions = _versions(caller, rank, VersionKind.STATE)
         others = [v for v in versions if v.manifest.seq not in keep]
         superseded = names_of(others)
-        earlier = names_of([v for v in others if v.manifest.seq == request.previous_seq])
+        earlier = names_of([v for v in others if v.manifest.seq == order.previous_seq])
         same_size = [v for v in versions if v.manifest.world_size == rank.world_size]
         stored = _find_unchanged(rank, request, same_size)
         moved = 0
         if stored is None:
             manifest = _manifest(
-                caller, rank, VersionKind.STATE, request.seq, request.parts, request.meta_json
+                caller, rank, VersionKind.STATE, order.seq, request.parts, request.meta_json
             )
             manifest = _with_digests(manifest, request.digests)
-            manifest = replace(manifest, token=request.token)
+            manifest = replace(manifest, token=order.token)
             host = rank.host if is_in_host(manifest, rank) else None
             stored = store.put(manifest, memory, superseded, host, begin_prefetch)
             moved = manifest.nbytes
@@ -80,8 +81,8 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
             store.touch(stored.manifest.name)
         store.drop(name for name in superseded if name not in earlier)
         caller.services.earlier_versions.keep(earlier)
-        if request.next_use_s is not None:
-            store.expect_use_in(rank.deployment, request.next_use_s)
+        if order.next_use_s is not None:
+            store.expect_use_in(rank.deployment, order.next_use_s)
         report = move_report(moved, time.perf_counter() - started, stored.tier)
         return Reply({**report, "stamp": stored.manifest.stamp})
 
@@ -316,7 +317,7 @@ def _find_unchanged(
     """
     for version in stored:
         manifest = version.manifest
-        if (manifest.stamp, manifest.seq) == (request.same_as, request.seq):
+        if (manifest.stamp, manifest.seq) == (request.same_as, request.order.seq):
             parts = tuple(sorted(request.parts))
             slices = tuple(piece for piece in rank.slices if piece.key.part in parts)
             wanted = (rank.world_size, parts, request.meta_json, slices)

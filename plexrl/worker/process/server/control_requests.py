@@ -14,9 +14,18 @@ from dataclasses import asdict
 from typing import Any
 
 from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError
+from plexrl.wire.messages import (
+    Abort,
+    AnyEngineRequest,
+    EngineLoad,
+    Pause,
+    ReadStream,
+    Resume,
+    RunName,
+    SetTp,
+)
 from plexrl.worker.interface.backend import Backend, RolloutBackend
-from plexrl.worker.interface.command import RunName
-from plexrl.worker.process.server.server import Request
+from plexrl.worker.process.server.server import Connection
 from plexrl.worker.process.server.token_streams import TokenStreams
 from plexrl.worker.state.state_mover import StateMover
 
@@ -24,8 +33,6 @@ LOG = logging.getLogger(__name__)
 
 ABORTED_MAX = 1024
 """Aborts that are remembered, because an abort may arrive before its generation."""
-
-ANSWERED = ("engine_stats", "engine_load", "read_stream", "pause", "resume", "set_tp")
 
 Plain = dict[str, Any]
 
@@ -52,28 +59,24 @@ class ControlRequests:
         self._resume_at: float | None = None
         """Time at which a pause ends, on the monotonic clock; absent: not paused."""
 
-    def handle(self, request: Request) -> bool:
-        """Handle `request` if it is a control request. False: it is not."""
-        header = request.header
-        kind = header.get("request")
-        if kind == "abort":
-            if header.get("token"):
-                self._interrupt(header["operation"], header["token"])
+    def handle(self, message: Abort | AnyEngineRequest, connection: Connection) -> None:
+        """Carry out a control request, and answer what is answered."""
+        if isinstance(message, Abort):
+            abort = message.abort
+            if abort.token:
+                self._interrupt(abort.operation, abort.token)
             else:
-                self._abort(header["operation"], header.get("rows"))
-            return True
-        if kind not in ANSWERED:
-            return False
+                self._abort(abort.operation, abort.rows)
+            return
         try:
-            if kind == "read_stream":
-                self._streams.read(request.connection, header)
+            if isinstance(message, ReadStream):
+                self._streams.read(connection, message)
             else:
-                request.connection.answer(header["ask"], self._answer(kind, header))
+                connection.answer(message.ask, self._answer(message))
         except PlexRLError as error:
-            request.connection.refuse(header["ask"], error)
-        return True
+            connection.refuse(message.ask, error)
 
-    def _abort(self, operation: str, rows: list[int] | None) -> None:
+    def _abort(self, operation: str, rows: tuple[int, ...] | None) -> None:
         if self._generator is None:
             return
         known = self._aborted.pop(operation, frozenset())
@@ -119,18 +122,19 @@ class ControlRequests:
             LOG.info("the pause is over")
             self._generator.resume()
 
-    def _answer(self, kind: str, header: Plain) -> Plain:
+    def _answer(self, message: AnyEngineRequest) -> Plain:
         engine = self._engine()
-        if kind == "pause":
-            engine.pause()
-            self._resume_at = time.monotonic() + header["for_s"]
-        elif kind == "resume":
-            engine.resume()
-            self._resume_at = None
-        elif kind == "set_tp":
-            engine.set_tp(header["tp"], header["kv"])
+        match message:
+            case Pause():
+                engine.pause()
+                self._resume_at = time.monotonic() + message.for_s
+            case Resume():
+                engine.resume()
+                self._resume_at = None
+            case SetTp():
+                engine.set_tp(message.tp, message.kv)
         answer = asdict(engine.stats())
-        if kind != "engine_load":
+        if not isinstance(message, EngineLoad):
             return answer
         arrived = self._mover.arrival.arrived
         return {**answer, **engine.load(), "arrived": None if arrived is None else arrived[0]}

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from plexrl.errors import ConflictError, StaleTokenError
+from plexrl.wire.messages import AnyRun, RunName
 from plexrl.wire.operations import MUTATING, SUPERSEDING
-from plexrl.worker.interface.command import RunCommand, RunName
 
 KEPT_MAX = 256
 """Most replies kept; far more than can be in flight when a router dies."""
@@ -25,7 +25,7 @@ after a router died."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class KeptReply:
     """One reply, as header and payload of its frame."""
 
     header: dict[str, Any]
@@ -40,18 +40,18 @@ class ReplyCache:
         """Number of the last mutation in the state on the device."""
         self._highest_token = 0
         self._running: set[RunName] = set()
-        self._kept: OrderedDict[RunName, Reply] = OrderedDict()
+        self._kept: OrderedDict[RunName, KeptReply] = OrderedDict()
         self._kept_bytes = 0
 
     def known(self, name: RunName) -> bool:
         """Whether the run is executing or has a kept reply."""
         return name in self._running or name in self._kept
 
-    def answer(self, name: RunName) -> Reply | None:
+    def answer(self, name: RunName) -> KeptReply | None:
         """The kept reply; None while the run executes."""
         return self._kept.get(name)
 
-    def begin(self, command: RunCommand) -> bool:
+    def begin(self, command: AnyRun) -> bool:
         """Admit a run that is not known. False: the state contains its mutation already.
 
         Raises:
@@ -79,7 +79,7 @@ class ReplyCache:
         self._running.add(command.name)
         return True
 
-    def end(self, name: RunName, reply: Reply) -> None:
+    def end(self, name: RunName, reply: KeptReply) -> None:
         """Keep the reply of a run; the oldest replies beyond the bounds are dropped."""
         self._running.discard(name)
         self._kept[name] = reply

@@ -13,13 +13,14 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from plexrl.errors import InvalidRequestError, PlexRLError, WrongWorkerError
 from plexrl.wire.framing import Buffer, Header, recv_frame_or_file, send_frame
 from plexrl.wire.links.address import Address
 from plexrl.wire.links.credentials import Credentials, Role
 from plexrl.wire.links.dial import BlockingSocket, listen_blocking
+from plexrl.wire.messages import Answer, Failed, WorkerName, frame_header
 
 LOG = logging.getLogger(__name__)
 
@@ -27,14 +28,6 @@ Payload = bytearray | memoryview
 """Received bytes, or the mapping of a file that the router passed."""
 REQUESTS_MAX = 1024
 ACCEPT_RETRY_S = 0.1
-
-
-class WorkerName(NamedTuple):
-    """One worker process of all times."""
-
-    deployment: str
-    rank: int
-    incarnation: int
 
 
 class Connection:
@@ -54,11 +47,11 @@ class Connection:
 
     def answer(self, ask: str, answer: dict[str, Any]) -> None:
         """Answer a request that is not an operation; `ask` is its id."""
-        self.send({"reply": "answer", "operation": ask, "token": 0, "answer": answer})
+        self.send(frame_header(Answer(operation=ask, token=0, answer=answer)))
 
     def refuse(self, ask: str, error: PlexRLError) -> None:
         """As `answer`, with the error of a request that failed."""
-        self.send({"reply": "failed", "operation": ask, "token": 0, "error": error.to_wire()})
+        self.send(frame_header(Failed(operation=ask, token=0, error=error.to_wire())))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from plexrl.errors import InvalidRequestError
+from plexrl.wire.messages import ReadStream
 from plexrl.wire.tensors import Array
 from plexrl.worker.process.server.server import Connection
 
@@ -118,7 +119,7 @@ class TokenStreams:
         self._logs: dict[str, Log | None] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         # By the reader's name: a new request replaces the reader's earlier one.
-        self._waiting: OrderedDict[str, tuple[Connection, Plain]] = OrderedDict()
+        self._waiting: OrderedDict[str, tuple[Connection, ReadStream]] = OrderedDict()
 
     def begin(self, operation: str, stream: "bool | Literal['rows']") -> Log | None:
         """Register a generation; returns its log if it is streamed, as `GenerateParams.stream`."""
@@ -136,40 +137,40 @@ class TokenStreams:
         self._ended[operation] = None
         if len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
-        for reader, (connection, header) in list(self._waiting.items()):
-            if header["operation"] == operation:
+        for reader, (connection, asked) in list(self._waiting.items()):
+            if asked.operation == operation:
                 del self._waiting[reader]
-                connection.answer(header["ask"], {"ended": True})
+                connection.answer(asked.ask, {"ended": True})
         return log
 
-    def read(self, connection: Connection, header: Plain) -> None:
+    def read(self, connection: Connection, asked: ReadStream) -> None:
         """Reply to a reader now or when there are new tokens. The generation may begin later.
 
         Raises:
             InvalidRequestError: the generation is not streamed.
         """
-        if self._logs.get(header["operation"], header) is None:
+        if asked.operation in self._logs and self._logs[asked.operation] is None:
             raise InvalidRequestError(
-                f"operation {header['operation']!r} was submitted without `stream`: read the "
+                f"operation {asked.operation!r} was submitted without `stream`: read the "
                 "tokens from its result"
             )
-        self._waiting.pop(header["reader"], None)
-        if header["operation"] in self._ended:
-            connection.answer(header["ask"], {"ended": True})
+        self._waiting.pop(asked.reader, None)
+        if asked.operation in self._ended:
+            connection.answer(asked.ask, {"ended": True})
             return
-        self._waiting[header["reader"]] = connection, header
+        self._waiting[asked.reader] = connection, asked
         if len(self._waiting) > READERS_MAX:
-            _, (oldest, oldest_header) = self._waiting.popitem(last=False)
-            oldest.answer(oldest_header["ask"], {"nothing": True})
+            _, (oldest, oldest_asked) = self._waiting.popitem(last=False)
+            oldest.answer(oldest_asked.ask, {"nothing": True})
         self.serve()
 
     def serve(self) -> None:
         """Reply to all readers for which there are new tokens."""
-        for reader, (connection, header) in list(self._waiting.items()):
-            log = self._logs.get(header["operation"])
+        for reader, (connection, asked) in list(self._waiting.items()):
+            log = self._logs.get(asked.operation)
             if log is None:
                 continue
-            after = header["after"] if header["stream"] == log.name else 0
+            after = asked.after if asked.stream == log.name else 0
             if after < len(log):
                 del self._waiting[reader]
-                connection.answer(header["ask"], log.read(after))
+                connection.answer(asked.ask, log.read(after))

@@ -172,7 +172,7 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         """Queue a generation. Raises `BatchShapeError`."""
         tokens, lengths = call.arrays["tokens"], call.arrays["lengths"]
         ends = np.cumsum(lengths)[:-1]
-        first_row = int(call.rank_params.get("first_row", 0))
+        first_row = call.share.first_row
         generation = Generation(
             name=call.operation,
             prompts=[part.tolist() for part in np.split(tokens, ends)],

@@ -11,9 +11,9 @@ from plexrl.model.memory.device_memory import CONTEXT_BYTES
 from plexrl.scheduler.core.outcomes import REFUSED_LOAD_FACTOR
 from plexrl.scheduler.operations.held.unreturned_memory import KEPT_FACTOR
 from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.statemanager.daemon.memory.holders import Need, Resident, held_error
+from plexrl.wire import messages as cmd
 from tests.scheduler.fake_cluster import FakeCluster
 
 KEPT = KEPT_FACTOR * CONTEXT_BYTES

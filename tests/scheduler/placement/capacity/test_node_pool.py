@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind, NodePool
-from plexrl.scheduler.state.messages.commands import RankPlacement
+from plexrl.wire.messages import RankPlacement
 
 SMALL = NodeKind("a", 40)
 LARGE = NodeKind("a", 80)

@@ -26,10 +26,10 @@ from plexrl.scheduler.rules.config import (
 )
 from plexrl.scheduler.service.journal.recovery import restore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.scheduler.state.records import State
+from plexrl.wire import messages as cmd
 from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster, config
 
@@ -76,7 +76,7 @@ class RecordedCluster(FakeCluster):
             case _:
                 self.pass_time((0.01, 0.1, 5.0, 100.0)[rest % 4])
 
-    def fail(self, run: cmd.RunOperation, *, intact: bool) -> None:
+    def fail(self, run: cmd.Run, *, intact: bool) -> None:
         """A run fails; its report may not be JSON."""
         self.runs.remove(run)
         error_json = '{"code":"execution_failed","message":"no"}' if intact else "no JSON"

@@ -12,7 +12,6 @@ from msgspec import structs
 
 from plexrl.errors import InvariantError
 from plexrl.ids import NodeId, OperationId
-from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.checks.checker import Checker
 from plexrl.sim.engine.simulate import simulate
@@ -21,6 +20,7 @@ from plexrl.sim.workload.policies import SIM_POLICIES
 from plexrl.sim.workload.scenario import GIB, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob
 from plexrl.traces.generate.published import MODEL_CLASSES
+from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
 
 
@@ -80,11 +80,11 @@ def recorded() -> tuple[Entry, ...]:
 
 def _running(history: History) -> str:
     """A deployment with an operation of its own under way."""
-    runs: dict[str, cmd.RunOperation] = {}
+    runs: dict[str, cmd.Run] = {}
     for entry in history:
         if isinstance(entry.event, ev.OperationFinished):
             runs.pop(entry.event.operation)
-        runs |= {each.operation: each for each in commands_of(entry, cmd.RunOperation)}
+        runs |= {each.operation: each for each in commands_of(entry, cmd.Run)}
     return str(next(each.deployment for each in runs.values() if each.kind in USER_KINDS))
 
 
@@ -108,9 +108,7 @@ def find(history: History, wanted: Callable[[Entry], Any], after: int = 0) -> in
 
 
 def with_run(kind: OperationKind) -> Callable[[Entry], Any]:
-    return lambda entry: [
-        each for each in commands_of(entry, cmd.RunOperation) if each.kind == kind
-    ]
+    return lambda entry: [each for each in commands_of(entry, cmd.Run) if each.kind == kind]
 
 
 def changed_command(history: History, at: int, old: cmd.Command, **changes: Any) -> None:

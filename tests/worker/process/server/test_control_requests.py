@@ -5,17 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from plexrl.ids import DeploymentId, FencingToken, OperationId
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import tiny_qwen2
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.wire.framing import recv_frame
+from plexrl.wire.messages import Abort, AbortOperation, AnyEngineRequest
 from plexrl.wire.operations import GenerateParams, OperationKind, SamplingParams
 from plexrl.worker.interface.backend import BackendCall
 from plexrl.worker.process.server.control_requests import ControlRequests
-from plexrl.worker.process.server.server import Connection, Request
+from plexrl.worker.process.server.server import Connection
 from plexrl.worker.process.server.token_streams import TokenStreams
 from plexrl.worker.rollout.engine import TorchRolloutBackend
 from plexrl.worker.state.state_mover import StateMover
@@ -40,11 +43,19 @@ class Router:
         self.generations[operation] = ((operation, token), 0.0)
         self.controls.generation_began(operation, token)
 
-    def send(self, **header: Any) -> bool:
-        return self.controls.handle(Request(self._connection, header, bytearray()))
+    def abort(self, operation: str, token: int = 0) -> None:
+        order = AbortOperation(
+            operation=OperationId(operation),
+            deployment=DeploymentId("j/r"),
+            addresses=(),
+            token=FencingToken(token),
+        )
+        self.controls.handle(Abort(abort=order), self._connection)
 
     def ask(self, request: str, **fields: Any) -> dict[str, Any]:
-        assert self.send(request=request, ask="a", **fields)
+        header = {"request": request, "ask": "a", **fields}
+        message: AnyEngineRequest = msgspec.convert(header, AnyEngineRequest)
+        self.controls.handle(message, self._connection)
         header, _ = recv_frame(self._socket)
         assert (header["operation"], header["token"]) == ("a", 0)
         return header
@@ -80,7 +91,6 @@ def call(operation: str) -> BackendCall:
         operation=operation,
         kind=OperationKind.GENERATE,
         params=GenerateParams(sampling=sampling),
-        rank_params={},
         arrays={"tokens": np.array([3, 4], np.int32), "lengths": np.array([2], np.int32)},
         seq=0,
     )
@@ -94,11 +104,11 @@ def begin(router: Router, backend: TorchRolloutBackend, operation: str, token: i
 def test_the_order_to_end_a_generation_may_come_before_it(
     router: Router, backend: TorchRolloutBackend
 ) -> None:
-    assert router.send(request="abort", operation="early")
+    router.abort("early")
     backend.lay_out()
     backend.materialise()
     router.mover.is_resident = True
-    assert router.send(request="abort", operation="never")
+    router.abort("never")
     for operation in ("early", "other"):
         begin(router, backend, operation)
     [(name, result)] = backend.step()
@@ -116,15 +126,15 @@ def test_an_interruption_ends_one_run_of_a_generation_and_not_the_next(
     backend.materialise()
     router.mover.is_resident = True
     if before:
-        router.send(request="abort", operation="g", token=1)
+        router.abort("g", token=1)
     begin(router, backend, "g", token=1)
     if not before:
-        router.send(request="abort", operation="g", token=1)
+        router.abort("g", token=1)
     [(_, result)] = backend.step()
     assert result.arrays["lengths"].tolist() == [0]
     begin(router, backend, "g", token=2)
     # Sent again by another router, and late.
-    router.send(request="abort", operation="g", token=1)
+    router.abort("g", token=1)
     while not (ended := backend.step()):
         continue
     assert ended[0][1].arrays["lengths"].tolist() == [8]
@@ -177,8 +187,3 @@ def test_groups_that_do_not_change_are_not_switched(
     assert refused["code"] == "invalid_request"
     assert "create the deployment with tp_sizes" in refused["message"]
     assert router.ask("engine_stats")["answer"]["tp"] == 1
-
-
-def test_what_is_no_control_is_left_to_others(router: Router) -> None:
-    assert not router.send(request="run", command={})
-    assert router.send(request="abort", operation="none")

@@ -1,12 +1,15 @@
 """A worker's reply cache: every run once, none out of order, none for an earlier lock holder."""
 
+from typing import Any
+
 import pytest
 
 from plexrl.errors import ConflictError, StaleTokenError
+from plexrl.wire.messages import RunName
 from plexrl.wire.operations import OperationKind
-from plexrl.worker.interface.command import RunCommand, RunName
 from plexrl.worker.process.server import reply_cache
-from plexrl.worker.process.server.reply_cache import KEPT_MAX, Reply, ReplyCache
+from plexrl.worker.process.server.reply_cache import KEPT_MAX, KeptReply, ReplyCache
+from tests.wire.runs import make_run
 
 
 def command(
@@ -15,10 +18,8 @@ def command(
     name: RunName = ("o", 1),
     *,
     replay: bool = False,
-) -> RunCommand:
-    return RunCommand(
-        operation=name[0], kind=OperationKind(kind), token=name[1], seq=seq, replay=replay
-    )
+) -> Any:
+    return make_run(OperationKind(kind), operation=name[0], token=name[1], seq=seq, replay=replay)
 
 
 def test_a_known_run_is_answered_and_not_run_again() -> None:
@@ -26,7 +27,7 @@ def test_a_known_run_is_answered_and_not_run_again() -> None:
     assert replies.begin(command())
     assert replies.known(("o", 1))
     assert replies.answer(("o", 1)) is None
-    reply = Reply({"reply": "finished"}, b"")
+    reply = KeptReply({"reply": "finished"}, b"")
     replies.end(("o", 1), reply)
     assert replies.answer(("o", 1)) is reply
 
@@ -55,7 +56,7 @@ def test_answers_are_kept_within_a_bound() -> None:
     replies = ReplyCache()
     for index in range(KEPT_MAX + 10):
         replies.begin(command("barrier", name=(f"o{index}", 1)))
-        replies.end((f"o{index}", 1), Reply({}, b""))
+        replies.end((f"o{index}", 1), KeptReply({}, b""))
     assert not replies.known(("o0", 1))
     assert replies.known((f"o{KEPT_MAX + 9}", 1))
 
@@ -71,7 +72,7 @@ def test_large_answers_are_kept_within_a_bound_of_bytes_and_the_newest_always(
         names = [(f"o{len(sizes)}-{index}", 1) for index in range(len(sizes))]
         for name, size in zip(names, sizes, strict=True):
             replies.begin(command("barrier", name=name))
-            replies.end(name, Reply({}, bytes(size)))
+            replies.end(name, KeptReply({}, bytes(size)))
         return [replies.known(name) for name in names]
 
     assert known(60, 10, 10, 10, 10) == [True] * 5

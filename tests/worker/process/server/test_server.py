@@ -17,7 +17,8 @@ from plexrl.wire.framing import recv_frame, send_frame
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
 from plexrl.wire.links.credentials import Credentials, Role
 from plexrl.wire.links.dial import BLOCKING_HANDSHAKES_MAX, connect_blocking
-from plexrl.worker.process.server.server import Server, WorkerName
+from plexrl.wire.messages import WorkerName
+from plexrl.worker.process.server.server import Server
 from tests.certificates import TestAuthority
 from tests.half_open import half_open, is_ended
 

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.framing import recv_frame
+from plexrl.wire.messages import ReadStream
 from plexrl.worker.process.server import token_streams
 from plexrl.worker.process.server.server import Connection
 from plexrl.worker.process.server.token_streams import RowLog, TokenLog, TokenStreams
@@ -22,14 +24,14 @@ class Reader:
         self._there = there
         self.connection = Connection(there)
 
-    def question(self, reader: str, after: int = 0, stream: str = "") -> dict[str, Any]:
-        return {
-            "operation": "op",
-            "ask": f"ask-{reader}-{after}",
-            "reader": reader,
-            "stream": stream,
-            "after": after,
-        }
+    def question(self, reader: str, after: int = 0, stream: str = "") -> ReadStream:
+        return ReadStream(
+            operation="op",
+            ask=f"ask-{reader}-{after}",
+            reader=reader,
+            stream=stream,
+            after=after,
+        )
 
     def answer(self) -> dict[str, Any] | None:
         """The next answer with the question's id; None where there is none yet."""
@@ -117,7 +119,7 @@ def test_a_request_after_the_end_is_answered_at_once(
     streams.serve()
     assert router.answer() is not None
     # How many are remembered is bounded: of older ones nothing is known, as of those to come.
-    streams.read(router.connection, {**router.question("old"), "operation": "former"})
+    streams.read(router.connection, replace(router.question("old"), operation="former"))
     assert router.answer() is None
 
 

@@ -185,7 +185,6 @@ def call(seq: int) -> BackendCall:
             samples_per_prompt=2,
             sampling=SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, seed=1),
         ),
-        rank_params={},
         arrays={
             "tokens": np.concatenate([np.array(prompt) for prompt in PROMPTS]),
             "lengths": np.array([len(prompt) for prompt in PROMPTS]),

@@ -90,7 +90,6 @@ def call(
         operation=name,
         kind=OperationKind.GENERATE,
         params=GenerateParams(samples_per_prompt=n, sampling=SamplingParams(**chosen)),
-        rank_params={},
         arrays={
             "tokens": np.concatenate([np.array(prompt) for prompt in prompts]),
             "lengths": np.array([len(prompt) for prompt in prompts]),

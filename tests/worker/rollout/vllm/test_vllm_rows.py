@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from plexrl.wire.messages import RankShare
 from tests.worker.rollout.vllm.backends import (
     MARKS,
     PROMPTS,
@@ -77,7 +78,7 @@ def test_each_row_is_reported_once_when_it_ends_with_the_versions_that_drew_it(
     together.arrays["max_tokens"] = np.array([8, 3, 6])
     # A replica's part: rows count over the whole call.
     backend.submit(
-        replace(together, rank_params={"first_row": 10}), None, lambda *row: reported.append(row)
+        replace(together, share=RankShare(first_row=10)), None, lambda *row: reported.append(row)
     )
     for _ in range(4):
         backend.step()

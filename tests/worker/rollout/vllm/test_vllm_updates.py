@@ -200,7 +200,7 @@ def test_a_checkpoint_of_the_trainer_is_loaded(make: Make, checkpoints: Path) ->
         operation="load",
         kind=OperationKind.LOAD_CHECKPOINT,
         params=CheckpointParams(name="step"),
-        rank_params={"job": "job"},
+        job="job",
         arrays={},
         seq=70,
     )

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plexrl.model.memory.state_terms import LAYERWISE_PARAMETERS
 from plexrl.statemanager.layout.keys import StatePart
+from plexrl.wire.messages import RankShare
 from plexrl.wire.operations import ForwardBackwardParams, OperationKind
 from plexrl.worker.interface.backend import BackendCall
 from plexrl.worker.state.arena_tensors import view
@@ -102,7 +103,7 @@ def _run(made: TrainingBackend, kind: OperationKind, seed: int, micro_batches: i
             operation="o",
             kind=kind,
             params=ForwardBackwardParams(loss=LOSS) if backward else ADAM,
-            rank_params={"micro_batches": micro_batches, "denominator": 9.0},
+            share=RankShare(micro_batches=micro_batches, denominator=9.0),
             arrays=batch(seed) if backward else {},
             seq=1,
         )

@@ -20,17 +20,18 @@ from plexrl.router.dispatch.plan import plan_batch
 from plexrl.router.dispatch.reductions import loss_denominator
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.layout.keys import StatePart
+from plexrl.wire.messages import RankShare
 from plexrl.wire.operations import AdamParams, ForwardBackwardParams, OperationKind
 from plexrl.worker.batches.losses import compute_loss
 from plexrl.worker.batches.packing import micro_batches
 from plexrl.worker.interface.backend import BackendCall
-from plexrl.worker.interface.command import RunCommand
 from plexrl.worker.models import build_model
 from plexrl.worker.process.backend_factory import make_backend
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.state_mover import StateMover
 from plexrl.worker.training.backend import TrainingBackend
 from tests.statemanager.conftest import Daemon, daemon_in
+from tests.wire.runs import make_run
 from tests.worker.training.ranks import batch
 
 MODEL = tiny_qwen2("0123456789abcdefghijk", seed=1, hidden=32)
@@ -67,7 +68,7 @@ def train(rank: int, name: str, folder: str, listen: str, tickets: list[bytes]) 
     mover = StateMover(backend, client, "g")
 
     def move(kind: OperationKind, seq: int) -> dict[str, Any]:
-        return mover.move(RunCommand(operation="m", kind=kind, token=1, seq=seq))
+        return mover.move(make_run(kind, seq=seq))
 
     move(OperationKind.LOAD, 0)
     filled = []
@@ -81,10 +82,10 @@ def train(rank: int, name: str, folder: str, listen: str, tickets: list[bytes]) 
                 operation="o",
                 kind=OperationKind.FORWARD_BACKWARD,
                 params=ForwardBackwardParams(loss=LOSS),
-                rank_params={
-                    "micro_batches": plan.micro_batches,
-                    "denominator": loss_denominator(LOSS, arrays),
-                },
+                share=RankShare(
+                    micro_batches=plan.micro_batches,
+                    denominator=loss_denominator(LOSS, arrays),
+                ),
                 arrays=plan.inputs(arrays)[plan.part_of(rank)],
                 seq=2 * step + 1,
             )
@@ -98,7 +99,6 @@ def train(rank: int, name: str, folder: str, listen: str, tickets: list[bytes]) 
             operation="o",
             kind=OperationKind.OPTIM_STEP,
             params=params,
-            rank_params={},
             arrays={},
             seq=seq + 1,
         )

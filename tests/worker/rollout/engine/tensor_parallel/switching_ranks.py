@@ -3,7 +3,7 @@
 The first rank leads. What the ranks found is left in files; most checks are in the tests.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ from tests.worker.rollout.engine.test_histories import VOCABULARY, History
 
 WORLD = 4
 SIZES = ((1, 2, 4), (2, 4))
-HISTORIES = (6, 7, 10)
-"""Seeds."""
+HISTORIES = {SIZES[0]: (6, 7, 10), SIZES[1]: (6,)}
+"""Seeds, by the sizes of groups."""
 SEQUENCE_TOKENS = 64
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [9], list(range(3, 20))]
 
@@ -44,6 +44,8 @@ SCHEDULES: dict[str, dict[int, tuple[int, str]]] = {
     "each way": {3: (4, "recompute"), 4: (1, "migrate"), 12: (2, "recompute"), 20: (4, "migrate")},
 }
 """Switches by the step before which they happen; a size that a test lacks is 2 there."""
+CASES = [(SIZES[0], name) for name in SCHEDULES] + [(SIZES[1], "each way")]
+"""Groups that are never of one rank differ in what is moved, which a single schedule shows."""
 
 
 def model_spec(seed: int) -> ModelSpec:
@@ -223,18 +225,21 @@ def run(rank: int, store: str, folder: str) -> None:
             here.follow()
             continue
         calls = EngineCalls(here.groups.everyone)
-        found = {"histories": histories(here, calls), "driven": driven(here, calls)}
+        found = {
+            "histories": histories(here, calls, HISTORIES[sizes]),
+            "driven": driven(here, calls, [name for own, name in CASES if own == sizes]),
+        }
         calls.send("close")
         torch.save(found, Path(folder) / f"{len(sizes)}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def histories(rank: Rank, calls: EngineCalls) -> list[tuple[int, int, int]]:
+def histories(rank: Rank, calls: EngineCalls, seeds: Sequence[int]) -> list[tuple[int, int, int]]:
     """Live random histories, which check themselves; returns switches, bytes moved and preemptions
     of each."""
     found = []
-    for seed in HISTORIES:
+    for seed in seeds:
         history = SwitchingHistory(seed, rank.models, rank=rank, calls=calls)
         history.run()
         preemptions = history.engine.stats().preemptions
@@ -242,10 +247,11 @@ def histories(rank: Rank, calls: EngineCalls) -> list[tuple[int, int, int]]:
     return found
 
 
-def driven(rank: Rank, calls: EngineCalls) -> dict[Any, Any]:
+def driven(rank: Rank, calls: EngineCalls, names: Sequence[str]) -> dict[Any, Any]:
     """Rows and statistics of each schedule, by its name and whether the weights changed."""
     found = {}
-    for name, schedule in SCHEDULES.items():
+    for name in names:
+        schedule = SCHEDULES[name]
         own = {
             step: (size if size in rank.groups.by_size else 2, way)
             for step, (size, way) in schedule.items()

@@ -52,10 +52,7 @@ def alone() -> dict[bool, dict[str, Any]]:
     return {updates: drawn(updates) for updates in (False, True)}
 
 
-CASES = [(sizes, name) for sizes in ranks.SIZES for name in ranks.SCHEDULES]
-
-
-@pytest.mark.parametrize(("sizes", "name"), CASES)
+@pytest.mark.parametrize(("sizes", "name"), ranks.CASES)
 def test_switches_change_no_token(
     found: Any, alone: Any, sizes: tuple[int, ...], name: str
 ) -> None:

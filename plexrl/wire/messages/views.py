@@ -1,9 +1,10 @@
-"""Types of the views: their fields as they go over the wire.
+"""Views of jobs, deployments and operations, as they go over the wire.
 
-Times (`_at`, `now`) are seconds on the scheduler's clock.
+Times (`_at`, `now`) are seconds on the scheduler's clock. Scheduler, router, SDK and CLI share
+these types.
 """
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Any, Literal, TypedDict
 
 from plexrl.ids import (
     BlobRef,
@@ -15,11 +16,41 @@ from plexrl.ids import (
     OperationId,
     TenantId,
 )
-from plexrl.scheduler.accounting.quotas import TenantLimits
-from plexrl.scheduler.operations.failures import ErrorView
-from plexrl.scheduler.operations.held.holding import ForeignMemoryView, HeldView
-from plexrl.scheduler.placement.capacity.memory_view import MemoryView
-from plexrl.scheduler.queries.eta import EtaQualityView
+from plexrl.wire.messages.cluster_views import EtaQualityView
+
+
+class ErrorView(TypedDict):
+    """`PlexRLError.to_wire()`."""
+
+    code: str
+    message: str
+    details: dict[str, Any]
+    """Plain JSON values."""
+
+
+class MemoryTermView(TypedDict):
+    """One summand of what a deployment needs on each GPU."""
+
+    name: str
+    nbytes: int
+    stays: bool
+    """It stays on the GPU while the deployment is offloaded."""
+
+
+class MemoryView(TypedDict):
+    """Memory on each GPU of a deployment, as placement counts it."""
+
+    terms: list[MemoryTermView]
+    need_bytes: int
+    """The sum."""
+    is_measured: bool
+    """The activations are measured, not estimated."""
+    others_keep_bytes: int
+    """What the others of its group keep on each GPU while it works."""
+    gpu_memory_bytes: int | None
+    """Of each GPU of its group; None: it has none."""
+    gpu_kind: str
+    """Name of the GPUs; empty: they are virtual, and only states count."""
 
 
 class ExplanationView(TypedDict):
@@ -167,161 +198,6 @@ class JobView(TypedDict):
     submitted_at: float
     ended_at: float | None
     deployments: list[DeploymentView]
-
-
-class ServiceLevelView(TypedDict):
-    """What one live job accepts to wait, and what it waited."""
-
-    job: JobId
-    tenant: TenantId
-    name: str
-    slo: float
-    """Greatest waiting / (waiting + running) that it accepts."""
-    is_promised: bool
-    """The job or its tenant named that bound; otherwise it is the cluster's aim."""
-    waiting_part: float | None
-    """The measured part, the greatest of its deployments; None: not measured."""
-
-
-class GpuView(TypedDict):
-    """One GPU of a group."""
-
-    node: NodeId
-    gpu: int
-    """Index of the GPU on its node."""
-
-
-class GroupView(TypedDict):
-    """One node group and the holder of its lock."""
-
-    group: GroupId
-    gpus: list[GpuView]
-    members: list[DeploymentId]
-    fillers: list[DeploymentId]
-    """Preemptible deployments, which use the members' idle time."""
-    shared: bool
-    node_type: str
-    is_closed: bool
-    """It takes no more members."""
-    load: float
-    """Sum of the members' duties."""
-    holder: DeploymentId | None
-    token: FencingToken
-    phase: str
-    """`idle`, `run`, `hold`, or the kind of the move in flight."""
-    switches: int
-    switch_seconds: float
-
-
-class NodeView(TypedDict):
-    """One node."""
-
-    node: NodeId
-    gpus: int
-    gpus_reserved: int
-    """GPUs that belong to groups."""
-    gpu_memory_bytes: int
-    """Of each GPU."""
-    gpu_kind: str
-    host_memory_bytes: int
-    host_ready_bytes: NotRequired[int]
-    """Host tier that has been allocated in advance; absent: nothing is to be, or is unknown."""
-    host_prefault_bytes: NotRequired[int]
-    """How much of it is to be."""
-    nvme_bytes: int
-    """Capacity of its NVMe tier."""
-    node_type: str
-    speed: float
-    """Of training, relative to other nodes."""
-    block: str
-    fabric: str
-    """`trusted`: groups may span it and other trusted nodes."""
-    is_draining: bool
-    alive: bool
-    groups: NotRequired[list[GroupId]]
-    """For operators only."""
-    host: NotRequired[str]
-    """Address at which other machines reach it; empty: it is on the scheduler's machine. For
-    operators only."""
-    statemanager: NotRequired[str]
-    """Address of its StateManager; for operators only."""
-    foreign_memory: NotRequired[list[ForeignMemoryView]]
-    """What loads on its GPUs wait for; for operators only."""
-
-
-class ClusterTotals(TypedDict):
-    """Totals that a tenant sees of its own jobs."""
-
-    tenants: NotRequired[int]
-    """For operators only."""
-    operations_finished: int
-    """For a tenant, without the operations that never ran."""
-    context_switches: NotRequired[int]
-    """For operators only."""
-
-
-class ClusterView(ClusterTotals):
-    """Totals of the cluster."""
-
-    now: float
-    nodes: int
-    gpus: int
-    gpus_reserved: int
-    """GPUs that belong to groups."""
-    routers: int
-    jobs_live: int
-    jobs_total: int
-    deployments_waiting: int
-    """Deployments that wait for GPUs."""
-    deployments_impossible: int
-    """Those of them that can never get the GPUs they ask for."""
-    deployments_over_slo: int
-    """Deployments that waited a greater part of their time than their job accepts."""
-    operations_pending: int
-    held: list[HeldView]
-    eta_quality: "EtaQualityView"
-    planning: dict[str, str | int | float | bool | None]
-    """Settings that decide which jobs share and who goes next, by their names in
-    `SchedulerConfig`."""
-
-
-class UsageView(TypedDict):
-    """Use of one job by operations of one kind."""
-
-    tenant: TenantId
-    job: JobId
-    name: str
-    kind: str
-    operations: int
-    failed: int
-    tokens: int
-    gpu_seconds: float
-
-
-class KeyView(TypedDict):
-    """One API key."""
-
-    key: str
-    created_at: float | None
-    """None: unknown."""
-
-
-class TenantView(TenantLimits):
-    """One tenant: limits, holdings and usage."""
-
-    tenant: TenantId
-    is_operator: bool
-    keys: list[KeyView]
-    gpus_held: int
-    jobs_running: int
-    """Jobs that hold GPUs."""
-    live_jobs: int
-    live_jobs_bound: int | None
-    """Maximum number of live jobs, its own or the cluster's; None: no limit."""
-    gpu_seconds: float
-    """GPU time used so far, with what runs."""
-    share: float
-    """GPU-hours per weight, decayed; it decides the order of admission."""
 
 
 class HolderView(TypedDict):

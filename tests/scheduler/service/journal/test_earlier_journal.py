@@ -1,0 +1,109 @@
+"""A journal that an earlier version of the scheduler wrote is read, and the scheduler goes on."""
+
+import sqlite3
+import zlib
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.rules.config import with_core_settings
+from plexrl.scheduler.service.journal.recovery import restore
+from plexrl.scheduler.service.journal.sql_journal import SqlJournal
+from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire.messages import Run
+from plexrl.wire.operations import (
+    AdamParams,
+    ForwardBackwardParams,
+    GenerateParams,
+    LossSpec,
+    OperationKind,
+    SamplingParams,
+)
+from tests.scheduler.fake_cluster import config
+
+FIXTURE = Path(__file__).parent / "earlier_journal.msgpack.zlib"
+
+
+class Earlier(msgspec.Struct):
+    """The journal of a random history with faults, with a snapshot in its middle."""
+
+    journal: bytes
+    """The SQLite database."""
+    settings: dict[str, Any]
+    now: float
+    """Time of the last event."""
+    views: str
+    """What the version that wrote it showed of jobs and operations after all events, as JSON."""
+
+
+@pytest.fixture(scope="module")
+def earlier() -> Earlier:
+    return msgspec.msgpack.decode(zlib.decompress(FIXTURE.read_bytes()), type=Earlier)
+
+
+@pytest.fixture(params=["with its snapshot", "without"])
+def core(
+    request: pytest.FixtureRequest, earlier: Earlier, tmp_path: Path
+) -> Iterator[SchedulerCore]:
+    path = tmp_path / "journal.db"
+    path.write_bytes(earlier.journal)
+    if request.param == "without":
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("DELETE FROM snapshots")
+            database.commit()
+    with closing(SqlJournal(str(path))) as journal:
+        restored = restore(with_core_settings(config(), earlier.settings), journal).core
+    restored.check_invariants()
+    yield restored
+    restored.check_invariants()
+
+
+def test_jobs_and_operations_are_shown_as_before(earlier: Earlier, core: SchedulerCore) -> None:
+    expected = msgspec.json.decode(earlier.views)
+    shown = {
+        "jobs": core.list_jobs(None, earlier.now),
+        "operations": [
+            core.operation_view(each["operation"], earlier.now) for each in expected["operations"]
+        ],
+    }
+    found = msgspec.json.decode(msgspec.json.encode(shown))
+    for each in (*found["operations"], *expected["operations"]):
+        # How it is estimated and told may change; what has happened does not.
+        del each["explanation"]
+    assert found == expected
+
+
+def test_runs_are_sent_again_with_their_parameters(earlier: Earlier, core: SchedulerCore) -> None:
+    now = earlier.now + 1.0
+    runs: list[Any] = []
+    sampling = SamplingParams(seed=7, stop_sequences=((1, 2),))
+    expected: dict[OperationKind, object] = {
+        OperationKind.FORWARD_BACKWARD: ForwardBackwardParams(
+            loss=LossSpec(name="grpo", kl_coef=0.1, token_range=(0.5, 2.0)),
+            micro_batch_tokens=512,
+        ),
+        OperationKind.OPTIM_STEP: AdamParams(learning_rate=1e-5, grad_clip_norm=1.0),
+        OperationKind.GENERATE: GenerateParams(
+            samples_per_prompt=2, sampling=sampling, stream="rows"
+        ),
+    }
+    kinds = set()
+    commands = core.handle(ev.RouterJoined(router="again"), now)
+    for _ in range(200):
+        runs += [each for each in commands if isinstance(each, Run)]
+        if not runs:
+            break
+        run = runs.pop()
+        kinds.add(run.kind)
+        if run.kind in expected:
+            assert run.params == expected[run.kind]
+        now += 1.0
+        commands = core.handle(
+            ev.OperationFinished(operation=run.operation, token=run.token, compute_s=0.5), now
+        )
+    assert {OperationKind.LOAD, *expected} & kinds, f"only {kinds} ran"
