@@ -79,8 +79,8 @@ def _best_cost(
     for row in rows:
         ring = sums[row]
         for shift in range(period):
-            if shift >= best:
-                break
+            if best == 0.0:
+                return 0.0
             overlap, near = 0, 0
             for cycle in range(cycles):
                 base = start + shift + cycle * period
@@ -91,9 +91,9 @@ def _best_cost(
                     overlap += ring[at + high - low] - ring[at]
                     at = (low - margin) % horizon
                     near += ring[at + high - low + 2 * margin] - ring[at]
-                if overlap or shift + weight * near >= best:
+                if overlap or weight * near >= best:
                     break
-            cost = shift + weight * near
+            cost = weight * near
             if overlap == 0 and cost < best:
                 best = cost
     return best

@@ -13,16 +13,18 @@ goes before all others. No job starves: the share of its tenant does not grow wh
 nothing, and inside its class the tenant serves it before all later submissions.
 
 Expected lengths are rounded to powers of two. So jobs of one tenant, class and rounded length stay
-in the order of submission while they wait, and are never sorted again.
+in the order of submission while they wait.
 """
 
 import math
-from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from plexrl.scheduler.admission.fit.succession import takes_a_place
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import is_possible
-from plexrl.scheduler.placement.waiting.waiting import expected_step
+from plexrl.scheduler.placement.waiting.units import expected_step
 from plexrl.scheduler.rules.hrrs import ratio_of, starves_at
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.records import Deployment, Job, State
@@ -56,17 +58,22 @@ def waiting_ratio(settings: Settings, created_at: float, expected_s: float, now:
     return ratio_of(now - created_at, expected_s)
 
 
-def earliest(
-    settings: Settings, firsts: Sequence[tuple[float, tuple[float, int]]], now: float
-) -> tuple[float, float, int] | None:
-    """The last three criteria of one owner's lowest key, given (creation time, number) of the first
-    deployment of each expected length; None: there is none."""
-    found = None
-    for expected_s, (created_at, serial) in firsts:
-        end = -waiting_ratio(settings, created_at, expected_s, now), created_at, serial
-        if found is None or end < found:
-            found = end
-    return found
+def waiting_ratios(
+    settings: Settings,
+    created_at: NDArray[np.float64],
+    expected_s: NDArray[np.float64],
+    now: float,
+) -> NDArray[np.float64]:
+    """`waiting_ratio` of many: [deployments] float64."""
+    ratios = (now - created_at + expected_s) / expected_s
+    return np.where(have_starved(settings, created_at, now), math.inf, ratios)
+
+
+def have_starved(
+    settings: Settings, created_at: NDArray[np.float64], now: float
+) -> NDArray[np.bool_]:
+    """Whether deployments have waited beyond the starvation bound: [deployments] bool."""
+    return created_at + settings.config.starvation_bound_s <= now
 
 
 def blocks_others(cluster: Cluster, deployment: Deployment, now: float) -> bool:

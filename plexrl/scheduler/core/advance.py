@@ -128,7 +128,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 if steps.name("timer", str(what)):
                     _look_again(context, what, now)
         while True:
-            if waiting.must_retry or waiting.newcomers or waiting.must_continue:
+            if waiting.must_retry or waiting.newcomers:
                 _place(context, steps, now)
             if dirty:
                 _advance_groups(context, steps, now)
@@ -136,14 +136,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 _end_cycles(context, steps, now)
             if dirty or waiting.must_retry or waiting.newcomers:
                 continue
-            # While a pass is interrupted, GPUs may be free for whoever waits.
-            if (
-                not cluster.holdings.detached
-                or not waiting
-                or context.admission.interrupted is not None
-            ):
-                break
-            if not _preempt(context, steps, now):
+            if not (cluster.holdings.detached and waiting and _preempt(context, steps, now)):
                 break
         if len(state.ended) > state.ended_jobs and steps.begin("forgetting"):
             forget_ended(state, context.settings)
@@ -166,10 +159,10 @@ def _preempt(context: Context, steps: _Steps, now: float) -> bool:
 def _place(context: Context, steps: _Steps, now: float) -> None:
     if steps.begin(PLACEMENT):
         place_waiting(context, now)
-        if context.admission.interrupted is None:
-            break_deadlocks(context, now)
+        break_deadlocks(context, now)
     else:
-        context.admission.skip()
+        # They are considered again with all others.
+        context.cluster.waiting.take_newcomers()
 
 
 def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
@@ -206,8 +199,6 @@ def _look_again(context: Context, what: Subject, now: float) -> None:
             effects.touch(GroupId(name))
         case TimerKind.DEADLINE:
             deadline_passed(state, effects, OperationId(name), now)
-        case TimerKind.ADMISSION if context.admission.interrupted is not None:
-            context.cluster.waiting.must_continue = True
         case TimerKind.PLACEMENT | TimerKind.ADMISSION:
             context.cluster.waiting.retry_all_if_any()
         case TimerKind.PROFILE:

@@ -230,7 +230,7 @@ class SchedulerCore:
             settings = msgspec.json.decode(settings_json, type=dict[str, Any])
         except ValueError as error:
             raise InvalidRequestError(f"settings_json is no JSON object: {error}") from error
-        self._context.reconfigure(with_core_settings(self.settings.config, settings))
+        self._cluster.reconfigure(with_core_settings(self.settings.config, settings))
 
     def _tenant_configured(self, event: ev.TenantConfigured, now: float) -> None:
         del now

@@ -1,5 +1,6 @@
 """Places the deployments that admission chooses."""
 
+from plexrl.scheduler.admission.admission import admit
 from plexrl.scheduler.admission.queues.fillers import place_fillers
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import all_placed, has_all_gpus, launch
@@ -13,7 +14,7 @@ def place_waiting(context: Context, now: float) -> None:
     """Place all deployments that admission chooses, and start their workers."""
     state, effects = context.state, context.effects
     for deployment in (
-        *context.admission.admit(effects, now),
+        *admit(context.cluster, now),
         *place_fillers(context.cluster, now),
     ):
         effects.touch(deployment.group)

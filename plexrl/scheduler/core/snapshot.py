@@ -3,9 +3,9 @@
     {"version": 3, "settings": {...}, "state": {...}, "timers": [...], ...}   (msgpack)
 
 Records are encoded by field name, as their annotations say: a new field needs no change here, and a
-missing one gets its default. An interrupted admission pass is there with its progress. The rest of
-`Context` belongs to one call, or is derived from the state. The settings are those in force at the
-time of the snapshot: the events after it were decided under them.
+missing one gets its default. The rest of `Context` belongs to one call, or is derived from the
+state. The settings are those in force at the time of the snapshot: the events after it were decided
+under them.
 """
 
 from typing import Any
@@ -13,8 +13,6 @@ from typing import Any
 import msgspec
 
 from plexrl.errors import StorageError
-from plexrl.scheduler.admission.admission_pass import AdmissionPass
-from plexrl.scheduler.admission.queues.pass_progress import PassProgress
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.rules.config import SchedulerConfig, core_settings, with_core_settings
 from plexrl.scheduler.state.messages.earlier import upgrade_state
@@ -34,8 +32,6 @@ def encode(context: Context) -> bytes:
     to_do = (effects.commands, effects.discards, effects.dirty, effects.cycles_over)
     assert not any((*to_do, waiting.must_retry, waiting.newcomers)), "a snapshot inside an event"
     restore_annotations(State)
-    restore_annotations(PassProgress)
-    admission = context.admission.interrupted
     return msgspec.msgpack.encode(
         {
             "version": VERSION,
@@ -43,8 +39,6 @@ def encode(context: Context) -> bytes:
             "state": context.state,
             "timers": effects.timers,
             "timer_at": effects.timer_at,
-            "admission": None if admission is None else admission.progress,
-            "queues_changed": admission is not None and waiting.has_changed,
         }
     )
 
@@ -65,7 +59,6 @@ def decode(body: bytes, config: SchedulerConfig) -> Context:
             )
         # The version is checked before the other fields, so that the error names it.
         restore_annotations(State)
-        restore_annotations(PassProgress)
         if head.version == EARLIER:
             plain = msgspec.msgpack.decode(body, type=dict[str, Any])
             upgrade_state(plain["state"])
@@ -76,9 +69,6 @@ def decode(body: bytes, config: SchedulerConfig) -> Context:
         raise StorageError(f"the snapshot cannot be read: {error}") from error
     context = Context(with_core_settings(config, head.settings), found.state)
     context.effects.timers, context.effects.timer_at = found.timers, found.timer_at
-    if found.admission is not None:
-        context.admission.interrupted = AdmissionPass(context.cluster, found.admission)
-        context.cluster.waiting.has_changed = found.queues_changed
     return context
 
 
@@ -91,5 +81,3 @@ class _Snapshot(msgspec.Struct):
     state: State
     timers: list[Timer] = msgspec.field(default_factory=list)
     timer_at: float | None = None
-    admission: PassProgress | None = None
-    queues_changed: bool = False

@@ -1,8 +1,7 @@
-"""All that a step of the core can see: for the core itself, the group step and admission."""
+"""All that a step of the core can see."""
 
 from dataclasses import InitVar, dataclass, field
 
-from plexrl.scheduler.admission.admission import Admission
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.rules.settings import Settings
@@ -12,23 +11,15 @@ from plexrl.scheduler.state.records import State
 
 @dataclass(slots=True)
 class Context:
-    """The cluster, its admission, and the effects of the event that is handled."""
+    """The cluster, and the effects of the event that is handled."""
 
     config: InitVar[SchedulerConfig]
     state: State = field(default_factory=State)
     settings: Settings = field(init=False)
     cluster: Cluster = field(init=False)
-    admission: Admission = field(init=False)
     effects: Effects = field(init=False)
 
     def __post_init__(self, config: SchedulerConfig) -> None:
         self.settings = Settings(config)
         self.cluster = Cluster(self.settings, self.state)
-        self.admission = Admission(self.cluster)
         self.effects = Effects(self.state)
-
-    def reconfigure(self, config: SchedulerConfig) -> None:
-        """Use these settings. The timer of an interrupted admission pass begins a new one over all
-        waiting deployments."""
-        self.cluster.reconfigure(config)
-        self.admission.interrupted = None

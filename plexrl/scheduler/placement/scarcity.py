@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from plexrl.scheduler.placement.cluster import Cluster
-    from plexrl.scheduler.placement.waiting.waiting import Size
+    from plexrl.scheduler.placement.waiting.units import Size
     from plexrl.scheduler.state.records import Deployment
 
 
@@ -63,23 +63,6 @@ def _is_eligible(cluster: "Cluster", deployment: "Deployment") -> bool:
     ):
         return False
     return is_possible(cluster, deployment)
-
-
-def is_rival(size: "Size", others: "Iterable[Size]") -> bool:
-    """Whether deployments of `size` compete for groups with deployments of one of the `others`."""
-    for other in others:
-        if other.workers == size.workers and node_types_compatible(other.node_type, size.node_type):
-            return True
-    return False
-
-
-def may_join(sizes: "Iterable[Size]", node_type: str, workers: int) -> bool:
-    """Whether a deployment of these sizes may share a group of that node type and size."""
-    for size in sizes:
-        is_group = size.workers == workers and node_types_compatible(size.node_type, node_type)
-        if size.shares and is_group:
-            return True
-    return False
 
 
 def is_covered(sizes: "Iterable[Size]", blocking: "Collection[tuple[str, int]]") -> bool:

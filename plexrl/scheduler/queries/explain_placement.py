@@ -177,7 +177,7 @@ def kept_gpus(cluster: Cluster, now: float) -> int:
     largest = max(sum(each.workers for each in gang) for gang in gangs)
     types = {each.node_type: None for gang in gangs for each in gang}
     free = pool.free_gpus() if "" in types else sum(pool.free_gpus(each) for each in types)
-    for sizes in waiting.heads:
+    for sizes in waiting.table.all_sizes.in_use():
         wanted = sum(size.workers for size in sizes)
         is_rival = "" in types or any(
             not size.node_type or size.node_type in types for size in sizes

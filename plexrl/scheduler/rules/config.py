@@ -67,7 +67,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "ended_jobs": _COUNT,
     "profiles": _COUNT,
     "searches_max": _COUNT,
-    "admission_steps": _COUNT,
 }
 """Minimum and maximum of every number in `SchedulerConfig`."""
 
@@ -131,7 +130,7 @@ class SchedulerConfig:
     more than two residents are busy at the same time on average. `waiting_part_max` bounds the
     predicted waiting once phases have settled."""
     interference_weight: float = 10.0
-    """λ: seconds of delayed start that weigh as much as one second of interference per cycle."""
+    """λ: seconds of setup that weigh as much as one second of interference per cycle."""
     starvation_bound_s: float = 600.0
     """Wait for GPUs or for a group after which no other may go first."""
     reservations: bool = True
@@ -226,9 +225,6 @@ class SchedulerConfig:
     searches_max: int = 16
     """Failed searches for waiting jobs of one size before no more are made until capacity becomes
     free. A search takes a millisecond, and a backlog may be long."""
-    admission_steps: int | None = 10_000
-    """Steps of an admission pass in one event, of some microseconds each; a search counts as 100.
-    The rest of the pass follows at once, between other events. None: no limit."""
     tls: TlsFiles | None = None
     """Certificate for `tls://` addresses; None: there are only Unix sockets."""
     tenants: tuple[tuple[str, str], ...] = ()

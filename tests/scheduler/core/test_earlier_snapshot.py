@@ -7,9 +7,11 @@ from pathlib import Path
 import msgspec
 
 from plexrl.errors import PlexRLError
+from plexrl.ids import JobId
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import events as ev
-from tests.scheduler.fake_cluster import config
+from plexrl.scheduler.state.messages import timers
+from tests.scheduler.fake_cluster import FakeCluster, config
 
 FIXTURE = Path(__file__).parent / "earlier_snapshot.msgpack.zlib"
 
@@ -34,3 +36,25 @@ def test_a_core_goes_on_from_an_earlier_snapshot() -> None:
         core.check_invariants()
     assert 2 * answers > len(earlier.events), "it hardly works any more"
     assert SchedulerCore.restore(config(), core.dump()).dump() == core.dump()
+
+
+def test_deployments_of_a_pass_that_an_earlier_version_interrupted_get_their_turn() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node(1)
+    for name in ("one", "two"):
+        cluster.job(name)
+        cluster.deploy(f"{name}/a", workers=1)
+    context = cluster.core._context
+    # The capacity is free, and the rest of the pass was due in the next event.
+    ended = ev.JobFinished(job=JobId("one"), outcome="completed")
+    cluster.core._handlers[ev.JobFinished](ended, cluster.now)
+    context.cluster.waiting.must_retry = False
+    context.effects.commands.clear()
+    context.effects.dirty.clear()
+    context.effects.wake(cluster.now, timers.ADMISSION)
+    plain = msgspec.msgpack.decode(cluster.core.dump())
+    plain |= {"admission": {"began_at": cluster.now, "heap": []}, "queues_changed": True}
+    core = SchedulerCore.restore(cluster.config, msgspec.msgpack.encode(plain))
+    assert "two/a" in core._context.cluster.waiting
+    core.handle(ev.TimerFired(), cluster.now)
+    assert "two/a" not in core._context.cluster.waiting

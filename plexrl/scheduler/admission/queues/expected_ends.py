@@ -15,7 +15,7 @@ A job that outlasts its estimate, or a cycle that outlasts its own, is expected 
 as long as it has lasted so far.
 """
 
-from plexrl.scheduler.placement.waiting.waiting import JOB_S
+from plexrl.scheduler.placement.waiting.units import JOB_S
 from plexrl.scheduler.state.deployment.cycles import Cycles
 from plexrl.scheduler.state.records import Job, State
 

@@ -19,7 +19,7 @@ from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import fit_as_placed, gang_of
-from plexrl.scheduler.placement.waiting.waiting import Size
+from plexrl.scheduler.placement.waiting.units import Size
 from plexrl.scheduler.state.records import Deployment, Group, Job, ReservedStart
 
 RENEWALS_MAX = 8
@@ -27,7 +27,7 @@ RENEWALS_MAX = 8
 
 
 class Reservation:
-    """What is free at the time of a reservation. It lives for one call of a pass."""
+    """What is free at the time of a reservation. It lives for one pass."""
 
     def __init__(self, cluster: Cluster, name: DeploymentId, now: float) -> None:
         self._cluster = cluster
@@ -83,30 +83,21 @@ class Reservation:
 class Reservations:
     """Those of one pass."""
 
-    def __init__(self, cluster: Cluster, names: dict[DeploymentId, None]) -> None:
-        """`names`: the first deployments that starve. They are a part of the pass's progress."""
+    def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._names = names
+        self._gangs: list[list[Deployment]] = []
+        """The gangs of the first deployments that starve."""
         self.coming: list[Reservation] = []
         """Those whose time is still to come."""
         settings = cluster.settings
         self._is_on = settings.config.reservations and settings.policy.backfills
-
-    def resume(self, now: float) -> None:
-        """Look again at the state, which has changed since the last step of the pass."""
-        for name in [each for each in self._names if each not in self._cluster.waiting]:
-            del self._names[name]
-        reserved = self._cluster.state.reservations
-        self.coming = [
-            Reservation(self._cluster, name, now) for name in self._names if now < reserved[name].at
-        ]
 
     def add(self, deployment: Deployment, now: float) -> bool:
         """Give the first deployment that starves a reservation; False: it has none to come, so that
         its requests have to block others."""
         if not self._is_on:
             return False
-        self._names[deployment.deployment] = None
+        self._gangs.append(gang_of(self._cluster, deployment))
         if not reserve(self._cluster, deployment, now):
             return False
         self.coming.append(Reservation(self._cluster, deployment.deployment, now))
@@ -114,11 +105,7 @@ class Reservations:
 
     def cover(self, node_types: Sequence[str]) -> bool:
         """Whether a deployment ahead that starves may want GPUs of these node types."""
-        for name in self._names:
-            gang = gang_of(self._cluster, self._cluster.state.deployment(name))
-            if is_rival_of(gang, node_types):
-                return True
-        return False
+        return any(is_rival_of(gang, node_types) for gang in self._gangs)
 
     def count_passed(self, job: Job, now: float) -> int:
         """Number of reservations by whose time the job would not have ended."""

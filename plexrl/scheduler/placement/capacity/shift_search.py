@@ -48,7 +48,7 @@ class ShiftSearch:
     margin_slots: int
     """Busy slots nearer than this to a segment count as interference, because cycles jitter."""
     interference_weight: float
-    """λ of the cost: seconds of delay per second of interference in a cycle."""
+    """λ of the cost: seconds of setup per second of interference in a cycle."""
     strict: bool
     """Only shifts without overlap; otherwise the overlap is part of the cost."""
 
@@ -65,7 +65,8 @@ class Fit(NamedTuple):
     interference_s: float
     """As `overlap_s`, with each segment extended by the margin on both sides."""
     cost: float
-    """δ + λ · interference; `placement.fitting` adds the time to spill to NVMe."""
+    """λ · interference; `placement.fitting` adds the time to spill to NVMe. The shift itself costs
+    nothing, because no job is held back until it comes. The smallest of equal ones is taken."""
 
 
 class PeriodProfiles:
@@ -158,8 +159,7 @@ class PeriodProfiles:
         if wanted.margin_slots:
             near = self._box_sums(sums, wanted, wanted.margin_slots)
         per_cycle = 1.0 / (self.cycles * CRITICAL_WEIGHT)
-        shifts = np.arange(overlap.shape[1])
-        cost = shifts + wanted.interference_weight * per_cycle * near
+        cost = wanted.interference_weight * per_cycle * near
         if wanted.strict:
             cost = np.where(overlap == 0, cost, np.inf)
         best = cost.argmin(axis=1)

@@ -145,18 +145,18 @@ def count_impossible(cluster: Cluster, tenant: "TenantId | None") -> int:
     waiting = cluster.waiting
     known: dict[object, bool] = {}
     count = 0
-    for sizes, equivalence, queue in waiting.queues():
-        if tenant is not None and equivalence.owner.tenant != tenant:
+    for unit, units in waiting.kinds():
+        if tenant is not None and unit.equivalence.owner.tenant != tenant:
             continue
         # Traces differ from job to job. For a single deployment only the size matters.
-        demand = equivalence.demand
-        key = sizes, (demand[0][0] if len(demand) == 1 else demand)
+        demand = unit.equivalence.demand
+        key = unit.sizes, (demand[0][0] if len(demand) == 1 else demand)
         is_held = known.get(key)
         if is_held is None:
-            is_held = known[key] = is_possible(cluster, cluster.state.deployment(queue[0][2]))
+            is_held = known[key] = is_possible(cluster, cluster.state.deployment(unit.head.name))
         if not is_held:
-            count += len(queue) * len(sizes)
-    for name in waiting.in_no_queue():
+            count += units * len(unit.sizes)
+    for name in waiting.in_no_unit():
         deployment = cluster.state.deployment(name)
         is_asked = tenant in (None, cluster.state.job(deployment.job).tenant)
         count += is_asked and not is_possible(cluster, deployment)

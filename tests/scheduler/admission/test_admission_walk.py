@@ -6,11 +6,10 @@ from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.accounting.fair_shares import tenant_share
-from plexrl.scheduler.admission import admission_pass
 from plexrl.scheduler.admission.order import AdmissionKey, admission_key, blocks_others
 from plexrl.scheduler.admission.queues.gangs import allowed_modes, place_all, why_not_yet
-from plexrl.scheduler.admission.queues.pass_entries import OwnerEntry
 from plexrl.scheduler.admission.queues.reservations import Reservation, is_rival_of, reserve
+from plexrl.scheduler.admission.walk import AdmissionWalk
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import gang_of
@@ -31,7 +30,7 @@ def trace(busy_s: float, period_s: float = 100.0) -> DemandTrace:
 
 
 def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
-    """The deployments that get GPUs if all are considered in order, without queues."""
+    """The deployments that get GPUs if all are considered in order, one by one."""
     placed: list[DeploymentId] = []
     ahead: set[tuple[str, int]] = set()
     heads: list[list[Deployment]] = []
@@ -179,9 +178,9 @@ def test_few_deployments_of_a_backlog_without_equal_ones_are_considered(policy: 
     placed = [each for each in context.state.deployments.values() if each.group]
     cluster.send(ev.JobFinished(job=placed[0].job, outcome="completed"))
     assert len(context.cluster.waiting) > 80
-    looks = admission_pass.AdmissionPass.begin(context.cluster, cluster.now, None)
-    assert looks.run(cluster.now) == []
-    assert len(looks.progress.seen) <= 6
+    walk = AdmissionWalk(context.cluster, cluster.now, None)
+    assert walk.run() == []
+    assert len(walk.tried) <= 6
 
 
 def test_capacity_for_a_blocking_deployment_is_not_offered_to_the_backlog() -> None:
@@ -197,9 +196,9 @@ def test_capacity_for_a_blocking_deployment_is_not_offered_to_the_backlog() -> N
         cluster.deploy(f"j{number}/a", workers=1, trace=trace(20.0 + number / 20))
     context = cluster.core._context
     assert len(context.cluster.waiting) == 51, "three GPUs are free, and kept for the large job"
-    looks = admission_pass.AdmissionPass.begin(context.cluster, cluster.now, None)
-    assert looks.run(cluster.now) == []
-    assert len(looks.progress.seen) <= 2
+    walk = AdmissionWalk(context.cluster, cluster.now, None)
+    assert walk.run() == []
+    assert len(walk.tried) <= 2
 
 
 @pytest.mark.parametrize("policy", ["pack", "spread", "spread+backfill"])
@@ -257,36 +256,9 @@ def test_few_gangs_of_a_backlog_are_considered(policy: str) -> None:
     assert len(context.cluster.waiting) == 198
     for pause_s in (0.0, cluster.config.starvation_bound_s):
         cluster.pass_time(pause_s)
-        looks = admission_pass.AdmissionPass.begin(context.cluster, cluster.now, None)
-        assert looks.run(cluster.now) == []
-        assert len(looks.progress.seen) <= 20
+        walk = AdmissionWalk(context.cluster, cluster.now, None)
+        assert walk.run() == []
+        assert len(walk.tried) <= 20
     placed = {each.job for each in context.state.deployments.values() if each.group}
     cluster.send(ev.JobFinished(job=placed.pop(), outcome="completed"))
     assert len(context.cluster.waiting) == 196
-
-
-def test_jobs_of_any_expected_length_need_few_queues() -> None:
-    cluster = FakeCluster(policy="isolated")
-    cluster.start_node(GPUS)
-    for number in range(200):
-        cluster.job(f"j{number}", expected_s=1.5**number % 1e9)
-        cluster.deploy(f"j{number}/a", workers=1)
-    (owners,) = cluster.core._context.cluster.waiting.heads.values()
-    (indexes,) = owners.values()
-    assert len(indexes) <= 19
-
-
-def test_a_pass_opens_no_queues_of_tenants_it_does_not_reach() -> None:
-    cluster = FakeCluster(policy="isolated")
-    cluster.start_node(GPUS)
-    for number in range(100):
-        cluster.job(f"j{number}", f"t{number}", priority=-number)
-        cluster.deploy(f"j{number}/a", workers=GPUS)
-    context = cluster.core._context
-    cluster.core._handlers[ev.JobFinished](
-        ev.JobFinished(job="j0", outcome="completed"), cluster.now
-    )
-    looks = admission_pass.AdmissionPass.begin(context.cluster, cluster.now, None)
-    assert len(looks.run(cluster.now)) == 1
-    opened = [entry for entry, _ in looks.progress.entries if isinstance(entry, OwnerEntry)]
-    assert len(opened) <= 2
