@@ -11,6 +11,7 @@ from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import GPUS, config, node
 from benchmarks.sizes import sized
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.queries.views import operation_log, usage_view
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import ListOperations
@@ -109,8 +110,8 @@ def _reads(core: SchedulerCore) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "status_of_a_tenant", lambda: core.status(now, "t3")  # type: ignore[arg-type]
     yield "list_jobs_of_a_tenant", lambda: core.list_jobs("t3", now)  # type: ignore[arg-type]
     yield "list_jobs", lambda: core.list_jobs(None, now)
-    yield "usage", lambda: core.usage(None)
+    yield "usage", lambda: usage_view(core.cluster.state, None)
     yield "list_nodes", core.list_nodes
     yield "list_groups", lambda: core.list_groups(now)
     yield "list_tenants", lambda: core.list_tenants(now)
-    yield "list_operations", lambda: core.operation_log(None, page, now)
+    yield "list_operations", lambda: operation_log(core.cluster, None, page, now)

@@ -5,15 +5,13 @@ use the same object, and a journal of (event, now), replayed into a new core, gi
 An event is checked before anything changes, so a refused event has no effect.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_held
-from plexrl.ids import BlobRef, DeploymentId, JobId, NodeId, OperationId, TenantId
-from plexrl.scheduler.accounting.sharing import sharing_view
+from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, TenantId
 from plexrl.scheduler.accounting.tenants import (
     api_key_added,
     api_key_revoked,
@@ -53,38 +51,27 @@ from plexrl.scheduler.jobs.lifecycle import (
     worker_ready,
 )
 from plexrl.scheduler.operations.deadlines.cancellation import await_deadline, cancel, stop_rows
-from plexrl.scheduler.operations.deadlines.overdue import OverdueView, overdue_view, watch_all
+from plexrl.scheduler.operations.deadlines.overdue import watch_all
 from plexrl.scheduler.operations.failures import check_not_halted, failure_view, job_failure
-from plexrl.scheduler.operations.held.holding import (
-    foreign_memory_view,
-    held_view,
-)
 from plexrl.scheduler.operations.operations import enqueue
 from plexrl.scheduler.operations.submission.backpressure import check_room
 from plexrl.scheduler.operations.submission.checks import check_deadline, check_same, check_source
 from plexrl.scheduler.operations.submission.lost_payloads import lost_payloads, replace_payload
 from plexrl.scheduler.placement.capacity.awaited_profiles import await_all_profiles
-from plexrl.scheduler.queries.eta import eta_quality, record_estimate
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.queries.eta import record_estimate
 from plexrl.scheduler.queries.event_records import ClusterRecords
 from plexrl.scheduler.queries.explain_job import explain_job
-from plexrl.scheduler.queries.explain_placement import BlockingView, blocking_heads, kept_gpus
 from plexrl.scheduler.queries.views import (
     cluster_view,
     deployment_view,
     ended_since,
-    expected_nodes,
     group_view,
     job_view,
     list_jobs,
-    live_workers,
-    lost_nodes,
     node_view,
-    operation_log,
     operation_view,
-    service_levels,
     tenant_view,
-    unreferenced_payloads,
-    usage_view,
 )
 from plexrl.scheduler.recovery.nodes import (
     node_drain_changed,
@@ -108,7 +95,6 @@ from plexrl.scheduler.rules.switch_cost import state_reported
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job
 from plexrl.wire.messages import Command
@@ -205,6 +191,11 @@ class SchedulerCore:
         core = cls(config)
         core._begin(decode(body, config))
         return core
+
+    @property
+    def cluster(self) -> Cluster:
+        """State and indexes, for queries to read; only the core's steps change them."""
+        return self._cluster
 
     def check_invariants(self) -> None:
         """Assert the invariants of `plexrl.scheduler.state`."""
@@ -415,75 +406,17 @@ class SchedulerCore:
         del now
         return [group_view(self._cluster, group) for group in self._state.groups.values()]
 
-    def operation_log(
-        self, tenant: TenantId | None, wanted: ListOperations, now: float
-    ) -> list[vt.LoggedOperationView]:
-        """Finished operations after index `wanted.after`, oldest first."""
-        return operation_log(self._cluster, tenant, wanted, now)
-
     def status(self, now: float, tenant: TenantId | None = None) -> cv.ClusterView:
         """Counts of the cluster, as visible to a tenant or (None) the operator."""
         return cluster_view(self._cluster, tenant, now)
-
-    def eta_quality(self) -> cv.EtaQualityView:
-        """Errors of the estimated waits of all tenants."""
-        return eta_quality(self._state.eta_errors)
-
-    def service_levels(self) -> list[cv.ServiceLevelView]:
-        """What each live job of all tenants accepts to wait, and what it waited."""
-        return service_levels(self._cluster)
-
-    def live_workers(self) -> dict[DeploymentId, int]:
-        """The incarnation of each deployment whose workers are all ready."""
-        return live_workers(self._state)
-
-    def held_deployments(self) -> list[cv.HeldView]:
-        """Deployments whose work waits for free memory or disk space, with the reason."""
-        return held_view(self._state, self._state.deployments)
-
-    def blocking_heads(self, now: float) -> list[BlockingView]:
-        """Starving deployments that keep free GPUs from all others, longest first."""
-        return blocking_heads(self._cluster, now)
-
-    def kept_gpus(self, now: float) -> int:
-        """Free GPUs that are kept for a job while a smaller one waits."""
-        return kept_gpus(self._cluster, now)
-
-    def overdue(self, now: float) -> list[OverdueView]:
-        """Operations and moves that are far past their estimates."""
-        return overdue_view(self._state, self.settings, self._state.deployments, now)
-
-    def lost_nodes(self) -> list[tuple[NodeId, float]]:
-        """The nodes whose agents were lost, and when; without those that drain."""
-        return lost_nodes(self._state)
-
-    def expected_nodes(self, now: float) -> list[NodeId]:
-        """The nodes that are connected, or may be back before their work is placed elsewhere."""
-        return expected_nodes(self._state, self.settings, now)
-
-    def foreign_memory(self) -> list[cv.ForeignMemoryView]:
-        """Memory of GPUs for which work waits, and which processes hold that are no workers."""
-        return foreign_memory_view(self._state, self._state.deployments)
 
     def lost_payloads(self, job: JobId) -> list[OperationId]:
         """The operations whose payload the job's controller is to send again."""
         return lost_payloads(self._state, self._job(job))
 
-    def unreferenced_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
-        """The payloads that neither an unfinished operation nor a recovery needs."""
-        return unreferenced_payloads(self._state, blobs)
-
     def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:
         """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""
         return authenticate(self._state, key_digest)
-
-    def usage(self, tenant: TenantId | None) -> list[cv.UsageView]:
-        """Use of a tenant, or of all: a row for each job and kind of operation."""
-        return usage_view(self._state, tenant)
-
-    def sharing(self, tenant: TenantId | None, now: float) -> list[cv.SharingView]:
-        """Savings of a tenant, or of all, by sharing groups: a row for each job that had GPUs."""
-        return sharing_view(self._state, tenant, now)
 
     def list_tenants(self, now: float) -> list[cv.TenantView]:
         """All tenants, with their limits, GPUs and use."""

@@ -271,6 +271,7 @@ def stop(
     WPG. False: there were too many failures, and the job has ended."""
     state = context.state
     job = state.job(deployment.job)
+    deployment.processes.end(reason)
     if counts:
         deployment.processes.fail(deployment.running)
     interrupted = [name for name, command in deployment.running.items() if not command.replay]

@@ -89,7 +89,7 @@ class ClusterRecords:
                 yield name, known if known is not None and is_known else _job(state, job)
             else:
                 yield topic("jobs", job.tenant, job.job), _job(state, job)
-        foreign = foreign_memory_view(state, state.deployments)
+        foreign = foreign_memory_view(state)
         for node in state.nodes.values():
             own = [each for each in foreign if each["node"] == node.node]
             yield topic("nodes", node.node), _node(node, own)

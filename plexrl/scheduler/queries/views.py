@@ -37,6 +37,9 @@ from plexrl.wire.messages.cluster_views import (
 )
 from plexrl.wire.messages.views import DeploymentView, JobView, LoggedOperationView, OperationView
 
+STARTS_NAMED = 5
+"""After more starts of its workers without a completed operation a deployment is named."""
+
 
 def operation_view(
     cluster: Cluster, operation: Operation, now: float, *, sees_all: bool = False
@@ -219,10 +222,23 @@ def lost_nodes(state: State) -> list[tuple[NodeId, float]]:
     ]
 
 
-def expected_nodes(state: State, settings: Settings, now: float) -> list[NodeId]:
+def restarting(state: State) -> list[tuple[str, float]]:
+    """The deployments whose workers are started again and again without completing an operation,
+    each with its text and since when an operation waits."""
+    return [
+        (
+            f"{each.deployment} (start {each.processes.starts}): {each.processes.ended_because}",
+            state.operations[each.queue[0]].submitted_at,
+        )
+        for each in state.deployments.values()
+        if each.queue and each.processes.starts > STARTS_NAMED
+    ]
+
+
+def expected_nodes(cluster: Cluster, now: float) -> list[NodeId]:
     """The nodes that are connected, or may be back before their work is placed elsewhere."""
-    patience_s = settings.config.node_replace_s
-    nodes = state.nodes.values()
+    patience_s = cluster.settings.config.node_replace_s
+    nodes = cluster.state.nodes.values()
     return [each.node for each in nodes if each.lost_at is None or now < each.lost_at + patience_s]
 
 

@@ -3,6 +3,7 @@
 from typing import Final
 
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.queries.explain_placement import kept_gpus
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
 
@@ -27,7 +28,7 @@ class KeptGpus:
         ):
             return
         self._gpu_s += self._gpus * (now - self._since)
-        self._gpus, self._since = self._core.kept_gpus(now), now
+        self._gpus, self._since = kept_gpus(self._core.cluster, now), now
 
     def gpu_seconds(self, until: float) -> float:
         """GPU-seconds up to `until`, which is not before the last event with a job in it."""

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from plexrl import errors
 from plexrl.scheduler.accounting.retention import last_incarnation, retire
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.queries.views import operation_log
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.scheduler.state.messages.effects import TIMERS_MIN
@@ -47,7 +48,7 @@ def test_of_a_forgotten_job_nothing_is_known_but_its_tenant_s_totals() -> None:
     with pytest.raises(errors.UnknownOperationError):
         core.operation_view("j0:optim_step", now)
     assert core.operation_view("j4:optim_step", now)["state"] == "finished"
-    rows = core.operation_log(None, ListOperations(after=0, limit=100), now)
+    rows = operation_log(core.cluster, None, ListOperations(after=0, limit=100), now)
     assert {row["job"] for row in rows} == {"j3", "j4"}
     for tenant in (None, "t"):
         assert core.status(now, tenant) == whole.core.status(now, tenant)
@@ -71,12 +72,12 @@ def test_a_job_that_takes_a_forgotten_id_has_nothing_of_the_former_one() -> None
     with pytest.raises(errors.UnknownOperationError):
         cluster.core.operation_view("j0:forward", cluster.now)
     wanted = ListOperations(after=0, limit=100)
-    assert cluster.core.operation_log("another", wanted, cluster.now) == []
+    assert operation_log(cluster.core.cluster, "another", wanted, cluster.now) == []
     with pytest.raises(errors.ConflictError, match="former job"):
         cluster.submit("j0:forward", "j0/actor", "forward")
     cluster.submit("again", "j0/actor", "forward")
     cluster.settle()
-    rows = cluster.core.operation_log("another", wanted, cluster.now)
+    rows = operation_log(cluster.core.cluster, "another", wanted, cluster.now)
     assert "again" in {row["operation"] for row in rows}
     assert not {row["operation"] for row in rows} & {f"j0:{kind}" for kind in KINDS}
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from plexrl.scheduler.accounting.sharing import sharing_view
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
@@ -38,7 +39,7 @@ class Watched(FakeCluster):
 
     def rows(self) -> Mapping[str, SharingView]:
         self.send(ev.TimerFired())
-        return {row["job"]: row for row in self.core.sharing(None, self.now)}
+        return {row["job"]: row for row in sharing_view(self.core.cluster.state, None, self.now)}
 
 
 def started(gpus: int = 4, **changes: object) -> Watched:
@@ -253,9 +254,8 @@ def test_what_was_saved_survives_replay_and_snapshot_and_the_jobs_end() -> None:
     for job in ("a", "b", "a"):
         work(cluster, job, 10.0)
     saved = check(cluster)
-    assert SchedulerCore.restore(cluster.config, cluster.core.dump()).sharing(
-        None, cluster.now
-    ) == list(saved.values())
+    restored = SchedulerCore.restore(cluster.config, cluster.core.dump())
+    assert sharing_view(restored.cluster.state, None, cluster.now) == list(saved.values())
     cluster.restart_scheduler(restored=True)
     for job in ("a", "b"):
         cluster.send(ev.JobFinished(job=job, outcome="completed"))
@@ -273,8 +273,13 @@ def test_a_tenant_sees_what_its_own_jobs_saved() -> None:
     for job in ("a", "b"):
         cluster.deploy(f"{job}/actor", workers=WORKERS)
     cluster.pass_time(10.0)
-    assert [row["job"] for row in cluster.core.sharing("u", cluster.now)] == ["b"]
-    assert [row["job"] for row in cluster.core.sharing(None, cluster.now)] == ["a", "b"]
+    assert [row["job"] for row in sharing_view(cluster.core.cluster.state, "u", cluster.now)] == [
+        "b"
+    ]
+    assert [row["job"] for row in sharing_view(cluster.core.cluster.state, None, cluster.now)] == [
+        "a",
+        "b",
+    ]
 
 
 def test_switches_are_counted_beyond_the_end_of_their_group() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from plexrl import errors
+from plexrl.scheduler.queries.views import usage_view
 from plexrl.scheduler.rules.config import core_settings, with_core_settings
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster, config
@@ -89,7 +90,7 @@ def test_a_tenant_at_its_budget_may_only_save_checkpoints() -> None:
     cluster.settle()
     assert cluster.state_of("save") == "finished"
     # The tenant has used exactly its budget, then less.
-    rows = cluster.core.usage("t")
+    rows = usage_view(cluster.core.cluster.state, "t")
     used = sum(row["gpu_seconds"] for row in rows)
     assert used > 0.0
     budget(cluster, used)

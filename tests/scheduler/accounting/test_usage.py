@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from plexrl.errors import PlexRLError, QuotaExceededError
 from plexrl.ids import DeploymentId
+from plexrl.scheduler.queries.views import usage_view
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
 from plexrl.wire.messages.cluster_views import UsageView
@@ -120,7 +121,9 @@ class Metered(FakeCluster):
 
     def check(self) -> None:
         """Compare with what the core says, row by row and in sum."""
-        rows: dict[Row, UsageView] = {(u["job"], u["kind"]): u for u in self.core.usage(None)}
+        rows: dict[Row, UsageView] = {
+            (u["job"], u["kind"]): u for u in usage_view(self.core.cluster.state, None)
+        }
         mine, theirs = dict(self.billed), {key: u["gpu_seconds"] for key, u in rows.items()}
         # Who pays for a switch depends on what the core decides next.
         for table in (mine, theirs):
@@ -311,7 +314,8 @@ def test_a_switch_is_billed_to_whoever_wanted_it() -> None:
             cluster.pass_time(3.0)
             cluster.execute(cluster.runs[0])
     rows: dict[Row, float] = {
-        (u["job"], u["kind"]): u["gpu_seconds"] for u in cluster.core.usage(None)
+        (u["job"], u["kind"]): u["gpu_seconds"]
+        for u in usage_view(cluster.core.cluster.state, None)
     }
     offloads = {job: seconds for (job, kind), seconds in rows.items() if kind == "offload"}
     # A holder that pauses keeps its GPUs for as long as a switch would take: until a move has been
@@ -328,7 +332,7 @@ def test_the_load_after_a_workers_death_is_the_jobs_and_the_repeated_run_is_nobo
     cluster.settle()
     cluster.submit("a:1", "a/actor", "forward_backward")
     cluster.settle()
-    before = {u["kind"]: u["gpu_seconds"] for u in cluster.core.usage(None)}
+    before = {u["kind"]: u["gpu_seconds"] for u in usage_view(cluster.core.cluster.state, None)}
     cluster.kill("a/actor")
     cluster.launch(cluster.launches[0])
     cluster.submit("a:2", "a/actor", "barrier")
@@ -338,7 +342,7 @@ def test_the_load_after_a_workers_death_is_the_jobs_and_the_repeated_run_is_nobo
         cluster.pass_time(5.0)
         cluster.execute(cluster.runs[0])
     assert ran == [("load", False), ("forward_backward", True), ("barrier", False)]
-    rows = {u["kind"]: u["gpu_seconds"] for u in cluster.core.usage(None)}
+    rows = {u["kind"]: u["gpu_seconds"] for u in usage_view(cluster.core.cluster.state, None)}
     assert rows == {**before, "load": before["load"] + 10.0, "barrier": 10.0}
 
 
@@ -354,7 +358,7 @@ def test_the_run_that_ends_a_job_by_its_last_crash_is_billed_to_nobody() -> None
         cluster.pass_time(10.0)
         cluster.kill("a/actor")
     assert cluster.core.job_view("a", cluster.now)["state"] == "FAILED"
-    rows = {u["kind"]: u["gpu_seconds"] for u in cluster.core.usage(None)}
+    rows = {u["kind"]: u["gpu_seconds"] for u in usage_view(cluster.core.cluster.state, None)}
     assert rows == {"load": 0.0}
 
 
@@ -385,7 +389,11 @@ def _execute(cluster: FakeCluster, kind: str) -> None:
 
 def _generated(cluster: FakeCluster) -> tuple[float, int]:
     """(GPU-seconds, number) of the filler's generations."""
-    rows = [u for u in cluster.core.usage(None) if (u["job"], u["kind"]) == ("d", "generate")]
+    rows = [
+        u
+        for u in usage_view(cluster.core.cluster.state, None)
+        if (u["job"], u["kind"]) == ("d", "generate")
+    ]
     return sum(u["gpu_seconds"] for u in rows), sum(u["operations"] for u in rows)
 
 
@@ -450,7 +458,7 @@ def test_a_run_that_another_layout_cuts_off_is_billed() -> None:
     _execute(cluster, "load")
     cluster.pass_time(500.0)
     cluster.relayout("a/rollout", "2")
-    rows = {u["kind"]: u["gpu_seconds"] for u in cluster.core.usage(None)}
+    rows = {u["kind"]: u["gpu_seconds"] for u in usage_view(cluster.core.cluster.state, None)}
     assert rows == {"load": 0.0, "generate": 1000.0}
 
 

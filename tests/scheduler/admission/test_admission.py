@@ -8,6 +8,7 @@ from plexrl import errors
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.placement.scarcity import is_scarce
+from plexrl.scheduler.queries.views import usage_view
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
@@ -268,7 +269,11 @@ def test_work_can_be_saved_although_no_gpu_seconds_are_left() -> None:
     cluster.settle()
     view = cluster.core.operation_view("a:save", cluster.now)
     assert view["state"] == "finished"
-    (row,) = [row for row in cluster.core.usage(None) if row["kind"] == "save_checkpoint"]
+    (row,) = [
+        row
+        for row in usage_view(cluster.core.cluster.state, None)
+        if row["kind"] == "save_checkpoint"
+    ]
     assert row["operations"] == 1, "a save past the budget is billed like any other"
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.queues.reservations import RENEWALS_MAX
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.queries.explain_placement import blocking_heads
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from tests.examples import examples
@@ -68,7 +69,7 @@ def test_without_reservations_free_gpus_are_left_to_the_starving_job() -> None:
     cluster = behind_a_large_job(5, reservations=False)
     submit(cluster, "short", 1, 10.0)
     assert not has_gpus(cluster, "short")
-    (head,) = cluster.core.blocking_heads(cluster.now)
+    (head,) = blocking_heads(cluster.core.cluster, cluster.now)
     assert (head["deployment"], head["free_gpus"]) == ("large/a", 1)
 
 
@@ -85,11 +86,11 @@ def test_a_reservation_whose_time_comes_too_often_keeps_all_gpus_for_its_job() -
         submit(cluster, f"short{number}", 1, 10.0)
         assert has_gpus(cluster, f"short{number}")
         cluster.send(ev.JobFinished(job=f"short{number}", outcome="completed"))
-        assert cluster.core.blocking_heads(cluster.now) == []
+        assert blocking_heads(cluster.core.cluster, cluster.now) == []
         cluster.pass_time(reserved_at(cluster, "large") - cluster.now + 1.0)
     submit(cluster, "late", 1, 10.0)
     assert not has_gpus(cluster, "late")
-    (head,) = cluster.core.blocking_heads(cluster.now)
+    (head,) = blocking_heads(cluster.core.cluster, cluster.now)
     assert (head["deployment"], head["workers"], head["free_gpus"]) == ("large/a", 4, 1)
     assert head["since"] == reserved_at(cluster, "large")
     assert "no other job that waits may take the 1 free" in str(
@@ -98,7 +99,7 @@ def test_a_reservation_whose_time_comes_too_often_keeps_all_gpus_for_its_job() -
     cluster.send(ev.JobFinished(job="running", outcome="completed"))
     assert has_gpus(cluster, "large")
     assert not cluster.core._context.state.reservations
-    assert cluster.core.blocking_heads(cluster.now) == []
+    assert blocking_heads(cluster.core.cluster, cluster.now) == []
 
 
 def test_a_cancelled_job_leaves_no_reservation() -> None:

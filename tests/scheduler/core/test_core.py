@@ -3,6 +3,7 @@
 import pytest
 
 from plexrl import errors
+from plexrl.scheduler.queries.views import operation_log
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.wire import messages as cmd
@@ -116,7 +117,7 @@ def test_a_sync_waits_for_the_publish_of_its_trainer(cluster: FakeCluster) -> No
     assert explanation["rule"] == "dependency"
     cluster.settle()
     assert cluster.state_of("a:2") == "finished"
-    rows = cluster.core.operation_log(None, ListOperations(), cluster.now)
+    rows = operation_log(cluster.core.cluster, None, ListOperations(), cluster.now)
     order = [row["operation"] for row in rows if not row["operation"].startswith("a/")]
     assert order == ["a:1", "a:2#publish", "a:2"]
 
@@ -429,7 +430,7 @@ def test_an_id_is_known_again_while_it_is_among_the_last_of_history() -> None:
         cluster.settle()
     known = [
         row["operation"]
-        for row in cluster.core.operation_log(None, ListOperations(limit=9), cluster.now)
+        for row in operation_log(cluster.core.cluster, None, ListOperations(limit=9), cluster.now)
     ]
     for operation in (name for name in known if name.startswith("a:")):
         cluster.submit(operation, "a/rollout", "generate")

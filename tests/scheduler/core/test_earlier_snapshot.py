@@ -51,7 +51,7 @@ def test_deployments_of_a_pass_that_an_earlier_version_interrupted_get_their_tur
     context.cluster.waiting.must_retry = False
     context.effects.commands.clear()
     context.effects.dirty.clear()
-    context.effects.wake(cluster.now, timers.ADMISSION)
+    context.effects.wake(cluster.now, timers.Subject(timers.TimerKind.ADMISSION, ""))
     plain = msgspec.msgpack.decode(cluster.core.dump())
     plain |= {"admission": {"began_at": cluster.now, "heap": []}, "queues_changed": True}
     core = SchedulerCore.restore(cluster.config, msgspec.msgpack.encode(plain))

@@ -6,6 +6,7 @@ import pytest
 
 from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.ids import DeploymentId
+from plexrl.scheduler.queries.views import unreferenced_payloads
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
@@ -204,9 +205,9 @@ def test_what_was_drawn_is_kept_until_the_operation_ends() -> None:
     carry_out(cluster, "generate")
     kept = f"g.{first.token}"
     blobs = [kept, "other.in"]
-    assert cluster.core.unreferenced_payloads(blobs) == ["other.in"]
+    assert unreferenced_payloads(cluster.core.cluster.state, blobs) == ["other.in"]
     cluster.settle()
-    assert cluster.core.unreferenced_payloads(blobs) == blobs
+    assert unreferenced_payloads(cluster.core.cluster.state, blobs) == blobs
 
 
 def test_a_cancelled_generation_is_not_continued() -> None:

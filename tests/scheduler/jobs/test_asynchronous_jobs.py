@@ -2,6 +2,7 @@
 
 import pytest
 
+from plexrl.scheduler.queries.views import usage_view
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.wire.messages.views import PlacedDeploymentView, ProfileView
 from tests.scheduler.fake_cluster import FakeCluster
@@ -85,7 +86,7 @@ def test_the_profile_is_one_step_whatever_the_staleness(
     # What the profile predicts for a step is what a step was billed.
     billed = sum(
         row["gpu_seconds"]
-        for row in clock.cluster.core.usage(None)
+        for row in usage_view(clock.cluster.core.cluster.state, None)
         if row["kind"] in ("forward_backward", "optim_step", "publish")
     )
     assert billed / job.trained == pytest.approx(found["busy_s"] * TRAINER_GPUS, rel=0.1)

@@ -5,6 +5,7 @@ import pytest
 from plexrl.errors import ConflictError, ControllerReplacedError, UnknownDeploymentError
 from plexrl.ids import DeploymentId, JobId, TenantId
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.queries.views import operation_log, usage_view
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.wire import messages as cmd
@@ -137,9 +138,9 @@ def test_it_is_counted_until_its_end_and_its_operations_can_be_looked_up(
     assert [each["gpus_held"] for each in cluster.core.list_tenants(cluster.now)] == [4]
     cluster.end("a/r1")
     assert [each["gpus_held"] for each in cluster.core.list_tenants(cluster.now)] == [3]
-    found = cluster.core.operation_log(None, ListOperations(job=JobId("a")), cluster.now)
+    found = operation_log(cluster.core.cluster, None, ListOperations(job=JobId("a")), cluster.now)
     assert "a:g" in {each["operation"] for each in found}
-    assert "generate" in {each["kind"] for each in cluster.core.usage(None)}
+    assert "generate" in {each["kind"] for each in usage_view(cluster.core.cluster.state, None)}
 
 
 def test_it_stays_ended_after_a_restart_and_goes_with_its_job(cluster: FakeCluster) -> None:

@@ -5,6 +5,7 @@ import pytest
 from plexrl import errors
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.operations.submission.backpressure import retry_after_s
+from plexrl.scheduler.queries.views import operation_log
 from plexrl.scheduler.state.messages.calls import ListOperations
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -113,7 +114,7 @@ def test_an_operation_is_logged_with_where_its_time_went() -> None:
     cluster.execute(cluster.runs[0])
     (row,) = [
         row
-        for row in cluster.core.operation_log(None, ListOperations(job="b"), cluster.now)
+        for row in operation_log(cluster.core.cluster, None, ListOperations(job="b"), cluster.now)
         if not row["internal"]
     ]
     assert row["started_at"] is not None
@@ -134,7 +135,7 @@ def test_the_log_can_be_asked_for_a_deployment_or_a_kind() -> None:
     cluster.settle()
 
     def found(**wanted: object) -> list[str]:
-        rows = cluster.core.operation_log(None, ListOperations(**wanted), cluster.now)
+        rows = operation_log(cluster.core.cluster, None, ListOperations(**wanted), cluster.now)
         return [row["operation"] for row in rows if not row["internal"]]
 
     assert found(deployment="a/actor") == ["a:0", "a:1"]

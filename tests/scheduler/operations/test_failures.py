@@ -3,6 +3,7 @@
 import pytest
 
 from plexrl import errors
+from plexrl.scheduler.queries.views import usage_view
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
@@ -214,7 +215,7 @@ def test_a_step_that_dropped_its_gradients_has_failed_and_is_replayed(cluster: F
     cluster.kill("a/actor")
     cluster.settle()
     assert cluster.wpgs["a/actor"].device == ["a:step"]
-    rows = {row["kind"]: row["failed"] for row in cluster.core.usage(None)}
+    rows = {row["kind"]: row["failed"] for row in usage_view(cluster.core.cluster.state, None)}
     assert rows["optim_step"] == 1
     assert rows["forward_backward"] == 1, "it failed without having run"
     assert rows["forward"] == 0

@@ -6,6 +6,8 @@ from hypothesis import given
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.operations.deadlines.bounds import FACTOR, FIRST_FACTOR
+from plexrl.scheduler.operations.deadlines.overdue import overdue_view
+from plexrl.scheduler.queries.views import STARTS_NAMED, restarting
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -169,14 +171,46 @@ def test_an_overdue_operation_is_named_before_its_workers_are_replaced() -> None
     cluster.submit("a:1", "a/actor", "optim_step")
     sent_at = cluster.now
     hang(cluster, 0.4 * LEAST_S)
-    assert cluster.core.overdue(cluster.now) == []
+    assert (
+        overdue_view(
+            cluster.core.cluster,
+            cluster.now,
+        )
+        == []
+    )
     hang(cluster, 0.2 * LEAST_S)
-    (found,) = cluster.core.overdue(cluster.now)
+    (found,) = overdue_view(
+        cluster.core.cluster,
+        cluster.now,
+    )
     assert (found["deployment"], found["operation"]) == ("a/actor", "a:1")
     assert found["expected_at"] == pytest.approx(sent_at + 0.1)
     assert found["replaced_at"] == sent_at + LEAST_S
     cluster.execute(cluster.runs[0])
-    assert cluster.core.overdue(cluster.now) == []
+    assert (
+        overdue_view(
+            cluster.core.cluster,
+            cluster.now,
+        )
+        == []
+    )
+
+
+def test_workers_that_start_again_and_again_are_named_until_an_operation_completes() -> None:
+    cluster = running(launch_attempts=100)
+    cluster.submit("a:1", "a/actor", "optim_step")
+    submitted_at = cluster.now
+    cluster.pass_time(1.0)
+    for _ in range(STARTS_NAMED):
+        assert restarting(cluster.core.cluster.state) == []
+        cluster.kill("a/actor")
+        cluster.launch(cluster.launches[0])
+    cluster.kill("a/actor")
+    ((text, since),) = restarting(cluster.core.cluster.state)
+    assert since == submitted_at
+    assert text == f"a/actor (start {STARTS_NAMED + 1}): rank 0: killed"
+    cluster.settle()
+    assert restarting(cluster.core.cluster.state) == []
 
 
 def test_an_estimate_that_has_passed_is_not_repeated() -> None:
@@ -201,7 +235,13 @@ def test_without_the_setting_nothing_is_replaced_and_no_timer_is_set() -> None:
     before = incarnation(cluster)
     hang(cluster, 1e6)
     assert incarnation(cluster) == before
-    assert cluster.core.overdue(cluster.now) == []
+    assert (
+        overdue_view(
+            cluster.core.cluster,
+            cluster.now,
+        )
+        == []
+    )
     assert "overdue for 1000000 s" in cluster.explanation_of("a:1")["reason"]
 
 

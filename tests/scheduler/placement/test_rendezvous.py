@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from plexrl.errors import CapacityError, InvalidRequestError
+from plexrl.scheduler.operations.held.holding import held_view
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
 from tests.scheduler.fake_cluster import FakeCluster
@@ -157,7 +158,7 @@ def test_a_node_without_a_free_port_delays_the_launch_until_there_is_one() -> No
     assert cluster.launches == []
     assert cluster.core.deployment_view("k/a", cluster.now)["state"] == "launching"
     cluster.submit("o", "k/a", "forward")
-    (condition,) = cluster.core.held_deployments()
+    (condition,) = held_view(cluster.core.cluster.state)
     assert "7000 to 7000 of node 'n0'" in condition["message"]
     cluster.send(ev.JobFinished(job="j", outcome="completed"))
     cluster.settle()

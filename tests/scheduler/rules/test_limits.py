@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from plexrl import errors
 from plexrl.ids import JobId
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.queries.views import usage_view
 from plexrl.scheduler.rules.config import RANGES as CONFIG_RANGES
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.rules.limits import BYTES_MAX, RANGES, TOKENS_MAX
@@ -172,7 +173,9 @@ def test_sums_of_tokens_stay_writable() -> None:
     job.usage[OperationKind.FORWARD].tokens = (1 << 62) - 5
     cluster.submit("last", "a/actor", "forward", tokens=TOKENS_MAX)
     cluster.settle()
-    (row,) = [row for row in cluster.core.usage(None) if row["kind"] == "forward"]
+    (row,) = [
+        row for row in usage_view(cluster.core.cluster.state, None) if row["kind"] == "forward"
+    ]
     assert row["tokens"] == (1 << 62) - 1
     SchedulerCore.restore(cluster.config, cluster.core.dump())
 

@@ -5,6 +5,9 @@ import time
 from pathlib import Path
 
 from plexrl.errors import JournalUnavailableError
+from plexrl.scheduler.operations.deadlines.overdue import overdue_view
+from plexrl.scheduler.queries.explain_placement import blocking_heads
+from plexrl.scheduler.queries.views import lost_nodes
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.state.messages.events import NodeDrainChanged, TimerFired
 from plexrl.wire.rpc import Peer
@@ -32,7 +35,7 @@ async def conditions(router: Peer) -> dict[str, Plain]:
 
 
 def is_lost(cluster: Live, node: str) -> bool:
-    return node in dict(cluster.service.shell.core.lost_nodes())
+    return node in dict(lost_nodes(cluster.service.shell.core.cluster.state))
 
 
 def test_a_lost_node_is_a_condition_until_it_returns_or_is_drained(tmp_path: Path) -> None:
@@ -106,12 +109,14 @@ def test_an_overdue_operation_is_a_condition(tmp_path: Path) -> None:
             fields = {"deployment": "j/actor", "incarnation": 1, "rank": 0, "address": "x"}
             await agent.call("worker_ready", fields)
             load = await runs.get()
-            await until(lambda: bool(core.overdue(clock.now())))
+            await until(lambda: bool(overdue_view(core.cluster, clock.now())))
             found = (await conditions(router))["operation_overdue"]
             assert f"load {load['operation']} of j/actor was expected to end" in found["message"]
             assert "replaced in" in found["message"]
             await until(lambda: core.deployment_view("j/actor", 0.0)["incarnation"] == 2)
-            assert not [each for each in core.overdue(clock.now()) if each["kind"] == "load"]
+            assert not [
+                each for each in overdue_view(core.cluster, clock.now()) if each["kind"] == "load"
+            ]
 
     run_live(talk)
 
@@ -153,7 +158,7 @@ def test_a_starving_job_that_keeps_gpus_from_all_others_is_a_condition(tmp_path:
             for job, workers in (("small", 1), ("large", 2)):
                 await router.call("submit_job", job_of("a", job))
                 await router.call("create_deployment", deployment_of(A, job, workers=workers))
-            await until(lambda: bool(core.blocking_heads(clock.now())))
+            await until(lambda: bool(blocking_heads(core.cluster, clock.now())))
             found = (await conditions(router))["head_job_blocks"]
             assert "large/actor of a waits for 2 GPUs and keeps 1 idle" in found["message"]
             done = {**A, "job": "small", "outcome": "completed"}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from plexrl import errors
+from plexrl.scheduler.queries.views import expected_nodes
 from plexrl.scheduler.service.connections.router_calls import QUERY_NODE_TIMEOUT_S
 from plexrl.wire.rpc import Handler, Peer
 from tests.scheduler.live_service import (
@@ -210,7 +211,7 @@ def test_a_node_whose_agent_is_away_is_named_until_its_work_goes_elsewhere(tmp_p
             assert await ask() == {"checkpoints": [], "failed": [away]}
             pass_time(GRACE_S)
             core = cluster.service.shell.core
-            await until(lambda: not core.expected_nodes(cluster.service.shell.clock.now()))
+            await until(lambda: not expected_nodes(core.cluster, cluster.service.shell.clock.now()))
             assert await ask() == {"checkpoints": [], "failed": []}
 
     async def none_here(_: Peer, __: Plain) -> Plain:

@@ -7,11 +7,11 @@ An operation that hangs each time is at last a failure of its job (`launch_attem
 hangs is a fault of the machine: it is tried again, at ever longer intervals.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple, TypedDict
 
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.operations.deadlines.bounds import BoundedRun, is_launching, runs, watch
+from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.effects import Effects
@@ -86,10 +86,9 @@ def watch_all(state: State, effects: Effects, now: float) -> None:
             watch(state, effects, deployment, now)
 
 
-def overdue_view(
-    state: State, settings: Settings, names: Iterable[DeploymentId], now: float
-) -> list[OverdueView]:
-    """The runs of the deployments among `names` that are overdue."""
+def overdue_view(cluster: Cluster, now: float) -> list[OverdueView]:
+    """The runs that are overdue."""
+    state = cluster.state
     if not state.overdue_s:
         return []
     return [
@@ -100,7 +99,7 @@ def overdue_view(
             "expected_at": each.expected_at,
             "replaced_at": each.due_at,
         }
-        for deployment in map(state.deployment, names)
-        for each in runs(state, settings, deployment)
+        for deployment in state.deployments.values()
+        for each in runs(state, cluster.settings, deployment)
         if each.is_overdue(now) and (state.routers or not each.operation)
     ]

@@ -93,8 +93,8 @@ def renew_token(state: State, group: Group, operation: Operation) -> None:
         fence(state, group)
 
 
-def held_view(state: State, names: Iterable[DeploymentId]) -> list[HeldView]:
-    """The deployments among `names` that retry runs, with the reason."""
+def held_view(state: State, names: Iterable[DeploymentId] | None = None) -> list[HeldView]:
+    """The deployments among `names`, or among all, that retry runs, with the reason."""
     return [
         {
             "deployment": deployment.deployment,
@@ -107,8 +107,11 @@ def held_view(state: State, names: Iterable[DeploymentId]) -> list[HeldView]:
     ]
 
 
-def foreign_memory_view(state: State, names: Iterable[DeploymentId]) -> list[ForeignMemoryView]:
-    """The foreign memory for which deployments among `names` wait, by node, GPU and process."""
+def foreign_memory_view(
+    state: State, names: Iterable[DeploymentId] | None = None
+) -> list[ForeignMemoryView]:
+    """The foreign memory for which deployments among `names`, or among all, wait, by node, GPU and
+    process."""
     found: dict[tuple[NodeId, int, int], ForeignMemoryView] = {}
     for deployment in _held(state, names):
         since = deployment.backoff.since
@@ -133,8 +136,8 @@ def foreign_text(each: ForeignMemoryView) -> str:
     )
 
 
-def _held(state: State, names: Iterable[DeploymentId]) -> list[Deployment]:
-    deployments = map(state.deployment, names)
+def _held(state: State, names: Iterable[DeploymentId] | None) -> list[Deployment]:
+    deployments = map(state.deployment, state.deployments if names is None else names)
     return [
         each
         for each in deployments

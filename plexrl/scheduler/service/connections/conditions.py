@@ -6,7 +6,10 @@ from typing import Any
 
 from plexrl.process.conditions import Condition
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.operations.held.holding import foreign_text
+from plexrl.scheduler.operations.deadlines.overdue import overdue_view
+from plexrl.scheduler.operations.held.holding import foreign_memory_view, foreign_text, held_view
+from plexrl.scheduler.queries.explain_placement import blocking_heads
+from plexrl.scheduler.queries.views import lost_nodes, restarting, service_levels
 from plexrl.scheduler.service.shell import Shell
 
 NAMED_MAX = 10
@@ -27,6 +30,7 @@ def find_conditions(shell: Shell) -> list[Plain]:
         *_held(core),
         *_foreign_memory(core),
         *_overdue(core, now),
+        *_restarting(core),
         *_lost_nodes(core),
         *_service_levels(shell),
         *_blocking_heads(core, now),
@@ -48,13 +52,13 @@ def _condition(code: str, found: Sequence[tuple[str, float]], message: str = "{}
 
 
 def _held(core: SchedulerCore) -> list[Plain]:
-    held = core.held_deployments()
+    held = held_view(core.cluster.state)
     found = [(f"{each['deployment']}: {each['message']}", each["since"]) for each in held]
     return _condition("deployments_held", found, f"{len(held)} deployments wait for memory: {{}}")
 
 
 def _foreign_memory(core: SchedulerCore) -> list[Plain]:
-    foreign = core.foreign_memory()
+    foreign = foreign_memory_view(core.cluster.state)
     found = [(f"{each['node']}: {foreign_text(each)}", each["since"]) for each in foreign]
     return _condition("foreign_memory", found, "{}: end what is not needed, or drain the node")
 
@@ -67,9 +71,14 @@ def _overdue(core: SchedulerCore, now: float) -> list[Plain]:
             f"{max(0.0, each['replaced_at'] - now):.0f} s if it does not",
             each["expected_at"],
         )
-        for each in core.overdue(now)
+        for each in overdue_view(core.cluster, now)
     ]
     return _condition("operation_overdue", found)
+
+
+def _restarting(core: SchedulerCore) -> list[Plain]:
+    message = "workers are started again and again, and complete no operation: {}"
+    return _condition("workers_restarting", restarting(core.cluster.state), message)
 
 
 def _lost_nodes(core: SchedulerCore) -> list[Plain]:
@@ -77,7 +86,7 @@ def _lost_nodes(core: SchedulerCore) -> list[Plain]:
         "the agents of these nodes are not connected, so their workers do not run: {}. See to the "
         "machine or its network, or run `plexrl nodes remove` if it does not come back"
     )
-    return _condition("node_lost", core.lost_nodes(), message)
+    return _condition("node_lost", lost_nodes(core.cluster.state), message)
 
 
 def _service_levels(shell: Shell) -> list[Plain]:
@@ -85,7 +94,7 @@ def _service_levels(shell: Shell) -> list[Plain]:
     is an aim of placement, and promises nothing."""
     over = [
         each
-        for each in shell.core.service_levels()
+        for each in service_levels(shell.core.cluster)
         if each["is_promised"] and (each["waiting_part"] or 0.0) > each["slo"]
     ]
     known, now = shell.breached_since, shell.clock.now()
@@ -109,7 +118,7 @@ def _blocking_heads(core: SchedulerCore, now: float) -> list[Plain]:
             f"{each['free_gpus']} idle",
             each["since"],
         )
-        for each in core.blocking_heads(now)
+        for each in blocking_heads(core.cluster, now)
     ]
     message = (
         "no other job gets free GPUs before these, which starve: {}. Cancel or preempt what runs, "

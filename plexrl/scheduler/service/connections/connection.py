@@ -18,6 +18,7 @@ from plexrl.errors import (
     PermissionDeniedError,
 )
 from plexrl.ids import NodeId, RouterId
+from plexrl.scheduler.queries.views import live_workers
 from plexrl.scheduler.service.connections.agent_calls import AgentCalls
 from plexrl.scheduler.service.connections.links import AgentLink
 from plexrl.scheduler.service.connections.router_calls import RouterCalls
@@ -170,7 +171,9 @@ class Connection:
         self._greeted = _Greeted("router", router=router)
         self._shell.routers.add(router, peer)
         await self._shell.wait_until_consistent()
-        await peer.notify("live_workers", {"incarnations": self._shell.core.live_workers()})
+        await peer.notify(
+            "live_workers", {"incarnations": live_workers(self._shell.core.cluster.state)}
+        )
         await self._report_greeting(ev.RouterJoined(router=router))
         await self._shell.routers.flush()
 

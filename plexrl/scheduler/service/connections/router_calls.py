@@ -11,7 +11,16 @@ from plexrl.errors import (
     UnavailableError,
 )
 from plexrl.ids import DeploymentId, JobId, OperationId
+from plexrl.scheduler.accounting.sharing import sharing_view
 from plexrl.scheduler.queries.checkpoint_reports import merged
+from plexrl.scheduler.queries.eta import eta_quality
+from plexrl.scheduler.queries.views import (
+    expected_nodes,
+    operation_log,
+    service_levels,
+    unreferenced_payloads,
+    usage_view,
+)
 from plexrl.scheduler.rules.lookups import unknown_deployment, unknown_job, unknown_operation
 from plexrl.scheduler.service.connections.conditions import find_conditions
 from plexrl.scheduler.service.connections.links import AgentLink
@@ -84,19 +93,19 @@ class RouterCalls:
         return {"conditions": find_conditions(self._shell)}
 
     async def _eta_quality(self, _: calls.Nothing) -> Plain:
-        return {**self._core.eta_quality()}
+        return {**eta_quality(self._core.cluster.state.eta_errors)}
 
     async def _service_levels(self, _: calls.Nothing) -> Plain:
-        return {"jobs": self._core.service_levels()}
+        return {"jobs": service_levels(self._core.cluster)}
 
     async def _unreferenced_payloads(self, call: calls.NeedlessPayloads) -> Plain:
         # A leader that was replaced unnoticed would miss operations accepted since.
         await self._shell.confirm_lead()
-        return {"blobs": self._core.unreferenced_payloads(call.blobs)}
+        return {"blobs": unreferenced_payloads(self._core.cluster.state, call.blobs)}
 
     async def _list_usage(self, scope: Scope, _: calls.Nothing) -> Plain:
-        sharing = self._core.sharing(scope, self._now())
-        return {"usage": self._core.usage(scope), "sharing": sharing}
+        sharing = sharing_view(self._core.cluster.state, scope, self._now())
+        return {"usage": usage_view(self._core.cluster.state, scope), "sharing": sharing}
 
     async def _drain_node(self, scope: Scope, event: ev.NodeDrainChanged) -> Answer:
         check_operator(scope)
@@ -240,7 +249,7 @@ class RouterCalls:
     async def _list_operations(self, scope: Scope, call: calls.ListOperations) -> Plain:
         limit = max(1, min(call.limit, LOG_PAGE_MAX))
         wanted = replace(call, after=max(0, call.after), limit=limit)
-        return {"operations": self._core.operation_log(scope, wanted, self._now())}
+        return {"operations": operation_log(self._core.cluster, scope, wanted, self._now())}
 
     async def _operation_finished(self, event: ev.OperationFinished) -> Plain:
         await self._shell.report(event)
@@ -290,7 +299,7 @@ class RouterCalls:
         connected = {link.node for link in links}
         failed: dict[str, str] = {
             node: "its agent is not connected"
-            for node in self._core.expected_nodes(self._now())
+            for node in expected_nodes(self._core.cluster, self._now())
             if queries and node not in connected
         }
         for node, task in asked:

@@ -24,6 +24,10 @@ class Processes:
     """Operations that ran each time; empty: none ran."""
     losses: int = 0
     """Lost launches since an operation that was no repetition last completed."""
+    starts: int = 0
+    """Launches, for whatever reason, since an operation that was no repetition last completed."""
+    ended_because: str = ""
+    """Why the last incarnation was ended."""
     overruns: int = 0
     """Those of them that were ended because a run had missed its bound."""
     launch_at: float | None = None
@@ -39,6 +43,7 @@ class Processes:
         """Processes are started, which meet at `port`; the last incarnation before them was
         `former`."""
         self.incarnation = former + 1
+        self.starts += 1
         self.port = port
         self.launch_at = None
         self.addresses.clear()
@@ -78,6 +83,10 @@ class Processes:
         self.addresses.clear()
         self.port = 0
 
+    def end(self, reason: str) -> None:
+        """The present incarnation is ended."""
+        self.ended_because = reason
+
     def outdate(self) -> None:
         """Reports of the present incarnation no longer count."""
         self.incarnation += 1
@@ -104,3 +113,4 @@ class Processes:
         self.failures = 0
         self.suspects = ()
         self.losses = 0
+        self.starts = 0

@@ -14,7 +14,7 @@ class TimerKind(StrEnum):
     """What a timer names."""
 
     ADMISSION = "admission"
-    """The admission pass that was interrupted."""
+    """The admission pass that was interrupted: in snapshots of earlier versions only."""
     DEADLINE = "deadline"
     """An operation's deadline."""
     GROUP = "group"
@@ -49,7 +49,6 @@ class Subject(NamedTuple):
 Timer = tuple[float, Subject]
 """(time in seconds, what is looked at then)."""
 
-ADMISSION = Subject(TimerKind.ADMISSION, "")
 PLACEMENT = Subject(TimerKind.PLACEMENT, "")
 
 

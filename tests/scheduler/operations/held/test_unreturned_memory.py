@@ -9,6 +9,7 @@ import pytest
 from plexrl.errors import DeviceMemoryFullError
 from plexrl.model.memory.device_memory import CONTEXT_BYTES
 from plexrl.scheduler.core.outcomes import REFUSED_LOAD_FACTOR
+from plexrl.scheduler.operations.held.holding import foreign_memory_view
 from plexrl.scheduler.operations.held.unreturned_memory import KEPT_FACTOR
 from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.messages import events as ev
@@ -163,7 +164,9 @@ def test_a_foreign_process_is_shown_until_the_load_succeeds(cluster: FakeCluster
     refuse(cluster, strangers=strangers)
     rank = cluster.core._context.state.deployment("b/actor").ranks[1]
     held = {"node": "n", "gpu": rank.gpu, "pid": PID, "nbytes": KEPT + 1, "since": refused_at}
-    assert cluster.core.foreign_memory() == [held], "process 7 may be a worker that starts"
+    assert foreign_memory_view(cluster.core.cluster.state) == [held], (
+        "process 7 may be a worker that starts"
+    )
     (node,) = cluster.core.list_nodes()
     assert node["foreign_memory"] == [held]
     assert "foreign_memory" not in cluster.core.list_nodes("t")[0]
@@ -172,10 +175,10 @@ def test_a_foreign_process_is_shown_until_the_load_succeeds(cluster: FakeCluster
         records["nodes/n"]
     )
     cluster.restart_scheduler(restored=True)
-    assert cluster.core.foreign_memory() == [held]
+    assert foreign_memory_view(cluster.core.cluster.state) == [held]
     until_b_loads(cluster)
     cluster.execute(cluster.runs[0])
-    assert cluster.core.foreign_memory() == []
+    assert foreign_memory_view(cluster.core.cluster.state) == []
     assert cluster.state_of("b:1") != "finished"
     cluster.settle()
     assert cluster.state_of("b:1") == "finished"
@@ -224,7 +227,7 @@ def test_a_deadline_ends_a_wait_for_memory(cluster: FakeCluster) -> None:
     cluster.pass_time(6.0)
     assert cluster.error_of("b:2")["code"] == "deadline_exceeded"
     assert cluster.state_of("b:1") == "pending", "it has no deadline, and its reason is shown"
-    assert cluster.core.foreign_memory()
+    assert foreign_memory_view(cluster.core.cluster.state)
 
 
 def test_a_tenant_reads_no_names_of_others(cluster: FakeCluster) -> None:

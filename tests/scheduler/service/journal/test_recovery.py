@@ -18,6 +18,7 @@ from plexrl.ids import DeploymentId
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.core.snapshot import encode
 from plexrl.scheduler.jobs.context import Context
+from plexrl.scheduler.queries.views import operation_log
 from plexrl.scheduler.rules.config import (
     LATER_SETTINGS,
     PROCESS_SETTINGS,
@@ -117,7 +118,7 @@ def answer(core: SchedulerCore, event: ev.Event, at: float) -> list[cmd.Command]
 
 def views(core: SchedulerCore, now: float) -> dict[str, Any]:
     """All views of a core."""
-    log = core.operation_log(None, ListOperations(), now)
+    log = operation_log(core.cluster, None, ListOperations(), now)
     operations = {row["operation"]: core.operation_view(row["operation"], now) for row in log}
     return {
         "jobs": core.list_jobs(None, now),
