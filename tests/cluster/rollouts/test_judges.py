@@ -65,7 +65,7 @@ def test_reply_is_read_and_a_reply_without_a_score_is_a_failure(job: plexrl.Job)
 
 def test_reward_model_scores_many_samples_in_few_operations(job: plexrl.Job) -> None:
     model = job.reward_deployment("judge", JUDGE)
-    asked = [[3 + index % 60, 4 + index // 60] for index in range(96)]
+    asked = [[3 + index % 30, 4 + index // 30] for index in range(96)]
     samples = [[sample_of(5, 6), sample_of(7)] for _ in asked]
     judge = model.judge(prompt=judged)
     found = rewards.Graded(judge.score, on_failure="raise", at_once=64).grade(asked, samples)
