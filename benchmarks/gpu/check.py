@@ -45,6 +45,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "device": (90, [*PYTEST, "tests/statemanager/device"]),
     "workers": (70, [*PYTEST, "tests/gpu/test_gpu_workers.py", "tests/gpu/test_gpu_experts.py"]),
     "engines": (60, [*PYTEST, "tests/gpu/test_gpu_engines.py", "tests/gpu/test_gpu_vllm.py"]),
+    "up": (60, [*PYTEST, "--timeout", "55", "tests/gpu/test_gpu_cluster.py"]),
     "switches": (80, [*PYTEST, "--timeout", "75", "tests/gpu/test_gpu_switches.py"]),
     "benchmark": (110, ["-m", "benchmarks.gpu.switch", "--json"]),
     "rl": (160, ["-m", "benchmarks.gpu.rl", "--json"]),
