@@ -58,7 +58,11 @@ def test_a_live_rollout_is_planned_from_its_profile(
         text = command(embedded, "rollouts", job.job, "--profile", "rollout")
     profile = rollout_profile_from_json(text)
     assert sorted(sorted(each.response_tokens) for each in profile.lengths) == sorted(lengths)
-    assert (profile.prompts, profile.samples, profile.max_tokens) == (PROMPTS, SAMPLES, 160)
+    assert (profile.prompts, profile.samples, profile.max_tokens) == (
+        PROMPTS,
+        SAMPLES,
+        SAMPLING.max_tokens,
+    )
     assert (profile.instances, profile.instance_gpus, profile.trainer_gpus) == (2, 1, 1)
     assert profile.measured_steps
     assert profile.train_s > 0
