@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import tiny_qwen2
-from plexrl.statemanager.device.backend import Segment
+from plexrl.statemanager.device.backend import DeviceSegment
 from plexrl.statemanager.device.cpu.device import CpuDevice
 from plexrl.statemanager.device.cuda.device import CudaDevices
 import plexrl.worker.agent.fork_server.preload
@@ -27,7 +27,7 @@ CASE = """
 def lend(devices, arena):
     found = devices.allocate(arena.nbytes, device=0, uid=0)
     sizes = zip(found.descriptors(), found.segment_bytes, strict=True)
-    arena.attach([Segment(fd=fd, nbytes=n) for fd, n in sizes], keep_contents=True)
+    arena.attach([DeviceSegment(fd=fd, nbytes=n) for fd, n in sizes], keep_contents=True)
 
 model = tiny_qwen2("0123456789abcdefghi", hidden=32, layers=3)
 spec = DeploymentSpec(

@@ -63,10 +63,18 @@ def backend(rank: int, ranks: int, folder: Path, optimizer: str = "device") -> T
     return made
 
 
-def call(kind: OperationKind, params: Any, arrays: Arrays, **share: Any) -> BackendCall:
+def call(
+    kind: OperationKind, params: Any, arrays: Arrays, *, job: str = "", **share: Any
+) -> BackendCall:
     """One operation as a rank sees it."""
     return BackendCall(
-        operation="o", kind=kind, params=params, share=RankShare(**share), arrays=arrays, seq=1
+        operation="o",
+        kind=kind,
+        params=params,
+        share=RankShare(**share),
+        arrays=arrays,
+        job=job,
+        seq=1,
     )
 
 
