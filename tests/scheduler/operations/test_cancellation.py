@@ -173,7 +173,7 @@ def test_rows_of_a_running_generation_are_stopped_and_stay_so_when_it_is_repeate
     kinds = [
         (type(each), getattr(each, "rows", None)) for each in emitted if each.operation == "a:1"
     ]
-    assert kinds == [(cmd.AbortOperation, (0, 2)), (cmd.Run, None)]
+    assert kinds == [(cmd.AbortOperation, (0, 2)), (cmd.Generate, None)]
 
 
 def test_only_a_generation_has_rows_to_stop(cluster: FakeCluster) -> None:
