@@ -7,10 +7,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
+def mypyc_hook() -> dict[str, list[str]]:
+    """The patterns of modules that are compiled, and of those that are not."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found: dict[str, list[str]] = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"][
+        "mypyc"
+    ]
+    return found
+
+
 def compiled_modules() -> dict[str, ast.Module]:
     """Syntax trees of the modules that become C extensions, by path."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    hook = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["mypyc"]
+    hook = mypyc_hook()
     included = {path for each in hook["include"] for path in ROOT.glob(each.lstrip("/"))}
     excluded = {ROOT / each.lstrip("/") for each in hook["exclude"] if "/" in each}
     paths = {path for path in included - excluded if path.name not in hook["exclude"]}
@@ -18,8 +26,7 @@ def compiled_modules() -> dict[str, ast.Module]:
 
 
 def test_the_list_of_compiled_modules_names_files_that_exist() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    hook = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["mypyc"]
+    hook = mypyc_hook()
     patterns = [each for each in (*hook["include"], *hook["exclude"]) if "/" in each]
     assert [each for each in patterns if not any(ROOT.glob(each.lstrip("/")))] == []
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from plexrl.cluster.config.network import NODE_PORTS, check_fabric, check_host, check_ports
-from plexrl.cluster.config.options import GIB, PartSettings
-from plexrl.errors import InvalidRequestError
+from plexrl.cluster.config.options import GIB, PartSettings, check_gpus
 from plexrl.limits import check_numbers
 from plexrl.process.children.pulse import STUCK_S, check_stuck_s
 
@@ -65,11 +64,7 @@ class NodeOptions:
         check_stuck_s("part_stuck_s", self.part_stuck_s)
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         check_numbers("plexrl node join", own)
-        if self.gpus and self.virtual_gpus is not None:
-            raise InvalidRequestError(
-                "the GPUs of a node are the machine's (--gpus) or virtual (--virtual-gpus): give "
-                "one of the two"
-            )
+        check_gpus(self.gpus, self.virtual_gpus)
         if self.host:
             check_host("host", self.host)
         check_ports("ports", self.ports)

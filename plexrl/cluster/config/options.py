@@ -51,6 +51,19 @@ def check_argument(journal: str) -> None:
         )
 
 
+def check_gpus(gpus: int | None, virtual_gpus: int | None) -> None:
+    """Refuse a node that is to have both kinds of GPUs.
+
+    Raises:
+        InvalidRequestError: both were given.
+    """
+    if gpus and virtual_gpus is not None:
+        raise InvalidRequestError(
+            "the GPUs of a node are the machine's (--gpus) or virtual (--virtual-gpus): give one "
+            "of the two"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSettings:
     """Settings of the parts that have no option of their own, as plain values by field name."""
@@ -202,11 +215,7 @@ class ClusterOptions:
                 raise InvalidRequestError(
                     f"{name} has {count} entries for {self.nodes} nodes: give one, or one for each"
                 )
-        if self.gpus and self.virtual_gpus is not None:
-            raise InvalidRequestError(
-                "the GPUs of a node are the machine's (--gpus) or virtual (--virtual-gpus): give "
-                "one of the two"
-            )
+        check_gpus(self.gpus, self.virtual_gpus)
         if self.gpus and self.nodes > 1:
             raise InvalidRequestError(
                 f"one node serves the GPUs of a machine, and there are to be {self.nodes}: leave "

@@ -127,7 +127,7 @@ class AdmissionWalk:
         return np.array([table.row(name) for name in heads], np.intp)
 
     def _add_candidates(self, rows: Rows) -> None:
-        """Those of the units that may fit and have not had their turn become candidates."""
+        """Make candidates of the units that may fit and have not had their turn."""
         self._candidates[rows] = ~self._is_passed[rows]
         self._drop_candidates()
 

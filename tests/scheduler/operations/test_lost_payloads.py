@@ -141,6 +141,11 @@ def test_a_lost_payload_of_a_run_that_a_lost_router_had_is_run_exactly_once(
 def begin_replay(cluster: FakeCluster) -> Any:
     submit(cluster, "a:1", "a:1.in")
     cluster.settle()
+    return kill_and_replay(cluster)
+
+
+def kill_and_replay(cluster: FakeCluster) -> Any:
+    """Workers die, and what they had done is repeated for the next operation."""
     cluster.kill("a/actor")
     submit(cluster, "a:2", "a:2.in")
     while not any(run.replay for run in cluster.runs):
@@ -179,15 +184,7 @@ def test_a_lost_payload_of_a_replay_that_no_lost_router_had_costs_no_workers(
     cluster.pass_time(1.0)
     cluster.join_router()
     cluster.pass_time(1.0)
-    cluster.kill("a/actor")
-    submit(cluster, "a:2", "a:2.in")
-    while not any(run.replay for run in cluster.runs):
-        if cluster.launches:
-            cluster.launch(cluster.launches[0])
-        else:
-            cluster.execute(cluster.runs[0])
-    (run,) = cluster.runs
-    lose(cluster, run, "a:1.in")
+    lose(cluster, kill_and_replay(cluster), "a:1.in")
     assert not cluster.launches
     assert cluster.core.lost_payloads("a") == ["a:1"]
     submit(cluster, "a:1", "again.in")

@@ -81,7 +81,7 @@ class Reservation:
 
 
 class Reservations:
-    """Those of one pass."""
+    """The reservations of one admission pass."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
