@@ -55,8 +55,8 @@ LAYERS = {
     ),
     "events": ("publisher", "subscriber", "broker", "config", "outbox", "records"),
     "model": (
-        *("layout", "capabilities", "memory", "deployment_spec", "lora", "spec", "dimensions"),
-        *("tokenizer", "parallelism"),
+        *("layout", "capabilities", "memory", "deployment_spec", "lora", "spec", "architecture"),
+        *("text", "parallelism"),
     ),
     "process": (
         *("children", "plain_text", "ray_connection", "garbage_collection", "folders", "memory"),

@@ -55,7 +55,7 @@ from plexrl.errors import PlexRLError
 from plexrl.model.lora import LoraSpec
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ModelSpec, tiny_qwen2
-from plexrl.model.tokenizer import BOS, EOS, PAD, Tokenizer
+from plexrl.model.text.tokenizer import BOS, EOS, PAD, Tokenizer
 from plexrl.wire.operations import LossSpec, SamplingParams
 
 __all__ = [

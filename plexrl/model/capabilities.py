@@ -12,8 +12,9 @@ from plexrl.errors import (
     UnsupportedDtypeError,
     UnsupportedModelError,
 )
+from plexrl.model.architecture.families import families_on
 from plexrl.model.parallelism import Axis, Parallelism
-from plexrl.model.spec import ARCHITECTURES, DENSE_ARCHITECTURES, ModelSpec
+from plexrl.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class BackendCapabilities:
     """Train: it can reduce gradients once for all micro-batches of a call."""
     switches_tp: bool = False
     """Rollout: the size of its tensor-parallel groups can change while it generates."""
-    architectures: tuple[str, ...] = ARCHITECTURES
+    architectures: tuple[str, ...]
     """Model types that it runs."""
 
 
@@ -50,6 +51,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
     BackendCapabilities(
         backend="fsdp",
         kind="train",
+        architectures=families_on("fsdp"),
         axes=("dp", "tp"),
         optimizers=("device", "host"),
         packs=False,
@@ -61,6 +63,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
     BackendCapabilities(
         backend="megatron",
         kind="train",
+        architectures=families_on("megatron"),
         axes=("dp", "tp", "pp", "cp", "ep"),
         optimizers=("device", "host"),
         packs=True,
@@ -71,6 +74,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
     BackendCapabilities(
         backend="deepspeed",
         kind="train",
+        architectures=families_on("deepspeed"),
         axes=("dp",),
         optimizers=("device", "host"),
         packs=False,
@@ -80,6 +84,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
     BackendCapabilities(
         backend="torch",
         kind="forward",
+        architectures=families_on("forward"),
         axes=("dp",),
         optimizers=(),
         packs=False,
@@ -88,6 +93,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
     BackendCapabilities(
         backend="torch",
         kind="rollout",
+        architectures=families_on("torch"),
         axes=("dp", "tp"),
         optimizers=(),
         packs=False,
@@ -98,7 +104,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
     BackendCapabilities(
         backend="vllm",
         kind="rollout",
-        architectures=DENSE_ARCHITECTURES,
+        architectures=families_on("vllm"),
         axes=("dp", "tp"),
         optimizers=(),
         packs=False,

@@ -10,6 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedModelError
+from plexrl.model.architecture.dimensions import Dimensions, dimensions
+from plexrl.model.architecture.families import families_on
 from plexrl.model.capabilities import (
     BACKENDS,
     backend_capabilities,
@@ -17,10 +19,9 @@ from plexrl.model.capabilities import (
     check_layout,
 )
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.model.dimensions import Dimensions, dimensions
 from plexrl.model.memory.kv_cache import check_cache_budget
 from plexrl.model.parallelism import Parallelism
-from plexrl.model.spec import ARCHITECTURES, WEIGHT_BYTES, ModelSpec
+from plexrl.model.spec import WEIGHT_BYTES, ModelSpec
 
 ALIGNED_ELEMENTS = 16
 """A tensor's row must have a multiple of this many float32 elements, because a slice begins at a
@@ -244,12 +245,13 @@ def padded_vocabulary(sizes: Dimensions, layout: Parallelism) -> int:
 
 
 def _check_supported(architecture: str, config: Mapping[str, Any]) -> None:
-    if architecture not in ARCHITECTURES:
+    supported = families_on("megatron")
+    if architecture not in supported:
         raise UnsupportedModelError(
             f"the megatron backend does not run architecture {architecture!r}: use one of "
-            f"{', '.join(ARCHITECTURES)}",
+            f"{', '.join(supported)}",
             architecture=architecture,
-            supported=list(ARCHITECTURES),
+            supported=list(supported),
         )
     refused = {
         "attention_bias": architecture != "qwen2",

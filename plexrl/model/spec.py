@@ -12,18 +12,13 @@ import msgspec
 
 from plexrl.errors import InvalidRequestError, UnsupportedModelError
 from plexrl.limits import check_numbers
-from plexrl.model.dimensions import MOE_ARCHITECTURES, Dimensions, dimensions
-from plexrl.model.tokenizer import check_vocabulary
+from plexrl.model.architecture.dimensions import Dimensions, dimensions
+from plexrl.model.architecture.families import ARCHITECTURES
+from plexrl.model.text.tokenizer import check_vocabulary
 from plexrl.storage.model_folder import model_folder
 
 TRAIN_BYTES_PER_PARAMETER = 16
 """fp32 parameter, gradient and the two AdamW moments."""
-
-DENSE_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
-ARCHITECTURES = (*DENSE_ARCHITECTURES, *MOE_ARCHITECTURES)
-"""Model types of `transformers` that some backend runs."""
-BIASED_BY_CHOICE = ("llama", "qwen3", "qwen3_moe")
-"""Model types whose attention has biases if `attention_bias` of their configuration says so."""
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of weights without optimizer state, by dtype."""
@@ -137,14 +132,12 @@ def tiny_qwen2(
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Number of parameters of a decoder of the Llama family (`llama`, `qwen2`, `qwen3`, `mistral`),
-    or of one with experts (`qwen3_moe`, `mixtral`). The number is exact.
+    """Number of parameters of a decoder of one of the families. The number is exact.
 
     Raises:
         UnsupportedModelError: another architecture.
         InvalidRequestError: a size is missing in the configuration.
     """
-    config = spec.config
     architecture = spec.model_type
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -158,14 +151,14 @@ def parameter_count(spec: ModelSpec) -> int:
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     if sizes.has_qkv_bias:
         attention += head_dim * (heads + 2 * kv_heads)
+    if sizes.has_output_bias:
+        attention += hidden
     if sizes.has_qk_norm:
         attention += 2 * head_dim
-    if architecture in BIASED_BY_CHOICE and config.get("attention_bias", False):
-        attention += head_dim * (heads + 2 * kv_heads) + hidden
     mlp = 3 * hidden * sizes.mlp * max(1, sizes.experts) + hidden * sizes.experts
-    per_layer = attention + mlp + 2 * hidden
-    if config.get("mlp_bias", False) and architecture == "llama":
-        per_layer += 2 * sizes.mlp + hidden
+    if sizes.has_mlp_bias:
+        mlp += 2 * sizes.mlp + hidden
+    per_layer = attention + mlp + sizes.layer_norms * hidden
     embedding = sizes.vocabulary * hidden
     if spec.head == "reward":
         return sizes.layers * per_layer + hidden + embedding + hidden

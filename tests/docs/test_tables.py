@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from plexrl.limits import LIMITS
+from plexrl.model.architecture.families import EVERY, FAMILIES
 from plexrl.model.capabilities import BACKENDS
 from plexrl.sim.workload.policies import SIM_POLICIES
 from scripts.limits_page import PAGE, filled_in
@@ -31,13 +32,15 @@ def test_the_guide_lists_the_axes_of_every_backend() -> None:
     assert shown == {(each.kind, each.backend): list(each.axes) for each in BACKENDS}
 
 
-def test_the_guide_lists_the_models_of_every_backend() -> None:
-    head = "| kind | backend | dense models | models with experts |"
+def test_the_page_of_models_says_which_backend_runs_which_family() -> None:
+    head = "| family | `fsdp` | `megatron` | `deepspeed` | `forward` | `torch` | `vllm` |"
+    names = re.findall(r"`(\w+)`", head)
+    assert tuple(names) == EVERY
     shown = {
-        (kind, re.findall(r"`(\w+)`", backend)[0]): re.findall(r"`(\w+)`", dense + experts)
-        for kind, backend, dense, experts in rows("sdk.md", head)
+        family.strip("`"): [name for name, cell in zip(names, cells, strict=True) if cell == "yes"]
+        for family, *cells in rows("models.md", head)
     }
-    assert shown == {(each.kind, each.backend): list(each.architectures) for each in BACKENDS}
+    assert shown == {name: list(family.backends) for name, family in FAMILIES.items()}
 
 
 def test_the_guide_lists_the_placement_of_every_simulated_policy() -> None:

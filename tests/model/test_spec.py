@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.errors import InvalidRequestError
-from plexrl.model.spec import ARCHITECTURES, ModelSpec, parameter_count, tiny_qwen2
+from plexrl.errors import InvalidRequestError, UnsupportedModelError
+from plexrl.model.architecture.families import ARCHITECTURES, FAMILIES, Family
+from plexrl.model.capabilities import BACKENDS, BackendCapabilities, check_architecture
+from plexrl.model.spec import ModelSpec, parameter_count, tiny_qwen2
 
 
 @given(
@@ -46,6 +48,41 @@ def test_the_count_is_exact(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config))
     assert parameter_count(spec) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text"])
+def test_sizes_that_a_configuration_leaves_out_are_those_of_its_class(architecture: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2}
+    config = {**given, "intermediate_size": 96, "vocab_size": 50}
+    spec = ModelSpec(architecture=architecture, config_json=msgspec.json.encode(config).decode())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config))
+    assert parameter_count(spec) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+@pytest.mark.parametrize("capabilities", BACKENDS, ids=lambda b: f"{b.kind}-{b.backend}")
+def test_a_backend_runs_a_family_or_refuses_it_by_name(
+    family: Family, capabilities: BackendCapabilities
+) -> None:
+    name = "forward" if capabilities.kind == "forward" else capabilities.backend
+    spec = ModelSpec(architecture=family.model_type)
+    if name in family.backends:
+        check_architecture(capabilities, spec)
+        return
+    with pytest.raises(UnsupportedModelError, match=f"'{family.model_type}', which backend") as no:
+        check_architecture(capabilities, spec)
+    assert f"{family.backends[0]} (" in no.value.message
+
+
+@pytest.mark.parametrize("option", ["attn_logit_softcapping", "use_bidirectional_attention"])
+def test_an_option_that_no_backend_computes_is_refused(option: str) -> None:
+    config = {**tiny_qwen2("01").config, option: 1}
+    spec = ModelSpec(architecture="gemma3_text", config_json=msgspec.json.encode(config).decode())
+    with pytest.raises(InvalidRequestError, match=f"{option}=1, which no backend computes"):
+        parameter_count(spec)
 
 
 def test_an_unknown_architecture_is_refused_by_name() -> None:

@@ -1,5 +1,6 @@
 """The backend of forward deployments, against `transformers` on the same weights."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ from plexrl.worker.models import build_model
 
 CAUSAL = tiny_qwen2("0123456789abcdefghi", seed=1, hidden=32)
 REWARD = tiny_qwen2("0123456789abcdefghi", seed=1, hidden=32, head="reward")
+GEMMA3 = {
+    **CAUSAL.config,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 3,
+    "final_logit_softcapping": 2.0,
+}
+"""Rows are longer than the window."""
 ROWS = [[3, 4, 5], [6], [7, 8, 9, 10, 2], [11, 12], [3, 0], [4, 0, 0]]
 """The last two end with the padding token, which is a token like any other here."""
 
@@ -72,6 +82,27 @@ def test_logprobs_are_those_of_each_row_alone(tmp_path: Path, micro_batches: int
     found = forward(made(CAUSAL, tmp_path), batch(), micro_batches)["logprobs"]
     model = build_model(CAUSAL)
     assert np.allclose(found, np.concatenate([alone(model, row) for row in ROWS]), atol=1e-5)
+
+
+@pytest.mark.parametrize("hosts_layers", [False, True])
+def test_a_model_with_windows_and_scaled_embeddings_has_the_logprobs_of_transformers(
+    tmp_path: Path, hosts_layers: bool
+) -> None:
+    spec = ModelSpec(architecture="gemma3_text", config_json=json.dumps(GEMMA3), seed=1)
+    deployment = DeploymentSpec(
+        model=spec,
+        kind="forward",
+        backend="torch",
+        workers=1,
+        layers_on_device=2 if hosts_layers else None,
+    )
+    backend = ForwardBackend(deployment, 0, 1, tmp_path)
+    backend.lay_out()
+    backend.materialise()
+    found = forward(backend, batch())["logprobs"]
+    model = build_model(spec)
+    assert np.allclose(found, np.concatenate([alone(model, row) for row in ROWS]), atol=1e-5)
+    assert parameter_count(spec) == sum(each.numel() for each in model.parameters())
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 9])

@@ -14,7 +14,7 @@ from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.futures import Future
 
 if TYPE_CHECKING:
-    from plexrl.model.tokenizer import Tokenizer
+    from plexrl.model.text.tokenizer import Tokenizer
 
 Plain = dict[str, Any]
 FutureT = TypeVar("FutureT", bound=Future[Any])
@@ -112,7 +112,7 @@ class Deployment:
             InvalidRequestError: the `tokenizers` library is missing (`pip install 'plexrl[text]'`).
             NotFoundError: the model has no `tokenizer.json`, or no vocabulary.
         """
-        from plexrl.model.tokenizer import Tokenizer
+        from plexrl.model.text.tokenizer import Tokenizer
 
         path = f"{deployment_path(self.deployment)}/tokenizer"
         return Tokenizer(self._transport.request(Call(method="GET", path=path)).text)

@@ -10,8 +10,8 @@ computed, and in float32 with their gradient.
 
 from typing import Final
 
+from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.model.dimensions import Dimensions
 from plexrl.model.memory.kv_cache import GATHERED_BYTES_MAX
 from plexrl.model.spec import WEIGHT_BYTES
 from plexrl.wire.operations import MICRO_BATCH_TOKENS

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
+from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.model.dimensions import Dimensions
 from plexrl.model.lora import adapter_parameter_count
 from plexrl.model.memory.kv_cache import BLOCK_TOKENS, KV_BYTES, kv_token_bytes
 from plexrl.model.spec import WEIGHT_BYTES, parameter_count
@@ -214,11 +214,16 @@ def _of_layers(sizes: Dimensions) -> list[_Tensor]:
         _Tensor(shape=(queries, hidden), count=layers, tp_axis=0),
         _Tensor(shape=(keys, hidden), count=2 * layers, tp_axis=0),
         _Tensor(shape=(hidden, queries), count=layers, tp_axis=1),
-        _Tensor(shape=(hidden,), count=2 * layers),
+        _Tensor(shape=(hidden,), count=sizes.layer_norms * layers),
     ]
     if sizes.has_qkv_bias:
         found.append(_Tensor(shape=(queries,), count=layers, tp_axis=0))
         found.append(_Tensor(shape=(keys,), count=2 * layers, tp_axis=0))
+    if sizes.has_output_bias:
+        found.append(_Tensor(shape=(hidden,), count=layers))
+    if sizes.has_mlp_bias:
+        found.append(_Tensor(shape=(sizes.mlp,), count=2 * layers, tp_axis=0))
+        found.append(_Tensor(shape=(hidden,), count=layers))
     if sizes.has_qk_norm:
         found.append(_Tensor(shape=(sizes.head_dim,), count=2 * layers))
     if sizes.experts:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, LayoutError, ModelDoesNotFitError
+from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.capabilities import (
     backend_capabilities,
     check_adapters,
@@ -15,7 +16,6 @@ from plexrl.model.capabilities import (
     check_optimizer,
 )
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.model.dimensions import Dimensions
 from plexrl.model.layout import (
     check_cut,
     check_equal_parts,

@@ -116,7 +116,7 @@ def model_files(spec: ModelSpec, config: Any, generation_config: Any) -> dict[st
 
 def tokenizer_files(spec: ModelSpec) -> dict[str, bytes]:
     """The tokenizer's files of the model's directory, by name."""
-    from plexrl.model.tokenizer import char_tokenizer_json
+    from plexrl.model.text.tokenizer import char_tokenizer_json
 
     found: dict[str, bytes] = {}
     if spec.path is not None:

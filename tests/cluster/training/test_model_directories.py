@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import plexrl
-from plexrl.model.tokenizer import char_tokenizer_json
+from plexrl.model.text.tokenizer import char_tokenizer_json
 from plexrl.worker.models import build_model
 from tests.cluster.tools import VOCABULARY, some_batch
 

@@ -197,7 +197,7 @@ def test_a_cache_must_hold_at_least_one_sequence() -> None:
         ("forward", "torch", "reward"),
     ],
 )
-@pytest.mark.parametrize("architecture", ["gpt2", "olmoe", "gemma3_text", "rnn"])
+@pytest.mark.parametrize("architecture", ["gpt2", "olmoe", "gemma2", "rnn"])
 def test_an_unsupported_model_is_refused_with_the_supported_ones(
     kind: str, backend: str, head: str, architecture: str
 ) -> None:

@@ -43,6 +43,16 @@ QWEN3_MOE = resized(
 MIXTRAL = resized(QWEN2, "mixtral", num_local_experts=3, num_experts_per_tok=2)
 """As many experts as no two ranks divide equally."""
 
+GEMMA3 = resized(
+    QWEN2,
+    "gemma3_text",
+    head_dim=16,
+    layer_types=["sliding_attention", "full_attention"],
+    sliding_window=4,
+    final_logit_softcapping=2.0,
+)
+"""Windows shorter than the rows, norms around 1, scaled embeddings, capped logits."""
+
 LLAMA = resized(QWEN2, "llama", tie_word_embeddings=False)
 
 BIASED = resized(QWEN2, "llama", attention_bias=True, mlp_bias=True)
@@ -159,6 +169,9 @@ CASES = (
         is_slow=True,
         tolerance=0.03,
     ),
+    Case(backend="fsdp", layout=Parallelism(dp=2), model=GEMMA3),
+    Case(backend="fsdp", layout=Parallelism(tp=2), model=GEMMA3),
+    Case(backend="deepspeed", layout=Parallelism(dp=2), model=GEMMA3, is_slow=True),
     Case(backend="deepspeed", layout=Parallelism(dp=2), model=QWEN3_MOE, is_slow=True),
     Case(backend="megatron", layout=Parallelism(dp=2), model=MIXTRAL, is_slow=True),
     Case(backend="megatron", layout=Parallelism(dp=2), is_slow=True),

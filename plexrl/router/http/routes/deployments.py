@@ -156,7 +156,7 @@ async def tokenizer(request: Request, services: Services, job: str, name: str) -
 
 
 def _tokenizer_json(model: ModelSpec) -> str:
-    from plexrl.model.tokenizer import char_tokenizer_json
+    from plexrl.model.text.tokenizer import char_tokenizer_json
 
     if model.path is not None:
         path = model_folder(model.path, weights=False) / "tokenizer.json"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from plexrl.errors import InvalidRequestError
+from plexrl.model.architecture.families import ARCHITECTURES
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.model.spec import ARCHITECTURES
 from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import PROMPT_SAMPLING, OperationKind

@@ -6,6 +6,7 @@ attention and one after the MLP. Every tensor rank computes the parts that are n
 biases of outputs) from the same activations, so replicas stay bit-equal.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,18 @@ from plexrl.worker.models import named_parameters
 
 HEADS_DIM = 2
 """Dimension of the heads in the input of head norms: [rows, tokens, heads, head_dim]."""
+GEMMA_HEADS_DIM = 1
+"""That of Gemma, which swaps tokens and heads before the norms."""
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+def parallelize(model: Any, mesh: DeviceMesh) -> None:
     """Cut a model over a one-dimensional mesh, in place; tied weights stay tied."""
     decoder: Any = model.model
-    tied = model.lm_head.weight is decoder.embed_tokens.weight  # type: ignore[union-attr]
+    scale = getattr(decoder.embed_tokens, "embed_scale", None)
+    if scale is not None:
+        # A factor of one tensor rank's partial embeddings is no DTensor: multiply their sum.
+        decoder.embed_tokens.forward = partial(nn.Embedding.forward, decoder.embed_tokens)
+    tied = model.lm_head.weight is decoder.embed_tokens.weight
     parallelize_module(
         model,
         mesh,
@@ -40,11 +47,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
             "lm_head": ColwiseParallel(output_layouts=Shard(-1)),
         },
     )
+    if scale is not None:
+        decoder.embed_tokens.register_forward_hook(partial(_scaled, scale))
     if tied:
         # Both are cut by the vocabulary, so they are the same shard; each was copied.
-        model.lm_head.weight = decoder.embed_tokens.weight  # type: ignore[union-attr]
+        model.lm_head.weight = decoder.embed_tokens.weight
     for layer in decoder.layers:
-        parallelize_module(layer, mesh, _layer_plan(layer))
+        parallelize_module(layer, mesh, _layer_plan(layer, model.config))
 
 
 def local_box(parameter: torch.Tensor) -> Box:
@@ -71,7 +80,11 @@ def cut_parameters(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _layer_plan(layer: Any) -> dict[str, ParallelStyle]:
+def _scaled(scale: torch.Tensor, module: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * scale.to(module.weight.dtype)
+
+
+def _layer_plan(layer: Any, config: Any) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {
         # One all-reduce of gradients for all projections of an input, instead of one for each.
         "self_attn": PrepareModuleInput(
@@ -89,10 +102,11 @@ def _layer_plan(layer: Any) -> dict[str, ParallelStyle]:
         "mlp.up_proj": ColwiseParallel(),
         "mlp.down_proj": RowwiseParallel(),
     }
+    is_gemma = config.model_type == "gemma3_text"
     for name in ("q_norm", "k_norm"):
         if hasattr(layer.self_attn, name):
             # Each rank norms its own heads with the same weights; this style sums their gradients.
             plan[f"self_attn.{name}"] = SequenceParallel(
-                sequence_dim=HEADS_DIM, use_local_output=True
+                sequence_dim=GEMMA_HEADS_DIM if is_gemma else HEADS_DIM, use_local_output=True
             )
     return plan

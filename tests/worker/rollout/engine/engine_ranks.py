@@ -1,5 +1,6 @@
 """What the ranks of the tensor-parallel tests run: functions a spawned process finds by name."""
 
+import json
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.model.spec import tiny_qwen2
+from plexrl.model.spec import ModelSpec, tiny_qwen2
 from plexrl.wire.operations import SamplingParams
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.rollout.engine import Engine, Generation, TorchRolloutBackend
@@ -22,6 +23,13 @@ from tests.statemanager.emulated_gpu import EmulatedGraphs
 VOCABULARY = "0123456789abcdefgh"
 """With three special tokens 21, so that two ranks hold 11 and 10 rows."""
 OLD, NEW = tiny_qwen2(VOCABULARY, seed=2), tiny_qwen2(VOCABULARY, seed=5)
+WINDOWED = ModelSpec(
+    architecture="gemma3_text",
+    config_json=json.dumps({**OLD.config, "head_dim": 16, "sliding_window": 6}),
+    vocabulary=VOCABULARY,
+    seed=2,
+)
+"""All layers have windows, shorter than the rows."""
 PROMPTS = [[3, 4, 5, 6, 7, 8], [9], list(range(3, 20))]
 SEQUENCE_TOKENS = 64
 
@@ -107,9 +115,11 @@ class Captures(WorkerDevice):
         return capture
 
 
-def backend(rank: int, ranks: int, folder: Path, device: WorkerDevice = CPU) -> TorchRolloutBackend:
+def backend(
+    rank: int, ranks: int, folder: Path, device: WorkerDevice = CPU, model: ModelSpec = OLD
+) -> TorchRolloutBackend:
     spec = DeploymentSpec(
-        model=OLD,
+        model=model,
         kind="rollout",
         backend="torch",
         workers=ranks,
@@ -168,6 +178,25 @@ def run(rank: int, ranks: int, store: str, folder: str) -> None:
         },
         Path(folder) / f"rank{rank}.pt",
     )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_windowed(rank: int, ranks: int, store: str, folder: str) -> None:
+    """One rank of a generation with `WINDOWED`, whose steps are captured; the leader leaves
+    `windowed.pt`."""
+    group = join(rank, ranks, store)
+    made = backend(rank, ranks, Path(folder), Captures(99), WINDOWED)
+    if rank:
+        follow(made.engine, group, lambda: None)
+    else:
+        engine = Leader(made.engine, EngineCalls(group))
+        drawn = generation("one", max_tokens=20)
+        engine.submit(drawn)
+        while engine.has_work:
+            engine.step()
+        engine.close()
+        torch.save([row.tolist() for row in drawn.tokens], Path(folder) / "windowed.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -30,6 +30,19 @@ COMMON = {
 }
 GROUPED = {**COMMON, "num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+GEMMA3 = {
+    **GROUPED,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+    },
+}
+"""Prompts and rows are longer than the window."""
 EXPERTS = {
     "head_dim": 16,
     "num_experts": 8,
@@ -43,6 +56,21 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**GROUPED, "sliding_window": None, "head_dim": 8}),
     "qwen2": ("qwen2", {**GROUPED, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {**GROUPED, "head_dim": 16}),
+    "mistral, window": ("mistral", {**GROUPED, "sliding_window": 5, "head_dim": 8}),
+    "qwen2, some windows": (
+        "qwen2",
+        {**GROUPED, "sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "gemma3_text": ("gemma3_text", GEMMA3),
+    "gemma3_text, untied, biases, capped": (
+        "gemma3_text",
+        {
+            **GEMMA3,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "final_logit_softcapping": 0.5,
+        },
+    ),
     "qwen3_moe": ("qwen3_moe", {**GROUPED, **EXPERTS, "norm_topk_prob": True}),
     "qwen3_moe, not normalised": ("qwen3_moe", {**GROUPED, **EXPERTS, "hidden_act": "gelu"}),
     "mixtral": ("mixtral", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -103,7 +131,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str) -> None
         assert torch.allclose(torch.from_numpy(logprobs), own_logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "mixtral", "gemma3_text"])
 def test_our_pass_and_the_models_own_agree_in_a_half_precision(name: str) -> None:
     model = model_of(*OWN[name]).to(torch.bfloat16)
     made = greedy(model)
@@ -121,9 +149,10 @@ def test_a_model_that_scales_its_logits_is_refused() -> None:
         Engine(model, slots=2, sequence_tokens_max=40)
 
 
-def test_a_window_shorter_than_the_sequences_is_refused() -> None:
-    config = {**GROUPED, "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}
-    model = model_of("qwen2", config)
+def test_a_window_is_refused_where_the_models_own_decoder_runs() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = {**GROUPED, "sliding_window": 16, "rope_parameters": rope}
+    model = model_of("mistral", config)
     with pytest.raises(InvalidRequestError, match="a max_sequence_tokens within the window"):
         Engine(model, slots=2, sequence_tokens_max=40)
     assert isinstance(select_forward(model_of("gpt2", THEIRS["gpt2"][1]), 40), ModuleForward)

@@ -80,6 +80,24 @@ def test_ranks_replay_graphs_only_while_all_of_them_can_capture(tmp_path: Path) 
     assert replayed == replayed_there > 2
 
 
+def test_two_ranks_of_a_model_with_windows_draw_what_one_draws_with_and_without_graphs(
+    tmp_path: Path,
+) -> None:
+    mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+        ranks.run_windowed,
+        args=(2, str(tmp_path / "store"), str(tmp_path)),
+        nprocs=2,
+        start_method="forkserver",
+    )
+    engine = Engine(build_model(ranks.WINDOWED), slots=8, sequence_tokens_max=ranks.SEQUENCE_TOKENS)
+    wanted = ranks.generation("one", max_tokens=20)
+    engine.submit(wanted)
+    while engine.has_work:
+        engine.step()
+    found = torch.load(tmp_path / "windowed.pt")
+    assert found == [row.tolist() for row in wanted.tokens]
+
+
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 9))
 def test_boxes_make_up_the_tensor_once(count: int, extent: int, width: int) -> None:
     for name, shape in {

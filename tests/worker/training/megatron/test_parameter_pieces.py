@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.model.dimensions import Dimensions
 from plexrl.model.layout import check_cut, megatron_dimensions
 from plexrl.model.parallelism import Parallelism
 from plexrl.worker.models import build_model, named_parameters

@@ -7,11 +7,13 @@ Shapes: T tokens of the pass, X hidden, H key-value heads, G query heads to each
 A = J + 2·H all heads, D head size; N, Q, L as in `step_batch`.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from plexrl.model.architecture.families import FAMILIES, Family
 from plexrl.worker.rollout.engine.forward.experts import Experts
 from plexrl.worker.rollout.engine.forward.joined_linear import JoinedLinear
 from plexrl.worker.rollout.engine.kv_pool import KvPool
@@ -20,22 +22,28 @@ from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
 
 
 class LlamaForward:
-    """Pre-norm blocks of rotary grouped-query attention and a gated MLP, or one with experts."""
+    """Pre-norm blocks of rotary grouped-query attention and a gated MLP, or one with experts.
+
+    Layers of one kind (`layer_types` of the configuration) share a rotation and an attention mask.
+    A layer with a sliding window gathers the whole context, and masks what lies before its window.
+    """
 
     def __init__(self, model: Any, positions: int, ranks: RankGroup | None = None) -> None:
         decoder, config = model.get_decoder(), model.config
+        family = FAMILIES[config.model_type]
         self._ranks = ranks
         self._vocabulary = config.vocab_size
         self._embedding = _own_vocabulary(decoder.embed_tokens.weight, ranks, config)
-        self._norm = (decoder.norm.weight, decoder.norm.variance_epsilon)
+        self._embedding_scale = getattr(decoder.embed_tokens, "embed_scale", None)
+        self._norm = _Norm(decoder.norm, family)
         self._head = _own_vocabulary(model.get_output_embeddings().weight, ranks, config)
-        self._layers = [_LlamaLayer(layer, config, ranks) for layer in decoder.layers]
-        place = torch.arange(positions, device=self._embedding.device)[None]
-        cos, sin = decoder.rotary_emb(decoder.embed_tokens.weight[:1], place)
-        half = sin.shape[-1] // 2
-        # A rotation subtracts the first half; with the sign in the table that saves a product.
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        self._cos_P1D, self._sin_P1D = cos[0][:, None], sin[0][:, None]
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._layers = [_LlamaLayer(layer, config, family, ranks) for layer in decoder.layers]
+        self._kinds = layer_kinds(config)
+        self._positions = {
+            kind: _Positions(decoder, kind, window_of(config, kind), positions)
+            for kind in dict.fromkeys(self._kinds)
+        }
 
     def __call__(self, batch: StepBatch, pool: KvPool) -> torch.Tensor:
         """As `Forward`."""
@@ -43,92 +51,177 @@ class LlamaForward:
             hidden_TX = self._embedding.index_select(0, batch.token_T)
         else:
             hidden_TX = self._ranks.embed(batch.token_T, self._embedding, self._vocabulary)
-        cos_T1D = self._cos_P1D.index_select(0, batch.position_T)
-        sin_T1D = self._sin_P1D.index_select(0, batch.position_T)
+        if self._embedding_scale is not None:
+            hidden_TX.mul_(self._embedding_scale.to(hidden_TX.dtype))
+        shared = {kind: each.of(batch) for kind, each in self._positions.items()}
         for index, layer in enumerate(self._layers):
-            layer.run(index, hidden_TX, cos_T1D, sin_T1D, batch, pool)
+            layer.run(index, hidden_TX, shared[self._kinds[index]], batch, pool)
         if batch.wanted is not None:
             hidden_TX = hidden_TX.index_select(0, batch.wanted)
-        weight, eps = self._norm
-        logits = F.linear(torch.rms_norm(hidden_TX, weight.shape, weight, eps), self._head)
+        logits = F.linear(self._norm(hidden_TX), self._head)
+        if self._softcap is not None:
+            logits.div_(self._softcap).tanh_().mul_(self._softcap)
         if self._ranks is None:
             return logits
         return self._ranks.gather_logits(logits, self._vocabulary)
 
 
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """`full_attention` or `sliding_attention` (or a kind that has no pass here) of each layer."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return tuple(kinds)
+    slides = getattr(config, "sliding_window", None) is not None
+    kind = "sliding_attention" if slides else "full_attention"
+    return (kind,) * int(config.num_hidden_layers)
+
+
+def window_of(config: Any, kind: str) -> int | None:
+    """Positions that a token of such a layer sees, itself included; None: all before it."""
+    return config.sliding_window if kind == "sliding_attention" else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the layers of one kind share in one pass."""
+
+    cos_T1D: torch.Tensor
+    sin_T1D: torch.Tensor
+    masks: list[torch.Tensor]
+    """By group, `[N, Q, L]`."""
+
+
+class _Positions:
+    """Rotation and mask of the layers of one kind."""
+
+    def __init__(self, decoder: Any, kind: str, window: int | None, positions: int) -> None:
+        self._window = None if window is None or window >= positions else window
+        weight = decoder.embed_tokens.weight
+        place = torch.arange(positions, device=weight.device)[None]
+        # A family may have another base of rotation for each kind.
+        kinds = (kind,) if kind in (decoder.config.rope_parameters or {}) else ()
+        cos, sin = decoder.rotary_emb(weight[:1], place, *kinds)
+        half = sin.shape[-1] // 2
+        # A rotation subtracts the first half; with the sign in the table that saves a product.
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        self._cos_P1D, self._sin_P1D = cos[0][:, None], sin[0][:, None]
+
+    def of(self, batch: StepBatch) -> _Shared:
+        """Those of the tokens of a pass."""
+        return _Shared(
+            self._cos_P1D.index_select(0, batch.position_T),
+            self._sin_P1D.index_select(0, batch.position_T),
+            [self._mask(group, batch) for group in batch.groups],
+        )
+
+    def _mask(self, group: Group, batch: StepBatch) -> torch.Tensor:
+        if self._window is None:
+            return group.mask_NQL
+        position = batch.position_T[group.start : group.start + group.tokens]
+        if group.spread_NQ is not None:
+            position = position.index_select(0, group.spread_NQ)
+        first_NQ1 = position.view(group.rows, group.width, 1) - (self._window - 1)
+        length = group.mask_NQL.shape[-1]
+        place_L = torch.arange(length, device=position.device)
+        return group.mask_NQL.masked_fill(place_L < first_NQ1, -torch.inf)
+
+
+class _Norm:
+    """A norm of the model's own weight."""
+
+    def __init__(self, norm: Any, family: Family) -> None:
+        self._weight, self._shape = norm.weight, norm.weight.shape
+        self._adds_one = family.norm_adds_one
+        self._eps: float = norm.eps if self._adds_one else norm.variance_epsilon
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self._adds_one:
+            return torch.rms_norm(inputs, self._shape, self._weight, self._eps)
+        # The product is rounded once, after it, so not to the dtype of the inputs before it.
+        normed = torch.rms_norm(inputs.float(), self._shape, None, self._eps)
+        return normed.mul_(1.0 + self._weight.float()).to(inputs.dtype)
+
+
 class _LlamaLayer:
     """One block's tensors: the model's own parameter objects, so that weight updates reach them."""
 
-    def __init__(self, layer: Any, config: Any, ranks: RankGroup | None) -> None:
+    def __init__(self, layer: Any, config: Any, family: Family, ranks: RankGroup | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.ranks = ranks
         self.heads = config.num_key_value_heads // (1 if ranks is None else ranks.size)
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.size = attention.head_dim
         self.scale = attention.scaling
-        self.norms = tuple(
-            (norm.weight, norm.weight.shape, norm.variance_epsilon)
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-        )
-        self.head_norms = tuple(
-            (norm.weight, norm.weight.shape, norm.variance_epsilon)
-            for name in ("q_norm", "k_norm")
-            if (norm := getattr(attention, name, None)) is not None
-        )
+        self.input_norm = _Norm(layer.input_layernorm, family)
+        second = _Norm(layer.post_attention_layernorm, family)
+        self.output_norms: tuple[_Norm | None, _Norm | None] = (None, None)
+        self.mlp_norm = second
+        if family.has_sandwich_norms:
+            self.mlp_norm = _Norm(layer.pre_feedforward_layernorm, family)
+            self.output_norms = (second, _Norm(layer.post_feedforward_layernorm, family))
+        self.head_norms: tuple[_Norm, ...] = ()
+        if family.has_qk_norm:
+            self.head_norms = (_Norm(attention.q_norm, family), _Norm(attention.k_norm, family))
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.inputs = JoinedLinear(projections, ranks)
         self.out = (_own_columns(attention.o_proj, ranks).t(), attention.o_proj.bias)
-        self.experts = Experts(mlp, ranks) if hasattr(mlp, "experts") else None
+        self.experts = Experts(mlp, ranks) if family.has_experts else None
         if self.experts is not None:
             return
         self.gate_and_up = JoinedLinear((mlp.gate_proj, mlp.up_proj), ranks)
         self.down = (_own_columns(mlp.down_proj, ranks).t(), mlp.down_proj.bias)
-        self.activation = F.silu if config.hidden_act == "silu" else mlp.act_fn
+        self.activation = F.silu if getattr(config, "hidden_act", None) == "silu" else mlp.act_fn
 
     def run(
         self,
         index: int,
         hidden_TX: torch.Tensor,
-        cos_T1D: torch.Tensor,
-        sin_T1D: torch.Tensor,
+        shared: _Shared,
         batch: StepBatch,
         pool: KvPool,
     ) -> None:
         """Add this block's outputs to `hidden_TX`, in place."""
-        weight, shape, eps = self.norms[0]
-        inputs_TX = torch.rms_norm(hidden_TX, shape, weight, eps)
-        all_TAD = self.inputs(inputs_TX).view(hidden_TX.shape[0], -1, self.size)
+        all_TAD = self.inputs(self.input_norm(hidden_TX)).view(hidden_TX.shape[0], -1, self.size)
         if self.head_norms:
-            (q_weight, q_shape, q_eps), (k_weight, k_shape, k_eps) = self.head_norms
+            norm_query, norm_key = self.head_norms
             query = all_TAD[:, : -2 * self.heads]
-            query.copy_(torch.rms_norm(query, q_shape, q_weight, q_eps))
+            query.copy_(norm_query(query))
             key = all_TAD[:, -2 * self.heads : -self.heads]
-            key.copy_(torch.rms_norm(key, k_shape, k_weight, k_eps))
+            key.copy_(norm_key(key))
         rotating = all_TAD[:, : -self.heads]
         half = self.size // 2
         swapped = torch.cat((rotating[..., half:], rotating[..., :half]), dim=-1)
-        rotating.mul_(cos_T1D).addcmul_(swapped, sin_T1D)
+        rotating.mul_(shared.cos_T1D).addcmul_(swapped, shared.sin_T1D)
         query_TJD = all_TAD[:, : -2 * self.heads]
         pool.write(index, batch.kv_index_T, all_TAD[:, -2 * self.heads :])
-        attended = [self._attend(index, query_TJD, group, pool) for group in batch.groups]
+        attended = [
+            self._attend(index, query_TJD, group, mask_NQL, pool)
+            for group, mask_NQL in zip(batch.groups, shared.masks, strict=True)
+        ]
         joined = attended[0] if len(attended) == 1 else torch.cat(attended)
-        self._add(hidden_TX, joined, self.out)
-        weight, shape, eps = self.norms[1]
-        inputs_TX = torch.rms_norm(hidden_TX, shape, weight, eps)
+        self._add(hidden_TX, joined, self.out, self.output_norms[0])
+        inputs_TX = self.mlp_norm(hidden_TX)
         if self.experts is not None:
             found_TX = self.experts(inputs_TX)
             hidden_TX.add_(found_TX if self.ranks is None else self.ranks.all_reduce(found_TX))
             return
         gate, up = self.gate_and_up(inputs_TX).chunk(2, dim=-1)
-        self._add(hidden_TX, self.activation(gate).mul_(up), self.down)
+        self._add(hidden_TX, self.activation(gate).mul_(up), self.down, self.output_norms[1])
 
     def _add(
         self,
         sum_TX: torch.Tensor,
         inputs: torch.Tensor,
         linear: tuple[torch.Tensor, torch.Tensor | None],
+        norm: _Norm | None,
     ) -> None:
         transposed, bias = linear
+        if norm is not None:
+            out_TX = inputs @ transposed
+            if self.ranks is not None:
+                out_TX = self.ranks.all_reduce(out_TX)
+            sum_TX.add_(norm(out_TX if bias is None else out_TX.add_(bias)))
+            return
         if self.ranks is None:
             sum_TX.addmm_(inputs, transposed)
         else:
@@ -137,7 +230,12 @@ class _LlamaLayer:
             sum_TX.add_(bias)
 
     def _attend(
-        self, index: int, query_TJD: torch.Tensor, group: Group, pool: KvPool
+        self,
+        index: int,
+        query_TJD: torch.Tensor,
+        group: Group,
+        mask_NQL: torch.Tensor,
+        pool: KvPool,
     ) -> torch.Tensor:
         """Attention output of the group's tokens, `[tokens, H·G·D]`."""
         keys_HNLD, values_HNLD = pool.gather(index, group.table_NW, group.rows)
@@ -149,7 +247,7 @@ class _LlamaLayer:
                 query_HNGD,
                 keys_HNLD,
                 values_HNLD,
-                attn_mask=group.mask_NQL[None],
+                attn_mask=mask_NQL[None],
                 scale=self.scale,
             )
             return out.transpose(0, 1).reshape(group.tokens, -1)
@@ -164,7 +262,7 @@ class _LlamaLayer:
                     query_HNQD,
                     keys_HNLD,
                     values_HNLD,
-                    attn_mask=group.mask_NQL[None],
+                    attn_mask=mask_NQL[None],
                     scale=self.scale,
                 )
                 for query_HNQD in query_GHNQD

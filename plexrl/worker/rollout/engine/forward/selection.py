@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from plexrl.errors import InvalidRequestError
+from plexrl.model.architecture.families import families_on
 from plexrl.model.memory.kv_cache import BLOCK_TOKENS
-from plexrl.model.spec import ARCHITECTURES
-from plexrl.worker.rollout.engine.forward.llama import LlamaForward
+from plexrl.worker.rollout.engine.forward.llama import LlamaForward, layer_kinds
 from plexrl.worker.rollout.engine.forward.module import ModuleForward
 from plexrl.worker.rollout.engine.kv_pool import CacheSize, KvPool
 from plexrl.worker.rollout.engine.step_batch import StepBatch, Work, build_batch
@@ -44,24 +44,32 @@ def select_forward(model: Any, positions: int, ranks: RankGroup | None = None) -
             architecture cannot be split over ranks.
     """
     config = model.config
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(layer_kinds(config))
+    has_own_pass = config.model_type in families_on("torch") and _rotates_alike(config, kinds)
+    if kinds <= {"full_attention", "sliding_attention"} and has_own_pass:
+        return LlamaForward(model, positions, ranks)
+    slides = "sliding_attention" in kinds
     window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in kinds or (not kinds and window is not None)
     if kinds - {"full_attention", "sliding_attention"} or (slides and (window or 0) < positions):
         raise InvalidRequestError(
-            f"the torch engine supports full attention only; model type "
-            f"{config.model_type!r} has layers of kind {', '.join(sorted(kinds)) or 'sliding'}: "
-            "use another rollout backend, or a max_sequence_tokens within the window"
+            f"for model type {config.model_type!r} the torch engine supports full attention only, "
+            f"and it has layers of kind {', '.join(sorted(kinds))}: use one of the model types "
+            f"{', '.join(families_on('torch'))}, another rollout backend, or a "
+            "max_sequence_tokens within the window"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    if config.model_type in ARCHITECTURES and rope.get("rope_type", "default") in STATIC_ROPE:
-        return LlamaForward(model, positions, ranks)
     if ranks is not None:
         raise InvalidRequestError(
             f"model type {config.model_type!r} cannot be split over workers: use 1 worker, or one "
-            f"of the model types {', '.join(sorted(ARCHITECTURES))}"
+            f"of the model types {', '.join(families_on('torch'))}"
         )
     return ModuleForward(model)
+
+
+def _rotates_alike(config: Any, kinds: set[str]) -> bool:
+    """Whether the frequencies of all layers are independent of the length of the input."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    each = [rope[kind] for kind in kinds] if kinds <= rope.keys() else [rope]
+    return all(one.get("rope_type", "default") in STATIC_ROPE for one in each)
 
 
 def weight_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from plexrl.errors import InvalidRequestError
-from plexrl.model.dimensions import Dimensions
+from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.layout import padded_vocabulary
 from plexrl.model.parallelism import Coordinates, Parallelism
 from plexrl.worker.models import parameters_on_meta

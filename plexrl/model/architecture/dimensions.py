@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from plexrl.errors import InvalidRequestError
+from plexrl.model.architecture.families import FAMILIES, Family
 from plexrl.wire.parameter_checks import short
 
 SIZE_MAX = 2**31 - 1
 """Largest size of one dimension."""
 
-MOE_ARCHITECTURES = ("qwen3_moe", "mixtral")
-"""Model types of `transformers` with experts (Mixture-of-Experts)."""
 EXPERT_UNIT = 8
 """Hidden size and width of an expert are multiples of this: rows of grouped matrix products begin
 at multiples of 16 bytes, in bfloat16 too."""
@@ -35,7 +34,12 @@ class Dimensions:
     normalizes_top_k: bool
     """The weights of a token's experts are normalised to the sum 1."""
     has_qkv_bias: bool
+    has_output_bias: bool = False
+    """The attention's output layer has a bias."""
+    has_mlp_bias: bool = False
     has_qk_norm: bool
+    layer_norms: int = 2
+    """Norms of a layer over the hidden size."""
     is_tied: bool
     """Input embedding and output layer are one parameter."""
     norm_eps: float
@@ -45,10 +49,15 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
     """The sizes of the model with this configuration (`PretrainedConfig.to_dict()`).
 
     Raises:
-        InvalidRequestError: a size is missing or invalid, or only some layers have experts.
+        InvalidRequestError: a size is missing or invalid, only some layers have experts, or an
+            option is set that no backend computes.
     """
     architecture = str(config.get("model_type"))
-    is_moe = architecture in MOE_ARCHITECTURES
+    family = FAMILIES.get(architecture, Family(model_type=architecture))
+    _check_options(config, family)
+    config = {**family.defaults, **config}
+    is_moe = family.has_experts
+    is_biased = family.qkv_bias == "by option" and bool(config.get("attention_bias", False))
     hidden = size_of(config, "hidden_size")
     heads = size_of(config, "num_attention_heads")
     has_own_width = architecture == "qwen3_moe"
@@ -63,8 +72,11 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
         experts=_experts(config) if is_moe else 0,
         experts_per_token=size_of(config, "num_experts_per_tok") if is_moe else 0,
         normalizes_top_k=bool(config.get("norm_topk_prob", architecture == "mixtral")),
-        has_qkv_bias=architecture == "qwen2",
-        has_qk_norm=architecture.startswith("qwen3"),
+        has_qkv_bias=is_biased or family.qkv_bias == "always",
+        has_output_bias=is_biased,
+        has_mlp_bias=family.has_mlp_bias_option and bool(config.get("mlp_bias", False)),
+        has_qk_norm=family.has_qk_norm,
+        layer_norms=4 if family.has_sandwich_norms else 2,
         is_tied=bool(config.get("tie_word_embeddings", False)),
         norm_eps=config.get("rms_norm_eps", 1e-6),
     )
@@ -87,6 +99,16 @@ def size_of(config: Mapping[str, Any], name: str, *, default: object = None) -> 
         f"{name} of the model's configuration {given}: it must be a whole number, at least 1",
         parameter=name,
     )
+
+
+def _check_options(config: Mapping[str, Any], family: Family) -> None:
+    for option, reason in family.refused.items():
+        if config.get(option):
+            raise InvalidRequestError(
+                f"the model's configuration has {option}={short(config[option])}, which no backend "
+                f"computes ({reason}): use a model without it",
+                parameter=option,
+            )
 
 
 def _experts(config: Mapping[str, Any]) -> int:

@@ -1,0 +1,1 @@
+"""What models are made of: the table of families, and sizes from a configuration. Pure."""

@@ -1,0 +1,87 @@
+"""Table of model families: what each is made of, and which backends run it. Pure.
+
+A family is a model type of `transformers`. `docs/models.md` shows the table and says how to add a
+family.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Backend = Literal["fsdp", "megatron", "deepspeed", "forward", "torch", "vllm"]
+"""Backends by name; `forward` is the backend of reference, teacher and reward deployments."""
+
+EVERY: tuple[Backend, ...] = ("fsdp", "megatron", "deepspeed", "forward", "torch", "vllm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model type: a decoder of pre-norm blocks with rotary grouped-query attention and a gated
+    MLP, or with experts instead of the MLP."""
+
+    model_type: str
+    backends: tuple[Backend, ...] = EVERY
+    """Backends that run it; others refuse it by name."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Sizes of the configuration class, if it has others than `dimensions` would assume."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Options of the configuration that no backend computes, and why."""
+    has_experts: bool = False
+    qkv_bias: Literal["never", "always", "by option"] = "never"
+    """Biases of queries, keys and values. By option: `attention_bias` of the configuration decides
+    about these, and about the bias of the attention's output."""
+    has_mlp_bias_option: bool = False
+    """`mlp_bias` of the configuration decides about biases of the MLP."""
+    has_qk_norm: bool = False
+    """Queries and keys are normed, each head alone."""
+    has_sandwich_norms: bool = False
+    """The outputs of attention and MLP are normed too, before they are added."""
+    norm_adds_one: bool = False
+    """A norm multiplies by 1 + weight, and its initial weight is 0."""
+
+
+_GEMMA3_SIZES = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family(model_type="llama", qkv_bias="by option", has_mlp_bias_option=True),
+        Family(model_type="qwen2", qkv_bias="always"),
+        Family(model_type="qwen3", qkv_bias="by option", has_qk_norm=True),
+        Family(model_type="mistral"),
+        Family(
+            model_type="gemma3_text",
+            backends=("fsdp", "deepspeed", "forward", "torch"),
+            defaults=_GEMMA3_SIZES,
+            refused={
+                "attn_logit_softcapping": "transformers leaves it out with PyTorch's attention",
+                "use_bidirectional_attention": "a model that sees later tokens generates no text",
+            },
+            qkv_bias="by option",
+            has_qk_norm=True,
+            has_sandwich_norms=True,
+            norm_adds_one=True,
+        ),
+        Family(
+            model_type="qwen3_moe",
+            backends=("fsdp", "megatron", "deepspeed", "forward", "torch"),
+            has_experts=True,
+            qkv_bias="by option",
+            has_qk_norm=True,
+        ),
+        Family(
+            model_type="mixtral",
+            backends=("fsdp", "megatron", "deepspeed", "forward", "torch"),
+            has_experts=True,
+        ),
+    )
+}
+"""All families by model type; dense ones first."""
+
+ARCHITECTURES: tuple[str, ...] = tuple(FAMILIES)
+"""Model types of `transformers` that some backend runs."""
+
+
+def families_on(backend: Backend) -> tuple[str, ...]:
+    """Model types that a backend runs."""
+    return tuple([f.model_type for f in FAMILIES.values() if backend in f.backends])

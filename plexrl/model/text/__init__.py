@@ -1,0 +1,1 @@
+"""Text of models: token ids, chat templates and end tokens, without torch."""
