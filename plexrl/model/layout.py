@@ -34,12 +34,18 @@ def check_tensor_parallel(model: ModelSpec, layout: Parallelism) -> None:
 
     Raises:
         LayoutError: `tp` does not divide the query or key-value heads or the experts, or a rank
-            would get no part of the MLP or of the vocabulary.
+            would get no part of the MLP or of the vocabulary, or the model has joint matrices.
         InvalidRequestError: the configuration lacks a size.
     """
     if layout.tp == 1:
         return
     sizes = model.dimensions
+    if sizes.fuses_qkv or sizes.fuses_gate_and_up:
+        raise LayoutError(
+            f"parallelism.tp is {layout.tp} and architecture {model.model_type!r} has one matrix "
+            "for several projections, which tensor ranks do not cut: set tp to 1, and use dp",
+            field="tp",
+        )
     heads, kv_heads = sizes.heads, sizes.kv_heads
     for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if count % layout.tp:

@@ -50,20 +50,18 @@ def linear_sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     sizes = spec.dimensions
     hidden, mlp = sizes.hidden, sizes.mlp
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    attention = {
-        "q_proj": (hidden, queries),
-        "k_proj": (hidden, keys),
-        "v_proj": (hidden, keys),
-        "o_proj": (queries, hidden),
-    }
+    found = {"qkv_proj": (hidden, queries + 2 * keys)}
+    if not sizes.fuses_qkv:
+        found = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)}
+    found["o_proj"] = (queries, hidden)
     if sizes.experts:
-        return attention
-    return {
-        **attention,
-        "gate_proj": (hidden, mlp),
-        "up_proj": (hidden, mlp),
-        "down_proj": (mlp, hidden),
-    }
+        return found
+    if sizes.fuses_gate_and_up:
+        found["gate_up_proj"] = (hidden, 2 * mlp)
+    else:
+        found |= {"gate_proj": (hidden, mlp), "up_proj": (hidden, mlp)}
+    found["down_proj"] = (mlp, hidden)
+    return found
 
 
 def adapter_parameter_count(spec: ModelSpec, lora: LoraSpec) -> int:

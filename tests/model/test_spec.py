@@ -1,5 +1,6 @@
 """Parameter counts are those of `transformers`."""
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -8,9 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.errors import InvalidRequestError, UnsupportedModelError
+from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedModelError
 from plexrl.model.architecture.families import ARCHITECTURES, FAMILIES, Family
 from plexrl.model.capabilities import BACKENDS, BackendCapabilities, check_architecture
+from plexrl.model.layout import check_tensor_parallel
+from plexrl.model.lora import linear_sizes
+from plexrl.model.memory.state_terms import tensors
+from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ModelSpec, parameter_count, tiny_qwen2
 
 
@@ -39,6 +44,7 @@ def test_the_count_is_exact(
         "tie_word_embeddings": tied,
         "attention_bias": biased,
         "mlp_bias": biased,
+        "pad_token_id": 0,
     }
     if architecture == "qwen3_moe":
         config |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -50,16 +56,30 @@ def test_the_count_is_exact(
     assert parameter_count(spec) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "glm4", "phi3"])
 def test_sizes_that_a_configuration_leaves_out_are_those_of_its_class(architecture: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     given = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2}
-    config = {**given, "intermediate_size": 96, "vocab_size": 50}
+    config = {**given, "intermediate_size": 96, "vocab_size": 50, "pad_token_id": 0}
     spec = ModelSpec(architecture=architecture, config_json=msgspec.json.encode(config).decode())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config))
     assert parameter_count(spec) == sum(p.numel() for p in model.parameters())
+    layer = dict(model.get_decoder().layers[0].named_modules())
+    linear = {name.split(".")[-1]: m for name, m in layer.items() if isinstance(m, torch.nn.Linear)}
+    wanted = {name: (m.in_features, m.out_features) for name, m in linear.items()}
+    assert linear_sizes(spec) == wanted
+    held = tensors(spec.dimensions, "causal")
+    assert sum(math.prod(one.shape) * one.count for one in held) == parameter_count(spec)
+
+
+def test_joint_matrices_are_not_cut_by_tensor_ranks() -> None:
+    config = msgspec.json.encode(tiny_qwen2("01").config).decode()
+    for architecture in ("glm4", "phi3"):
+        spec = ModelSpec(architecture=architecture, config_json=config)
+        with pytest.raises(LayoutError, match="one matrix for several projections"):
+            check_tensor_parallel(spec, Parallelism(tp=2))
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())

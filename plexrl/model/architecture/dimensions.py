@@ -40,6 +40,10 @@ class Dimensions:
     has_qk_norm: bool
     layer_norms: int = 2
     """Norms of a layer over the hidden size."""
+    fuses_qkv: bool = False
+    """Queries, keys and values have one matrix."""
+    fuses_gate_and_up: bool = False
+    """Gate and up projection have one matrix."""
     is_tied: bool
     """Input embedding and output layer are one parameter."""
     norm_eps: float
@@ -73,10 +77,12 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
         experts_per_token=size_of(config, "num_experts_per_tok") if is_moe else 0,
         normalizes_top_k=bool(config.get("norm_topk_prob", architecture == "mixtral")),
         has_qkv_bias=is_biased or family.qkv_bias == "always",
-        has_output_bias=is_biased,
+        has_output_bias=is_biased and family.has_output_bias_option,
         has_mlp_bias=family.has_mlp_bias_option and bool(config.get("mlp_bias", False)),
         has_qk_norm=family.has_qk_norm,
-        layer_norms=4 if family.has_sandwich_norms else 2,
+        layer_norms=4 if family.sandwich_norms else 2,
+        fuses_qkv=family.fuses_qkv,
+        fuses_gate_and_up=family.fuses_gate_and_up,
         is_tied=bool(config.get("tie_word_embeddings", False)),
         norm_eps=config.get("rms_norm_eps", 1e-6),
     )

@@ -29,15 +29,24 @@ class Family:
     has_experts: bool = False
     qkv_bias: Literal["never", "always", "by option"] = "never"
     """Biases of queries, keys and values. By option: `attention_bias` of the configuration decides
-    about these, and about the bias of the attention's output."""
+    about these."""
+    has_output_bias_option: bool = False
+    """`attention_bias` decides about the bias of the attention's output too."""
     has_mlp_bias_option: bool = False
     """`mlp_bias` of the configuration decides about biases of the MLP."""
     has_qk_norm: bool = False
     """Queries and keys are normed, each head alone."""
-    has_sandwich_norms: bool = False
-    """The outputs of attention and MLP are normed too, before they are added."""
+    sandwich_norms: tuple[str, str, str] | None = None
+    """Names of the norms of the attention's output, of the MLP's input and of its output. Absent:
+    only inputs are normed, and outputs are added as they are."""
     norm_adds_one: bool = False
     """A norm multiplies by 1 + weight, and its initial weight is 0."""
+    interleaves_rotation: bool = False
+    """A rotation turns neighbouring elements of a head, instead of one of each half."""
+    fuses_qkv: bool = False
+    """Queries, keys and values have one matrix, `qkv_proj`."""
+    fuses_gate_and_up: bool = False
+    """Gate and up projection have one matrix, `gate_up_proj`."""
 
 
 _GEMMA3_SIZES = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
@@ -45,9 +54,19 @@ _GEMMA3_SIZES = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        Family(model_type="llama", qkv_bias="by option", has_mlp_bias_option=True),
+        Family(
+            model_type="llama",
+            qkv_bias="by option",
+            has_output_bias_option=True,
+            has_mlp_bias_option=True,
+        ),
         Family(model_type="qwen2", qkv_bias="always"),
-        Family(model_type="qwen3", qkv_bias="by option", has_qk_norm=True),
+        Family(
+            model_type="qwen3",
+            qkv_bias="by option",
+            has_output_bias_option=True,
+            has_qk_norm=True,
+        ),
         Family(model_type="mistral"),
         Family(
             model_type="gemma3_text",
@@ -58,15 +77,40 @@ FAMILIES: Mapping[str, Family] = {
                 "use_bidirectional_attention": "a model that sees later tokens generates no text",
             },
             qkv_bias="by option",
+            has_output_bias_option=True,
             has_qk_norm=True,
-            has_sandwich_norms=True,
+            sandwich_norms=(
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
             norm_adds_one=True,
+        ),
+        Family(
+            model_type="glm4",
+            backends=("fsdp", "deepspeed", "forward", "torch"),
+            defaults={"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
+            qkv_bias="by option",
+            sandwich_norms=(
+                "post_self_attn_layernorm",
+                "post_attention_layernorm",
+                "post_mlp_layernorm",
+            ),
+            interleaves_rotation=True,
+            fuses_gate_and_up=True,
+        ),
+        Family(
+            model_type="phi3",
+            backends=("fsdp", "deepspeed", "forward", "torch"),
+            fuses_qkv=True,
+            fuses_gate_and_up=True,
         ),
         Family(
             model_type="qwen3_moe",
             backends=("fsdp", "megatron", "deepspeed", "forward", "torch"),
             has_experts=True,
             qkv_bias="by option",
+            has_output_bias_option=True,
             has_qk_norm=True,
         ),
         Family(

@@ -211,11 +211,14 @@ def _of_layers(sizes: Dimensions) -> list[_Tensor]:
     hidden, layers = sizes.hidden, sizes.layers
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     found = [
-        _Tensor(shape=(queries, hidden), count=layers, tp_axis=0),
-        _Tensor(shape=(keys, hidden), count=2 * layers, tp_axis=0),
         _Tensor(shape=(hidden, queries), count=layers, tp_axis=1),
         _Tensor(shape=(hidden,), count=sizes.layer_norms * layers),
     ]
+    if sizes.fuses_qkv:
+        found.append(_Tensor(shape=(queries + 2 * keys, hidden), count=layers))
+    else:
+        found.append(_Tensor(shape=(queries, hidden), count=layers, tp_axis=0))
+        found.append(_Tensor(shape=(keys, hidden), count=2 * layers, tp_axis=0))
     if sizes.has_qkv_bias:
         found.append(_Tensor(shape=(queries,), count=layers, tp_axis=0))
         found.append(_Tensor(shape=(keys,), count=2 * layers, tp_axis=0))
@@ -232,7 +235,10 @@ def _of_layers(sizes: Dimensions) -> list[_Tensor]:
         found.append(_Tensor(shape=(experts, 2 * sizes.mlp, hidden), count=layers))
         found.append(_Tensor(shape=(experts, hidden, sizes.mlp), count=layers))
     else:
-        found.append(_Tensor(shape=(sizes.mlp, hidden), count=2 * layers, tp_axis=0))
+        if sizes.fuses_gate_and_up:
+            found.append(_Tensor(shape=(2 * sizes.mlp, hidden), count=layers))
+        else:
+            found.append(_Tensor(shape=(sizes.mlp, hidden), count=2 * layers, tp_axis=0))
         found.append(_Tensor(shape=(hidden, sizes.mlp), count=layers, tp_axis=1))
     return found
 

@@ -10,7 +10,18 @@ from plexrl.errors import InvalidRequestError
 from plexrl.model.spec import ModelSpec, tiny_qwen2
 from plexrl.worker.models import build_model, lay_out_model, named_parameters
 from plexrl.worker.models.weight_files import PublishedWeights
-from tests.worker.training.cases import BIASED, LLAMA, MIXTRAL, NARROW, QWEN2, QWEN3, QWEN3_MOE
+from tests.worker.training.cases import (
+    BIASED,
+    GEMMA3,
+    GLM4,
+    LLAMA,
+    MIXTRAL,
+    NARROW,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+)
 
 REWARD = tiny_qwen2("0123456789", seed=2, hidden=32, head="reward")
 MODELS = {
@@ -20,6 +31,9 @@ MODELS = {
     "mixtral": MIXTRAL,
     "llama": LLAMA,
     "biased": BIASED,
+    "gemma3_text": GEMMA3,
+    "glm4": GLM4,
+    "phi3": PHI3,
     "narrow": NARROW,
     "reward": REWARD,
 }
@@ -77,7 +91,7 @@ def test_a_directory_that_lacks_weights_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3_moe", "mixtral", "gemma3_text"])
 def test_a_streamed_model_computes_as_the_whole_one(name: str, at_once: bool) -> None:
     whole: Any = build_model(MODELS[name])
     laid_out = lay_out_model(MODELS[name])

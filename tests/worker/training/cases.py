@@ -53,6 +53,12 @@ GEMMA3 = resized(
 )
 """Windows shorter than the rows, norms around 1, scaled embeddings, capped logits."""
 
+GLM4 = resized(QWEN2, "glm4", head_dim=16, tie_word_embeddings=False)
+"""Interleaved rotations, norms of outputs, a joint gate and up projection."""
+
+PHI3 = resized(QWEN2, "phi3", sliding_window=4)
+"""Joint projections of queries, keys and values too."""
+
 LLAMA = resized(QWEN2, "llama", tie_word_embeddings=False)
 
 BIASED = resized(QWEN2, "llama", attention_bias=True, mlp_bias=True)
@@ -172,6 +178,10 @@ CASES = (
     Case(backend="fsdp", layout=Parallelism(dp=2), model=GEMMA3),
     Case(backend="fsdp", layout=Parallelism(tp=2), model=GEMMA3),
     Case(backend="deepspeed", layout=Parallelism(dp=2), model=GEMMA3, is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(dp=2), model=GLM4),
+    Case(backend="fsdp", layout=Parallelism(dp=2), model=PHI3),
+    Case(backend="deepspeed", layout=Parallelism(dp=2), model=GLM4, is_slow=True),
+    Case(backend="deepspeed", layout=Parallelism(dp=2), model=PHI3, is_slow=True),
     Case(backend="deepspeed", layout=Parallelism(dp=2), model=QWEN3_MOE, is_slow=True),
     Case(backend="megatron", layout=Parallelism(dp=2), model=MIXTRAL, is_slow=True),
     Case(backend="megatron", layout=Parallelism(dp=2), is_slow=True),

@@ -30,6 +30,7 @@ COMMON = {
 }
 GROUPED = {**COMMON, "num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+ROPE = {"rope_type": "default", "rope_theta": 1e3}
 GEMMA3 = {
     **GROUPED,
     "head_dim": 16,
@@ -69,6 +70,25 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
             "attention_bias": True,
             "final_logit_softcapping": 0.5,
+        },
+    ),
+    "glm4": (
+        "glm4",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "glm4, no biases": ("glm4", {**GROUPED, "head_dim": 8, "attention_bias": False}),
+    "phi3": ("phi3", {**GROUPED, "sliding_window": 5}),
+    "phi3, part of a head": (
+        "phi3",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
         },
     ),
     "qwen3_moe": ("qwen3_moe", {**GROUPED, **EXPERTS, "norm_topk_prob": True}),
@@ -131,7 +151,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str) -> None
         assert torch.allclose(torch.from_numpy(logprobs), own_logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "mixtral", "gemma3_text"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "mixtral", "gemma3_text", "glm4", "phi3"])
 def test_our_pass_and_the_models_own_agree_in_a_half_precision(name: str) -> None:
     model = model_of(*OWN[name]).to(torch.bfloat16)
     made = greedy(model)

@@ -41,7 +41,7 @@ class LlamaForward:
         self._layers = [_LlamaLayer(layer, config, family, ranks) for layer in decoder.layers]
         self._kinds = layer_kinds(config)
         self._positions = {
-            kind: _Positions(decoder, kind, window_of(config, kind), positions)
+            kind: _Positions(decoder, kind, window_of(config, kind), positions, family)
             for kind in dict.fromkeys(self._kinds)
         }
 
@@ -94,7 +94,9 @@ class _Shared:
 class _Positions:
     """Rotation and mask of the layers of one kind."""
 
-    def __init__(self, decoder: Any, kind: str, window: int | None, positions: int) -> None:
+    def __init__(
+        self, decoder: Any, kind: str, window: int | None, positions: int, family: Family
+    ) -> None:
         self._window = None if window is None or window >= positions else window
         weight = decoder.embed_tokens.weight
         place = torch.arange(positions, device=weight.device)[None]
@@ -102,8 +104,12 @@ class _Positions:
         kinds = (kind,) if kind in (decoder.config.rope_parameters or {}) else ()
         cos, sin = decoder.rotary_emb(weight[:1], place, *kinds)
         half = sin.shape[-1] // 2
-        # A rotation subtracts the first half; with the sign in the table that saves a product.
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        # A rotation subtracts the first of two; with the sign in the table that saves a product.
+        if family.interleaves_rotation:
+            cos = cos[..., :half].repeat_interleave(2, dim=-1)
+            sin = torch.stack((-sin[..., :half], sin[..., :half]), dim=-1).flatten(-2)
+        else:
+            sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         self._cos_P1D, self._sin_P1D = cos[0][:, None], sin[0][:, None]
 
     def of(self, batch: StepBatch) -> _Shared:
@@ -153,24 +159,31 @@ class _LlamaLayer:
         self.size = attention.head_dim
         self.scale = attention.scaling
         self.input_norm = _Norm(layer.input_layernorm, family)
-        second = _Norm(layer.post_attention_layernorm, family)
         self.output_norms: tuple[_Norm | None, _Norm | None] = (None, None)
-        self.mlp_norm = second
-        if family.has_sandwich_norms:
-            self.mlp_norm = _Norm(layer.pre_feedforward_layernorm, family)
-            self.output_norms = (second, _Norm(layer.post_feedforward_layernorm, family))
+        if family.sandwich_norms is None:
+            self.mlp_norm = _Norm(layer.post_attention_layernorm, family)
+        else:
+            norms = [_Norm(getattr(layer, name), family) for name in family.sandwich_norms]
+            self.mlp_norm = norms[1]
+            self.output_norms = (norms[0], norms[2])
         self.head_norms: tuple[_Norm, ...] = ()
         if family.has_qk_norm:
             self.head_norms = (_Norm(attention.q_norm, family), _Norm(attention.k_norm, family))
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.inputs = JoinedLinear(projections, ranks)
+        self.interleaves = family.interleaves_rotation
+        if family.fuses_qkv:
+            self.inputs = JoinedLinear((attention.qkv_proj,), ranks)
+        else:
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            self.inputs = JoinedLinear(projections, ranks)
         self.out = (_own_columns(attention.o_proj, ranks).t(), attention.o_proj.bias)
         self.experts = Experts(mlp, ranks) if family.has_experts else None
         if self.experts is not None:
             return
-        self.gate_and_up = JoinedLinear((mlp.gate_proj, mlp.up_proj), ranks)
+        joint = (mlp.gate_up_proj,) if family.fuses_gate_and_up else (mlp.gate_proj, mlp.up_proj)
+        self.gate_and_up = JoinedLinear(joint, ranks)
         self.down = (_own_columns(mlp.down_proj, ranks).t(), mlp.down_proj.bias)
-        self.activation = F.silu if getattr(config, "hidden_act", None) == "silu" else mlp.act_fn
+        activation = mlp.activation_fn if family.fuses_gate_and_up else mlp.act_fn
+        self.activation = F.silu if getattr(config, "hidden_act", None) == "silu" else activation
 
     def run(
         self,
@@ -188,9 +201,14 @@ class _LlamaLayer:
             query.copy_(norm_query(query))
             key = all_TAD[:, -2 * self.heads : -self.heads]
             key.copy_(norm_key(key))
-        rotating = all_TAD[:, : -self.heads]
-        half = self.size // 2
-        swapped = torch.cat((rotating[..., half:], rotating[..., :half]), dim=-1)
+        # A model may rotate only the first elements of a head.
+        width = shared.cos_T1D.shape[-1]
+        rotating = all_TAD[:, : -self.heads, :width]
+        if self.interleaves:
+            swapped = rotating.unflatten(-1, (width // 2, 2)).flip(-1).flatten(-2)
+        else:
+            halves = (rotating[..., width // 2 :], rotating[..., : width // 2])
+            swapped = torch.cat(halves, dim=-1)
         rotating.mul_(shared.cos_T1D).addcmul_(swapped, shared.sin_T1D)
         query_TJD = all_TAD[:, : -2 * self.heads]
         pool.write(index, batch.kv_index_T, all_TAD[:, -2 * self.heads :])
