@@ -17,6 +17,10 @@ Each docstring lists the per-token values that the loss needs; `plexrl.Batch` de
 without one of them is refused with `BatchShapeError`.
 """
 
+import math
+from collections.abc import Sequence
+
+from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import LossSpec, Reduction
 
 
@@ -82,6 +86,73 @@ def dapo(
     return LossSpec(name="dapo", clip_low=clip_low, clip_high=clip_high, reduction=reduction)
 
 
+def dr_grpo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> LossSpec:
+    """PPO's objective as a sum, without a division by lengths (Dr. GRPO, Liu et al. 2025,
+    arXiv:2503.20783). Divide in the step, by a constant: `optim_step(divide_by=rows · max_tokens)`.
+    The controller does not divide advantages by the standard deviation of their group.
+
+    Needs `mask`, `logprobs` and `advantages`.
+    """
+    return LossSpec(name="ppo", clip_low=clip_low, clip_high=clip_high, reduction="sum")
+
+
+def gspo(
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    kl_coef: float = 0.0,
+    reduction: Reduction | None = None,
+) -> LossSpec:
+    """The clipped objective with one ratio for each row, exp of the mean of logprob - `logprobs`
+    over the tokens that `mask` counts (GSPO, Zheng et al. 2025, arXiv:2507.18071).
+
+    All tokens of a row have the same advantage. Such a ratio varies little, so the bounds are
+    narrow. Needs `mask`, `logprobs` and `advantages`, and `ref_logprobs` if `kl_coef` is above 0.
+    `reduction` defaults to `sequence_mean`. Context parallelism is refused.
+    """
+    return LossSpec(
+        name="gspo",
+        clip_low=clip_low,
+        clip_high=clip_high,
+        kl_coef=kl_coef,
+        reduction=reduction,
+    )
+
+
+def cispo(
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 0.28,
+    kl_coef: float = 0.0,
+    reduction: Reduction | None = None,
+) -> LossSpec:
+    """Policy gradient with a clipped ratio as its weight: -clipped ratio · A · logprob. No gradient
+    flows through the ratio, and every token has one (CISPO, MiniMax 2025, arXiv:2506.13585).
+
+    The ratio is clipped to [1 - `clip_low`, 1 + `clip_high`]; 1 is no lower bound. Needs `mask`,
+    `logprobs` and `advantages`, and `ref_logprobs` if `kl_coef` is above 0. `reduction` defaults to
+    `token_mean`.
+    """
+    return LossSpec(
+        name="cispo",
+        clip_low=clip_low,
+        clip_high=clip_high,
+        kl_coef=kl_coef,
+        reduction=reduction,
+    )
+
+
+def reinforce(*, kl_coef: float = 0.0, reduction: Reduction | None = None) -> LossSpec:
+    """Policy gradient without a ratio: -A · logprob (Williams 1992).
+
+    The controller computes advantages: a reward less the mean of the prompt's other samples (RLOO,
+    Ahmadian et al. 2024), or less a KL term and scaled over the batch (REINFORCE++, Hu 2025). Needs
+    `mask` and `advantages`, and `ref_logprobs` if `kl_coef` is above 0. `reduction` defaults to
+    `token_mean`.
+    """
+    return LossSpec(name="reinforce", kl_coef=kl_coef, reduction=reduction)
+
+
 def decoupled_ppo(
     *,
     clip_low: float = 0.2,
@@ -136,3 +207,41 @@ def custom() -> LossSpec:
     then that of the controller's loss.
     """
     return LossSpec(name="custom")
+
+
+def dpo_weights(
+    logprobs: Sequence[Sequence[float]],
+    ref_logprobs: Sequence[Sequence[float]],
+    mask: Sequence[Sequence[float]],
+    *,
+    beta: float = 0.1,
+) -> list[list[float]]:
+    """`weights` of a batch with which `custom()` has the gradient of direct preference optimisation
+    (Rafailov et al. 2023, arXiv:2305.18290): the mean over pairs of -log sigmoid(beta · margin).
+
+    Rows 2k and 2k + 1 are the preferred and the other answer to one prompt, which `mask` leaves
+    out. The margin is the difference of both rows' Σ mask · (logprob - ref_logprob). `logprobs` are
+    those of the train deployment with its present weights (`forward`), and `ref_logprobs` those of
+    the reference.
+
+    Raises:
+        InvalidRequestError: the rows are no pairs, or lengths differ.
+    """
+    rows = len(logprobs)
+    lengths = [[len(row) for row in values] for values in (logprobs, ref_logprobs, mask)]
+    if rows % 2 or not rows or lengths[0] != lengths[1] or lengths[0] != lengths[2]:
+        raise InvalidRequestError(
+            f"dpo_weights got {rows} rows: give pairs of rows, and as many values of each token in "
+            "logprobs, ref_logprobs and mask"
+        )
+    gains = [
+        sum([m * (new - ref) for new, ref, m in zip(*row, strict=True)])
+        for row in zip(logprobs, ref_logprobs, mask, strict=True)
+    ]
+    weights: list[list[float]] = []
+    for first in range(0, rows, 2):
+        margin = beta * (gains[first] - gains[first + 1])
+        pull = beta * 0.5 * (1.0 - math.tanh(margin / 2)) / (rows // 2)
+        weights.append([pull * m for m in mask[first]])
+        weights.append([-pull * m for m in mask[first + 1]])
+    return weights

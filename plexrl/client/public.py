@@ -6,6 +6,7 @@ Nothing heavy comes with them: no torch, no server.
 import plexrl.errors as errors
 import plexrl.losses as losses
 import plexrl.rewards as rewards
+import plexrl.schedules as schedules
 from plexrl.client.asynchronous.bounded_rollout import AsyncBoundedRollout
 from plexrl.client.asynchronous.cluster import AsyncCluster, connect_async
 from plexrl.client.asynchronous.deployment_kinds import (
@@ -116,5 +117,6 @@ __all__ = [
     "losses",
     "read_profile",
     "rewards",
+    "schedules",
     "tiny_qwen2",
 ]

@@ -123,6 +123,9 @@ class SamplingParams:
     a sample, unless `ignore_eos`."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     """A sample ends when its last tokens equal one of these sequences."""
+    stop_strings: tuple[str, ...] = ()
+    """A sample ends with the token that completes one of these texts in the text that it has drawn,
+    wherever borders of tokens are. All its tokens are kept."""
     ignore_eos: bool = False
     """The model's end token ends no sample."""
     first_sample: int = 0
@@ -159,7 +162,16 @@ class AdamParams(Params, frozen=True, kw_only=True):
 
 
 LossName = Literal[
-    "cross_entropy", "importance_sampling", "ppo", "grpo", "dapo", "decoupled_ppo", "custom"
+    "cross_entropy",
+    "reinforce",
+    "importance_sampling",
+    "ppo",
+    "grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "decoupled_ppo",
+    "custom",
 ]
 
 Reduction = Literal["token_mean", "sequence_mean", "sum", "sequence_sum"]
@@ -173,8 +185,10 @@ class LossSpec:
 
     =====================  ==================================================================
     cross_entropy          mask
+    reinforce              mask, advantages; `ref_logprobs` where `kl_coef` > 0
     importance_sampling    mask, logprobs, advantages
-    ppo, grpo, dapo        mask, logprobs, advantages; `ref_logprobs` where `kl_coef` > 0
+    ppo, grpo, dapo        mask, logprobs, advantages; `ref_logprobs` as above
+    gspo, cispo            as ppo
     decoupled_ppo          mask, logprobs, prox_logprobs, advantages; `ref_logprobs` as above
     custom                 weights: the loss is -Σ weights·logprob, so `weights` is the negative
                            gradient of the controller's own loss by each token's logprob
@@ -188,7 +202,7 @@ class LossSpec:
     clip_high: float = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]. DAPO's higher upper bound is 0.28."""
     kl_coef: float = 0.0
-    """Weight of the k3 estimate of KL(policy ‖ reference) (GRPO)."""
+    """Weight of the k3 estimate of KL(policy ‖ reference) (Schulman 2020)."""
     weight_cap: float | None = None
     """decoupled_ppo: largest importance weight of a token. Absent: no bound."""
     token_range: tuple[float, float] | None = None
@@ -198,17 +212,20 @@ class LossSpec:
     importance weights is outside. Absent: none have."""
     reduction: Reduction | None = None
     """How token losses are reduced. `token_mean`: Σ/Σmask over the batch (the default of
-    cross_entropy, importance_sampling, ppo, dapo, decoupled_ppo). `sequence_mean`: mean over rows
-    of each row's token mean (the default of grpo). `sum`: Σ, the default of custom.
+    all but grpo, gspo and custom). `sequence_mean`: mean over rows of each row's token mean (the
+    default of grpo and gspo). `sum`: Σ, the default of custom.
     `sequence_sum`: Σ over rows of each row's token mean. Absent: the loss's default."""
 
 
 LOSS_INPUTS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("mask",),
+    "reinforce": ("mask", "advantages"),
     "importance_sampling": ("mask", "logprobs", "advantages"),
     "ppo": ("mask", "logprobs", "advantages"),
     "grpo": ("mask", "logprobs", "advantages"),
     "dapo": ("mask", "logprobs", "advantages"),
+    "gspo": ("mask", "logprobs", "advantages"),
+    "cispo": ("mask", "logprobs", "advantages"),
     "decoupled_ppo": ("mask", "logprobs", "prox_logprobs", "advantages"),
     "custom": ("weights",),
 }
@@ -216,10 +233,13 @@ LOSS_INPUTS: dict[str, tuple[str, ...]] = {
 
 DEFAULT_REDUCTION: dict[str, Reduction] = {
     "cross_entropy": "token_mean",
+    "reinforce": "token_mean",
     "importance_sampling": "token_mean",
     "ppo": "token_mean",
     "grpo": "sequence_mean",
     "dapo": "token_mean",
+    "gspo": "sequence_mean",
+    "cispo": "token_mean",
     "decoupled_ppo": "token_mean",
     "custom": "sum",
 }

@@ -24,7 +24,7 @@ from plexrl.wire.operations import (
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
 RANGES = ("token_range", "sequence_range")
-STOPS = ("stop_token_ids", "stop_sequences")
+STOPS = ("stop_token_ids", "stop_sequences", "stop_strings")
 REDUCTIONS = ("token_mean", "sequence_mean", "sum", "sequence_sum")
 
 SHOWN_MAX = 60
@@ -87,6 +87,14 @@ def _check_stops(sampling: SamplingParams) -> None:
             f"stop_sequences is {short(sequences)}: give lists of one or more token ids, such as "
             "[tokenizer.encode(text)]",
             parameter="stop_sequences",
+        )
+    strings: Any = sampling.stop_strings
+    is_list = isinstance(strings, list | tuple)
+    if not is_list or not all(isinstance(text, str) and text for text in strings):
+        raise InvalidRequestError(
+            f"stop_strings is {short(strings)}: give texts of one or more characters, such as "
+            '["</answer>"]',
+            parameter="stop_strings",
         )
 
 

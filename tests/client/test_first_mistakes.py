@@ -155,6 +155,7 @@ def test_an_invalid_number_of_samples_is_refused(rollout: plexrl.RolloutDeployme
         *[("seed", value) for value in (-1, 1.5, 2**64)],
         *[("stop_token_ids", value) for value in (2, "2", ["2"], [1.5])],
         *[("stop_sequences", value) for value in ("ab", ["ab"], [3, 4], None)],
+        *[("stop_strings", value) for value in ("ab", [""], [3], None)],
     ],
 )
 def test_an_invalid_sampling_parameter_is_refused_by_name(
@@ -232,8 +233,10 @@ def test_a_character_outside_the_vocabulary_is_refused_with_its_position(
     assert TOKENIZER.encode(text, allow_unknown=True)[position] == plexrl.PAD
 
 
-def test_a_text_may_contain_special_tokens() -> None:
-    assert TOKENIZER.encode("<pad>1<eos>") == [plexrl.PAD, 4, plexrl.EOS]
+def test_a_text_has_control_tokens_only_if_that_is_asked_for() -> None:
+    assert TOKENIZER.encode("<pad>1<eos>", control_tokens=True) == [plexrl.PAD, 4, plexrl.EOS]
+    with pytest.raises(errors.TokenRangeError, match="'<' at position 0"):
+        TOKENIZER.encode("<pad>1<eos>")
 
 
 def test_the_tokenizer_refuses_values_of_a_wrong_type() -> None:

@@ -327,7 +327,8 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"sampling": SamplingParams()}, "seed is missing"),
-        ({"sampling": SamplingParams(seed=1, stop_sequences=((3, 4),))}, "stop_sequences"),
+        ({"sampling": SamplingParams(seed=1, stop_sequences=((),))}, "stop_sequences"),
+        ({"sampling": SamplingParams(seed=1, stop_strings=("",))}, "stop_strings"),
         ({"instances": ()}, "instances"),
         ({"instances": ("a", "a")}, "instances"),
         ({"source": "../other"}, "deployment name"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from plexrl.client.calls import requests
 from plexrl.client.calls.controller import submit
 from plexrl.client.calls.requests import Submission
-from plexrl.client.calls.transport import Call, Transport, deployment_path
+from plexrl.client.calls.transport import Transport, deployment_path
 from plexrl.client.data.results import LoadedCheckpoint
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.futures import Future
@@ -105,8 +105,9 @@ class Deployment:
         return self._transport.ask("GET", deployment_path(self.deployment))
 
     def tokenizer(self) -> "Tokenizer":
-        """The model's tokenizer: `tokenizer.json` of a model with a `path`, as the nodes have it;
-        the character-level tokenizer of the vocabulary of a model without one.
+        """The model's tokenizer: `tokenizer.json` of a model with a `path`, as the nodes have it,
+        with its chat templates and end tokens; the character-level tokenizer of the vocabulary of a
+        model without one.
 
         Raises:
             InvalidRequestError: the `tokenizers` library is missing (`pip install 'plexrl[text]'`).
@@ -114,8 +115,8 @@ class Deployment:
         """
         from plexrl.model.text.tokenizer import Tokenizer
 
-        path = f"{deployment_path(self.deployment)}/tokenizer"
-        return Tokenizer(self._transport.request(Call(method="GET", path=path)).text)
+        found = self._transport.ask("GET", f"{deployment_path(self.deployment)}/text-files")
+        return Tokenizer.from_files(found["files"])
 
     def _submit(self, submission: Submission) -> Future[Any]:
         return self._submit_for(submission, Future)

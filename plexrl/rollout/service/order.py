@@ -60,11 +60,6 @@ class RolloutOrder(PolicyFields):
             raise InvalidRequestError("instances: give the names of one or more deployments")
         if self.sampling.seed is None:
             raise InvalidRequestError("sampling.seed is missing: a trajectory's samples need one")
-        if any(len(stop_sequence) > 1 for stop_sequence in self.sampling.stop_sequences):
-            raise InvalidRequestError(
-                "sampling.stop_sequences: a sample may be cut between the tokens of a sequence and "
-                "continued elsewhere; use stop_token_ids"
-            )
         check_numbers("rollout", {name: getattr(self, name) for name in NUMBERS})
         # Slots: `super()` would name the class before its decoration.
         PolicyFields.__post_init__(self)

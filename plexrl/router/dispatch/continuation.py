@@ -1,8 +1,9 @@
 """Continues the rows of an interrupted generation, and joins them with what was drawn before. Pure.
 
 Each unfinished row becomes a prompt of its own: the former prompt and the tokens drawn so far. It
-has its own place in its random stream, so the tokens are those of an undisturbed run. The keys and
-values of the drawn tokens are computed again.
+has its own place in its random stream, so the tokens are those of an undisturbed run. An engine
+looks for stops in all drawn tokens, also in those of the prompt. The keys and values of the drawn
+tokens are computed again.
 """
 
 import numpy as np
@@ -22,14 +23,8 @@ class Continuation:
         sampling = params.sampling
         drawn = _rows(partial["tokens"], partial["lengths"])
         logprobs = _rows(partial["logprobs"], partial["lengths"])
-        # A stop sequence may begin in tokens that are drawn and end in those that are not: the
-        # longest such beginning is drawn again, and is the same again.
-        again = max((max(0, len(stop) - 1) for stop in sampling.stop_sequences), default=0)
         self._finish = partial["finish"].copy()
         self.unfinished = np.flatnonzero(self._finish == ABORTED)
-        for row in self.unfinished.tolist():
-            kept = max(0, len(drawn[row]) - again)
-            drawn[row], logprobs[row] = drawn[row][:kept], logprobs[row][:kept]
         self._drawn, self._logprobs = drawn, logprobs
         self.params = replace(params, samples_per_prompt=1)
         self.arrays = self._prompts(params, sampling, arrays)

@@ -62,6 +62,7 @@ def check_operation(
     tokens = 0
     match typed:
         case ForwardBackwardParams():
+            _check_whole_rows(spec, typed.loss)
             tokens = _check_batch(spec, arrays, _loss_arrays(typed.loss))
             if "mask" in arrays:
                 check_mask(arrays["mask"], arrays["lengths"])
@@ -146,6 +147,15 @@ def _refuse_unknown(where: str, params: dict[str, Any], known: Collection[str]) 
         raise InvalidRequestError(
             f"{where} has no parameter {', '.join(map(repr, unknown))}: it takes "
             + (", ".join(sorted(known)) or "none")
+        )
+
+
+def _check_whole_rows(spec: DeploymentSpec, loss: LossSpec) -> None:
+    if loss.name == "gspo" and spec.layout.cp > 1:
+        raise InvalidRequestError(
+            f"gspo needs whole rows, and parallelism.cp is {spec.layout.cp}, which divides them "
+            "over ranks: use another loss, or a deployment with cp=1",
+            parameter="loss",
         )
 
 

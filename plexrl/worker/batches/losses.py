@@ -9,6 +9,10 @@ whole batch over all ranks, so the sum over ranks and micro-batches is the batch
     ppo                   term = -min(ratio·A, clip(ratio)·A)    (Schulman et al. 2017)
     grpo                  ppo, + kl_coef·k3(ref), mean of rows   (Shao et al. 2024)
     dapo                  ppo with its own upper clip, mean of tokens (Yu et al. 2025)
+    gspo                  ppo with the ratio of the row: exp of its mean log ratio, of whose
+                          gradient every token has its share (Zheng et al. 2025)
+    cispo                 term = -clip(ratio)·A·logprob, the ratio a constant (MiniMax 2025)
+    reinforce             term = -A·logprob                      (Williams 1992)
     decoupled_ppo         ppo with ratio = exp(logprob - prox), times the constant w of `_weights`
                           (Hilton et al. 2021; Fu et al. 2025)
     custom                term = -logprob, weighted by the controller's own weights
@@ -45,7 +49,7 @@ def compute_loss(
     and `row_log_weight` of mask · (prox_logprobs - logprobs) if there are `prox_logprobs`.
 
     Raises:
-        InvalidRequestError: there is no such loss.
+        InvalidRequestError: there is no such loss, or gspo's rows are shared by ranks.
     """
     terms = TERMS.get(spec.name)
     if terms is None:
@@ -70,6 +74,25 @@ def _likelihood_terms(
     return -logprobs_BL
 
 
+def _gradient_terms(
+    spec: LossSpec,
+    logprobs_BL: torch.Tensor,
+    inputs: Tensors,
+    mask_BL: torch.Tensor,
+    sums: Tensors,
+) -> torch.Tensor:
+    """Terms whose gradient by a logprob is a constant."""
+    weights_BL = inputs["advantages"]
+    if spec.name == "cispo":
+        change_BL = torch.where(mask_BL > 0, logprobs_BL.detach() - inputs["logprobs"], 0.0)
+        ratio_BL = torch.exp(change_BL)
+        clipped_BL = ratio_BL.clamp(1.0 - spec.clip_low, 1.0 + spec.clip_high)
+        sums["clip_fraction"] = (mask_BL * (clipped_BL != ratio_BL)).sum()
+        _note_ratio(ratio_BL, change_BL, mask_BL, sums)
+        weights_BL = clipped_BL * weights_BL
+    return _with_reference(spec, -weights_BL * logprobs_BL, logprobs_BL, inputs, mask_BL, sums)
+
+
 def _policy_terms(
     spec: LossSpec,
     logprobs_BL: torch.Tensor,
@@ -80,6 +103,8 @@ def _policy_terms(
     # Masked tokens may have any value; its exp must not enter the sum as 0 times infinity.
     old_BL = inputs["prox_logprobs" if spec.name == "decoupled_ppo" else "logprobs"]
     change_BL = torch.where(mask_BL > 0, logprobs_BL - old_BL, 0.0)
+    if spec.name == "gspo":
+        change_BL = _of_rows(change_BL, inputs, mask_BL)
     ratio_BL = torch.exp(change_BL)
     advantages_BL = inputs["advantages"]
     terms_BL = -ratio_BL * advantages_BL
@@ -90,8 +115,37 @@ def _policy_terms(
         terms_BL = torch.maximum(terms_BL, bounded_BL)
     if spec.name == "decoupled_ppo":
         terms_BL = _weights(spec, inputs, mask_BL, sums) * terms_BL
+    _note_ratio(ratio_BL, change_BL, mask_BL, sums)
+    return _with_reference(spec, terms_BL, logprobs_BL, inputs, mask_BL, sums)
+
+
+def _note_ratio(
+    ratio_BL: torch.Tensor, change_BL: torch.Tensor, mask_BL: torch.Tensor, sums: Tensors
+) -> None:
     sums["ratio"] = (mask_BL * ratio_BL).sum().detach()
     sums["old_kl"] = (mask_BL * (ratio_BL - 1.0 - change_BL)).sum().detach()
+
+
+def _of_rows(change_BL: torch.Tensor, inputs: Tensors, mask_BL: torch.Tensor) -> torch.Tensor:
+    """The mean log ratio of each token's row."""
+    if "row_mask" in inputs:
+        raise InvalidRequestError(
+            "gspo needs whole rows, and context parallelism divides them over ranks: set "
+            "parallelism.cp to 1, or use another loss"
+        )
+    total_B = (mask_BL * change_BL).sum(dim=1) / mask_BL.sum(dim=1).clamp(min=1e-9)
+    return total_B[:, None].expand_as(change_BL)
+
+
+def _with_reference(
+    spec: LossSpec,
+    terms_BL: torch.Tensor,
+    logprobs_BL: torch.Tensor,
+    inputs: Tensors,
+    mask_BL: torch.Tensor,
+    sums: Tensors,
+) -> torch.Tensor:
+    """The terms, with that of the KL divergence from the reference."""
     if spec.kl_coef > 0:
         gap_BL = torch.where(mask_BL > 0, inputs["ref_logprobs"] - logprobs_BL, 0.0)
         k3_BL = torch.exp(gap_BL) - 1.0 - gap_BL
@@ -133,10 +187,13 @@ the sums, its last argument."""
 
 TERMS: dict[str, Terms] = {
     "cross_entropy": _likelihood_terms,
+    "reinforce": _gradient_terms,
     "importance_sampling": _policy_terms,
     "ppo": _policy_terms,
     "grpo": _policy_terms,
     "dapo": _policy_terms,
+    "gspo": _policy_terms,
+    "cispo": _gradient_terms,
     "decoupled_ppo": _policy_terms,
     "custom": _likelihood_terms,
 }

@@ -15,15 +15,6 @@ STOP, LENGTH, ABORT = range(3)
 """Why a row ended; the numbers are part of the wire format."""
 
 
-def at_stop_sequence(drawn: Any, sampling: SamplingParams) -> bool:
-    """Whether a row's drawn tokens, a list or an array, end with a stop sequence."""
-    return any(
-        len(stop) <= len(drawn) and tuple(drawn[len(drawn) - len(stop) :]) == stop
-        for stop in sampling.stop_sequences
-        if stop
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """Consecutive tokens of a row, drawn by one version of the weights."""
@@ -100,6 +91,11 @@ class Generation:
             number = sampling.first_sample + self.first_row + row
         drawn = self._setting("drawn_tokens", row, sampling.drawn_tokens)
         return stream_of(sampling.seed or 0, number, drawn)
+
+    def drawn_before(self, row: int) -> int:
+        """Tokens at the end of the row's prompt that were drawn earlier."""
+        prompt = self.prompts[row // self.samples_per_prompt]
+        return min(len(prompt), self._setting("drawn_tokens", row, self.sampling.drawn_tokens))
 
     def _setting(self, name: str, row: int, common: int) -> int:
         values = self.prompt_sampling.get(name)

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 from plexrl.errors import BatchShapeError, InvalidRequestError
 from plexrl.model.memory.kv_cache import KV_BYTES
+from plexrl.model.text.files import as_ids
 from plexrl.worker.rollout.generation import Generation
+from plexrl.worker.rollout.stops import TextDecoder
 
 STEP_TOKENS_MAX = 2048
 """Most tokens in one pass: bounds the time for which a prompt delays the other samples."""
@@ -158,7 +160,12 @@ class RolloutEngine(ABC):
         self._paused = False
         self._submitted = 0
         self._steps = self._tokens_drawn = 0
+        self._text: TextDecoder | None = None
         self.meter = StepMeter()
+
+    def use_text(self, text: TextDecoder) -> None:
+        """Match stop texts with the tokenizer of the model."""
+        self._text = text
 
     @property
     def has_work(self) -> bool:
@@ -170,7 +177,11 @@ class RolloutEngine(ABC):
 
         Raises:
             BatchShapeError: a prompt is empty or as long as the longest sequence.
+            InvalidRequestError: it has stop texts, and the model has no tokenizer.
         """
+        if generation.sampling.stop_strings:
+            assert self._text is not None, "a backend gives its engine the tokenizer"
+            self._text.prepare()
         longest = self._sequence_max - 1
         for index, prompt in enumerate(generation.prompts):
             if not 1 <= len(prompt) <= longest:
@@ -258,12 +269,11 @@ class RolloutEngine(ABC):
         self._ended.append(generation)
 
 
-def end_tokens(config: Any) -> frozenset[int]:
-    """The end tokens in a model's `transformers` configuration."""
-    found = config.eos_token_id
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
+def end_tokens(model: Any) -> frozenset[int]:
+    """The end tokens of a model of `transformers`: those of its generation's configuration, and if
+    that has none those of its own."""
+    generation = getattr(model, "generation_config", None)
+    return as_ids(getattr(generation, "eos_token_id", None)) or as_ids(model.config.eos_token_id)
 
 
 def block_count(

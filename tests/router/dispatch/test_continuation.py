@@ -29,13 +29,14 @@ def draw(params: GenerateParams, arrays: Arrays, steps: list[int] | None) -> Arr
 
         number = setting("first_sample") + (row % each if "first_sample" in arrays else row)
         drawn: list[int] = []
+        earlier = prompts[prompt].tolist()[-setting("drawn_tokens") or len(prompts[prompt]) :]
         finish = ABORTED
         while finish == ABORTED and (steps is None or len(drawn) < steps[row]):
             known = [*prompts[prompt].tolist(), *drawn]
             place = setting("drawn_tokens") + len(drawn)
             drawn.append(int(hash((number, place, tuple(known))) % 8))
             if drawn[-1] == END or any(
-                tuple(drawn[-len(stop) :]) == stop for stop in sampling.stop_sequences
+                tuple([*earlier, *drawn][-len(stop) :]) == stop for stop in sampling.stop_sequences
             ):
                 finish = STOP
             elif len(drawn) == setting("max_tokens"):

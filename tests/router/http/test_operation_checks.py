@@ -1,5 +1,6 @@
 """Invalid operations are refused before anything changes, with the position of the fault."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from plexrl.errors import (
     TokenRangeError,
 )
 from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import tiny_qwen2
 from plexrl.router.http.operation_checks import check_operation
 from plexrl.wire.tensors import Arrays
@@ -162,3 +164,13 @@ def test_invalid_parameters_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         check_operation(spec, kind, params, {})
+
+
+def test_a_loss_over_whole_rows_is_refused_where_ranks_share_them() -> None:
+    shared = replace(TRAIN, backend="megatron", workers=2, parallelism=Parallelism(cp=2))
+    loss = {"loss": {"name": "gspo"}}
+    with pytest.raises(InvalidRequestError, match=r"parallelism\.cp is 2") as refused:
+        check_operation(shared, "forward_backward", loss, batch([2, 3]))
+    assert refused.value.details == {"parameter": "loss"}
+    assert check_operation(TRAIN, "forward_backward", loss, batch([2, 3])).tokens == 5
+    assert check_operation(shared, "forward_backward", GRPO, batch([2, 3])).tokens == 5

@@ -19,6 +19,7 @@ GET /v1/jobs/{job}/checkpoints/{name}/files
 GET /v1/jobs/{job}/checkpoints/{name}/files/{path:path}
 GET /v1/jobs/{job}/deployments/{name}
 GET /v1/jobs/{job}/deployments/{name}/engines
+GET /v1/jobs/{job}/deployments/{name}/text-files
 GET /v1/jobs/{job}/deployments/{name}/tokenizer
 GET /v1/jobs/{job}/explain
 GET /v1/jobs/{job}/logs

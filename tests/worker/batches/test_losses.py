@@ -25,7 +25,17 @@ SPECS = [
     losses.ppo(reduction="sequence_mean"),
     losses.ppo(reduction="sequence_sum"),
     losses.dapo(reduction="sum"),
+    losses.dr_grpo(clip_low=0.1, clip_high=0.3),
 ]
+BY_GRADIENT = [
+    losses.gspo(clip_low=0.1, clip_high=0.2, kl_coef=0.3),
+    losses.gspo(reduction="token_mean"),
+    losses.cispo(clip_low=0.4, kl_coef=0.3),
+    losses.cispo(),
+    losses.reinforce(),
+    losses.reinforce(kl_coef=0.3, reduction="sequence_mean"),
+]
+"""Losses with ratios of rows, or with gradients that are not those of their ratios."""
 
 BY_ROW = ("sequence_mean", "sequence_sum")
 
@@ -84,7 +94,9 @@ def test_a_loss_is_its_formula(spec: LossSpec, seed: int, denominator: float) ->
     assert float(found.sums["tokens"]) == float(inputs["mask"][:, 1:].sum())
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.name}-{s.kl_coef}-{s.reduction}")
+@pytest.mark.parametrize(
+    "spec", [*SPECS, *BY_GRADIENT], ids=lambda s: f"{s.name}-{s.kl_coef}-{s.reduction}"
+)
 def test_custom_weights_reproduce_the_gradient_of_any_other_loss(spec: LossSpec) -> None:
     logprobs, inputs = some_inputs(7)
     leaf = logprobs.clone().requires_grad_(True)
@@ -205,3 +217,80 @@ def test_what_is_masked_cannot_make_a_loss_infinite() -> None:
     assert math.isfinite(float(found.loss.detach()))
     assert leaf.grad is not None
     assert torch.isfinite(leaf.grad).all()
+
+
+def written_out(
+    spec: LossSpec, logprobs: torch.Tensor, inputs: dict[str, torch.Tensor], denominator: float
+) -> torch.Tensor:
+    """The losses without a bound on the gradient, in plain torch, row by row."""
+    total = torch.zeros(())
+    for row in range(ROWS):
+        used = (inputs["mask"][row] > 0) & (torch.arange(TOKENS) > 0)
+        new, advantages = logprobs[row][used], inputs["advantages"][row][used]
+        change = new - inputs["logprobs"][row][used]
+        low, high = 1 - spec.clip_low, 1 + spec.clip_high
+        if spec.name == "gspo":
+            if not len(new):
+                continue
+            ratio = change.mean().exp()
+            terms = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+        elif spec.name == "cispo":
+            terms = -change.exp().clamp(low, high).detach() * advantages * new
+        else:
+            terms = -advantages * new
+        gap = inputs["ref_logprobs"][row][used] - new
+        terms = terms + spec.kl_coef * (gap.exp() - 1 - gap)
+        by_row = (spec.reduction or DEFAULT_REDUCTION[spec.name]) in BY_ROW
+        total = total + terms.sum() / (max(1, len(new)) if by_row else 1)
+    return total / denominator
+
+
+@pytest.mark.parametrize("spec", BY_GRADIENT, ids=lambda s: f"{s.name}-{s.kl_coef}-{s.reduction}")
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_values_and_gradients_are_those_of_plain_torch(spec: LossSpec, seed: int) -> None:
+    logprobs, inputs = some_inputs(seed)
+    inputs["logprobs"] = logprobs + 0.3 * inputs["weights"]
+    own, other = (logprobs.clone().requires_grad_(True) for _ in range(2))
+    found = compute_loss(spec, own, inputs, 3.0)
+    wanted = written_out(spec, other, inputs, 3.0)
+    assert torch.allclose(found.loss, wanted, atol=1e-6)
+    found.loss.backward()  # type: ignore[no-untyped-call]
+    wanted.backward()  # type: ignore[no-untyped-call]
+    mask = inputs["mask"].bool() & (torch.arange(TOKENS) > 0)
+    grad = torch.zeros_like(logprobs) if other.grad is None else other.grad
+    assert own.grad is not None
+    assert torch.allclose(own.grad * mask, grad * mask, atol=1e-6)
+
+
+def test_gspo_refuses_rows_that_ranks_share() -> None:
+    logprobs, inputs = some_inputs(1)
+    inputs["row_mask"] = torch.ones(ROWS)
+    with pytest.raises(InvalidRequestError, match=r"parallelism\.cp to 1"):
+        compute_loss(losses.gspo(), logprobs, inputs, 1.0)
+
+
+@given(seed=st.integers(0, 10_000), beta=st.floats(0.01, 2))
+@settings(max_examples=30, deadline=None)
+def test_weights_for_dpo_have_its_gradient(seed: int, beta: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    new, ref = -3 * torch.rand((2, 4, TOKENS), generator=generator)
+    mask = (torch.rand((4, TOKENS), generator=generator) > 0.4).float()
+    mask[:, 0] = 0
+    leaf = new.clone().requires_grad_(True)
+    gains = (mask * (leaf - ref)).sum(1)
+    wanted = -torch.nn.functional.logsigmoid(beta * (gains[0::2] - gains[1::2])).mean()
+    wanted.backward()  # type: ignore[no-untyped-call]
+    weights = losses.dpo_weights(new.tolist(), ref.tolist(), mask.tolist(), beta=beta)
+    own = new.clone().requires_grad_(True)
+    inputs = {"weights": torch.tensor(weights)}
+    compute_loss(losses.custom(), own, inputs, 1.0).loss.backward()  # type: ignore[no-untyped-call]
+    assert own.grad is not None
+    assert leaf.grad is not None
+    assert torch.allclose(own.grad, leaf.grad, atol=1e-6)
+
+
+def test_rows_that_are_no_pairs_are_refused() -> None:
+    for rows in ([], [[0.0]], [[0.0], [0.0, 1.0]]):
+        with pytest.raises(InvalidRequestError, match="give pairs of rows"):
+            losses.dpo_weights(rows, [[0.0]] * len(rows), [[1.0]] * len(rows))

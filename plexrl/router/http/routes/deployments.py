@@ -13,6 +13,8 @@ from plexrl.model.layout import with_layout
 from plexrl.model.memory.device_memory import device_memory
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ModelSpec, parameter_count
+from plexrl.model.text.files import MODEL, TOKENIZER, text_files
+from plexrl.model.text.tokenizer import vocabulary_files
 from plexrl.router.http.deployment_checks import (
     check_deployment,
     state_bytes,
@@ -151,18 +153,29 @@ async def tokenizer(request: Request, services: Services, job: str, name: str) -
         # The directory may have changed since the deployment was created.
         await services.model_access.check(spec.model.path, caller)
     loop = asyncio.get_running_loop()
-    found = await loop.run_in_executor(services.threads, _tokenizer_json, spec.model)
-    return PlainTextResponse(found, media_type="application/json")
+    files = await loop.run_in_executor(services.threads, _text_files, spec.model)
+    return PlainTextResponse(files[TOKENIZER], media_type="application/json")
 
 
-def _tokenizer_json(model: ModelSpec) -> str:
-    from plexrl.model.text.tokenizer import char_tokenizer_json
+@ROUTES.get("/{job}/deployments/{name}/text-files", summary="What encodes the model's text")
+async def model_text_files(request: Request, services: Services, job: str, name: str) -> Plain:
+    """The text of `tokenizer.json`, its configuration, chat templates and end tokens, by the
+    name of the file. 404 if the model has neither a `tokenizer.json` nor a vocabulary."""
+    caller = await services.caller(request)
+    spec = await services.spec(f"{job}/{name}", caller)
+    if spec.model.path is not None:
+        # The directory may have changed since the deployment was created.
+        await services.model_access.check(spec.model.path, caller)
+    loop = asyncio.get_running_loop()
+    return {"files": await loop.run_in_executor(services.threads, _text_files, spec.model)}
 
+
+def _text_files(model: ModelSpec) -> dict[str, str]:
     if model.path is not None:
-        path = model_folder(model.path, weights=False) / "tokenizer.json"
-        if not path.is_file():
+        found = text_files(model_folder(model.path, weights=False))
+        if TOKENIZER not in found:
             raise NotFoundError(f"{model.path} holds no tokenizer.json")
-        return path.read_text()
+        return found
     if not model.vocabulary:
         raise NotFoundError("the model was made without a vocabulary, so it has no tokenizer")
-    return char_tokenizer_json(model.vocabulary)
+    return {**vocabulary_files(model.vocabulary), MODEL: model.config_json}

@@ -31,6 +31,7 @@ from plexrl.worker.rollout.generation import Generation
 from plexrl.worker.rollout.merged_adapters import MergedAdapters
 from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine
 from plexrl.worker.rollout.shards import box_of
+from plexrl.worker.rollout.stops import TextDecoder
 from plexrl.worker.state.arena_tensors import (
     ARENA_DTYPES,
     TORCH_DTYPES,
@@ -97,6 +98,7 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
             self._adapters.move_in(self.arena, self._weights)
         self._laid_out.forget()
         self._engine = self._start(self._laid_out.model)
+        self._engine.use_text(TextDecoder(self._spec.model))
         self._described = self._describe()
         self._vocab_size = self._spec.model.dimensions.vocabulary
         self._leading: EngineT | LeadingEngine = self._engine

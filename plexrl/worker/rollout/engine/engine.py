@@ -50,7 +50,6 @@ from plexrl.worker.rollout.generation import (
     CarriedSample,
     Generation,
     Sample,
-    at_stop_sequence,
 )
 from plexrl.worker.rollout.rollout_engine import (
     STEP_TOKENS_MAX,
@@ -60,6 +59,7 @@ from plexrl.worker.rollout.rollout_engine import (
     end_tokens,
 )
 from plexrl.worker.rollout.sampling import RowSampling, draw
+from plexrl.worker.rollout.stops import is_at_stop
 from plexrl.worker.state.device import Capture
 
 
@@ -104,7 +104,7 @@ class Engine(RolloutEngine):
             InvalidRequestError: the budget does not hold one sequence, or the engine would compute
                 this kind of model wrongly.
         """
-        super().__init__(end_tokens(model.config), sequence_tokens_max)
+        super().__init__(end_tokens(model), sequence_tokens_max)
         self._device, self._dtype = weight_device(model)
         self._forward: Forward = select_forward(model, sequence_tokens_max, ranks)
         self._tp = 1 if ranks is None else ranks.size
@@ -176,7 +176,8 @@ class Engine(RolloutEngine):
     def _note_kind(self, generation: Generation) -> None:
         if generation.emit is not None:
             self._streaming.add(generation.name)
-        if generation.sampling.stop_token_ids or generation.sampling.stop_sequences:
+        sampling = generation.sampling
+        if sampling.stop_token_ids or sampling.stop_sequences or sampling.stop_strings:
             self._with_stops.add(generation.name)
 
     def carry_out(self) -> list[CarriedSample]:
@@ -417,15 +418,19 @@ class Engine(RolloutEngine):
                 sample.generation.emit(sample.row, [int(token)], [float(logprob)])
 
     def _check_stop_sequences(self, slots: Ints, stopped: Any) -> None:
-        """Mark in `stopped` the rows that end at a stop token or sequence of their generation."""
+        """Mark in `stopped` the rows that end at a stop token, sequence or text of their
+        generation."""
         if not self._with_stops:
             return
         rows = self._rows
         for index, slot in enumerate(slots.tolist()):
-            sampling = rows.samples[slot].generation.sampling
-            drawn = rows.tokens[slot, rows.prompt[slot] : rows.known[slot]]
-            stopped[index] |= int(drawn[-1]) in sampling.stop_token_ids
-            stopped[index] |= at_stop_sequence(drawn, sampling)
+            sample = rows.samples[slot]
+            generation = sample.generation
+            if generation.name not in self._with_stops:
+                continue
+            first = rows.prompt[slot] - generation.drawn_before(sample.row)
+            drawn = rows.tokens[slot, first : rows.known[slot]]
+            stopped[index] |= is_at_stop(drawn, generation.sampling, self._text)
 
     def _record(self, sample: Sample, code: int) -> None:
         """Store a row's result in its generation."""

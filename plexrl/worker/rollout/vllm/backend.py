@@ -97,7 +97,7 @@ class VllmRolloutBackend(EngineBackend[VllmEngine]):
             return VllmEngine(
                 self._started,
                 ArenaWeights(self._started.model, self._weights, self._pieces),
-                ends=end_tokens(config),
+                ends=end_tokens(model),
                 sequence_tokens_max=self._spec.max_sequence_tokens,
                 dtype=TORCH_DTYPES[ARENA_DTYPES[self._spec.dtype]],
                 probe=probe_tokens(config.vocab_size, self._spec.max_sequence_tokens),

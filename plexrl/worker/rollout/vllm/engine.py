@@ -23,9 +23,9 @@ from plexrl.worker.rollout.generation import (
     STOP,
     Generation,
     Segment,
-    at_stop_sequence,
 )
 from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine, RowLength
+from plexrl.worker.rollout.stops import is_at_stop
 from plexrl.worker.rollout.vllm.cache_memory import CacheMemory
 from plexrl.worker.rollout.vllm.launch import TOKENS, StartedEngine
 from plexrl.worker.rollout.vllm.probe import check_logprobs
@@ -247,8 +247,11 @@ class VllmEngine(RolloutEngine):
             row.segments.append(Segment(start=start, weights_seq=self.weights_seq))
         if row.generation.emit is not None:
             row.generation.emit(row.row, row.tokens[start:], row.logprobs[start:])
-        stopped = row.tokens[-1] in row.ends or at_stop_sequence(
-            row.tokens, row.generation.sampling
+        generation = row.generation
+        prompt = generation.prompts[row.row // generation.samples_per_prompt]
+        before = prompt[len(prompt) - generation.drawn_before(row.row) :]
+        stopped = row.tokens[-1] in row.ends or is_at_stop(
+            [*before, *row.tokens], generation.sampling, self._text
         )
         if stopped or len(row.tokens) >= row.limit:
             if output.finish_reason is None:

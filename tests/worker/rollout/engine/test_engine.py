@@ -1,5 +1,8 @@
 """The rollout engine against `transformers`, and against itself in a crowd."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +16,11 @@ from plexrl.worker.models import build_model
 from plexrl.worker.rollout.engine.engine import Engine
 from plexrl.worker.rollout.generation import Generation
 from plexrl.worker.rollout.sampling import RowSampling, allowed, draw
+from plexrl.worker.rollout.stops import TextDecoder
 
-MODEL = build_model(tiny_qwen2("0123456789abcdefghi", seed=2))
+SPEC = tiny_qwen2("0123456789abcdefghi", seed=2)
+MODEL = build_model(SPEC)
+TEXT = TextDecoder(SPEC)
 PROMPTS = [[3, 4, 5, 6], [7], [8, 9, 10, 11, 12, 13], [14, 15]]
 
 
@@ -22,6 +28,7 @@ def generate(
     prompts: list[list[int]], *, n: int = 1, slots: int = 64, **sampling: object
 ) -> Generation:
     engine = Engine(MODEL, slots=slots, sequence_tokens_max=48)
+    engine.use_text(TEXT)
     made = generation("g", prompts, n, **sampling)
     engine.submit(made)
     while engine.has_work:
@@ -39,6 +46,11 @@ def generation(name: str, prompts: list[list[int]], n: int, **sampling: object) 
         emit=None,
         weights_seq=0,
     )
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    TEXT.prepare()
+    return TEXT(tokens)
 
 
 def test_greedy_tokens_are_those_of_transformers() -> None:
@@ -162,6 +174,31 @@ def test_a_row_ends_with_its_stop_token_or_sequence() -> None:
     assert stopped.finish == [0]
     pair = generate([PROMPTS[0]], max_tokens=12, stop_sequences=((free[2], free[3]),))
     assert pair.tokens[0].tolist()[-2:] == free[2:4]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_stop_is_found_across_the_border_of_a_continued_row(length: int) -> None:
+    free = generate([PROMPTS[0]], max_tokens=12).tokens[0].tolist()
+    stop = tuple(free[4 - length : 5])
+    kept = next(at for at in range(12) if tuple(free[: at + 1][-len(stop) :]) == stop) + 1
+    for before in range(1, kept):
+        longer = [*PROMPTS[0], *free[:before]]
+        both: list[dict[str, Any]] = [
+            {"stop_sequences": (stop,)},
+            {"stop_strings": (text_of(stop),)},
+        ]
+        for sampling in both:
+            rest = generate([longer], max_tokens=12 - before, drawn_tokens=before, **sampling)
+            assert rest.tokens[0].tolist() == free[before:kept], (before, sampling)
+            assert rest.finish == [0]
+
+
+def test_a_text_that_the_prompt_begins_ends_no_row() -> None:
+    free = generate([PROMPTS[0]], max_tokens=12).tokens[0].tolist()
+    stop = text_of([PROMPTS[0][-1], free[0]])
+    if stop in text_of(free):
+        pytest.skip("the row draws it too")
+    assert generate([PROMPTS[0]], max_tokens=12, stop_strings=(stop,)).tokens[0].tolist() == free
 
 
 def test_the_models_end_token_ends_a_row() -> None:

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from plexrl.errors import BatchShapeError
+from plexrl.model.spec import tiny_qwen2
 from plexrl.worker.rollout.engine import TorchRolloutBackend
+from plexrl.worker.rollout.stops import TextDecoder
 from tests.worker.rollout.vllm.backends import (
     MARKS,
     PROMPTS,
     SEQUENCE_MAX,
+    VOCABULARY,
     call,
     deployment,
     finish,
@@ -72,6 +75,14 @@ def test_a_row_ends_with_its_stop_token_or_sequence(backend: Any) -> None:
     pair = generate(backend, 0, n=1, max_tokens=12, stop_sequences=((free[5], free[6]),))
     assert rows_of(pair, "tokens")[0].tolist() == free[:7]
     assert pair.arrays["finish"][0] == 0
+    decoder = TextDecoder(tiny_qwen2(VOCABULARY))
+    decoder.prepare()
+    text = decoder(free)
+    ended = generate(backend, 0, n=1, max_tokens=12, stop_strings=(text[3:6],))
+    drawn = rows_of(ended, "tokens")[0].tolist()
+    assert drawn == free[: len(drawn)]
+    assert text[3:6] in decoder(drawn)
+    assert text[3:6] not in decoder(drawn[:-1])
     assert not backend.has_work
     assert backend.stats().blocks_held == 0
 

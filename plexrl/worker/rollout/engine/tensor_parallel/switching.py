@@ -52,6 +52,7 @@ from plexrl.worker.rollout.rollout_engine import (
     RowLength,
     end_tokens,
 )
+from plexrl.worker.rollout.stops import TextDecoder
 from plexrl.worker.state.device import Capture
 
 KV_WAYS = ("migrate", "recompute")
@@ -94,7 +95,7 @@ class SwitchingEngine(RolloutEngine):
             InvalidRequestError: as `Engine`; one sequence must fit into the cache of a smallest
                 group.
         """
-        super().__init__(end_tokens(model.config), sequence_tokens_max)
+        super().__init__(end_tokens(model), sequence_tokens_max)
         self._groups = groups
         self._last = LastStep()
         self._engines: dict[int, Engine] = {}
@@ -133,6 +134,12 @@ class SwitchingEngine(RolloutEngine):
         self._switches = 0
         self._switch_s = 0.0
         self._kv_bytes_moved = 0
+
+    def use_text(self, text: TextDecoder) -> None:
+        """As `RolloutEngine`."""
+        super().use_text(text)
+        for engine in self._engines.values():
+            engine.use_text(text)
 
     @property
     def _inner(self) -> Engine:
