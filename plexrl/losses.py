@@ -91,7 +91,8 @@ def dr_grpo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> LossSpec:
     arXiv:2503.20783). Divide in the step, by a constant: `optim_step(divide_by=rows · max_tokens)`.
     The controller does not divide advantages by the standard deviation of their group.
 
-    Needs `mask`, `logprobs` and `advantages`.
+    The ratio is clipped to [1 - `clip_low`, 1 + `clip_high`]. Needs `mask`, `logprobs` and
+    `advantages`.
     """
     return LossSpec(name="ppo", clip_low=clip_low, clip_high=clip_high, reduction="sum")
 
@@ -106,9 +107,10 @@ def gspo(
     """The clipped objective with one ratio for each row, exp of the mean of logprob - `logprobs`
     over the tokens that `mask` counts (GSPO, Zheng et al. 2025, arXiv:2507.18071).
 
-    All tokens of a row have the same advantage. Such a ratio varies little, so the bounds are
-    narrow. Needs `mask`, `logprobs` and `advantages`, and `ref_logprobs` if `kl_coef` is above 0.
-    `reduction` defaults to `sequence_mean`. Context parallelism is refused.
+    All tokens of a row have the same advantage. The ratio is clipped to [1 - `clip_low`,
+    1 + `clip_high`]; it varies little, so the bounds are narrow. Needs `mask`, `logprobs` and
+    `advantages`, and `ref_logprobs` if `kl_coef` is above 0. `reduction` defaults to
+    `sequence_mean`. Context parallelism is refused.
     """
     return LossSpec(
         name="gspo",

@@ -88,7 +88,7 @@ def end_token_ids(files: Mapping[str, str]) -> frozenset[int]:
     return frozenset()
 
 
-def as_ids(value: object) -> frozenset[int]:
+def as_ids(value: Any) -> frozenset[int]:
     """The ids of an `eos_token_id`: one, a list, or none."""
     if value is None:
         return frozenset()

@@ -157,7 +157,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
-        """The tokenizer of a Hugging Face model directory on this machine.
+        """The tokenizer of the Hugging Face model directory `path` on this machine.
 
         Raises:
             InvalidRequestError: it has no `tokenizer.json`, or a file cannot be read.
@@ -166,7 +166,7 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: Mapping[str, str]) -> "Tokenizer":
-        """The tokenizer of a model directory's files, by name.
+        """The tokenizer of a model directory's `files`, by name.
 
         Raises:
             InvalidRequestError: there is no `tokenizer.json`, or a file cannot be read.
@@ -225,7 +225,7 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         chat_template: str | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> ChatTokens:
         """The conversation as the model's chat template writes it, and its tokens. The template
         writes special tokens itself (BOS too), so none are added.
@@ -248,7 +248,7 @@ class Tokenizer:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            variables={**self._special, **variables},
+            variables={**self._special, **(variables or {})},
         )
         encoded = self._tokenizer.encode(rendered.text, add_special_tokens=False)
         if self._unknown is not None:

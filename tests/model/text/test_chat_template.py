@@ -54,7 +54,7 @@ def pair(folder: Path, template: str, file: str) -> tuple[Tokenizer, Any]:
     ("messages", "options"),
     [
         (ASKED, {"add_generation_prompt": True}),
-        (ASKED, {"add_generation_prompt": True, "thinks": True}),
+        (ASKED, {"add_generation_prompt": True, "variables": {"thinks": True}}),
         (TALK, {}),
         (TALK, {"tools": [TOOL]}),
         (TALK, {"continue_final_message": True}),
@@ -65,7 +65,9 @@ def test_text_tokens_and_masks_are_those_of_transformers(
     tmp_path: Path, file: str, messages: list[dict[str, str]], options: dict[str, Any]
 ) -> None:
     own, other = pair(tmp_path, MARKED, file)
+    options = dict(options)
     found = own.apply_chat_template(messages, **options)
+    options |= options.pop("variables", {})
     assert found.text == other.apply_chat_template(messages, tokenize=False, **options)
     if "continue_final_message" in options:
         # `transformers` has no masks here.

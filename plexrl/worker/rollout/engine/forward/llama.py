@@ -205,7 +205,8 @@ class _LlamaLayer:
         width = shared.cos_T1D.shape[-1]
         rotating = all_TAD[:, : -self.heads, :width]
         if self.interleaves:
-            swapped = rotating.unflatten(-1, (width // 2, 2)).flip(-1).flatten(-2)
+            pairs = rotating.reshape(*rotating.shape[:-1], width // 2, 2)
+            swapped = pairs.flip(-1).flatten(-2)
         else:
             halves = (rotating[..., width // 2 :], rotating[..., : width // 2])
             swapped = torch.cat(halves, dim=-1)
