@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from plexrl.errors import CapacityError
 from plexrl.ids import GroupId
 from plexrl.scheduler.accounting.sharing import settle_group
+from plexrl.scheduler.placement.borders import divide, may_divide, unite_all
 from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable, sorted_passes
 from plexrl.scheduler.placement.capacity.needs import kept_bytes, need_of
 from plexrl.scheduler.placement.capacity.overlaps import refresh_overlap_flags
@@ -48,13 +49,16 @@ PREDICTIONS_MAX = 2
 PREDICTIONS_KEPT = 1024
 """Predictions cached before the cache is cleared."""
 
+BORDER_S = 1.0
+"""Cost of dividing a group: among groups that fit as well, one of equal size is chosen."""
+
 SPILL_BYTES_PER_S = 1e9
 """Rate of a move to or from NVMe when host memory is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A group to join, and the shift of the reservation."""
+    """A group to join, or a part of it, and the shift of the reservation."""
 
     group: GroupId
     mode: PlacementMode
@@ -88,25 +92,23 @@ def place(
             found = find(cluster, deployment, mode, now, speed)
             if found is None:
                 continue
-            choice, group = found, cluster.state.groups[found.group]
-        join(cluster, group, deployment, choice, now)
-        return group
+            choice = found
+        return join(cluster, deployment, choice, now)
     return None
 
 
-def join(
-    cluster: Cluster, group: Group, deployment: Deployment, choice: Choice, now: float
-) -> None:
-    """Make `deployment` a member of `group` by a choice made at `now`.
+def join(cluster: Cluster, deployment: Deployment, choice: Choice, now: float) -> Group:
+    """Make `deployment` a member of a group, or of a part of it, by a choice made at `now`.
 
     Raises:
         CapacityError: the choice was strict and is no longer free; nothing changed.
     """
+    group = cluster.state.groups[choice.group]
+    if len(group.gpus) > deployment.workers:
+        group = divide(cluster, group, deployment.workers, now)
     settle_group(cluster.state, group, now)
     group.members.append(deployment.deployment)
-    deployment.group = group.group
-    deployment.ranks = group.gpus
-    deployment.nodes = cluster.inventory.nodes(group)
+    put_on(deployment, (group,))
     trace = deployment.trace if deployment.shares else None
     start_slot = int(now) % cluster.settings.config.horizon_slots
     deployment.reservation = Reservation(
@@ -116,9 +118,9 @@ def join(
         cluster.inventory.reserve(deployment, strict=choice.mode == PlacementMode.STRICT)
     except CapacityError:
         group.members.remove(deployment.deployment)
-        deployment.group = deployment.reservation = None
-        deployment.ranks = ()
-        deployment.nodes = ()
+        deployment.reservation = None
+        put_on(deployment, ())
+        unite_all(cluster, (group.group,), now)
         raise
     deployment.placement = PlacementRecord(
         at=now,
@@ -131,6 +133,17 @@ def join(
         interference_s=choice.interference_s,
         contention=choice.contention,
     )
+    return group
+
+
+def put_on(deployment: Deployment, groups: tuple[Group, ...]) -> None:
+    """Put the deployment's ranks on these groups, which have as many GPUs."""
+    deployment.groups = tuple(group.group for group in groups)
+    gpus = [gpu for group in groups for gpu in group.gpus]
+    deployment.ranks = tuple(
+        RankPlacement(rank=rank, node=gpu.node, gpu=gpu.gpu) for rank, gpu in enumerate(gpus)
+    )
+    deployment.nodes = tuple(sorted({gpu.node for gpu in gpus}))
 
 
 def modes(cluster: Cluster, deployment: Deployment, now: float) -> tuple[PlacementMode, ...]:
@@ -154,42 +167,44 @@ def patience_ends_at(settings: Settings, deployment: Deployment) -> float:
 
 
 def leave(cluster: Cluster, deployment: Deployment, now: float) -> None:
-    """Remove `deployment` from its group; an empty group frees its GPUs."""
+    """Remove `deployment` from its groups; an empty group frees its GPUs."""
     state = cluster.state
-    group = state.groups[_placed(deployment)]
-    if deployment.preemptible:
-        group.fillers.remove(deployment.deployment)
-    else:
+    groups = state.groups_of(deployment)
+    for group in groups:
+        if deployment.preemptible:
+            group.fillers.remove(deployment.deployment)
+            continue
         settle_group(state, group, now)
         group.members.remove(deployment.deployment)
         if len(group.members) == 1:
             group.alone_since = now
     cluster.inventory.release(deployment)
-    deployment.group = deployment.reservation = None
-    refresh_overlap_flags(cluster, group)
-    if not group.members and not group.fillers:
-        cluster.inventory.remove_group(group)
-        state.former_switches += group.switches
-        del state.groups[group.group]
+    deployment.groups, deployment.reservation = (), None
+    for group in groups:
+        refresh_overlap_flags(cluster, group)
+        if not group.members and not group.fillers:
+            cluster.inventory.remove_group(group)
+            state.former_switches += group.switches
+            del state.groups[group.group]
 
 
-def release_lock(state: State, deployment: Deployment) -> GroupId:
-    """Free the group's lock if the WPG holds it; end the switch if it is the incoming one. Returns
-    the group, whose next step must be decided."""
-    group = state.groups[_placed(deployment)]
-    withdraw(group, deployment.deployment)
-    return group.group
+def release_lock(state: State, deployment: Deployment) -> tuple[GroupId, ...]:
+    """Free the locks of its groups if the WPG holds them; end the switch if it is the incoming one.
+    Returns the groups, whose next steps must be decided."""
+    withdraw(state, deployment)
+    return deployment.groups
 
 
-def vacate(cluster: Cluster, deployment: Deployment, now: float) -> GroupId:
-    """Take a WPG with stopped processes off its group; the caller sets its next state. Returns the
-    group, whose next step must be decided."""
-    group = release_lock(cluster.state, deployment)
+def vacate(cluster: Cluster, deployment: Deployment, now: float) -> tuple[GroupId, ...]:
+    """Take a WPG with stopped processes off its groups; the caller sets its next state. Returns the
+    groups, whose next steps must be decided."""
+    groups = release_lock(cluster.state, deployment)
     leave(cluster, deployment, now)
+    united = unite_all(cluster, groups, now)
     lose_processes(deployment)
     deployment.moves.cancel()
     cluster.relocating.pop(deployment.deployment, None)
-    return group
+    return groups + united
 
 
 def find(
@@ -255,7 +270,7 @@ def predicted_contention(
     state, settings = cluster.state, cluster.settings
     if deployment.trace is None:
         return None
-    residents = [_resident(state, deployment, deployment.trace, group.gpus)]
+    residents = [_resident(state, deployment, deployment.trace, group.gpus[: deployment.workers])]
     for name in group.members:
         member = state.deployment(name)
         if member.reservation is None:
@@ -310,11 +325,14 @@ def fitting(
         return []
     config, index = cluster.settings.config, cluster.inventory.index
     tables: list[tuple[ShapeTable, NDArray[np.intp]]] = []
-    for shape in _shapes(cluster, deployment, speed):
+    larger = cluster.settings.divides_groups
+    for shape in _shapes(cluster, deployment, speed, or_larger=larger):
         table = index.table(shape)
         fits_row = can_take(cluster.settings, table, deployment, trace.duty)
         _exclude_own(cluster, shape, deployment, fits_row)
         rows = np.flatnonzero(fits_row)
+        if table.gpus > deployment.workers:
+            rows = rows[[_may_divide(cluster, table, row) for row in rows.tolist()]]
         if rows.size:
             tables.append((table, rows))
     if not tables:
@@ -337,6 +355,8 @@ def fitting(
                     group = table.groups[fit.row]
                     assert group is not None, "the search returned a free row"
                     cost = fit.cost + _spill_s(table, fit.row, deployment)
+                    if table.gpus > deployment.workers:
+                        cost += BORDER_S
                     found.append((cost, int(table.serial[fit.row]), group, fit))
             if fits:
                 break
@@ -358,10 +378,12 @@ def can_take(
     settings: Settings, table: ShapeTable, deployment: Deployment, duty: float
 ) -> NDArray[np.bool_]:
     """Rows whose group has capacity for one more such member: [rows] bool."""
+    # As large as the state of a member on all GPUs of the group would be.
+    state_bytes = deployment.state_bytes * table.gpus // deployment.workers
     found = (
         table.is_open
         & (table.members < settings.config.residents_max)
-        & (table.state_bytes_free >= deployment.state_bytes)
+        & (table.state_bytes_free >= state_bytes)
         & (table.load + duty <= settings.config.load_bound)
     )
     if not table.is_virtual:
@@ -436,31 +458,42 @@ def _exclude_own(
 ) -> None:
     """Exclude the group that the deployment is on, and those of rollouts that generate at the same
     time as this one: those of its job."""
-    excluded = [deployment.group]
+    excluded = list(deployment.groups)
     if deployment.kind == "rollout":
-        siblings = map(cluster.state.deployment, cluster.state.job(deployment.job).deployments)
-        excluded += [
-            each.group for each in siblings if each.kind == "rollout" and not each.preemptible
-        ]
+        for name in cluster.state.job(deployment.job).deployments:
+            each = cluster.state.deployments[name]
+            if each.kind == "rollout" and not each.preemptible:
+                excluded += each.groups
     for group in excluded:
-        row = None if group is None else cluster.inventory.index.row(group, shape)
+        row = cluster.inventory.index.row(group, shape)
         if row is not None:
             fits_row[row] = False
 
 
-def _shapes(cluster: Cluster, deployment: Deployment, speed: float | None) -> list[Shape]:
+def _may_divide(cluster: Cluster, table: ShapeTable, row: int) -> bool:
+    group = table.groups[row]
+    assert group is not None, "a free row has capacity"
+    return may_divide(cluster.state, cluster.state.groups[group])
+
+
+def _shapes(
+    cluster: Cluster, deployment: Deployment, speed: float | None, *, or_larger: bool = False
+) -> list[Shape]:
     need, inventory = need_of(deployment), cluster.inventory
     return [
         shape
-        for shape in inventory.index.shapes(deployment.workers, deployment.node_type)
+        for shape in inventory.index.shapes(
+            deployment.workers, deployment.node_type, or_larger=or_larger
+        )
         if shape.gpu_memory_bytes >= need.on(shape.gpu_kind)
         and (speed is None or inventory.speed(shape) == speed)
     ]
 
 
 def _spill_s(table: ShapeTable, row: int, deployment: Deployment) -> float:
-    over = deployment.state_bytes - max(0, int(table.host_bytes_free[row]))
-    return max(0, over) / SPILL_BYTES_PER_S
+    state_bytes = deployment.state_bytes * table.gpus // deployment.workers
+    over = (state_bytes - max(0, int(table.host_bytes_free[row]))) * deployment.workers / table.gpus
+    return max(0.0, over) / SPILL_BYTES_PER_S
 
 
 def _new_group(cluster: Cluster, deployment: Deployment, speed: float | None) -> Group | None:
@@ -482,8 +515,3 @@ def _new_group(cluster: Cluster, deployment: Deployment, speed: float | None) ->
     state.groups[group.group] = group
     cluster.inventory.add_group(group)
     return group
-
-
-def _placed(deployment: Deployment) -> GroupId:
-    assert deployment.group is not None, f"{deployment.deployment} is on no group"
-    return deployment.group

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 from plexrl.ids import DeploymentId
+from plexrl.scheduler.dispatch.candidates.busy_time import overdue_s
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.operations.deadlines.bounds import runs
 from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.queries.eta import goes_before, overdue_s, start_s
+from plexrl.scheduler.queries.eta import goes_before, start_s
 from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.recovery.evacuation import awaited
 from plexrl.scheduler.recovery.relocation import is_stopping
@@ -159,8 +160,8 @@ def _why_another_holds(
         return "the group is being handed to it", "switch", eta_s
     rule = settings.config.ordering
     if group.holder is None:
-        own = candidate(state, group, deployment)
-        wait_s = holds_back(state, settings, group, deployment, own, now)
+        own = candidate(state, deployment)
+        wait_s = holds_back(state, settings, deployment, own, now)
         if wait_s is not None:
             return "a job with exclusive slots is expected first", "slack", eta_s + wait_s
         return "the group's lock is about to be granted", rule, eta_s

@@ -110,14 +110,16 @@ class FitBounds:
     def _bound_groups(self, size: Size) -> GroupBound | None:
         config, index = self._cluster.settings.config, self._cluster.inventory.index
         loads, states = [], []
-        for shape in index.shapes(size.workers, size.node_type):
+        larger = self._cluster.settings.divides_groups
+        for shape in index.shapes(size.workers, size.node_type, or_larger=larger):
             table = index.table(shape)
             rows = (table.is_open & (table.members < config.residents_max)).nonzero()[0]
             if rows.size:
                 loads.append(table.load[rows])
                 # Of a host optimizer a part of the state is never on a real GPU.
-                on_gpus = TOTAL_MAX if shape.gpu_kind else shape.gpu_memory_bytes * shape.gpus
-                states.append(np.minimum(table.state_bytes_free[rows], on_gpus))
+                on_gpus = TOTAL_MAX if shape.gpu_kind else shape.gpu_memory_bytes * size.workers
+                free = table.state_bytes_free[rows] // shape.gpus * size.workers + size.workers
+                states.append(np.minimum(free, on_gpus))
         if not loads:
             return None
         load, state = np.concatenate(loads), np.concatenate(states)

@@ -54,8 +54,9 @@ def queued_s(state: State, deployment: Deployment, count: int) -> float:
     return found_s * count / looked if count > looked else found_s
 
 
-def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
-    """The waiting burst of `deployment`, as input for the ordering."""
+def candidate(state: State, deployment: Deployment) -> Candidate:
+    """The waiting burst of `deployment`, as input for the ordering; equal on all its groups, so
+    that they agree on who goes first."""
     estimates = deployment.estimates
     queue = deployment.queue
     head_s = queued_s = burst_s = arrived_at = cycle_s = 0.0
@@ -74,17 +75,22 @@ def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
         if ended_at is not None:
             cycle_s = max(0.0, arrived_at - ended_at) + max(queued_s, burst_s)
     job = state.jobs[deployment.job]
+    groups = state.groups_of(deployment)
+    setup_s, share = switch_cost(state, groups[0], deployment), share_of(groups[0], job.tenant)
+    for group in groups[1:]:
+        setup_s = max(setup_s, switch_cost(state, group, deployment))
+        share = max(share, share_of(group, job.tenant))
     return Candidate(
         name=deployment.deployment,
         serial=deployment.serial,
         arrived_at=arrived_at,
         service_s=max(queued_s, burst_s),
-        setup_s=switch_cost(state, group, deployment),
+        setup_s=setup_s,
         head_s=head_s,
         cycle_s=cycle_s,
         served_at=deployment.burst.served_at,
-        turns_away=_turns_away(group, deployment),
-        share=share_of(group, job.tenant),
+        turns_away=_turns_away(groups[0], deployment),
+        share=share,
         priority=job.priority,
     )
 

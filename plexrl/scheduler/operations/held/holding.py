@@ -27,7 +27,7 @@ from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation, change_operation
-from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.messages.cluster_views import ForeignMemoryView, HeldView
 
 CONDITIONS = (
@@ -52,9 +52,8 @@ def hold(
 ) -> None:
     """Retry a run, which is no longer in flight, after a back-off."""
     delay(state, deployment, error, now)
-    assert deployment.group is not None, f"{operation.operation} ran without a group"
-    effects.wake(deployment.backoff.until, timers.group_step(deployment.group))
-    effects.touch(deployment.group)
+    effects.wake(deployment.backoff.until, timers.group_step(deployment.groups[0]))
+    effects.touch_all(deployment.groups)
     # The open cycle does not measure the job's demand.
     deployment.cycles.abandon()
     discard(operation)
@@ -86,11 +85,12 @@ def requeue(state: State, deployment: Deployment, operation: Operation, now: flo
         deployment.burst.want(now)
 
 
-def renew_token(state: State, group: Group, operation: Operation) -> None:
-    """Give the group a new token before a run is retried under the same grant: workers answer a
+def renew_token(state: State, deployment: Deployment, operation: Operation) -> None:
+    """Give the groups a new token before a run is retried under the same grant: workers answer a
     repeated (operation, token) with their first answer."""
-    if operation.token == group.token:
-        fence(state, group)
+    groups = state.groups_of(deployment)
+    if operation.token == groups[0].token:
+        fence(state, groups)
 
 
 def held_view(state: State, names: Iterable[DeploymentId] | None = None) -> list[HeldView]:

@@ -85,10 +85,9 @@ def own_group(cluster: "Cluster", deployment: "Deployment") -> OwnGroup | None:
     state = cluster.state
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
-        if other.group in (None, deployment.group) or other.workers != deployment.workers:
+        if not _is_elsewhere(other, deployment) or other.workers != deployment.workers:
             continue
-        assert other.group is not None, "it was checked"
-        group = state.groups[other.group]
+        group = state.groups[other.groups[0]]
         members = [*(state.deployments[each] for each in group.members), deployment]
         if may_share(cluster, members) and _has_capacity(cluster, group, deployment):
             return OwnGroup(group, is_worthwhile(cluster, members))
@@ -112,10 +111,9 @@ def siblings_group(cluster: "Cluster", deployment: "Deployment") -> "Group | Non
     state = cluster.state
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
-        if other.group in (None, deployment.group) or not are_siblings(other, deployment):
+        if not _is_elsewhere(other, deployment) or not are_siblings(other, deployment):
             continue
-        assert other.group is not None, "it was checked"
-        group = state.groups[other.group]
+        group = state.groups[other.groups[0]]
         duty = cluster.inventory.duty_when_placed(deployment)
         load = cluster.inventory.index.load(group.group) + duty
         if load <= cluster.settings.config.load_bound and _has_capacity(cluster, group, deployment):
@@ -160,7 +158,7 @@ def waiting_partners(cluster: "Cluster", deployment: "Deployment") -> list["Depl
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
         if (
-            other.group is None
+            not other.groups
             and other.shares
             and not other.preemptible
             and other.workers == deployment.workers
@@ -197,6 +195,11 @@ def with_own_group(
         # Both need no more GPUs than the partner alone if this one were in the gaps of others.
         return (PlacementMode.COLOCATED, _DEDICATED, *found)
     return (*found, PlacementMode.COLOCATED) if partners else found
+
+
+def _is_elsewhere(other: "Deployment", deployment: "Deployment") -> bool:
+    """Whether `other` has one group, which `deployment` is not on."""
+    return len(other.groups) == 1 and other.groups[0] not in deployment.groups
 
 
 def _has_capacity(cluster: "Cluster", group: "Group", deployment: "Deployment") -> bool:
