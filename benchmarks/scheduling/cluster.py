@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.placement.placement import fitting, join, place
+from plexrl.scheduler.placement.placement import join, place
+from plexrl.scheduler.placement.search import fitting
 from plexrl.scheduler.recovery.nodes import node_joined
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.rules.policies import PlacementMode

@@ -23,16 +23,9 @@ from plexrl.scheduler.placement.capacity.overlaps import overlap_s
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.colocation import is_colocated, own_group
 from plexrl.scheduler.placement.contention.service_level import waiting_bound
-from plexrl.scheduler.placement.placement import (
-    Choice,
-    find,
-    join,
-    modes,
-    nearest,
-    place,
-    vacate,
-)
+from plexrl.scheduler.placement.placement import join, modes, place, vacate
 from plexrl.scheduler.placement.scarcity import is_scarce
+from plexrl.scheduler.placement.search import Choice, find, nearest
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.rules.switch_cost import HOST, record_tier, round_trip_s

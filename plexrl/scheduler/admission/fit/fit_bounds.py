@@ -96,6 +96,12 @@ class FitBounds:
         # Deployments that may take free GPUs first, because they create the groups.
         for may_take, size in sorted(zip(takes_free, sizes, strict=True), reverse=True):
             is_sharing = size.shares and self._policy_shares
+            if is_sharing and self._cluster.settings.divides_groups:
+                # It may be on the GPUs of smaller ones, too.
+                smaller = [each.workers for each in sizes if each.shares]
+                beside = sum([workers for workers in smaller if workers < size.workers])
+                if beside and self.groups(size._replace(workers=max(1, size.workers - beside))):
+                    continue
             if is_sharing and (size.workers in new or self.groups(size) is not None):
                 continue
             if not may_take or self.free_state_bytes(size) == NO_FIT:

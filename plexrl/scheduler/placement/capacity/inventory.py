@@ -317,16 +317,22 @@ class Inventory:
         return kept + stays + max(most, alone) <= group.gpu_memory_bytes
 
     def find_gpus(
-        self, deployment: Deployment, speed: float | None = None, count: int | None = None
+        self,
+        deployment: Deployment,
+        speed: float | None = None,
+        count: int | None = None,
+        beside: Group | None = None,
     ) -> tuple[RankPlacement, ...] | None:
         """Free GPUs for a new group of the deployment, of nodes of this speed only if one is given;
-        None if there are none. `count`: for a part of its ranks only.
+        None if there are none. `count`: for so many of its ranks, on nodes like those of the group
+        `beside`.
 
         If the policy keeps states in host memory, the deployment must fit into the host memory of
         its nodes with the states there. A deployment alone on its nodes is never offloaded, so its
         state may be larger.
         """
         need = need_of(deployment)
+        only = None if beside is None else kind_of(self._state.nodes[beside.gpus[0].node])
         wanted = (count or need.workers, need.node_type, need.gpu_memory_bytes)
         if not self._policy.keeps_in_host or deployment.exclusive:
             return self.pool.find(
@@ -334,6 +340,7 @@ class Inventory:
                 device_bytes_min=need.device_bytes,
                 by_speed=need.by_speed,
                 speed=speed,
+                only=only,
             )
 
         def fits(node: NodeId, ranks: int) -> bool:
@@ -347,6 +354,7 @@ class Inventory:
             device_bytes_min=need.device_bytes,
             by_speed=need.by_speed,
             speed=speed,
+            only=only,
         )
 
     def spills(self, group: Group) -> bool:
