@@ -39,9 +39,9 @@ from plexrl.scheduler.admission.queues.gangs import (
 )
 from plexrl.scheduler.admission.queues.reservations import Reservations
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
+from plexrl.scheduler.placement.choice.scarcity import is_covered
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import gang_of, is_possible
-from plexrl.scheduler.placement.scarcity import is_covered
 from plexrl.scheduler.placement.waiting.units import Size, Sizes, size_of
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, Group

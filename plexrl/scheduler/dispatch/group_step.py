@@ -17,10 +17,11 @@ from typing import Final
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.dispatch.bursts import end_burst, go_on_with_burst, hold_s, is_after_burst
 from plexrl.scheduler.dispatch.candidates.busy_time import expected_free_s, turn_s
-from plexrl.scheduler.dispatch.candidates.group_shares import settle_shares
+from plexrl.scheduler.dispatch.candidates.group_shares import settle_all
 from plexrl.scheduler.dispatch.candidates.readiness import (
     candidate,
     next_operation,
+    waiting_for,
     wants_the_group,
 )
 from plexrl.scheduler.dispatch.idle_time import (
@@ -85,7 +86,7 @@ class GroupStep:
                 # It awaits the offloads on its other groups.
                 return
             waiting = self._waiting()
-            self._settle_shares(waiting)
+            settle_all(self._state, self._settings, self._groups, waiting, self._now)
             chosen = self._first_to_start(waiting)
             if chosen is None and not waiting:
                 chosen = self._filler()
@@ -131,7 +132,7 @@ class GroupStep:
             guards = self._settings.policy.guards_slack
             if guards and self._keeps_out(holder):
                 return
-            if not holder.running and self._is_reserved(holder):
+            if not holder.running and self._yields(holder):
                 return
             self._dispatch(holder)
         if holder.running and self._context.cluster.inventory.spills(self._group):
@@ -160,7 +161,7 @@ class GroupStep:
             interrupt_all(self._effects, self._state, filler)
             return True
         end_burst(filler, self._now)
-        self._settle_shares(waiting)
+        settle_all(self._state, self._settings, self._groups, waiting, self._now)
         chosen = self._first_to_start(waiting)
         if chosen is None and self._settings.anticipates:
             chosen = self._expected_next(critical=bool(waiting))
@@ -170,23 +171,7 @@ class GroupStep:
 
     def _waiting(self, besides: Deployment | None = None) -> list[Deployment]:
         """All members of the groups that want them, except `besides`."""
-        state, now = self._state, self._now
-        waiting = []
-        for group in self._groups:
-            for name in group.members:
-                member = state.deployments[name]
-                if member.queue and member is not besides and wants_the_group(state, member, now):
-                    waiting.append(member)
-        if len(self._groups) > 1:
-            return list({each.deployment: each for each in waiting}.values())
-        return waiting
-
-    def _settle_shares(self, contenders: Sequence[Deployment]) -> None:
-        for group in self._groups:
-            there = contenders
-            if len(self._groups) > 1:
-                there = [each for each in contenders if group.group in each.groups]
-            settle_shares(self._state, self._settings, group, there, self._now)
+        return waiting_for(self._state, self._groups, besides, self._now)
 
     def _wants(self, member: Deployment) -> bool:
         return wants_the_group(self._state, member, self._now)
@@ -211,7 +196,9 @@ class GroupStep:
         while left:
             chosen = self._first(left)
             if not (guards and self._held_back(chosen)):
-                wait_s = self._free_in_s(chosen) if chosen.spans else 0.0
+                wait_s = 0.0
+                if chosen.spans:
+                    wait_s = self._free_in_s(chosen, is_first=reserved_s == math.inf)
                 if wait_s > 0.0:
                     reserved_s = min(reserved_s, wait_s)
                 elif reserved_s == math.inf or turn_s(self._state, chosen) <= reserved_s:
@@ -219,30 +206,34 @@ class GroupStep:
             left.remove(chosen)
         return None
 
-    def _is_reserved(self, holder: Deployment) -> bool:
-        """Whether a member that goes before the holder's next burst has reserved one of its
-        groups, and the burst would not end before that member can start."""
-        if holder.preemptible or self._is_in_burst(holder):
+    def _yields(self, holder: Deployment) -> bool:
+        """Whether the holder's next burst does not begin because a member that spans several groups
+        goes before it: that one gets the groups, or has reserved them, and the burst would not end
+        before it can start."""
+        if holder.preemptible or self._is_in_burst(holder) or not self._wants(holder):
             return False
-        rivals = [each for each in self._waiting(besides=holder) if each.spans]
-        if not rivals or not self._wants(holder):
+        waiting = self._waiting(besides=holder)
+        if not any(each.spans for each in waiting):
             return False
-        return self._first_to_start([holder, *rivals]) is not holder
+        chosen = self._first_to_start([holder, *waiting])
+        if chosen is not None and chosen is not holder:
+            self._give_to(chosen)
+        return chosen is not holder
 
-    def _free_in_s(self, member: Deployment) -> float:
+    def _free_in_s(self, member: Deployment, *, is_first: bool) -> float:
         """Estimated seconds until `member`, which spans several groups, could have them all; 0:
-        now."""
+        now. `is_first`: no other member goes before it here."""
         longest_s = 0.0
         for group in self._state.groups_of(member):
             if group in self._groups:
                 continue
             step = GroupStep(self._context, group, self._now)
-            longest_s = max(longest_s, step.free_in_s(member))
+            longest_s = max(longest_s, step.free_in_s(member, is_first=is_first))
         return longest_s
 
-    def free_in_s(self, member: Deployment) -> float:
+    def free_in_s(self, member: Deployment, *, is_first: bool = False) -> float:
         """Estimated seconds until the group could be given to `member`, which spans it and others;
-        0: now."""
+        0: now. `is_first`: it goes first elsewhere, so that who goes before it here may start."""
         group, holder = self._group, None
         later_s = expected_free_s(self._state, group, self._now)
         if group.incoming is not None:
@@ -264,6 +255,9 @@ class GroupStep:
             and not (guards and self._held_back(each))
         ]
         if rivals and self._first([member, *rivals]) is not member:
+            if is_first:
+                # The order changes with time. It ascends from group to group, so this ends.
+                self._effects.touch(group.group)
             return later_s
         if holder is None or holder.preemptible or self._may_be_relieved(holder, [member]):
             return 0.0
@@ -340,7 +334,8 @@ class GroupStep:
         timer."""
         ordering = self._settings.ordering
         if self._wants(holder):
-            self._settle_shares([holder, *waiting])
+            rivals = [holder, *waiting]
+            settle_all(self._state, self._settings, self._groups, rivals, self._now)
             if self._first([holder, *waiting]) is not holder:
                 return True
             if ordering.holds_bursts:
@@ -351,7 +346,7 @@ class GroupStep:
             if self._now < until:
                 self._effects.wake(until, timers.group_step(self._group.group))
                 return False
-        self._settle_shares(waiting)
+        settle_all(self._state, self._settings, self._groups, waiting, self._now)
         return True
 
     def _anticipate(self, holder: Deployment, *, held_back: bool = False) -> None:
@@ -436,16 +431,12 @@ class GroupStep:
             if group.prefetched == deployment.deployment:
                 # After the next offload its state may lie on NVMe.
                 group.prefetched = None
-            if len(group.members) > 1:
-                self._tell_neighbours(group, deployment)
+            for name in group.members:
+                member = self._state.deployments[name]
+                if member.spans and member is not deployment and member.queue:
+                    # What it has reserved on its other groups is free for longer now.
+                    self._effects.touch_all(member.groups)
         self._move(deployment, _LOAD, deployment.replay.durable_seq, cause=after)
-
-    def _tell_neighbours(self, group: Group, loaded: Deployment) -> None:
-        """What a waiting member has reserved on its other groups is free for longer now."""
-        for name in group.members:
-            member = self._state.deployments[name]
-            if member.spans and member is not loaded and member.queue:
-                self._effects.touch_all(member.groups)
 
     def _offload(self, holder: Deployment) -> None:
         """Offload the holder's state under a new token."""

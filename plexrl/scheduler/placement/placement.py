@@ -13,10 +13,10 @@ from plexrl.scheduler.accounting.sharing import settle_group
 from plexrl.scheduler.placement.borders import divide, unite_all
 from plexrl.scheduler.placement.capacity.needs import need_of
 from plexrl.scheduler.placement.capacity.overlaps import refresh_overlap_flags
+from plexrl.scheduler.placement.choice.scarcity import is_scarce
+from plexrl.scheduler.placement.choice.search import Choice, find
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.colocation import with_own_group
-from plexrl.scheduler.placement.scarcity import is_scarce
-from plexrl.scheduler.placement.search import Choice, find
 from plexrl.scheduler.rules.policies import PlacementMode, attempts
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.rules.switch_cost import load_s

@@ -100,6 +100,7 @@ def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
         "state": deployment.state.value,
         "residency": deployment.residency.value,
         "group": deployment.group,
+        "groups": list(deployment.groups),
         "ranks": [
             {
                 "rank": rank.rank,

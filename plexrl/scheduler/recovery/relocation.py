@@ -20,12 +20,12 @@ from plexrl.scheduler.accounting.sharing import note_wait
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.operations.replay import forget_previous
 from plexrl.scheduler.placement.capacity.overlaps import overlap_s
+from plexrl.scheduler.placement.choice.scarcity import is_scarce
+from plexrl.scheduler.placement.choice.search import Choice, find, nearest
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.colocation import is_colocated, own_group
 from plexrl.scheduler.placement.contention.service_level import waiting_bound
 from plexrl.scheduler.placement.placement import join, modes, place, vacate
-from plexrl.scheduler.placement.scarcity import is_scarce
-from plexrl.scheduler.placement.search import Choice, find, nearest
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.rules.switch_cost import HOST, record_tier, round_trip_s
@@ -406,7 +406,8 @@ def _reachable(
     return [
         choice
         for choice in choices
-        if {gpu.node for gpu in state.groups[choice.group].gpus} <= there
+        if {gpu.node for name in (choice.group, *choice.beside) for gpu in state.groups[name].gpus}
+        <= there
     ]
 
 

@@ -148,6 +148,9 @@ class DeploymentView(TypedDict):
     state: str
     residency: str
     group: GroupId | None
+    """The group of its first ranks."""
+    groups: list[GroupId]
+    """All its groups."""
     ranks: list[RankView]
     incarnation: int
     applied_seq: int
@@ -326,6 +329,9 @@ class PlacedDeploymentView(TypedDict):
     deployment: DeploymentId
     state: str
     group: GroupId | None
+    """The group of its first ranks."""
+    groups: list[GroupId]
+    """All its groups."""
     nodes: list[NodeId]
     topology: str
     """How its nodes lie to each other, such as `2 nodes in row1/rack3`; empty: no GPUs."""

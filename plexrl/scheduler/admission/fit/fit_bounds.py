@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from plexrl.ids import GroupId
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.waiting.units import Size, Sizes
 from plexrl.scheduler.rules.limits import TOTAL_MAX
@@ -113,6 +114,13 @@ class FitBounds:
                 new.add(size.workers)
         return True
 
+    def _unions(self, size: Size) -> list[tuple[GroupId, ...]]:
+        """The groups of deployments that span several and have this many GPUs or more."""
+        state = self._cluster.state
+        names = {name: None for group in state.groups.values() for name in group.members}
+        spanning = [state.deployments[name] for name in names if state.deployments[name].spans]
+        return [each.groups for each in spanning if each.workers >= size.workers]
+
     def _bound_groups(self, size: Size) -> GroupBound | None:
         config, index = self._cluster.settings.config, self._cluster.inventory.index
         loads, states = [], []
@@ -126,6 +134,13 @@ class FitBounds:
                 on_gpus = TOTAL_MAX if shape.gpu_kind else shape.gpu_memory_bytes * size.workers
                 free = table.state_bytes_free[rows] // shape.gpus * size.workers + size.workers
                 states.append(np.minimum(free, on_gpus))
+        for union in self._unions(size) if larger else ():
+            there = [index.slots(name) for name in union]
+            loads.append(np.array([max([each.table.load[each.row] for each in there])]))
+            per_gpu = [
+                int(each.table.state_bytes_free[each.row]) // each.shape.gpus for each in there
+            ]
+            states.append(np.array([min(TOTAL_MAX, (min(per_gpu) + 1) * size.workers)]))
         if not loads:
             return None
         load, state = np.concatenate(loads), np.concatenate(states)

@@ -1,5 +1,6 @@
 """What a deployment could run now if it had its group: whether there is something, and how much."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from plexrl.ids import OperationId
@@ -41,6 +42,21 @@ def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
         return False
     after = state.operations[queue[0]].after
     return after is None or _is_over(state, after)
+
+
+def waiting_for(
+    state: State, groups: Sequence[Group], besides: Deployment | None, now: float
+) -> list[Deployment]:
+    """All members of the groups that want them, each once, except `besides`."""
+    waiting = []
+    for group in groups:
+        for name in group.members:
+            member = state.deployments[name]
+            if member.queue and member is not besides and wants_the_group(state, member, now):
+                waiting.append(member)
+    if len(groups) == 1:
+        return waiting
+    return list({each.deployment: each for each in waiting}.values())
 
 
 def queued_s(state: State, deployment: Deployment, count: int) -> float:

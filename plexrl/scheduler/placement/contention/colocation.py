@@ -190,7 +190,7 @@ def siblings_group(cluster: "Cluster", deployment: "Deployment") -> "Group | Non
         if load <= cluster.settings.config.load_bound and _has_capacity(cluster, group, deployment):
             members = [state.deployments[each] for each in group.members]
             only_own = all(each.job == deployment.job for each in members)
-            if only_own or not has_tight_bound(cluster, deployment, group):
+            if only_own or not has_tight_bound(cluster, deployment, group.members):
                 return group
     return None
 

@@ -7,15 +7,26 @@ from a snapshot decides as the original would have.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plexrl.ids import GroupId
-from plexrl.scheduler.placement.borders import may_divide
-from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable, sorted_passes
-from plexrl.scheduler.placement.capacity.needs import kept_bytes, need_of
-from plexrl.scheduler.placement.capacity.shift_search import Fit, ShiftSearch
+from plexrl.scheduler.placement.capacity.index import ShapeTable, sorted_passes
+from plexrl.scheduler.placement.capacity.shift_search import Fit, PeriodProfiles, ShiftSearch
+from plexrl.scheduler.placement.choice.candidates import (
+    can_take,
+    exclude_own,
+    footprints_of,
+    is_alike,
+    is_awaited,
+    is_divisible,
+    members_of,
+    shapes,
+    unions,
+)
+from plexrl.scheduler.placement.choice.scarcity import is_scarce
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.co_execution import added_stretch
 from plexrl.scheduler.placement.contention.colocation import (
@@ -30,9 +41,7 @@ from plexrl.scheduler.placement.contention.contention import (
     predict,
 )
 from plexrl.scheduler.placement.contention.service_level import has_tight_bound, keeps_bounds
-from plexrl.scheduler.placement.scarcity import is_scarce
 from plexrl.scheduler.rules.policies import PlacementMode
-from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.rules.switch_cost import moves_at_best_s
 from plexrl.scheduler.state.demand.trace import DemandTrace, project
 from plexrl.scheduler.state.records import Deployment, Group, State
@@ -120,11 +129,12 @@ def nearest(
     for choice in fitting(
         cluster, deployment, now, strict=strict, count=most, speed=speed, beside=beside
     ):
-        group = cluster.state.groups[choice.group]
-        expected = predicted_contention(cluster, deployment, group)
-        if keeps_bounds(cluster, deployment, group, expected) and (
-            len(group.gpus) == deployment.workers or pays(cluster, deployment, group, expected)
-        ):
+        groups = [cluster.state.groups[name] for name in (choice.group, *choice.beside)]
+        expected = predicted_contention(cluster, deployment, groups)
+        if not keeps_bounds(cluster, deployment, members_of(groups), expected):
+            continue
+        is_whole = sum([len(group.gpus) for group in (*groups, *beside)]) == deployment.workers
+        if is_whole or pays(cluster, deployment, groups[0], expected):
             found.append(choice if expected is None else replace(choice, contention=expected.group))
         if len(found) == count:
             break
@@ -132,15 +142,16 @@ def nearest(
 
 
 def predicted_contention(
-    cluster: Cluster, deployment: Deployment, group: Group
+    cluster: Cluster, deployment: Deployment, groups: Sequence[Group]
 ) -> Contention | None:
-    """The predicted contention of `group` with `deployment`, which comes first in it; None if the
-    demand of a member is unknown."""
+    """The predicted contention of `deployment`, which comes first, and the members of `groups`, as
+    if each used all of them; None if the demand of a member is unknown."""
     state, settings = cluster.state, cluster.settings
     if deployment.trace is None:
         return None
-    residents = [_resident(state, deployment, deployment.trace, group.gpus[: deployment.workers])]
-    for name in group.members:
+    gpus = tuple([gpu for group in groups for gpu in group.gpus])
+    residents = [_resident(state, deployment, deployment.trace, gpus[: deployment.workers])]
+    for name in members_of(groups):
         member = state.deployment(name)
         if member.reservation is None:
             return None
@@ -148,7 +159,7 @@ def predicted_contention(
         trace = member.reservation.trace or member.trace
         if trace is None:
             return None
-        residents.append(_resident(state, member, trace, group.gpus))
+        residents.append(_resident(state, member, trace, gpus))
     key = tuple(residents)
     known = cluster.contentions.get(key)
     if known is None:
@@ -199,21 +210,24 @@ def fitting(
     config, index = cluster.settings.config, cluster.inventory.index
     tables: list[tuple[ShapeTable, NDArray[np.intp]]] = []
     larger = cluster.settings.divides_groups
-    for shape in _shapes(cluster, deployment, speed, gpus, or_larger=larger):
-        if beside and not _is_alike(shape, beside[0]):
+    for shape in shapes(cluster, deployment, speed, gpus, or_larger=larger):
+        if beside and not is_alike(shape, beside[0]):
             continue
         table = index.table(shape)
         fits_row = can_take(cluster.settings, table, deployment, trace.duty)
-        _exclude_own(cluster, shape, deployment, fits_row)
+        exclude_own(cluster, shape, deployment, fits_row)
         rows = np.flatnonzero(fits_row)
         if table.gpus > gpus:
-            rows = rows[[_may_divide(cluster, table, row) for row in rows.tolist()]]
+            if is_awaited(cluster, table.gpus):
+                continue
+            rows = rows[[is_divisible(cluster, table, row) for row in rows.tolist()]]
         for each in beside:
             there = index.row(each.group, shape)
             rows = rows if there is None else rows[rows != there]
         if rows.size:
             tables.append((table, rows))
-    if not tables:
+    found_unions = unions(cluster, deployment, gpus, speed, beside) if larger else []
+    if not tables and not found_unions:
         return []
     footprint = project(trace, config.horizon_slots, config.period_tolerance)
     wanted = ShiftSearch(
@@ -224,7 +238,7 @@ def fitting(
         strict=strict,
     )
     bound = 0.0 if strict else config.overlap_max * trace.busy_s
-    found: list[tuple[float, int, GroupId, Fit]] = []
+    found: list[tuple[float, int, tuple[GroupId, ...], Fit]] = []
     for table, rows in tables:
         for some in sorted_passes(table, rows, table.load):
             fits = table.search(some, wanted)
@@ -235,38 +249,31 @@ def fitting(
                     cost = fit.cost + _spill_s(table, fit.row, deployment)
                     if table.gpus > gpus:
                         cost += BORDER_S
-                    found.append((cost, int(table.serial[fit.row]), group, fit))
+                    found.append((cost, int(table.serial[fit.row]), (group,), fit))
             if fits:
                 break
+    for union in found_unions:
+        profiles = PeriodProfiles(config.horizon_slots, footprint.cycles)
+        intervals = [each.intervals() for each in footprints_of(cluster, union).values()]
+        row = np.zeros(1, np.intp)
+        profiles.refresh(row, np.ones(1, np.int64), partial(_same, intervals))
+        for fit in profiles.search(row, wanted):
+            if fit.overlap_s <= bound:
+                names = tuple([group.group for group in union])
+                found.append((fit.cost, min([group.serial for group in union]), names, fit))
     found.sort()
     return [
         Choice(
-            group=group,
+            group=names[0],
+            beside=names[1:],
             mode=PlacementMode.STRICT if fit.overlap_s == 0 else PlacementMode.OVERLAP,
             shift_slots=fit.shift_slots,
             overlap_s=fit.overlap_s,
             interference_s=fit.interference_s,
             cost=cost,
         )
-        for cost, _, group, fit in found[:count]
+        for cost, _, names, fit in found[:count]
     ]
-
-
-def can_take(
-    settings: Settings, table: ShapeTable, deployment: Deployment, duty: float
-) -> NDArray[np.bool_]:
-    """Rows whose group has capacity for one more such member: [rows] bool."""
-    # As large as the state of a member on all GPUs of the group would be.
-    state_bytes = deployment.state_bytes * table.gpus // deployment.workers
-    found = (
-        table.is_open
-        & (table.members < settings.config.residents_max)
-        & (table.state_bytes_free >= state_bytes)
-        & (table.load + duty <= settings.config.load_bound)
-    )
-    if not table.is_virtual:
-        found &= table.fit_on_device(need_of(deployment).device_bytes, kept_bytes(deployment))
-    return found
 
 
 def _by_load(
@@ -276,10 +283,10 @@ def _by_load(
     if deployment.trace is not None:
         duty = deployment.trace.duty
     best: tuple[tuple[float, ...], Choice] | None = None
-    for shape in _shapes(cluster, deployment, speed):
+    for shape in shapes(cluster, deployment, speed):
         table = cluster.inventory.index.table(shape)
         fits_row = can_take(cluster.settings, table, deployment, duty)
-        _exclude_own(cluster, shape, deployment, fits_row)
+        exclude_own(cluster, shape, deployment, fits_row)
         rows = np.flatnonzero(fits_row)
         if not rows.size:
             continue
@@ -293,15 +300,15 @@ def _by_load(
             name = table.groups[rows[at]]
             assert name is not None, "a free row has capacity"
             group = cluster.state.groups[name]
-            if not has_tight_bound(cluster, deployment, group):
+            if not has_tight_bound(cluster, deployment, group.members):
                 best = key, Choice(group=name, mode=mode)
                 break
             if deployment.trace is None or not predictions:
                 # A demand that is unknown cannot be shown to keep the bound.
                 continue
             predictions -= 1
-            expected = predicted_contention(cluster, deployment, group)
-            if expected is not None and keeps_bounds(cluster, deployment, group, expected):
+            expected = predicted_contention(cluster, deployment, [group])
+            if expected is not None and keeps_bounds(cluster, deployment, group.members, expected):
                 best = key, Choice(group=name, mode=mode, contention=expected.group)
                 break
     return None if best is None else best[1]
@@ -312,11 +319,11 @@ def _by_round(cluster: Cluster, deployment: Deployment, speed: float | None) -> 
     if deployment.trace is None:
         return None
     best: tuple[tuple[float, ...], Choice] | None = None
-    for shape in _shapes(cluster, deployment, speed):
+    for shape in shapes(cluster, deployment, speed):
         table = cluster.inventory.index.table(shape)
         fits_row = can_take(cluster.settings, table, deployment, deployment.trace.duty)
         fits_row &= table.host_bytes_free >= deployment.state_bytes
-        _exclude_own(cluster, shape, deployment, fits_row)
+        exclude_own(cluster, shape, deployment, fits_row)
         for row in np.flatnonzero(fits_row).tolist():
             group = table.groups[row]
             assert group is not None, "a free row has capacity"
@@ -329,29 +336,6 @@ def _by_round(cluster: Cluster, deployment: Deployment, speed: float | None) -> 
             if best is None or key < best[0]:
                 best = key, Choice(group=group, mode=PlacementMode.CO_EXECUTED, cost=cost)
     return None if best is None else best[1]
-
-
-def _exclude_own(
-    cluster: Cluster, shape: Shape, deployment: Deployment, fits_row: NDArray[np.bool_]
-) -> None:
-    """Exclude the group that the deployment is on, and those of rollouts that generate at the same
-    time as this one: those of its job."""
-    excluded = list(deployment.groups)
-    if deployment.kind == "rollout":
-        for name in cluster.state.job(deployment.job).deployments:
-            each = cluster.state.deployments[name]
-            if each.kind == "rollout" and not each.preemptible:
-                excluded += each.groups
-    for group in excluded:
-        row = cluster.inventory.index.row(group, shape)
-        if row is not None:
-            fits_row[row] = False
-
-
-def _is_alike(shape: Shape, group: Group) -> bool:
-    """Whether groups of the shape have GPUs like those of `group`."""
-    of_group = group.node_type, group.gpu_memory_bytes, group.gpu_kind
-    return (shape.node_type, shape.gpu_memory_bytes, shape.gpu_kind) == of_group
 
 
 def _spanning(cluster: Cluster, deployment: Deployment, now: float) -> Choice | None:
@@ -370,7 +354,7 @@ def _spanning(cluster: Cluster, deployment: Deployment, now: float) -> Choice | 
             return replace(
                 found[0],
                 group=first,
-                beside=(*others, found[0].group),
+                beside=(*others, found[0].group, *found[0].beside),
                 mode=PlacementMode.SPANNING,
             )
     if not is_free:
@@ -396,32 +380,13 @@ def pays(
     return cost < deployment.workers * (1.0 - own)
 
 
-def _may_divide(cluster: Cluster, table: ShapeTable, row: int) -> bool:
-    group = table.groups[row]
-    assert group is not None, "a free row has capacity"
-    return may_divide(cluster.state, cluster.state.groups[group])
-
-
-def _shapes(
-    cluster: Cluster,
-    deployment: Deployment,
-    speed: float | None,
-    gpus: int | None = None,
-    *,
-    or_larger: bool = False,
-) -> list[Shape]:
-    need, inventory = need_of(deployment), cluster.inventory
-    return [
-        shape
-        for shape in inventory.index.shapes(
-            gpus or deployment.workers, deployment.node_type, or_larger=or_larger
-        )
-        if shape.gpu_memory_bytes >= need.on(shape.gpu_kind)
-        and (speed is None or inventory.speed(shape) == speed)
-    ]
-
-
 def _spill_s(table: ShapeTable, row: int, deployment: Deployment) -> float:
     state_bytes = deployment.state_bytes * table.gpus // deployment.workers
     over = (state_bytes - max(0, int(table.host_bytes_free[row]))) * deployment.workers / table.gpus
     return max(0.0, over) / SPILL_BYTES_PER_S
+
+
+def _same(intervals: list[NDArray[np.int64]], row: int) -> list[NDArray[np.int64]]:
+    """The intervals of the only row."""
+    del row
+    return intervals
