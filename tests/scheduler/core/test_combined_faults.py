@@ -283,3 +283,18 @@ def test_the_estimate_of_a_start_is_compared_once() -> None:
         cluster.refuse(cluster.runs[0])
     cluster.settle()
     assert cluster.core.explain_job("a", cluster.now)["eta_quality"]["estimates"] == 1
+
+
+def test_nodes_that_were_cut_off_speak_against_no_job_at_work() -> None:
+    cluster = _started(launch_attempts=1)
+    cluster.submit("a1", "a/train", "forward_backward")
+    for _ in range(5):
+        while not cluster.runs:
+            cluster.launch(cluster.launches[0])
+        cluster.wpgs["a/train"].nodes = set()
+        cluster.wpgs["a/train"].device = None
+        cluster.runs.clear()
+        (node,) = cluster.nodes.values()
+        cluster.send(replace(node, workers=(), was_fenced=True))
+    cluster.settle()
+    assert cluster.state_of("a1") == "finished"
