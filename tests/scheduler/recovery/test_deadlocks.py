@@ -178,3 +178,5 @@ def test_of_stuck_jobs_the_one_that_no_node_can_hold_gives_its_gpus_back() -> No
     cluster.lose_node(on["large"])
     cluster.deploy("half/two", "rollout", workers=4)
     assert placed(cluster) == ["half/one", "half/two", "large/one"]
+    first = cluster.core.explain_job("half", cluster.now)["deployments"][0]
+    assert not first["moved_because"], "it gave its GPUs back too"

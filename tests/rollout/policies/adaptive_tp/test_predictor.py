@@ -158,8 +158,3 @@ def test_beyond_its_last_point_a_curve_goes_on_but_does_not_fall() -> None:
 def test_more_rows_than_were_profiled_take_proportionally_longer() -> None:
     found = LatencyPredictor(profile(lambda _tp, rows, _tokens: float(rows), rows=(1, 2, 4)))
     assert found.step_s(1, 12, 100.0) == pytest.approx(12.0)
-
-
-def test_rows_are_dealt_by_their_ends_and_not_by_their_lengths() -> None:
-    late, middle, early = (UnfinishedRow(tokens, left) for tokens, left in ((1, 9), (5, 5), (9, 1)))
-    assert deal([early, middle, late], 2) == [[late, early], [middle]]
