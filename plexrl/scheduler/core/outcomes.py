@@ -24,7 +24,7 @@ from plexrl.scheduler.jobs.lifecycle import (
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.held.holding import delay, hold, is_held, requeue
-from plexrl.scheduler.operations.held.unreturned_memory import keepers
+from plexrl.scheduler.operations.held.unreturned_memory import keepers, named_holders
 from plexrl.scheduler.operations.operations import complete, fail, finish
 from plexrl.scheduler.operations.replay import retire_log
 from plexrl.scheduler.operations.submission.lost_payloads import (
@@ -224,7 +224,6 @@ def _move_failed(
             # Some ranks had memory and have loaded. No fault of this deployment refused the others.
             restart(context, deployment, error.message, now, counts=False)
             delay(
-                state,
                 deployment,
                 error,
                 now,
@@ -398,11 +397,10 @@ def _move_called_off(
             # No member waits for the group: the holder continues.
             return
     if held_back.queue and is_held(error, state_intact=True):
-        delay(
-            state, held_back, error, now, _longest_pause_s(state, group, held_back, operation.kind)
-        )
+        delay(held_back, error, now, _longest_pause_s(state, group, held_back, operation.kind))
     else:
-        held_back.backoff.wait(now + BACK_OFF_S, error.message)
+        named = named_holders(held_back, error)
+        held_back.backoff.wait(now + BACK_OFF_S, error.message, named)
     effects.wake(held_back.backoff.until, timers.group_step(held_back.groups[0]))
 
 

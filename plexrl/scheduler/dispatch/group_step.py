@@ -24,11 +24,7 @@ from plexrl.scheduler.dispatch.candidates.readiness import (
     waiting_for,
     wants_the_group,
 )
-from plexrl.scheduler.dispatch.idle_time import (
-    expected_next,
-    may_fill,
-    must_leave,
-)
+from plexrl.scheduler.dispatch.idle_time import expected_next, may_fill, must_leave
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import launch
@@ -208,8 +204,7 @@ class GroupStep:
 
     def _yields(self, holder: Deployment) -> bool:
         """Whether the holder's next burst does not begin because a member that spans several groups
-        goes before it: that one gets the groups, or has reserved them, and the burst would not end
-        before it can start."""
+        goes before it, and gets the groups or has reserved them."""
         if holder.preemptible or self._is_in_burst(holder) or not self._wants(holder):
             return False
         waiting = self._waiting(besides=holder)

@@ -132,15 +132,13 @@ class FitBounds:
                 loads.append(table.load[rows])
                 # Of a host optimizer a part of the state is never on a real GPU.
                 on_gpus = TOTAL_MAX if shape.gpu_kind else shape.gpu_memory_bytes * size.workers
-                free = table.state_bytes_free[rows] // shape.gpus * size.workers + size.workers
-                states.append(np.minimum(free, on_gpus))
+                scaled = (table.state_bytes_free[rows] // shape.gpus + 1) * size.workers
+                states.append(np.minimum(scaled, on_gpus))
         for union in self._unions(size) if larger else ():
             there = [index.slots(name) for name in union]
             loads.append(np.array([max([each.table.load[each.row] for each in there])]))
-            per_gpu = [
-                int(each.table.state_bytes_free[each.row]) // each.shape.gpus for each in there
-            ]
-            states.append(np.array([min(TOTAL_MAX, (min(per_gpu) + 1) * size.workers)]))
+            free = [int(each.table.state_bytes_free[each.row]) // each.shape.gpus for each in there]
+            states.append(np.array([min(TOTAL_MAX, (min(free) + 1) * size.workers)]))
         if not loads:
             return None
         load, state = np.concatenate(loads), np.concatenate(states)
