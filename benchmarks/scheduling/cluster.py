@@ -4,8 +4,9 @@ import random
 from dataclasses import dataclass
 
 from plexrl.scheduler.jobs.context import Context
+from plexrl.scheduler.placement.choice.search import fitting
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.placement.placement import fitting, join, place
+from plexrl.scheduler.placement.placement import join, place
 from plexrl.scheduler.recovery.nodes import node_joined
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.rules.policies import PlacementMode
@@ -116,6 +117,6 @@ def populate(nodes: int, residents: int, seed: int) -> Population:
 def _settle(cluster: Cluster, deployment: Deployment, now: float) -> bool:
     """Place as the spread policy does, but for the predicted contention."""
     for choice in fitting(cluster, deployment, now, strict=True)[:1]:
-        join(cluster, cluster.state.groups[choice.group], deployment, choice, now)
+        join(cluster, deployment, choice, now)
         return True
     return place(cluster, deployment, now, only=(PlacementMode.DEDICATED,)) is not None

@@ -10,8 +10,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from plexrl.scheduler.placement.choice.candidates import can_take
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.placement.placement import can_take
 from plexrl.scheduler.state.demand.trace import CRITICAL_WEIGHT, project
 from plexrl.scheduler.state.records import Deployment
 

@@ -9,8 +9,9 @@ from benchmarks.scheduling.cluster import Population, populate
 from benchmarks.scheduling.exhaustive import Rings
 from benchmarks.sizes import sized
 from plexrl.scheduler.placement.capacity.index import CANDIDATES_PER_PASS
+from plexrl.scheduler.placement.choice.search import fitting
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.placement.placement import fitting, leave, place
+from plexrl.scheduler.placement.placement import leave, place
 from plexrl.scheduler.state.demand.trace import DemandTrace
 
 ROUNDS = sized(400, quick=4)

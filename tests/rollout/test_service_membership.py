@@ -196,7 +196,9 @@ def test_the_status_names_the_prompt_whose_reward_is_missing(tmp_path: Path) -> 
     async def check() -> None:
         async with running(tmp_path, ScriptedCluster()) as rollout:
             await reached(rollout, lambda: len(rollout.instances.work) == 2)
-            assert status(rollout)["oldest_unrewarded"] is None
+            shown = status(rollout)
+            assert shown["oldest_unrewarded"] is None
+            assert shown["waits_for"] == "it waits for prompts of the controller"
             give_prompts(rollout)
             rollout.request_batch(0, 7)
             await reached(rollout, lambda: len(rollout.progress.unrewarded) == ORDER.prompts)
@@ -207,8 +209,13 @@ def test_the_status_names_the_prompt_whose_reward_is_missing(tmp_path: Path) -> 
             assert shown["unrewarded"] == 1
             assert shown["oldest_unrewarded"]["prompt"] == group_of(held[0], 1)
             assert shown["oldest_unrewarded"]["waiting_s"] >= 0
+            prompt = group_of(held[0], 1)
+            waits = f"1 sample waits for a reward of the controller, the oldest, of prompt {prompt}"
+            assert shown["waits_for"].startswith(waits)
             rollout.reward(*held, 1.0, "")
-            assert status(rollout)["oldest_unrewarded"] is None
+            shown = status(rollout)
+            assert shown["oldest_unrewarded"] is None
+            assert "reward" not in shown["waits_for"]
 
     asyncio.run(check())
 

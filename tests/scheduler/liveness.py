@@ -116,8 +116,6 @@ class _Look:
         return any(rank.gpu >= nodes[rank.node].gpus for rank in deployment.ranks)
 
     def _has_a_turn(self, deployment: Deployment, seen: set[OperationId]) -> bool:
-        assert deployment.group is not None
-        group = self._state.groups[deployment.group]
         if self._is_busy(deployment):
             return True
         waits_for = self._dependency(deployment)
@@ -125,7 +123,20 @@ class _Look:
             owner = self._state.deployments[waits_for.deployment]
             if self._has_cause(owner, waits_for, seen):
                 return True
-        return waits_for is None and self._group_goes_on(group, deployment)
+        if waits_for is not None:
+            return False
+        return any(self._group_goes_on(each, deployment) for each in self._reserved(deployment))
+
+    def _reserved(self, deployment: Deployment) -> list[Group]:
+        """Its groups, and those that a member waits for that may have reserved one of them."""
+        found, left = dict[str, Group](), list(deployment.groups)
+        while left:
+            group = self._state.groups[left.pop()]
+            if group.group not in found:
+                found[group.group] = group
+                members = [self._state.deployments[name] for name in group.members]
+                left += [name for each in members if each.queue for name in each.groups]
+        return list(found.values())
 
     def _is_busy(self, deployment: Deployment) -> bool:
         names = list(deployment.running)

@@ -15,7 +15,12 @@ from plexrl.cli.terminal.context import (
 from plexrl.cli.terminal.job_ids import JobArgument, find_job
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.wire.messages.cluster_views import EtaQualityView
-from plexrl.wire.messages.views import HolderView, PlacedDeploymentView, WaitingOperationView
+from plexrl.wire.messages.views import (
+    HolderView,
+    PlacedDeploymentView,
+    RolloutWaitView,
+    WaitingOperationView,
+)
 
 GIB = 1 << 30
 
@@ -36,6 +41,7 @@ def explain(
         write_json(view)
         return
     print_line(f"{view['name']} of {view['tenant']} is {view['state']}: {view['summary']}.")
+    print_rollouts(view.get("rollouts"))
     print_holders(view["holders"])
     _operations(view["operations"])
     _deployments(view["deployments"], view["slo"])
@@ -44,6 +50,16 @@ def explain(
         _memory(deployment)
         _near(deployment)
     _quality(view["eta_quality"])
+
+
+def print_rollouts(rollouts: list[RolloutWaitView] | None) -> None:
+    """Print what each asynchronous rollout of the job waits for."""
+    if rollouts is None:
+        print_line("What its asynchronous rollouts wait for is unknown: their service is away.")
+        return
+    for each in rollouts:
+        if each["waits_for"]:
+            print_line(f"{each['rollout']}: {each['waits_for']}.")
 
 
 def print_holders(holders: list[HolderView]) -> None:

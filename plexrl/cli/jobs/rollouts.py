@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from plexrl.cli.terminal.context import Access, Cells, Output, print_line, seconds, write_text
+from plexrl.cli.terminal.context import Access, Cells, Output, print_line, write_text
 from plexrl.cli.terminal.job_ids import find_job
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.errors import InvalidRequestError
@@ -75,13 +75,8 @@ def show(found: Sequence[View], output: Output) -> None:
             queued = view["queued_prompts"]
             waiting = "1 prompt waits" if queued == 1 else f"{queued} prompts wait"
             print_line(f"{where}: {view['round']} round; {waiting} for a long one")
-        if (oldest := view["oldest_unrewarded"]) is not None:
-            count = view["unrewarded"]
-            samples = "1 sample waits" if count == 1 else f"{count} samples wait"
-            print_line(
-                f"{where}: {samples} for a reward, the oldest, of prompt {oldest['prompt']}, for "
-                f"{seconds(oldest['waiting_s'])}"
-            )
+        if view["waits_for"]:
+            print_line(f"{where}: {view['waits_for']}")
         if view["instances_reason"]:
             wanted, bounds = (
                 view["instances_wanted"],

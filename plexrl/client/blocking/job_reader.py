@@ -82,7 +82,8 @@ class JobReader:
     def explain(self) -> ExplainedJobView:
         """Why the job waits or runs: a summary; its unfinished operations with reason, holder and
         estimated start; its deployments with how they got their group or why they have none; and
-        as `holders` the jobs that hold the GPUs it waits for, those without a controller first."""
+        as `holders` the jobs that hold the GPUs it waits for, those without a controller first; and
+        as `rollouts` what its asynchronous rollouts wait for, such as rewards."""
         answer: Any = self._transport.ask("GET", f"{self._path}/explain")
         view: ExplainedJobView = answer
         return view

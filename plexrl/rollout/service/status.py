@@ -46,6 +46,7 @@ def _order(rollout: LiveRollout) -> Plain:
         "state": "failed" if failure else "running" if rollout.is_joined else "joining",
         "failure": None if failure is None else failure.to_wire(),
         "joined": rollout.is_joined,
+        "waits_for": _waits_for(rollout),
     }
 
 
@@ -85,9 +86,7 @@ def _batches(rollout: LiveRollout) -> Plain:
             }
             for version, each in buffers.entries()
         ],
-        "batches_ready": sum(
-            buffers.state(version) is BufferState.READY for version, _ in buffers.entries()
-        ),
+        "batches_ready": _batches_ready(rollout),
         "batches": [
             {
                 **msgspec.to_builtins(batch, str_keys=True),
@@ -127,6 +126,32 @@ def _trajectories(rollout: LiveRollout) -> Plain:
         "tokens_generated": progress.generated.tokens,
         "tokens_per_s": rollout.tokens_per_s(),
     }
+
+
+def _waits_for(rollout: LiveRollout) -> str:
+    """What it waits for, as a sentence; empty: it generates, or has failed."""
+    if rollout.failure is not None:
+        return ""
+    if not rollout.is_joined:
+        return "its instances wait for the trainer's weights"
+    waiting, oldest = len(rollout.progress.unrewarded), _oldest_unrewarded(rollout)
+    if oldest is not None:
+        samples = "1 sample waits" if waiting == 1 else f"{waiting} samples wait"
+        return (
+            f"{samples} for a reward of the controller, the oldest, of prompt {oldest['prompt']}, "
+            f"for {oldest['waiting_s']:.0f} s"
+        )
+    core = rollout.core
+    if core.groups_wanted and not core.trajectories.groups:
+        return "it waits for prompts of the controller"
+    if not core.trajectories.groups and _batches_ready(rollout):
+        return "it waits until the controller takes the batches that are ready"
+    return ""
+
+
+def _batches_ready(rollout: LiveRollout) -> int:
+    buffers = rollout.core.manager.buffers
+    return sum(buffers.state(version) is BufferState.READY for version, _ in buffers.entries())
 
 
 def _oldest_unrewarded(rollout: LiveRollout) -> Plain | None:

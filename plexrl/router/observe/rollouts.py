@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from plexrl.errors import NotFoundError, PlexRLError
 from plexrl.router.execution.rollout_link import RolloutLink
+from plexrl.wire.messages.views import RolloutWaitView
 
 CACHE_S = 2.0
 """Requests within this time share one answer of the rollout service."""
@@ -43,6 +44,20 @@ class RolloutViews:
     async def _ask(self) -> list[Plain]:
         reply = await self._link.call("list", {"job": None}, timeout_s=TIMEOUT_S)
         return list(reply["rollouts"])
+
+    async def waits(self, job: str) -> list[RolloutWaitView] | None:
+        """What each rollout of the job waits for; None: the rollout service does not answer."""
+        try:
+            found = await self.views()
+        except NotFoundError:
+            return []
+        except PlexRLError:
+            return None
+        return [
+            {"rollout": each["name"], "waits_for": each["waits_for"]}
+            for each in found
+            if each["job"] == job
+        ]
 
     async def metrics(self) -> "RolloutCollector":
         """The metrics of all rollouts."""

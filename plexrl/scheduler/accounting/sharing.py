@@ -35,10 +35,10 @@ def settle_group(state: State, group: Group, now: float) -> None:
     group.settled_at = now
 
 
-def note_wait(state: State, group: Group, deployment: Deployment, now: float) -> None:
-    """Count the wait of `deployment`, a member of `group`, up to now, when it starts to run or
-    leaves. Overlapping waits of one job count once."""
-    span = _wait(group, deployment, now)
+def note_wait(state: State, deployment: Deployment, now: float) -> None:
+    """Count the wait of `deployment` for other members of its groups up to now, when it starts to
+    run or leaves. Overlapping waits of one job count once."""
+    span = _wait(state, deployment, now)
     if span is None:
         return
     job = state.jobs[deployment.job]
@@ -61,7 +61,7 @@ def sharing_view(state: State, tenant: TenantId | None, now: float) -> list[Shar
             open_parts[name] = before[0] + reserved, before[1] + held
         for member in group.members:
             deployment = state.deployments[member]
-            span = _wait(group, deployment, now) if deployment.queue else None
+            span = _wait(state, deployment, now) if deployment.queue else None
             if span is not None:
                 job = state.jobs[deployment.job]
                 waited = _fresh_s(job, span) * _gpus(state, job)
@@ -110,7 +110,7 @@ def _parts_since(state: State, group: Group, now: float) -> list[tuple[JobId, fl
     return [(state.deployments[name].job, gpu_seconds, part) for name in group.members]
 
 
-def _wait(group: Group, deployment: Deployment, now: float) -> _Span | None:
+def _wait(state: State, deployment: Deployment, now: float) -> _Span | None:
     """The time span in which `deployment` has waited for other members."""
     since = deployment.burst.wants_since
     if since is None or now <= since or deployment.state != WpgState.READY:
@@ -120,7 +120,9 @@ def _wait(group: Group, deployment: Deployment, now: float) -> _Span | None:
         # It had the group all the time, and waited for its own work.
         return None
     since = max(since, deployment.processes.ready_at)
-    until = now if len(group.members) > 1 else group.alone_since
+    groups = state.groups_of(deployment)
+    is_shared = any(len(group.members) > 1 for group in groups)
+    until = now if is_shared else max([group.alone_since for group in groups])
     return _Span(since, until) if until > since else None
 
 

@@ -113,10 +113,11 @@ def used_gpu_seconds(holdings: Holdings, name: TenantId, now: float) -> float:
     """
     state = holdings.state
     tenant = state.tenants.get(name)
-    groups = dict.fromkeys(state.deployments[each].group for each in holdings.placed(name))
+    placed = [state.deployments[each] for each in holdings.placed(name)]
+    groups = dict.fromkeys([group for each in placed for group in each.groups])
+    holders = dict.fromkeys([state.groups[each].holder for each in groups])
     under_way = []
-    for each in groups:
-        holder = None if each is None else state.groups[each].holder
+    for holder in holders:
         if holder is not None:
             under_way += _under_way(state, state.deployments[holder], name, now)
     # The sum must not depend on the order of the groups, which a snapshot does not keep.

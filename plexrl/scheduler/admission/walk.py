@@ -39,9 +39,9 @@ from plexrl.scheduler.admission.queues.gangs import (
 )
 from plexrl.scheduler.admission.queues.reservations import Reservations
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
+from plexrl.scheduler.placement.choice.scarcity import is_covered
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import gang_of, is_possible
-from plexrl.scheduler.placement.scarcity import is_covered
 from plexrl.scheduler.placement.waiting.units import Size, Sizes, size_of
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, Group
@@ -373,8 +373,8 @@ class AdmissionWalk:
         number = self._table.tenants.number(job.tenant)
         if number is not None:
             self._shares[number] = tenant_share(cluster.holdings, job.tenant, self._now)
-        groups = [cluster.state.group_of(each) for each in gang]
-        new = {len(group.gpus) for group in groups if group is not None and _is_new(group)}
+        groups = [group for each in gang for group in cluster.state.groups_of(each)]
+        new = {len(group.gpus) for group in groups if _is_new(group)}
         if new and cluster.settings.anybody_shares:
             self._failed.clear()
             self._failed_kinds.clear()

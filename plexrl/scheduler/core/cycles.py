@@ -19,7 +19,7 @@ from plexrl.scheduler.state.records import Deployment, State
 def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     """Use the deployment's newest cycle."""
     settings, cluster = context.settings, context.cluster
-    if deployment.group is None or not deployment.shares:
+    if not deployment.groups or not deployment.shares:
         return
     is_renewed = refresh(deployment, settings.profiler)
     _use_peak(cluster, deployment, is_renewed=is_renewed)
@@ -43,7 +43,7 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
             if holds_up_others(cluster, deployment):
                 moves = consider_repacking(cluster, deployment, now)
     if consider_relief(cluster, deployment, now) or moves:
-        context.effects.touch(deployment.group)
+        context.effects.touch_all(deployment.groups)
 
 
 def _expect_cycles(state: State, deployment: Deployment) -> None:
@@ -64,7 +64,8 @@ def _use_peak(cluster: Cluster, deployment: Deployment, *, is_renewed: bool) -> 
     if memory.is_measured and found.activations <= memory.activations:
         return
     deployment.memory = found
-    cluster.inventory.refresh(group)
+    for each in cluster.state.groups_of(deployment):
+        cluster.inventory.refresh(each)
     cluster.waiting.retry_all_if_any()
 
 

@@ -22,9 +22,11 @@ def check(cluster: Cluster) -> None:
             other = taken.setdefault((gpu.node, gpu.gpu), group.group)
             assert other == group.group, f"{gpu} is in {group.group} and in {other}"
         for member in residents:
-            assert state.deployments[member].group == group.group, f"{member} is elsewhere"
+            assert group.group in state.deployments[member].groups, f"{member} is elsewhere"
         if group.holder is not None:
             assert group.holder in residents, f"{group.group} is held by a stranger"
+        if group.incoming is not None:
+            _check_incoming(state, state.deployments[group.incoming])
         for member in residents:
             deployment = state.deployments[member]
             if member != group.holder:
@@ -34,12 +36,36 @@ def check(cluster: Cluster) -> None:
     ports: dict[tuple[str, int], str] = {}
     for deployment in state.deployments.values():
         _check_deployment(cluster.state, deployment)
+        _check_groups(cluster.state, deployment)
         if deployment.processes.port and deployment.group is not None:
             here = deployment.ranks[0].node, deployment.processes.port
             other = ports.setdefault(here, deployment.deployment)
             assert other == deployment.deployment, f"{other} meets at {here} too"
     _check_in_flight(cluster.state)
     _check_placed(cluster)
+
+
+def _check_incoming(state: State, incoming: Deployment) -> None:
+    """Check that a switch to a member is one of all its groups, and goes on."""
+    groups = state.groups_of(incoming)
+    name = incoming.deployment
+    assert groups, f"{name} is incoming without groups"
+    assert all(each.incoming == name for each in groups), f"{name} awaits some of its groups"
+    assert any(each.holder is not None for each in groups), f"{name} awaits nobody"
+
+
+def _check_groups(state: State, deployment: Deployment) -> None:
+    """Check that a deployment is a resident of its groups, with a rank on each of their GPUs, and
+    has the locks of all of them or of none."""
+    name, groups = deployment.deployment, state.groups_of(deployment)
+    if not groups:
+        return
+    gpus = [(gpu.node, gpu.gpu) for group in groups for gpu in group.gpus]
+    assert [(rank.node, rank.gpu) for rank in deployment.ranks] == gpus, f"{name}: its ranks"
+    assert all(name in (*each.members, *each.fillers) for each in groups), f"{name} is no member"
+    held = [each for each in groups if each.holder == name]
+    assert len(held) in (0, len(groups)), f"{name} holds some of its groups"
+    assert len({each.token for each in held}) < 2, f"{name} has several tokens"
 
 
 def _check_placed(cluster: Cluster) -> None:

@@ -12,7 +12,8 @@ from plexrl.errors import (
 )
 from plexrl.ids import FencingToken
 from plexrl.scheduler.accounting.usage import bill_run, discard, meter_run
-from plexrl.scheduler.dispatch.group_step import GroupStep, end_burst
+from plexrl.scheduler.dispatch.bursts import end_burst
+from plexrl.scheduler.dispatch.group_step import GroupStep
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import (
     end_job,
@@ -23,7 +24,7 @@ from plexrl.scheduler.jobs.lifecycle import (
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.held.holding import delay, hold, is_held, requeue
-from plexrl.scheduler.operations.held.unreturned_memory import keepers
+from plexrl.scheduler.operations.held.unreturned_memory import keepers, named_holders
 from plexrl.scheduler.operations.operations import complete, fail, finish
 from plexrl.scheduler.operations.replay import retire_log
 from plexrl.scheduler.operations.submission.lost_payloads import (
@@ -104,8 +105,7 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
             _published(state, settings, effects, deployment, now)
         elif operation.ends_burst and not command.replay:
             _burst_over(state, settings, deployment, now)
-    group = deployment.group
-    if group is not None:
+    for group in deployment.groups:
         effects.dirty[group] = None
 
 
@@ -151,7 +151,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     if deployment.running[event.operation].replay:
         if republish(context.state, context.settings, effects, deployment, operation, error, now):
-            effects.touch(deployment.group)
+            effects.touch_all(deployment.groups)
             return
         if is_held(error, state_intact=event.state_intact) or is_awaited(
             state, operation, error, now
@@ -177,14 +177,14 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     else:
         deployment.backoff.clear()
         if event.state_intact and publish_first(state, effects, deployment, operation, error, now):
-            effects.touch(deployment.group)
+            effects.touch_all(deployment.groups)
             return
     fail(context.state, effects, operation, error, now)
     if event.state_intact:
         deployment.processes.succeed()
         if not deployment.running:
             deployment.burst.pause(now)
-        effects.touch(deployment.group)
+        effects.touch_all(deployment.groups)
     else:
         # Workers that report non-finite weights are intact; only their state is not.
         counts = not isinstance(error, NonFiniteWeightsError)
@@ -224,7 +224,6 @@ def _move_failed(
             # Some ranks had memory and have loaded. No fault of this deployment refused the others.
             restart(context, deployment, error.message, now, counts=False)
             delay(
-                state,
                 deployment,
                 error,
                 now,
@@ -291,17 +290,16 @@ def _move_finished(
             deployment.burst.begin_loaded(now)
         else:
             deployment.burst.stay_over()
-        group_lock.count_load(_group_of(state, deployment), now - began_at)
+        group_lock.count_load(state, deployment, now - began_at)
         granted(state, settings, deployment)
     elif kind == _OFFLOAD:
         observe_move(state, deployment, operation, event)
         _version_made(state, settings, effects, deployment, event)
         wpg.end_offload(deployment)
-        group = _group_of(state, deployment)
-        group_lock.count_offload(group, now - began_at)
+        group_lock.count_offload(state, deployment, now - began_at)
         if deployment.kind == "train":
             change_job(state.jobs[deployment.job], _SUSPENDS)
-        _hand_over(GroupStep(context, group, now), group, deployment)
+        _hand_over(context, deployment, now)
     else:
         deployment.estimates.observe(kind, operation.tokens, event.compute_s)
         _version_made(state, settings, effects, deployment, event)
@@ -324,15 +322,37 @@ def _version_made(
         retire_log(state, settings, effects, deployment, former_seq)
 
 
-def _hand_over(step: GroupStep, group: Group, former: Deployment) -> None:
-    """The former holder is offloaded: the lock goes to the incoming member, if it is still
-    ready."""
-    incoming = step.successor()
-    if incoming is None:
-        group_lock.release(group)
-    else:
-        group_lock.hand_over(group, incoming.deployment)
+def _hand_over(context: Context, former: Deployment, now: float) -> None:
+    """The former holder is offloaded: the locks go to the incoming members that are still ready and
+    have all theirs."""
+    state = context.state
+    for group in state.groups_of(former):
+        step = GroupStep(context, group, now)
+        incoming = step.successor()
+        if incoming is None or incoming.deployment != group.incoming:
+            _end_switch(context, group)
+        if incoming is None:
+            group_lock.release(group)
+            continue
+        if incoming.deployment != group.incoming:
+            # Another one takes its place.
+            group_lock.begin_switch(state, incoming)
+        if incoming.spans:
+            group_lock.vacate(group)
+            if any(each.holder is not None for each in state.groups_of(incoming)):
+                continue
+        group_lock.hand_over(state, incoming)
+        if former.spans and not incoming.spans:
+            group_lock.fence(state, [group])
         step.load(incoming, former if former.preemptible else None)
+
+
+def _end_switch(context: Context, group: Group) -> None:
+    """The incoming member does not get the lock."""
+    if group.incoming is not None:
+        incoming = context.state.deployments[group.incoming]
+        group_lock.end_switch(context.state, incoming)
+        context.effects.touch_all(incoming.groups)
 
 
 def _move_called_off(
@@ -353,16 +373,19 @@ def _move_called_off(
     if operation.kind == OperationKind.LOAD:
         deployment.switch_times.end(now)
         wpg.refuse_load(deployment)
-        group_lock.release(group)
+        for each in state.groups_of(deployment):
+            group_lock.release(each)
     else:
         deployment.burst.pause(now)
         if operation.kind == OperationKind.OFFLOAD:
             wpg.refuse_offload(deployment)
-            if group.incoming is not None:
-                held_back = state.deployment(group.incoming)
-                held_back.switch_times.end(now)
-                group_lock.end_switch(group)
-    effects.touch(group.group)
+            for each in state.groups_of(deployment):
+                if each.incoming is not None:
+                    held_back = state.deployments[each.incoming]
+                    held_back.switch_times.end(now)
+                    group_lock.end_switch(state, held_back)
+                    effects.touch_all(held_back.groups)
+    effects.touch_all(deployment.groups)
     if operation.kind == OperationKind.SNAPSHOT:
         deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         return
@@ -374,12 +397,11 @@ def _move_called_off(
             # No member waits for the group: the holder continues.
             return
     if held_back.queue and is_held(error, state_intact=True):
-        delay(
-            state, held_back, error, now, _longest_pause_s(state, group, held_back, operation.kind)
-        )
+        delay(held_back, error, now, _longest_pause_s(state, group, held_back, operation.kind))
     else:
-        held_back.backoff.wait(now + BACK_OFF_S, error.message)
-    effects.wake(held_back.backoff.until, timers.group_step(group.group))
+        named = named_holders(held_back, error)
+        held_back.backoff.wait(now + BACK_OFF_S, error.message, named)
+    effects.wake(held_back.backoff.until, timers.group_step(held_back.groups[0]))
 
 
 def _published(
@@ -391,7 +413,7 @@ def _published(
 ) -> None:
     """A publish ended a training cycle: wake the sync that waits, and end the burst."""
     for name in state.job(deployment.job).deployments:
-        effects.touch(state.deployment(name).group)
+        effects.touch_all(state.deployment(name).groups)
     _burst_over(state, settings, deployment, now)
 
 

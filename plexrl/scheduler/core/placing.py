@@ -17,7 +17,7 @@ def place_waiting(context: Context, now: float) -> None:
         *admit(context.cluster, now),
         *place_fillers(context.cluster, now),
     ):
-        effects.touch(deployment.group)
+        effects.touch_all(deployment.groups)
         job = state.job(deployment.job)
         if deployment.processes.incarnation:
             # It had GPUs before, and lost them.

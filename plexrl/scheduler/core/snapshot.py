@@ -1,6 +1,6 @@
 """Snapshots: the core's whole state as bytes, which replaces the events before it.
 
-    {"version": 3, "settings": {...}, "state": {...}, "timers": [...], ...}   (msgpack)
+    {"version": 4, "settings": {...}, "state": {...}, "timers": [...], ...}   (msgpack)
 
 Records are encoded by field name, as their annotations say: a new field needs no change here, and a
 missing one gets its default. The rest of `Context` belongs to one call, or is derived from the
@@ -20,10 +20,10 @@ from plexrl.scheduler.state.messages.timers import Timer
 from plexrl.scheduler.state.records import State
 from plexrl.wire.codec import restore_annotations
 
-VERSION = 3
+VERSION = 4
 """Incremented when a change of a record makes older snapshots unreadable."""
-EARLIER = 2
-"""The former version, which is still read."""
+EARLIER = (2, 3)
+"""Former versions that are still read."""
 
 
 def encode(context: Context) -> bytes:
@@ -51,17 +51,17 @@ def decode(body: bytes, config: SchedulerConfig) -> Context:
     """
     try:
         head = msgspec.msgpack.decode(body, type=_Head)
-        if head.version not in (EARLIER, VERSION):
+        if head.version not in (*EARLIER, VERSION):
             raise StorageError(
-                f"the snapshot has format {head.version}; this version reads {EARLIER} and "
+                f"the snapshot has format {head.version}; this version reads {EARLIER[0]} to "
                 f"{VERSION}: use the version of PlexRL that wrote it",
                 version=head.version,
             )
         # The version is checked before the other fields, so that the error names it.
         restore_annotations(State)
-        if head.version == EARLIER:
+        if head.version in EARLIER:
             plain = msgspec.msgpack.decode(body, type=dict[str, Any])
-            upgrade_state(plain["state"])
+            upgrade_state(plain["state"], head.version)
             found = msgspec.convert(plain, _Snapshot)
         else:
             found = msgspec.msgpack.decode(body, type=_Snapshot)

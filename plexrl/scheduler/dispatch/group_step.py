@@ -4,23 +4,27 @@ A group's step follows each event that touches the group. The holder's burst con
 holder has operations. After the last one the holder keeps the lock for a moment, because the next
 operation of a cycle usually follows at once. Then the member with the highest response ratio gets
 the lock: the holder is offloaded, and the member's state is loaded under a new fencing token.
+
+A member that spans several groups gets all their locks at once. If it goes first and
+they are not all free, it reserves them as EASY backfilling does: another member starts only if it
+ends, with the switch away from it, before the last of them is expected to be free.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.dispatch.candidates.group_shares import settle_shares
+from plexrl.scheduler.dispatch.bursts import end_burst, go_on_with_burst, hold_s, is_after_burst
+from plexrl.scheduler.dispatch.candidates.busy_time import expected_free_s, turn_s
+from plexrl.scheduler.dispatch.candidates.group_shares import settle_all
 from plexrl.scheduler.dispatch.candidates.readiness import (
     candidate,
     next_operation,
+    waiting_for,
     wants_the_group,
 )
-from plexrl.scheduler.dispatch.idle_time import (
-    expected_next,
-    may_fill,
-    must_leave,
-)
+from plexrl.scheduler.dispatch.idle_time import expected_next, may_fill, must_leave
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import launch
@@ -34,13 +38,11 @@ from plexrl.scheduler.recovery.rebuilding import may_replay
 from plexrl.scheduler.recovery.relocation import finish as finish_relocation
 from plexrl.scheduler.recovery.relocation import is_due, is_stopping
 from plexrl.scheduler.rules.ordering import first
-from plexrl.scheduler.rules.switch_cost import round_trip_s
 from plexrl.scheduler.state import group_lock
 from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.messages import PrefetchState
 from plexrl.wire.operations import OperationKind
@@ -50,17 +52,17 @@ _LOAD: Final = OperationKind.LOAD
 _OFFLOAD: Final = OperationKind.OFFLOAD
 _GENERATE: Final = OperationKind.GENERATE
 
-GAP_MARGIN = 4.0
-"""Maximum wait for the holder's next operation, as a multiple of the usual gap in its bursts."""
-
 
 class GroupStep:
     """One step of one group, thrown away after it."""
 
-    __slots__ = ("_context", "_effects", "_group", "_now", "_settings", "_state")
+    __slots__ = ("_context", "_effects", "_group", "_groups", "_now", "_settings", "_state")
 
     def __init__(self, context: Context, group: Group, now: float) -> None:
         self._context = context
+        holder = None if group.holder is None else context.state.deployments[group.holder]
+        self._groups = context.state.groups_of(holder) if holder and holder.spans else [group]
+        """The group, or all groups of its holder."""
         self._state = context.state
         self._settings = context.settings
         self._effects = context.effects
@@ -76,13 +78,16 @@ class GroupStep:
                 displace(self._context, left, "the members of its group have left", self._now)
             return
         if self._group.holder is None:
+            if self._group.incoming is not None:
+                # It awaits the offloads on its other groups.
+                return
             waiting = self._waiting()
-            settle_shares(self._state, self._settings, self._group, waiting, self._now)
-            chosen = self._first_not_held_back(waiting)
+            settle_all(self._state, self._settings, self._groups, waiting, self._now)
+            chosen = self._first_to_start(waiting)
             if chosen is None and not waiting:
                 chosen = self._filler()
             if chosen is not None:
-                self._grant(chosen)
+                self._give_to(chosen)
             return
         holder = self._state.deployments[self._group.holder]
         if holder.moving is not None or holder.state is not _READY:
@@ -102,9 +107,9 @@ class GroupStep:
         if not holder.running and not self._goes_on(holder):
             waiting = self._waiting(besides=holder)
             if waiting and self._may_be_relieved(holder, waiting):
-                chosen = self._first_not_held_back(waiting)
+                chosen = self._first_to_start(waiting)
                 if chosen is not None:
-                    self._switch(holder, chosen)
+                    self._give_to(chosen)
                     return
                 if not holder.queue:
                     # All waiting members are held back from a critical segment; the holder is idle.
@@ -114,7 +119,7 @@ class GroupStep:
             if not waiting and not self._wants(holder):
                 filler = self._filler()
                 if filler is not None and self._may_be_relieved(holder, [filler]):
-                    self._switch(holder, filler)
+                    self._give_to(filler)
                     return
             if not waiting and not holder.queue:
                 self._anticipate(holder)
@@ -122,6 +127,8 @@ class GroupStep:
         if holder.queue:
             guards = self._settings.policy.guards_slack
             if guards and self._keeps_out(holder):
+                return
+            if not holder.running and self._yields(holder):
                 return
             self._dispatch(holder)
         if holder.running and self._context.cluster.inventory.spills(self._group):
@@ -150,23 +157,17 @@ class GroupStep:
             interrupt_all(self._effects, self._state, filler)
             return True
         end_burst(filler, self._now)
-        settle_shares(self._state, self._settings, self._group, waiting, self._now)
-        chosen = self._first_not_held_back(waiting)
+        settle_all(self._state, self._settings, self._groups, waiting, self._now)
+        chosen = self._first_to_start(waiting)
         if chosen is None and self._settings.anticipates:
-            chosen = expected_next(self._state, self._group, self._now, critical=bool(waiting))
+            chosen = self._expected_next(critical=bool(waiting))
         if chosen is not None:
-            self._switch(filler, chosen)
+            self._give_to(chosen)
         return True
 
     def _waiting(self, besides: Deployment | None = None) -> list[Deployment]:
-        """All members that want the group, except `besides`."""
-        state, now = self._state, self._now
-        waiting = []
-        for name in self._group.members:
-            member = state.deployments[name]
-            if member.queue and member is not besides and wants_the_group(state, member, now):
-                waiting.append(member)
-        return waiting
+        """All members of the groups that want them, except `besides`."""
+        return waiting_for(self._state, self._groups, besides, self._now)
 
     def _wants(self, member: Deployment) -> bool:
         return wants_the_group(self._state, member, self._now)
@@ -175,35 +176,98 @@ class GroupStep:
         """The first of `waiting`, which is not empty, by the ordering."""
         if len(waiting) == 1:
             return waiting[0]
-        candidates = [candidate(self._state, self._group, each) for each in waiting]
+        candidates = [candidate(self._state, each) for each in waiting]
         settings = self._settings
         bound_s = settings.config.starvation_bound_s
         best = first(settings.ordering, candidates, self._now, bound_s)
         assert best is not None, f"{self._group.group}: no candidate is first"
         return self._state.deployment(DeploymentId(best.name))
 
-    def _first_not_held_back(self, waiting: Sequence[Deployment]) -> Deployment | None:
-        """The first of `waiting` that is not held back from a critical segment."""
-        if not self._settings.policy.guards_slack:
-            return self._first(waiting) if waiting else None
-        left = list(waiting)
+    def _first_to_start(self, waiting: Sequence[Deployment]) -> Deployment | None:
+        """The first of `waiting` that is not held back from a critical segment, and whose groups
+        are all free for it. One that has to wait for its groups reserves them: after it only those
+        may start that end before."""
+        guards = self._settings.policy.guards_slack
+        left, reserved_s = list(waiting), math.inf
         while left:
             chosen = self._first(left)
-            if not self._held_back(chosen):
-                return chosen
+            if not (guards and self._held_back(chosen)):
+                wait_s = 0.0
+                if chosen.spans:
+                    wait_s = self._free_in_s(chosen, is_first=reserved_s == math.inf)
+                if wait_s > 0.0:
+                    reserved_s = min(reserved_s, wait_s)
+                elif reserved_s == math.inf or turn_s(self._state, chosen) <= reserved_s:
+                    return chosen
             left.remove(chosen)
         return None
+
+    def _yields(self, holder: Deployment) -> bool:
+        """Whether the holder's next burst does not begin because a member that spans several groups
+        goes before it, and gets the groups or has reserved them."""
+        if holder.preemptible or self._is_in_burst(holder) or not self._wants(holder):
+            return False
+        waiting = self._waiting(besides=holder)
+        if not any(each.spans for each in waiting):
+            return False
+        chosen = self._first_to_start([holder, *waiting])
+        if chosen is not None and chosen is not holder:
+            self._give_to(chosen)
+        return chosen is not holder
+
+    def _free_in_s(self, member: Deployment, *, is_first: bool) -> float:
+        """Estimated seconds until `member`, which spans several groups, could have them all; 0:
+        now. `is_first`: no other member goes before it here."""
+        longest_s = 0.0
+        for group in self._state.groups_of(member):
+            if group in self._groups:
+                continue
+            step = GroupStep(self._context, group, self._now)
+            longest_s = max(longest_s, step.free_in_s(member, is_first=is_first))
+        return longest_s
+
+    def free_in_s(self, member: Deployment, *, is_first: bool = False) -> float:
+        """Estimated seconds until the group could be given to `member`, which spans it and others;
+        0: now. `is_first`: it goes first elsewhere, so that who goes before it here may start."""
+        group, holder = self._group, None
+        later_s = expected_free_s(self._state, group, self._now)
+        if group.incoming is not None:
+            return later_s
+        if group.holder is not None:
+            holder = self._state.deployments[group.holder]
+            if holder is member:
+                return 0.0
+            busy = holder.moving is not None or holder.state is not _READY or holder.running
+            stays = holder.replay.replaying or holder.moves.planned is not None
+            if busy or stays or self._is_in_burst(holder):
+                return later_s
+        guards = self._settings.policy.guards_slack
+        rivals = [
+            each
+            for each in self._waiting(besides=holder)
+            if each is not member
+            and group.group in each.groups
+            and not (guards and self._held_back(each))
+        ]
+        if rivals and self._first([member, *rivals]) is not member:
+            if is_first:
+                # The order changes with time. It ascends from group to group, so this ends.
+                self._effects.touch(group.group)
+            return later_s
+        if holder is None or holder.preemptible or self._may_be_relieved(holder, [member]):
+            return 0.0
+        return later_s
 
     def _held_back(self, chosen: Deployment) -> bool:
         """Whether the next burst must stay out of a critical segment; if so, sets a timer."""
         if has_exclusive_slots(chosen):
             return False
-        state, group = self._state, self._group
-        asked = candidate(state, group, chosen)
-        wait_s = holds_back(state, self._settings, group, chosen, asked, self._now)
+        state = self._state
+        asked = candidate(state, chosen)
+        wait_s = holds_back(state, self._settings, chosen, asked, self._now)
         if wait_s is None:
             return False
-        self._effects.wake(self._now + wait_s, timers.group_step(group.group))
+        self._effects.wake(self._now + wait_s, timers.group_step(self._group.group))
         return True
 
     def _keeps_out(self, holder: Deployment) -> bool:
@@ -213,7 +277,8 @@ class GroupStep:
             return False
         started_at, idle_since = holder.burst.started_at, holder.burst.idle_since
         pause_s = 0.0 if idle_since is None else self._now - idle_since
-        if started_at is not None and not self._is_after_burst(holder, pause_s):
+        state, settings = self._state, self._settings
+        if started_at is not None and not is_after_burst(state, settings, holder, pause_s):
             return False
         if not self._held_back(holder):
             return False
@@ -236,7 +301,7 @@ class GroupStep:
             if finish_relocation(self._context, member, self._now):
                 if member.state == WpgState.RECOVERING:
                     launch(self._state, self._effects, member, self._now)
-                self._effects.touch(member.group)
+                self._effects.touch_all(member.groups)
         return self._group.group not in self._state.groups
 
     def _goes_on(self, holder: Deployment) -> bool:
@@ -248,10 +313,14 @@ class GroupStep:
         started_at = holder.burst.started_at if holder.burst.started_at is not None else self._now
         return self._now - started_at < self._settings.config.burst_max_s
 
+    def _is_in_burst(self, holder: Deployment) -> bool:
+        """Whether a burst of the holder is under way, and continues."""
+        return holder.burst.started_at is not None and self._goes_on(holder)
+
     def _ends_its_generations(self, holder: Deployment) -> bool:
         """Whether a rollout's burst has reached its bound and others wait: the generations that run
         go on to their end, and no other one begins."""
-        if len(self._group.members) == 1 or self._goes_on(holder):
+        if all(len(group.members) == 1 for group in self._groups) or self._goes_on(holder):
             return False
         return bool(self._waiting(besides=holder))
 
@@ -260,26 +329,20 @@ class GroupStep:
         timer."""
         ordering = self._settings.ordering
         if self._wants(holder):
-            settle_shares(self._state, self._settings, self._group, [holder, *waiting], self._now)
+            rivals = [holder, *waiting]
+            settle_all(self._state, self._settings, self._groups, rivals, self._now)
             if self._first([holder, *waiting]) is not holder:
                 return True
             if ordering.holds_bursts:
                 holder.burst.begin(self._now)
             return False
         if holder.burst.idle_since is not None and ordering.holds_bursts:
-            until = holder.burst.idle_since + self._hold_s(holder)
+            until = holder.burst.idle_since + hold_s(self._state, self._settings, holder)
             if self._now < until:
                 self._effects.wake(until, timers.group_step(self._group.group))
                 return False
-        settle_shares(self._state, self._settings, self._group, waiting, self._now)
+        settle_all(self._state, self._settings, self._groups, waiting, self._now)
         return True
-
-    def _hold_s(self, holder: Deployment) -> float:
-        """Maximum wait for the next operation of a burst: at most the time of a switch away and
-        back."""
-        usual_s = GAP_MARGIN * (holder.estimates.gap_seconds or 0.0)
-        hold_s = max(self._settings.config.burst_hold_s, usual_s)
-        return min(hold_s, round_trip_s(self._state, holder))
 
     def _anticipate(self, holder: Deployment, *, held_back: bool = False) -> None:
         """Switch an idle group to the member whose next burst is expected first.
@@ -292,9 +355,21 @@ class GroupStep:
         burst = holder.burst
         if not self._settings.anticipates or burst.started_at is not None or burst.ended_at is None:
             return
-        expected = expected_next(self._state, self._group, self._now, critical=held_back)
+        expected = self._expected_next(critical=held_back)
         if expected is not None and expected is not holder:
-            self._switch(holder, expected)
+            self._give_to(expected)
+
+    def _expected_next(self, *, critical: bool = False) -> Deployment | None:
+        """The member whose next burst is due first, if the locks of all its groups are idle."""
+        expected = expected_next(self._state, self._group, self._now, critical=critical)
+        if expected is None or not (expected.spans or len(self._groups) > 1):
+            return expected
+        for group in self._state.groups_of(expected):
+            if group not in self._groups:
+                step = GroupStep(self._context, group, self._now)
+                if group.incoming is not None or step._waiting() or step.free_in_s(expected):
+                    return None
+        return expected
 
     def _look_ahead(self, holder: Deployment) -> PrefetchState | None:
         """While the holder works: the hint to prefetch the next member's state into host memory."""
@@ -319,38 +394,56 @@ class GroupStep:
         if not self._wants(incoming):
             waiting = self._waiting()
             if waiting:
-                return self._first_not_held_back(waiting) or incoming
+                chosen = self._first_to_start(waiting) or incoming
+                # One that spans groups, or of several groups, is left to their next steps.
+                return None if chosen.spans or len(self._groups) > 1 else chosen
         return incoming
 
-    def _grant(self, deployment: Deployment) -> None:
-        """Give the free lock to `deployment`, and load its state."""
-        group_lock.grant(self._state, self._group, deployment.deployment)
-        self.load(deployment)
+    def _give_to(self, chosen: Deployment) -> None:
+        """Give the locks of its groups to `chosen`, after the offloads of their holders, and load
+        its state."""
+        state = self._state
+        if chosen.spans:
+            found = [group.holder for group in state.groups_of(chosen) if group.holder is not None]
+            holders = list(dict.fromkeys(found))
+        else:
+            holders = [] if self._group.holder is None else [self._group.holder]
+        if not holders:
+            group_lock.grant(state, chosen)
+            self.load(chosen)
+            return
+        group_lock.begin_switch(state, chosen)
+        chosen.switch_times.begin(self._now)
+        for holder in holders:
+            self._offload(state.deployments[holder])
 
     def load(self, deployment: Deployment, after: Deployment | None = None) -> None:
         """Start the load of the holder's last complete version. `after`: a filler that had the lock
         before, and whose job is billed."""
         deployment.switch_times.begin(self._now)
         wpg.begin_load(deployment)
-        if self._group.prefetched == deployment.deployment:
-            # After the next offload its state may lie on NVMe.
-            self._group.prefetched = None
+        for group in self._state.groups_of(deployment):
+            if group.prefetched == deployment.deployment:
+                # After the next offload its state may lie on NVMe.
+                group.prefetched = None
+            for name in group.members:
+                member = self._state.deployments[name]
+                if member.spans and member is not deployment and member.queue:
+                    # What it has reserved on its other groups is free for longer now.
+                    self._effects.touch_all(member.groups)
         self._move(deployment, _LOAD, deployment.replay.durable_seq, cause=after)
-
-    def _switch(self, holder: Deployment, rival: Deployment) -> None:
-        """Offload the holder; after that the lock goes to `rival`."""
-        group_lock.begin_switch(self._group, rival.deployment)
-        rival.switch_times.begin(self._now)
-        self._offload(holder)
 
     def _offload(self, holder: Deployment) -> None:
         """Offload the holder's state under a new token."""
+        state = self._state
         end_burst(holder, self._now)
-        group_lock.fence(self._state, self._group)
+        groups = state.groups_of(holder)
+        group_lock.fence(state, groups)
         wpg.begin_offload(holder)
-        cause, incoming = None, self._group.incoming
-        if incoming is not None and not holder.preemptible:
-            cause = self._state.deployments[incoming]
+        incoming = [group.incoming for group in groups if group.incoming is not None]
+        cause = None
+        if incoming and not holder.preemptible:
+            cause = state.deployments[incoming[0]]
         self._move(holder, _OFFLOAD, holder.replay.completed_seq, cause=cause)
 
     def _move(
@@ -361,7 +454,7 @@ class GroupStep:
         cause: Deployment | None = None,
     ) -> None:
         state, effects, now = self._state, self._effects, self._now
-        start_move(state, effects, self._group, deployment, kind, seq, now, cause=cause)
+        start_move(state, effects, deployment, kind, seq, now, cause=cause)
 
     def _dispatch(self, holder: Deployment) -> None:
         """Start the operations that may run at the same time: one, or several generations with at
@@ -387,10 +480,10 @@ class GroupStep:
             ):
                 self._snapshot(holder)
                 return
-            self._go_on_with_burst(holder, head)
-            renew_token(self._state, self._group, head)
+            go_on_with_burst(self._state, self._settings, holder, head, self._now)
+            renew_token(self._state, holder, head)
             holder.queue.pop(0)
-            start(self._state, self._effects, self._group, holder, head, self._now)
+            start(self._state, self._effects, holder, head, self._now)
             if head.kind != _GENERATE:
                 return
 
@@ -398,48 +491,7 @@ class GroupStep:
         holder.burst.forget_pause()
         self._move(holder, OperationKind.SNAPSHOT, holder.replay.completed_seq)
 
-    def _go_on_with_burst(self, holder: Deployment, head: Operation) -> None:
-        """Add `head` to the holder's burst, or to a new one after a long pause."""
-        started_at, idle_since = holder.burst.started_at, holder.burst.idle_since
-        if started_at is not None and idle_since is not None and self._now > idle_since:
-            if self._is_after_burst(holder, self._now - idle_since):
-                end_burst(holder, self._now)
-            elif head.submitted_at > idle_since:
-                # An operation queued before the pause says nothing about the controller's pauses.
-                holder.estimates.observe_gap(self._now - idle_since)
-        self._observe_pause(holder, head)
-        holder.burst.serve(head.tokens, self._now)
-
-    def _observe_pause(self, holder: Deployment, head: Operation) -> None:
-        """Measure the pause before `head`, if it is the first operation of a burst.
-
-        A pause shorter than an offload and a load counts as a gap inside one burst: a switch split
-        it because the controller's usual gap was unknown.
-        """
-        ended_at = holder.burst.ended_at
-        if ended_at is None or holder.burst.served_at > ended_at or head.submitted_at <= ended_at:
-            return
-        pause_s = head.submitted_at - ended_at
-        if self._is_after_burst(holder, pause_s):
-            holder.estimates.observe_think(pause_s)
-        else:
-            holder.estimates.observe_gap(pause_s)
-
-    def _is_after_burst(self, deployment: Deployment, pause_s: float) -> bool:
-        """Whether a pause is too long to be one inside a burst."""
-        if pause_s <= self._settings.config.burst_hold_s:
-            return False
-        return pause_s > round_trip_s(self._state, deployment)
-
     def _replay_next(self, holder: Deployment) -> None:
         operation = self._state.operations[holder.replay.replaying[0]]
-        renew_token(self._state, self._group, operation)
-        start(self._state, self._effects, self._group, holder, operation, self._now, replay=True)
-
-
-def end_burst(holder: Deployment, now: float) -> None:
-    """End the holder's burst, and measure it if it ran something."""
-    tokens = holder.burst.tokens
-    length_s = holder.burst.end(now)
-    if length_s is not None:
-        holder.estimates.observe_burst(length_s, tokens)
+        renew_token(self._state, holder, operation)
+        start(self._state, self._effects, holder, operation, self._now, replay=True)

@@ -22,19 +22,19 @@ from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.messages import PrefetchState
 
 
-def next_critical_s(state: State, group: Group, except_for: Deployment, now: float) -> float | None:
-    """Seconds to the next critical segment of a member with exclusive slots; None if none is
-    expected.
+def next_critical_s(state: State, guest: Deployment, now: float) -> float | None:
+    """Seconds to the next critical segment of another member of the guest's groups that has
+    exclusive slots; None if none is expected.
 
     Predicted from the end of the member's last burst and its usual pause, which stay right when the
     member is late. The plan on the ring only decides who has exclusive slots.
     """
     soonest: float | None = None
-    for name in group.members:
-        member = state.deployment(name)
-        if member is except_for or not has_exclusive_slots(member) or not member.is_ready:
+    for name in [name for group in state.groups_of(guest) for name in group.members]:
+        member = state.deployments[name]
+        if member is guest or not has_exclusive_slots(member) or not member.is_ready:
             continue
-        if is_partner(member, except_for):
+        if is_partner(member, guest):
             # Its next burst follows that of its partner.
             continue
         pause_s, ended_at = usual_pause_s(member), worked_until(member)
@@ -50,7 +50,7 @@ def next_critical_s(state: State, group: Group, except_for: Deployment, now: flo
 
 
 def holds_back(
-    state: State, settings: Settings, group: Group, guest: Deployment, burst: Candidate, now: float
+    state: State, settings: Settings, guest: Deployment, burst: Candidate, now: float
 ) -> float | None:
     """Seconds until the guest's burst must be checked again; None: it may start now."""
     if not settings.policy.guards_slack or has_exclusive_slots(guest):
@@ -60,7 +60,7 @@ def holds_back(
         return None
     if now >= starves_at(since, config.starvation_bound_s):
         return None
-    critical_s = next_critical_s(state, group, guest, now)
+    critical_s = next_critical_s(state, guest, now)
     effective_s = burst.service_s + burst.setup_s
     if critical_s is None or effective_s + round_trip_s(state, guest) <= critical_s:
         return None

@@ -148,9 +148,8 @@ def deployment_ended(context: Context, event: DeploymentEnded, now: float) -> No
     if deployment.state == WpgState.STOPPED:
         return
     _check_unused(state, job, deployment)
-    group = state.group_of(deployment)
-    if group is not None and deployment.queue:
-        note_wait(state, group, deployment, now)
+    if deployment.groups and deployment.queue:
+        note_wait(state, deployment, now)
     error = OperationCancelledError(
         f"deployment {deployment.deployment!r} was ended before this operation was carried out",
         job=job.job,

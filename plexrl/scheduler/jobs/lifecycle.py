@@ -81,9 +81,9 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
     job.attached = False
     context.cluster.holdings.detached.pop(job.job, None)
     for name in job.deployments:
-        group = state.group_of(state.deployment(name))
-        if group is not None and state.deployment(name).queue:
-            note_wait(state, group, state.deployment(name), now)
+        deployment = state.deployment(name)
+        if deployment.groups and deployment.queue:
+            note_wait(state, deployment, now)
     why = f": {job.reason}" if job.reason else ""
     error = OperationCancelledError(
         f"the job {job.job!r} ended ({job.state.lower()}) before this operation did{why}",
@@ -124,9 +124,9 @@ def end_deployment(
         kept = tuple(sorted({*nodes, *deployment.stored.nodes, *deployment.reader_nodes}))
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
     cluster.stop_waiting(deployment.deployment)
-    if deployment.group is not None:
+    if deployment.groups:
         cluster.hold(deployment, -1, now)
-        effects.touch(vacate(cluster, deployment, now))
+        effects.touch_all(vacate(cluster, deployment, now))
     wpg.end(deployment)
     # What no query needs would be part of every snapshot.
     forget_open_cycle(deployment)
@@ -302,7 +302,7 @@ def stop(
     if deployment.queue:
         deployment.burst.want(now)
     deployment.burst.interrupt()
-    context.effects.touch(release_lock(state, deployment))
+    context.effects.touch_all(release_lock(state, deployment))
     context.effects.emit(
         StopWorkers(
             deployment=deployment.deployment,
@@ -336,7 +336,7 @@ def worker_ready(
     deployment.processes.connect()
     if not deployment.is_ready:
         wpg.connect(deployment, now)
-        effects.touch(deployment.group)
+        effects.touch_all(deployment.groups)
         if not deployment.queue and not deployment.replay.log:
             deployment.backoff.clear()
         if now < deployment.backoff.until and deployment.group is not None:

@@ -29,7 +29,7 @@ from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.state.messages.runs import make_move, make_run
 from plexrl.scheduler.state.operation import Operation, change_operation
-from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.messages import AbortOperation, Run
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
 
@@ -131,20 +131,20 @@ def _queue(effects: Effects, deployment: Deployment, operation: OperationId, now
     deployment.queue.append(operation)
     if len(deployment.queue) == 1:
         # Only the head of a queue affects the order of members.
-        effects.touch(deployment.group)
+        effects.touch_all(deployment.groups)
 
 
 def start(
     state: State,
     effects: Effects,
-    group: Group,
     deployment: Deployment,
     operation: Operation,
     now: float,
     *,
     replay: bool = False,
 ) -> None:
-    """Send `operation`, which is no move, to its WPG under the group's token."""
+    """Send `operation`, which is no move, to its WPG under the token of its groups."""
+    group = state.groups[deployment.groups[0]]
     if deployment.running or deployment.moving is not None:
         meter(state, deployment, now)
     else:
@@ -162,7 +162,7 @@ def start(
                 _wait_from_publish(state, deployment, operation.after)
             if next_began(deployment, operation.kind, now):
                 effects.cycles_over[deployment.deployment] = None
-            note_wait(state, group, deployment, now)
+            note_wait(state, deployment, now)
             overlapped = waits(deployment, now) and _rollouts_generate(state, deployment)
             run_began(deployment, now, overlapped=overlapped)
         if operation.expected_at is not None:
@@ -214,7 +214,6 @@ def interrupt(effects: Effects, command: Run) -> None:
 def start_move(
     state: State,
     effects: Effects,
-    group: Group,
     deployment: Deployment,
     kind: OperationKind,
     seq: int,
@@ -223,6 +222,7 @@ def start_move(
 ) -> None:
     """Send the WPG a move of its whole state; no other operation runs at the same time. `cause`:
     another deployment whose job is billed for it."""
+    group = state.groups[deployment.groups[0]]
     token = group.token
     number = f"{token}.{state.moves_made}"
     name = OperationId(deployment.deployment + _OPENINGS[kind] + number)
@@ -239,8 +239,11 @@ def start_move(
     incoming: Deployment | None = None
     if kind == _OFFLOAD:
         due_s = next_use_s(deployment, now)
-        if group.incoming is not None and state.deployments[group.incoming].replay.durable_seq:
-            incoming = state.deployments[group.incoming]
+        successor = None if group.incoming is None else state.deployments[group.incoming]
+        # Only on the same GPUs a load can follow the offload part by part.
+        has_same_gpus = successor is not None and successor.groups == deployment.groups
+        if successor is not None and has_same_gpus and successor.replay.durable_seq:
+            incoming = successor
     if cause is not None:
         operation.caused_by = cause.deployment
         operation.paid_by = state.jobs[cause.job].tenant
@@ -350,7 +353,7 @@ def fail(
     if dependent is None:
         return
     # A final dependent is a sync that is replayed: it is retried without this publish.
-    effects.touch(state.deployment(dependent.deployment).group)
+    effects.touch_all(state.deployment(dependent.deployment).groups)
     if dependent.state == OperationState.PENDING:
         fail_queued(state, effects, dependent, error, now)
 
@@ -363,7 +366,7 @@ def fail_queued(
     place = position_in_queue(state, deployment, operation)
     del deployment.queue[place]
     fail(state, effects, operation, error, now, place=place)
-    effects.touch(deployment.group)
+    effects.touch_all(deployment.groups)
 
 
 def _halt(
@@ -389,7 +392,7 @@ def _halt(
     for name in deployment.queue[place:]:
         if _is_halted(state, name):
             fail_queued(state, effects, state.operations[name], earlier_failure(failure), now)
-    effects.touch(deployment.group)
+    effects.touch_all(deployment.groups)
 
 
 def _is_halted(state: State, name: OperationId) -> bool:
@@ -446,7 +449,7 @@ def _into_history(
         ended(state, deployment, operation, now)
     if operation.source is not None:
         # A move of the trainer may wait for it.
-        effects.touch(state.deployment(operation.source).group)
+        effects.touch_all(state.deployment(operation.source).groups)
     if operation.started_at is not None or operation.interruptions:
         bill(state, deployment, operation)
     elif operation.state is _FAILED:

@@ -7,17 +7,16 @@ and later compared with the real start. The errors give the next intervals
 
 from itertools import accumulate
 
-from plexrl.ids import OperationId
-from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s, wants_the_group
+from plexrl.scheduler.dispatch.candidates.busy_time import group_free_s, under_way_s
+from plexrl.scheduler.dispatch.candidates.readiness import candidate, wants_the_group
 from plexrl.scheduler.rules.hrrs import Candidate
 from plexrl.scheduler.rules.ordering import SortKey, sort_key
 from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.rules.switch_cost import load_after_s, load_s, offload_s
+from plexrl.scheduler.rules.switch_cost import load_after_s
 from plexrl.scheduler.state.demand.wait_intervals import interval
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import RATIO_BOUNDS, Deployment, EtaErrors, Group, State
 from plexrl.wire.messages.cluster_views import EtaQualityView
-from plexrl.wire.operations import OperationKind
 
 SAMPLE_EACH = 8
 """One in this many waits is estimated on arrival, which measures the error at an eighth of the
@@ -27,51 +26,11 @@ SAMPLE_ALL = 1000
 its errors."""
 
 
-OVERDUE_S_MIN = 1.0
-"""What is late by less is not called overdue."""
-
-
-def group_free_s(state: State, group: Group, now: float) -> float:
-    """Estimated seconds until the holder's burst is over; 0 without a holder."""
-    if group.holder is None:
-        return 0.0
-    holder = state.deployment(group.holder)
-    if holder.preemptible and holder.moving is None:
-        # It gives way at once.
-        return 0.0
-    if holder.moving is not None and holder.moving.kind == OperationKind.OFFLOAD:
-        return _left_s(state, holder.moving.operation, holder, now)
-    estimates = holder.estimates
-    running_s = under_way_s(state, holder, now)
-    burst_s = 0.0
-    if holder.burst.started_at is not None:
-        elapsed_s = now - holder.burst.started_at
-        burst_s = max(0.0, estimates.burst_s(holder.burst.tokens) - elapsed_s)
-    return max(running_s + queued_s(state, holder, len(holder.queue)), burst_s)
-
-
-def under_way_s(state: State, deployment: Deployment, now: float) -> float:
-    """Estimated seconds until what the deployment runs, or the move of its state, is over."""
-    if deployment.moving is not None:
-        return _left_s(state, deployment.moving.operation, deployment, now)
-    return max((_left_s(state, name, deployment, now) for name in deployment.running), default=0.0)
-
-
-def overdue_s(state: State, deployment: Deployment, now: float) -> float:
-    """Seconds by which what the deployment runs, or the move of its state, has passed its estimate;
-    0 if it has not, or by less than a second."""
-    names = [*deployment.running]
-    if deployment.moving is not None:
-        names.append(deployment.moving.operation)
-    late_s = max((-_until_end_s(state, name, deployment, now) for name in names), default=0.0)
-    return late_s if late_s > OVERDUE_S_MIN else 0.0
-
-
 def goes_before(
     state: State, settings: Settings, group: Group, deployment: Deployment, now: float
 ) -> list[Candidate]:
     """Waiting members that go before `deployment`, in order."""
-    return _before(state, settings, group, deployment, candidate(state, group, deployment), now)
+    return _before(state, settings, group, deployment, candidate(state, deployment), now)
 
 
 def _before(
@@ -86,13 +45,18 @@ def _before(
     ordering, bound_s = settings.ordering, settings.config.starvation_bound_s
     own = sort_key(ordering, burst, now, bound_s)
     found: list[tuple[SortKey, Candidate]] = []
-    for name in group.members:
+    names = group.members
+    if deployment.spans:
+        # Of all its groups: it gets them together.
+        groups = state.groups_of(deployment)
+        names = list(dict.fromkeys([name for each in groups for name in each.members]))
+    for name in names:
         if name in (deployment.deployment, group.holder):
             continue
         rival = state.deployment(name)
         if not rival.queue or not wants_the_group(state, rival, now):
             continue
-        other = candidate(state, group, rival)
+        other = candidate(state, rival)
         key = sort_key(ordering, other, now, bound_s)
         if key < own:
             found.append((key, other))
@@ -108,17 +72,20 @@ def start_s(
     if group.holder == deployment.deployment:
         return under_way_s(state, deployment, now)
     if group.incoming == deployment.deployment:
-        assert group.holder is not None, "a group with an incoming member has a holder"
-        holder = state.deployment(group.holder)
-        return group_free_s(state, group, now) + load_after_s(state, holder, deployment)
-    own = candidate(state, group, deployment)
+        awaited = [each for each in state.groups_of(deployment) if each.holder is not None]
+        last = max(awaited, key=lambda each: group_free_s(state, each, now))
+        assert last.holder is not None, "only groups with a holder are awaited"
+        holder = state.deployment(last.holder)
+        return group_free_s(state, last, now) + load_after_s(state, holder, deployment)
+    own = candidate(state, deployment)
     ahead_s = sum(
         [
             each.service_s + each.setup_s
             for each in _before(state, settings, group, deployment, own, now)
         ]
     )
-    return group_free_s(state, group, now) + ahead_s + own.setup_s
+    free_s = max([group_free_s(state, each, now) for each in state.groups_of(deployment)])
+    return free_s + ahead_s + own.setup_s
 
 
 def record_estimate(
@@ -128,7 +95,8 @@ def record_estimate(
     group = state.group_of(deployment)
     if group is None or group.holder == deployment.deployment or len(deployment.queue) > 1:
         return
-    alone = len(group.members) == 1 and not group.fillers
+    groups = state.groups_of(deployment)
+    alone = all(len(each.members) == 1 and not each.fillers for each in groups)
     if alone or deployment.preemptible or not deployment.is_ready:
         return
     errors = state.eta_errors
@@ -153,24 +121,3 @@ def eta_quality(errors: EtaErrors) -> EtaQualityView:
         "ratios": dict(zip(bounds, accumulate(errors.ratios), strict=True)),
         "ratio_sum": errors.ratio_sum,
     }
-
-
-def _left_s(state: State, name: OperationId, deployment: Deployment, now: float) -> float:
-    return max(0.0, _until_end_s(state, name, deployment, now))
-
-
-def _until_end_s(state: State, name: OperationId, deployment: Deployment, now: float) -> float:
-    """Estimated seconds until an operation ends; negative once that has passed."""
-    operation = state.operations[name]
-    sent_at = deployment.sent_at(operation)
-    began_at = now if sent_at is None else sent_at
-    if operation.kind == OperationKind.LOAD:
-        whole_s = load_s(state, deployment)
-        group = state.group_of(deployment)
-        if group is not None and group.switched:
-            whole_s *= 1.0 - deployment.estimates.prefetched_part
-    elif operation.kind == OperationKind.OFFLOAD:
-        whole_s = offload_s(state, deployment)
-    else:
-        whole_s = deployment.estimates.operation_s(operation.kind, operation.tokens)
-    return whole_s - (now - began_at)

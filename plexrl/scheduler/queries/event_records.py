@@ -21,6 +21,7 @@ from plexrl.events.records import (
 )
 from plexrl.scheduler.operations.failures import earlier_failure, job_failure
 from plexrl.scheduler.operations.held.holding import foreign_memory_view, foreign_text
+from plexrl.scheduler.operations.held.unreturned_memory import reason_for
 from plexrl.scheduler.state.group_lock import lock_state
 from plexrl.scheduler.state.machines.job_states import FINAL, JobState
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -157,10 +158,11 @@ def _why(state: State, job: Job, deployments: list[Deployment]) -> str:
         return "it has no deployments yet"
     for deployment in deployments:
         if deployment.state is WpgState.WAITING:
-            why = deployment.moves.last_reason or deployment.backoff.reason
+            why = deployment.moves.last_reason or reason_for(state, deployment, sees_all=False)
             return f"{deployment.deployment} waits for GPUs{f': {why}' if why else ''}"
         if deployment.backoff.code or (not deployment.is_ready and deployment.backoff.reason):
-            return f"{deployment.deployment}: {deployment.backoff.reason}"
+            why = reason_for(state, deployment, sees_all=False)
+            return f"{deployment.deployment}: {why}"
     if not job.attached:
         return "no controller is attached"
     if job.state is JobState.SUSPENDED:

@@ -79,6 +79,7 @@ def _deployment(
         "deployment": deployment.deployment,
         "state": deployment.state.value,
         "group": deployment.group,
+        "groups": list(deployment.groups),
         "nodes": list(deployment.nodes),
         "topology": _topology(cluster, deployment),
         "placement": None if record is None else msgspec.to_builtins(record),

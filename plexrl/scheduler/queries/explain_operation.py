@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from plexrl.ids import DeploymentId
+from plexrl.scheduler.dispatch.candidates.busy_time import overdue_s
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.operations.deadlines.bounds import runs
+from plexrl.scheduler.operations.held.unreturned_memory import reason_for
 from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.queries.eta import goes_before, overdue_s, start_s
+from plexrl.scheduler.queries.eta import goes_before, start_s
 from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.recovery.evacuation import awaited
 from plexrl.scheduler.recovery.relocation import is_stopping
@@ -102,7 +104,7 @@ def _reason(
         if nodes:
             return f"it waits for {nodes} to return with its GPUs and state", "recovering", None
     if deployment.processes.launch_at is not None:
-        why = deployment.backoff.reason
+        why = reason_for(state, deployment, sees_all=sees_all)
         return (
             f"its workers had not enough memory to start, and are started again: {why}",
             "no room",
@@ -111,7 +113,7 @@ def _reason(
     if deployment.state == WpgState.RECOVERING:
         why = f"moved ({deployment.moves.last_reason})" if deployment.moves.last_reason else "lost"
         if deployment.backoff.code:
-            why = f"stopped ({deployment.backoff.reason})"
+            why = f"stopped ({reason_for(state, deployment, sees_all=sees_all)})"
         return f"its workers were {why} and are starting again", "recovering", None
     if deployment.state == WpgState.MIGRATING:
         nodes = ", ".join(deployment.stored.awaited_nodes)
@@ -128,10 +130,10 @@ def _reason(
             return f"the weights it pulls are not published yet{why}", "dependency", eta_s
     if now < deployment.backoff.until:
         wait_s = deployment.backoff.until - now
+        why = reason_for(state, deployment, sees_all=sees_all)
         if deployment.backoff.code:
-            why = f"it is held and will be tried again: {deployment.backoff.reason}"
-            return why, "held", wait_s + ahead
-        return f"a switch to it failed ({deployment.backoff.reason})", "backoff", wait_s + ahead
+            return f"it is held and will be tried again: {why}", "held", wait_s + ahead
+        return f"a switch to it failed ({why})", "backoff", wait_s + ahead
     if group.holder == deployment.deployment:
         if late := _overdue(state, cluster.settings, deployment, now):
             return f"an operation of its deployment before it is {late}", "overdue", None
@@ -159,8 +161,8 @@ def _why_another_holds(
         return "the group is being handed to it", "switch", eta_s
     rule = settings.config.ordering
     if group.holder is None:
-        own = candidate(state, group, deployment)
-        wait_s = holds_back(state, settings, group, deployment, own, now)
+        own = candidate(state, deployment)
+        wait_s = holds_back(state, settings, deployment, own, now)
         if wait_s is not None:
             return "a job with exclusive slots is expected first", "slack", eta_s + wait_s
         return "the group's lock is about to be granted", rule, eta_s

@@ -16,10 +16,11 @@ from plexrl.scheduler.placement.capacity.needs import (
     node_types_compatible,
 )
 from plexrl.scheduler.placement.capacity.node_pool import fabric_note, kind_of
+from plexrl.scheduler.placement.choice.search import find, fitting, nearest
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.service_level import is_tight, waiting_bound
 from plexrl.scheduler.placement.fit.feasibility import gang_of, why_impossible
-from plexrl.scheduler.placement.placement import find, fitting, modes, nearest
+from plexrl.scheduler.placement.placement import modes
 from plexrl.scheduler.rules.hrrs import starves_at
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, State

@@ -100,6 +100,7 @@ def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
         "state": deployment.state.value,
         "residency": deployment.residency.value,
         "group": deployment.group,
+        "groups": list(deployment.groups),
         "ranks": [
             {
                 "rank": rank.rank,
@@ -342,7 +343,7 @@ def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> Clust
         "deployments_impossible": count_impossible(cluster, tenant),
         "deployments_over_slo": _count_over_slo(cluster, names),
         "operations_pending": sum(len(state.deployments[name].queue) for name in names),
-        "held": held_view(cluster.state, names),
+        "held": held_view(cluster.state, names, sees_all=tenant is None),
         "eta_quality": eta_quality(state.eta_errors),
         "planning": planning(cluster.settings.config),
     }

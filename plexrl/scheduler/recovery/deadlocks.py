@@ -118,8 +118,7 @@ def _free_without(cluster: Cluster, holders: dict[JobId, Job]) -> dict[NodeKind,
     groups: dict[GroupId, None] = {}
     for job in holders.values():
         for deployment in placed_of(cluster.state, job):
-            assert deployment.group is not None, f"{deployment.deployment} is on no group"
-            groups[deployment.group] = None
+            groups.update(dict.fromkeys(deployment.groups))
     for name in groups:
         for kind, gpus in cluster.inventory.gpus_in_service(cluster.state.groups[name]).items():
             free[kind] -= gpus

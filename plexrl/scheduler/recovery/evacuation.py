@@ -103,13 +103,13 @@ def leaving_fillers(
 def placed_on(cluster: Cluster, node: NodeId) -> Iterator[Deployment]:
     """The deployments with ranks on a node, oldest group first. Skips those that lose their GPUs
     during the iteration, because handling one may end the job of another."""
-    members = [
-        cluster.state.deployment(member)
+    members = {
+        member: None
         for name in cluster.inventory.groups_on(node)
         for member in residents(cluster.state.groups[name])
-    ]
-    for deployment in members:
-        if deployment.group is not None:
+    }
+    for deployment in map(cluster.state.deployment, members):
+        if deployment.groups:
             yield deployment
 
 
@@ -132,7 +132,7 @@ def awaited(state: State, deployment: Deployment) -> tuple[NodeId, ...]:
 def _with_state_on(cluster: Cluster, node: NodeId) -> list[Deployment]:
     """The deployments whose durable version is on the node while they have no ranks there: the copy
     is not complete, or they wait for GPUs."""
-    placed = [name for group in cluster.state.groups.values() for name in residents(group)]
+    placed = {name: None for group in cluster.state.groups.values() for name in residents(group)}
     waiting = map(cluster.state.deployment, [*cluster.waiting.displaced, *cluster.fillers])
     in_order = sorted(waiting, key=lambda each: each.serial)
     found = [*map(cluster.state.deployment, placed), *in_order]
@@ -186,14 +186,14 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
         # Incomplete copies of the version.
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=unwanted))
     cluster.hold(deployment, -1, now)
-    effects.touch(vacate(cluster, deployment, now))
+    effects.touch_all(vacate(cluster, deployment, now))
     wpg.displace(deployment)
     if not deployment.preemptible:
         change_job(state.job(deployment.job), JobTrigger.DISPLACED)
     _enqueue(cluster, deployment, now)
     for moving in cluster.relocating_in_order():
         # A relocation may have waited for this WPG to pull weights.
-        effects.touch(moving.group)
+        effects.touch_all(moving.groups)
 
 
 def _loss(state: State, settings: Settings, deployment: Deployment) -> str | None:

@@ -120,7 +120,7 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
         if event.node in deployment.nodes:
             deployment.moves.cancel()
             del cluster.relocating[deployment.deployment]
-            context.effects.touch(deployment.group)
+            context.effects.touch_all(deployment.groups)
 
 
 def node_removed(state: State, cluster: Cluster, event: NodeRemoved, now: float) -> None:
@@ -170,7 +170,7 @@ def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
         effects.wake(now + MIGRATION_RETRY_S, timers.migration(event.deployment))
     elif migrated(context.state, effects, deployment, event.node):
         launch(context.state, effects, deployment, now)
-        effects.touch(deployment.group)
+        effects.touch_all(deployment.groups)
 
 
 def _copy_another(

@@ -20,19 +20,12 @@ from plexrl.scheduler.accounting.sharing import note_wait
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.operations.replay import forget_previous
 from plexrl.scheduler.placement.capacity.overlaps import overlap_s
+from plexrl.scheduler.placement.choice.scarcity import is_scarce
+from plexrl.scheduler.placement.choice.search import Choice, find, nearest
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.colocation import is_colocated, own_group
 from plexrl.scheduler.placement.contention.service_level import waiting_bound
-from plexrl.scheduler.placement.placement import (
-    Choice,
-    find,
-    join,
-    modes,
-    nearest,
-    place,
-    vacate,
-)
-from plexrl.scheduler.placement.scarcity import is_scarce
+from plexrl.scheduler.placement.placement import join, modes, place, vacate
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.rules.switch_cost import HOST, record_tier, round_trip_s
@@ -71,8 +64,8 @@ def holds_up_others(cluster: Cluster, deployment: Deployment) -> bool:
     """Whether it is alone on a group while others wait for its GPUs."""
     return (
         bool(cluster.waiting)
-        and deployment.group is not None
-        and len(cluster.state.groups[deployment.group].members) == 1
+        and bool(deployment.groups)
+        and _is_alone(cluster.state, deployment)
         and is_scarce(cluster, deployment)
     )
 
@@ -82,9 +75,7 @@ def consider_repacking(cluster: Cluster, deployment: Deployment, now: float) -> 
     next step of its group must be decided."""
     if not cluster.settings.policy.repacks or not may_move(cluster.settings, deployment, now):
         return False
-    if deployment.group is not None and is_colocated(
-        cluster.state, cluster.state.groups[deployment.group]
-    ):
+    if any(is_colocated(cluster.state, each) for each in cluster.state.groups_of(deployment)):
         return False
     choice = _destination(cluster, deployment, MoveCause.REPACK, now)
     if choice is None:
@@ -98,29 +89,33 @@ def consider_relief(cluster: Cluster, deployment: Deployment, now: float) -> boo
     """After a cycle: close the group if a member waits more than its job accepts, and move the one
     that is furthest past its bound. True: `deployment` will move, and the next step of its group
     must be decided."""
-    if deployment.group is None or not deployment.shares:
+    if not deployment.groups or not deployment.shares:
         return False
-    group = cluster.state.groups[deployment.group]
-    if len(group.members) == 1 and not group.is_closed:
+    groups = cluster.state.groups_of(deployment)
+    if all(len(group.members) == 1 and not group.is_closed for group in groups):
         return False
     state, settings = cluster.state, cluster.settings
     part, bound = _waiting(deployment), waiting_bound(state, settings, deployment)
     if part <= bound:
         # Of an open group, the other members were checked at the end of their own cycles.
-        if group.is_closed and part < REOPEN_PART * bound and _may_reopen(state, settings, group):
-            group.is_closed = False
-            cluster.inventory.refresh(group)
-            cluster.waiting.retry_all()
+        for group in groups:
+            is_less = group.is_closed and part < REOPEN_PART * bound
+            if is_less and _may_reopen(state, settings, group):
+                group.is_closed = False
+                cluster.inventory.refresh(group)
+                cluster.waiting.retry_all()
         return False
-    if not group.is_closed:
-        group.is_closed = True
-        cluster.inventory.refresh(group)
+    for group in groups:
+        if not group.is_closed and len(group.members) > 1:
+            group.is_closed = True
+            cluster.inventory.refresh(group)
     record = deployment.placement
     if record is None or now - record.at < settings.config.relief_after_s:
         return False
-    members = map(state.deployment, group.members)
-    if len(group.members) < 2 or any(
-        _waiting(each) - waiting_bound(state, settings, each) > part - bound for each in members
+    members = {name: None for group in groups for name in group.members}
+    if len(members) < 2 or any(
+        _waiting(each) - waiting_bound(state, settings, each) > part - bound
+        for each in map(state.deployment, members)
     ):
         return False
     if not may_move(cluster.settings, deployment, now):
@@ -162,14 +157,17 @@ def may_move(settings: Settings, deployment: Deployment, now: float) -> bool:
 
 def gain_s(cluster: Cluster, deployment: Deployment, choice: Choice) -> float:
     """The gain of a move, in seconds of the deployment's group over `REPACK_WINDOW_S`."""
-    assert deployment.group is not None
     assert deployment.trace is not None
-    group = cluster.state.groups[deployment.group]
     frees = 0.0
-    if len(group.members) == 1:
+    if _is_alone(cluster.state, deployment):
         frees = 1.0 if cluster.waiting else FREE_GROUP_VALUE
     relief = (overlap_s(cluster, deployment) - choice.overlap_s) / deployment.trace.period_s
     return REPACK_WINDOW_S * (frees + relief)
+
+
+def _is_alone(state: State, deployment: Deployment) -> bool:
+    """Whether it is the only member of its groups."""
+    return all(len(group.members) == 1 for group in state.groups_of(deployment))
 
 
 def cost_s(state: State, deployment: Deployment) -> float:
@@ -214,9 +212,8 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     choice = _destination(cluster, deployment, relocation.cause, now)
     if choice is None or deployment.group is None:
         return False
-    old_group = state.groups[deployment.group]
     old_nodes = deployment.nodes
-    note_wait(state, old_group, deployment, now)
+    note_wait(state, deployment, now)
     context.effects.emit(
         StopWorkers(
             deployment=deployment.deployment,
@@ -228,12 +225,12 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     forget_open_cycle(deployment)
     if deployment.queue:
         deployment.burst.want(now)
-    context.effects.touch(vacate(cluster, deployment, now))
+    context.effects.touch_all(vacate(cluster, deployment, now))
     if choice.mode == PlacementMode.DEDICATED:
         joined = place(cluster, deployment, now, only=(PlacementMode.DEDICATED,))
         assert joined is not None, "the destination search found free GPUs"
     else:
-        join(cluster, state.groups[choice.group], deployment, choice, now)
+        join(cluster, deployment, choice, now)
     deployment.moves.done(relocation.reason, now)
     cluster.waiting.retry_all()
     settle(state, context.effects, deployment)
@@ -352,8 +349,8 @@ def _destination(
 
 def _relieves(cluster: Cluster, deployment: Deployment, choice: Choice) -> bool:
     """Whether the deployment would wait less there."""
-    assert deployment.group is not None
-    rivals = len(cluster.state.groups[deployment.group].members) - 1
+    groups = cluster.state.groups_of(deployment)
+    rivals = len({name for group in groups for name in group.members}) - 1
     match choice.mode:
         case PlacementMode.DEDICATED:
             return rivals > 0
@@ -409,7 +406,8 @@ def _reachable(
     return [
         choice
         for choice in choices
-        if {gpu.node for gpu in state.groups[choice.group].gpus} <= there
+        if {gpu.node for name in (choice.group, *choice.beside) for gpu in state.groups[name].gpus}
+        <= there
     ]
 
 

@@ -73,12 +73,14 @@ RANGES: dict[str, tuple[float, float]] = {
 LATER_SETTINGS: dict[str, float | bool | None] = {
     "operation_overdue_s": 0.0,
     "reservations": False,
+    "mixed_sizes": False,
 }
 """Settings that older versions lacked, as those versions decided: a replay must decide likewise."""
 
 PLANNING = (
     *("policy", "ordering", "anticipation", "horizon_slots", "period_tolerance", "load_max"),
     *("overlap_max", "interference_weight", "starvation_bound_s", "reservations"),
+    "mixed_sizes",
     "starvation_ratio",
     *("waiting_part_max", "relief_after_s", "profile_cycles", "drift_tolerance"),
     *("repack_interval_s", "cold_start_patience_s", "burst_hold_s", "burst_max_s"),
@@ -125,6 +127,8 @@ class SchedulerConfig:
     load_max: float = 0.9
     """Maximum sum of duties in a group. Near 1 waiting times grow steeply, and the rest of the time
     must also cover the switches."""
+    mixed_sizes: bool = True
+    """A deployment may share a part of the GPUs of a larger one."""
     overlap_max: float = 2.0
     """Maximum planned overlap, as a part of the job's busy time and summed over residents: at 2, no
     more than two residents are busy at the same time on average. `waiting_part_max` bounds the

@@ -25,6 +25,9 @@ class PlacementMode(StrEnum):
     """Join the group with the fewest members; needs no profile."""
     COLOCATED = "colocated"
     """Join the job's own training or rollout, which works while this deployment does not."""
+    SPANNING = "spanning"
+    """Use the GPUs of the job's own rollouts, which work while this deployment does not, and others
+    beside them: in the gaps of a group, or free ones."""
     SIBLINGS = "siblings"
     """Join other deployments of the job, such as its actor's: one controller uses them in turn."""
     CO_EXECUTED = "co-executed"

@@ -32,6 +32,8 @@ class Settings:
     """Whether an idle group is switched to the member that is expected next."""
     anybody_shares: bool = field(init=False)
     """Whether the policy ever puts two deployments on one group."""
+    divides_groups: bool = field(init=False)
+    """Whether a deployment may use a part of a larger one's GPUs."""
     profiler: ProfilerConfig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,6 +45,7 @@ class Settings:
         self.policy = make_policy(config.policy)
         modes = self.policy.modes(has_profile=True, is_patience_over=True, is_scarce=False)
         self.anybody_shares = modes != (PlacementMode.DEDICATED,)
+        self.divides_groups = config.mixed_sizes and self.policy.repacks
         self.ordering = make_ordering(config.ordering)
         wanted = config.anticipation
         self.anticipates = self.ordering.anticipates if wanted is None else wanted

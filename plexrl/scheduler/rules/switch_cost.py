@@ -110,7 +110,7 @@ def observe_move(
         return
     if kind is _LOAD and moved is not None and moved.bytes_moved:
         seconds += moved.prefetch_s
-        if deployment.group is not None and state.groups[deployment.group].switched:
+        if any(state.groups[each].switched for each in deployment.groups):
             deployment.estimates.observe_prefetch(moved.prefetched_bytes / moved.bytes_moved)
     tier = HOST if moved is None else moved.tier
     if tier == NVME and kind is _LOAD:
@@ -144,7 +144,7 @@ def state_reported(state: "State", effects: "Effects", event: "StateReported", n
         if deployment is None or event.node not in deployment.nodes:
             continue
         deployment.stored.report(event.node, bounded_bytes(report.nvme_bytes))
-        effects.touch(deployment.group)
+        effects.touch_all(deployment.groups)
 
 
 def _by_model(

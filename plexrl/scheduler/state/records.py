@@ -190,7 +190,9 @@ class Deployment:
     """The specification that its controller creates it with; empty: `spec_json`."""
     state: WpgState = WpgState.WAITING
     residency: Residency = Residency.NONE
-    group: GroupId | None = None
+    groups: tuple[GroupId, ...] = ()
+    """The groups that it is on, in the order of its ranks; several if it *spans* them. It runs only
+    while it has the locks of all. Empty: it has no GPUs."""
     ranks: tuple[RankPlacement, ...] = ()
     nodes: tuple[NodeId, ...] = ()
     """Nodes of its ranks, without repetition, sorted by name."""
@@ -240,13 +242,23 @@ class Deployment:
     """When its runs are looked at next (`operations.deadlines`); 0: nothing runs."""
 
     @property
+    def group(self) -> GroupId | None:
+        """The group of its first ranks; None: it has no GPUs."""
+        return self.groups[0] if self.groups else None
+
+    @property
+    def spans(self) -> bool:
+        """Whether it is on several groups."""
+        return len(self.groups) > 1
+
+    @property
     def is_ready(self) -> bool:
         return self.state == WpgState.READY
 
     @property
     def has_gpus(self) -> bool:
         """Whether GPUs were given to it; a filler uses those of others."""
-        return self.group is not None and not self.preemptible
+        return bool(self.groups) and not self.preemptible
 
     @property
     def shares(self) -> bool:
@@ -269,7 +281,7 @@ class Deployment:
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """A node group: GPUs that its members use in turn."""
+    """A node group: GPUs that its members use in turn. A member may be on other groups, too."""
 
     group: GroupId
     gpus: tuple[RankPlacement, ...]
@@ -292,7 +304,8 @@ class Group:
     prefetched: DeploymentId | None = None
     """Member whose state was prefetched last."""
     incoming: DeploymentId | None = None
-    """The next holder, during the offload of the present one."""
+    """The next holder, during the offload of the present one. Without a present one it awaits the
+    offloads of the holders of its other groups."""
     token: FencingToken = FencingToken(0)
     switched: bool = False
     """The load in flight is the second half of a context switch."""
@@ -456,5 +469,10 @@ class State:
         return self.deployments[name]
 
     def group_of(self, deployment: Deployment) -> Group | None:
-        """The group of a deployment; None while it waits for GPUs, and after its end."""
-        return None if deployment.group is None else self.groups[deployment.group]
+        """The group of a deployment's first ranks; None while it waits for GPUs, and after its
+        end."""
+        return self.groups[deployment.groups[0]] if deployment.groups else None
+
+    def groups_of(self, deployment: Deployment) -> list[Group]:
+        """All groups of a deployment, in the order of its ranks."""
+        return [self.groups[name] for name in deployment.groups]

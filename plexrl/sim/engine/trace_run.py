@@ -259,8 +259,21 @@ class TraceRun:
         if view["state"] in ("FAILED", "CANCELLED"):
             self._fail(job)
             return
-        group = self.shell.core.deployment_view(run.deployment, self.shell.now)["group"]
-        self._groups.put(run, group or "", self.shell.now)
+        found = self.shell.core.deployment_view(run.deployment, self.shell.now)
+        if found["group"] is None:
+            self._leave(run)
+        else:
+            gpus = tuple((rank["node"], rank["gpu"]) for rank in found["ranks"])
+            self._put(run, found["group"], gpus)
+
+    def _put(self, run: Workers, group: str, gpus: tuple[tuple[str, int], ...]) -> None:
+        now = self.shell.now
+        self._groups.put(run, group, gpus, now)
+        self._collector.nodes_taken(run.deployment, tuple(dict(gpus)), now)
+
+    def _leave(self, run: Workers) -> None:
+        self._groups.remove(run, self.shell.now)
+        self._collector.nodes_taken(run.deployment, (), self.shell.now)
 
     def _fail(self, run: JobRun) -> None:
         if self._checker is not None:
@@ -336,12 +349,12 @@ class TraceRun:
         run.run = None
         self._states.forget(run.deployment)
         self._faults.job_ended(run.deployment)
-        self._groups.put(run, "", self.shell.now)
+        self._leave(run)
         worked_gpu_s = (run.gpus + run.beside_gpus) * run.worked_s
         if run.rollouts is not None:
             del self._rollouts[run.rollouts.deployment]
             self._states.forget(run.rollouts.deployment)
-            self._groups.put(run.rollouts, "", self.shell.now)
+            self._leave(run.rollouts)
             worked_gpu_s += run.rollouts.gpus * run.rolled_s
             run.rollouts = None
         self.jobs_done += 1
@@ -366,9 +379,8 @@ class TraceRun:
         run = self._workers(command.deployment)
         if run is None:
             return
-        self._groups.put(run, command.group, self.shell.now)
-        nodes = tuple(dict.fromkeys(str(rank.node) for rank in command.ranks))
-        self._collector.nodes_taken(command.group, nodes, self.shell.now)
+        gpus = tuple((str(rank.node), rank.gpu) for rank in command.ranks)
+        self._put(run, command.group, gpus)
         self._states.launched(command, run.state_bytes)
         run.incarnation = command.incarnation
         if isinstance(run, JobRun):
@@ -481,10 +493,12 @@ class TraceRun:
         """Report a completed or interrupted run to the collector."""
         run.run = None
         began_at, now, job = run.run_began_at, self.shell.now, run.owner
-        self._collector.ran(command.group, job.job_id, run.gpus, run.run_kind, began_at, now)
+        ran, part = self._collector.ran, run.rollout_part
+        ran(command.group, job.job_id, run.gpus, run.run_kind, began_at, now, part)
         if run.run_kind == "run" and job.beside_gpus and job.rollouts is not None:
-            beside = job.rollouts.group
-            self._collector.ran(beside, job.job_id, job.beside_gpus, "run", began_at, now)
+            beside = job.rollouts
+            gpus, part = job.beside_gpus, beside.rollout_part
+            ran(beside.group, job.job_id, gpus, "run", began_at, now, part)
 
 
 def _node_types(scenario: Scenario) -> dict[str, NodeType]:

@@ -202,15 +202,24 @@ class Collector:
             details.switches += 1
 
     def ran(
-        self, group: str, job_id: str, gpus: int, kind: RunKind, start_s: float, end_s: float
+        self,
+        group: str,
+        job_id: str,
+        gpus: int,
+        kind: RunKind,
+        start_s: float,
+        end_s: float,
+        rollout_part: float = 0.0,
     ) -> None:
-        """Record a completed or interrupted run of a job on a group.
+        """Record a completed or interrupted run of a job on a group, of whose GPUs rollouts took
+        the part `rollout_part` first.
 
         An offload is billed to the job that is loaded next, as in the scheduler, or to the job
         itself if there is none. Runs of a job that has ended are billed to nobody.
         """
         held = gpus * (end_s - start_s)
-        self._used_gpu_s[group in self._rollout_groups] += held
+        self._used_gpu_s[True] += rollout_part * held
+        self._used_gpu_s[False] += held - rollout_part * held
         job = self._jobs.get(job_id)
         if job is not None and job.details is not None:
             job.details.ran(group)
@@ -248,18 +257,19 @@ class Collector:
         if rolls_out:
             self._rollout_groups.add(group)
 
-    def nodes_taken(self, group: str, nodes: Sequence[str], now: float) -> None:
-        """Record the nodes of a group's GPUs, each named once."""
-        self._held_nodes.take(group, nodes, now)
+    def nodes_taken(self, deployment: str, nodes: Sequence[str], now: float) -> None:
+        """Record the nodes that a deployment has now, each named once."""
+        self._held_nodes.take(deployment, nodes, now)
 
     def group_gone(self, group: str, gpus: int, now: float) -> None:
-        """Record the end of a group."""
+        """Record the end of a group, or of so many of its GPUs."""
         made_with, since = self._groups.pop(group)
-        assert gpus == made_with, f"{group} had {made_with} GPUs but releases {gpus}"
-        self._bill_itself(group)
-        self._held_nodes.give(group, now)
+        assert gpus <= made_with, f"{group} had {made_with} GPUs but releases {gpus}"
+        if gpus < made_with:
+            self._groups[group] = made_with - gpus, since
+        else:
+            self._bill_itself(group)
         if group in self._rollout_groups:
-            self._rollout_groups.remove(group)
             self._rollout_gpu_s += gpus * (now - since)
         else:
             self._grouped_gpu_s += gpus * (now - since)
@@ -277,6 +287,8 @@ class Collector:
         """The result of the run; no more records may follow."""
         for group, (gpus, _) in list(self._groups.items()):
             self.group_gone(group, gpus, now)
+        for group in list(self._unbilled):
+            self._bill_itself(group)
         grouped_hours = self._grouped_gpu_s / HOUR_S
         rollout_hours = self._rollout_gpu_s / HOUR_S
         rollout_cost = self._rollout_cost

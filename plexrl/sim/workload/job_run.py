@@ -122,6 +122,10 @@ class WorkerGroup:
         self.state_bytes = state_bytes
         self.group: str = ""
         """Empty while the deployment is not placed."""
+        self.held: tuple[tuple[str, int], ...] = ()
+        """Its GPUs: node and index of each."""
+        self.rollout_part = 0.0
+        """The part of its GPUs that rollouts took first."""
         self.incarnation = 0
         self.run: Run | None = None
         """The command that the WPG executes."""

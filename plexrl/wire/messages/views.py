@@ -4,7 +4,7 @@ Times (`_at`, `now`) are seconds on the scheduler's clock. Scheduler, router, SD
 these types.
 """
 
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from plexrl.ids import (
     BlobRef,
@@ -148,6 +148,9 @@ class DeploymentView(TypedDict):
     state: str
     residency: str
     group: GroupId | None
+    """The group of its first ranks."""
+    groups: list[GroupId]
+    """All its groups."""
     ranks: list[RankView]
     incarnation: int
     applied_seq: int
@@ -326,6 +329,9 @@ class PlacedDeploymentView(TypedDict):
     deployment: DeploymentId
     state: str
     group: GroupId | None
+    """The group of its first ranks."""
+    groups: list[GroupId]
+    """All its groups."""
     nodes: list[NodeId]
     topology: str
     """How its nodes lie to each other, such as `2 nodes in row1/rack3`; empty: no GPUs."""
@@ -354,6 +360,14 @@ class WaitingOperationView(ExplanationView):
     """Time since its submission."""
 
 
+class RolloutWaitView(TypedDict):
+    """What one asynchronous rollout of a job waits for."""
+
+    rollout: str
+    waits_for: str
+    """Such as samples without a reward; empty: it generates, or has failed."""
+
+
 class ExplainedJobView(TypedDict):
     """What a job waits for and until when, where it is placed and why."""
 
@@ -367,4 +381,6 @@ class ExplainedJobView(TypedDict):
     deployments: list[PlacedDeploymentView]
     operations: list[WaitingOperationView]
     holders: list[HolderView]
+    rollouts: NotRequired[list[RolloutWaitView] | None]
+    """Added by the router, which asks the rollout service; None: it does not answer."""
     eta_quality: EtaQualityView

@@ -2,10 +2,11 @@
 
 import pytest
 
-from plexrl.cli.jobs.explain import print_holders
+from plexrl.cli.jobs.explain import print_holders, print_rollouts
 from plexrl.ids import JobId, TenantId
 from plexrl.wire.messages.views import HolderView
 
+WAITS = "1 sample waits for a reward"
 LEFT_OPEN: HolderView = {
     "job": JobId("left-open"),
     "tenant": TenantId("team"),
@@ -34,3 +35,14 @@ def test_a_job_of_another_tenant_has_no_name_and_no_command(
     told = capsys.readouterr().out
     assert "A job of another tenant has not ended" in told
     assert "plexrl cancel" not in told
+
+
+def test_a_rollout_that_waits_for_rewards_says_so_and_one_that_generates_says_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_rollouts([{"rollout": "r", "waits_for": WAITS}, {"rollout": "busy", "waits_for": ""}])
+    assert capsys.readouterr().out == f"r: {WAITS}.\n"
+    print_rollouts([])
+    assert not capsys.readouterr().out
+    print_rollouts(None)
+    assert "their service is away" in capsys.readouterr().out

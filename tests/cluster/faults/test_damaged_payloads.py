@@ -205,10 +205,11 @@ def failure_of(embedded: EmbeddedCluster, operation: str) -> dict[str, Any]:
 
     def has_ended() -> bool:
         headers = {"Authorization": f"Bearer {embedded.api_key}"}
-        # The router is being replaced.
+        # The router is being replaced, and the new one may not know the scheduler yet.
         with suppress(httpx.TransportError):
             replies.append(httpx.get(url, params={"wait_s": 20}, headers=headers, timeout=60))
-        return bool(replies) and replies[-1].status_code != httpx.codes.ACCEPTED
+        waits = (httpx.codes.ACCEPTED, httpx.codes.SERVICE_UNAVAILABLE)
+        return bool(replies) and replies[-1].status_code not in waits
 
     wait_until(has_ended, "it does not fail", LIMIT_S)
     return dict(replies[-1].json()["error"])

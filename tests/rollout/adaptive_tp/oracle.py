@@ -31,7 +31,7 @@ def profile(
     rows: Sequence[int] = (1, 2, 4, 8, 16, 32),
     lengths: Sequence[int] = (8, 64, 512, 4096),
     switch_s: float = 20.0,
-    kv_bytes_per_s: float = 1e8,
+    kv_bytes_per_s: float | None = 1e8,
 ) -> DecodeProfile:
     points = [
         ProfilePoint(

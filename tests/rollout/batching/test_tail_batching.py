@@ -9,9 +9,10 @@ import pytest
 
 from plexrl.errors import InvalidRequestError, InvariantError
 from plexrl.rollout.coordinator.messages import PolicyChanged, Train
-from plexrl.rollout.policies.tail_batching import RoundKind
+from plexrl.rollout.policies.tail_batching import RoundKind, Rounds
 from plexrl.rollout.staleness.manager import StalenessSettings
-from plexrl.rollout.trajectories.record import TrajectoryId
+from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryChange, TrajectoryId
+from plexrl.rollout.trajectories.server import TrajectoryServer
 from tests.rollout.batching.oracle import Oracle
 from tests.rollout.fleet import Fleet
 from tests.rollout.history import BUDGET, LENGTH_MAX, LIKELY, History, settings_from
@@ -220,3 +221,21 @@ def test_a_restart_in_a_long_round_changes_nothing() -> None:
         logs.append([command for _, commands in fleet.log for command in commands])
     assert logs[0] == logs[1]
     assert any(isinstance(each, Train) for each in logs[0])
+
+
+def test_a_round_counts_no_more_samples_of_a_prompt_than_are_trained() -> None:
+    sizes = StalenessSettings(
+        staleness=0, batch_groups=2, group_size=2, extra_groups=1, extra_samples=2
+    )
+    server, rounds = TrajectoryServer(samples=sizes.samples), Rounds(sizes)
+    for number in range(sizes.groups_max):
+        group = SampleGroupId(number)
+        server.add(group, 5)
+        rounds.add(group, 5)
+    rounds.start(server)
+    first, second, *_ = (list(server.members(group)) for group in server.groups)
+    for each in [*first, second[0]]:
+        each.change(TrajectoryChange.ROUTE)
+        each.change(TrajectoryChange.GENERATE)
+    assert len(first) == 4
+    assert rounds.progress(server) == (2 + 1, 2 * len(server.groups))

@@ -130,3 +130,25 @@ def test_prompts_of_any_size_and_equal_lengths_are_taken(size: int) -> None:
     ]
     ranker = fitted(examples)
     assert ranker.expected_tokens(np.zeros(size + 1, dtype=np.int32)) == pytest.approx(50, abs=1)
+
+
+def test_a_known_prompt_is_expected_to_be_as_long_as_it_was_in_later_epochs_too() -> None:
+    known = prompts(128, seed=21)
+    # Four epochs: more than one period of examples.
+    examples = [LengthExample(prompt, (90, 110)) for prompt, _ in known * 4]
+    ranker = fitted(examples)
+    for prompt, _ in known:
+        assert ranker.expected_tokens(prompt) == pytest.approx(100, rel=0.1)
+
+
+def test_many_responses_to_a_prompt_are_believed_more_than_one() -> None:
+    rng = np.random.default_rng(22)
+    known = [prompt for prompt, _ in prompts(120, seed=23, hard=9)]
+    examples = [
+        LengthExample(prompt, tuple(np.exp(rng.normal(mean, 1.0, size=3)).astype(int) + 1))
+        for prompt, mean in zip(known[:-2], rng.normal(5, 1, size=118), strict=True)
+    ]
+    often, once = known[-2:]
+    examples += [LengthExample(often, (3000,) * 16), LengthExample(once, (3000,))]
+    ranker = fitted(examples)
+    assert ranker.expected_tokens(often) > 1.5 * ranker.expected_tokens(once)

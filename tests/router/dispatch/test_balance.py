@@ -71,3 +71,8 @@ def test_typical_batches_are_near_the_lower_bound() -> None:
         costs = random.lognormal(5.5, 0.8, rows).clip(8, 4096).astype(int).tolist()
         reached, bound = fullest(costs, balanced(costs, count)), lower_bound(costs, count)
         assert reached <= bound * (1 + 10 * CLOSE_ENOUGH), (rows, count)
+
+
+def test_one_item_more_than_parts_puts_two_of_them_together() -> None:
+    assert lower_bound([6, 6, 6], 2) == 12
+    assert lower_bound([9, 6, 5, 1], 2) == 11

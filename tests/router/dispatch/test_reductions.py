@@ -6,13 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl import losses
+from plexrl.errors import DeviceMemoryFullError
 from plexrl.router.dispatch.reductions import (
+    cause_of,
     gather_metrics,
     gather_moves,
     loss_denominator,
     non_finite_error,
     row_masks,
 )
+from plexrl.wire.messages import Failed
 from plexrl.wire.operations import OperationKind
 
 
@@ -82,3 +85,22 @@ def test_numbers_that_are_not_finite_are_never_a_success(
     assert error is not None
     assert f"{kind.value} computed numbers that are not finite" in error.message
     assert non_finite_error(kind, {name: values[::2]}) is None
+
+
+def test_a_lack_of_device_memory_is_reported_before_what_it_caused() -> None:
+    cut, refused, other = (
+        Failed(operation="o", token=1, error={"code": code})
+        for code in ("connection_lost", DeviceMemoryFullError.code, "device")
+    )
+    assert cause_of([cut, refused]) == refused.error
+    assert cause_of([cut, other]) == cut.error
+
+
+def test_a_sync_of_which_one_rank_pulled_a_delta_is_one() -> None:
+    full, delta = (
+        {"bytes_moved": 4, "seconds": 1.0, "tier": "host", "bytes_wanted": 8, "way": way}
+        | {"sources": {"tcp": 4}}
+        for way in ("full", "delta")
+    )
+    assert gather_moves([full, delta])["way"] == "delta"
+    assert gather_moves([full, full])["way"] == "full"

@@ -20,6 +20,7 @@ def view(job: str, state: str, tokens_per_s: float, seen: dict[str, int]) -> Pla
         "job": job,
         "name": "secret-name",
         "state": state,
+        "waits_for": f"{job} waits",
         "batches_ready": 1,
         "in_flight": 6,
         "tokens_per_s": tokens_per_s,
@@ -65,6 +66,7 @@ def test_many_requests_share_one_question_and_metrics_have_sums_without_names(
         answers = await asyncio.gather(*(views.views() for _ in range(50)))
         assert all(each == found for each in answers)
         text = metrics_text(await views.metrics()).decode()
+        assert await views.waits("b") == [{"rollout": "secret-name", "waits_for": "b waits"}]
         assert asked == [{"job": None}]
         await link.close()
         server.close()

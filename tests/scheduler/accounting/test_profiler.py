@@ -157,3 +157,69 @@ def test_any_log_gives_a_valid_trace_or_none(cycles: list[Cycle]) -> None:
     assert found is None or isinstance(found, DemandTrace)
     part = profiler.waiting_part(cycles)
     assert part is None or 0.0 <= part <= 1.0 + 1e-9
+
+
+def cycle_of(*spans: BusySpan, length_s: float = 100.0) -> Cycle:
+    busy_s = sum(span.duration_s for span in spans)
+    return Cycle(started_at=0.0, length_s=length_s, waited_s=0.0, busy_s=busy_s, spans=spans)
+
+
+def test_a_wait_beside_a_rollout_delays_nothing_only_if_the_trainer_idles_afterwards() -> None:
+    def waited_s(idle_s: float) -> float:
+        one, now = deployment(), 0.0
+        for _ in range(4):
+            began_at = now
+            one.burst.want(now)
+            now += 30.0
+            profiler.next_began(one, OperationKind.OPTIM_STEP, now)
+            profiler.run_began(one, now, overlapped=True)
+            now += 70.0 - idle_s
+            profiler.run_ended(one, OperationKind.OPTIM_STEP, now - 1, now, overlapped=False)
+            now = began_at + 100.0
+        return one.cycles.measured[-1].waited_s
+
+    usual_s = profiler.MERGE_PART * 100.0
+    assert waited_s(usual_s + 1.0) == 0.0
+    assert waited_s(usual_s - 1.0) == 30.0, "so short a pause is the controller's own step"
+
+
+def test_of_equally_common_numbers_of_segments_the_smaller_one_counts() -> None:
+    one = cycle_of(BusySpan(0.0, 30.0, False))
+    two = cycle_of(BusySpan(0.0, 30.0, False), BusySpan(60.0, 10.0, False))
+    for cycles in ([one, one, two, two], [two, two, one, one]):
+        found = profiler.profile(cycles)
+        assert found is not None
+        assert len(found.segments) == 1
+
+
+def test_a_segment_has_slack_if_it_overlapped_in_more_than_half_of_the_cycles() -> None:
+    def slack_s(*overlapped: bool) -> float:
+        found = profiler.profile([cycle_of(BusySpan(0.0, 30.0, each)) for each in overlapped])
+        assert found is not None
+        return found.segments[0].slack_s
+
+    assert slack_s(True, False, True, False) == 0.0
+    assert slack_s(True, True, True, False) == 70.0
+
+
+def test_jitter_is_the_deviation_of_a_normal_distribution() -> None:
+    rng = random.Random(3)
+    lengths = [rng.gauss(100.0, 5.0) for _ in range(999)]
+    found = profiler.profile([cycle_of(BusySpan(0.0, 9.0, False), length_s=s) for s in lengths])
+    assert found is not None
+    assert found.jitter_s == pytest.approx(5.0, rel=0.15)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_cycles_that_become_shorter_or_longer_or_less_or_more_busy_are_a_drift(
+    factor: float,
+) -> None:
+    usual = profiler.profile([cycle_of(BusySpan(0.0, 30.0, False))] * 3)
+    assert usual is not None
+    other_period = [cycle_of(BusySpan(0.0, 30.0, False), length_s=100.0 * factor)] * 3
+    other_work = [cycle_of(BusySpan(0.0, 30.0 * factor, False))] * 3
+    for cycles in (other_period, other_work):
+        assert profiler.has_drifted(usual, cycles, 0.2)
+        assert not profiler.has_drifted(
+            usual, [*cycles[:2], cycle_of(BusySpan(0.0, 30.0, False))], 0.2
+        )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from plexrl import errors
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.placement.scarcity import is_scarce
+from plexrl.scheduler.placement.choice.scarcity import is_scarce
 from plexrl.scheduler.queries.views import usage_view
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev

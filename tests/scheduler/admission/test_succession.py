@@ -3,7 +3,7 @@
 import pytest
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.placement.scarcity import is_scarce
+from plexrl.scheduler.placement.choice.scarcity import is_scarce
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster

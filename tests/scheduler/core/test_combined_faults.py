@@ -85,11 +85,13 @@ def test_a_run_that_meets_another_error_is_held_no_more() -> None:
     cluster.submit("a2", "a/train", "forward_backward")
     _run_next(cluster)
     cluster.refuse(cluster.runs[0])
-    assert [each["deployment"] for each in held_view(cluster.core.cluster.state)] == ["a/train"]
+    assert [
+        each["deployment"] for each in held_view(cluster.core.cluster.state, sees_all=True)
+    ] == ["a/train"]
     _run_next(cluster)
     _fail(cluster, "invalid_request")
     assert cluster.state_of("a2") != "failed"
-    assert held_view(cluster.core.cluster.state) == []
+    assert held_view(cluster.core.cluster.state, sees_all=True) == []
 
 
 def test_a_cancelled_hold_says_nothing_of_what_comes_later() -> None:
@@ -100,7 +102,7 @@ def test_a_cancelled_hold_says_nothing_of_what_comes_later() -> None:
     cluster.send(ev.OperationCancelled(operation="a1"))
     cluster.pass_time(100.0)
     cluster.submit("a2", "a/train", "forward_backward")
-    assert held_view(cluster.core.cluster.state) == []
+    assert held_view(cluster.core.cluster.state, sees_all=True) == []
 
 
 def test_processes_that_wait_for_room_are_among_what_is_held() -> None:
@@ -108,11 +110,11 @@ def test_processes_that_wait_for_room_are_among_what_is_held() -> None:
     cluster.submit("a1", "a/train", "forward_backward")
     _run_next(cluster)
     _fail(cluster, "storage_full", state_intact=False)
-    (held,) = held_view(cluster.core.cluster.state)
+    (held,) = held_view(cluster.core.cluster.state, sees_all=True)
     assert (held["code"], held["message"]) == ("storage_full", "told")
     cluster.settle()
     assert cluster.state_of("a1") == "finished"
-    assert held_view(cluster.core.cluster.state) == []
+    assert held_view(cluster.core.cluster.state, sees_all=True) == []
 
 
 def test_a_finished_run_whose_error_cannot_be_read_has_failed() -> None:
@@ -281,3 +283,18 @@ def test_the_estimate_of_a_start_is_compared_once() -> None:
         cluster.refuse(cluster.runs[0])
     cluster.settle()
     assert cluster.core.explain_job("a", cluster.now)["eta_quality"]["estimates"] == 1
+
+
+def test_nodes_that_were_cut_off_speak_against_no_job_at_work() -> None:
+    cluster = _started(launch_attempts=1)
+    cluster.submit("a1", "a/train", "forward_backward")
+    for _ in range(5):
+        while not cluster.runs:
+            cluster.launch(cluster.launches[0])
+        cluster.wpgs["a/train"].nodes = set()
+        cluster.wpgs["a/train"].device = None
+        cluster.runs.clear()
+        (node,) = cluster.nodes.values()
+        cluster.send(replace(node, workers=(), was_fenced=True))
+    cluster.settle()
+    assert cluster.state_of("a1") == "finished"

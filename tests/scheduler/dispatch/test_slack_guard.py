@@ -166,8 +166,7 @@ def guest_burst(cluster: FakeCluster, **fields: float) -> Candidate:
 
 def checked_after(cluster: FakeCluster, burst: Candidate) -> float | None:
     state, settings = cluster.core._context.state, cluster.core._context.settings
-    (group,) = [each for each in state.groups.values() if each.shared]
-    return holds_back(state, settings, group, member(cluster, "c"), burst, cluster.now)
+    return holds_back(state, settings, member(cluster, "c"), burst, cluster.now)
 
 
 def expecting_cluster(**changes: object) -> tuple[FakeCluster, float]:
@@ -178,8 +177,7 @@ def expecting_cluster(**changes: object) -> tuple[FakeCluster, float]:
         finish_burst(cluster, job)
         cluster.settle()
     state = cluster.core._context.state
-    (group,) = [each for each in state.groups.values() if each.shared]
-    critical_s = next_critical_s(state, group, member(cluster, "c"), cluster.now)
+    critical_s = next_critical_s(state, member(cluster, "c"), cluster.now)
     assert critical_s is not None
     assert critical_s > 20.0
     return cluster, critical_s

@@ -158,7 +158,7 @@ def test_a_node_without_a_free_port_delays_the_launch_until_there_is_one() -> No
     assert cluster.launches == []
     assert cluster.core.deployment_view("k/a", cluster.now)["state"] == "launching"
     cluster.submit("o", "k/a", "forward")
-    (condition,) = held_view(cluster.core.cluster.state)
+    (condition,) = held_view(cluster.core.cluster.state, sees_all=True)
     assert "7000 to 7000 of node 'n0'" in condition["message"]
     cluster.send(ev.JobFinished(job="j", outcome="completed"))
     cluster.settle()

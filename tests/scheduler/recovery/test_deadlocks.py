@@ -160,3 +160,23 @@ def test_all_jobs_get_their_gpus_in_any_order_of_deployments(
         assert whole, f"{placed(cluster)} wait for each other"
         end(cluster, whole[0])
         del left[whole[0]]
+
+
+def test_of_stuck_jobs_the_one_that_no_node_can_hold_gives_its_gpus_back() -> None:
+    cluster = cluster_of(4, 4, 8, node_replace_s=1e6)
+    for job in ("impossible", "half"):
+        cluster.job(job)
+        cluster.deploy(f"{job}/one", "rollout", workers=4)
+        cluster.pass_time(1.0)
+    cluster.job("large")
+    cluster.deploy("large/one", "rollout", workers=8)
+    on = {
+        job: cluster.core.deployment_view(f"{job}/one", cluster.now)["ranks"][0]["node"]
+        for job in ("impossible", "half", "large")
+    }
+    cluster.deploy("impossible/two", "rollout", workers=8)
+    cluster.lose_node(on["large"])
+    cluster.deploy("half/two", "rollout", workers=4)
+    assert placed(cluster) == ["half/one", "half/two", "large/one"]
+    first = cluster.core.explain_job("half", cluster.now)["deployments"][0]
+    assert not first["moved_because"], "it gave its GPUs back too"

@@ -122,3 +122,19 @@ def test_a_job_set_aside_is_in_no_queue_after_a_restart() -> None:
     cluster.send(ev.ControllerAttached(job="a", controller="new"))
     cluster.settle()
     assert placed(cluster) == ["a/actor"]
+
+
+def test_a_detached_job_whose_workers_start_runs_its_operations_before_it_is_set_aside() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.join_node(4, "n1")
+    cluster.join_router()
+    cluster.job("a")
+    cluster.deploy("a/actor", "rollout", workers=4)
+    cluster.submit("o", "a/actor", "generate")
+    detach(cluster, "a")
+    cluster.job("b")
+    cluster.deploy("b/actor", "rollout", workers=2)
+    assert placed(cluster) == ["a/actor"]
+    cluster.settle()
+    assert cluster.state_of("o") == "finished"
+    assert placed(cluster) == ["b/actor"]

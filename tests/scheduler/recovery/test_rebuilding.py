@@ -327,12 +327,12 @@ def test_beyond_the_bound_the_node_is_awaited_or_the_job_ends(rebuild_operations
     assert ending.state_of("a:5") == "cancelled"
 
 
-def synced(**changes: object) -> FakeCluster:
+def synced(*, shares: bool = False, **changes: object) -> FakeCluster:
     """A trainer on n0 whose rollout there has pulled its weights; n1 is empty."""
     cluster = cluster_of(2, rebuild_operations=10, **changes)
     cluster.job("a")
     cluster.deploy("a/actor")
-    cluster.deploy("a/rollout", "rollout", workers=1)
+    cluster.deploy("a/rollout", "rollout", workers=1, shares=shares)
     cluster.submit("a:0", "a/actor", "optim_step")
     cluster.submit("sync", "a/rollout", "sync_weights", source="a/actor")
     cluster.settle()
@@ -472,3 +472,20 @@ def test_a_copy_of_a_damaged_version_is_not_awaited() -> None:
     train(cluster, 3)
     assert explained(cluster, "a")["nodes"] == ["n1"]
     assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", "a:3"]
+
+
+def test_a_rollout_that_shares_a_group_is_restarted_and_waits_for_no_publish() -> None:
+    cluster = synced(shares=True)
+    assert cluster.core._context.state.deployment("a/rollout").shares
+    cluster.kill("a/rollout")
+    cluster.submit("draw", "a/rollout", "generate")
+    for _ in range(20):
+        if cluster.runs and cluster.runs[0].operation == "sync":
+            break
+        if cluster.launches:
+            cluster.launch(cluster.launches[0])
+        else:
+            cluster.execute(cluster.runs[0])
+    refuse(cluster, cluster.runs[0], StateLostError("the version is gone"))
+    assert [launch.deployment for launch in cluster.launches] == ["a/rollout"]
+    assert not any(run.kind.value == "publish" for run in cluster.runs)

@@ -6,6 +6,15 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from plexrl.scheduler.placement.contention.service_level import waiting_bound
+from plexrl.scheduler.recovery.evacuation import may_displace
+from plexrl.scheduler.recovery.relocation import (
+    CYCLES_MIN,
+    REOPEN_PART,
+    consider_relief,
+    may_move,
+)
+from plexrl.scheduler.state.deployment.cycles import Cycle
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.messages import ReleaseState
 from plexrl.wire.messages.views import PlacedDeploymentView
@@ -441,3 +450,42 @@ def test_a_wpg_that_moves_to_fewer_nodes_releases_its_state_on_the_others() -> N
     assert explained(cluster, "a")["nodes"] == ["n2"]
     wpg = cluster.wpgs["a/actor"]
     assert all(nodes == {"n2"} for nodes in wpg.held_on.values() if nodes)
+
+
+def test_a_wpg_whose_state_is_being_copied_is_not_displaced() -> None:
+    cluster = migrating()
+    context = cluster.core._context
+    deployment = context.state.deployment("a/actor")
+    assert not may_displace(context.state, context.settings, deployment)
+    cluster.settle()
+    assert may_displace(context.state, context.settings, deployment)
+
+
+def test_each_move_doubles_the_time_until_the_next_one() -> None:
+    cluster = cluster_of(repack_interval_s=REST_S)
+    with_jobs(cluster, "a")
+    context = cluster.core._context
+    deployment = context.state.deployment("a/actor")
+    for count in range(4):
+        rest_s = REST_S * 2**count
+        deployment.moves.count, deployment.moves.last_at = count, 1000.0
+        assert not may_move(context.settings, deployment, 1000.0 + rest_s - 1.0)
+        assert may_move(context.settings, deployment, 1000.0 + rest_s)
+
+
+@pytest.mark.parametrize(("waited", "reopens"), [(REOPEN_PART * 0.99, True), (0.95, False)])
+def test_a_closed_group_opens_only_if_its_members_wait_much_less_than_they_accept(
+    waited: float, reopens: bool
+) -> None:
+    cluster = cluster_of(1, policy="pack")
+    with_jobs(cluster, "a", "b")
+    whole = cluster.core._context.cluster
+    deployment = whole.state.deployment("a/actor")
+    (group,) = whole.state.groups.values()
+    group.is_closed = True
+    part = waited * waiting_bound(whole.state, whole.settings, deployment)
+    for index in range(CYCLES_MIN):
+        at = cluster.now + 1.0 + index
+        deployment.cycles.add(Cycle(at, 100.0, 100.0 * part, 10.0, ()))
+    assert not consider_relief(whole, deployment, cluster.now)
+    assert group.is_closed is not reopens

@@ -4,8 +4,9 @@ from enum import StrEnum
 
 import pytest
 
-from plexrl.ids import DeploymentId, GroupId
+from plexrl.ids import DeploymentId, GroupId, JobId
 from plexrl.scheduler.state import group_lock
+from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.machines import (
     job_states,
     operation_states,
@@ -16,7 +17,7 @@ from plexrl.scheduler.state.machines.job_states import JobState
 from plexrl.scheduler.state.machines.lock_states import LockState
 from plexrl.scheduler.state.machines.transitions import IllegalTransitionError
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.records import Group, State
+from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationState
 from scripts.state_machines import TABLES
 from tests.scheduler.fake_cluster import FakeCluster
@@ -75,40 +76,87 @@ def test_a_pair_that_the_table_lacks_raises() -> None:
         )
 
 
-def group_of(*members: str) -> Group:
-    names = [DeploymentId(each) for each in members]
-    return Group(group=GroupId("g"), gpus=(), shared=True, serial=1, members=names)
+def locked_state(**groups_of: tuple[str, ...]) -> State:
+    """A state with deployments and their groups, all free."""
+    state = State()
+    for name, groups in groups_of.items():
+        member = Deployment(
+            deployment=DeploymentId(name),
+            job=JobId(name),
+            kind="train",
+            workers=len(groups),
+            state_bytes=1,
+            exclusive=False,
+            spec_json="{}",
+            created_at=0.0,
+            estimates=Estimates(state_bytes=1),
+            groups=tuple(map(GroupId, groups)),
+        )
+        state.deployments[member.deployment] = member
+        for each in member.groups:
+            made = Group(group=each, gpus=(), shared=True, serial=len(state.groups) + 1)
+            state.groups.setdefault(each, made).members.append(member.deployment)
+    return state
 
 
 def test_the_lock_goes_from_member_to_member_and_each_grant_has_a_new_token() -> None:
-    state, group = State(), group_of("a", "b")
-    a, b = group.members
-    group_lock.grant(state, group, a)
+    state = locked_state(a=("g",), b=("g",))
+    (group,), (a, b) = state.groups.values(), state.deployments.values()
+    group_lock.grant(state, a)
     assert (group_lock.lock_state(group), group.token) == (LockState.HELD, 1)
-    group_lock.begin_switch(group, b)
+    group_lock.begin_switch(state, b)
     assert group_lock.lock_state(group) is LockState.SWITCHING
-    group_lock.hand_over(group, b)
-    assert (group.holder, group.incoming) == (b, None)
-    group_lock.begin_switch(group, a)
-    group_lock.withdraw(group, a)
-    assert (group_lock.lock_state(group), group.holder) == (LockState.HELD, b)
-    group_lock.withdraw(group, b)
+    group_lock.hand_over(state, b)
+    assert (group.holder, group.incoming) == (b.deployment, None)
+    group_lock.begin_switch(state, a)
+    group_lock.withdraw(state, a)
+    assert (group_lock.lock_state(group), group.holder) == (LockState.HELD, b.deployment)
+    group_lock.withdraw(state, b)
     assert group_lock.lock_state(group) is LockState.FREE
-    group_lock.grant(state, group, b)
+    group_lock.grant(state, b)
     assert group.token == 2
 
 
 def test_a_lock_that_is_held_is_not_granted_and_one_that_is_free_is_not_released() -> None:
-    state, group = State(), group_of("a", "b")
-    a, b = group.members
+    state = locked_state(a=("g",), b=("g",))
+    (group,), (a, b) = state.groups.values(), state.deployments.values()
     with pytest.raises(IllegalTransitionError):
         group_lock.release(group)
+    group_lock.grant(state, a)
     with pytest.raises(IllegalTransitionError):
-        group_lock.begin_switch(group, b)
-    group_lock.grant(state, group, a)
+        group_lock.grant(state, b)
+    assert (group.holder, group.token) == (a.deployment, 1)
+
+
+def test_a_member_of_several_groups_gets_their_locks_at_once_under_one_token() -> None:
+    state = locked_state(small=("g1",), large=("g1", "g2"), other=("g2",))
+    one, two = state.groups.values()
+    small, large, other = state.deployments.values()
+    group_lock.grant(state, small)
+    group_lock.grant(state, other)
+    group_lock.begin_switch(state, large)
+    group_lock.vacate(one)
+    assert group_lock.lock_state(one) is LockState.AWAITED
     with pytest.raises(IllegalTransitionError):
-        group_lock.grant(state, group, b)
-    assert (group.holder, group.token) == (a, 1)
+        group_lock.grant(state, small)
+    group_lock.vacate(two)
+    group_lock.hand_over(state, large)
+    assert one.holder == two.holder == large.deployment
+    assert one.token == two.token > 2
+
+
+def test_a_member_that_leaves_while_it_awaits_frees_all_that_it_had_reserved() -> None:
+    state = locked_state(small=("g1",), large=("g1", "g2"))
+    one, two = state.groups.values()
+    small, large = state.deployments.values()
+    group_lock.grant(state, small)
+    group_lock.begin_switch(state, large)
+    assert group_lock.lock_state(two) is LockState.AWAITED
+    group_lock.withdraw(state, large)
+    assert (one.holder, one.incoming, two.incoming) == (small.deployment, None, None)
+    group_lock.begin_switch(state, large)
+    group_lock.withdraw(state, small)
+    assert group_lock.lock_state(one) is group_lock.lock_state(two) is LockState.FREE
 
 
 def job_state(cluster: FakeCluster, job: str) -> str:

@@ -120,3 +120,8 @@ def test_each_byte_is_sent_once_whatever_the_sources_speeds(
                     covered[start + index * stride : start + index * stride + size] += 1
         assert covered.max() == 1
         assert int(covered.sum()) == wanted
+
+
+def test_of_sources_that_are_done_at_the_same_time_the_first_one_sends() -> None:
+    assert assigned([10], [[0, 1, 2]], alike(3)) == [0]
+    assert assigned([10], [[2, 1, 0]], alike(3)) == [0]

@@ -19,6 +19,7 @@ from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout.layout import lay_out
 from plexrl.statemanager.layout.versions import Manifest, Section, VersionKind
 from plexrl.statemanager.store.background.drain import Drainer
+from plexrl.statemanager.store.background.prefetch import HINTS_MAX, Prefetcher
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from tests.statemanager.conftest import MIB, run_together, wait_until
@@ -478,3 +479,16 @@ def test_versions_being_stored_count_against_the_quota(
         store.drop(former)
         for rank in ranks:
             rank.check(seq)
+
+
+def test_no_more_prefetches_wait_than_the_bound(
+    open_store: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefetcher = Prefetcher(open_store())
+    # Its thread has ended, so that nothing leaves the queue.
+    prefetcher.close()
+    for seq in range(HINTS_MAX):
+        prefetcher.hint("a/actor", seq)
+    assert "is full" not in caplog.text
+    prefetcher.hint("a/actor", HINTS_MAX)
+    assert f"version {HINTS_MAX} of a/actor is not prefetched" in caplog.text

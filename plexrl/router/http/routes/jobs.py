@@ -52,8 +52,11 @@ async def get(request: Request, services: Services, job: str) -> Plain:
 
 @ROUTES.get("/{job}/explain", summary="Why the job waits or runs, and until when")
 async def explain(request: Request, services: Services, job: str) -> Plain:
-    """Reasons, holders and estimates for the job's unfinished operations and its deployments."""
-    return await services.ask(request, "explain_job", job=job)
+    """Reasons, holders and estimates for the job's unfinished operations and its deployments, and
+    what its asynchronous rollouts wait for, such as rewards (`rollouts`; null: their service does
+    not answer)."""
+    view = await services.ask(request, "explain_job", job=job)
+    return {**view, "rollouts": await services.rollout_views.waits(job)}
 
 
 @ROUTES.post("/{job}/finish", summary="End a job")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from plexrl.ids import GroupId
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.waiting.units import Size, Sizes
 from plexrl.scheduler.rules.limits import TOTAL_MAX
@@ -96,6 +97,12 @@ class FitBounds:
         # Deployments that may take free GPUs first, because they create the groups.
         for may_take, size in sorted(zip(takes_free, sizes, strict=True), reverse=True):
             is_sharing = size.shares and self._policy_shares
+            if is_sharing and self._cluster.settings.divides_groups:
+                # It may be on the GPUs of smaller ones, too.
+                smaller = [each.workers for each in sizes if each.shares]
+                beside = sum([workers for workers in smaller if workers < size.workers])
+                if beside and self.groups(size._replace(workers=max(1, size.workers - beside))):
+                    continue
             if is_sharing and (size.workers in new or self.groups(size) is not None):
                 continue
             if not may_take or self.free_state_bytes(size) == NO_FIT:
@@ -107,17 +114,31 @@ class FitBounds:
                 new.add(size.workers)
         return True
 
+    def _unions(self, size: Size) -> list[tuple[GroupId, ...]]:
+        """The groups of deployments that span several and have this many GPUs or more."""
+        state = self._cluster.state
+        names = {name: None for group in state.groups.values() for name in group.members}
+        spanning = [state.deployments[name] for name in names if state.deployments[name].spans]
+        return [each.groups for each in spanning if each.workers >= size.workers]
+
     def _bound_groups(self, size: Size) -> GroupBound | None:
         config, index = self._cluster.settings.config, self._cluster.inventory.index
         loads, states = [], []
-        for shape in index.shapes(size.workers, size.node_type):
+        larger = self._cluster.settings.divides_groups
+        for shape in index.shapes(size.workers, size.node_type, or_larger=larger):
             table = index.table(shape)
             rows = (table.is_open & (table.members < config.residents_max)).nonzero()[0]
             if rows.size:
                 loads.append(table.load[rows])
                 # Of a host optimizer a part of the state is never on a real GPU.
-                on_gpus = TOTAL_MAX if shape.gpu_kind else shape.gpu_memory_bytes * shape.gpus
-                states.append(np.minimum(table.state_bytes_free[rows], on_gpus))
+                on_gpus = TOTAL_MAX if shape.gpu_kind else shape.gpu_memory_bytes * size.workers
+                scaled = (table.state_bytes_free[rows] // shape.gpus + 1) * size.workers
+                states.append(np.minimum(scaled, on_gpus))
+        for union in self._unions(size) if larger else ():
+            there = [index.slots(name) for name in union]
+            loads.append(np.array([max([each.table.load[each.row] for each in there])]))
+            free = [int(each.table.state_bytes_free[each.row]) // each.shape.gpus for each in there]
+            states.append(np.array([min(TOTAL_MAX, (min(free) + 1) * size.workers)]))
         if not loads:
             return None
         load, state = np.concatenate(loads), np.concatenate(states)

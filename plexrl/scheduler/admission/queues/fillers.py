@@ -7,6 +7,7 @@ or quota. When the last member leaves a group, its filler does too, and waits fo
 
 from plexrl.scheduler.placement.capacity.needs import holds
 from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.placement import put_on
 from plexrl.scheduler.rules.switch_cost import load_s
 from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord
 
@@ -45,9 +46,7 @@ def place_fillers(cluster: Cluster, now: float) -> list[Deployment]:
 def _join(cluster: Cluster, group: Group, deployment: Deployment, now: float) -> None:
     del cluster.fillers[deployment.deployment]
     group.fillers.append(deployment.deployment)
-    deployment.group = group.group
-    deployment.ranks = group.gpus
-    deployment.nodes = cluster.inventory.nodes(group)
+    put_on(deployment, (group,))
     cluster.hold(deployment, +1, now)
     cluster.inventory.reserve(deployment, strict=False)
     deployment.placement = PlacementRecord(

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
-from plexrl.ids import DeploymentId
+from plexrl.ids import DeploymentId, GroupId
 from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.accounting.quotas import over_quota
 from plexrl.scheduler.admission.order import is_partial
@@ -11,14 +11,17 @@ from plexrl.scheduler.admission.queues.expected_ends import expected_end
 from plexrl.scheduler.admission.queues.reservations import Reservation
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.contention.colocation import spans_later
 from plexrl.scheduler.placement.fit.feasibility import gang_of
 from plexrl.scheduler.placement.fit.rehearsal import in_placement_order
 from plexrl.scheduler.placement.placement import leave, modes, place
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.state.demand.trace import DemandTrace
-from plexrl.scheduler.state.records import Deployment, Group, Job
+from plexrl.scheduler.state.records import Deployment, Job
 
-_OWN: Final = frozenset({PlacementMode.COLOCATED, PlacementMode.SIBLINGS})
+_OWN: Final = frozenset({PlacementMode.COLOCATED, PlacementMode.SPANNING, PlacementMode.SIBLINGS})
+_FREE: Final = frozenset({PlacementMode.DEDICATED, PlacementMode.SPANNING})
+"""Modes that may take free GPUs."""
 
 BlockingRequest = tuple[str, int]
 """(node type, workers) of a deployment that blocks the deployments behind it."""
@@ -72,14 +75,15 @@ def _place_in_order(
     reservations: Sequence[Reservation],
     now: float,
 ) -> bool:
-    done: list[tuple[Deployment, Group, float]] = []
-    """Each with its group, and since when that had one member."""
-    for deployment in in_placement_order(gang):
+    done: list[tuple[Deployment, dict[GroupId, float]]] = []
+    """Each with its groups, and since when these had one member."""
+    for deployment in _rollouts_first(cluster, in_placement_order(gang)):
         group = place(cluster, deployment, now, only=allowed[deployment.deployment])
         if group is None:
             _undo(cluster, done, now)
             return False
-        done.append((deployment, group, group.alone_since))
+        groups = cluster.state.groups_of(deployment)
+        done.append((deployment, {each.group: each.alone_since for each in groups}))
     ends_at = expected_end(cluster.state, cluster.state.job(gang[0].job), now)
     left = [each.left_after(gang, ends_at, now) for each in reservations]
     for found in left:
@@ -92,10 +96,19 @@ def _place_in_order(
     return True
 
 
-def _undo(cluster: Cluster, done: list[tuple[Deployment, Group, float]], now: float) -> None:
-    for deployment, group, alone_since in reversed(done):
-        leave(cluster, deployment, now)
-        group.alone_since = alone_since
+def _rollouts_first(cluster: Cluster, gang: list[Deployment]) -> list[Deployment]:
+    """First the rollouts on whose GPUs a larger deployment of the gang can be, too."""
+    if not cluster.settings.divides_groups:
+        return gang
+    first = {name.deployment: None for each in gang for name in spans_later(cluster, each)}
+    return sorted(gang, key=lambda each: each.deployment not in first)
+
+
+def _undo(
+    cluster: Cluster, done: list[tuple[Deployment, dict[GroupId, float]]], now: float
+) -> None:
+    for deployment, alone_since in reversed(done):
+        leave(cluster, deployment, now, alone_since)
         deployment.ranks = ()
         deployment.nodes = ()
         deployment.placement = None
@@ -116,7 +129,7 @@ def allowed_modes(
         if each.workers in rivals:
             found[each.deployment] = ()
         elif rivals:
-            left = [mode for mode in found[each.deployment] if mode != PlacementMode.DEDICATED]
+            left = [mode for mode in found[each.deployment] if mode not in _FREE]
             found[each.deployment] = tuple(left)
     return found
 

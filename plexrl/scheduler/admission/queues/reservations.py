@@ -57,7 +57,7 @@ class Reservation:
             return self._free
         cluster, left = self._cluster, dict(self._free)
         names = {each.deployment for each in gang}
-        for name in {each.group: None for each in gang if each.group is not None}:
+        for name in {group: None for each in gang for group in each.groups}:
             group = cluster.state.groups[name]
             if _end_of(cluster, group, now, without=names) <= self.at:
                 _subtract(cluster, left, group)

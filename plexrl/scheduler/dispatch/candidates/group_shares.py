@@ -64,6 +64,21 @@ def settle_shares(
         group.shares[holder] += served_s / weight_of(state, holder)
 
 
+def settle_all(
+    state: "State",
+    settings: "Settings",
+    groups: "Sequence[Group]",
+    contenders: "Sequence[Deployment]",
+    now: float,
+) -> None:
+    """As `settle_shares`, for all groups of a holder."""
+    for group in groups:
+        there = contenders
+        if len(groups) > 1:
+            there = [each for each in contenders if group.group in each.groups]
+        settle_shares(state, settings, group, there, now)
+
+
 def share_of(group: "Group", tenant: "TenantId") -> float:
     """The tenant's share of the group; of one that has just begun to contend the least."""
     shares = group.shares

@@ -1,5 +1,6 @@
 """What a deployment could run now if it had its group: whether there is something, and how much."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from plexrl.ids import OperationId
@@ -43,6 +44,21 @@ def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
     return after is None or _is_over(state, after)
 
 
+def waiting_for(
+    state: State, groups: Sequence[Group], besides: Deployment | None, now: float
+) -> list[Deployment]:
+    """All members of the groups that want them, each once, except `besides`."""
+    waiting = []
+    for group in groups:
+        for name in group.members:
+            member = state.deployments[name]
+            if member.queue and member is not besides and wants_the_group(state, member, now):
+                waiting.append(member)
+    if len(groups) == 1:
+        return waiting
+    return list({each.deployment: each for each in waiting}.values())
+
+
 def queued_s(state: State, deployment: Deployment, count: int) -> float:
     """Estimated seconds of the first `count` queued operations: of `LOOK_AHEAD` of them one by one,
     of the others by the mean of those."""
@@ -54,8 +70,9 @@ def queued_s(state: State, deployment: Deployment, count: int) -> float:
     return found_s * count / looked if count > looked else found_s
 
 
-def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
-    """The waiting burst of `deployment`, as input for the ordering."""
+def candidate(state: State, deployment: Deployment) -> Candidate:
+    """The waiting burst of `deployment`, as input for the ordering; equal on all its groups, so
+    that they agree on who goes first."""
     estimates = deployment.estimates
     queue = deployment.queue
     head_s = queued_s = burst_s = arrived_at = cycle_s = 0.0
@@ -74,17 +91,22 @@ def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
         if ended_at is not None:
             cycle_s = max(0.0, arrived_at - ended_at) + max(queued_s, burst_s)
     job = state.jobs[deployment.job]
+    groups = state.groups_of(deployment)
+    setup_s, share = switch_cost(state, groups[0], deployment), share_of(groups[0], job.tenant)
+    for group in groups[1:]:
+        setup_s = max(setup_s, switch_cost(state, group, deployment))
+        share = max(share, share_of(group, job.tenant))
     return Candidate(
         name=deployment.deployment,
         serial=deployment.serial,
         arrived_at=arrived_at,
         service_s=max(queued_s, burst_s),
-        setup_s=switch_cost(state, group, deployment),
+        setup_s=setup_s,
         head_s=head_s,
         cycle_s=cycle_s,
         served_at=deployment.burst.served_at,
-        turns_away=_turns_away(group, deployment),
-        share=share_of(group, job.tenant),
+        turns_away=_turns_away(groups[0], deployment),
+        share=share,
         priority=job.priority,
     )
 

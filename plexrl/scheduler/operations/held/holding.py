@@ -18,7 +18,11 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, NodeId
 from plexrl.scheduler.accounting.usage import discard
-from plexrl.scheduler.operations.held.unreturned_memory import foreign_memory, message_for
+from plexrl.scheduler.operations.held.unreturned_memory import (
+    foreign_memory,
+    named_holders,
+    reason_for,
+)
 from plexrl.scheduler.operations.submission.queue_order import return_to_queue
 from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.group_lock import fence
@@ -27,7 +31,7 @@ from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation, change_operation
-from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.messages.cluster_views import ForeignMemoryView, HeldView
 
 CONDITIONS = (
@@ -51,10 +55,9 @@ def hold(
     now: float,
 ) -> None:
     """Retry a run, which is no longer in flight, after a back-off."""
-    delay(state, deployment, error, now)
-    assert deployment.group is not None, f"{operation.operation} ran without a group"
-    effects.wake(deployment.backoff.until, timers.group_step(deployment.group))
-    effects.touch(deployment.group)
+    delay(deployment, error, now)
+    effects.wake(deployment.backoff.until, timers.group_step(deployment.groups[0]))
+    effects.touch_all(deployment.groups)
     # The open cycle does not measure the job's demand.
     deployment.cycles.abandon()
     discard(operation)
@@ -63,15 +66,14 @@ def hold(
 
 
 def delay(
-    state: State,
     deployment: Deployment,
     error: PlexRLError,
     now: float,
     longest_s: float = BACKOFF_S_MAX,
 ) -> None:
     """Report the condition that a run met, and delay the next one, by at most `longest_s`."""
-    message, foreign = message_for(state, deployment, error), foreign_memory(deployment, error)
-    deployment.backoff.report(error.code, message, now, foreign)
+    foreign, named = foreign_memory(deployment, error), named_holders(deployment, error)
+    deployment.backoff.report(error.code, error.message, now, foreign, named)
     deployment.backoff.retry_later(now, longest_s)
 
 
@@ -86,20 +88,24 @@ def requeue(state: State, deployment: Deployment, operation: Operation, now: flo
         deployment.burst.want(now)
 
 
-def renew_token(state: State, group: Group, operation: Operation) -> None:
-    """Give the group a new token before a run is retried under the same grant: workers answer a
+def renew_token(state: State, deployment: Deployment, operation: Operation) -> None:
+    """Give the groups a new token before a run is retried under the same grant: workers answer a
     repeated (operation, token) with their first answer."""
-    if operation.token == group.token:
-        fence(state, group)
+    groups = state.groups_of(deployment)
+    if operation.token == groups[0].token:
+        fence(state, groups)
 
 
-def held_view(state: State, names: Iterable[DeploymentId] | None = None) -> list[HeldView]:
-    """The deployments among `names`, or among all, that retry runs, with the reason."""
+def held_view(
+    state: State, names: Iterable[DeploymentId] | None = None, *, sees_all: bool
+) -> list[HeldView]:
+    """The deployments among `names`, or among all, that retry runs, with the reason as their tenant
+    or an operator, who `sees_all`, may read it."""
     return [
         {
             "deployment": deployment.deployment,
             "code": deployment.backoff.code,
-            "message": deployment.backoff.reason,
+            "message": reason_for(state, deployment, sees_all=sees_all),
             "since": deployment.backoff.since,
             "tries": deployment.backoff.tries,
         }

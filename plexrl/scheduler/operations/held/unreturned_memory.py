@@ -55,15 +55,24 @@ def foreign_memory(deployment: Deployment, error: PlexRLError) -> tuple[ForeignM
     )
 
 
-def message_for(state: State, deployment: Deployment, error: PlexRLError) -> str:
-    """The message as the tenant of `deployment` may read it: without the names of holders of other
-    tenants."""
-    message, tenant = error.message, state.job(deployment.job).tenant
-    for holder in _read(error).holders:
-        other = state.deployments.get(DeploymentId(holder.deployment))
+def named_holders(deployment: Deployment, error: PlexRLError) -> tuple[DeploymentId, ...]:
+    """The other deployments that the error's message names as holders of memory."""
+    names = {DeploymentId(each.deployment): None for each in _read(error).holders}
+    return tuple([name for name in names if name != deployment.deployment])
+
+
+def reason_for(state: State, deployment: Deployment, *, sees_all: bool) -> str:
+    """Why the deployment's work is delayed, for its tenant, or for an operator, who `sees_all`: a
+    tenant reads no names of other tenants' deployments, nor of those that are forgotten."""
+    reason = deployment.backoff.reason
+    if sees_all:
+        return reason
+    tenant = state.job(deployment.job).tenant
+    for name in deployment.backoff.named:
+        other = state.deployments.get(name)
         if other is None or state.job(other.job).tenant != tenant:
-            message = message.replace(repr(holder.deployment), "another tenant's deployment")
-    return message
+            reason = reason.replace(repr(str(name)), "another tenant's deployment")
+    return reason
 
 
 def keepers(state: State, group: Group, error: PlexRLError) -> list[tuple[Deployment, str]]:

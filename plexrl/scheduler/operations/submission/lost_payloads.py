@@ -58,7 +58,7 @@ def draw_again(
     discard(operation)
     del deployment.running[operation.operation]
     requeue(state, deployment, operation, now)
-    effects.touch(deployment.group)
+    effects.touch_all(deployment.groups)
     return True
 
 
@@ -74,7 +74,7 @@ def replace_payload(
     operation.payload_lost_at = None
     if deployment.backoff.code == PayloadLostError.code:
         deployment.backoff.clear()
-    effects.touch(deployment.group)
+    effects.touch_all(deployment.groups)
 
 
 def lost_payloads(state: State, job: Job) -> list[OperationId]:

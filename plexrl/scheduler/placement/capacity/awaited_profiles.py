@@ -46,9 +46,8 @@ def look_for_profile(
         await_profile(cluster.settings, effects, deployment)
         return
     deployment.cycles.await_no_profile()
-    group = cluster.state.group_of(deployment)
-    assert group is not None, f"the profile of {name} is awaited without a group"
-    cluster.inventory.refresh(group)
+    for group in cluster.state.groups_of(deployment):
+        cluster.inventory.refresh(group)
     cluster.waiting.retry_all_if_any()
 
 

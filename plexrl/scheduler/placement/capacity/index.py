@@ -131,6 +131,11 @@ class ShapeTable:
         return self.device_kept + kept_bytes + most <= self._shape.gpu_memory_bytes
 
     @property
+    def gpus(self) -> int:
+        """GPUs of each group."""
+        return self._shape.gpus
+
+    @property
     def is_virtual(self) -> bool:
         """Whether its GPUs are virtual, and only states count in their memory."""
         return not self._shape.gpu_kind
@@ -202,9 +207,8 @@ class CapacityIndex:
         self._groups[group] = self._table(shape).add(group, serial)
 
     def remove_group(self, group: GroupId) -> None:
-        """Remove a group without residents."""
+        """Remove a group, with its reservations."""
         slots = self._groups.pop(group)
-        assert not slots.footprints, f"{group} still has residents"
         slots.table.remove(slots.row)
 
     def update_capacity(
@@ -225,28 +229,21 @@ class CapacityIndex:
 
     # Reservations
 
-    def reserve(
-        self,
-        group: GroupId,
-        deployment: DeploymentId,
-        footprint: Footprint,
-        duty: float,
-        *,
-        strict: bool,
-    ) -> None:
-        """Subtract a footprint from the group over the whole ring.
-
-        Raises:
-            CapacityError: `strict`, and the group is busy in a segment; nothing changed.
-        """
-        slots = self._groups[group]
-        assert deployment not in slots.footprints, f"{deployment} has a reservation on {group}"
-        if strict and footprint.busy() & slots.busy_of_all():
+    def check_free(self, group: GroupId, deployment: DeploymentId, footprint: Footprint) -> None:
+        """Raises `CapacityError` if the group is busy in a segment of the footprint."""
+        if footprint.busy() & self._groups[group].busy_of_all():
             raise CapacityError(
                 f"group {group!r} is busy during a segment of {deployment!r}: choose another shift "
                 "or group",
                 group=group,
             )
+
+    def reserve(
+        self, group: GroupId, deployment: DeploymentId, footprint: Footprint, duty: float
+    ) -> None:
+        """Subtract a footprint from the group over the whole ring."""
+        slots = self._groups[group]
+        assert deployment not in slots.footprints, f"{deployment} has a reservation on {group}"
         slots.footprints[deployment] = footprint
         slots.duties[deployment] = duty
         self._after_change(slots)
@@ -316,12 +313,14 @@ class CapacityIndex:
         slots = self._groups[group]
         return float(slots.table.load[slots.row])
 
-    def shapes(self, gpus: int, node_type: str) -> list[Shape]:
-        """Existing shapes of that size; of all types if `node_type` is empty."""
+    def shapes(self, gpus: int, node_type: str, *, or_larger: bool = False) -> list[Shape]:
+        """Existing shapes of that size, or of larger ones, too; of all types if `node_type` is
+        empty."""
         return sorted(
             shape
             for shape in self._tables
-            if shape.gpus == gpus and node_type in ("", shape.node_type)
+            if (shape.gpus == gpus or (or_larger and shape.gpus > gpus))
+            and node_type in ("", shape.node_type)
         )
 
     def table(self, shape: Shape) -> ShapeTable:

@@ -5,6 +5,7 @@ The state determines all of it: `Inventory(config, policy, state)` rebuilds it a
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plexrl.ids import DeploymentId, GroupId, NodeId
@@ -53,15 +54,8 @@ class Inventory:
         for node in state.nodes.values():
             self.node_changed(node)
         for group in state.groups.values():
-            self.add_group(group)
-            residents = [state.deployments[name] for name in group.members]
-            self.index.fill(
-                group.group,
-                {each.deployment: (self.footprint(each), self.duty(each)) for each in residents},
-            )
-            fillers = [state.deployments[name] for name in group.fillers]
-            for each in (*residents, *fillers):
-                self._keep(group, each, +1)
+            self.pool.take(group.gpus)
+            self._enter(group)
         for group in state.groups.values():
             self._update_capacity(group)
 
@@ -102,68 +96,98 @@ class Inventory:
     def add_group(self, group: Group) -> None:
         """Add a group formed of free GPUs."""
         self.pool.take(group.gpus)
-        self.index.add_group(group.group, shape_of(group), group.serial)
-        parts = self._parts_of[group.group] = _parts(group)
-        for node in parts:
-            self._groups_on.setdefault(node, {})[group.group] = None
+        self._enter(group)
 
     def remove_group(self, group: Group) -> None:
         """Remove a group without members and free its GPUs."""
-        self.index.remove_group(group.group)
+        self.leave(group)
         self.pool.give_back(group.gpus)
+
+    def leave(self, group: Group) -> None:
+        """Forget a group whose GPUs stay in use: `enter_again` follows."""
+        for name in (*group.members, *group.fillers):
+            self._keep(group, self._state.deployments[name], -1)
+        self.index.remove_group(group.group)
         self._spills.pop(group.group, None)
         for node in self._parts_of.pop(group.group):
             del self._groups_on[node][group.group]
 
+    def enter_again(self, groups: Sequence[Group]) -> None:
+        """Add groups formed of the GPUs, and with the residents, of those that have left."""
+        for group in groups:
+            self._enter(group)
+        for group in groups:
+            self.refresh(group)
+
+    def _enter(self, group: Group) -> None:
+        self.index.add_group(group.group, shape_of(group), group.serial)
+        parts = self._parts_of[group.group] = _parts(group)
+        for node in parts:
+            self._groups_on.setdefault(node, {})[group.group] = None
+        residents = [self._state.deployments[name] for name in group.members]
+        if residents:
+            self.index.fill(
+                group.group,
+                {each.deployment: (self.footprint(each), self.duty(each)) for each in residents},
+            )
+        fillers = [self._state.deployments[name] for name in group.fillers]
+        for each in (*residents, *fillers):
+            self._keep(group, each, +1)
+
     def reserve(self, deployment: Deployment, *, strict: bool) -> None:
-        """Reserve the deployment's slots in its group, unless it is a filler, and memory for its
+        """Reserve the deployment's slots in its groups, unless it is a filler, and memory for its
         state.
 
         Raises:
-            CapacityError: `strict`, and the group is busy in one of the slots; nothing changed.
+            CapacityError: `strict`, and a group is busy in one of the slots; nothing changed.
         """
-        group = self._group_of(deployment)
+        groups, name = self._state.groups_of(deployment), deployment.deployment
         if not deployment.preemptible:
-            self.index.reserve(
-                group.group,
-                deployment.deployment,
-                self.footprint(deployment),
-                self.duty(deployment),
-                strict=strict,
-            )
-        self._keep(group, deployment, +1)
-        self.refresh(group)
+            footprint, duty = self.footprint(deployment), self.duty(deployment)
+            if strict:
+                for group in groups:
+                    self.index.check_free(group.group, name, footprint)
+            for group in groups:
+                self.index.reserve(group.group, name, footprint, duty)
+        for group in groups:
+            self._keep(group, deployment, +1)
+        for group in groups:
+            self.refresh(group)
 
     def release(self, deployment: Deployment) -> None:
-        """Undo `reserve`, after the deployment was removed from the group's members."""
-        group = self._group_of(deployment)
+        """Undo `reserve`, after the deployment was removed from the groups' members."""
+        groups = self._state.groups_of(deployment)
         if not deployment.preemptible:
-            self.index.release(group.group, deployment.deployment)
+            for group in groups:
+                self.index.release(group.group, deployment.deployment)
         self._demands.pop(deployment.deployment, None)
-        self._keep(group, deployment, -1)
-        self.refresh(group)
+        for group in groups:
+            self._keep(group, deployment, -1)
+        for group in groups:
+            self.refresh(group)
 
     def resize(self, deployment: Deployment, state_bytes: int) -> None:
         """Change the size of the deployment's state."""
-        group = self._state.group_of(deployment)
-        if group is not None:
+        groups = self._state.groups_of(deployment)
+        for group in groups:
             self._keep(group, deployment, -1)
         deployment.state_bytes = state_bytes
-        if group is not None:
+        for group in groups:
             self._keep(group, deployment, +1)
+        for group in groups:
             self.refresh(group)
 
     def replace_reservation(
         self, deployment: Deployment, trace: DemandTrace | None, shift: float
     ) -> None:
-        """Replace the deployment's slots in its group; None: the whole ring."""
-        assert deployment.group is not None, f"{deployment.deployment} is on no group"
+        """Replace the deployment's slots in its groups; None: the whole ring."""
         if trace is None:
             footprint, duty = whole_ring(self._config.horizon_slots), self._equal_duty
         else:
             demand = self._demand(deployment, trace)
             footprint, duty = demand.footprint.at(shift), demand.duty
-        self.index.replace(deployment.group, deployment.deployment, footprint, duty)
+        for group in deployment.groups:
+            self.index.replace(group, deployment.deployment, footprint, duty)
 
     def refresh(self, group: Group) -> None:
         """Update the capacity of all groups on the nodes of `group`, which has changed."""
@@ -225,12 +249,9 @@ class Inventory:
         return found
 
     def groups_on(self, node: NodeId) -> list[GroupId]:
-        """The groups with GPUs on that node."""
-        return list(self._groups_on.get(node, ()))
-
-    def nodes(self, group: Group) -> tuple[NodeId, ...]:
-        """The nodes of the group, sorted by name."""
-        return tuple(self._parts_of[group.group])
+        """The groups with GPUs on that node, oldest first."""
+        groups = self._state.groups
+        return sorted(self._groups_on.get(node, ()), key=lambda name: groups[name].serial)
 
     def footprint(self, deployment: Deployment) -> Footprint:
         """The footprint of the deployment's reservation."""
@@ -296,23 +317,30 @@ class Inventory:
         return kept + stays + max(most, alone) <= group.gpu_memory_bytes
 
     def find_gpus(
-        self, deployment: Deployment, speed: float | None = None
+        self,
+        deployment: Deployment,
+        speed: float | None = None,
+        count: int | None = None,
+        beside: Group | None = None,
     ) -> tuple[RankPlacement, ...] | None:
         """Free GPUs for a new group of the deployment, of nodes of this speed only if one is given;
-        None if there are none.
+        None if there are none. `count`: for so many of its ranks, on nodes like those of the group
+        `beside`.
 
         If the policy keeps states in host memory, the deployment must fit into the host memory of
         its nodes with the states there. A deployment alone on its nodes is never offloaded, so its
         state may be larger.
         """
         need = need_of(deployment)
-        wanted = (need.workers, need.node_type, need.gpu_memory_bytes)
+        only = None if beside is None else kind_of(self._state.nodes[beside.gpus[0].node])
+        wanted = (count or need.workers, need.node_type, need.gpu_memory_bytes)
         if not self._policy.keeps_in_host or deployment.exclusive:
             return self.pool.find(
                 *wanted,
                 device_bytes_min=need.device_bytes,
                 by_speed=need.by_speed,
                 speed=speed,
+                only=only,
             )
 
         def fits(node: NodeId, ranks: int) -> bool:
@@ -326,6 +354,7 @@ class Inventory:
             device_bytes_min=need.device_bytes,
             by_speed=need.by_speed,
             speed=speed,
+            only=only,
         )
 
     def spills(self, group: Group) -> bool:
@@ -349,7 +378,7 @@ class Inventory:
         if not group.shared:
             return
         for node, part in self._parts_of[group.group].items():
-            nbytes = deployment.state_bytes * part.ranks // len(group.gpus)
+            nbytes = deployment.state_bytes * part.ranks // deployment.workers
             self._kept[node] = self._kept.get(node, 0) + sign * nbytes
 
     def _update_capacity(self, group: Group) -> None:
@@ -388,10 +417,6 @@ class Inventory:
             if not has_profile and not member.cycles.is_overdue:
                 return False
         return True
-
-    def _group_of(self, deployment: Deployment) -> Group:
-        assert deployment.group is not None, f"{deployment.deployment} is on no group"
-        return self._state.groups[deployment.group]
 
 
 def shape_of(group: Group) -> Shape:

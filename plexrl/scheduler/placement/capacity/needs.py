@@ -85,6 +85,11 @@ def least_memory(gpu_kind: str, deployments: Sequence["Deployment"]) -> int:
     return sum([kept_bytes(each) for each in deployments]) + max(alone, default=0)
 
 
+def _bytes_on(deployment: "Deployment", group: "Group") -> int:
+    """As large as the state would be if the deployment were on all GPUs of the group alone."""
+    return deployment.state_bytes * len(group.gpus) // deployment.workers
+
+
 def holds(inventory: "Inventory", group: "Group", deployment: "Deployment") -> bool:
     """Whether the group's GPUs are of a kind that the deployment can use, and its nodes have memory
     for one more state."""
@@ -93,5 +98,5 @@ def holds(inventory: "Inventory", group: "Group", deployment: "Deployment") -> b
         need.node_type in ("", group.node_type)
         and need.on(group.gpu_kind) <= group.gpu_memory_bytes
         and inventory.fits_on_device(group, deployment)
-        and deployment.state_bytes <= inventory.state_bytes_free(group)[1]
+        and _bytes_on(deployment, group) <= inventory.state_bytes_free(group)[1]
     )

@@ -189,13 +189,14 @@ class NodePool:
         *,
         by_speed: bool = True,
         speed: float | None = None,
+        only: NodeKind | None = None,
     ) -> tuple[RankPlacement, ...] | None:
         """`count` free GPUs of one kind with at least that memory each; None if there are none.
 
         Prefers the fastest kind, unless `by_speed` is false; then the one with the least sufficient
         memory, then the lowest name, then the fewest free GPUs. `suits(node, n)`: whether n GPUs of
         the node may be used. `device_bytes_min`: the minimum instead of `memory_bytes_min` on GPUs
-        that are not virtual. `speed`: kinds of this speed only."""
+        that are not virtual. `speed`: kinds of this speed only; `only`: only this kind."""
         on_gpu = memory_bytes_min if device_bytes_min is None else device_bytes_min
         kinds = [
             key
@@ -203,6 +204,7 @@ class NodePool:
             if node_type in ("", key.node_type)
             and key.gpu_memory_bytes >= (on_gpu if key.gpu_kind else memory_bytes_min)
             and speed in (None, key.speed)
+            and only in (None, key)
         ]
         for key in sorted(kinds, key=lambda k: choice_order(k, self._kinds[k].free_gpus, by_speed)):
             kind = self._kinds[key]

@@ -12,9 +12,7 @@ from plexrl.scheduler.state.demand.trace import Footprint
 from plexrl.scheduler.state.records import Deployment, Group, Reservation
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.placement.capacity.index import GroupSlots
     from plexrl.scheduler.placement.cluster import Cluster
-    from plexrl.scheduler.state.records import State
 
 UNCOUNTED_S: Final = math.inf
 """Marks an overlap whose length was not counted."""
@@ -25,22 +23,21 @@ TINY_SLOTS: Final = 1e-5
 
 def update_reservation(cluster: "Cluster", deployment: Deployment, shift: float) -> None:
     """Replace the deployment's reservation by its present trace at `shift` slots."""
-    assert deployment.group is not None, f"{deployment.deployment} is on no group"
-    group = cluster.state.groups[deployment.group]
     trace, before = deployment.trace, deployment.reservation
     cluster.inventory.replace_reservation(deployment, trace, shift)
-    slots = cluster.inventory.index.slots(deployment.group)
-    overlap_s = UNCOUNTED_S if _overlaps_any(cluster.state, group, slots, deployment) else 0.0
+    overlap_s = UNCOUNTED_S if _overlaps_any(cluster, deployment) else 0.0
     deployment.reservation = Reservation(shift=shift, trace=trace, overlap_s=overlap_s)
-    if before is None or before.trace is None:
-        # The group may accept members now.
-        cluster.inventory.refresh(group)
-    refresh_overlap_flags(cluster, group)
+    groups = cluster.state.groups_of(deployment)
+    for group in groups:
+        if before is None or before.trace is None:
+            # The group may accept members now.
+            cluster.inventory.refresh(group)
+    for group in groups:
+        refresh_overlap_flags(cluster, group)
 
 
 def refresh_overlap_flags(cluster: "Cluster", group: Group) -> None:
     """Clear the overlap flag of members that no longer overlap, after a footprint moved."""
-    slots = cluster.inventory.index.slots(group.group)
     for name in group.members:
         member = cluster.state.deployments[name]
         reservation = member.reservation
@@ -48,7 +45,7 @@ def refresh_overlap_flags(cluster: "Cluster", group: Group) -> None:
             reservation is not None
             and reservation.overlap_s != 0.0
             and reservation.trace is not None
-            and not _overlaps_any(cluster.state, group, slots, member)
+            and not _overlaps_any(cluster, member)
         ):
             member.reservation = Reservation(shift=reservation.shift, trace=reservation.trace)
 
@@ -56,14 +53,15 @@ def refresh_overlap_flags(cluster: "Cluster", group: Group) -> None:
 def overlap_s(cluster: "Cluster", deployment: Deployment) -> float:
     """Seconds of the deployment's cycle in which another member is busy too, by the plan."""
     reservation = deployment.reservation
-    if deployment.group is None or reservation is None or reservation.overlap_s == 0.0:
+    if not deployment.groups or reservation is None or reservation.overlap_s == 0.0:
         return 0.0
-    slots = cluster.inventory.index.slots(deployment.group)
     others = 0
-    for name in cluster.state.groups[deployment.group].members:
-        planned = cluster.state.deployments[name].reservation
-        if name != deployment.deployment and planned is not None and planned.trace is not None:
-            others |= slots.busy_of(name)
+    for group in cluster.state.groups_of(deployment):
+        slots = cluster.inventory.index.slots(group.group)
+        for name in group.members:
+            planned = cluster.state.deployments[name].reservation
+            if name != deployment.deployment and planned is not None and planned.trace is not None:
+                others |= slots.busy_of(name)
     both = slots.busy_of(deployment.deployment) & others
     return both.bit_count() / slots.footprints[deployment.deployment].cycles
 
@@ -96,18 +94,18 @@ def footprints_overlap(one: Footprint, other: Footprint) -> bool:
     return is_close and one.busy() & other.busy() != 0
 
 
-def _overlaps_any(
-    state: "State", group: Group, slots: "GroupSlots", deployment: Deployment
-) -> bool:
-    footprints = slots.footprints
-    own = footprints[deployment.deployment]
-    for name in group.members:
-        planned = state.deployments[name].reservation
-        if (
-            name != deployment.deployment
-            and planned is not None
-            and planned.trace is not None
-            and footprints_overlap(own, footprints[name])
-        ):
-            return True
+def _overlaps_any(cluster: "Cluster", deployment: Deployment) -> bool:
+    """Whether its plan overlaps with that of another member of one of its groups."""
+    for group in cluster.state.groups_of(deployment):
+        footprints = cluster.inventory.index.slots(group.group).footprints
+        own = footprints[deployment.deployment]
+        for name in group.members:
+            planned = cluster.state.deployments[name].reservation
+            if (
+                name != deployment.deployment
+                and planned is not None
+                and planned.trace is not None
+                and footprints_overlap(own, footprints[name])
+            ):
+                return True
     return False

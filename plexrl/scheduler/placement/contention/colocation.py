@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from plexrl.scheduler.placement.borders import SPAN_MAX, may_divide
 from plexrl.scheduler.placement.capacity.needs import (
     fits_as_placed,
     holds,
@@ -16,6 +17,7 @@ from plexrl.scheduler.placement.capacity.needs import (
     node_types_compatible,
     placement_rank,
 )
+from plexrl.scheduler.placement.capacity.node_pool import NodeKind, kind_of
 from plexrl.scheduler.placement.contention.service_level import has_tight_bound, waiting_bound
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.rules.switch_cost import moves_at_best_s
@@ -85,14 +87,82 @@ def own_group(cluster: "Cluster", deployment: "Deployment") -> OwnGroup | None:
     state = cluster.state
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
-        if other.group in (None, deployment.group) or other.workers != deployment.workers:
+        if not _is_elsewhere(other, deployment) or other.workers < deployment.workers:
             continue
-        assert other.group is not None, "it was checked"
-        group = state.groups[other.group]
-        members = [*(state.deployments[each] for each in group.members), deployment]
-        if may_share(cluster, members) and _has_capacity(cluster, group, deployment):
-            return OwnGroup(group, is_worthwhile(cluster, members))
+        is_larger = other.workers > deployment.workers
+        if is_larger and (deployment.kind != "rollout" or not cluster.settings.divides_groups):
+            continue
+        for group in state.groups_of(other):
+            members = [*(state.deployments[each] for each in group.members), deployment]
+            if len(group.gpus) < deployment.workers or not may_share(cluster, members):
+                continue
+            if is_larger and not (may_divide(state, group) and is_worthwhile(cluster, members)):
+                continue
+            if _has_capacity(cluster, group, deployment):
+                return OwnGroup(group, is_worthwhile(cluster, members))
     return None
+
+
+def own_rollout_groups(cluster: "Cluster", deployment: "Deployment") -> list["Group"]:
+    """The groups of the job's rollouts on which a larger deployment can be, beside others, to take
+    turns with them; of one kind of nodes. Empty: there are none, or it is not worthwhile."""
+    state, found, gpus = cluster.state, list["Group"](), 0
+    if not cluster.settings.divides_groups or deployment.kind != "train" or not deployment.shares:
+        return found
+    for name in state.jobs[deployment.job].deployments:
+        other = state.deployments[name]
+        if not _is_smaller_rollout(other, deployment) or not _is_elsewhere(other, deployment):
+            continue
+        group = state.groups[other.groups[0]]
+        members = [*(state.deployments[each] for each in group.members), deployment]
+        if (
+            gpus + len(group.gpus) < deployment.workers
+            and len(found) < SPAN_MAX - 1
+            and (not found or _kind(state, group) == _kind(state, found[0]))
+            and is_worthwhile(cluster, members)
+            and _has_capacity(cluster, group, deployment)
+        ):
+            found.append(group)
+            gpus += len(group.gpus)
+    return found
+
+
+def spans_later(cluster: "Cluster", deployment: "Deployment") -> list["Deployment"]:
+    """The rollouts of the job without GPUs whose GPUs a larger deployment can use, too, once they
+    have some."""
+    state = cluster.state
+    if not cluster.settings.divides_groups or deployment.kind != "train" or not deployment.shares:
+        return []
+    others = map(state.deployment, state.jobs[deployment.job].deployments)
+    return [
+        other
+        for other in others
+        if not other.groups
+        and _is_smaller_rollout(other, deployment)
+        and is_worthwhile(cluster, (other, deployment))
+    ]
+
+
+def _trainers(cluster: "Cluster", rollout: "Deployment") -> list["Deployment"]:
+    """The job's training deployments without GPUs, if this is a rollout."""
+    if rollout.kind != "rollout":
+        return []
+    others = map(cluster.state.deployment, cluster.state.jobs[rollout.job].deployments)
+    return [each for each in others if each.kind == "train" and not each.groups]
+
+
+def _is_smaller_rollout(other: "Deployment", deployment: "Deployment") -> bool:
+    return (
+        other.kind == "rollout"
+        and other.shares
+        and not other.preemptible
+        and other.workers < deployment.workers
+        and node_types_compatible(other.node_type, deployment.node_type)
+    )
+
+
+def _kind(state: "State", group: "Group") -> "NodeKind":
+    return kind_of(state.nodes[group.gpus[0].node])
 
 
 def has_siblings(cluster: "Cluster", deployment: "Deployment") -> bool:
@@ -112,16 +182,15 @@ def siblings_group(cluster: "Cluster", deployment: "Deployment") -> "Group | Non
     state = cluster.state
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
-        if other.group in (None, deployment.group) or not are_siblings(other, deployment):
+        if not _is_elsewhere(other, deployment) or not are_siblings(other, deployment):
             continue
-        assert other.group is not None, "it was checked"
-        group = state.groups[other.group]
+        group = state.groups[other.groups[0]]
         duty = cluster.inventory.duty_when_placed(deployment)
         load = cluster.inventory.index.load(group.group) + duty
         if load <= cluster.settings.config.load_bound and _has_capacity(cluster, group, deployment):
             members = [state.deployments[each] for each in group.members]
             only_own = all(each.job == deployment.job for each in members)
-            if only_own or not has_tight_bound(cluster, deployment, group):
+            if only_own or not has_tight_bound(cluster, deployment, group.members):
                 return group
     return None
 
@@ -160,7 +229,7 @@ def waiting_partners(cluster: "Cluster", deployment: "Deployment") -> list["Depl
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
         if (
-            other.group is None
+            not other.groups
             and other.shares
             and not other.preemptible
             and other.workers == deployment.workers
@@ -184,9 +253,14 @@ def with_own_group(
         found = (*found[:at], PlacementMode.SIBLINGS, *found[at:])
     if not cluster.settings.anybody_shares:
         return found
+    if any(deployment in spans_later(cluster, each) for each in _trainers(cluster, deployment)):
+        # Its training will use the same GPUs.
+        return (_DEDICATED, *(each for each in found if each != _DEDICATED))
     if deployment.kind == "rollout" and deployment.trace is None:
         # It may generate all the time.
         found = (_DEDICATED, *(each for each in found if each != _DEDICATED))
+    if own_rollout_groups(cluster, deployment) or spans_later(cluster, deployment):
+        return (PlacementMode.SPANNING, *found)
     own = own_group(cluster, deployment)
     if own is not None:
         if own.is_worthwhile:
@@ -197,6 +271,11 @@ def with_own_group(
         # Both need no more GPUs than the partner alone if this one were in the gaps of others.
         return (PlacementMode.COLOCATED, _DEDICATED, *found)
     return (*found, PlacementMode.COLOCATED) if partners else found
+
+
+def _is_elsewhere(other: "Deployment", deployment: "Deployment") -> bool:
+    """Whether `other` has one group, which `deployment` is not on."""
+    return len(other.groups) == 1 and other.groups[0] not in deployment.groups
 
 
 def _has_capacity(cluster: "Cluster", group: "Group", deployment: "Deployment") -> bool:

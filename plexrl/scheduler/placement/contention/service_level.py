@@ -11,10 +11,13 @@ waiting cannot be predicted is refused.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from plexrl.ids import DeploymentId
     from plexrl.scheduler.placement.cluster import Cluster
     from plexrl.scheduler.placement.contention.contention import Contention
     from plexrl.scheduler.rules.settings import Settings
-    from plexrl.scheduler.state.records import Deployment, Group, Job, State
+    from plexrl.scheduler.state.records import Deployment, Job, State
 
 
 def bound_of(settings: "Settings", job: "Job") -> float:
@@ -33,23 +36,28 @@ def is_tight(cluster: "Cluster", deployment: "Deployment") -> bool:
     return bound < cluster.settings.config.waiting_part_max
 
 
-def has_tight_bound(cluster: "Cluster", deployment: "Deployment", group: "Group") -> bool:
-    """Whether the deployment, or a member of the group, has a tighter bound than the cluster's."""
-    members = [cluster.state.deployment(name) for name in group.members]
-    return any(is_tight(cluster, each) for each in (deployment, *members))
+def has_tight_bound(
+    cluster: "Cluster", deployment: "Deployment", members: "Sequence[DeploymentId]"
+) -> bool:
+    """Whether the deployment, or one of the members, has a tighter bound than the cluster's."""
+    others = [cluster.state.deployment(name) for name in members]
+    return any(is_tight(cluster, each) for each in (deployment, *others))
 
 
 def keeps_bounds(
-    cluster: "Cluster", deployment: "Deployment", group: "Group", expected: "Contention | None"
+    cluster: "Cluster",
+    deployment: "Deployment",
+    members: "Sequence[DeploymentId]",
+    expected: "Contention | None",
 ) -> bool:
-    """Whether nobody in `group` would wait more than its bound if `deployment` joined.
+    """Whether nobody among `members` would wait more than its bound if `deployment` joined them.
 
     `expected`: the prediction, the newcomer first and then the members; None: it cannot be made.
     """
     if expected is None:
-        return not has_tight_bound(cluster, deployment, group)
+        return not has_tight_bound(cluster, deployment, members)
     state, settings = cluster.state, cluster.settings
-    residents = [deployment, *[state.deployment(name) for name in group.members]]
+    residents = [deployment, *[state.deployment(name) for name in members]]
     for each, waiting_part in zip(residents, expected.members, strict=True):
         if waiting_part > waiting_bound(state, settings, each):
             return False

@@ -101,7 +101,7 @@ def is_possible(cluster: Cluster, deployment: Deployment) -> bool:
         return known
     free = dict(inventory.in_service())
     members = [cluster.state.deployment(name) for name in job.deployments]
-    groups = {each.group: None for each in members if each.group is not None}
+    groups = {group: None for each in members for group in each.groups}
     if not groups:
         return _holds_gang(cluster, gang, members)
     for group in groups:

@@ -52,7 +52,7 @@ def _condition(code: str, found: Sequence[tuple[str, float]], message: str = "{}
 
 
 def _held(core: SchedulerCore) -> list[Plain]:
-    held = held_view(core.cluster.state)
+    held = held_view(core.cluster.state, sees_all=True)
     found = [(f"{each['deployment']}: {each['message']}", each["since"]) for each in held]
     return _condition("deployments_held", found, f"{len(held)} deployments wait for memory: {{}}")
 

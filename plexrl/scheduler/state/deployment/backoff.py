@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from plexrl.ids import NodeId
+from plexrl.ids import DeploymentId, NodeId
 
 BACKOFF_S_MIN: Final = 1.0
 BACKOFF_S_MAX: Final = 15.0
@@ -29,6 +29,7 @@ class Backoff:
 
     until: float = 0.0
     reason: str = ""
+    """May name deployments of other tenants: `reason_for` words it for a reader."""
     code: str = ""
     """Code of the condition that the last run met, such as `storage_full`; empty: none."""
     since: float = 0.0
@@ -36,9 +37,16 @@ class Backoff:
     """Runs in a row that met the condition."""
     foreign: tuple[ForeignMemory, ...] = ()
     """What the last run found on its GPUs; empty: nothing, or it met another condition."""
+    named: tuple[DeploymentId, ...] = ()
+    """The deployments that `reason` names, besides its own."""
 
     def report(
-        self, code: str, reason: str, now: float, foreign: tuple[ForeignMemory, ...] = ()
+        self,
+        code: str,
+        reason: str,
+        now: float,
+        foreign: tuple[ForeignMemory, ...] = (),
+        named: tuple[DeploymentId, ...] = (),
     ) -> None:
         """A run met a condition: operators see it."""
         if not self.code:
@@ -46,20 +54,22 @@ class Backoff:
         self.code = code
         self.reason = reason
         self.foreign = foreign
+        self.named = named
 
-    def explain(self, reason: str) -> None:
+    def explain(self, reason: str, named: tuple[DeploymentId, ...] = ()) -> None:
         """Set the reason alone: what delays the work is not a condition."""
         self.reason = reason
+        self.named = named
 
     def retry_later(self, now: float, longest_s: float = BACKOFF_S_MAX) -> None:
         """Wait longer than before the last retry, but at most `longest_s`."""
         self.until = now + min(BACKOFF_S_MIN * 2.0 ** min(self.tries, 16), longest_s)
         self.tries += 1
 
-    def wait(self, until: float, reason: str) -> None:
+    def wait(self, until: float, reason: str, named: tuple[DeploymentId, ...] = ()) -> None:
         """Wait until `until`, for a reason other than a condition."""
         self.until = until
-        self.reason = reason
+        self.explain(reason, named)
 
     def clear(self) -> None:
         """A run met no condition, or nothing is left to be tried again."""

@@ -14,6 +14,8 @@ class LockState(StrEnum):
     """A member is the holder."""
     SWITCHING = "switching"
     """The holder is being offloaded for another member."""
+    AWAITED = "awaited"
+    """Nobody has it: the incoming member awaits the offloads on its other groups."""
 
 
 class LockTrigger(StrEnum):
@@ -23,6 +25,8 @@ class LockTrigger(StrEnum):
     SWITCH_BEGAN = "switch_began"
     HANDED_OVER = "handed_over"
     """The holder is offloaded, and another member holds the lock."""
+    VACATED = "vacated"
+    """The holder is offloaded, and another member awaits further offloads."""
     SWITCH_ENDED = "switch_ended"
     """The incoming member left, or the offload changed nothing: the holder keeps the lock."""
     RELEASED = "released"
@@ -36,6 +40,10 @@ TRANSITIONS: dict[tuple[LockState, LockTrigger], LockState] = {
     (LockState.HELD, LockTrigger.RELEASED): LockState.FREE,
     # The holder's processes are lost, or the incoming member is not ready when the offload ends.
     (LockState.SWITCHING, LockTrigger.RELEASED): LockState.FREE,
+    (LockState.FREE, LockTrigger.SWITCH_BEGAN): LockState.AWAITED,
+    (LockState.SWITCHING, LockTrigger.VACATED): LockState.AWAITED,
+    (LockState.AWAITED, LockTrigger.HANDED_OVER): LockState.HELD,
+    (LockState.AWAITED, LockTrigger.SWITCH_ENDED): LockState.FREE,
 }
 
 next_state: Final = Machine("group lock", TRANSITIONS).next_state

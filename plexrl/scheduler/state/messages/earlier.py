@@ -17,14 +17,22 @@ EARLIER_FIELDS = re.compile(rb'"params_json":')
 
 Plain = dict[str, Any]
 
+TEXT_PARAMS = 2
+"""The last format of snapshots with parameters as text."""
+
 
 def upgrade_event(event: Plain) -> None:
     """An event of an earlier journal."""
     _type_params(event)
 
 
-def upgrade_state(state: Plain) -> None:
-    """The state in a snapshot of format 2."""
+def upgrade_state(state: Plain, version: int) -> None:
+    """The state in a snapshot of this format, 2 or 3. Until format 3 a deployment had one group."""
+    for deployment in state["deployments"].values():
+        group = deployment.pop("group", None)
+        deployment["groups"] = [] if group is None else [group]
+    if version > TEXT_PARAMS:
+        return
     for operation in state["operations"].values():
         _type_params(operation)
     for deployment in state["deployments"].values():

@@ -41,6 +41,11 @@ class Effects:
         if group is not None:
             self.dirty[group] = None
 
+    def touch_all(self, groups: tuple[GroupId, ...]) -> None:
+        """Decide the next steps of these groups before this call returns."""
+        for group in groups:
+            self.dirty[group] = None
+
     def discard(self, blob: BlobRef | None) -> None:
         """Delete a blob at the end of this call."""
         if blob is not None:

@@ -1,11 +1,12 @@
 """Checks the invariants of a simulated run from its events and commands. Pure.
 
 * No over-commit: `plexrl.sim.engine.checks.occupancy`. At most one deployment runs operations on a
-  group at a time, moves included, with its own state on the GPUs.
+  GPU at a time, moves included, with its own state there.
 * Conservation: every submitted operation completes exactly once, unless its workers were lost. A
   run takes as long as it reports, and all runs of a job take as long as its cycles were drawn.
 * Causality: time never decreases. A run follows its submission and the start of its workers; a
-  completion follows its run. A deployment's operations run in order. Fencing tokens never decrease.
+  completion follows its run. A deployment's operations run in order. The fencing tokens of a GPU
+  never decrease.
 * The core's own invariants (`plexrl.scheduler.core.invariants`), every `CORE_CHECK_EVENTS` events.
 
 The checker does not use the core's decision logic, and keeps no state of ended jobs.
@@ -15,6 +16,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
 
 from plexrl.errors import InvariantError
 from plexrl.scheduler.core.core import SchedulerCore
@@ -33,9 +37,6 @@ TOLERANCE = 1e-9
 """Relative tolerance of a time: clocks are sums of many floats."""
 TOLERANCE_S = 1e-6
 
-TOKENS_MAX = 4096
-"""Dissolved groups whose fencing tokens are kept: a group may be formed again."""
-
 Invariant = Literal["over-commit", "conservation", "causality", "core"]
 
 
@@ -49,6 +50,9 @@ class _Run:
 class _Deployment:
     allocation: Allocation
     job: "_Job"
+    number: int
+    """Its number in `_Gpus`."""
+    running: dict[str, _Run] = field(default_factory=dict)
     pending: deque[str] = field(default_factory=deque)
     """Operations that are submitted and not running, in order."""
     has_failed: bool = False
@@ -65,16 +69,27 @@ class _Job:
     """Drawn run time of all reported cycles; absent if none was reported."""
 
 
-@dataclass(slots=True)
-class _Lock:
-    """The lock of a group."""
+class _Gpus:
+    """What each GPU does: arrays by its number in `Occupancy`, in which a deployment is a number
+    from 1; 0: none."""
 
-    token: int = 0
-    owner: str = ""
-    """Deployment that holds the token."""
-    running: dict[str, _Run] = field(default_factory=dict)
-    resident: str | None = None
-    """Deployment whose state is on the GPUs; absent: none."""
+    def __init__(self) -> None:
+        self.token = np.zeros(0, dtype=np.int64)
+        """Newest fencing token."""
+        self.owner = np.zeros(0, dtype=np.int64)
+        """Deployment that has the token."""
+        self.runner = np.zeros(0, dtype=np.int64)
+        """Deployment with operations in flight there."""
+        self.resident = np.zeros(0, dtype=np.int64)
+        """Deployment whose state is there."""
+
+    def hold(self, places: NDArray[np.intp]) -> None:
+        """Have entries for these numbers."""
+        more = int(places.max()) + 1 - len(self.token)
+        if more > 0:
+            for name in ("token", "owner", "runner", "resident"):
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate([column, np.zeros(more, dtype=np.int64)]))
 
 
 class Checker:
@@ -93,10 +108,10 @@ class Checker:
         self._jobs: dict[str, _Job] = {}
         self._deployments: dict[str, _Deployment] = {}
         self._occupancy = Occupancy(lambda what: self._broken("over-commit", what))
-        self._locks: dict[str, _Lock] = {}
-        self._former_tokens: dict[str, int] = {}
-        self._running: dict[str, _Lock] = {}
-        """Lock under which each running operation runs."""
+        self._gpu_states = _Gpus()
+        self._created_count = 0
+        self._running: dict[str, _Deployment] = {}
+        """Deployment of each running operation."""
 
     def observe(self, event: ev.Event, commands: Sequence[cmd.Command], now: float) -> None:
         """Check an event and its commands."""
@@ -209,7 +224,8 @@ class Checker:
         job = self._jobs.get(event.job)
         if job is None:
             self._broken("causality", f"{event.deployment} belongs to unknown {event.job}")
-        created = _Deployment(Allocation(event), job)
+        self._created_count += 1
+        created = _Deployment(Allocation(event), job, self._created_count)
         job.deployments[event.deployment] = created
         self._deployments[event.deployment] = created
 
@@ -230,11 +246,11 @@ class Checker:
                 f"incarnation {event.incarnation} of {event.deployment} is ready but "
                 f"{allocation.incarnation} was launched",
             )
-        if event.incarnation == allocation.incarnation and allocation.group is not None:
+        if event.incarnation == allocation.incarnation and allocation.gpus:
             allocation.ready.add(event.rank)
 
     def _finished(self, event: ev.OperationFinished) -> None:
-        lock, run = self._ended(event.operation, event.token)
+        deployment, run = self._ended(event.operation, event.token)
         command = run.command
         took_s = self._now - run.began_at
         computed_s = max(0.0, took_s - self._control_s)
@@ -244,9 +260,9 @@ class Checker:
                 f"{event.operation} reports {event.compute_s!r} s but ran {took_s!r} s",
             )
         if command.kind == OperationKind.LOAD:
-            lock.resident = command.deployment
+            self._gpu_states.resident[deployment.allocation.places] = deployment.number
         elif command.kind == OperationKind.OFFLOAD:
-            lock.resident = None
+            self._gpu_states.resident[deployment.allocation.places] = 0
         elif command.kind not in MOVES and not command.replay:
             self._deployments[command.deployment].job.ran_s += took_s
         if event.unfinished_rows:
@@ -257,17 +273,19 @@ class Checker:
         if not event.state_intact:
             self._lost(self._deployments[run.command.deployment])
 
-    def _ended(self, operation: str, token: int) -> tuple[_Lock, _Run]:
-        lock = self._running.pop(operation, None)
-        if lock is None:
+    def _ended(self, operation: str, token: int) -> tuple[_Deployment, _Run]:
+        deployment = self._running.pop(operation, None)
+        if deployment is None:
             self._broken("causality", f"{operation} ends but does not run")
-        run = lock.running.pop(operation)
+        run = deployment.running.pop(operation)
+        if not deployment.running:
+            self._gpu_states.runner[deployment.allocation.places] = 0
         if run.command.token != token:
             self._broken(
                 "causality",
                 f"{operation} ends under token {token} but runs under {run.command.token}",
             )
-        return lock, run
+        return deployment, run
 
     def _lost(self, deployment: _Deployment) -> None:
         """Record a loss of workers, after which operations may run again."""
@@ -278,21 +296,19 @@ class Checker:
         """End its workers and return their operations to the queue."""
         allocation = deployment.allocation
         allocation.ready.clear()
-        lock = None if allocation.group is None else self._locks.get(allocation.group)
-        if lock is None:
-            return
-        name = allocation.created.deployment
-        runs = [run.command for run in lock.running.values() if run.command.deployment == name]
+        runs = [run.command for run in deployment.running.values()]
+        deployment.running.clear()
         for command in runs:
-            del lock.running[command.operation], self._running[command.operation]
+            del self._running[command.operation]
         again = [
             command.operation
             for command in runs
             if command.kind not in MOVES and not command.replay
         ]
         deployment.pending.extendleft(reversed(again))
-        if lock.resident == name or any(command.kind in MOVES for command in runs):
-            lock.resident = None
+        places, gpus = allocation.places, self._gpu_states
+        gpus.runner[places[gpus.runner[places] == deployment.number]] = 0
+        gpus.resident[places[gpus.resident[places] == deployment.number]] = 0
 
     def _job_finished(self, event: ev.JobFinished) -> None:
         job = self._jobs.get(event.job)
@@ -310,16 +326,9 @@ class Checker:
         self._forget(job)
 
     def _check_done(self, deployment: _Deployment) -> None:
-        allocation = deployment.allocation
-        left = list(deployment.pending)
-        lock = None if allocation.group is None else self._locks.get(allocation.group)
-        if lock is not None:
-            left += [
-                run.command.operation
-                for run in lock.running.values()
-                if run.command.deployment == allocation.created.deployment
-                and run.command.kind not in MOVES
-            ]
+        runs = [run.command for run in deployment.running.values()]
+        left = [*deployment.pending]
+        left += [command.operation for command in runs if command.kind not in MOVES]
         if left:
             self._broken(
                 "conservation",
@@ -329,29 +338,16 @@ class Checker:
     def _forget(self, job: _Job) -> None:
         for name, each in job.deployments.items():
             self._interrupt(each)
-            self._leave(each)
+            self._occupancy.left(each.allocation)
             del self._deployments[name]
         del self._jobs[job.name]
-
-    def _leave(self, deployment: _Deployment) -> None:
-        group = deployment.allocation.group
-        if group is None:
-            return
-        was_alone = self._occupancy.is_alone(deployment.allocation)
-        self._occupancy.left(deployment.allocation)
-        if was_alone and group in self._locks:
-            self._former_tokens[group] = self._locks.pop(group).token
-            if len(self._former_tokens) > TOKENS_MAX:
-                del self._former_tokens[next(iter(self._former_tokens))]
 
     # Commands
 
     def _launched(self, command: cmd.LaunchWorkers) -> None:
         deployment = self._known(command.deployment, "its workers")
         self._occupancy.launched(deployment.allocation, command)
-        if command.group not in self._locks:
-            token = self._former_tokens.pop(command.group, 0)
-            self._locks[command.group] = _Lock(token=token)
+        self._gpu_states.hold(deployment.allocation.places)
 
     def _stopped(self, command: cmd.StopWorkers) -> None:
         deployment = self._deployments.get(command.deployment)
@@ -360,80 +356,72 @@ class Checker:
         if not deployment.has_failed:
             self._check_nothing_runs(deployment)
         self._interrupt(deployment)
-        self._leave(deployment)
+        self._occupancy.left(deployment.allocation)
 
     def _check_nothing_runs(self, deployment: _Deployment) -> None:
-        group, name = deployment.allocation.group, deployment.allocation.created.deployment
-        lock = None if group is None else self._locks.get(group)
-        for run in () if lock is None else lock.running.values():
-            if run.command.deployment == name:
-                self._broken(
-                    "conservation",
-                    f"{name} is stopped while {run.command.operation} runs without a lost worker",
-                )
+        name = deployment.allocation.created.deployment
+        for operation in deployment.running:
+            self._broken(
+                "conservation", f"{name} is stopped while {operation} runs without a lost worker"
+            )
 
     def _run(self, command: cmd.Run) -> None:
         operation = command.operation
         deployment = self._known(command.deployment, operation)
         allocation = deployment.allocation
-        if allocation.group != command.group:
-            self._broken(
-                "over-commit", f"{operation} runs on {command.group}, not {allocation.group}"
-            )
-        lock = self._locks[command.group]
-        before = lock.running.get(operation)
+        before = deployment.running.get(operation)
         if before is not None and before.command.token == command.token:
             # A repeated command: the shell reports the result of the first run.
             return
         if not allocation.is_ready:
             self._broken("causality", f"{operation} runs before all its workers are ready")
-        self._check_exclusive(lock, command)
-        self._check_token(lock, command)
-        self._check_state(lock, command)
+        self._check_exclusive(deployment, command)
+        self._check_token(deployment, command)
+        self._check_state(deployment, command)
         self._check_order(deployment, command)
-        lock.running[operation] = _Run(command, self._now)
-        self._running[operation] = lock
+        deployment.running[operation] = _Run(command, self._now)
+        self._gpu_states.runner[allocation.places] = deployment.number
+        self._running[operation] = deployment
 
-    def _check_exclusive(self, lock: _Lock, command: cmd.Run) -> None:
-        for run in lock.running.values():
-            other = run.command
-            both_generate = {command.kind, other.kind} <= {
-                OperationKind.GENERATE,
-                OperationKind.SYNC_WEIGHTS,
-            }
-            if other.deployment != command.deployment or not both_generate:
+    def _check_exclusive(self, deployment: _Deployment, command: cmd.Run) -> None:
+        runner = self._gpu_states.runner[deployment.allocation.places]
+        if ((runner != 0) & (runner != deployment.number)).any():
+            self._broken("over-commit", f"{command.operation} runs on GPUs that another one uses")
+        for run in deployment.running.values():
+            kinds = {command.kind, run.command.kind}
+            if not kinds <= {OperationKind.GENERATE, OperationKind.SYNC_WEIGHTS}:
                 self._broken(
-                    "over-commit",
-                    f"{command.operation} runs on {command.group} beside {other.operation}",
+                    "over-commit", f"{command.operation} runs beside {run.command.operation}"
                 )
 
-    def _check_token(self, lock: _Lock, command: cmd.Run) -> None:
-        if command.token < lock.token:
+    def _check_token(self, deployment: _Deployment, command: cmd.Run) -> None:
+        gpus, places, number = self._gpu_states, deployment.allocation.places, deployment.number
+        newest = int(gpus.token[places].max())
+        if command.token < newest:
             self._broken(
                 "causality",
-                f"{command.operation} runs under token {command.token} of {command.group}, which "
-                f"was at {lock.token}",
+                f"{command.operation} runs under token {command.token} on a GPU at {newest}",
             )
-        is_newer = command.token > lock.token
+        is_newer = command.token > newest
         if command.kind == OperationKind.OFFLOAD:
             # An offload uses the next holder's token, which fences the former holder off.
             if not is_newer:
                 self._broken(
                     "causality", f"{command.operation} reuses a token: {command.token} is not new"
                 )
-            lock.token, lock.owner = command.token, ""
+            gpus.token[places], gpus.owner[places] = command.token, 0
             return
-        if lock.owner not in ("", command.deployment) and not is_newer:
-            self._broken("causality", f"{command.operation} runs under the token of {lock.owner}")
-        lock.token, lock.owner = command.token, command.deployment
+        owner = gpus.owner[places]
+        if not is_newer and ((owner != 0) & (owner != number)).any():
+            self._broken("causality", f"{command.operation} runs under the token of another one")
+        gpus.token[places], gpus.owner[places] = command.token, number
 
-    def _check_state(self, lock: _Lock, command: cmd.Run) -> None:
-        wanted = None if command.kind == OperationKind.LOAD else command.deployment
-        if lock.resident != wanted:
+    def _check_state(self, deployment: _Deployment, command: cmd.Run) -> None:
+        wanted = 0 if command.kind == OperationKind.LOAD else deployment.number
+        if (self._gpu_states.resident[deployment.allocation.places] != wanted).any():
             self._broken(
                 "over-commit",
-                f"{command.operation} runs with the state of {lock.resident or 'nobody'} on the "
-                f"GPUs of {command.group}",
+                f"{command.operation} runs with the state of another one, or none, on its GPUs",
             )
 
     def _check_order(self, deployment: _Deployment, command: cmd.Run) -> None:

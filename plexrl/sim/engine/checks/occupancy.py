@@ -1,15 +1,17 @@
 """Tracks the GPUs and memory of each deployment and checks the allocation invariants. Pure.
 
-* A GPU belongs to one group. Members of a group have the same GPUs; an exclusive member is alone.
-* Each worker has one GPU, on a live node of the requested type.
-* A GPU's memory holds a member's part. A node's host memory and NVMe hold the states of all shared
-  groups on the node.
+* Each worker has one GPU, on a live node of the requested type. An exclusive one is alone.
+* A GPU's memory holds a member's part. A node's host memory and NVMe hold the states of all
+  deployments there that share a GPU.
 
-No state of ended deployments and groups is kept.
+It knows nothing of groups, and keeps no state of ended deployments.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from plexrl.scheduler.state.messages.events import DeploymentCreated, NodeJoined
 from plexrl.wire.messages import LaunchWorkers
@@ -25,16 +27,17 @@ class Allocation:
     created: DeploymentCreated
     incarnation: int = 0
     """Newest launched incarnation."""
-    group: str | None = None
-    """Absent: the deployment has no GPUs."""
     gpus: tuple[Gpu, ...] = ()
+    """Empty: the deployment has no GPUs."""
+    places: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    """Number of each of its GPUs, from 0 in the order of their first use: [workers]."""
     ready: set[int] = field(default_factory=set)
     """Ranks whose workers are ready."""
 
     @property
     def is_ready(self) -> bool:
         """Whether all its workers are ready."""
-        return self.group is not None and len(self.ready) == self.created.workers
+        return bool(self.gpus) and len(self.ready) == self.created.workers
 
     def bytes_on(self, node: str) -> int:
         """Bytes of its state on the node, by the ranks there."""
@@ -46,20 +49,19 @@ class Allocation:
 class _Node:
     joined: NodeJoined
     is_there: bool = True
-    groups: dict[str, None] = field(default_factory=dict)
+    residents: dict[str, Allocation] = field(default_factory=dict)
 
 
 class Occupancy:
-    """Nodes, their groups and the members. `broken(what)` is called for a broken invariant and must
-    raise."""
+    """Nodes, GPUs and the deployments on them. `broken(what)` is called for a broken invariant and
+    must raise."""
 
     def __init__(self, broken: Callable[[str], None]) -> None:
         self._broken = broken
         self._nodes: dict[str, _Node] = {}
-        self._owners: dict[Gpu, str] = {}
-        """Group of each allocated GPU."""
-        self._members: dict[str, dict[str, Allocation]] = {}
-        """Members by group and deployment."""
+        self._places: dict[Gpu, int] = {}
+        self._residents: list[dict[str, Allocation]] = []
+        """Deployments by GPU."""
 
     @property
     def gpus(self) -> int:
@@ -69,8 +71,8 @@ class Occupancy:
     def node_joined(self, event: NodeJoined) -> None:
         """Add a node, or return a lost one."""
         known = self._nodes.get(event.node)
-        groups = {} if known is None else known.groups
-        self._nodes[event.node] = _Node(event, groups=groups)
+        residents = {} if known is None else known.residents
+        self._nodes[event.node] = _Node(event, residents=residents)
 
     def node_lost(self, node: str) -> list[Allocation]:
         """Remove a node; returns the deployments on it."""
@@ -78,62 +80,54 @@ class Occupancy:
         if known is None:
             return []
         known.is_there = False
-        members = [
-            allocation for group in known.groups for allocation in self._members[group].values()
-        ]
-        return [
-            allocation for allocation in members if any(each == node for each, _ in allocation.gpus)
-        ]
-
-    def is_alone(self, allocation: Allocation) -> bool:
-        """Whether no other deployment shares its GPUs."""
-        return allocation.group is None or len(self._members[allocation.group]) == 1
+        return list(known.residents.values())
 
     def launched(self, allocation: Allocation, command: LaunchWorkers) -> None:
         """Allocate the GPUs that the command names."""
         name = command.deployment
         gpus = tuple((str(rank.node), rank.gpu) for rank in command.ranks)
-        if command.incarnation == allocation.incarnation and allocation.group is not None:
-            if (command.group, gpus) != (allocation.group, allocation.gpus):
-                self._broken(f"{name} has incarnation {command.incarnation} on two groups")
+        if command.incarnation == allocation.incarnation and allocation.gpus:
+            if gpus != allocation.gpus:
+                self._broken(f"{name} has incarnation {command.incarnation} on other GPUs, too")
             return
         if command.incarnation <= allocation.incarnation:
             self._broken(
                 f"{name} is launched as incarnation {command.incarnation} after "
                 f"{allocation.incarnation}"
             )
-        if allocation.group is not None:
-            self._broken(
-                f"{name} is launched in {command.group} while it runs in {allocation.group}"
-            )
+        if allocation.gpus:
+            self._broken(f"{name} is launched on {gpus[0]} while it runs on {allocation.gpus[0]}")
         self._check_gpus(allocation, command, gpus)
-        self._check_group(allocation, command, gpus)
-        allocation.incarnation, allocation.group, allocation.gpus = (
-            command.incarnation,
-            command.group,
-            gpus,
-        )
+        allocation.incarnation, allocation.gpus = command.incarnation, gpus
+        allocation.places = np.array([self._place(gpu) for gpu in gpus], dtype=np.intp)
         allocation.ready.clear()
-        self._members.setdefault(command.group, {})[name] = allocation
-        for gpu in gpus:
-            self._owners[gpu] = command.group
-            self._nodes[gpu[0]].groups[command.group] = None
+        for place in allocation.places.tolist():
+            self._residents[place][name] = allocation
+        for node in {node: None for node, _ in gpus}:
+            self._nodes[node].residents[name] = allocation
+        self._check_exclusive(allocation)
         for node in {node: None for node, _ in gpus}:
             self._check_memory(node)
 
     def left(self, allocation: Allocation) -> None:
         """Release a deployment's GPUs."""
-        if allocation.group is None:
-            return
-        members = self._members[allocation.group]
-        del members[allocation.created.deployment]
-        if not members:
-            del self._members[allocation.group]
-            for gpu in allocation.gpus:
-                del self._owners[gpu]
-                self._nodes[gpu[0]].groups.pop(allocation.group, None)
-        allocation.group, allocation.gpus = None, ()
+        name = allocation.created.deployment
+        for place in allocation.places.tolist():
+            del self._residents[place][name]
+        for node in {node: None for node, _ in allocation.gpus}:
+            self._nodes[node].residents.pop(name, None)
+        allocation.gpus, allocation.places = (), allocation.places[:0]
         allocation.ready.clear()
+
+    def _place(self, gpu: Gpu) -> int:
+        found = self._places.get(gpu)
+        if found is None:
+            found = self._places[gpu] = len(self._residents)
+            self._residents.append({})
+        return found
+
+    def _shares(self, allocation: Allocation) -> bool:
+        return any(len(self._residents[place]) > 1 for place in allocation.places.tolist())
 
     def _check_gpus(
         self, allocation: Allocation, command: LaunchWorkers, gpus: tuple[Gpu, ...]
@@ -162,37 +156,19 @@ class Occupancy:
                     f"{created.workers} GPUs of {node} hold"
                 )
 
-    def _check_group(
-        self, allocation: Allocation, command: LaunchWorkers, gpus: tuple[Gpu, ...]
-    ) -> None:
-        for gpu in gpus:
-            owner = self._owners.get(gpu, command.group)
-            if owner != command.group:
-                self._broken(
-                    f"GPU {gpu[1]} of {gpu[0]} belongs to {owner} and is given to {command.group}"
-                )
-        others = self._members.get(command.group)
-        if not others:
-            return
-        other = next(iter(others.values()))
-        if set(other.gpus) != set(gpus):
-            self._broken(
-                f"{command.deployment} and {other.created.deployment} have different GPUs in one "
-                f"group, {command.group}"
-            )
-        if other.created.exclusive or allocation.created.exclusive:
-            self._broken(
-                f"{command.deployment} and {other.created.deployment} share {command.group}, and "
-                "one of them is exclusive"
-            )
+    def _check_exclusive(self, allocation: Allocation) -> None:
+        for gpu, place in zip(allocation.gpus, allocation.places.tolist(), strict=True):
+            there = self._residents[place]
+            alone = [name for name, each in there.items() if each.created.exclusive]
+            if alone and len(there) > 1:
+                self._broken(f"{', '.join(there)} share GPU {gpu[1]} of {gpu[0]}; not {alone[0]}")
 
     def _check_memory(self, node: str) -> None:
         joined = self._nodes[node].joined
         kept = {
             name: allocation.bytes_on(node)
-            for group in self._nodes[node].groups
-            if len(self._members[group]) > 1
-            for name, allocation in self._members[group].items()
+            for name, allocation in self._nodes[node].residents.items()
+            if self._shares(allocation)
         }
         capacity = joined.host_memory_bytes + joined.nvme_bytes
         if sum(kept.values()) > capacity:

@@ -127,7 +127,7 @@ class UnsharedRun:
             if rollouts is not None:
                 rolled_at = at - (run.rolled_s - rolled_s)
                 group, gpus = rollouts.deployment, rollouts.gpus
-                collector.ran(group, job.job_id, gpus, "rollout", rolled_at, at)
+                collector.ran(group, job.job_id, gpus, "rollout", rolled_at, at, 1.0)
             worked_s, rolled_s = run.worked_s, run.rolled_s
         collector.group_gone(job.job_id, run.gpus, at)
         worked_gpu_s = run.gpus * worked_s

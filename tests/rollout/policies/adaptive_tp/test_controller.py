@@ -124,3 +124,9 @@ def test_an_empty_engine_has_nothing_to_decide() -> None:
     assert controller.decide(1, [[UnfinishedRow(5, 0)], [], [], []]) is None
     with pytest.raises(InvalidRequestError, match="moments_max is 0"):
         SwitchController(predictor, moments_max=0)
+
+
+def test_staying_wins_a_tie() -> None:
+    found = profile(lambda _tp, _rows, _tokens: 1.0, switch_s=0.0, kv_bytes_per_s=None)
+    groups = [[UnfinishedRow(10, 5)], [], [], []]
+    assert SwitchController(LatencyPredictor(found)).decide(1, groups) is None

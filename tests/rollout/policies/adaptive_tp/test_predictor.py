@@ -148,3 +148,13 @@ def test_a_profile_serves_only_engines_that_are_equal() -> None:
     subject().check_serves(subject())
     with pytest.raises(InvalidRequestError, match=r"measured with tp_sizes \(1, 2, 4\), and"):
         subject().check_serves(subject((1, 2)))
+
+
+def test_beyond_its_last_point_a_curve_goes_on_but_does_not_fall() -> None:
+    assert Curve([(0.0, 1.0), (2.0, 3.0)]).at(4.0) == 5.0
+    assert Curve([(0.0, 3.0), (2.0, 1.0)]).at(4.0) == 1.0
+
+
+def test_more_rows_than_were_profiled_take_proportionally_longer() -> None:
+    found = LatencyPredictor(profile(lambda _tp, rows, _tokens: float(rows), rows=(1, 2, 4)))
+    assert found.step_s(1, 12, 100.0) == pytest.approx(12.0)

@@ -230,11 +230,32 @@ def test_a_deadline_ends_a_wait_for_memory(cluster: FakeCluster) -> None:
     assert foreign_memory_view(cluster.core.cluster.state)
 
 
-def test_a_tenant_reads_no_names_of_others(cluster: FakeCluster) -> None:
+def reasons_of_b(cluster: FakeCluster, *, sees_all: bool) -> list[str]:
+    """Why the operation of b waits, in each place where a tenant, or an operator, reads it."""
+    core, now = cluster.core, cluster.now
+    job = core.explain_job("b", now, sees_all=sees_all)
+    (held,) = core.status(now, None if sees_all else "t")["held"]
+    return [
+        job["summary"],
+        *[each["reason"] for each in job["operations"]],
+        held["message"],
+    ]
+
+
+@pytest.mark.parametrize("on_all_ranks", [True, False])
+def test_a_tenant_reads_no_names_of_others_and_an_operator_reads_them_all(
+    cluster: FakeCluster, *, on_all_ranks: bool
+) -> None:
     cluster.send(ev.TenantCreated(tenant="u", key_digest="u"))
     cluster.job("c", tenant="u")
     cluster.deploy("c/actor", workers=4)
-    refuse(cluster, deployment="c/actor", process_bytes=KEPT)
-    explanation = cluster.explanation_of("b:1")
-    assert "rank 0 of another tenant's deployment has offloaded" in explanation["reason"]
-    assert "c/actor" not in str(cluster.core.status(cluster.now)["held"])
+    refuse(cluster, deployment="c/actor", process_bytes=KEPT, on_all_ranks=on_all_ranks)
+    for reason in reasons_of_b(cluster, sees_all=False):
+        assert "rank 0 of another tenant's deployment has offloaded" in reason
+    for reason in reasons_of_b(cluster, sees_all=True):
+        assert "rank 0 of 'c/actor' has offloaded" in reason
+    record = dict(cluster.core.records(0.0).look(cluster.now))["jobs/t/b"]
+    assert "of another tenant's deployment has offloaded" in str(record)
+    cluster.restart_scheduler(restored=True)
+    assert "another tenant's deployment" in reasons_of_b(cluster, sees_all=False)[0]
+    assert "'c/actor'" in reasons_of_b(cluster, sees_all=True)[0]

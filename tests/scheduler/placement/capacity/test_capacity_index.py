@@ -27,7 +27,7 @@ def index_with(residents: list[Footprint]) -> CapacityIndex:
     index = CapacityIndex(HORIZON)
     index.add_group("g", SHAPE, serial=1)
     for number, resident in enumerate(residents):
-        index.reserve("g", f"r{number}", resident, 0.1, strict=False)
+        index.reserve("g", f"r{number}", resident, 0.1)
     return index
 
 
@@ -90,7 +90,7 @@ def test_a_strict_fit_fits_on_the_ring_for_any_periods(
     if found is not None:
         placed = job.at(float(start + found[0]))
         assert all(not slow_slots(placed) & slow_slots(resident) for resident in residents)
-        index.reserve("g", "new", placed, 0.1, strict=True)
+        index.check_free("g", "new", placed)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_release_restores_the_index_exactly(
 ) -> None:
     index = index_with(residents)
     before, load = index.slots("g").busy_of_all(), index.load("g")
-    index.reserve("g", "new", newcomer, 0.1, strict=False)
+    index.reserve("g", "new", newcomer, 0.1)
     index.release("g", "new")
     assert index.slots("g").busy_of_all() == before
     assert index.load("g") == load
@@ -184,10 +184,11 @@ def test_no_slot_is_reserved_twice_and_a_refused_reservation_changes_nothing(
         slots = slow_slots(footprint)
         if any(slots & other for other in held):
             with pytest.raises(errors.CapacityError):
-                index.reserve("g", f"r{number}", footprint, 0.1, strict=True)
+                index.check_free("g", f"r{number}", footprint)
             assert index.slots("g").busy_of_all() == before
         else:
-            index.reserve("g", f"r{number}", footprint, 0.1, strict=True)
+            index.check_free("g", f"r{number}", footprint)
+            index.reserve("g", f"r{number}", footprint, 0.1)
             held.append(slots)
     busy = set().union(*held) if held else set()
     found = index.slots("g").busy_of_all()
@@ -214,7 +215,7 @@ def index_of_groups(clusters: list[list[Footprint]], horizon: int) -> CapacityIn
     for number, residents in enumerate(clusters):
         index.add_group(f"g{number}", SHAPE, serial=number)
         for member, resident in enumerate(residents):
-            index.reserve(f"g{number}", f"r{number}/{member}", resident, 0.1, strict=False)
+            index.reserve(f"g{number}", f"r{number}/{member}", resident, 0.1)
     return index
 
 

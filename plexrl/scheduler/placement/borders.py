@@ -1,0 +1,131 @@
+"""Borders between groups: a group is divided where a smaller deployment is to use a part of it, and
+united with its neighbour where no member needs the border (PlexRL §4.3).
+
+Both change only how the same GPUs are divided. The members of a group are then members of both
+parts, which they hold or not at the same time, under the same token; their ranks stay. So that the
+number of groups stays small, a part is taken from an end of the group, on the fewest nodes, and a
+deployment is on at most `SPAN_MAX` groups.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from plexrl.ids import DeploymentId, GroupId
+from plexrl.scheduler.accounting.sharing import settle_group
+from plexrl.scheduler.state.records import Group, State
+from plexrl.wire.messages import RankPlacement
+
+if TYPE_CHECKING:
+    from plexrl.scheduler.placement.cluster import Cluster
+
+SPAN_MAX = 8
+"""Most groups of one deployment."""
+
+
+def may_divide(state: State, group: Group) -> bool:
+    """Whether the group may be divided. A filler uses a group as a whole."""
+    if group.fillers:
+        return False
+    return all(len(state.deployments[name].groups) < SPAN_MAX for name in group.members)
+
+
+def divide(cluster: "Cluster", group: Group, count: int, now: float) -> Group:
+    """Divide `group`; returns the new group of `count` of its GPUs, which are fewer than all."""
+    state = cluster.state
+    assert 0 < count < len(group.gpus), f"{count} GPUs are no part of {group.group}"
+    settle_group(state, group, now)
+    cluster.inventory.leave(group)
+    ends = group.gpus[:count], group.gpus[-count:]
+    is_first = len({gpu.node for gpu in ends[0]}) <= len({gpu.node for gpu in ends[1]})
+    state.groups_made += 1
+    part = replace(
+        group,
+        group=GroupId(f"g{state.groups_made}"),
+        serial=state.groups_made,
+        gpus=_numbered(ends[0] if is_first else ends[1]),
+        members=list(group.members),
+        fillers=[],
+        shares=dict(group.shares),
+        wait_errors=list(group.wait_errors),
+        switches=0,
+        switch_seconds=0.0,
+    )
+    group.gpus = _numbered(group.gpus[count:] if is_first else group.gpus[:-count])
+    state.groups[part.group] = part
+    both = (part.group, group.group) if is_first else (group.group, part.group)
+    for name in group.members:
+        _replace(state, name, (group.group,), both)
+    cluster.inventory.enter_again([group, part])
+    return part
+
+
+def unite_all(cluster: "Cluster", names: tuple[GroupId, ...], now: float) -> tuple[GroupId, ...]:
+    """Unite each of these groups, as far as it exists, with the neighbours from which no member
+    needs a border. Returns the groups that have grown, whose next steps must be decided."""
+    grown: dict[GroupId, None] = {}
+    for name in names:
+        group = cluster.state.groups.get(name)
+        while group is not None and (neighbour := _neighbour(cluster.state, group)) is not None:
+            group = _unite(cluster, group, neighbour, now)
+            grown[group.group] = None
+    return tuple(grown)
+
+
+def _neighbour(state: State, group: Group) -> Group | None:
+    """A group with the same members, next to this one in the ranks of each of them."""
+    if not group.members or group.fillers:
+        return None
+    on = state.deployments[group.members[0]].groups
+    at = on.index(group.group)
+    for name in (*on[max(0, at - 1) : at], *on[at + 1 : at + 2]):
+        other = state.groups[name]
+        if (
+            set(other.members) == set(group.members)
+            and not other.fillers
+            and (other.holder, other.incoming) == (group.holder, group.incoming)
+            and all(_are_next(state, each, group, other) for each in group.members)
+        ):
+            return other
+    return None
+
+
+def _are_next(state: State, member: DeploymentId, one: Group, other: Group) -> bool:
+    """Whether the ranks of both groups follow each other, as in the first member."""
+    first, here = state.deployments[one.members[0]].groups, state.deployments[member].groups
+    apart = here.index(other.group) - here.index(one.group)
+    return apart == first.index(other.group) - first.index(one.group)
+
+
+def _unite(cluster: "Cluster", one: Group, other: Group, now: float) -> Group:
+    state = cluster.state
+    on = state.deployments[one.members[0]].groups
+    first, second = (one, other) if on.index(one.group) < on.index(other.group) else (other, one)
+    stays, goes = (one, other) if one.serial < other.serial else (other, one)
+    for each in (one, other):
+        settle_group(state, each, now)
+        cluster.inventory.leave(each)
+    both = first.group, second.group
+    gpus = _numbered(first.gpus + second.gpus)
+    for name in stays.members:
+        _replace(state, name, both, (stays.group,))
+    stays.gpus = gpus
+    stays.is_closed = stays.is_closed or goes.is_closed
+    stays.alone_since = max(stays.alone_since, goes.alone_since)
+    state.former_switches += goes.switches
+    del state.groups[goes.group]
+    cluster.inventory.enter_again([stays])
+    return stays
+
+
+def _replace(
+    state: State, name: DeploymentId, before: tuple[GroupId, ...], after: tuple[GroupId, ...]
+) -> None:
+    member = state.deployments[name]
+    at = member.groups.index(before[0])
+    member.groups = (*member.groups[:at], *after, *member.groups[at + len(before) :])
+
+
+def _numbered(gpus: tuple[RankPlacement, ...]) -> tuple[RankPlacement, ...]:
+    return tuple(
+        RankPlacement(rank=rank, node=gpu.node, gpu=gpu.gpu) for rank, gpu in enumerate(gpus)
+    )

@@ -1,0 +1,1 @@
+"""Which groups a deployment may join, and which of them it does."""

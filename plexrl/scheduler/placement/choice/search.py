@@ -1,0 +1,392 @@
+"""Searches for a group that a deployment may join; changes nothing (PlexRL §4.3.2).
+
+Every choice depends on the state only (the group's number breaks ties), so a scheduler restored
+from a snapshot decides as the original would have.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plexrl.ids import GroupId
+from plexrl.scheduler.placement.capacity.index import ShapeTable, sorted_passes
+from plexrl.scheduler.placement.capacity.shift_search import Fit, PeriodProfiles, ShiftSearch
+from plexrl.scheduler.placement.choice.candidates import (
+    can_take,
+    exclude_own,
+    footprints_of,
+    is_alike,
+    is_awaited,
+    is_divisible,
+    members_of,
+    shapes,
+    unions,
+)
+from plexrl.scheduler.placement.choice.scarcity import is_scarce
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.contention.co_execution import added_stretch
+from plexrl.scheduler.placement.contention.colocation import (
+    own_group,
+    own_rollout_groups,
+    siblings_group,
+)
+from plexrl.scheduler.placement.contention.contention import (
+    Contention,
+    ContentionConfig,
+    Resident,
+    predict,
+)
+from plexrl.scheduler.placement.contention.service_level import has_tight_bound, keeps_bounds
+from plexrl.scheduler.rules.policies import PlacementMode
+from plexrl.scheduler.rules.switch_cost import moves_at_best_s
+from plexrl.scheduler.state.demand.trace import DemandTrace, project
+from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.wire.messages import RankPlacement
+
+PREDICTIONS_MAX = 2
+"""Best-fitting groups for which contention is predicted; each prediction takes milliseconds."""
+
+PREDICTIONS_KEPT = 1024
+"""Predictions cached before the cache is cleared."""
+
+BORDER_S = 1.0
+"""Cost of dividing a group: among groups that fit as well, one of equal size is chosen."""
+
+SPILL_BYTES_PER_S = 1e9
+"""Rate of a move to or from NVMe when host memory is full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A group to join, or a part of it, and the shift of the reservation."""
+
+    group: GroupId
+    beside: tuple[GroupId, ...] = ()
+    """Further groups, for ranks beyond the GPUs of the first; the ranks that are left then get
+    free GPUs."""
+    mode: PlacementMode
+    shift_slots: int = 0
+    overlap_s: float = 0.0
+    interference_s: float = 0.0
+    cost: float = 0.0
+    contention: float | None = None
+    """Predicted contention of the group with the newcomer; None: not predicted."""
+
+
+def find(
+    cluster: Cluster,
+    deployment: Deployment,
+    mode: PlacementMode,
+    now: float,
+    speed: float | None = None,
+) -> Choice | None:
+    """The group that this mode chooses, on nodes of this speed only if one is given; changes
+    nothing. Groups of the deployment's own job are chosen whatever their speed."""
+    match mode:
+        case PlacementMode.STRICT | PlacementMode.OVERLAP:
+            strict = mode == PlacementMode.STRICT
+            found = nearest(cluster, deployment, now, strict=strict, count=1, speed=speed)
+            return found[0] if found else None
+        case PlacementMode.PACKED | PlacementMode.EMPTIEST:
+            return _by_load(cluster, deployment, mode, speed)
+        case PlacementMode.CO_EXECUTED:
+            return _by_round(cluster, deployment, speed)
+        case PlacementMode.COLOCATED:
+            own = own_group(cluster, deployment)
+            return None if own is None else Choice(group=own.group.group, mode=mode)
+        case PlacementMode.SPANNING:
+            return _spanning(cluster, deployment, now)
+        case PlacementMode.SIBLINGS:
+            group = siblings_group(cluster, deployment)
+            return None if group is None else Choice(group=group.group, mode=mode)
+        case _:
+            raise AssertionError(f"{mode} does not join an existing group")
+
+
+def nearest(
+    cluster: Cluster,
+    deployment: Deployment,
+    now: float,
+    *,
+    strict: bool,
+    count: int,
+    speed: float | None = None,
+    beside: Sequence[Group] = (),
+) -> list[Choice]:
+    """At most `count` groups in which the deployment's trace fits, best first; with `speed` only
+    those on nodes of this speed. `beside`: for the ranks that these groups leave, on nodes like
+    theirs.
+
+    Excludes groups in which a member or the newcomer would wait more than its job accepts (PlexRL
+    §7.2). Contention is predicted for the best fitting groups only.
+    """
+    found: list[Choice] = []
+    most = max(count, PREDICTIONS_MAX)
+    for choice in fitting(
+        cluster, deployment, now, strict=strict, count=most, speed=speed, beside=beside
+    ):
+        groups = [cluster.state.groups[name] for name in (choice.group, *choice.beside)]
+        expected = predicted_contention(cluster, deployment, groups)
+        if not keeps_bounds(cluster, deployment, members_of(groups), expected):
+            continue
+        is_whole = sum([len(group.gpus) for group in (*groups, *beside)]) == deployment.workers
+        if is_whole or pays(cluster, deployment, groups[0], expected):
+            found.append(choice if expected is None else replace(choice, contention=expected.group))
+        if len(found) == count:
+            break
+    return found
+
+
+def predicted_contention(
+    cluster: Cluster, deployment: Deployment, groups: Sequence[Group]
+) -> Contention | None:
+    """The predicted contention of `deployment`, which comes first, and the members of `groups`, as
+    if each used all of them; None if the demand of a member is unknown."""
+    state, settings = cluster.state, cluster.settings
+    if deployment.trace is None:
+        return None
+    gpus = tuple([gpu for group in groups for gpu in group.gpus])
+    residents = [_resident(state, deployment, deployment.trace, gpus[: deployment.workers])]
+    for name in members_of(groups):
+        member = state.deployment(name)
+        if member.reservation is None:
+            return None
+        # A policy that does not plan by time leaves the reservation as it was made.
+        trace = member.reservation.trace or member.trace
+        if trace is None:
+            return None
+        residents.append(_resident(state, member, trace, gpus))
+    key = tuple(residents)
+    known = cluster.contentions.get(key)
+    if known is None:
+        rule = ContentionConfig(
+            anticipates=settings.anticipates,
+            guards_slack=settings.policy.guards_slack,
+            starvation_ratio=settings.config.starvation_ratio,
+            starvation_bound_s=settings.config.starvation_bound_s,
+            horizon_slots=settings.config.horizon_slots,
+            period_tolerance=settings.config.period_tolerance,
+            profile_cycles=settings.config.profile_cycles,
+        )
+        if len(cluster.contentions) >= PREDICTIONS_KEPT:
+            cluster.contentions.clear()
+        known = cluster.contentions[key] = predict(residents, rule)
+    return known
+
+
+def _resident(
+    state: State,
+    deployment: Deployment,
+    trace: DemandTrace,
+    ranks: tuple[RankPlacement, ...] | None = None,
+) -> Resident:
+    # Rounded to two digits. Each measured move changes the last digits, and the cached prediction
+    # of the same residents would be lost.
+    load, offload = moves_at_best_s(state, deployment, ranks)
+    return Resident(trace=trace, load_s=float(f"{load:.2g}"), offload_s=float(f"{offload:.2g}"))
+
+
+def fitting(
+    cluster: Cluster,
+    deployment: Deployment,
+    now: float,
+    *,
+    strict: bool,
+    count: int | None = None,
+    speed: float | None = None,
+    beside: Sequence[Group] = (),
+) -> list[Choice]:
+    """At most `count` groups in which the deployment's trace fits, best first. `beside`: as in
+    `nearest`."""
+    trace, gpus = deployment.trace, deployment.workers
+    if beside:
+        gpus -= sum([len(group.gpus) for group in beside])
+    if trace is None:
+        return []
+    config, index = cluster.settings.config, cluster.inventory.index
+    tables: list[tuple[ShapeTable, NDArray[np.intp]]] = []
+    larger = cluster.settings.divides_groups
+    for shape in shapes(cluster, deployment, speed, gpus, or_larger=larger):
+        if beside and not is_alike(shape, beside[0]):
+            continue
+        table = index.table(shape)
+        fits_row = can_take(cluster.settings, table, deployment, trace.duty)
+        exclude_own(cluster, shape, deployment, fits_row)
+        rows = np.flatnonzero(fits_row)
+        if table.gpus > gpus:
+            if is_awaited(cluster, table.gpus):
+                continue
+            rows = rows[[is_divisible(cluster, table, row) for row in rows.tolist()]]
+        for each in beside:
+            there = index.row(each.group, shape)
+            rows = rows if there is None else rows[rows != there]
+        if rows.size:
+            tables.append((table, rows))
+    found_unions = unions(cluster, deployment, gpus, speed, beside) if larger else []
+    if not tables and not found_unions:
+        return []
+    footprint = project(trace, config.horizon_slots, config.period_tolerance)
+    wanted = ShiftSearch(
+        footprint=footprint,
+        start_slot=int(now) % config.horizon_slots,
+        margin_slots=math.ceil(trace.jitter_s),
+        interference_weight=config.interference_weight,
+        strict=strict,
+    )
+    bound = 0.0 if strict else config.overlap_max * trace.busy_s
+    found: list[tuple[float, int, tuple[GroupId, ...], Fit]] = []
+    for table, rows in tables:
+        for some in sorted_passes(table, rows, table.load):
+            fits = table.search(some, wanted)
+            for fit in fits:
+                if fit.overlap_s <= bound:
+                    group = table.groups[fit.row]
+                    assert group is not None, "the search returned a free row"
+                    cost = fit.cost + _spill_s(table, fit.row, deployment)
+                    if table.gpus > gpus:
+                        cost += BORDER_S
+                    found.append((cost, int(table.serial[fit.row]), (group,), fit))
+            if fits:
+                break
+    for union in found_unions:
+        profiles = PeriodProfiles(config.horizon_slots, footprint.cycles)
+        intervals = [each.intervals() for each in footprints_of(cluster, union).values()]
+        row = np.zeros(1, np.intp)
+        profiles.refresh(row, np.ones(1, np.int64), partial(_same, intervals))
+        for fit in profiles.search(row, wanted):
+            if fit.overlap_s <= bound:
+                names = tuple([group.group for group in union])
+                found.append((fit.cost, min([group.serial for group in union]), names, fit))
+    found.sort()
+    return [
+        Choice(
+            group=names[0],
+            beside=names[1:],
+            mode=PlacementMode.STRICT if fit.overlap_s == 0 else PlacementMode.OVERLAP,
+            shift_slots=fit.shift_slots,
+            overlap_s=fit.overlap_s,
+            interference_s=fit.interference_s,
+            cost=cost,
+        )
+        for cost, _, names, fit in found[:count]
+    ]
+
+
+def _by_load(
+    cluster: Cluster, deployment: Deployment, mode: PlacementMode, speed: float | None
+) -> Choice | None:
+    duty = cluster.inventory.duty(deployment)
+    if deployment.trace is not None:
+        duty = deployment.trace.duty
+    best: tuple[tuple[float, ...], Choice] | None = None
+    for shape in shapes(cluster, deployment, speed):
+        table = cluster.inventory.index.table(shape)
+        fits_row = can_take(cluster.settings, table, deployment, duty)
+        exclude_own(cluster, shape, deployment, fits_row)
+        rows = np.flatnonzero(fits_row)
+        if not rows.size:
+            continue
+        load, members, serial = table.load[rows], table.members[rows], table.serial[rows]
+        sign = -1 if mode == PlacementMode.PACKED else 1
+        predictions = PREDICTIONS_MAX
+        for at in np.lexsort((serial, sign * load, sign * members)):
+            key = (sign * float(members[at]), sign * float(load[at]), float(serial[at]))
+            if best is not None and key >= best[0]:
+                break
+            name = table.groups[rows[at]]
+            assert name is not None, "a free row has capacity"
+            group = cluster.state.groups[name]
+            if not has_tight_bound(cluster, deployment, group.members):
+                best = key, Choice(group=name, mode=mode)
+                break
+            if deployment.trace is None or not predictions:
+                # A demand that is unknown cannot be shown to keep the bound.
+                continue
+            predictions -= 1
+            expected = predicted_contention(cluster, deployment, [group])
+            if expected is not None and keeps_bounds(cluster, deployment, group.members, expected):
+                best = key, Choice(group=name, mode=mode, contention=expected.group)
+                break
+    return None if best is None else best[1]
+
+
+def _by_round(cluster: Cluster, deployment: Deployment, speed: float | None) -> Choice | None:
+    """The group whose round takes the deployment at the least cost; the fullest among equals."""
+    if deployment.trace is None:
+        return None
+    best: tuple[tuple[float, ...], Choice] | None = None
+    for shape in shapes(cluster, deployment, speed):
+        table = cluster.inventory.index.table(shape)
+        fits_row = can_take(cluster.settings, table, deployment, deployment.trace.duty)
+        fits_row &= table.host_bytes_free >= deployment.state_bytes
+        exclude_own(cluster, shape, deployment, fits_row)
+        for row in np.flatnonzero(fits_row).tolist():
+            group = table.groups[row]
+            assert group is not None, "a free row has capacity"
+            cost = added_stretch(
+                cluster.state, cluster.settings, cluster.state.groups[group], deployment
+            )
+            if cost is None:
+                continue
+            key = (cost, -float(table.load[row]), float(table.serial[row]))
+            if best is None or key < best[0]:
+                best = key, Choice(group=group, mode=PlacementMode.CO_EXECUTED, cost=cost)
+    return None if best is None else best[1]
+
+
+def _spanning(cluster: Cluster, deployment: Deployment, now: float) -> Choice | None:
+    """The job's own rollouts' groups, and beside them the gaps of another group, or free GPUs."""
+    own = own_rollout_groups(cluster, deployment)
+    if not own:
+        return None
+    first, *others = [group.group for group in own]
+    rest = deployment.workers - sum([len(group.gpus) for group in own])
+    is_free = cluster.inventory.find_gpus(deployment, None, rest, beside=own[0]) is not None
+    for strict in (True, False):
+        if not strict and is_free and not is_scarce(cluster, deployment):
+            break
+        found = nearest(cluster, deployment, now, strict=strict, count=1, beside=own)
+        if found:
+            return replace(
+                found[0],
+                group=first,
+                beside=(*others, found[0].group, *found[0].beside),
+                mode=PlacementMode.SPANNING,
+            )
+    if not is_free:
+        return None
+    return Choice(group=first, beside=tuple(others), mode=PlacementMode.SPANNING)
+
+
+def pays(
+    cluster: Cluster, deployment: Deployment, group: Group, expected: Contention | None
+) -> bool:
+    """Whether a deployment that joins a part of a larger group saves more GPUs than it costs: those
+    that it needs itself, less its waiting, against all of each member's job that waits for it."""
+    if expected is None:
+        return False
+    state = cluster.state
+    own, *others = expected.members
+    cost = 0.0
+    for name, waiting in zip(group.members, others, strict=True):
+        member = state.deployments[name]
+        before = 0.0 if member.placement is None else member.placement.contention or 0.0
+        gpus = sum([state.deployments[each].workers for each in state.job(member.job).deployments])
+        cost += gpus * max(0.0, waiting - before)
+    return cost < deployment.workers * (1.0 - own)
+
+
+def _spill_s(table: ShapeTable, row: int, deployment: Deployment) -> float:
+    state_bytes = deployment.state_bytes * table.gpus // deployment.workers
+    over = (state_bytes - max(0, int(table.host_bytes_free[row]))) * deployment.workers / table.gpus
+    return max(0.0, over) / SPILL_BYTES_PER_S
+
+
+def _same(intervals: list[NDArray[np.int64]], row: int) -> list[NDArray[np.int64]]:
+    """The intervals of the only row."""
+    del row
+    return intervals
