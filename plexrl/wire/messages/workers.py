@@ -11,6 +11,7 @@ import msgspec
 from plexrl.wire.framing import Header
 from plexrl.wire.messages.commands import AbortOperation
 from plexrl.wire.messages.runs import AnyRun
+from plexrl.wire.messages.views import ErrorView
 
 
 class WorkerName(NamedTuple):
@@ -118,8 +119,7 @@ class Finished(Reply, frozen=True, kw_only=True, tag="finished"):
 class Failed(Reply, frozen=True, kw_only=True, tag="failed"):
     """A run or an engine request has failed on this rank."""
 
-    error: dict[str, Any]
-    """`PlexRLError.to_wire()`."""
+    error: ErrorView
     state_intact: bool = True
     """The rank's state did not change."""
 
