@@ -68,7 +68,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from plexrl.wire.messages.views import ErrorView
+    from plexrl.wire.messages.cluster_views import ErrorView
 
 
 class PlexRLError(Exception):

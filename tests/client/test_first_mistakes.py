@@ -13,6 +13,7 @@ from plexrl import errors, losses
 from plexrl.client.calls.requests import create_deployment, create_job
 from plexrl.client.calls.transport import AsyncTransport, Transport
 from plexrl.client.data.metric_rows import metrics_row, read_rows
+from tests.client.fake_router import JOB
 
 VOCABULARY = "0123456789+="
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
@@ -21,7 +22,6 @@ PROMPTS = [[3, 4, 5]]
 UNCHECKED: Any = plexrl.Batch
 """For calls that a type checker would refuse."""
 NAN, INF = float("nan"), float("inf")
-JOB = {"job": "j", "name": "j", "controller_timeout_s": 60.0}
 
 
 def batch(mask: float = 1.0, **more: Any) -> plexrl.Batch:

@@ -7,8 +7,8 @@ import numpy as np
 
 from plexrl.errors import DeviceMemoryFullError, NonFiniteWeightsError
 from plexrl.wire.messages import Failed
+from plexrl.wire.messages.cluster_views import ErrorView
 from plexrl.wire.messages.reports import StateMoved
-from plexrl.wire.messages.views import ErrorView
 from plexrl.wire.operations import DEFAULT_REDUCTION, LossSpec, OperationKind
 from plexrl.wire.tensors import Array, Arrays, predicted
 

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ from plexrl.wire.messages import (
     read_reply,
     read_run,
 )
+from plexrl.wire.messages.cluster_views import ErrorView
 from plexrl.wire.messages.reports import (
     LiveWorkers,
     OperationFailed,
@@ -58,7 +59,6 @@ from plexrl.wire.messages.reports import (
     RouterReport,
     WorkersGone,
 )
-from plexrl.wire.messages.views import ErrorView
 from plexrl.wire.operations import (
     MUTATING,
     OperationKind,
@@ -99,7 +99,6 @@ COUNTED_STEPS = frozenset(
 GONE_MAX = 10_000
 """Most deployments whose last ended incarnation is remembered."""
 
-Plain = dict[str, Any]
 Answer = tuple[AnyReply, bytearray]
 _Grant = tuple[str, int, tuple[str, ...]]
 """Group, fencing token and workers of an admitted run."""
@@ -139,7 +138,7 @@ class Executor:
         self.specs: DeploymentSpecs | None = None
         self.checkpoint_quota: CheckpointQuota | None = None
 
-    async def on_run(self, peer: Peer, params: Plain) -> None:
+    async def on_run(self, peer: Peer, params: Mapping[str, Any]) -> None:
         """Handle the admission of a run."""
         del peer
         command = read_run(params.get("command"))
@@ -157,7 +156,7 @@ class Executor:
         self._runs[command.operation] = _Run(grant, workers, task, sent)
         task.add_done_callback(lambda _: self._forget(command.operation, task))
 
-    async def on_abort(self, peer: Peer, params: Plain) -> None:
+    async def on_abort(self, peer: Peer, params: Mapping[str, Any]) -> None:
         """Handle the early end of a generation, or of some of its rows."""
         del peer
         command = read_command(params, AbortOperation)
@@ -178,7 +177,7 @@ class Executor:
             # Nothing runs on this rank.
             LOG.info("%s did not receive the abort of %s: %s", worker, command.operation, error)
 
-    async def on_workers_gone(self, peer: Peer, params: Plain) -> None:
+    async def on_workers_gone(self, peer: Peer, params: Mapping[str, Any]) -> None:
         """Handle the end of a deployment's workers, up to an incarnation. Their runs end without a
         report; the scheduler orders them again when there are other workers."""
         del peer
@@ -189,7 +188,7 @@ class Executor:
             self._gone.popitem(last=False)
         self._end({worker for worker in self._known(deployment) if self._is_gone(worker)})
 
-    async def on_live_workers(self, peer: Peer, params: Plain) -> None:
+    async def on_live_workers(self, peer: Peer, params: Mapping[str, Any]) -> None:
         """Handle the list of all live incarnations, by deployment: what ended while no scheduler
         was connected is not reported otherwise."""
         del peer
@@ -226,7 +225,7 @@ class Executor:
             if run.workers in gone:
                 run.task.cancel()
 
-    async def on_discard(self, peer: Peer, params: Plain) -> None:
+    async def on_discard(self, peer: Peer, params: Mapping[str, Any]) -> None:
         """Handle the deletion of blobs."""
         del peer
         command = read_command(params, DiscardBlobs)
@@ -429,7 +428,7 @@ class Executor:
 
     async def _joined(
         self, command: AnyRun, parts: RunParts, finished: list[tuple[Finished, bytearray]]
-    ) -> tuple[Plain, "Sequence[Body]"]:
+    ) -> tuple[dict[str, Any], "Sequence[Body]"]:
         """The ranks' results as one result and one body in parts."""
         results = [reply.result for reply, _ in finished]
         payloads = [payload for _, payload in finished]

@@ -23,7 +23,6 @@ LOG = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 30.0
 REPORTS_MAX = 256
 """Most reports that are sent without an acknowledgement."""
-Plain = dict[str, Any]
 
 
 class SchedulerLink:
@@ -58,8 +57,10 @@ class SchedulerLink:
         """Whether a scheduler is connected now; `connected` stays set after the first one."""
         return self._peer is not None
 
-    async def call(self, method: str, params: Plain, *, timeout_s: float = CALL_TIMEOUT_S) -> Plain:
-        """Call the scheduler and return its reply.
+    async def call(
+        self, method: str, params: Mapping[str, Any], *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Any:
+        """Call the scheduler and return its reply, a view of the type that the method is for.
 
         Raises:
             UnavailableError: no scheduler is connected; the call may or may not have had an effect.

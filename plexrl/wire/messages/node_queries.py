@@ -9,7 +9,7 @@ from typing import TypedDict
 import msgspec
 
 from plexrl.ids import JobId, NodeId
-from plexrl.wire.messages.views import ErrorView
+from plexrl.wire.messages.cluster_views import ErrorView
 
 
 class ReadLog(msgspec.Struct, frozen=True, kw_only=True):
