@@ -93,13 +93,10 @@ class FakeHandler(BaseHTTPRequestHandler):
         else:
             logs = {"logs": [], "failed": [{"node": "n7", "reason": "it is silent"}]}
             checkpoints = [{"name": "c", "seq": 1, "state": "durable"}]
-            body = {
-                **self.server.job,
-                "deployment": "j/actor",
-                "jobs": [],
-                "operations": [],
-                **logs,
-            }
+            body: dict[str, Any] = {**self.server.job, "deployment": "j/actor", "jobs": []}
+            body |= {"operations": [], **logs}
+            if self.path.endswith("/finish"):
+                body["state"] = "COMPLETED"
             body["lost_payloads"] = self.server.lost_payloads
             self.answer(200, {**body, "checkpoints": checkpoints})
 
