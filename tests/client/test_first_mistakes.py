@@ -308,7 +308,7 @@ def test_numpy_numbers_are_accepted() -> None:
 def test_non_finite_metrics_survive_a_round_trip() -> None:
     row = metrics_row(np.int64(3), {"loss": NAN, "up": INF, "down": -INF, "r": np.float32(0.5)})
     assert row["values"] == {"loss": "NaN", "up": "Infinity", "down": "-Infinity", "r": 0.5}
-    [back] = read_rows([row])
+    [back] = read_rows([{"index": 1, "time": 0.0, "step": row["step"], "values": row["values"]}])
     assert np.isnan(back["values"].pop("loss"))
     assert back == {"step": 3, "values": {"up": INF, "down": -INF, "r": 0.5}}
 

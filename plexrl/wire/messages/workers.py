@@ -142,9 +142,9 @@ class EngineSubject(TypedDict):
 
 EngineRow = tuple[str, int, int, bool]
 """Of an unfinished row: operation, number of the row, tokens with its prompt, whether it runs."""
-EngineStep = tuple[int, int, int, float, int, int]
-"""Of some decode steps, as means: number from 1, rows, tokens in the KV cache, seconds, size of the
-tensor-parallel groups, and the rows of the largest group."""
+EngineStep = tuple[int, int, float, float, int, float]
+"""Some decode steps, as `MeasuredSteps` of the workers: number, rows, tokens in the KV cache,
+seconds, size of the tensor-parallel groups, and other seconds."""
 
 
 class EngineLoadView(EngineCounters):
