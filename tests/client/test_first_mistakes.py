@@ -310,7 +310,8 @@ def test_non_finite_metrics_survive_a_round_trip() -> None:
     assert row["values"] == {"loss": "NaN", "up": "Infinity", "down": "-Infinity", "r": 0.5}
     [back] = read_rows([{"index": 1, "time": 0.0, "step": row["step"], "values": row["values"]}])
     assert np.isnan(back["values"].pop("loss"))
-    assert back == {"step": 3, "values": {"up": INF, "down": -INF, "r": 0.5}}
+    assert back["values"] == {"up": INF, "down": -INF, "r": 0.5}
+    assert back["step"] == 3
 
 
 @pytest.mark.parametrize(
