@@ -32,8 +32,10 @@ from benchmarks.report import percentile, report
 from benchmarks.sizes import sized
 from plexrl.cluster.join.authority import Authority
 from plexrl.errors import ConnectionLostError, NoAnswerError
+from plexrl.ids import NodeId, RouterId
 from plexrl.wire.links.credentials import Credentials, Identity, Role, TlsFiles
 from plexrl.wire.links.standing_link import StandingLink
+from plexrl.wire.messages.reports import NodeJoined, RouterJoined
 from plexrl.wire.rpc import Handler, Peer
 
 NODES = sized(800, quick=8)
@@ -71,15 +73,14 @@ class Agents:
         return time.monotonic() - begun
 
     async def _agent(self, node: str, credentials: Credentials, count: int) -> None:
-        async def hello() -> Plain:
-            return {
-                "role": "agent",
-                "node": node,
-                "gpus": GPUS,
-                "gpu_memory_bytes": 80 << 30,
-                "host_memory_bytes": 1 << 40,
-                "statemanager": node,
-            }
+        async def hello() -> NodeJoined:
+            return NodeJoined(
+                node=NodeId(node),
+                gpus=GPUS,
+                gpu_memory_bytes=80 << 30,
+                host_memory_bytes=1 << 40,
+                statemanager=node,
+            )
 
         async def session(peer: Peer) -> None:
             self._joined += 1
@@ -156,8 +157,8 @@ class Routers:
         await asyncio.gather(*self._links, return_exceptions=True)
 
     async def _router(self, index: int, files: TlsFiles) -> None:
-        async def hello() -> Plain:
-            return {"role": "router", "router": f"r{index}"}
+        async def hello() -> RouterJoined:
+            return RouterJoined(router=RouterId(f"r{index}"))
 
         async def session(peer: Peer) -> None:
             self._peers[index] = peer

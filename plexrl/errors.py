@@ -65,7 +65,10 @@
 Over HTTP, `Retry-After` means: send the valid request again later. A final error has none."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from plexrl.wire.messages.cluster_views import ErrorView
 
 
 class PlexRLError(Exception):
@@ -76,10 +79,9 @@ class PlexRLError(Exception):
 
     def __init__(self, message: str, **details: object) -> None:
         super().__init__(message)
-        self.message = message
-        self.details: dict[str, object] = details
+        self.message, self.details = message, details
 
-    def to_wire(self) -> dict[str, object]:
+    def to_wire(self) -> "ErrorView":
         """The error as plain values."""
         return {"code": self.code, "message": self.message, "details": self.details}
 
@@ -475,12 +477,8 @@ class PayloadLostError(CorruptStateError):
     code = "payload_lost"
 
 
-def _collect(root: type[PlexRLError]) -> dict[str, type[PlexRLError]]:
-    children = (_collect(child) for child in root.__subclasses__())
-    return {root.code: root} | {code: kind for found in children for code, kind in found.items()}
-
-
-_KINDS: dict[str, type[PlexRLError]] = _collect(PlexRLError)
+_CLASSES = [each for each in globals().values() if isinstance(each, type)]
+_KINDS = {each.code: each for each in _CLASSES if issubclass(each, PlexRLError)}
 
 
 def is_storage_held(code: str) -> bool:

@@ -109,7 +109,7 @@ def run_live(
                 if view["job"] in names
             ],
             operations=[row for job in jobs for row in operation_log(job)],
-            status=cluster.status(),
+            status=dict(cluster.status()),
             explained=asked.result(),
         )
 

@@ -5,6 +5,7 @@ A condition is not an error: nothing is lost, and work continues when the condit
 
 import time
 from collections.abc import Callable
+from typing import NotRequired, TypedDict
 
 import msgspec
 
@@ -19,6 +20,15 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     since: float
     """Seconds since the epoch."""
+
+
+class ConditionView(TypedDict):
+    """One condition in plain values."""
+
+    code: str
+    since: float
+    message: NotRequired[str]
+    """For operators only, because it may name paths, hosts and parts."""
 
 
 class Conditions:
@@ -39,6 +49,6 @@ class Conditions:
         for code in codes or tuple(self._held):
             self._held.pop(code, None)
 
-    def view(self) -> list[dict[str, object]]:
+    def view(self) -> list[ConditionView]:
         """All conditions as plain values."""
         return [msgspec.to_builtins(condition) for condition in self._held.values()]

@@ -4,6 +4,7 @@ Most clusters have none, so the service is started when it is needed.
 """
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from plexrl.rollout.service.config import FOLDER, SUFFIX
 from plexrl.wire.links.address import UnixAddress
 from plexrl.wire.links.credentials import Role
 from plexrl.wire.links.dial import Link, serve
-from plexrl.wire.rpc import Peer
+from plexrl.wire.messages.rollout_views import Rollouts
+from plexrl.wire.rpc import Handler, Peer
 
 LOOK_S = 1.0
 """Interval of looks whether the socket is there."""
 START_S = 1.0
 """How long the service takes to start, for clients that try again."""
-Plain = dict[str, Any]
 
 
 def has_rollouts(data_dir: Path) -> bool:
@@ -38,22 +39,22 @@ async def first_rollout(address: UnixAddress) -> None:
     wanted = asyncio.Event()
     peers: set[Peer] = set()
 
-    async def create(peer: Peer, _: Plain) -> Plain:
+    async def create(peer: Peer, _: Mapping[str, Any]) -> Rollouts:
         peer.close_after_answers()
         wanted.set()
         raise UnavailableError(
             "the rollout service is starting: retry", retry_after_s=START_S, is_starting=True
         )
 
-    async def listing(*_: Any) -> Plain:
+    async def listing(*_: Any) -> Rollouts:
         return {"rollouts": []}
 
-    async def missing(_: Peer, params: Plain) -> Plain:
+    async def missing(_: Peer, params: Mapping[str, Any]) -> Rollouts:
         raise NotFoundError(
             f"job {params['job']!r} has no asynchronous rollout {params['name']!r}: create it"
         )
 
-    handlers = {"create": create, "list": listing} | dict.fromkeys(
+    handlers: dict[str, Handler] = {"create": create, "list": listing} | dict.fromkeys(
         ("status", "exchange", "batch", "profile"), missing
     )
 

@@ -10,8 +10,10 @@ is `{"answer", "result"}` or `{"answer", "error"}`. Any other frame ends the con
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -29,7 +31,7 @@ from plexrl.wire.framing import read_frame, write_frame
 
 LOG = logging.getLogger(__name__)
 
-CommandT = TypeVar("CommandT")
+MessageT = TypeVar("MessageT")
 Handler = Callable[["Peer", dict[str, Any]], Awaitable[Mapping[str, Any] | None]]
 
 IN_FLIGHT_MAX = 4096
@@ -89,6 +91,15 @@ class Peer:
         if self._closed:
             raise ConnectionLostError(f"cannot send {method!r}: the connection is closed; retry")
         await write_frame(self._writer, {"method": method, "params": dict(params or {})})
+
+    async def ask(self, message: msgspec.Struct, *, timeout_s: float = 30.0) -> dict[str, Any]:
+        """The other side's answer to a message, whose type names the method. Raises as `call`."""
+        fields = msgspec.structs.asdict(message)
+        return await self.call(method_of(type(message)), fields, timeout_s=timeout_s)
+
+    async def tell(self, message: msgspec.Struct) -> None:
+        """Send a message without an answer."""
+        await self.notify(method_of(type(message)), msgspec.structs.asdict(message))
 
     async def run(self) -> None:
         """Serve the connection until it ends; then cancel unfinished handlers."""
@@ -175,7 +186,29 @@ class Peer:
             future.set_result(answer)
 
 
-def read_command(params: Mapping[str, Any], kind: type[CommandT]) -> CommandT:
+def method_of(kind: type[msgspec.Struct]) -> str:
+    """The method by which messages of a type are sent: the name of the type in snake case."""
+    return _in_snake_case(kind.__name__)
+
+
+@functools.cache
+def _in_snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def read_message(params: Mapping[str, Any], kind: type[MessageT]) -> MessageT:
+    """The message that a call of `Peer.ask` or `Peer.tell` carries.
+
+    Raises:
+        InvalidRequestError: it is malformed.
+    """
+    try:
+        return msgspec.convert(params, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"malformed parameters: {error}") from error
+
+
+def read_command(params: Mapping[str, Any], kind: type[MessageT]) -> MessageT:
     """The command that a call carries as `command`.
 
     Raises:

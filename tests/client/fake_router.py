@@ -1,18 +1,36 @@
 """A router that misbehaves on purpose."""
 
 import json
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from plexrl import errors
+from plexrl.ids import JobId, TenantId
+from plexrl.wire.messages.views import JobView
 from plexrl.wire.tensors import MEDIA_TYPE, encode_body
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-JOB = {"job": "j", "name": "j", "tenant": "t"}
+JOB: JobView = {
+    "job": JobId("j"),
+    "tenant": TenantId("t"),
+    "name": "j",
+    "state": "RUNNING",
+    "attached": True,
+    "reason": "",
+    "failure": None,
+    "priority": 0,
+    "slo": 0.5,
+    "gpu_seconds": 0.0,
+    "controller_timeout_s": 60.0,
+    "submitted_at": 0.0,
+    "ended_at": None,
+    "deployments": [],
+}
 
 
 class FakeRouter(ThreadingHTTPServer):
@@ -25,6 +43,9 @@ class FakeRouter(ThreadingHTTPServer):
         self.faults: list[str] = []
         self.requests: list[tuple[str, str]] = []
         self.polls_until_done = 1
+        self.job = JOB
+        self.beaten = threading.Event()
+        """Set by a heartbeat."""
         self.bodies: dict[str, Any] = {}
         """The last JSON body received, by path."""
         self.tokens: list[str | None] = []
@@ -48,6 +69,8 @@ class FakeHandler(BaseHTTPRequestHandler):
             self.server.bodies[self.path] = json.loads(sent)
         self.server.tokens.append(self.headers.get("plexrl-controller"))
         self.server.requests.append((self.command, self.path))
+        if self.path.endswith("/heartbeat"):
+            self.server.beaten.set()
         fault = self.server.faults.pop(0) if self.server.faults else ""
         if fault == "reset":
             self.connection.close()
@@ -70,7 +93,10 @@ class FakeHandler(BaseHTTPRequestHandler):
         else:
             logs = {"logs": [], "failed": [{"node": "n7", "reason": "it is silent"}]}
             checkpoints = [{"name": "c", "seq": 1, "state": "durable"}]
-            body = {**JOB, "deployment": "j/actor", "jobs": [], "operations": [], **logs}
+            body: dict[str, Any] = {**self.server.job, "deployment": "j/actor", "jobs": []}
+            body |= {"operations": [], **logs}
+            if self.path.endswith("/finish"):
+                body["state"] = "COMPLETED"
             body["lost_payloads"] = self.server.lost_payloads
             self.answer(200, {**body, "checkpoints": checkpoints})
 

@@ -1,7 +1,7 @@
 """A plain reward function that never returns ends the loop of its rollout."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ class OneSample(BoundedRollout):
         self._order = {"samples": 1, "prompts": 1, "first_batch": 0}
         self._pause = threading.Event()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Any:
         return {"next_group": 0, "next_batch": 0, "latest_batch": None}
 
     def _trainer_step(self) -> int:
@@ -36,7 +36,7 @@ class OneSample(BoundedRollout):
         self._pause.wait(0.01)
         return SimpleNamespace(status_code=202)
 
-    def _exchange(self, body: dict[str, Any], wait_s: float) -> tuple[Any, Any]:
+    def _exchange(self, body: Mapping[str, Any], wait_s: float) -> tuple[Any, Any]:
         self._pause.wait(min(wait_s, 0.01))
         count = 1 if body["prompts"] and body["after"] == 0 else 0
         rows = count or body["after"]

@@ -10,6 +10,9 @@ import plexrl
 from plexrl.client.calls.controller import Controller
 from plexrl.client.calls.transport import AsyncTransport, Transport
 from plexrl.client.data.results import WeightsSpan, decode_plain
+from plexrl.ids import JobId
+from plexrl.wire.messages.views import JobView
+from tests.client.fake_router import JOB
 
 KEY = "s3cret"
 NOWHERE = "http://user:pass@127.0.0.1:9"
@@ -22,6 +25,8 @@ PENDING = {
 }
 ROW = np.arange(5000, dtype=np.float32)
 
+VIEW: JobView = {**JOB, "job": JobId("sums-1"), "name": "sums"}
+
 
 @pytest.fixture
 def transport() -> Iterator[Transport]:
@@ -33,9 +38,9 @@ def transport() -> Iterator[Transport]:
 def test_handles_show_what_they_refer_to(transport: Transport) -> None:
     assert repr(plexrl.Cluster(transport)) == "<Cluster 'http://127.0.0.1:9'>"
     mine = transport.for_controller(Controller())
-    job = plexrl.Job(mine, {"job": "sums-1", "name": "sums"}, heartbeat=False)
+    job = plexrl.Job(mine, VIEW, heartbeat=False)
     assert repr(job) == "<Job 'sums-1'>"
-    read_only = plexrl.Job(transport, {"job": "sums-1", "name": "sums"}, heartbeat=False)
+    read_only = plexrl.Job(transport, VIEW, heartbeat=False)
     assert repr(read_only) == "<Job 'sums-1' read only>"
     actor = plexrl.TrainDeployment(transport, "sums-1/actor")
     assert repr(actor) == "<TrainDeployment 'sums-1/actor'>"
@@ -49,7 +54,7 @@ def test_handles_show_what_they_refer_to(transport: Transport) -> None:
 async def async_handles(transport: Transport) -> list[str]:
     aio = AsyncTransport(NOWHERE, KEY, 1.0)
     cluster = plexrl.AsyncCluster(plexrl.Cluster(transport), aio)
-    job = plexrl.Job(transport, {"job": "sums-1", "name": "sums"}, heartbeat=False)
+    job = plexrl.Job(transport, VIEW, heartbeat=False)
     actor = plexrl.TrainDeployment(transport, "sums-1/actor")
     handles: list[object] = [
         cluster,

@@ -220,6 +220,14 @@ def test_a_stream_request_carries_the_controller_token(router: FakeRouter) -> No
     assert len(set(router.tokens)) == 1, "the submission's and the stream's"
 
 
+def test_an_attached_controller_beats_within_the_timeout_of_its_job(router: FakeRouter) -> None:
+    router.job = {**router.job, "controller_timeout_s": 0.3}
+    with plexrl.connect(router.url, "key") as cluster:
+        job = cluster.attach_job("j")
+        assert router.beaten.wait(10.0), "by default a controller beats every 20 s"
+        job.detach()
+
+
 def test_a_node_without_logs_is_reported(
     router: FakeRouter, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -44,7 +44,7 @@ AnyDeployment = plexrl.TrainDeployment | plexrl.RolloutDeployment | plexrl.Refer
 
 def rank_process(deployment: AnyDeployment, rank: int) -> psutil.Process:
     """The process of one rank: the one that listens on its socket."""
-    address = deployment.status()["ranks"][rank]["address"].removeprefix("unix:")
+    address = (deployment.status()["ranks"][rank]["address"] or "").removeprefix("unix:")
     for process in psutil.process_iter():
         try:
             if any(each.laddr == address for each in process.net_connections(kind="unix")):

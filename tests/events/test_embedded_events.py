@@ -32,7 +32,9 @@ def test_a_training_job_is_followed_from_its_start_to_its_end(
                 events.wait(
                     lambda: (events.state(name) or {}).get("state") in {"PROFILING", "ADMITTED"}
                 )
-                assert cluster.status()["events"]["connected"]
+                published = cluster.status()["events"]
+                assert published is not None
+                assert published["connected"]
             ended = events.wait_state(name, "COMPLETED")
             assert ended["deployments"][0]["deployment"] == f"{job.job}/actor"
             assert events.states(name)[-1] == "COMPLETED"

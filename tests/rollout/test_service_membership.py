@@ -108,12 +108,12 @@ class ScriptedCluster(ClusterCalls):
     async def acknowledge(self, operation: str) -> None:
         self.acknowledged.append(operation)
 
-    async def deployment(self, name: str) -> dict[str, Any]:
+    async def deployment(self, name: str) -> Any:
         if name in self.ended:
             raise UnknownDeploymentError(f"there is no deployment {name}")
         return {"state": self.states.get(name, "ready"), "workers": 1}
 
-    async def engines(self, deployment: str) -> list[dict[str, Any]]:
+    async def engines(self, deployment: str) -> Any:
         rows = [
             [operation, row, 2, True]
             for operation, numbers in self.generated.items()
@@ -207,8 +207,10 @@ def test_the_status_names_the_prompt_whose_reward_is_missing(tmp_path: Path) -> 
                 rollout.reward(each, event, 1.0, "")
             shown = status(rollout)
             assert shown["unrewarded"] == 1
-            assert shown["oldest_unrewarded"]["prompt"] == group_of(held[0], 1)
-            assert shown["oldest_unrewarded"]["waiting_s"] >= 0
+            oldest = shown["oldest_unrewarded"]
+            assert oldest is not None
+            assert oldest["prompt"] == group_of(held[0], 1)
+            assert oldest["waiting_s"] >= 0
             prompt = group_of(held[0], 1)
             waits = f"1 sample waits for a reward of the controller, the oldest, of prompt {prompt}"
             assert shown["waits_for"].startswith(waits)

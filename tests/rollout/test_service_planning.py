@@ -21,7 +21,7 @@ MODEL = plexrl.tiny_qwen2("abcdefgh")
 """Four heads, of which two are of keys and values."""
 
 
-def view(*nodes: str, **settings: Any) -> dict[str, Any]:
+def view(*nodes: str, **settings: Any) -> Any:
     """A deployment with a rank on each of `nodes`."""
     spec = DeploymentSpec(
         model=MODEL, kind="rollout", backend="torch", workers=len(nodes), **settings
@@ -45,7 +45,7 @@ def view(*nodes: str, **settings: Any) -> dict[str, Any]:
     ],
 )
 def test_tensor_ranks_are_on_one_node_and_have_equal_parts(
-    views: list[dict[str, Any]], sizes: list[int]
+    views: list[Any], sizes: list[int]
 ) -> None:
     found = tensor_layouts(views)
     assert list(found) == sizes
@@ -67,7 +67,7 @@ class Placing(ScriptedCluster):
         super().__init__()
         self.views = [{**view("n", "m"), "ranks": []}, view("n", "m")]
 
-    async def deployment(self, name: str) -> dict[str, Any]:
+    async def deployment(self, name: str) -> Any:
         del name
         return self.views.pop(0)
 

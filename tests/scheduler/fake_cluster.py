@@ -16,7 +16,8 @@ from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
-from plexrl.wire.messages.views import ErrorView, ExplanationView
+from plexrl.wire.messages.cluster_views import ErrorView
+from plexrl.wire.messages.views import ExplanationView
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind
 
 MOVES = (OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.wire.framing import Header
 from plexrl.wire.messages import (
     RUNS,
@@ -108,7 +108,12 @@ def test_other_requests_reach_a_worker(request_: WorkerRequest) -> None:
     "reply",
     [
         Finished(operation="o", token=1, result={"sums": {"loss": 0.5}}, compute_s=1.0),
-        Failed(operation="o", token=1, error={"code": "c", "message": "m"}, state_intact=False),
+        Failed(
+            operation="o",
+            token=1,
+            error=ConflictError("m").to_wire(),
+            state_intact=False,
+        ),
     ],
 )
 def test_replies_reach_a_router(reply: Reply) -> None:

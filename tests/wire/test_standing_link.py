@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from plexrl.errors import InvalidRequestError, PermissionDeniedError
+from plexrl.ids import RouterId
 from plexrl.wire.links.address import TlsAddress
 from plexrl.wire.links.credentials import Role, TlsFiles
 from plexrl.wire.links.dial import Link, Server, serve
 from plexrl.wire.links.standing_link import StandingLink, check_scheduler
+from plexrl.wire.messages.reports import RouterJoined
 from plexrl.wire.rpc import Peer
 from tests.certificates import TestAuthority
 
@@ -61,8 +63,8 @@ class Client:
             on_end=self.ended.release,
         )
 
-    async def _hello(self) -> Plain:
-        return {}
+    async def _hello(self) -> RouterJoined:
+        return RouterJoined(router=RouterId("r"))
 
     async def _session(self, peer: Peer) -> None:
         self.begun.put_nowait(peer)

@@ -22,6 +22,7 @@ from plexrl.cli.terminal.help import CommandGroup
 from plexrl.cli.terminal.option_groups import given_options, option_name, with_option_groups
 from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import NotFoundError
+from plexrl.wire.messages.cluster_views import EtaQualityView, PartView, StatusView
 
 nodes_app = typer.Typer(cls=CommandGroup)
 NodeName = Annotated[str, typer.Argument(help="The node's name.")]
@@ -47,8 +48,8 @@ def status(access: Access, output: Output) -> None:
     rows.append(("deployments held", len(found["held"])))
     rows.append(("parts restarted", _restarts(found)))
     rows.append(("estimated starts in their 80 % interval", _inside(found["eta_quality"])))
-    if found.get("events"):
-        rows.append(("event broker", _broker(found["events"])))
+    if events := found.get("events"):
+        rows.append(("event broker", _broker(events)))
     rows.append(("conditions", len(found["conditions"]) or "none"))
     print_table("", ("what", "value"), rows)
     if found["conditions"]:
@@ -66,21 +67,21 @@ def status(access: Access, output: Output) -> None:
         print_table("Parts that ended", ("part", "restarted", "down since"), parts)
 
 
-def _inside(quality: dict[str, Any]) -> str:
+def _inside(quality: EtaQualityView) -> str:
     if not quality["estimates"]:
         return "none verified yet"
     inside = quality["estimates"] - quality["early"] - quality["late"]
     return f"{inside} of {quality['estimates']}"
 
 
-def _broker(events: dict[str, Any]) -> str:
+def _broker(events: Mapping[str, Any]) -> str:
     counts = "{sent} sent, {queued} waiting, {dropped} dropped".format(**events)
     if events["connected"]:
         return f"connected: {counts}"
     return f"not connected ({events['error'] or 'not tried yet'}): {counts}"
 
 
-def _restarts(of: dict[str, Any]) -> str:
+def _restarts(of: StatusView | PartView) -> str:
     count, last_at = of["restarts"], of["last_restart_at"]
     return f"{count}, the last at {local_time(last_at)}" if last_at is not None else str(count)
 

@@ -18,6 +18,7 @@ from plexrl.cli.terminal.context import (
 )
 from plexrl.cli.terminal.help import CommandGroup
 from plexrl.cli.terminal.option_groups import option_name, with_option_groups
+from plexrl.wire.messages.cluster_views import DescribedTenantView
 
 tenants_app = typer.Typer(
     cls=CommandGroup,
@@ -145,7 +146,7 @@ def set_tenant(
     _show(output, [found], found)
 
 
-def _show(output: Output, tenants: list[dict[str, Any]], found: Any) -> None:
+def _show(output: Output, tenants: list[DescribedTenantView], found: Any) -> None:
     """Print two tables, because one with all columns is wider than a terminal."""
     cells: Cells = {
         "tenant": "tenant",

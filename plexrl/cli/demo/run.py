@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -18,6 +18,7 @@ from plexrl.cli.jobs.jobs import residencies
 from plexrl.client.display.chrome_trace import operation_rows
 from plexrl.errors import ExecutionError
 from plexrl.model.parallelism import Parallelism
+from plexrl.wire.messages.views import MetricsRow
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.cluster import Cluster
@@ -213,7 +214,7 @@ class _Phases:
         )
 
 
-def _read_metrics(line: JobLine, rows: Sequence[dict[str, Any]]) -> None:
+def _read_metrics(line: JobLine, rows: Sequence[MetricsRow]) -> None:
     line.rewards = [row["values"]["reward/mean"] for row in rows if "reward/mean" in row["values"]]
     line.step = len(line.rewards)
     evaluations = [row["values"] for row in rows if "eval/reward" in row["values"]]

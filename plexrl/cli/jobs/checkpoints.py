@@ -1,7 +1,7 @@
 """`plexrl checkpoints`: lists, downloads and deletes checkpoints."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,7 @@ from plexrl.cli.terminal.job_ids import JobArgument, find_job
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.cli.terminal.sizes import size_text
 from plexrl.errors import CheckpointNotFoundError
+from plexrl.wire.messages.node_queries import CheckpointView
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.cluster import Cluster
@@ -40,7 +41,7 @@ def list_checkpoints(
     output: Output,
 ) -> None:
     """List checkpoints: step, state, bytes, time of the request, and path."""
-    found: list[dict[str, Any]] = []
+    found: list[CheckpointView] = []
     silent: dict[str, str] = {}
     with access.open() as cluster:
         names = _jobs_with_checkpoints(cluster) if job is None else [find_job(cluster, job).job]
@@ -62,8 +63,8 @@ def list_checkpoints(
     output.table(cells, found)
     if not output.as_json:
         for each in found:
-            if text := (each["error"] or {}).get("message"):
-                print_line(f"{each['job']} {each['name']}: {text}")
+            if (error := each["error"]) is not None:
+                print_line(f"{each['job']} {each['name']}: {error['message']}")
 
 
 @checkpoints_app.command("download")
@@ -119,7 +120,7 @@ def _jobs_with_checkpoints(cluster: "Cluster") -> list[str]:
     return list(dict.fromkeys(row["job"] for row in rows if row["kind"] == "save_checkpoint"))
 
 
-def _size(checkpoint: dict[str, Any]) -> str:
+def _size(checkpoint: CheckpointView) -> str:
     done, total = checkpoint["bytes_done"], checkpoint["bytes_total"]
     whole = size_text(total)
     return whole if done == total else f"{size_text(done)} of {whole}"

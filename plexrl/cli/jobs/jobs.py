@@ -129,8 +129,8 @@ def logs(
     """The last lines of a job's worker logs."""
     with access.open() as cluster:
         answer = find_job(cluster, job).read_logs(deployment, lines=lines)
-    for each in answer["failed"]:
-        warn(f"plexrl: no logs of node {each['node']}: {each['reason']}")
+    for silent in answer["failed"]:
+        warn(f"plexrl: no logs of node {silent['node']}: {silent['reason']}")
     if output.as_json:
         write_json(answer["logs"])
         return

@@ -24,6 +24,7 @@ from plexrl.cli.terminal.job_ids import JobArgument, find_job, is_live
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.cli.terminal.tables import table_width
 from plexrl.errors import InvalidRequestError
+from plexrl.wire.messages.views import MetricsRow
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.job import Job
@@ -32,7 +33,7 @@ POLL_S = 1.0
 """Interval between polls for new rows."""
 
 TREND_POINTS = 16
-Row = dict[str, Any]
+Row = MetricsRow
 
 
 @with_option_groups
@@ -115,7 +116,7 @@ def write_rows(rows: Sequence[Row]) -> None:
     write_json([_as_json(row) for row in rows])
 
 
-def _as_json(row: Row) -> Row:
+def _as_json(row: Row) -> dict[str, Any]:
     """The row in its wire form, because JSON has no non-finite numbers."""
     from plexrl.client.data.metric_rows import metrics_row
 

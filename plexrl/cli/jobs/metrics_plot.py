@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from plexrl.errors import InvalidRequestError, StorageError
+from plexrl.wire.messages.views import MetricsRow
 
 FORMATS = (".png", ".svg", ".pdf")
 COLUMNS_MAX = 3
@@ -23,9 +23,7 @@ def trend(values: Sequence[float], points: int) -> str:
     return sparkline([(value - least) / span for value in finite], points)
 
 
-def write_plot(
-    path: Path, title: str, rows: Sequence[dict[str, Any]], names: Sequence[str]
-) -> None:
+def write_plot(path: Path, title: str, rows: Sequence[MetricsRow], names: Sequence[str]) -> None:
     """Draw each metric over the steps into a file, in the format of its suffix.
 
     Raises:

@@ -12,7 +12,7 @@ from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.errors import StorageError
 
 if TYPE_CHECKING:
-    from plexrl.wire.messages.views import ErrorView
+    from plexrl.wire.messages.cluster_views import ErrorView
 
 ERROR_MAX = 300
 """Most characters of an error message below the table."""

@@ -1,6 +1,6 @@
 """`plexrl rollouts`: asynchronous rollouts, their buffers and instances."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -40,7 +40,7 @@ def rollouts(
     show(found, output)
 
 
-def show(found: Sequence[View], output: Output) -> None:
+def show(found: Sequence[Mapping[str, Any]], output: Output) -> None:
     """Print rollouts as the cluster describes them."""
     cells: Cells = {
         "job": "job",

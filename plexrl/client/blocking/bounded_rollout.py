@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from plexrl.client.display.handle_repr import handle_repr
 from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
 from plexrl.rewards.scheduler import Graded, RewardScheduler
+from plexrl.wire.messages.rollout_views import RolloutStatus
 
 if TYPE_CHECKING:
     from plexrl.client.futures.futures import Future
@@ -36,7 +37,6 @@ PARTS_AHEAD = 2
 the controller."""
 PROMPT_TOKENS_MAX = 1 << 20
 """About the most tokens of prompts in one request."""
-Plain = dict[str, Any]
 GRADING_WAIT_S = 0.1
 """How long the feeder waits for a reward before it asks the cluster for more samples."""
 RewardFunction = Callable[[list[int], Sample], "Grade | float | None"]
@@ -70,7 +70,7 @@ class BoundedRollout:
     staleness of what is trained."""
 
     def __init__(
-        self, transport: Transport, job: str, order: Plain, source: TrainDeployment
+        self, transport: Transport, job: str, order: Mapping[str, Any], source: TrainDeployment
     ) -> None:
         """Creates the rollout, or finds the existing one, and waits until all instances have the
         weights of `source`."""
@@ -93,10 +93,11 @@ class BoundedRollout:
         )
         return handle_repr(self, self.name, **{each: self._order[each] for each in shown})
 
-    def status(self) -> Plain:
+    def status(self) -> RolloutStatus:
         """Versions, staleness of the latest batches, samples and tokens generated, trained and
         dropped, and the load of each instance."""
-        return self._transport.ask("GET", self._path)
+        view: RolloutStatus = self._transport.ask("GET", self._path)
+        return view
 
     def batches(
         self,
@@ -183,8 +184,9 @@ class BoundedRollout:
         found = self.status()
         latest = found["latest_batch"]
         # A controller that ended may have had the batch, and made no step with it.
-        is_trained = latest is None or latest["trainer_step"] != self._trainer_step()
-        return int(found["next_batch"] if is_trained else latest["version"])
+        if latest is None or latest["trainer_step"] != self._trainer_step():
+            return found["next_batch"]
+        return latest["version"]
 
     def _trainer_step(self) -> int:
         """The trainer's steps, including those that were submitted before."""
@@ -203,7 +205,7 @@ class BoundedRollout:
     ) -> Iterator[RolloutBatch]:
         samples, seen = int(self._order["samples"]), list[int]()
         held: dict[int, list[_TrainedRow]] = {}
-        given: deque[Future[Plain]] = deque()
+        given: deque[Future[dict[str, Any]]] = deque()
         """The end of each part that the trainer has not done."""
         while len(seen) < self._batch_rows or held:
             whole = [held[each] for each in sorted(held) if len(held[each]) == samples]
@@ -232,7 +234,7 @@ class BoundedRollout:
         version: int,
         trainer_step: int,
         feeder: "_Feeder",
-        wanted: Plain,
+        wanted: Mapping[str, Any],
         wait_s: float = WAIT_S,
     ) -> "list[_TrainedRow]":
         """Samples of a batch that the cluster has for it now; none: it has no new ones yet."""
@@ -248,13 +250,13 @@ class BoundedRollout:
         found = zip(rows, answer["rewards"], answer["versions"], strict=True)
         return [_TrainedRow(*each) for each in found]
 
-    def _exchange(self, body: Plain, wait_s: float) -> "tuple[Plain, Arrays]":
+    def _exchange(self, body: Mapping[str, Any], wait_s: float) -> "tuple[dict[str, Any], Arrays]":
         """Give prompts and rewards, and take samples; see the HTTP API."""
         from plexrl.wire.tensors import decode_body
 
         return decode_body(bytearray(self._ask(f"{self._path}/exchange", body, wait_s).content))
 
-    def _ask(self, path: str, body: Plain, wait_s: float = WAIT_S) -> Any:
+    def _ask(self, path: str, body: Mapping[str, Any], wait_s: float = WAIT_S) -> Any:
         call = Call(method="POST", path=path, query={"wait_s": wait_s}, json=body)
         return self._transport.request(call)
 
@@ -397,7 +399,7 @@ class _TrainedRow:
     version: int
 
 
-def _decode_samples(answer: Plain, arrays: "Arrays") -> list[_Row]:
+def _decode_samples(answer: Mapping[str, Any], arrays: "Arrays") -> list[_Row]:
     prompts = split_rows(arrays["prompts"], arrays["prompt_lengths"].tolist())
     lengths = arrays["lengths"].tolist()
     tokens, logprobs = (split_rows(arrays[name], lengths) for name in ("tokens", "logprobs"))

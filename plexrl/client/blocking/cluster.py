@@ -20,16 +20,31 @@ from plexrl.client.display.handle_repr import handle_repr, without_credentials
 from plexrl.client.futures.checkpoints import list_call
 from plexrl.errors import AuthenticationError, InvalidRequestError
 from plexrl.limits import check_numbers
-from plexrl.wire.messages.cluster_views import GroupView, NodeView, SharingView, UsageView
-from plexrl.wire.messages.views import JobView, LoggedOperationView
+from plexrl.wire.messages.cluster_views import (
+    DescribedTenants,
+    DescribedTenantView,
+    Groups,
+    GroupView,
+    Keys,
+    NewKeyView,
+    NewTenantView,
+    Nodes,
+    NodeView,
+    SharingView,
+    StatusView,
+    Usage,
+    UsageView,
+    UsedKeyView,
+)
+from plexrl.wire.messages.node_queries import JobCheckpoints
+from plexrl.wire.messages.rollout_views import Rollouts, RolloutStatus
+from plexrl.wire.messages.views import Jobs, JobView, LoggedOperationView, Operations
 from plexrl.wire.parameter_checks import check_identifier
 
 if TYPE_CHECKING:
     from plexrl.cluster.embedded.start import EmbeddedCluster
 
 LOG = logging.getLogger(__name__)
-
-Plain = dict[str, Any]
 
 SILENCE_S_MAX = 120.0
 """Default time without a response after which a request fails."""
@@ -117,9 +132,8 @@ class Cluster:
         self._warn_of_former_jobs()
         call = requests.create_job(name, job_id or self._take_job_id(), options)
         transport = self._transport.for_controller(Controller())
-        view = transport.request(call).json()
+        view: JobView = transport.request(call).json()
         LOG.info("job: %s", view["job"])
-        view = {**view, "controller_timeout_s": controller_timeout_s}
         return Job(transport, view, heartbeat=True)
 
     def attach_job(self, job: str, *, heartbeat: bool = True, keep_gradients: bool = False) -> Job:
@@ -134,42 +148,49 @@ class Cluster:
         """
         check_identifier("job", job)
         if not heartbeat:
-            return Job(self._transport, self._get(f"/v1/jobs/{quote(job)}"), heartbeat=False)
+            seen: JobView = self._transport.ask("GET", f"/v1/jobs/{quote(job)}")
+            return Job(self._transport, seen, heartbeat=False)
         # This process controls the job now, so no warning is due.
         self._former_jobs = self._former_jobs and [
             former_job for former_job in self._former_jobs if former_job["job"] != job
         ]
         transport = self._transport.for_controller(Controller())
         query = {"keep_gradients": keep_gradients}
-        view = transport.ask("POST", f"/v1/jobs/{quote(job)}/attach", query=query)
+        view: JobView = transport.ask("POST", f"/v1/jobs/{quote(job)}/attach", query=query)
         return Job(transport, view, heartbeat=True)
 
     def jobs(self) -> list[JobView]:
         """All jobs the key may see."""
-        return list(self._get("/v1/jobs")["jobs"])
+        found: Jobs = self._transport.ask("GET", "/v1/jobs")
+        return found["jobs"]
 
-    def read_checkpoints(self, job: str) -> Plain:
+    def read_checkpoints(self, job: str) -> JobCheckpoints:
         """The checkpoints of the job with the id `job`. `checkpoints` is the list that
         `Job.checkpoints` returns; `failed` lists the nodes that did not reply, and why."""
-        return dict(self._transport.request(list_call(job)).json())
+        found: JobCheckpoints = self._transport.request(list_call(job)).json()
+        return found
 
     def nodes(self) -> list[NodeView]:
         """All nodes."""
-        return list(self._get("/v1/nodes")["nodes"])
+        found: Nodes = self._transport.ask("GET", "/v1/nodes")
+        return found["nodes"]
 
     def groups(self) -> list[GroupView]:
         """All node groups (operator only)."""
-        return list(self._get("/v1/groups")["groups"])
+        found: Groups = self._transport.ask("GET", "/v1/groups")
+        return found["groups"]
 
-    def rollouts(self, job: str | None = None) -> list[Plain]:
+    def rollouts(self, job: str | None = None) -> list[RolloutStatus]:
         """The asynchronous rollouts of the job with the id `job`, or of all jobs that the key may
         see."""
         path = "/v1/rollouts" if job is None else f"/v1/jobs/{quote(job)}/rollouts"
-        return list(self._get(path)["rollouts"])
+        found: Rollouts = self._transport.ask("GET", path)
+        return found["rollouts"]
 
-    def status(self) -> Plain:
-        """The cluster in a few numbers."""
-        return self._get("/v1/status")
+    def status(self) -> StatusView:
+        """The cluster in a few numbers, and the conditions that delay work now."""
+        view: StatusView = self._transport.ask("GET", "/v1/status")
+        return view
 
     def operations(
         self,
@@ -189,29 +210,34 @@ class Cluster:
         """
         wanted = {"job": job, "deployment": deployment, "kind": kind}
         check_numbers("page", {"after": after, "limit": limit})
-        query: Plain = {"after": after, "limit": limit}
+        query: dict[str, Any] = {"after": after, "limit": limit}
         query |= {name: value for name, value in wanted.items() if value is not None}
-        return list(self._transport.ask("GET", "/v1/operations", query=query)["operations"])
+        found: Operations = self._transport.ask("GET", "/v1/operations", query=query)
+        return found["operations"]
 
     def usage(self) -> list[UsageView]:
         """Usage, one row for each job and kind of operation: the tenant's own; for the operator
         that of all tenants."""
-        return list(self._get("/v1/usage")["usage"])
+        found: Usage = self._transport.ask("GET", "/v1/usage")
+        return found["usage"]
 
     def sharing(self) -> list[SharingView]:
         """Savings by sharing GPUs, one row for each job with savings: the tenant's own; for the
         operator all. `saved_gpu_seconds` is `isolated_gpu_seconds` (on groups of its own) less
         `held_gpu_seconds` (its part of shared groups); negative if sharing cost more."""
-        return list(self._get("/v1/usage")["sharing"])
+        found: Usage = self._transport.ask("GET", "/v1/usage")
+        return found["sharing"]
 
-    def tenants(self) -> list[Plain]:
+    def tenants(self) -> list[DescribedTenantView]:
         """All tenants with their weights, their quotas and what they hold (operator only)."""
-        return list(self._get("/v1/tenants")["tenants"])
+        found: DescribedTenants = self._transport.ask("GET", "/v1/tenants")
+        return found["tenants"]
 
     def create_tenant(self, name: str) -> str:
         """Create the tenant `name` (operator only). Returns its API key, which is shown only
         once."""
-        return str(self._transport.ask("POST", "/v1/tenants", body={"name": name})["api_key"])
+        made: NewTenantView = self._transport.ask("POST", "/v1/tenants", body={"name": name})
+        return made["api_key"]
 
     def configure_tenant(
         self,
@@ -227,7 +253,7 @@ class Cluster:
         checkpoint_bytes_max: int | UnsetType | None = UNSET,
         slo: float | UnsetType | None = UNSET,
         model_roots: Sequence[str] | UnsetType = UNSET,
-    ) -> Plain:
+    ) -> DescribedTenantView:
         """Change the settings of the tenant `name` (operator only). Returns the changed tenant.
 
         `weight` is its share of contended GPUs relative to other tenants (default 1);
@@ -255,32 +281,41 @@ class Cluster:
         }
         settings = {key: value for key, value in named.items() if value is not UNSET}
         check_numbers("tenant", settings)
-        return self._transport.ask("PATCH", _tenant_path(name), body=settings)
+        changed: DescribedTenantView = self._transport.ask(
+            "PATCH", _tenant_path(name), body=settings
+        )
+        return changed
 
-    def tenant_keys(self, name: str) -> list[Plain]:
+    def tenant_keys(self, name: str) -> list[UsedKeyView]:
         """The API keys of the tenant `name`, oldest first (operator only): each one's id, its time
         of creation and its last use since the start of the scheduler, to about a minute; never the
         key itself."""
-        return list(self._get(f"{_tenant_path(name)}/keys")["keys"])
+        found: Keys = self._transport.ask("GET", f"{_tenant_path(name)}/keys")
+        return found["keys"]
 
-    def rotate_key(self, name: str) -> Plain:
+    def rotate_key(self, name: str) -> NewKeyView:
         """Create one more API key for the tenant `name` (operator only). Returns `api_key`, which
         is shown only once, and its id `key`. The tenant's other keys stay valid until revoked."""
-        return self._transport.ask("POST", f"{_tenant_path(name)}/keys")
+        made: NewKeyView = self._transport.ask("POST", f"{_tenant_path(name)}/keys")
+        return made
 
     def revoke_key(self, name: str, key: str) -> None:
         """Revoke an API key of the tenant `name` (operator only); `key` is the key's id."""
         self._transport.ask("DELETE", f"{_tenant_path(name)}/keys/{quote(key, safe='')}")
 
-    def drain(self, node: str) -> Plain:
+    def drain(self, node: str) -> NodeView:
         """Move all work off the node named `node` (operator only). Each deployment moves between
         two of its operations, as soon as there is capacity elsewhere. No new work is placed on the
         node."""
-        return self._transport.ask("POST", f"/v1/nodes/{quote(node, safe='')}/drain")
+        path = f"/v1/nodes/{quote(node, safe='')}/drain"
+        view: NodeView = self._transport.ask("POST", path)
+        return view
 
-    def undrain(self, node: str) -> Plain:
+    def undrain(self, node: str) -> NodeView:
         """Put the drained node named `node` back in use (operator only)."""
-        return self._transport.ask("POST", f"/v1/nodes/{quote(node, safe='')}/undrain")
+        path = f"/v1/nodes/{quote(node, safe='')}/undrain"
+        view: NodeView = self._transport.ask("POST", path)
+        return view
 
     def remove_node(self, node: str) -> None:
         """Forget the node named `node`, which has left or does not come back, and has no work
@@ -316,9 +351,6 @@ class Cluster:
         is_new = self._former_jobs is not None
         jobs = self.jobs() if self._former_jobs is None else self._former_jobs
         warn_of_former_jobs(self._transport, jobs, is_new=is_new)
-
-    def _get(self, path: str) -> Plain:
-        return self._transport.ask("GET", path)
 
 
 def _tenant_path(name: str) -> str:

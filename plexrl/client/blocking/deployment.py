@@ -12,11 +12,11 @@ from plexrl.client.calls.transport import Transport, deployment_path
 from plexrl.client.data.results import LoadedCheckpoint
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.futures import Future
+from plexrl.wire.messages.views import DeploymentStatus
 
 if TYPE_CHECKING:
     from plexrl.model.text.tokenizer import Tokenizer
 
-Plain = dict[str, Any]
 FutureT = TypeVar("FutureT", bound=Future[Any])
 
 
@@ -55,7 +55,7 @@ class Deployment:
         limited._deadline_s = requests.checked_deadline(deadline_s)
         return limited
 
-    def barrier(self) -> Future[Plain]:
+    def barrier(self) -> Future[dict[str, Any]]:
         """Submit an operation without effect, which finishes after all operations before it. The
         result is empty."""
         return self._submit(requests.barrier(self.deployment))
@@ -96,13 +96,14 @@ class Deployment:
         """
         self._transport.ask("DELETE", deployment_path(self.deployment))
 
-    def status(self) -> Plain:
+    def status(self) -> DeploymentStatus:
         """State, workers and location of the deployment's model state. A rollout also has `engines`
         if its weights are on the device: running and waiting samples, cache blocks in use
         (`blocks_held` of `blocks`), preemptions so far. `waiting_gradients` counts the
         `forward_backward`s since the last step; `trainer_step` counts the optimizer steps in the
         weights."""
-        return self._transport.ask("GET", deployment_path(self.deployment))
+        view: DeploymentStatus = self._transport.ask("GET", deployment_path(self.deployment))
+        return view
 
     def tokenizer(self) -> "Tokenizer":
         """The model's tokenizer: `tokenizer.json` of a model with a `path`, as the nodes have it,

@@ -31,6 +31,7 @@ from plexrl.client.futures.generations import GenerateFuture
 from plexrl.client.profiling.decode_profiler import DecodeProfiler
 from plexrl.model.parallelism import Parallelism
 from plexrl.rewards.graders.judge import Judge
+from plexrl.wire.messages.workers import EngineView
 from plexrl.wire.operations import (
     MICRO_BATCH_TOKENS,
     SHARD_BYTES_MAX,
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
     import os
 
     from plexrl.client.data.batch import Batch
+    from plexrl.wire.messages.views import EngineStates
 
-Plain = dict[str, Any]
 JudgingPrompt = Callable[[list[int], Sample], list[int]]
 """Maps a prompt and one of its samples to what a judge is asked, in the judge's token ids."""
 JUDGED_ROWS = 256
@@ -131,11 +132,11 @@ class TrainDeployment(Deployment):
         )
         return self._submit(requests.optim_step(self.deployment, params))
 
-    def zero_grad(self) -> Future[Plain]:
+    def zero_grad(self) -> Future[dict[str, Any]]:
         """Drop the accumulated gradients; a step also drops them. The result is empty."""
         return self._submit(requests.zero_grad(self.deployment))
 
-    def publish(self) -> Future[Plain]:
+    def publish(self) -> Future[dict[str, Any]]:
         """Publish the weights for syncs with `published`. The result has the number of optimizer
         steps in them (`trainer_step`)."""
         return self._submit(requests.publish(self.deployment))
@@ -380,7 +381,7 @@ class RolloutDeployment(Deployment):
         ask = ask_for_replies(self, score, sampling or GREEDY, timeout_s)
         return Judge(ask, prompt=prompt, rows_max=JUDGED_ROWS, batches_max=JUDGED_AT_ONCE)
 
-    def pause(self, *, for_s: float = 600.0) -> list[Plain]:
+    def pause(self, *, for_s: float = 600.0) -> list[EngineView]:
         """Pause all generations between two tokens, until `resume` or for `for_s` seconds (at most
         3600). Returns the states of the engines.
 
@@ -391,15 +392,18 @@ class RolloutDeployment(Deployment):
             ConflictError: there are no workers now, or their weights are not on the device.
         """
         call = requests.pause(self.deployment, for_s)
-        return list(self._transport.request(call).json()["engines"])
+        found: EngineStates = self._transport.request(call).json()
+        return found["engines"]
 
-    def resume(self) -> list[Plain]:
+    def resume(self) -> list[EngineView]:
         """Resume paused generations; does nothing if none is paused. Raises as `pause`."""
-        return list(
-            self._transport.ask("POST", f"{deployment_path(self.deployment)}/resume")["engines"]
-        )
+        path = f"{deployment_path(self.deployment)}/resume"
+        found: EngineStates = self._transport.ask("POST", path)
+        return found["engines"]
 
-    def switch_tp(self, tp: int, *, kv: Literal["migrate", "recompute"] = "migrate") -> list[Plain]:
+    def switch_tp(
+        self, tp: int, *, kv: Literal["migrate", "recompute"] = "migrate"
+    ) -> list[EngineView]:
         """Continue all generations in tensor-parallel groups of `tp` ranks, one of `tp_sizes`.
         Returns the states of the engines.
 
@@ -412,7 +416,8 @@ class RolloutDeployment(Deployment):
             ConflictError: there are no workers now, or their weights are not on the device.
         """
         call = requests.switch_tp(self.deployment, tp, kv)
-        return list(self._transport.request(call).json()["engines"])
+        found: EngineStates = self._transport.request(call).json()
+        return found["engines"]
 
     def profile_decoding(
         self, path: "str | os.PathLike[str]", *, minutes: float = 10.0

@@ -31,6 +31,7 @@ from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.futures import wait_final
 from plexrl.limits import check_numbers
 from plexrl.model.parallelism import Parallelism
+from plexrl.wire.messages.views import JobView
 from plexrl.wire.operations import SamplingParams
 from plexrl.wire.parameter_checks import check_parameters
 
@@ -62,22 +63,22 @@ class TrainSource(Protocol):
 class Job(JobReader):
     """A job of this controller. As a context manager it ends the job with the block."""
 
-    def __init__(self, transport: Transport, view: Plain, *, heartbeat: bool) -> None:
+    def __init__(self, transport: Transport, view: JobView, *, heartbeat: bool) -> None:
         super().__init__(transport, view)
         self.gradients_found: dict[str, int] = {
             each["deployment"]: each["waiting_gradients"]
-            for each in view.get("deployments", ())
-            if each.get("waiting_gradients")
+            for each in view["deployments"]
+            if each["waiting_gradients"]
         }
         """By deployment: the `forward_backward` calls since its last step, at the attachment."""
         self._control = transport.controller or Controller()
-        self._control.receive_failure(view.get("failure"), self._control.acknowledged_count)
+        self._control.receive_failure(view["failure"], self._control.acknowledged_count)
         self.left = threading.Event()
         """Set once this controller has ended the job or detached from it."""
         self._at_exit = partial(warn_if_unfinished, self, transport)
         if heartbeat:
             # A third of the timeout, so that two lost heartbeats do no harm.
-            period_s = min(20.0, float(view.get("controller_timeout_s", 60.0)) / 3)
+            period_s = min(20.0, view["controller_timeout_s"] / 3)
             send_heartbeats(transport, self.job, self.left, period_s)
             atexit.register(self._at_exit)
 

@@ -3,7 +3,7 @@
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from plexrl.client.calls.download import download
@@ -13,17 +13,26 @@ from plexrl.client.data.metric_rows import read_rows
 from plexrl.client.data.rollout_profile import RolloutProfile
 from plexrl.client.futures.checkpoints import list_call
 from plexrl.limits import check_numbers
-from plexrl.wire.messages.views import ExplainedJobView, JobView, LoggedOperationView
+from plexrl.wire.messages.node_queries import CheckpointView, JobCheckpoints, JobLogs, LogView
+from plexrl.wire.messages.views import (
+    DeploymentStatus,
+    ExplainedJobView,
+    JobView,
+    LoggedOperationView,
+    MetricsRow,
+    Operations,
+)
+
+if TYPE_CHECKING:
+    from plexrl.wire.messages.rollout_views import MeasuredRollout
 
 LOG = logging.getLogger(__name__)
-
-Plain = dict[str, Any]
 
 
 class JobReader:
     """Reads the state and the records of a job."""
 
-    def __init__(self, transport: Transport, view: Plain) -> None:
+    def __init__(self, transport: Transport, view: JobView) -> None:
         self._transport = transport
         self.job: str = view["job"]
         self.name: str = view["name"]
@@ -31,11 +40,11 @@ class JobReader:
         """How another process finds the job's cluster."""
         self._path = f"/v1/jobs/{quote(self.job)}"
 
-    def metrics(self, *, after: int = 0) -> list[Plain]:
+    def metrics(self, *, after: int = 0) -> list[MetricsRow]:
         """Rows of the job's metrics with `index` above `after`, oldest first; each has `index`,
         `step`, `time` (seconds since the epoch) and `values`."""
         check_numbers("page", {"after": after})
-        found: list[Plain] = []
+        found: list[MetricsRow] = []
         while True:
             rows = self._transport.ask("GET", f"{self._path}/metrics", query={"after": after})[
                 "rows"
@@ -45,27 +54,29 @@ class JobReader:
             found += read_rows(rows)
             after = rows[-1]["index"]
 
-    def logs(self, deployment: str | None = None, *, lines: int = 100) -> list[Plain]:
+    def logs(self, deployment: str | None = None, *, lines: int = 100) -> list[LogView]:
         """The last `lines` of each worker's log, for one `deployment` (`<job>/<name>`, or the name)
         or for all. A warning is logged for every node that returned none."""
         found = self.read_logs(deployment, lines=lines)
         for each in found["failed"]:
             LOG.warning("no logs from node %s: %s", each["node"], each["reason"])
-        return list(found["logs"])
+        return found["logs"]
 
-    def read_logs(self, deployment: str | None = None, *, lines: int = 100) -> Plain:
+    def read_logs(self, deployment: str | None = None, *, lines: int = 100) -> JobLogs:
         """`logs`: the last `lines` of each worker's log, for one `deployment` or for all; `failed`:
         the nodes that returned none, and why."""
         check_numbers("page", {"lines": lines})
-        query: Plain = {"lines": lines}
+        query: dict[str, Any] = {"lines": lines}
         if deployment is not None:
             query["deployment"] = deployment
-        return self._transport.ask("GET", f"{self._path}/logs", query=query)
+        found: JobLogs = self._transport.ask("GET", f"{self._path}/logs", query=query)
+        return found
 
-    def checkpoints(self) -> list[Plain]:
+    def checkpoints(self) -> list[CheckpointView]:
         """The job's checkpoints by name, with `state`, `step`, bytes written and `path`, which may
         be a URL."""
-        return list(self._transport.request(list_call(self.job)).json()["checkpoints"])
+        found: JobCheckpoints = self._transport.request(list_call(self.job)).json()
+        return found["checkpoints"]
 
     def download_checkpoint(self, name: str, folder: str | os.PathLike[str]) -> Path:
         """Write the files of the complete checkpoint `name` into a new folder; `transformers` can
@@ -84,8 +95,7 @@ class JobReader:
         estimated start; its deployments with how they got their group or why they have none; and
         as `holders` the jobs that hold the GPUs it waits for, those without a controller first; and
         as `rollouts` what its asynchronous rollouts wait for, such as rewards."""
-        answer: Any = self._transport.ask("GET", f"{self._path}/explain")
-        view: ExplainedJobView = answer
+        view: ExplainedJobView = self._transport.ask("GET", f"{self._path}/explain")
         return view
 
     def operations(self, *, after: int = 0, limit: int = 1000) -> list[LoggedOperationView]:
@@ -93,7 +103,8 @@ class JobReader:
         `Cluster.operations`."""
         check_numbers("page", {"after": after, "limit": limit})
         query = {"job": self.job, "after": after, "limit": limit}
-        return list(self._transport.ask("GET", "/v1/operations", query=query)["operations"])
+        found: Operations = self._transport.ask("GET", "/v1/operations", query=query)
+        return found["operations"]
 
     def rollout_profile(self, rollout: str) -> RolloutProfile:
         """The profile of the asynchronous rollout of that name, for `plexrl plan-rollout`: its
@@ -102,7 +113,8 @@ class JobReader:
         Raises:
             ConflictError: the rollout has not trained two steps.
         """
-        measured = self._transport.ask("GET", f"{self._path}/rollouts/{quote(rollout)}/profile")
+        path = f"{self._path}/rollouts/{quote(rollout)}/profile"
+        measured: MeasuredRollout = self._transport.ask("GET", path)
         names = [measured["source"], *measured["instances"]]
         deployments = {name: self.deployment_status(name) for name in names}
         operations: list[LoggedOperationView] = []
@@ -112,12 +124,12 @@ class JobReader:
 
     def status(self) -> JobView:
         """The job as the scheduler sees it: `state`, `reason`, its deployments and times."""
-        answer: Any = self._transport.ask("GET", self._path)
-        view: JobView = answer
+        view: JobView = self._transport.ask("GET", self._path)
         return view
 
-    def deployment_status(self, deployment: str) -> Plain:
+    def deployment_status(self, deployment: str) -> DeploymentStatus:
         """As `Deployment.status`, for the `deployment` of that name (`<job>/<name>`, or the name
         alone)."""
         name = quote(deployment.rpartition("/")[2])
-        return self._transport.ask("GET", f"{self._path}/deployments/{name}")
+        view: DeploymentStatus = self._transport.ask("GET", f"{self._path}/deployments/{name}")
+        return view

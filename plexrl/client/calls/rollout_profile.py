@@ -1,14 +1,12 @@
 """Puts the profile of a running rollout together from what the cluster has measured."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
 
 from plexrl.client.data.rollout_profile import PromptLengths, RolloutProfile
 from plexrl.errors import ConflictError
-from plexrl.wire.messages.views import LoggedOperationView
-
-Plain = dict[str, Any]
+from plexrl.wire.messages.rollout_views import MeasuredRollout
+from plexrl.wire.messages.views import DeploymentStatus, LoggedOperationView
 
 SYNC_KIND = "sync_weights"
 STEP_KIND = "optim_step"
@@ -17,7 +15,9 @@ STEPS_KEPT = 32
 
 
 def make_profile(
-    measured: Plain, deployments: Plain, operations: Sequence[LoggedOperationView]
+    measured: MeasuredRollout,
+    deployments: Mapping[str, DeploymentStatus],
+    operations: Sequence[LoggedOperationView],
 ) -> RolloutProfile:
     """The profile of a rollout.
 

@@ -64,7 +64,6 @@ LOG_PERIOD_S = 60.0
 """Time between two log messages about the same reason to wait."""
 LOG = logging.getLogger(__name__)
 
-Plain = dict[str, Any]
 
 TRACEBACK_VARIABLE = "PLEXRL_TRACEBACK"
 """`full` keeps the SDK's inner frames in tracebacks."""
@@ -338,9 +337,11 @@ class Transport(_Connections["httpx.Client"]):
                 return found
             time.sleep(self._retries.pause_s(call, timer, found))
 
-    def ask(self, method: str, path: str, *, query: Plain | None = None, body: Any = None) -> Plain:
-        """Send a request and return the JSON object of the response; empty without content. Raises
-        as `request`."""
+    def ask(
+        self, method: str, path: str, *, query: dict[str, Any] | None = None, body: Any = None
+    ) -> Any:
+        """Send a request and return the JSON object of the response, a view of the type that the
+        request is for; an empty one without content. Raises as `request`."""
         call = Call(method=method, path=path, query=query or {}, json=body)
         response = self.request(call)
         return dict(response.json()) if response.content else {}

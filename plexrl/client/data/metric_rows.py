@@ -11,12 +11,11 @@ from typing import Any
 
 from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
+from plexrl.wire.messages.views import MetricsRow
 from plexrl.wire.parameter_checks import short
 
-Plain = dict[str, Any]
 
-
-def metrics_row(step: object, values: object) -> Plain:
+def metrics_row(step: object, values: object) -> dict[str, Any]:
     """A row as JSON values.
 
     Raises:
@@ -41,7 +40,7 @@ def json_number(value: float) -> float | str:
     return value
 
 
-def read_rows(rows: Iterable[Mapping[str, Any]]) -> list[Plain]:
+def read_rows(rows: Iterable[MetricsRow]) -> list[MetricsRow]:
     """Rows with every value as a float."""
     return [
         {**row, "values": {name: float(value) for name, value in row["values"].items()}}

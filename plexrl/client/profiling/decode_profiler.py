@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plexrl.client.calls.transport import Transport, deployment_path
 from plexrl.client.data.decode_profile import (
@@ -24,6 +24,7 @@ from plexrl.client.profiling.profile_grid import STEPS, EngineSize, GridPoint, g
 from plexrl.errors import ConflictError, InvalidRequestError, StorageError
 from plexrl.limits import check_numbers
 from plexrl.process.folders.durable_files import write_durably
+from plexrl.wire.messages.workers import EngineLoadView
 from plexrl.wire.operations import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
     from plexrl.client.blocking.deployment_kinds import RolloutDeployment
     from plexrl.client.futures.generations import GenerateFuture
+    from plexrl.wire.messages.views import EngineLoads
 
 LOG = logging.getLogger(__name__)
 
-Plain = dict[str, Any]
 
 POLL_S = 0.02
 ROWS_TIMEOUT_S = 60.0
@@ -192,15 +193,15 @@ class DecodeProfiler:
             time.sleep(POLL_S)
         return future
 
-    def _engines(self) -> list[Plain]:
+    def _engines(self) -> list[EngineLoadView]:
         """The load of the engines."""
         path = f"{deployment_path(self._rollout.deployment)}/engines"
         end = time.monotonic() + REPLY_TIMEOUT_S
         while True:
             # An engine in the middle of a long pass is left out.
-            found: list[Plain] = self._transport.ask("GET", path)["engines"]
-            if found:
-                return found
+            found: EngineLoads = self._transport.ask("GET", path)
+            if found["engines"]:
+                return found["engines"]
             if time.monotonic() > end:
                 raise ConflictError(
                     f"the engines of {self._rollout.deployment!r} do not reply: see "

@@ -7,7 +7,7 @@ the operation of the first one, and its result.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
@@ -33,6 +33,8 @@ from plexrl.errors import (
 )
 from plexrl.model.parallelism import Parallelism
 from plexrl.rollout.service.config import RolloutConfig
+from plexrl.wire.messages.views import DeploymentStatus, EngineLoads
+from plexrl.wire.messages.workers import EngineLoadView
 from plexrl.wire.operations import (
     OperationKind,
     OperationState,
@@ -48,7 +50,6 @@ ARRIVAL_S = 0.05
 """Interval at which it is asked whether a version has arrived."""
 RETRY_S = 0.2
 """Pause before rows are read again after a lost connection."""
-Plain = dict[str, Any]
 
 
 class OperatorAccess(httpx.Auth):
@@ -201,7 +202,7 @@ class ClusterCalls:
         """
         while True:
             engines = await self.engines(deployment)
-            if engines and all(engine.get("arrived") == operation for engine in engines):
+            if engines and all(engine["arrived"] == operation for engine in engines):
                 return
             response = await self._request(poll_call(operation, ARRIVAL_S))
             if response.status_code != HTTPStatus.ACCEPTED:
@@ -229,7 +230,7 @@ class ClusterCalls:
         path = f"/v1/operations/{quote(operation, safe='')}"
         await self._request(Call(method="DELETE", path=path))
 
-    async def engines(self, deployment: str) -> list[Plain]:
+    async def engines(self, deployment: str) -> list[EngineLoadView]:
         """Load of a deployment's engines; empty: they give none now."""
         path = f"{deployment_path(f'{self._job}/{deployment}')}/engines"
         try:
@@ -237,9 +238,10 @@ class ClusterCalls:
                 response = await self._transport.request(Call(method="GET", path=path))
         except (TimeoutError, PlexRLError):
             return []
-        return list(response.json()["engines"])
+        found: EngineLoads = response.json()
+        return found["engines"]
 
-    async def deployment(self, name: str) -> Plain:
+    async def deployment(self, name: str) -> DeploymentStatus:
         """A deployment's status.
 
         Raises:
@@ -247,7 +249,8 @@ class ClusterCalls:
             PlexRLError: its status cannot be read now.
         """
         call = Call(method="GET", path=deployment_path(f"{self._job}/{name}"))
-        return dict((await self._transport.request(call)).json())
+        status: DeploymentStatus = (await self._transport.request(call)).json()
+        return status
 
     async def ensure_copy(self, like: str, name: str) -> None:
         """Create a deployment with the settings of another one, unless it exists.
@@ -318,5 +321,5 @@ class ClusterCalls:
                 LOG.warning("no router answers: %s; trying again", error)
 
 
-def _sample(row: Plain) -> Sample:
+def _sample(row: Mapping[str, Any]) -> Sample:
     return ended_sample(row["tokens"], row["logprobs"], row["finish_reason"], row["weights"])

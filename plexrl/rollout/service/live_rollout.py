@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plexrl.client.data.results import SyncReport
 from plexrl.errors import (
@@ -76,7 +76,6 @@ FIT_S = 10.0
 """Least interval of fits of the cost model."""
 FIT_STEPS_MAX = 64
 """Most measurements of one fit: the latest ones."""
-Plain = dict[str, Any]
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -32,6 +32,14 @@ from plexrl.rollout.trajectories.record import TrajectoryId, TrajectorySegment, 
 from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import Credentials, Role
 from plexrl.wire.links.dial import Link, Server, serve
+from plexrl.wire.messages.rollout_views import (
+    BatchView,
+    ExchangeView,
+    MeasuredRollout,
+    RolloutBody,
+    Rollouts,
+    RolloutStatus,
+)
 from plexrl.wire.rpc import Peer
 from plexrl.wire.tensors import Arrays, encode_body
 
@@ -42,7 +50,6 @@ SILENCE_S_MAX = 120.0
 PAGE_BYTES = 16 << 20
 """About the largest body of samples: it must fit into one message to a router. The caller asks for
 the rest."""
-Plain = dict[str, Any]
 
 
 class RolloutService:
@@ -158,7 +165,7 @@ class RolloutService:
         del self._rollouts[key], self._running[key]
         rollout.store.delete()
 
-    def _find(self, params: Plain) -> LiveRollout:
+    def _find(self, params: Mapping[str, Any]) -> LiveRollout:
         key = params["job"], params["name"]
         found = self._rollouts.get(key)
         if found is not None:
@@ -169,7 +176,7 @@ class RolloutService:
             f"job {params['job']!r} has no asynchronous rollout {params['name']!r}: create it"
         )
 
-    async def _create(self, _: Peer, params: Plain) -> Plain:
+    async def _create(self, _: Peer, params: Mapping[str, Any]) -> RolloutStatus:
         try:
             order = msgspec.convert(params["order"], RolloutOrder)
         except msgspec.ValidationError as error:
@@ -239,18 +246,18 @@ class RolloutService:
             raise
         return self._rollouts[key]
 
-    async def _status(self, _: Peer, params: Plain) -> Plain:
+    async def _status(self, _: Peer, params: Mapping[str, Any]) -> RolloutStatus:
         return await _durable_status(self._find(params))
 
-    async def _list(self, _: Peer, params: Plain) -> Plain:
+    async def _list(self, _: Peer, params: Mapping[str, Any]) -> Rollouts:
         job = params.get("job")
         found = [rollout for rollout in self._rollouts.values() if job in (None, rollout.order.job)]
         return {"rollouts": [await _durable_status(each) for each in found]}
 
-    async def _profile(self, _: Peer, params: Plain) -> Plain:
+    async def _profile(self, _: Peer, params: Mapping[str, Any]) -> MeasuredRollout:
         return measured(self._find(params))
 
-    async def _exchange(self, _: Peer, params: Plain) -> Plain:
+    async def _exchange(self, _: Peer, params: Mapping[str, Any]) -> RolloutBody:
         rollout, body = self._find(params), params["body"]
         rollout.check()
         for trajectory, event, reward, reason in body["rewards"]:
@@ -274,7 +281,7 @@ class RolloutService:
         segments = [() if record is None else tuple(record.segments) for record in records]
         about = status(rollout)
 
-        def fields(seen: Sequence[int], read: int) -> Plain:
+        def fields(seen: Sequence[int], read: int) -> ExchangeView:
             # In the order of events: the page holds all up to the last one that was read.
             events = list(found.values())
             return {
@@ -285,7 +292,7 @@ class RolloutService:
 
         return {"body": await _samples(rollout, list(found), segments, fields)}
 
-    async def _batch(self, _: Peer, params: Plain) -> Plain:
+    async def _batch(self, _: Peer, params: Mapping[str, Any]) -> RolloutBody:
         rollout, version = self._find(params), int(params["version"])
         rollout.check()
         first, trainer_step = int(params.get("first", 0)), int(params["trainer_step"])
@@ -327,7 +334,7 @@ class RolloutService:
         if not page:
             raise InvalidRequestError(f"batch {version} has {rows} samples, and all were taken")
 
-        def fields(found: Sequence[int], read: int) -> Plain:
+        def fields(found: Sequence[int], read: int) -> BatchView:
             if len(found) < read:
                 raise ConflictError(f"batch {version} was trained: request the next one")
             return {
@@ -341,7 +348,7 @@ class RolloutService:
         return {"body": await _samples(rollout, ids, [each.segments for each in page], fields)}
 
 
-async def _durable_status(rollout: LiveRollout) -> Plain:
+async def _durable_status(rollout: LiveRollout) -> RolloutStatus:
     found = status(rollout)
     await rollout.writer.settled()
     return found
@@ -351,7 +358,7 @@ async def _samples(
     rollout: LiveRollout,
     ids: Sequence[TrajectoryId],
     segments: Sequence[Sequence[TrajectorySegment]],
-    fields: Callable[[Sequence[int], int], Plain],
+    fields: Callable[[Sequence[int], int], ExchangeView | BatchView],
 ) -> bytes:
     """A body with trajectories: `prompts` and `tokens` packed, with lengths; for each one its
     group, its `segments` (count of tokens, version, trainer's step) and why it ended (`finish`).

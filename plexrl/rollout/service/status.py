@@ -1,7 +1,6 @@
 """Views of a rollout for controllers and operators."""
 
 import asyncio
-from typing import Any
 
 import msgspec
 
@@ -10,11 +9,20 @@ from plexrl.rollout.service.instances.membership import RolloutMember
 from plexrl.rollout.service.live_rollout import LiveRollout, PullTimes
 from plexrl.rollout.staleness.buffers import BufferState
 from plexrl.rollout.trajectories.record import group_of
+from plexrl.wire.messages.rollout_views import (
+    InstanceLoadView,
+    InstanceView,
+    MeasuredRollout,
+    RolloutBatchesView,
+    RolloutInstancesView,
+    RolloutOrderView,
+    RolloutStatus,
+    TrajectoriesView,
+    UnrewardedView,
+)
 
-Plain = dict[str, Any]
 
-
-def status(rollout: LiveRollout) -> Plain:
+def status(rollout: LiveRollout) -> RolloutStatus:
     """The status of a rollout for controllers and operators; see docs/sdk.md."""
     return {
         **_order(rollout),
@@ -25,7 +33,7 @@ def status(rollout: LiveRollout) -> Plain:
     }
 
 
-def _order(rollout: LiveRollout) -> Plain:
+def _order(rollout: LiveRollout) -> RolloutOrderView:
     """The order of the controller, and whether it is served."""
     order, failure = rollout.order, rollout.failure
     return {
@@ -50,7 +58,7 @@ def _order(rollout: LiveRollout) -> Plain:
     }
 
 
-def _instances(rollout: LiveRollout) -> Plain:
+def _instances(rollout: LiveRollout) -> RolloutInstancesView:
     """The instances, and how their number and parallelism changed."""
     progress = rollout.progress
     return {
@@ -64,7 +72,7 @@ def _instances(rollout: LiveRollout) -> Plain:
     }
 
 
-def _batches(rollout: LiveRollout) -> Plain:
+def _batches(rollout: LiveRollout) -> RolloutBatchesView:
     """The batches that are filled, ready and trained."""
     core, progress = rollout.core, rollout.progress
     buffers, latest = core.manager.buffers, progress.batch
@@ -89,7 +97,11 @@ def _batches(rollout: LiveRollout) -> Plain:
         "batches_ready": _batches_ready(rollout),
         "batches": [
             {
-                **msgspec.to_builtins(batch, str_keys=True),
+                "version": batch.version,
+                "samples": batch.samples,
+                "tokens": batch.tokens,
+                "staleness": {str(age): count for age, count in batch.staleness.items()},
+                "round": batch.round,
                 "trainer_step": rollout.steps.get(batch.version),
             }
             for batch in progress.batches
@@ -97,7 +109,7 @@ def _batches(rollout: LiveRollout) -> Plain:
     }
 
 
-def _trajectories(rollout: LiveRollout) -> Plain:
+def _trajectories(rollout: LiveRollout) -> TrajectoriesView:
     """Prompts and samples: what waits, what is generated, and what became of them."""
     core, progress = rollout.core, rollout.progress
     settings, prompts = core.settings.staleness, core.rounds
@@ -154,7 +166,7 @@ def _batches_ready(rollout: LiveRollout) -> int:
     return sum(buffers.state(version) is BufferState.READY for version, _ in buffers.entries())
 
 
-def _oldest_unrewarded(rollout: LiveRollout) -> Plain | None:
+def _oldest_unrewarded(rollout: LiveRollout) -> UnrewardedView | None:
     progress, now = rollout.progress, asyncio.get_running_loop().time()
     found = rollout.reward_waits.oldest(progress.unrewarded, now)
     if found is None:
@@ -162,7 +174,7 @@ def _oldest_unrewarded(rollout: LiveRollout) -> Plain | None:
     return {"prompt": group_of(found[0], progress.group_size), "waiting_s": found[1]}
 
 
-def measured(rollout: LiveRollout) -> Plain:
+def measured(rollout: LiveRollout) -> MeasuredRollout:
     """The figures of a profile besides the times of operations; see `RolloutProfile`."""
     order, model = rollout.order, rollout.core.cost_model
     budgets = [int(each.kv_budget) for each in rollout.instances.work.values()]
@@ -179,7 +191,7 @@ def measured(rollout: LiveRollout) -> Plain:
     }
 
 
-def _instance(rollout: LiveRollout, member: RolloutMember) -> Plain:
+def _instance(rollout: LiveRollout, member: RolloutMember) -> InstanceView:
     times = rollout.pulls.get(member.name, PullTimes())
     return {
         **_load(rollout, member),
@@ -189,7 +201,7 @@ def _instance(rollout: LiveRollout, member: RolloutMember) -> Plain:
     }
 
 
-def _load(rollout: LiveRollout, member: RolloutMember) -> Plain:
+def _load(rollout: LiveRollout, member: RolloutMember) -> InstanceLoadView:
     work = None if member.instance is None else rollout.instances.work.get(member.instance)
     if work is None:
         is_lost = member.absence is not None
@@ -197,8 +209,14 @@ def _load(rollout: LiveRollout, member: RolloutMember) -> Plain:
         return {
             "state": "lost" if is_lost else "joining",
             "reason": reason,
-            **dict.fromkeys(("trajectories", "running", "waiting", "completed"), 0),
-            **dict.fromkeys(("version", "kv_tokens", "kv_budget", "tp"), None),
+            "trajectories": 0,
+            "running": 0,
+            "waiting": 0,
+            "completed": 0,
+            "version": None,
+            "kv_tokens": None,
+            "kv_budget": None,
+            "tp": None,
         }
     assert member.instance is not None
     shown = rollout.loads.get(member.instance)

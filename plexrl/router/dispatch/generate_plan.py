@@ -15,8 +15,6 @@ from plexrl.model.parallelism import Parallelism
 from plexrl.wire.operations import PROMPT_SAMPLING
 from plexrl.wire.tensors import Arrays
 
-Plain = dict[str, Any]
-
 STREAM_ORDERS = frozenset({"stream_order", "row_order"})
 """Arrays that a streamed generation's result has beside the samples."""
 
@@ -64,10 +62,10 @@ class GeneratePlan:
             joined["stream_counts"] = np.array(counts, dtype=np.int32)
         return joined
 
-    def join_results(self, results: Sequence[Mapping[str, Any]]) -> Plain:
+    def join_results(self, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Join the results: preemptions are added, of other metrics the largest value counts.
         `streams` has replica and name of each share's stream."""
-        joined: Plain = dict(results[0])
+        joined: dict[str, Any] = dict(results[0])
         metrics: dict[str, float] = {}
         for result in results:
             for name, value in result.get("metrics", {}).items():

@@ -7,6 +7,8 @@ import numpy as np
 
 from plexrl.errors import DeviceMemoryFullError, NonFiniteWeightsError
 from plexrl.wire.messages import Failed
+from plexrl.wire.messages.cluster_views import ErrorView
+from plexrl.wire.messages.reports import StateMoved
 from plexrl.wire.operations import DEFAULT_REDUCTION, LossSpec, OperationKind
 from plexrl.wire.tensors import Array, Arrays, predicted
 
@@ -119,21 +121,21 @@ def _gathered_sync(results: Sequence[Mapping[str, Any]], moved: int) -> Plain:
     return joined
 
 
-def state_moved(kind: OperationKind, result: Mapping[str, Any]) -> Plain | None:
+def state_moved(kind: OperationKind, result: Mapping[str, Any]) -> StateMoved | None:
     """The report to the scheduler on a load or offload; None for other kinds."""
     if kind not in (OperationKind.LOAD, OperationKind.OFFLOAD) or "bytes_moved" not in result:
         return None
-    return {
-        "bytes_moved": result["bytes_moved"],
-        "tier": result["tier"],
-        "prefetched_bytes": result.get("prefetched_bytes", 0),
-        "prefetch_s": result.get("prefetch_s", 0.0),
-    }
+    return StateMoved(
+        bytes_moved=result["bytes_moved"],
+        tier=result["tier"],
+        prefetched_bytes=result.get("prefetched_bytes", 0),
+        prefetch_s=result.get("prefetch_s", 0.0),
+    )
 
 
-def cause_of(failed: Sequence[Failed]) -> Plain:
+def cause_of(failed: Sequence[Failed]) -> ErrorView:
     """The error to report of ranks that failed. A lack of device memory goes first: others may have
     failed because a rank was refused, and the scheduler mends it."""
     errors = [reply.error for reply in failed]
-    lacking = [each for each in errors if each.get("code") == DeviceMemoryFullError.code]
+    lacking = [each for each in errors if each["code"] == DeviceMemoryFullError.code]
     return (lacking or errors)[0]

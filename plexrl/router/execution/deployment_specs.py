@@ -2,15 +2,17 @@
 
 import asyncio
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import StorageError, UnavailableError
 from plexrl.model.deployment_spec import DeploymentSpec, deployment_spec_from_json
 from plexrl.router.execution.scheduler_link import SchedulerLink
 
+if TYPE_CHECKING:
+    from plexrl.wire.messages.views import DeploymentView
+
 SPECS_MAX = 10_000
 RETRY_S = 0.2
-Plain = dict[str, Any]
 
 
 class DeploymentSpecs:
@@ -33,10 +35,12 @@ class DeploymentSpecs:
         key = (deployment, scope, incarnation)
         found = self._specs.get(key)
         if found is None:
-            claim: Plain = {"tenant": scope}
+            claim: dict[str, Any] = {"tenant": scope}
             if scope is None:
                 claim["as_operator"] = True
-            view = await self._scheduler.call("get_deployment", {"deployment": deployment, **claim})
+            view: DeploymentView = await self._scheduler.call(
+                "get_deployment", {"deployment": deployment, **claim}
+            )
             found = deployment_spec_from_json(view["spec_json"])
             self._specs[key] = found
             while len(self._specs) > SPECS_MAX:

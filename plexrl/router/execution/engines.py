@@ -18,21 +18,23 @@ from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.worker_link import WorkerGoneError
 from plexrl.wire.messages import (
     AnyEngineRequest,
+    EngineLoad,
     EngineStatistics,
     Failed,
     Finished,
+    Pause,
+    Resume,
+    SetTp,
     WorkerName,
     frame_header,
     read_reply,
 )
+from plexrl.wire.messages.views import DeploymentView
+from plexrl.wire.messages.workers import EngineLoadView, EngineView
 
 COMMAND_TIMEOUT_S = 20.0
 STATS_TIMEOUT_S = 2.0
 """Short, because a worker that loads weights does not reply until it is done."""
-
-STATISTICS = EngineStatistics()
-
-Plain = dict[str, Any]
 
 
 Engine = tuple[WorkerName, str]
@@ -44,12 +46,13 @@ def name_of(request: AnyEngineRequest) -> str:
     return str(request.__struct_config__.tag)
 
 
-def engines_of(view: Plain) -> list[Engine]:
+def engines_of(view: DeploymentView) -> list[Engine]:
     """The workers that lead a replica, from the scheduler's view of a deployment; empty if some
     worker has not started."""
     layout = deployment_spec_from_json(view["spec_json"]).layout
-    addresses = [each["address"] for each in sorted(view["ranks"], key=lambda rank: rank["rank"])]
-    if len(addresses) != layout.world_size or None in addresses:
+    ranks = sorted(view["ranks"], key=lambda rank: rank["rank"])
+    addresses = [each["address"] for each in ranks if each["address"] is not None]
+    if len(addresses) != layout.world_size:
         return []
     deployment, incarnation = view["deployment"], view["incarnation"]
     return [
@@ -63,8 +66,9 @@ class Engines:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
-    async def request(self, engine: Engine, request: AnyEngineRequest, timeout_s: float) -> Plain:
-        """Send one engine a request under a new `ask` and return its answer.
+    async def request(self, engine: Engine, request: AnyEngineRequest, timeout_s: float) -> Any:
+        """Send one engine a request under a new `ask` and return its answer, of the
+        type that is for the request.
 
         Raises:
             UnavailableError: no reply in time; `details["is_gone"]` is True if the worker has
@@ -90,7 +94,9 @@ class Engines:
         assert not isinstance(reply, Finished), "an engine request is no run"
         return reply.answer
 
-    async def command(self, view: Plain, request: AnyEngineRequest) -> list[Plain]:
+    async def command(
+        self, view: DeploymentView, request: Pause | Resume | SetTp
+    ) -> list[EngineView]:
         """Send every engine of a deployment a command; return the engines' states after it.
 
         Raises:
@@ -112,16 +118,25 @@ class Engines:
         replies = [self.request(each, request, COMMAND_TIMEOUT_S) for each in engines]
         return list(await asyncio.gather(*replies))
 
-    async def stats(self, view: Plain, request: AnyEngineRequest = STATISTICS) -> list[Plain]:
-        """Statistics of a deployment's engines; with `EngineLoad` also their rows. An engine
-        without weights on its device, or without a reply in time, is left out."""
+    async def stats(self, view: DeploymentView) -> list[EngineView]:
+        """Statistics of a deployment's engines. An engine without weights on its device, or without
+        a reply in time, is left out."""
+        return await self._replies(view, EngineStatistics())
+
+    async def loads(self, view: DeploymentView) -> list[EngineLoadView]:
+        """As `stats`, also the lengths of all unfinished rows."""
+        return await self._replies(view, EngineLoad())
+
+    async def _replies(
+        self, view: DeploymentView, request: EngineStatistics | EngineLoad
+    ) -> list[Any]:
         if view["kind"] != "rollout":
             return []
         requests = [self.request(each, request, STATS_TIMEOUT_S) for each in engines_of(view)]
         replies = await asyncio.gather(*requests, return_exceptions=True)
         found = []
         for reply in replies:
-            if isinstance(reply, dict):
+            if not isinstance(reply, BaseException):
                 found.append(reply)
             elif not isinstance(reply, PlexRLError):
                 raise reply

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from plexrl.errors import (
     ExecutionError,
     PlexRLError,
 )
-from plexrl.ids import BlobRef
+from plexrl.ids import BlobRef, DeploymentId
 from plexrl.router.blobs.store import (
     INLINE_BYTES_MAX,
     PAYLOAD_SUFFIX,
@@ -51,12 +51,20 @@ from plexrl.wire.messages import (
     read_reply,
     read_run,
 )
+from plexrl.wire.messages.cluster_views import ErrorView
+from plexrl.wire.messages.reports import (
+    LiveWorkers,
+    OperationFailed,
+    OperationFinished,
+    RouterReport,
+    WorkersGone,
+)
 from plexrl.wire.operations import (
     MUTATING,
     OperationKind,
     OperationParams,
 )
-from plexrl.wire.rpc import Peer, read_command
+from plexrl.wire.rpc import Peer, read_command, read_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +99,6 @@ COUNTED_STEPS = frozenset(
 GONE_MAX = 10_000
 """Most deployments whose last ended incarnation is remembered."""
 
-Plain = dict[str, Any]
 Answer = tuple[AnyReply, bytearray]
 _Grant = tuple[str, int, tuple[str, ...]]
 """Group, fencing token and workers of an admitted run."""
@@ -131,7 +138,7 @@ class Executor:
         self.specs: DeploymentSpecs | None = None
         self.checkpoint_quota: CheckpointQuota | None = None
 
-    async def on_run(self, peer: Peer, params: Plain) -> None:
+    async def on_run(self, peer: Peer, params: Mapping[str, Any]) -> None:
         """Handle the admission of a run."""
         del peer
         command = read_run(params.get("command"))
@@ -149,7 +156,7 @@ class Executor:
         self._runs[command.operation] = _Run(grant, workers, task, sent)
         task.add_done_callback(lambda _: self._forget(command.operation, task))
 
-    async def on_abort(self, peer: Peer, params: Plain) -> None:
+    async def on_abort(self, peer: Peer, params: Mapping[str, Any]) -> None:
         """Handle the early end of a generation, or of some of its rows."""
         del peer
         command = read_command(params, AbortOperation)
@@ -170,26 +177,28 @@ class Executor:
             # Nothing runs on this rank.
             LOG.info("%s did not receive the abort of %s: %s", worker, command.operation, error)
 
-    async def on_workers_gone(self, peer: Peer, params: Plain) -> None:
+    async def on_workers_gone(self, peer: Peer, params: Mapping[str, Any]) -> None:
         """Handle the end of a deployment's workers, up to an incarnation. Their runs end without a
         report; the scheduler orders them again when there are other workers."""
         del peer
-        deployment, incarnation = str(params["deployment"]), int(params["incarnation"])
-        self._gone[deployment] = max(incarnation, self._gone.pop(deployment, 0))
+        told = read_message(params, WorkersGone)
+        deployment = told.deployment
+        self._gone[deployment] = max(told.incarnation, self._gone.pop(deployment, 0))
         while len(self._gone) > GONE_MAX:
             self._gone.popitem(last=False)
         self._end({worker for worker in self._known(deployment) if self._is_gone(worker)})
 
-    async def on_live_workers(self, peer: Peer, params: Plain) -> None:
+    async def on_live_workers(self, peer: Peer, params: Mapping[str, Any]) -> None:
         """Handle the list of all live incarnations, by deployment: what ended while no scheduler
         was connected is not reported otherwise."""
         del peer
-        live: dict[str, int] = params["incarnations"]
+        live = read_message(params, LiveWorkers).incarnations
         found = {
             worker
             for worker in self._known()
             # Newer workers than those in the list have come up since.
-            if worker.incarnation < live.get(worker.deployment, worker.incarnation + 1)
+            if worker.incarnation
+            < live.get(DeploymentId(worker.deployment), worker.incarnation + 1)
         }
         self._end(found)
 
@@ -216,7 +225,7 @@ class Executor:
             if run.workers in gone:
                 run.task.cancel()
 
-    async def on_discard(self, peer: Peer, params: Plain) -> None:
+    async def on_discard(self, peer: Peer, params: Mapping[str, Any]) -> None:
         """Handle the deletion of blobs."""
         del peer
         command = read_command(params, DiscardBlobs)
@@ -304,11 +313,11 @@ class Executor:
         except WorkerGoneError as error:
             LOG.info("%s: %s", command.operation, error)
         except PlexRLError as error:
-            self._report_failure(command, error, state_intact=not is_applied)
+            self._report_failed(command, error.to_wire(), state_intact=not is_applied)
         except Exception:
             LOG.exception("%s failed in the router", command.operation)
             failure = ExecutionError("the router could not execute the operation: see its log")
-            self._report_failure(command, failure, state_intact=False)
+            self._report_failed(command, failure.to_wire(), state_intact=False)
 
     async def _parts(self, command: AnyRun) -> RunParts:
         assert self.specs is not None
@@ -373,12 +382,7 @@ class Executor:
             # If only some ranks failed, the others have changed, unless the kind changes nothing.
             is_even = len(failed) == len(answers) or command.kind in UNCHANGING
             intact = is_even and None not in answers and all(each.state_intact for each in failed)
-            self._report(
-                "operation_failed",
-                command,
-                error_json=json.dumps(cause_of(failed)),
-                state_intact=intact,
-            )
+            self._report_failed(command, cause_of(failed), state_intact=intact)
             return
         # A reply is missing only if another rank failed.
         finished = [(a[0], a[1]) for a in answers if a is not None and isinstance(a[0], Finished)]
@@ -389,8 +393,7 @@ class Executor:
         if refusal is not None:
             result, body = {}, ()
         elif body and (spoilt := await asyncio.to_thread(result_error, command.kind, body)):
-            error_json = json.dumps(spoilt.to_wire())
-            self._report("operation_failed", command, error_json=error_json, state_intact=True)
+            self._report_failed(command, spoilt.to_wire(), state_intact=True)
             return
         steps = [each["trainer_step"] for each in results if "trainer_step" in each]
         ref: BlobRef | None = None
@@ -407,9 +410,9 @@ class Executor:
                 ref = digested_ref(stem, digest, PAYLOAD_SUFFIX)
             await self._store(command, ref, body)
         compute_s = max(reply.compute_s for reply, _ in finished)
-        self._report(
-            "operation_finished",
-            command,
+        report = OperationFinished(
+            operation=command.operation,
+            token=command.token,
             compute_s=compute_s,
             transfer_s=max(0.0, time.monotonic() - began_at - compute_s),
             peak_bytes=max(reply.peak_bytes for reply, _ in finished),
@@ -421,10 +424,11 @@ class Executor:
             trainer_step=max(steps) if command.kind in COUNTED_STEPS and steps else None,
             unfinished_rows=unfinished,
         )
+        self._report(report)
 
     async def _joined(
         self, command: AnyRun, parts: RunParts, finished: list[tuple[Finished, bytearray]]
-    ) -> tuple[Plain, "Sequence[Body]"]:
+    ) -> tuple[dict[str, Any], "Sequence[Body]"]:
         """The ranks' results as one result and one body in parts."""
         results = [reply.result for reply, _ in finished]
         payloads = [payload for _, payload in finished]
@@ -458,19 +462,18 @@ class Executor:
         finally:
             self._unstored.pop(command.operation, None)
 
-    def _report_failure(self, command: AnyRun, error: PlexRLError, *, state_intact: bool) -> None:
-        self._report(
-            "operation_failed",
-            command,
-            error_json=json.dumps(error.to_wire()),
+    def _report_failed(self, command: AnyRun, error: ErrorView, *, state_intact: bool) -> None:
+        report = OperationFailed(
+            operation=command.operation,
+            token=command.token,
+            error_json=json.dumps(error),
             state_intact=state_intact,
         )
+        self._report(report)
 
-    def _report(self, method: str, command: AnyRun, **fields: Any) -> None:
+    def _report(self, report: RouterReport) -> None:
         assert self.scheduler is not None
-        self.scheduler.report(
-            method, {"operation": command.operation, "token": command.token, **fields}
-        )
+        self.scheduler.report(report)
 
 
 async def _reply(

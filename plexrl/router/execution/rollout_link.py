@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from plexrl.errors import ConnectionLostError, NotFoundError, UnavailableError
@@ -15,7 +16,6 @@ START_S_MAX = 30.0
 START_POLL_S = 0.1
 WAITING_MAX = 256
 """Most requests that wait so."""
-Plain = dict[str, Any]
 
 
 class RolloutLink:
@@ -32,8 +32,8 @@ class RolloutLink:
         """Until when the service may be starting, by the event loop's clock."""
         self._waiting = 0
 
-    async def call(self, method: str, params: Plain, *, timeout_s: float) -> Plain:
-        """Call the service and return its reply.
+    async def call(self, method: str, params: Mapping[str, Any], *, timeout_s: float) -> Any:
+        """Call the service and return its reply, a view of the type that the method is for.
 
         Raises:
             NotFoundError: the cluster has no rollout service.
@@ -66,7 +66,7 @@ class RolloutLink:
             finally:
                 self._waiting -= 1
 
-    async def _call(self, method: str, params: Plain, timeout_s: float) -> Plain:
+    async def _call(self, method: str, params: Mapping[str, Any], timeout_s: float) -> Any:
         try:
             peer = await self._connected()
             return await peer.call(method, params, timeout_s=timeout_s)

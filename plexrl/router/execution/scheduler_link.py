@@ -12,8 +12,10 @@ from plexrl.errors import (
     StorageError,
     UnavailableError,
 )
+from plexrl.ids import RouterId
 from plexrl.wire.links.credentials import Credentials
 from plexrl.wire.links.standing_link import RECONNECT_S, StandingLink
+from plexrl.wire.messages.reports import RouterJoined, RouterReport
 from plexrl.wire.rpc import Handler, Peer
 
 LOG = logging.getLogger(__name__)
@@ -21,7 +23,6 @@ LOG = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 30.0
 REPORTS_MAX = 256
 """Most reports that are sent without an acknowledgement."""
-Plain = dict[str, Any]
 
 
 class SchedulerLink:
@@ -47,7 +48,7 @@ class SchedulerLink:
         self._router = router
         self._on_lost = on_lost
         self._peer: Peer | None = None
-        self._reports: deque[tuple[str, Plain]] = deque()
+        self._reports: deque[RouterReport] = deque()
         self._has_reports = asyncio.Event()
         self.connected = asyncio.Event()
 
@@ -56,8 +57,10 @@ class SchedulerLink:
         """Whether a scheduler is connected now; `connected` stays set after the first one."""
         return self._peer is not None
 
-    async def call(self, method: str, params: Plain, *, timeout_s: float = CALL_TIMEOUT_S) -> Plain:
-        """Call the scheduler and return its reply.
+    async def call(
+        self, method: str, params: Mapping[str, Any], *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Any:
+        """Call the scheduler and return its reply, a view of the type that the method is for.
 
         Raises:
             UnavailableError: no scheduler is connected; the call may or may not have had an effect.
@@ -74,9 +77,9 @@ class SchedulerLink:
                 retry_after_s=0.5,
             ) from error
 
-    def report(self, method: str, params: Plain) -> None:
+    def report(self, report: RouterReport) -> None:
         """Queue a report to the scheduler; it is repeated until the scheduler acknowledges it."""
-        self._reports.append((method, params))
+        self._reports.append(report)
         self._has_reports.set()
 
     async def run(self) -> None:
@@ -91,8 +94,8 @@ class SchedulerLink:
                 LOG.exception("the scheduler's connection failed; connecting again")
             await asyncio.sleep(RECONNECT_S)
 
-    async def _hello(self) -> Plain:
-        return {"role": "router", "router": self._router}
+    async def _hello(self) -> RouterJoined:
+        return RouterJoined(router=RouterId(self._router))
 
     def _begin(self, peer: Peer) -> Awaitable[None]:
         self._peer = peer
@@ -111,7 +114,7 @@ class SchedulerLink:
             while self._reports:
                 # Sent together, they share a commit of the journal.
                 sent = [self._reports[at] for at in range(min(len(self._reports), count_max))]
-                errors = await asyncio.gather(*(_sent(peer, *report) for report in sent))
+                errors = await asyncio.gather(*(_sent(peer, report) for report in sent))
                 if any(isinstance(error, ConnectionLostError) for error in errors):
                     return
                 for _ in sent:
@@ -133,13 +136,13 @@ class SchedulerLink:
             self._has_reports.clear()
 
 
-async def _sent(peer: Peer, method: str, params: Plain) -> PlexRLError | None:
+async def _sent(peer: Peer, report: RouterReport) -> PlexRLError | None:
     """Send a report; return the error with which it was answered."""
     try:
-        await peer.call(method, params, timeout_s=CALL_TIMEOUT_S)
+        await peer.ask(report, timeout_s=CALL_TIMEOUT_S)
     except (ConnectionLostError, UnavailableError, StorageError) as error:
         return error
     except PlexRLError as error:
-        LOG.error("the scheduler refused %s %s: %s", method, params, error)
+        LOG.error("the scheduler refused %s: %s", report, error)
         return error
     return None

@@ -216,7 +216,7 @@ def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
     return (weights + adapters * WEIGHT_BYTES["float32"]) * (spec.workers // spec.shares)
 
 
-def _lora_fields(body: LoraRequest) -> Plain:
+def _lora_fields(body: LoraRequest) -> dict[str, Any]:
     fields = body.model_dump(exclude_none=True)
     if "targets" in fields:
         fields["targets"] = tuple(fields["targets"])

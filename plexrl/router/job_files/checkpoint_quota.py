@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from plexrl.errors import (
     CheckpointNotFoundError,
@@ -15,6 +15,7 @@ from plexrl.errors import (
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.statemanager.checkpoint.folder import is_name
 from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, CheckpointRoot, StoredFile
+from plexrl.wire.messages.cluster_views import CheckpointOwnerView, DescribedTenantView, TenantView
 
 RETRY_S = 0.5
 DISK_SHARE = 0.5
@@ -23,8 +24,6 @@ CHUNK_BYTES = 8 << 20
 """Bytes of a download that are read at a time."""
 
 Result = TypeVar("Result")
-
-Plain = dict[str, Any]
 
 
 class CheckpointQuota:
@@ -59,6 +58,7 @@ class CheckpointQuota:
             QuotaExceededError: the tenant has reached its bound on checkpoints or on their bytes.
             StorageError: the disk cannot be read.
         """
+        owner: CheckpointOwnerView
         while True:
             try:
                 owner = await self._scheduler.call("checkpoint_owner", {"job": job})
@@ -92,9 +92,10 @@ class CheckpointQuota:
             checkpoint_bytes_max=bytes_max,
         )
 
-    async def describe(self, tenant: Plain) -> Plain:
+    async def describe(self, tenant: TenantView) -> DescribedTenantView:
         """The scheduler's view of a tenant, with its checkpoints and its bounds."""
-        owner = await self._scheduler.call("checkpoint_owner", {"tenant": tenant["tenant"]})
+        asked = {"tenant": tenant["tenant"]}
+        owner: CheckpointOwnerView = await self._scheduler.call("checkpoint_owner", asked)
         count, nbytes = await self._in_thread(lambda: self._root.use(owner["jobs"], None))
         checkpoints_max, bytes_max = await self._in_thread(lambda: self._bounds(owner))
         return {
@@ -168,7 +169,7 @@ class CheckpointQuota:
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _bounds(self, owner: Plain) -> tuple[int, int | None]:
+    def _bounds(self, owner: CheckpointOwnerView) -> tuple[int, int | None]:
         checkpoints_max = owner["checkpoints_max"]
         bytes_max = owner["checkpoint_bytes_max"]
         if checkpoints_max is None:

@@ -12,18 +12,17 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from plexrl.errors import PlexRLError, StorageFullError, UnavailableError
 from plexrl.process.children.restart_log import PartHistory, read_parts
-from plexrl.process.conditions import Conditions
+from plexrl.process.conditions import Conditions, ConditionView
 from plexrl.process.folders.folder_watch import Finding, FolderWatch
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.wire.messages import WorkerName
+from plexrl.wire.messages.cluster_views import HealthView
 
 LOG = logging.getLogger(__name__)
 
-Plain = dict[str, Any]
 CACHE_S = 2.0
 """Probes within this time share one check."""
 SCHEDULER_TIMEOUT_S = 2.0
@@ -50,7 +49,7 @@ class ClusterHealth:
         self._data_dir = data_dir
         self._parts_file = parts_file
         self._free_bytes_min = free_bytes_min
-        self._checking: asyncio.Task[list[Plain]] | None = None
+        self._checking: asyncio.Task[list[ConditionView]] | None = None
         self._checked_at = -CACHE_S
         self._unreachable = unreachable
         self._folders = FolderWatch("this router", (data_dir,))
@@ -58,7 +57,7 @@ class ClusterHealth:
         self._own = Conditions()
         """Conditions that this router found itself."""
 
-    async def public(self) -> Plain:
+    async def public(self) -> HealthView:
         """Health without a key: codes, times and counts, no names and no messages."""
         found = await self.conditions()
         parts = self.parts()
@@ -82,7 +81,7 @@ class ClusterHealth:
     def _recorded(self) -> dict[str, PartHistory]:
         return {} if self._parts_file is None else read_parts(self._parts_file)
 
-    async def conditions(self) -> list[Plain]:
+    async def conditions(self) -> list[ConditionView]:
         """All current conditions."""
         now = time.monotonic()
         if self._checking is None or (self._checking.done() and now - self._checked_at >= CACHE_S):
@@ -90,9 +89,9 @@ class ClusterHealth:
             self._checking = asyncio.create_task(self._check())
         return await asyncio.shield(self._checking)
 
-    async def _check(self) -> list[Plain]:
+    async def _check(self) -> list[ConditionView]:
         recorded = self._recorded()
-        parts = [
+        parts: list[ConditionView] = [
             {
                 "code": "part_down",
                 "message": f"{part} ended and is being restarted",
@@ -116,7 +115,7 @@ class ClusterHealth:
             self._check_disk()
         return [*parts, *scheduler, *folders, *self._unreachable_workers(), *self._own.view()]
 
-    async def _folder_conditions(self) -> list[Plain]:
+    async def _folder_conditions(self) -> list[ConditionView]:
         now, known = time.time(), self._folder_since
         found = await self._folders.look()
         self._folder_since = {each: known.get(each, now) for each in found}
@@ -125,7 +124,7 @@ class ClusterHealth:
             for (code, message), since in self._folder_since.items()
         ]
 
-    def _unreachable_workers(self) -> list[Plain]:
+    def _unreachable_workers(self) -> list[ConditionView]:
         now = time.time()
         found = [each for each in self._unreachable() if now - each[1] > UNREACHABLE_S]
         if not found:
@@ -143,14 +142,15 @@ class ClusterHealth:
             }
         ]
 
-    async def _scheduler_conditions(self) -> list[Plain]:
+    async def _scheduler_conditions(self) -> list[ConditionView]:
         try:
             reply = await self._scheduler.call("conditions", {}, timeout_s=SCHEDULER_TIMEOUT_S)
         except PlexRLError as error:
             self._own.hold(UnavailableError(f"the scheduler does not reply: {error.message}"))
             return []
         self._own.clear(UnavailableError.code)
-        return list(reply["conditions"])
+        conditions: list[ConditionView] = reply["conditions"]
+        return conditions
 
     def _check_disk(self) -> None:
         try:

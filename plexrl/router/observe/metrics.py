@@ -13,11 +13,13 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from plexrl.wire.messages.cluster_views import HealthView
+
 
 class HealthCollector(Collector):
     """Metrics of one health check."""
 
-    def __init__(self, health: dict[str, Any], now: float) -> None:
+    def __init__(self, health: HealthView, now: float) -> None:
         """`health` is from `ClusterHealth.public`; `now` is in seconds since the epoch."""
         self._health = health
         self._now = now

@@ -4,19 +4,18 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from plexrl.errors import NotFoundError, PlexRLError
 from plexrl.router.execution.rollout_link import RolloutLink
+from plexrl.wire.messages.rollout_views import Rollouts, RolloutStatus
 from plexrl.wire.messages.views import RolloutWaitView
 
 CACHE_S = 2.0
 """Requests within this time share one answer of the rollout service."""
 TIMEOUT_S = 5.0
-Plain = dict[str, Any]
 
 
 class RolloutViews:
@@ -25,10 +24,10 @@ class RolloutViews:
 
     def __init__(self, link: RolloutLink) -> None:
         self._link = link
-        self._asking: asyncio.Task[list[Plain]] | None = None
+        self._asking: asyncio.Task[list[RolloutStatus]] | None = None
         self._asked_at = -CACHE_S
 
-    async def views(self) -> list[Plain]:
+    async def views(self) -> list[RolloutStatus]:
         """The state of each rollout, as `GET /v1/jobs/{job}/rollouts/{name}` answers it.
 
         Raises:
@@ -41,9 +40,9 @@ class RolloutViews:
             self._asking = asyncio.create_task(self._ask())
         return await asyncio.shield(self._asking)
 
-    async def _ask(self) -> list[Plain]:
-        reply = await self._link.call("list", {"job": None}, timeout_s=TIMEOUT_S)
-        return list(reply["rollouts"])
+    async def _ask(self) -> list[RolloutStatus]:
+        reply: Rollouts = await self._link.call("list", {"job": None}, timeout_s=TIMEOUT_S)
+        return reply["rollouts"]
 
     async def waits(self, job: str) -> list[RolloutWaitView] | None:
         """What each rollout of the job waits for; None: the rollout service does not answer."""
@@ -73,7 +72,7 @@ class RolloutCollector(Collector):
     """Metrics of the present rollouts, without names: they need no key. A rollout ends with its
     job, so all are gauges."""
 
-    def __init__(self, views: list[Plain], *, is_connected: bool | None) -> None:
+    def __init__(self, views: list[RolloutStatus], *, is_connected: bool | None) -> None:
         """`is_connected` is whether the service has answered; None: the cluster has none."""
         self._views = views
         self._is_connected = is_connected
@@ -89,13 +88,20 @@ class RolloutCollector(Collector):
         yield connected
         if not self._is_connected:
             return
-        for name, help_text, values in (
-            ("batches_ready", "Complete batches that no trainer has taken.", "batches_ready"),
-            ("trajectories", "Trajectories in flight.", "in_flight"),
-            ("tokens_per_second", "Generated tokens per second.", "tokens_per_s"),
+        views = self._views
+        for name, help_text, value in (
+            (
+                *("batches_ready", "Complete batches that no trainer has taken."),
+                sum(view["batches_ready"] for view in views),
+            ),
+            ("trajectories", "Trajectories in flight.", sum(view["in_flight"] for view in views)),
+            (
+                *("tokens_per_second", "Generated tokens per second."),
+                sum(view["tokens_per_s"] for view in views),
+            ),
         ):
             found = GaugeMetricFamily(f"plexrl_rollout_{name}", help_text)
-            found.add_metric([], sum(each[values] for each in self._views))
+            found.add_metric([], value)
             yield found
         yield _by_label(
             "plexrl_rollouts",
@@ -110,14 +116,18 @@ class RolloutCollector(Collector):
             "state",
             Counter(each["state"] for each in instances),
         )
-        for name, help_text in (
-            ("pause_s", "Seconds without tokens for new weights."),
-            ("transfer_s", "Seconds of fetching new weights beside generations."),
+        for name, help_text, value in (
+            (
+                *("pause", "Seconds without tokens for new weights."),
+                sum(each["pause_s"] for each in instances),
+            ),
+            (
+                *("transfer", "Seconds of fetching new weights beside generations."),
+                sum(each["transfer_s"] for each in instances),
+            ),
         ):
-            found = GaugeMetricFamily(
-                f"plexrl_rollout_pull_{name.replace('_s', '_seconds')}", help_text
-            )
-            found.add_metric([], sum(each[name] for each in instances))
+            found = GaugeMetricFamily(f"plexrl_rollout_pull_{name}_seconds", help_text)
+            found.add_metric([], value)
             yield found
         yield _by_label(
             "plexrl_rollout_instance_changes",
@@ -125,8 +135,8 @@ class RolloutCollector(Collector):
             "change",
             Counter(
                 {
-                    change: sum(each[f"instances_{change}"] for each in self._views)
-                    for change in ("added", "removed")
+                    "added": sum(view["instances_added"] for view in views),
+                    "removed": sum(view["instances_removed"] for view in views),
                 }
             ),
         )

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-Plain = dict[str, Any]
 CACHE_S = 60.0
 CACHE_MAX = 10_000
 
@@ -40,14 +40,14 @@ class Caller:
         return None if self.is_operator else self.tenant
 
     @property
-    def claim(self) -> Plain:
+    def claim(self) -> dict[str, Any]:
         """Fields of a scheduler call that identify the caller and its controller."""
         if not self.controller:
             return self.rights
         return {**self.rights, "controller": self.controller}
 
     @property
-    def rights(self) -> Plain:
+    def rights(self) -> dict[str, Any]:
         """Like `claim` but without the controller, for calls about a job that another controller
         may have."""
         if self.is_operator:
@@ -107,10 +107,9 @@ class KeyCache:
         self._callers.clear()
         self._clear_count += 1
 
-    async def on_forget(self, _: Peer, __: Plain) -> Plain:
+    async def on_forget(self, _: Peer, __: Mapping[str, Any]) -> None:
         """Handle the scheduler's call `forget_callers`."""
         self.clear()
-        return {}
 
 
 def bearer_key(authorization: str) -> str:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
@@ -33,9 +33,11 @@ from plexrl.router.server.request_limits import BODY_KEY, BodyRefusedError, Limi
 from plexrl.router.services.authentication import Caller, KeyCache
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.router.services.shutdown import Shutdown
+from plexrl.wire.messages.views import DeploymentView, OperationView
 from plexrl.wire.tensors import MEDIA_TYPE
 
-Plain = dict[str, Any]
+ViewT = TypeVar("ViewT")
+
 RESPONSE_MARGIN_S = 30.0
 """How much longer than the poll itself the router waits for the scheduler's reply to a poll."""
 CONTROLLER_HEADER = "plexrl-controller"
@@ -87,22 +89,29 @@ class RouterServices:
             raise PermissionDeniedError("this needs the operator's key")
         return caller
 
-    async def ask(self, request: Request, method: str, **fields: Any) -> Plain:
-        """Call the scheduler with `fields` and the claim of the sender of the request. Raises as
-        `caller` and `SchedulerLink.call`."""
-        caller = await self.caller(request)
-        return await self.scheduler.call(method, {**fields, **caller.claim})
+    async def ask(self, request: Request, _: type[ViewT], method: str, **fields: Any) -> ViewT:
+        """Call the scheduler with `fields` and the claim of the sender of the request. The type is
+        that of the view with which the method answers.
 
-    async def ask_as_operator(self, request: Request, method: str, **fields: Any) -> Plain:
+        Raises as `caller` and `SchedulerLink.call`.
+        """
+        caller = await self.caller(request)
+        view: ViewT = await self.scheduler.call(method, {**fields, **caller.claim})
+        return view
+
+    async def ask_as_operator(
+        self, request: Request, _: type[ViewT], method: str, **fields: Any
+    ) -> ViewT:
         """As `ask`; the sender must be the operator. Raises `PermissionDeniedError`."""
         caller = await self.operator(request)
-        return await self.scheduler.call(method, {**fields, **caller.claim})
+        view: ViewT = await self.scheduler.call(method, {**fields, **caller.claim})
+        return view
 
     async def spec(self, deployment: str, caller: Caller) -> DeploymentSpec:
         """Return a deployment's specification. Raises `UnknownDeploymentError`."""
         return await self.specs.read(deployment, caller.scope)
 
-    async def operation(self, caller: Caller, operation: str, wait_s: float) -> Plain:
+    async def operation(self, caller: Caller, operation: str, wait_s: float) -> OperationView:
         """Return the scheduler's view of an operation, once the operation is final, `wait_s`
         seconds have passed or this router stops. Raises `UnknownOperationError`."""
         fields = {"operation": operation, **caller.claim, "timeout_s": wait_s}
@@ -110,15 +119,18 @@ class RouterServices:
             with suppress(TimeoutError):
                 async with asyncio.timeout(None) as wait:
                     with self.shutdown.interrupting(wait):
-                        return await self.scheduler.call(
+                        view: OperationView = await self.scheduler.call(
                             "wait_operation", fields, timeout_s=wait_s + RESPONSE_MARGIN_S
                         )
-        return await self.scheduler.call("wait_operation", {**fields, "timeout_s": 0.0})
+                        return view
+        view = await self.scheduler.call("wait_operation", {**fields, "timeout_s": 0.0})
+        return view
 
-    async def deployment(self, caller: Caller, deployment: str) -> Plain:
+    async def deployment(self, caller: Caller, deployment: str) -> DeploymentView:
         """Return the scheduler's view of a deployment. Raises `UnknownDeploymentError`."""
         fields = {"deployment": deployment, **caller.claim}
-        return await self.scheduler.call("get_deployment", fields)
+        view: DeploymentView = await self.scheduler.call("get_deployment", fields)
+        return view
 
     async def check_job(self, caller: Caller, job: str) -> None:
         """Check that the caller may see a job, which another controller may have. Raises

@@ -19,7 +19,7 @@ from plexrl.errors import EarlierFailureError, ExecutionError, PlexRLError, from
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.state.operation import Failure, Operation
 from plexrl.scheduler.state.records import Deployment, Job, State
-from plexrl.wire.messages.views import ErrorView
+from plexrl.wire.messages.cluster_views import ErrorView
 from plexrl.wire.operations import OperationKind
 
 CODE = EarlierFailureError.code

@@ -1,19 +1,18 @@
 """Merges the nodes' reports on a job's checkpoints into one list."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-Plain = dict[str, Any]
+from plexrl.wire.messages.node_queries import CheckpointView
 
 
-def merged(reports: Iterable[Mapping[str, Any]]) -> list[Plain]:
+def merged(reports: Iterable[CheckpointView]) -> list[CheckpointView]:
     """The newest report on each checkpoint, sorted by name.
 
     The writing node reports progress; the other nodes report the files on the shared disk.
     """
-    newest: dict[str, Mapping[str, Any]] = {}
+    newest: dict[str, CheckpointView] = {}
     for report in reports:
-        name = str(report["name"])
+        name = report["name"]
         if name not in newest or report["as_of"] > newest[name]["as_of"]:
             newest[name] = report
-    return [dict(newest[name]) for name in sorted(newest)]
+    return [newest[name] for name in sorted(newest)]

@@ -141,6 +141,7 @@ def job_view(state: State, settings: Settings, job: Job) -> JobView:
         "priority": job.priority,
         "slo": bound_of(settings, job),
         "gpu_seconds": sum(row.gpu_seconds for row in job.usage.values()),
+        "controller_timeout_s": job.controller_timeout_s,
         "submitted_at": job.submitted_at,
         "ended_at": job.ended_at,
         "deployments": [deployment_view(state, state.deployment(name)) for name in job.deployments],

@@ -12,6 +12,7 @@ from plexrl.process.conditions import Conditions
 from plexrl.scheduler.service.listeners import Listeners
 from plexrl.scheduler.state.messages.calls import Plain
 from plexrl.wire.links.dial import Link
+from plexrl.wire.messages.reports import Heartbeat
 from plexrl.wire.rpc import Handler, Peer
 
 LOG = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class HoldingServer:
         finally:
             self._peers.discard(peer)
 
-    async def _hello(self, peer: Peer, params: Plain) -> Plain:
+    async def _hello(self, peer: Peer, params: Plain) -> Heartbeat:
         del peer, params
         return {"is_holding": True}
 

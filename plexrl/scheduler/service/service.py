@@ -18,12 +18,12 @@ from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.links.credentials import LOCAL
 from plexrl.wire.links.dial import Link
+from plexrl.wire.messages.reports import Heartbeat
 from plexrl.wire.rpc import Peer
 
 LOG = logging.getLogger(__name__)
 
 OPERATOR = TenantId("operator")
-Plain = dict[str, Any]
 HELD_CHECK_S = 0.2
 """Interval for checking whether the journal accepts the first events."""
 
@@ -195,10 +195,10 @@ class Service:
                     LOG.warning("%s is silent; disconnected", connection.identity)
                     peer.abort()
 
-    def heartbeat(self, node: NodeId | None, crl_number: int | None) -> Plain:
+    def heartbeat(self, node: NodeId | None, crl_number: int | None) -> Heartbeat:
         """The answer to `hello` or a heartbeat of another machine's process; `node`: an agent's.
         `crl_number`: of its list of revoked certificates; None: it wants none."""
-        answer: Plain = {
+        answer: Heartbeat = {
             "heartbeat_s": heartbeat_s(self._config),
             "silence_s": silence_s(self._config),
         }

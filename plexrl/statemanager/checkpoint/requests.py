@@ -6,6 +6,7 @@ from enum import StrEnum
 from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
 from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.protocol.messages import Request
+from plexrl.wire.messages.cluster_views import ErrorView
 
 
 class CheckpointState(StrEnum):
@@ -89,5 +90,4 @@ class CheckpointReport:
     as_of: float
     """Time of the request, or of the manifest, in seconds since the epoch. Among several nodes'
     reports of one name, the newest is valid."""
-    error: dict[str, object] | None = None
-    """The error, as in `PlexRLError.to_wire`."""
+    error: ErrorView | None = None

@@ -15,7 +15,8 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+
+import msgspec
 
 from plexrl.errors import (
     ConnectionLostError,
@@ -27,6 +28,7 @@ from plexrl.errors import (
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress, parse_address
 from plexrl.wire.links.credentials import Credentials, Role, TlsFiles
 from plexrl.wire.links.dial import Link, connect
+from plexrl.wire.messages.reports import Beat, Heartbeat, Hello, hello_fields
 from plexrl.wire.rpc import Handler, Peer
 
 LOG = logging.getLogger(__name__)
@@ -40,7 +42,6 @@ RECONNECT_S_MAX = 3.0
 random, so that hundreds of nodes do not connect in step again and again."""
 HOLDING_S = 5.0
 """How long to stay with a scheduler that cannot use its journal before the others are tried."""
-Plain = dict[str, Any]
 
 
 def check_scheduler(addresses: Sequence[str], tls: TlsFiles | None) -> None:
@@ -67,13 +68,13 @@ class StandingLink:
         credentials: Credentials | None,
         handlers: Mapping[str, Handler],
         *,
-        hello: Callable[[], Awaitable[Plain]],
+        hello: Callable[[], Awaitable[Hello]],
         session: Callable[[Peer], Awaitable[None]],
         on_end: Callable[[], None] | None = None,
-        on_heartbeat: Callable[[float, Plain], None] | None = None,
+        on_heartbeat: Callable[[float, Heartbeat], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hello` makes the parameters of the first call. `session` is called once it is answered,
+        """`hello` makes the first message. `session` is called once it is answered,
         before the scheduler's calls are handled; what it returns runs until the connection ends.
         Then `on_end` is called. `on_heartbeat` gets the time at which
         `hello` or a heartbeat was sent, by `clock`, and the scheduler's answer.
@@ -143,9 +144,9 @@ class StandingLink:
         serving: list[asyncio.Future[None]] = []
         has_begun = False
         try:
-            params = await self._hello()
+            fields = hello_fields(await self._hello())
             sent_at = self._clock()
-            answer = await peer.call("hello", params)
+            answer = _heartbeat(await peer.call("hello", fields))
             if answer.get("is_holding") and not settles:
                 return True
             if answer.get("is_holding") and len(self._addresses) > 1:
@@ -158,7 +159,7 @@ class StandingLink:
             session.add_done_callback(lambda ended: _end_if_failed(ended, peer))
             serving.append(session)
             if "heartbeat_s" in answer:
-                times = float(answer["heartbeat_s"]), float(answer["silence_s"])
+                times = answer["heartbeat_s"], answer["silence_s"]
                 serving.append(asyncio.create_task(self._beat(peer, address, *times)))
             await running
         except (ConnectionLostError, UnavailableError, StorageError) as error:
@@ -183,9 +184,8 @@ class StandingLink:
             await asyncio.sleep(heartbeat_s)
             sent_at = self._clock()
             try:
-                number = self._crl_number()
-                asked = {} if number is None else {"crl_number": number}
-                answer = await peer.call("beat", asked, timeout_s=silence_s)
+                beat = Beat(crl_number=self._crl_number())
+                answer = _heartbeat(await peer.ask(beat, timeout_s=silence_s))
             except ConnectionLostError:
                 return
             except PlexRLError as error:
@@ -201,14 +201,26 @@ class StandingLink:
         known = self._credentials
         return known.revoked.number if known is not None and known.keeps_revoked else None
 
-    def _learn(self, answer: Plain) -> None:
+    def _learn(self, answer: Heartbeat) -> None:
         """Take the list of revoked certificates in an answer, if there is a newer one."""
         if "crl" not in answer or self._credentials is None:
             return
         try:
-            self._credentials.learn(str(answer["crl"]))
+            self._credentials.learn(answer["crl"])
         except (InvalidRequestError, OSError) as error:
             LOG.error("a new list of revoked certificates cannot be used: %s", error)
+
+
+def _heartbeat(answer: object) -> Heartbeat:
+    """The scheduler's answer, once its fields are known to have their types.
+
+    Raises:
+        UnavailableError: they have not.
+    """
+    try:
+        return msgspec.convert(answer, Heartbeat)
+    except msgspec.ValidationError as error:
+        raise UnavailableError(f"the scheduler's answer is malformed: {error}") from error
 
 
 def _end_if_failed(session: asyncio.Future[None], peer: Peer) -> None:

@@ -1,10 +1,10 @@
-"""Views of the cluster, its nodes, groups and tenants, as they go over the wire.
+"""Views of the cluster, its nodes, groups and tenants, and of errors, as they go over the wire.
 
 Times (`_at`, `now`) are seconds on the scheduler's clock. Scheduler, router, SDK and CLI share
 these types.
 """
 
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from plexrl.ids import (
     DeploymentId,
@@ -14,6 +14,16 @@ from plexrl.ids import (
     NodeId,
     TenantId,
 )
+from plexrl.process.conditions import ConditionView
+
+
+class ErrorView(TypedDict):
+    """`PlexRLError.to_wire()`."""
+
+    code: str
+    message: str
+    details: dict[str, Any]
+    """Plain JSON values."""
 
 
 class TenantLimits(TypedDict):
@@ -239,6 +249,31 @@ class KeyView(TypedDict):
     """None: unknown."""
 
 
+class UsedKeyView(KeyView):
+    """One API key and its use."""
+
+    last_used_at: float | None
+    """Since the start of the scheduler, to about a minute; None: not used."""
+
+
+class NewKeyView(TypedDict):
+    """An API key that was just made."""
+
+    tenant: TenantId
+    key: str
+    """Its id."""
+    api_key: str
+    """The key itself, which is shown only once."""
+
+
+class NewTenantView(TypedDict):
+    """A tenant that was just made."""
+
+    tenant: TenantId
+    api_key: str
+    """Its first key, which is shown only once."""
+
+
 class TenantView(TenantLimits):
     """One tenant: limits, holdings and usage."""
 
@@ -255,3 +290,116 @@ class TenantView(TenantLimits):
     """GPU time used so far, with what runs."""
     share: float
     """GPU-hours per weight, decayed; it decides the order of admission."""
+
+
+class DescribedTenantView(TenantView):
+    """One tenant, with its checkpoints."""
+
+    checkpoints: int
+    checkpoint_bytes: int
+    checkpoints_bound: int | None
+    """Most checkpoints, its own bound or the cluster's; None: it is an operator."""
+    checkpoint_bytes_bound: int | None
+    """Most bytes of them; None: no bound."""
+
+
+class CheckpointOwnerView(TypedDict):
+    """The tenant of a job's checkpoints, and its checkpoint limits."""
+
+    tenant: TenantId
+    is_operator: bool
+    checkpoints_max: int | None
+    checkpoint_bytes_max: int | None
+    jobs: list[JobId]
+
+
+class HealthView(TypedDict):
+    """Health of the cluster, as it is shown without a key."""
+
+    ok: bool
+    """No condition stops or delays work."""
+    scheduler: bool
+    """The router is connected to the scheduler."""
+    conditions: list[ConditionView]
+    restarts: int
+    """Restarts of parts since the cluster's start."""
+    last_restart_at: float | None
+    """Seconds since the epoch; None: no part was restarted."""
+
+
+class PartView(TypedDict):
+    """A part of the cluster that has ended at least once since the cluster's start; times in
+    seconds since the epoch."""
+
+    restarts: int
+    last_restart_at: float | None
+    down_since: float | None
+    """None: the part runs."""
+    stuck_since: float | None
+    """None: the part answers."""
+
+
+class StatusView(ClusterView):
+    """The cluster in a few numbers, and its health."""
+
+    conditions: list[ConditionView]
+    restarts: int
+    last_restart_at: float | None
+    parts: NotRequired[dict[str, PartView]]
+    """For operators only, as are the next fields."""
+    steps_set_aside: NotRequired[int]
+    """Steps of the scheduler that failed, and were skipped."""
+    newest_set_aside: NotRequired[str]
+    snapshot_error: NotRequired[str]
+    """Why the scheduler's latest snapshot failed; empty: it did not."""
+    events: NotRequired[dict[str, Any] | None]
+    """State of the connection to the MQTT broker; None: the cluster has none."""
+
+
+class Nodes(TypedDict):
+    """Nodes of the cluster."""
+
+    nodes: list[NodeView]
+
+
+class ForgottenNode(TypedDict):
+    """A node that was removed."""
+
+    node: NodeId
+
+
+class Groups(TypedDict):
+    """Node groups of the cluster."""
+
+    groups: list[GroupView]
+
+
+class Tenants(TypedDict):
+    """Tenants, as the scheduler knows them."""
+
+    tenants: list[TenantView]
+
+
+class DescribedTenants(TypedDict):
+    """Tenants, with their checkpoints."""
+
+    tenants: list[DescribedTenantView]
+
+
+class Keys(TypedDict):
+    """API keys of a tenant, oldest first."""
+
+    keys: list[UsedKeyView]
+
+
+class Usage(TypedDict):
+    """Usage by job and kind of operation, and savings by sharing, by job."""
+
+    usage: list[UsageView]
+    sharing: list[SharingView]
+
+
+class ServiceLevels(TypedDict):
+    """What live jobs accept to wait, and what they waited."""
+
+    jobs: list[ServiceLevelView]

@@ -114,12 +114,7 @@ class Snapshot(Run, frozen=True, gc=False, tag="snapshot"):
     @property
     def save(self) -> SaveRequest:
         """What each rank's StateManager is told."""
-        return SaveRequest(
-            seq=self.seq,
-            token=self.token,
-            keep_seq=self.keep_seq,
-            previous_seq=self.previous_seq,
-        )
+        return _kept_on_device(self)
 
 
 class Publish(Run, frozen=True, gc=False, tag="publish"):
@@ -208,12 +203,14 @@ class SaveCheckpoint(Run, frozen=True, gc=False, tag="save_checkpoint"):
     @property
     def save(self) -> SaveRequest:
         """What each rank's StateManager is told."""
-        return SaveRequest(
-            seq=self.seq,
-            token=self.token,
-            keep_seq=self.keep_seq,
-            previous_seq=self.previous_seq,
-        )
+        return _kept_on_device(self)
+
+
+def _kept_on_device(run: Snapshot | SaveCheckpoint) -> SaveRequest:
+    """The request to store a state that nobody loads soon, because it stays on the device."""
+    return SaveRequest(
+        seq=run.seq, token=run.token, keep_seq=run.keep_seq, previous_seq=run.previous_seq
+    )
 
 
 class Barrier(Run, frozen=True, gc=False, tag="barrier"):

@@ -4,7 +4,7 @@ Times (`_at`, `now`) are seconds on the scheduler's clock. Scheduler, router, SD
 these types.
 """
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 from plexrl.ids import (
     BlobRef,
@@ -16,16 +16,8 @@ from plexrl.ids import (
     OperationId,
     TenantId,
 )
-from plexrl.wire.messages.cluster_views import EtaQualityView
-
-
-class ErrorView(TypedDict):
-    """`PlexRLError.to_wire()`."""
-
-    code: str
-    message: str
-    details: dict[str, Any]
-    """Plain JSON values."""
+from plexrl.wire.messages.cluster_views import ErrorView, EtaQualityView
+from plexrl.wire.messages.workers import EngineLoadView, EngineView
 
 
 class MemoryTermView(TypedDict):
@@ -198,9 +190,90 @@ class JobView(TypedDict):
     """Greatest waiting / (waiting + running) that it accepts: its own, its tenant's at its
     submission, or the cluster's."""
     gpu_seconds: float
+    controller_timeout_s: float
+    """Silence of the controller after which it is detached."""
     submitted_at: float
     ended_at: float | None
     deployments: list[DeploymentView]
+
+
+class CreatedDeploymentView(DeploymentView):
+    """A deployment that was created, or existed."""
+
+    parameters: int
+    """Number of the model's parameters."""
+
+
+class DeploymentStatus(DeploymentView):
+    """One deployment, with its engines."""
+
+    engines: list[EngineView]
+    """Of a rollout whose weights are on the device: one for each replica."""
+
+
+class HeartbeatView(JobView):
+    """One job, as its controller sees it at each heartbeat."""
+
+    lost_payloads: list[OperationId]
+    """Operations whose payloads the cluster has lost and the controller is to send again."""
+
+
+class FailureView(TypedDict):
+    """What is left of a job's failures after one was acknowledged."""
+
+    failure: ErrorView | None
+    """Its next failure that is not acknowledged."""
+
+
+class Jobs(TypedDict):
+    """Jobs that the caller may see."""
+
+    jobs: list[JobView]
+
+
+class Operations(TypedDict):
+    """Finished operations, oldest first."""
+
+    operations: list[LoggedOperationView]
+
+
+class EngineStates(TypedDict):
+    """The engines of a rollout deployment, after a request to all of them."""
+
+    engines: list[EngineView]
+
+
+class EngineLoads(TypedDict):
+    """The load of a rollout deployment's engines; one without an answer in time is left out."""
+
+    engines: list[EngineLoadView]
+
+
+class MetricsRow(TypedDict):
+    """One row of a job's metrics."""
+
+    index: int
+    """Counted from 1."""
+    step: int
+    time: float
+    """Seconds since the epoch."""
+    values: dict[str, float]
+
+
+class FileView(TypedDict):
+    """One file of a checkpoint."""
+
+    path: str
+    """Relative to the checkpoint's folder."""
+    bytes: int
+
+
+class CheckpointFiles(TypedDict):
+    """The files of a complete checkpoint."""
+
+    version: str
+    """Names this state of the checkpoint: another one may take its name."""
+    files: list[FileView]
 
 
 class HolderView(TypedDict):
@@ -366,6 +439,13 @@ class RolloutWaitView(TypedDict):
     rollout: str
     waits_for: str
     """Such as samples without a reward; empty: it generates, or has failed."""
+
+
+class TextFilesView(TypedDict):
+    """What encodes a model's text."""
+
+    files: dict[str, str]
+    """The text of each file by its name: `tokenizer.json`, its configuration and others."""
 
 
 class ExplainedJobView(TypedDict):

@@ -4,11 +4,12 @@ A message is the header of a frame: `frame_header` writes it, `read_request` and
 it. The batch of a run and its result are the payload of the frame.
 """
 
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, NotRequired, TypedDict, get_args
 
 import msgspec
 
 from plexrl.wire.framing import Header
+from plexrl.wire.messages.cluster_views import ErrorView
 from plexrl.wire.messages.commands import AbortOperation
 from plexrl.wire.messages.runs import AnyRun
 
@@ -96,6 +97,83 @@ AnyEngineRequest = EngineStatistics | EngineLoad | Pause | Resume | SetTp | Read
 AnyRequest = StartRun | Abort | AnyEngineRequest
 
 
+class EngineCounters(TypedDict):
+    """An engine's present state and its counters since it was created. `EngineStats` of the workers
+    explains the fields."""
+
+    running: int
+    waiting: int
+    paused: bool
+    weights_seq: int
+    tokens_drawn: int
+    tokens_computed: int
+    prefill_s: float
+    tokens_recomputed: int
+    prefix_tokens_reused: int
+    preemptions: int
+    kv_bytes_max: int
+    block_bytes: int
+    block_tokens: int
+    blocks: int
+    blocks_held: int
+    blocks_kept: int
+    tp: int
+    tp_switches: int
+    tp_switch_s: float
+    kv_bytes_moved: int
+    groups_made: int
+
+
+class EngineView(EngineCounters):
+    """The answer to every request to an engine but `EngineLoad` and `ReadStream`."""
+
+    steps: int
+    """Decode steps."""
+
+
+class EngineSubject(TypedDict):
+    """The properties that the times of an engine depend on, beside the sizes of its groups."""
+
+    model: str
+    dtype: str
+    device: str
+    kv_token_bytes: int
+
+
+EngineRow = tuple[str, int, int, bool]
+"""Of an unfinished row: operation, number of the row, tokens with its prompt, whether it runs."""
+EngineStep = tuple[int, int, float, float, int, float]
+"""Some decode steps, as `MeasuredSteps` of the workers: number, rows, tokens in the KV cache,
+seconds, size of the tensor-parallel groups, and other seconds."""
+
+
+class EngineLoadView(EngineCounters):
+    """The answer to `EngineLoad`."""
+
+    rows: list[EngineRow]
+    steps: list[EngineStep]
+    """The latest ones."""
+    groups: NotRequired[list[int]]
+    """Tensor-parallel group of each row."""
+    tp_sizes: NotRequired[list[int]]
+    """Sizes of groups that the engine can change between, the smallest first."""
+    subject: NotRequired[EngineSubject]
+    vocab_size: NotRequired[int]
+    arrived: str | None
+    """The latest sync whose version is on the engine's node."""
+
+
+class StreamView(TypedDict, total=False):
+    """The answer to `ReadStream`: rows, or the end, or neither if too many readers wait."""
+
+    stream: str
+    next: int
+    """The offset behind the rows."""
+    rows: list[Any]
+    """`[row, tokens, logprobs]` of each; in a stream of rows also why it ended and its weights."""
+    ended: bool
+
+
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="reply", tag=True):
     """Base of the replies of a worker."""
 
@@ -118,8 +196,7 @@ class Finished(Reply, frozen=True, kw_only=True, tag="finished"):
 class Failed(Reply, frozen=True, kw_only=True, tag="failed"):
     """A run or an engine request has failed on this rank."""
 
-    error: dict[str, Any]
-    """`PlexRLError.to_wire()`."""
+    error: ErrorView
     state_intact: bool = True
     """The rank's state did not change."""
 

@@ -18,6 +18,7 @@ from plexrl.errors import (
     PlexRLError,
     from_wire,
 )
+from plexrl.ids import DeploymentId, NodeId
 from plexrl.process.children.pulse import BEAT_S, Pulse
 from plexrl.process.children.startup import remove_socket
 from plexrl.process.folders.folder_watch import Finding, FolderWatch
@@ -28,7 +29,17 @@ from plexrl.statemanager.store.disk_space import held_error
 from plexrl.wire.links.address import UNIX, TlsAddress, UnixAddress, parse_address
 from plexrl.wire.links.port_range import PortRange
 from plexrl.wire.messages import LaunchWorkers, RankPlacement, StopWorkers
-from plexrl.wire.rpc import Peer, read_command
+from plexrl.wire.messages.node_queries import ListCheckpoints, Logs, LogView, ReadLog
+from plexrl.wire.messages.reports import (
+    HostMemoryReported,
+    NodeConditionsReported,
+    NodeJoined,
+    StateReported,
+    WorkerExited,
+    WorkerReady,
+    WorkerSeen,
+)
+from plexrl.wire.rpc import Peer, method_of, read_command, read_message
 from plexrl.worker.agent.launcher import Launcher, WorkerProcess
 from plexrl.worker.agent.node_conditions import (
     PART_STUCK,
@@ -103,8 +114,8 @@ class Agent:
                 "release_state": self._state.release,
                 "migrate_state": self._state.migrate,
                 "prefetch_state": self._state.prefetch,
-                "list_checkpoints": self._state.list_checkpoints,
-                "read_log": self._read_log,
+                method_of(ListCheckpoints): self._state.list_checkpoints,
+                method_of(ReadLog): self._read_log,
             },
             describe_node=self._node_description,
             session=self._begin_session,
@@ -200,8 +211,9 @@ class Agent:
             found = [*await watch.look(), *self._silent_parts()]
             changed = self._conditions.update(found, time())
             if changed is not None:
-                params = {"node": node, "conditions": changed}
-                self._scheduler.report("node_conditions_reported", params)
+                self._scheduler.report(
+                    NodeConditionsReported(node=NodeId(node), conditions=changed)
+                )
             await asyncio.sleep(BEAT_S)
 
     def _silent_parts(self) -> list[Finding]:
@@ -220,39 +232,38 @@ class Agent:
                 found.append((PART_STUCK, f"{text}: {replaced}"))
         return found
 
-    async def _node_description(self) -> Plain:
+    async def _node_description(self) -> NodeJoined:
         config = self._config
         # Awaited first: the rest is of one moment, and a node that was fenced lists no workers.
         states = await self._state.deployments()
-        return {
-            "role": "agent",
-            "node": config.node,
-            "gpus": config.gpus,
-            "gpu_memory_bytes": config.gpu_memory_bytes,
-            "gpu_kind": config.gpu_kind,
-            "host_memory_bytes": config.host_memory_bytes,
-            "nvme_bytes": config.nvme_bytes,
-            "node_type": config.node_type,
-            "speed": config.node_speed,
-            "block": config.block,
-            "host": config.host,
-            "ports": config.meeting_ports,
-            "fabric": config.fabric,
-            "statemanager": announced(config.statemanager, config.statemanager_address),
-            "workers": [
-                {
-                    "deployment": worker.config.deployment,
-                    "rank": worker.config.rank,
-                    "incarnation": worker.config.incarnation,
-                    "address": worker.config.address,
-                }
+        return NodeJoined(
+            node=NodeId(config.node),
+            gpus=config.gpus,
+            gpu_memory_bytes=config.gpu_memory_bytes,
+            gpu_kind=config.gpu_kind,
+            host_memory_bytes=config.host_memory_bytes,
+            nvme_bytes=config.nvme_bytes,
+            node_type=config.node_type,
+            speed=config.node_speed,
+            block=config.block,
+            host=config.host,
+            ports=config.meeting_ports,
+            fabric=config.fabric,
+            statemanager=announced(config.statemanager, config.statemanager_address),
+            workers=tuple(
+                WorkerSeen(
+                    deployment=DeploymentId(worker.config.deployment),
+                    rank=worker.config.rank,
+                    incarnation=worker.config.incarnation,
+                    address=worker.config.address,
+                )
                 for worker in self._workers.values()
                 if worker.is_ready and worker.is_wanted and not worker.is_killed
-            ],
-            "states": states,
-            "was_fenced": self._was_fenced,
-            "machine": machine(),
-        }
+            ),
+            states=tuple(map(DeploymentId, states)),
+            was_fenced=self._was_fenced,
+            machine=machine(),
+        )
 
     # Commands of the scheduler
 
@@ -287,24 +298,25 @@ class Agent:
         await asyncio.gather(*(self._stop_worker(key) for key in doomed))
         return {}
 
-    async def _read_log(self, peer: Peer, params: Plain) -> Plain:
+    async def _read_log(self, peer: Peer, params: Plain) -> Logs:
         del peer
-        lines = max(1, min(int(params["lines"]), LOG_LINES_MAX))
-        deployment = params["deployment"]
+        asked = read_message(params, ReadLog)
+        assert asked.deployment is not None, "the scheduler asks for each deployment"
+        lines = max(1, min(asked.lines, LOG_LINES_MAX))
         found = []
-        job, _, name = deployment.rpartition("/")
+        job, _, name = asked.deployment.rpartition("/")
         folder = Path(self._config.data_dir) / "logs" / self._config.node / job
         for path in sorted(folder.glob(f"{name}-*.log")):
             if not path.stem.removeprefix(f"{name}-").isdigit():
                 continue
             text = path.read_text(errors="replace").splitlines()[-lines:]
             found.append(
-                {
-                    "deployment": deployment,
-                    "node": self._config.node,
-                    "rank": int(path.stem.rpartition("-")[2]),
-                    "text": "\n".join(text),
-                }
+                LogView(
+                    deployment=asked.deployment,
+                    node=self._config.node,
+                    rank=int(path.stem.rpartition("-")[2]),
+                    text="\n".join(text),
+                )
             )
         return {"logs": found}
 
@@ -371,7 +383,7 @@ class Agent:
             except (OSError, EOFError) as error:
                 self._ports.give_back(config.address)
                 reason = f"the worker could not be started: {error}"
-                self._report_worker("worker_exited", config, reason=reason, code=_code_of(error))
+                self._report_exit(config, reason, _code_of(error))
                 return
             worker = _Running(config, process, Pulse(self._config.part_stuck_s))
             self._workers[key] = worker
@@ -402,7 +414,14 @@ class Agent:
             worker.error = from_wire(message)
         else:
             worker.is_ready = True
-            self._report_worker("worker_ready", worker.config, address=worker.config.address)
+            config = worker.config
+            ready = WorkerReady(
+                deployment=DeploymentId(config.deployment),
+                rank=config.rank,
+                incarnation=config.incarnation,
+                address=config.address,
+            )
+            self._scheduler.report(ready)
         return True
 
     def _ended(self, key: Key, worker: _Running) -> None:
@@ -429,23 +448,26 @@ class Agent:
         if worker.error is not None:
             reason, code = worker.error.message, worker.error.code
         LOG.warning("%s rank %d ended: %s", key[0], key[1], reason)
-        self._report_worker("worker_exited", worker.config, reason=reason, code=code)
+        self._report_exit(worker.config, reason, code)
 
     # Reports
 
     def _report_changes(self, changes: Changes) -> None:
-        node = self._config.node
+        node = NodeId(self._config.node)
         if changes.states:
-            self._scheduler.report("state_reported", {"node": node, "states": changes.states})
+            self._scheduler.report(StateReported(node=node, states=changes.states))
         if changes.host_memory is not None:
-            found = asdict(changes.host_memory)
-            self._scheduler.report("host_memory_reported", {"node": node, **found})
+            self._scheduler.report(HostMemoryReported(node=node, **asdict(changes.host_memory)))
 
-    def _report_worker(self, method: str, config: WorkerConfig, **params: str) -> None:
-        names = ("deployment", "rank", "incarnation")
-        self._scheduler.report(
-            method, {**{name: getattr(config, name) for name in names}, **params}
+    def _report_exit(self, config: WorkerConfig, reason: str, code: str) -> None:
+        exited = WorkerExited(
+            deployment=DeploymentId(config.deployment),
+            rank=config.rank,
+            incarnation=config.incarnation,
+            reason=reason,
+            code=code,
         )
+        self._scheduler.report(exited)
 
     def _in_background(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -1,14 +1,12 @@
 """What is wrong on a node now, for operators. The agent reports it to the scheduler."""
 
 from collections.abc import Iterable
-from typing import Any
 
+from plexrl.process.conditions import Condition
 from plexrl.process.folders.folder_watch import Finding
 
 PART_STUCK = "part_stuck"
 STATEMANAGER_UNHEALTHY = "statemanager_unhealthy"
-
-Plain = dict[str, Any]
 
 
 class NodeConditions:
@@ -22,12 +20,12 @@ class NodeConditions:
         """Another scheduler listens: it knows none of the conditions."""
         self._must_report = bool(self._since)
 
-    def update(self, found: Iterable[Finding], now: float) -> list[Plain] | None:
-        """All conditions as plain values, if they have changed; `now`: seconds since the epoch."""
+    def update(self, found: Iterable[Finding], now: float) -> tuple[Condition, ...] | None:
+        """All conditions, if they have changed; `now`: seconds since the epoch."""
         since = {each: self._since.get(each, now) for each in found}
         if since.keys() == self._since.keys() and not self._must_report:
             return None
         self._since, self._must_report = since, False
-        return [
-            {"code": code, "message": message, "since": at} for (code, message), at in since.items()
-        ]
+        return tuple(
+            Condition(code=code, message=message, since=at) for (code, message), at in since.items()
+        )

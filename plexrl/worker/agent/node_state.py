@@ -25,7 +25,8 @@ from plexrl.statemanager.protocol.network import NO_NETWORK, Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims
 from plexrl.wire.messages import MigrateState, PrefetchState, ReleaseState
-from plexrl.wire.rpc import Peer, read_command
+from plexrl.wire.messages.node_queries import Checkpoints, ListCheckpoints
+from plexrl.wire.rpc import Peer, read_command, read_message
 from plexrl.worker.agent.state_watch import Changes, StateWatch
 
 LOG = logging.getLogger(__name__)
@@ -161,13 +162,14 @@ class NodeState:
         task.add_done_callback(self._hints.discard)
         return {}
 
-    async def list_checkpoints(self, peer: Peer, params: Plain) -> Plain:
+    async def list_checkpoints(self, peer: Peer, params: Plain) -> Checkpoints:
         """A job's checkpoints: those on disk, and those that are being written."""
         del peer
+        status = CheckpointStatus(deployment=f"{read_message(params, ListCheckpoints).job}/")
 
-        def request() -> Plain:
+        def request() -> Checkpoints:
             with closing(self._client()) as client:
-                return client.request(CheckpointStatus(deployment=f"{params['job']}/"))
+                return read_message(client.request(status), Checkpoints)
 
         return await asyncio.to_thread(request)
 

@@ -9,13 +9,12 @@ from typing import Any
 from plexrl.errors import ConnectionLostError, PlexRLError, StorageError, UnavailableError
 from plexrl.wire.links.credentials import Credentials
 from plexrl.wire.links.standing_link import RECONNECT_S, StandingLink
-from plexrl.wire.rpc import Handler, Peer
+from plexrl.wire.messages.reports import AgentReport, NodeJoined, WorkerReady, WorkerWanted
+from plexrl.wire.rpc import Handler, Peer, read_message
 from plexrl.worker.interface.config import AgentConfig
 from plexrl.worker.process.node_lease import NodeLease, clock
 
 LOG = logging.getLogger(__name__)
-
-Plain = dict[str, Any]
 
 
 class SchedulerConnection:
@@ -26,12 +25,12 @@ class SchedulerConnection:
         config: AgentConfig,
         handlers: Mapping[str, Handler],
         *,
-        describe_node: Callable[[], Awaitable[Plain]],
+        describe_node: Callable[[], Awaitable[NodeJoined]],
         session: Callable[[], Awaitable[None]],
         unwanted: Callable[[str, int], None],
         lease: NodeLease,
     ) -> None:
-        """`describe_node` makes the parameters of `hello`. `session` is called when it is answered;
+        """`describe_node` makes the first message. `session` is called when it is answered;
         what it returns runs until the connection ends. `unwanted` is called for a worker
         (deployment, rank) that became ready and that nobody needs."""
         credentials = None if config.tls is None else Credentials(config.tls)
@@ -46,16 +45,16 @@ class SchedulerConnection:
         )
         self._session = session
         self._unwanted = unwanted
-        self._reports: deque[tuple[str, Plain]] = deque()
+        self._reports: deque[AgentReport] = deque()
         self._has_reports = asyncio.Event()
 
     async def run(self) -> None:
         """Stay connected until cancelled. Raises as `StandingLink.run`."""
         await self._link.run()
 
-    def report(self, method: str, params: Plain) -> None:
+    def report(self, report: AgentReport) -> None:
         """Queue a report."""
-        self._reports.append((method, params))
+        self._reports.append(report)
         self._has_reports.set()
 
     def _begin(self, peer: Peer) -> Awaitable[None]:
@@ -70,9 +69,9 @@ class SchedulerConnection:
         while True:
             await self._has_reports.wait()
             while self._reports:
-                method, params = self._reports[0]
+                report = self._reports[0]
                 try:
-                    answer = await peer.call(method, params)
+                    answer = await peer.ask(report)
                 except ConnectionLostError:
                     return
                 except (UnavailableError, StorageError) as error:
@@ -81,12 +80,16 @@ class SchedulerConnection:
                     await asyncio.sleep(RECONNECT_S)
                     continue
                 except PlexRLError as error:
-                    LOG.error("the scheduler refused %s: %s", method, error)
-                    answer = {}
+                    LOG.error("the scheduler refused %s: %s", report, error)
+                else:
+                    if isinstance(report, WorkerReady) and not _is_wanted(answer):
+                        self._unwanted(report.deployment, report.rank)
                 self._reports.popleft()
-                if method == "worker_ready" and not answer.get("wanted", True):
-                    self._unwanted(params["deployment"], params["rank"])
             self._has_reports.clear()
+
+
+def _is_wanted(answer: Mapping[str, Any]) -> bool:
+    return read_message(answer, WorkerWanted)["wanted"]
 
 
 async def _run(work: Awaitable[None]) -> None:

@@ -2,15 +2,18 @@
 reports to the scheduler."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from plexrl.ids import DeploymentId
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.protocol.messages import Where
+from plexrl.wire.messages.reports import StateResidency
 
-Plain = dict[str, Any]
 READY_STEPS = 100
 """Most reports while the host tier is made ready."""
 
@@ -34,7 +37,7 @@ class HostMemory:
 class Changes:
     """What has changed since the last look."""
 
-    states: list[Plain]
+    states: tuple[StateResidency, ...]
     """The deployments whose state has moved."""
     host_memory: HostMemory | None
     """Absent: it is as far as before."""
@@ -62,27 +65,28 @@ class StateWatch:
         """
         with self._lock, closing(self._connect()) as client:
             answer = client.request(Where(life=self._life, since=self._serial))
-            states: list[Plain] = answer["states"]
+            states = msgspec.convert(answer["states"], list[StateResidency])
             is_all = answer["life"] != self._life
             self._life, self._serial = answer["life"], answer["serial"]
             if is_all:
                 # A deployment that was reported before and is missing now has no state here.
-                gone = self._on_nvme - {state["deployment"] for state in states}
+                gone = self._on_nvme - {state.deployment for state in states}
                 states += [
-                    {"deployment": name, "host_bytes": 0, "nvme_bytes": 0} for name in sorted(gone)
+                    StateResidency(deployment=DeploymentId(name), host_bytes=0, nvme_bytes=0)
+                    for name in sorted(gone)
                 ]
             # The scheduler assumes that a new version is in one tier. So deployments on NVMe are
             # reported at every change, and once more when they have left NVMe.
-            reported = [
-                {name: state[name] for name in ("deployment", "host_bytes", "nvme_bytes")}
+            reported = tuple(
+                state
                 for state in states
-                if is_all or state["nvme_bytes"] or state["deployment"] in self._on_nvme
-            ]
+                if is_all or state.nvme_bytes or state.deployment in self._on_nvme
+            )
             for state in states:
-                if state["nvme_bytes"]:
-                    self._on_nvme.add(state["deployment"])
+                if state.nvme_bytes:
+                    self._on_nvme.add(state.deployment)
                 else:
-                    self._on_nvme.discard(state["deployment"])
+                    self._on_nvme.discard(state.deployment)
             return Changes(
                 states=reported,
                 host_memory=self._readiness(answer),
@@ -95,7 +99,7 @@ class StateWatch:
             self._life, self._serial = "", 0
             self._steps = READY_STEPS
 
-    def _readiness(self, answer: Plain) -> HostMemory | None:
+    def _readiness(self, answer: Mapping[str, Any]) -> HostMemory | None:
         found = HostMemory(
             ready_bytes=answer["host_ready_bytes"], wanted_bytes=answer["host_prefault_bytes"]
         )

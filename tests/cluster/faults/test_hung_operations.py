@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 import plexrl
+from plexrl.process.conditions import ConditionView
 from tests.cluster.join.machines import Running
 from tests.cluster.tools import (
     VOCABULARY,
@@ -108,7 +109,7 @@ def test_an_overdue_operation_is_named_and_its_workers_replaced(
         assert actor.status()["incarnation"] == 2
 
 
-def _conditions(cluster: plexrl.Cluster) -> list[dict[str, Any]]:
+def _conditions(cluster: plexrl.Cluster) -> list[ConditionView]:
     return [each for each in cluster.status()["conditions"] if each["code"] == CODE]
 
 

@@ -78,7 +78,7 @@ def test_a_killed_rank_on_one_node_restarts_all_ranks_at_another_port(
         waiting = [train(actor, step) for step in range(STEPS)]
         waiting[0].result(120)
         before = actor.status()
-        os.kill(worker_at(before["ranks"][1]["address"]), signal.SIGKILL)
+        os.kill(worker_at(before["ranks"][1]["address"] or ""), signal.SIGKILL)
         for future in waiting:
             future.result(120)
         assert bytes_of(actor) == expected

@@ -259,6 +259,7 @@ def test_a_rollout_whose_generations_all_fail_ends_with_the_cause(job: plexrl.Jo
             failures.append(error)
             status = rollout.status()
             assert status["state"] == "failed"
+            assert status["failure"] is not None
             assert status["failure"]["code"] == "rollout_failed"
         assert len(failures) <= 3
     # Asked again, it has gone on behind the prompts that were dropped.

@@ -10,6 +10,7 @@ import pytest
 import plexrl
 from plexrl.client.blocking.bounded_rollout import BoundedRollout
 from plexrl.cluster.embedded.start import EmbeddedCluster
+from plexrl.wire.messages.rollout_views import RolloutStatus
 from tests.cluster.rollouts.test_asynchronous_rollouts import (
     MODEL,
     PROMPTS,
@@ -30,7 +31,7 @@ def trained(
     policy: plexrl.BoundedStaleness,
     steps: int,
     meanwhile: Callable[[BoundedRollout, plexrl.TrainDeployment, float], bool],
-) -> tuple[int, bytes, dict[str, object]]:
+) -> tuple[int, bytes, RolloutStatus]:
     """Train until `meanwhile`, which is called before each step with the seconds that its batch
     took, returns True. Returns the number of steps, the weights and the status."""
     actor = job.train_deployment("actor", MODEL)
@@ -67,8 +68,9 @@ class Unbalanced:
         self, rollout: BoundedRollout, actor: plexrl.TrainDeployment, generation_s: float
     ) -> bool:
         status = rollout.status()
-        for change in ("added", "removed"):
-            if status[f"instances_{change}"] and change not in self.reasons:
+        changes = {"added": status["instances_added"], "removed": status["instances_removed"]}
+        for change, count in changes.items():
+            if count and change not in self.reasons:
                 self.reasons[change] = status["instances_reason"]
                 if self._kills:
                     process_of(self._embedded, "plexrl.rollout").kill()

@@ -14,6 +14,7 @@ import plexrl
 from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.errors import ConflictError, InvalidRequestError
+from plexrl.wire.messages.rollout_views import RolloutStatus
 from tests.cluster.rollouts.test_asynchronous_rollouts import (
     SAMPLING,
     prompts,
@@ -80,7 +81,7 @@ def by_batches(job: plexrl.Job) -> tuple[list[RolloutBatch], Weights]:
 
 def by_parts(
     job: plexrl.Job, meanwhile: Callable[[RolloutBatch], None] = lambda _: None
-) -> tuple[list[RolloutBatch], Weights, dict[str, object]]:
+) -> tuple[list[RolloutBatch], Weights, RolloutStatus]:
     actor = job.train_deployment("actor", MODEL)
     rollout = rollout_of(job, actor, plexrl.TailBatching(over_launch=1, scale_down=True))
     found, count = [], 0

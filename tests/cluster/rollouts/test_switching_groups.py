@@ -13,6 +13,7 @@ from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
 from plexrl.client.data.decode_profile import DecodeProfile, ProfilePoint
 from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.wire.messages.rollout_views import RolloutStatus
 from tests.cluster.rollouts.test_asynchronous_rollouts import SAMPLING, prompts, reward
 from tests.cluster.rollouts.test_streamed_rollouts import MODEL, add_gradients, step
 from tests.cluster.tools import checkpoint_weights, process_of
@@ -44,7 +45,7 @@ def trained(
     job: plexrl.Job,
     policy: plexrl.RolloutPolicy,
     meanwhile: Callable[[BoundedRollout, RolloutBatch], None] = lambda *_: None,
-) -> tuple[list[list[list[int]]], bytes, dict[str, object]]:
+) -> tuple[list[list[list[int]]], bytes, RolloutStatus]:
     """The tokens of all samples, the weights after training, and the rollout's status."""
     actor = job.train_deployment("actor", MODEL)
     rollout = rollout_of(job, actor, policy)

@@ -8,6 +8,7 @@ import pytest
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.errors import CheckpointNotFoundError, PayloadTooLargeError, QuotaExceededError
+from plexrl.wire.messages.cluster_views import DescribedTenantView
 from tests.cluster.tools import VOCABULARY
 
 JSON_BYTES_MAX = 1 << 20
@@ -41,7 +42,7 @@ def as_tenant(
     return plexrl.connect(bounded.url, key), key
 
 
-def row_of(operator: plexrl.Cluster, name: str) -> dict[str, object]:
+def row_of(operator: plexrl.Cluster, name: str) -> DescribedTenantView:
     return next(each for each in operator.tenants() if each["tenant"] == name)
 
 

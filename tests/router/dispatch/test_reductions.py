@@ -89,7 +89,7 @@ def test_numbers_that_are_not_finite_are_never_a_success(
 
 def test_a_lack_of_device_memory_is_reported_before_what_it_caused() -> None:
     cut, refused, other = (
-        Failed(operation="o", token=1, error={"code": code})
+        Failed(operation="o", token=1, error={"code": code, "message": "", "details": {}})
         for code in ("connection_lost", DeviceMemoryFullError.code, "device")
     )
     assert cause_of([cut, refused]) == refused.error

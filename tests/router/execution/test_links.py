@@ -18,7 +18,7 @@ from plexrl.errors import (
     StorageFullError,
     UnavailableError,
 )
-from plexrl.ids import BlobRef, DeploymentId, OperationId
+from plexrl.ids import BlobRef, DeploymentId, FencingToken, OperationId
 from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.router.execution.deployment_specs import DeploymentSpecs
 from plexrl.router.execution.executor import Executor
@@ -28,6 +28,7 @@ from plexrl.wire.links.address import TlsAddress
 from plexrl.wire.links.credentials import Role
 from plexrl.wire.links.frame_socket import FrameSocket
 from plexrl.wire.messages import AbortOperation, WorkerName
+from plexrl.wire.messages.reports import OperationFinished
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.rpc import Handler, Peer
 from plexrl.worker.process.server.server import Server
@@ -285,23 +286,26 @@ def test_reports_go_together_and_those_that_a_stopping_scheduler_refused_again(
 
     async def finished(peer: Peer, params: Plain) -> Plain:
         del peer
-        numbers.append(params["n"])
+        number = int(params["operation"])
+        numbers.append(number)
         if len(numbers) == 3:
             together.set()
         if len(numbers) == 4:
             all_reported.set()
         await together.wait()
-        if params["n"] == 1 and len(numbers) == 3:
+        if number == 1 and len(numbers) == 3:
             raise UnavailableError("the scheduler is stopping: try again in a moment")
-        if params["n"] == 2:
+        if number == 2:
             raise ConflictError("no such operation")
         return {}
 
     async def run() -> None:
-        server = await scheduler_at(tmp_path / "s", {"hello": nothing, "finished": finished})
+        server = await scheduler_at(
+            tmp_path / "s", {"hello": nothing, "operation_finished": finished}
+        )
         link = SchedulerLink([f"unix:{tmp_path}/s"], "r", {})
         for n in (1, 2, 3):
-            link.report("finished", {"n": n})
+            link.report(OperationFinished(OperationId(f"{n}"), FencingToken(1), 0.0))
         running = asyncio.create_task(link.run())
         await in_time(all_reported.wait())
         running.cancel()

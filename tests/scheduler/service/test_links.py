@@ -148,7 +148,7 @@ def test_one_node_without_an_answer_does_not_hide_the_others_logs(tmp_path: Path
 
         async def answer(_: Peer, params: Plain) -> Plain:
             asked.put_nowait("n")
-            text = {"deployment": params["deployment"], "rank": 0, "text": "hello"}
+            text = {"deployment": params["deployment"], "node": "n", "rank": 0, "text": "hello"}
             return {"logs": [text]}
 
         async def refuse(_: Peer, __: Plain) -> Plain:
@@ -187,7 +187,9 @@ def test_one_node_without_an_answer_does_not_hide_the_others_logs(tmp_path: Path
             await heard(router, "asked")
             pass_time(QUERY_NODE_TIMEOUT_S + 1.0)
             found = await reading
-            assert found["logs"] == [{"deployment": "j/actor", "rank": 0, "text": "hello"}]
+            assert found["logs"] == [
+                {"deployment": "j/actor", "node": "n", "rank": 0, "text": "hello"}
+            ]
             failed = {note["node"]: note["reason"] for note in found["failed"]}
             assert sorted(failed) == ["babbling", "hanging", "leaving", "refusing"]
             assert failed["refusing"] == "the disk is gone"

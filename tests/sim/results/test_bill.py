@@ -38,7 +38,7 @@ def cluster(prices: Prices, price: float = 2.0) -> Scenario:
 
 
 def told(stretches: Sequence[Stretch]) -> tuple[tuple[int, float], ...]:
-    """The hours by nodes held, of groups that come and go in the order of time."""
+    """The hours by nodes held, of deployments that come and go in the order of time."""
     held = HeldNodes()
     ends = [(end, 0, index) for index, (_, end, _) in enumerate(stretches)]
     starts = [(start, -1, index) for index, (start, _, _) in enumerate(stretches)]
@@ -46,7 +46,7 @@ def told(stretches: Sequence[Stretch]) -> tuple[tuple[int, float], ...]:
         if turn:
             held.take(f"g{index}", sorted(stretches[index][2]), float(now))
         else:
-            held.give(f"g{index}", float(now))
+            held.take(f"g{index}", (), float(now))
     return held.hours()
 
 
@@ -123,14 +123,14 @@ def test_nodes_are_held_while_any_group_has_them(stretches: list[Stretch]) -> No
     assert 0 not in hours
 
 
-def test_a_group_that_is_told_again_or_elsewhere_is_counted_once() -> None:
+def test_a_deployment_that_is_told_again_or_elsewhere_is_counted_once() -> None:
     held = HeldNodes()
     held.take("g", ("a", "b"), 0.0)
     held.take("g", ("a", "b"), 1800.0)
     held.take("g", ("c",), 3600.0)
-    held.give("other", 3600.0)
-    held.give("g", 7200.0)
-    held.give("g", 9000.0)
+    held.take("other", (), 3600.0)
+    held.take("g", (), 7200.0)
+    held.take("g", (), 9000.0)
     assert held.hours() == ((1, 1.0), (2, 1.0))
 
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load
 from plexrl.errors import CheckpointNotFoundError
 from plexrl.statemanager.checkpoint.announcement import RENEW_S, wait_until_written
 from plexrl.statemanager.checkpoint.places.choice import place_at, root_at
-from plexrl.statemanager.checkpoint.requests import CheckpointState
+from plexrl.statemanager.checkpoint.requests import CheckpointReport, CheckpointState
 from tests.s3_server import S3Server, s3_server
 from tests.statemanager.checkpoint.test_checkpoint_daemon import (
     ELEMENTS,
@@ -122,6 +122,10 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
     assert weights(url, "one") == new
 
 
+def _code(report: CheckpointReport) -> str:
+    return "" if report.error is None else report.error["code"]
+
+
 @pytest.mark.slow
 def test_a_store_without_an_answer_delays_a_checkpoint_and_fails_none(
     server: S3Server, start: StartDaemon, make_shard: MakeShard, url: str
@@ -132,7 +136,7 @@ def test_a_store_without_an_answer_delays_a_checkpoint_and_fails_none(
     write(shard.client, "one", 1)
     wait_until(lambda: status(shard.client, "one").bytes_done > MIB)
     server.kill()
-    wait_until(lambda: (status(shard.client, "one").error or {}).get("code") == "store_unavailable")
+    wait_until(lambda: _code(status(shard.client, "one")) == "store_unavailable")
     report = status(shard.client, "one")
     assert report.state == CheckpointState.WRITING
     snapshot([shard], 2)

@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+from plexrl.process.conditions import Condition
 from plexrl.worker.agent.node_conditions import NodeConditions
 from plexrl.worker.interface.config import WorkerConfig
 from tests.statemanager.conftest import Daemon, StartDaemon, daemon, make_shard, start_daemon
@@ -111,13 +112,14 @@ def test_conditions_are_reported_when_they_change_and_to_a_new_scheduler() -> No
     held = NodeConditions()
     one, other = ("part_stuck", "a"), ("part_stuck", "b")
     assert held.update([], 0.0) is None
-    assert held.update([one], 1.0) == [{"code": "part_stuck", "message": "a", "since": 1.0}]
+    since_one = (Condition(code="part_stuck", message="a", since=1.0),)
+    assert held.update([one], 1.0) == since_one
     assert held.update([one], 2.0) is None
     held.report_again()
-    assert held.update([one], 3.0) == [{"code": "part_stuck", "message": "a", "since": 1.0}]
+    assert held.update([one], 3.0) == since_one
     found = held.update([other, one], 4.0)
     assert found is not None
-    assert [each["since"] for each in found] == [4.0, 1.0]
-    assert held.update([], 5.0) == []
+    assert [each.since for each in found] == [4.0, 1.0]
+    assert held.update([], 5.0) == ()
     held.report_again()
     assert held.update([], 6.0) is None

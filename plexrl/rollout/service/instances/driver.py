@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -44,11 +44,11 @@ from plexrl.rollout.trajectories.record import (
     TrajectorySegment,
     TrajectoryState,
 )
+from plexrl.wire.messages.workers import EngineLoadView
 
 LOG = logging.getLogger(__name__)
 SWITCH_TIMEOUT_S = 30.0
 """An engine that restarts meanwhile begins in its smallest groups anyway."""
-Plain = dict[str, Any]
 
 
 class Surroundings(Protocol):
@@ -417,7 +417,9 @@ class InstanceDriver:
         tokens = np.array(sample.tokens, dtype=np.int32)
         return [GeneratedPart(trajectory, tokens, sample.logprobs, sample.finish_reason)]
 
-    def load(self, engines: Sequence[Plain]) -> tuple[InstanceSnapshot, tuple[StepMeasured, ...]]:
+    def load(
+        self, engines: Sequence[EngineLoadView]
+    ) -> tuple[InstanceSnapshot, tuple[StepMeasured, ...]]:
         """The instance's load, from that of its engines, and the decode steps that were measured
         since the last call. It is not lost.
 
@@ -455,7 +457,7 @@ class InstanceDriver:
         )
         return snapshot, self._measured(engines)
 
-    def preempted(self, engines: Sequence[Plain]) -> int:
+    def preempted(self, engines: Sequence[EngineLoadView]) -> int:
         """Preemptions since the last call, from the load of its engines."""
         before, self._preempted = self._preempted, [engine["preemptions"] for engine in engines]
         if len(before) != len(engines):
@@ -464,7 +466,7 @@ class InstanceDriver:
         # An engine that was restarted counts from 0.
         return sum(now - last if now >= last else now for now, last in pairs)
 
-    def _measured(self, engines: Sequence[Plain]) -> tuple[StepMeasured, ...]:
+    def _measured(self, engines: Sequence[EngineLoadView]) -> tuple[StepMeasured, ...]:
         found = []
         for replica, engine in enumerate(engines):
             seen = self._steps_seen.get(replica, 0)
@@ -472,7 +474,7 @@ class InstanceDriver:
             if steps and steps[-1][0] < seen:
                 seen = 0  # the engine was restarted
             # Samples are routed to engines that have their smallest groups.
-            smallest = (engine.get("tp_sizes") or [None])[0]
+            smallest = next(iter(engine.get("tp_sizes", ())), None)
             for number, running, kv_tokens, seconds, tp, _ in steps:
                 if number > seen and smallest in (None, tp):
                     found.append(StepMeasured(kv_cache=kv_tokens, running=running, seconds=seconds))

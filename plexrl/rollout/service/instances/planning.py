@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import gcd
-from typing import Any, Protocol
+from typing import Protocol
 
 from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.model.deployment_spec import deployment_spec_from_json
@@ -25,11 +25,11 @@ from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.instances.membership import RolloutMember
 from plexrl.rollout.service.journal.progress import RolloutProgress
 from plexrl.rollout.service.order import RolloutOrder
+from plexrl.wire.messages.views import DeploymentView
 
 LOG = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-Plain = dict[str, Any]
 
 
 class PlannedRollout(Protocol):
@@ -86,7 +86,7 @@ async def _next_batch(rollout: PlannedRollout) -> None:
     await rollout.wait_for(lambda: rollout.progress.trained.samples > trained, None)
 
 
-async def _view(rollout: PlannedRollout, name: str) -> Plain:
+async def _view(rollout: PlannedRollout, name: str) -> DeploymentView:
     """The deployment's view, once it has GPUs."""
     while True:
         try:
@@ -98,7 +98,7 @@ async def _view(rollout: PlannedRollout, name: str) -> Plain:
         await asyncio.sleep(RETRY_S)
 
 
-def tensor_layouts(views: Sequence[Plain]) -> Mapping[int, Parallelism]:
+def tensor_layouts(views: Sequence[DeploymentView]) -> Mapping[int, Parallelism]:
     """Layouts that all of these deployments could have on their GPUs, by their `tp`, each twice the
     one before: no group of tensor ranks is on two nodes, and each has room for the weights and the
     longest sequence."""

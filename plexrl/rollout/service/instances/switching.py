@@ -1,14 +1,13 @@
 """Whether the engines of a rollout's instances can switch their groups by a profile (PAT §4)."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from plexrl.client.data.decode_profile import DecodeProfile, ProfileSubject
 from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.rollout.service.cluster_calls import ClusterCalls
-
-Plain = dict[str, Any]
+from plexrl.wire.messages.views import DeploymentView
+from plexrl.wire.messages.workers import EngineLoadView
 
 
 async def check_profile(
@@ -28,7 +27,10 @@ async def check_profile(
 
 
 def check_engines(
-    profile: DecodeProfile | None, name: str, view: Plain, engines: Sequence[Plain]
+    profile: DecodeProfile | None,
+    name: str,
+    view: DeploymentView,
+    engines: Sequence[EngineLoadView],
 ) -> None:
     """Check one deployment, of which `view` is the status and `engines` the load, if it replied.
     Raises as `check_profile`."""

@@ -5,13 +5,20 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from plexrl.router.http.schemas import BatchRequest, ExchangeRequest, Limited, RolloutRequest
+from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.services.services import RESPONSE_MARGIN_S, RouterServices, Services
+from plexrl.wire.messages.rollout_views import (
+    MeasuredRollout,
+    RolloutBody,
+    Rollouts,
+    RolloutStatus,
+)
+from plexrl.wire.messages.views import JobView
 from plexrl.wire.tensors import MEDIA_TYPE
 
-Plain = dict[str, Any]
 WAIT_S_MAX = 60.0
 
-ROUTES = APIRouter(prefix="/v1/jobs/{job}/rollouts", tags=["rollouts"])
+ROUTES = APIRouter(prefix="/v1/jobs/{job}/rollouts", tags=["rollouts"], route_class=ViewRoute)
 
 
 @ROUTES.post("", summary="Create an asynchronous rollout")
@@ -21,32 +28,36 @@ async def create(
     job: str,
     body: RolloutRequest,
     wait_s: Annotated[float, Limited("page", "wait_s", in_query=True)] = 25.0,
-) -> Plain:
+) -> RolloutStatus:
     """A request with the name of an existing rollout returns that rollout. `joined` tells whether
     all instances have the trainer's weights; the same request waits for that."""
     order = {**body.model_dump(exclude_none=True), "job": job}
-    return await _ask(request, services, job, "create", wait_s, order=order)
+    status: RolloutStatus = await _ask(request, services, job, "create", wait_s, order=order)
+    return status
 
 
 @ROUTES.get("", summary="The asynchronous rollouts of a job")
-async def index(request: Request, services: Services, job: str) -> Plain:
+async def index(request: Request, services: Services, job: str) -> Rollouts:
     """`rollouts`: each as below."""
-    return await _ask(request, services, job, "list", 0.0)
+    found: Rollouts = await _ask(request, services, job, "list", 0.0)
+    return found
 
 
 @ROUTES.get("/{name}", summary="One asynchronous rollout")
-async def get(request: Request, services: Services, job: str, name: str) -> Plain:
+async def get(request: Request, services: Services, job: str, name: str) -> RolloutStatus:
     """Its versions, buffers and latest batches, counts of samples, and the load of its instances.
     Also of a rollout that has failed, with its error as `failure`."""
-    return await _ask(request, services, job, "status", 0.0, name=name)
+    status: RolloutStatus = await _ask(request, services, job, "status", 0.0, name=name)
+    return status
 
 
 @ROUTES.get("/{name}/profile", summary="What a rollout generates, and what decode steps take")
-async def profile(request: Request, services: Services, job: str, name: str) -> Plain:
+async def profile(request: Request, services: Services, job: str, name: str) -> MeasuredRollout:
     """`lengths`: tokens of each of the latest trained prompts, and of its responses. `decode`: the
     fitted coefficients of a decode step, by token in the KV cache. `job.rollout_profile` of the SDK
     adds the times of training and of new weights."""
-    return await _ask(request, services, job, "profile", 0.0, name=name)
+    measured: MeasuredRollout = await _ask(request, services, job, "profile", 0.0, name=name)
+    return measured
 
 
 @ROUTES.post("/{name}/exchange", summary="Give prompts and rewards, take generated samples")
@@ -60,7 +71,7 @@ async def exchange(
 ) -> Response:
     """Prompts and rewards that are known have no effect, so a request may be repeated. Samples are
     those that lack a reward and came after the cursor `after`."""
-    found = await _ask(
+    found: RolloutBody = await _ask(
         request, services, job, "exchange", wait_s, name=name, body=body.model_dump()
     )
     return Response(found["body"], media_type=MEDIA_TYPE)
@@ -80,7 +91,7 @@ async def batch(
     complete, or there is no more of it than `seen`; send the request again. `rows` of the answer is
     the number of samples of the batch: if the answers so far have fewer, the next request has their
     number as `first`, or the trajectories as `seen`."""
-    found = await _ask(
+    found: RolloutBody = await _ask(
         request,
         services,
         job,
@@ -99,9 +110,9 @@ async def batch(
 
 async def _ask(
     request: Request, services: RouterServices, job: str, method: str, wait_s: float, **fields: Any
-) -> Plain:
+) -> Any:
     # Only who may see the job gets further.
-    await services.ask(request, "get_job", job=job)
+    await services.ask(request, JobView, "get_job", job=job)
     wait_s = min(wait_s, WAIT_S_MAX)
     params = {"job": job, "wait_s": wait_s, **fields}
     return await services.rollouts.call(method, params, timeout_s=wait_s + RESPONSE_MARGIN_S)

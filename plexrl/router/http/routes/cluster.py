@@ -3,16 +3,18 @@
 import asyncio
 import time
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from plexrl.errors import PlexRLError
+from plexrl.ids import TenantId
 from plexrl.process.folders.durable_files import rename_durably
 from plexrl.process.folders.operator_key import NAME, new_api_key, stage_private
 from plexrl.router.http.schemas import TenantRequest, TenantSettings
+from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.observe.health import SCHEDULER_TIMEOUT_S
 from plexrl.router.observe.metrics import (
     HealthCollector,
@@ -23,15 +25,31 @@ from plexrl.router.observe.metrics import (
 )
 from plexrl.router.services.authentication import key_digest
 from plexrl.router.services.services import Services
+from plexrl.wire.messages.cluster_views import (
+    DescribedTenants,
+    DescribedTenantView,
+    EtaQualityView,
+    ForgottenNode,
+    Groups,
+    HealthView,
+    Keys,
+    NewKeyView,
+    NewTenantView,
+    Nodes,
+    NodeView,
+    ServiceLevels,
+    StatusView,
+    Tenants,
+    TenantView,
+    Usage,
+)
 from plexrl.wire.parameter_checks import check_name
 
-Plain = dict[str, Any]
-
-ROUTES = APIRouter(prefix="/v1", tags=["cluster"])
+ROUTES = APIRouter(prefix="/v1", tags=["cluster"], route_class=ViewRoute)
 
 
 @ROUTES.get("/health", summary="Health of the cluster; needs no key")
-async def health(services: Services) -> Plain:
+async def health(services: Services) -> HealthView:
     """Codes and times of the conditions that delay work."""
     return await services.health.public()
 
@@ -46,11 +64,12 @@ async def metrics(request: Request, services: Services) -> Response:
     found: list[WaitCollector | ServiceLevelCollector] = []
     with suppress(PlexRLError):
         # Without a scheduler, `health` says so.
-        quality = await services.scheduler.call("eta_quality", {}, timeout_s=SCHEDULER_TIMEOUT_S)
+        call = partial(services.scheduler.call, params={}, timeout_s=SCHEDULER_TIMEOUT_S)
+        quality: EtaQualityView = await call("eta_quality")
         found.append(WaitCollector(quality))
-        reply = await services.scheduler.call("service_levels", {}, timeout_s=SCHEDULER_TIMEOUT_S)
-        seen = [job for job in reply["jobs"] if caller and caller.scope in (None, job["tenant"])]
-        found.append(ServiceLevelCollector(reply["jobs"], seen))
+        levels: ServiceLevels = await call("service_levels")
+        seen = [job for job in levels["jobs"] if caller and caller.scope in (None, job["tenant"])]
+        found.append(ServiceLevelCollector(levels["jobs"], seen))
     keys = services.keys.refused
     refused = RefusedKeysCollector(keys.count, keys.limited_count)
     text = metrics_text(health, refused, *found, await services.rollout_views.metrics())
@@ -58,39 +77,41 @@ async def metrics(request: Request, services: Services) -> Response:
 
 
 @ROUTES.get("/status", summary="The cluster in a few numbers")
-async def status(request: Request, services: Services) -> Plain:
+async def status(request: Request, services: Services) -> StatusView:
     """Counts of nodes, GPUs, jobs and operations, and the cluster's health."""
     caller = await services.caller(request)
-    view = await services.scheduler.call("status", caller.claim)
+    view: StatusView = await services.scheduler.call("status", caller.claim)
     public = await services.health.public()
-    added: Plain = {name: public[name] for name in ("conditions", "restarts", "last_restart_at")}
+    view["conditions"] = public["conditions"]
+    view["restarts"] = public["restarts"]
+    view["last_restart_at"] = public["last_restart_at"]
     if caller.is_operator:
-        added["conditions"] = await services.health.conditions()
-        added["parts"] = msgspec.to_builtins(services.health.parts())
-    return {**view, **added}
+        view["conditions"] = await services.health.conditions()
+        view["parts"] = msgspec.to_builtins(services.health.parts())
+    return view
 
 
 @ROUTES.get("/nodes", summary="All nodes")
-async def nodes(request: Request, services: Services) -> Plain:
+async def nodes(request: Request, services: Services) -> Nodes:
     """The state of each node."""
-    return await services.ask(request, "list_nodes")
+    return await services.ask(request, Nodes, "list_nodes")
 
 
 @ROUTES.get("/groups", summary="All node groups: lock holders and cost of context switches")
-async def groups(request: Request, services: Services) -> Plain:
+async def groups(request: Request, services: Services) -> Groups:
     """For operators only."""
-    return await services.ask_as_operator(request, "list_groups")
+    return await services.ask_as_operator(request, Groups, "list_groups")
 
 
 @ROUTES.get("/tenants", summary="All tenants: weights, quotas and what they hold")
-async def tenants(request: Request, services: Services) -> Plain:
+async def tenants(request: Request, services: Services) -> DescribedTenants:
     """For operators only."""
-    found = await services.ask_as_operator(request, "list_tenants")
+    found = await services.ask_as_operator(request, Tenants, "list_tenants")
     return {"tenants": [await services.checkpoint_quota.describe(t) for t in found["tenants"]]}
 
 
 @ROUTES.post("/tenants", status_code=201, summary="Create a tenant; its key is shown once")
-async def create_tenant(request: Request, services: Services, body: TenantRequest) -> Plain:
+async def create_tenant(request: Request, services: Services, body: TenantRequest) -> NewTenantView:
     """For operators only."""
     caller = await services.operator(request)
     check_name("tenant", body.name)
@@ -98,23 +119,25 @@ async def create_tenant(request: Request, services: Services, body: TenantReques
     await services.scheduler.call(
         "create_tenant", {**caller.claim, "name": body.name, "key_digest": key_digest(key)}
     )
-    return {"tenant": body.name, "api_key": key}
+    return {"tenant": TenantId(body.name), "api_key": key}
 
 
 @ROUTES.patch("/tenants/{name}", summary="Set a tenant's weight, quotas and highest priority")
 async def configure_tenant(
     request: Request, services: Services, name: str, body: TenantSettings
-) -> Plain:
+) -> DescribedTenantView:
     """For operators only. Returns the tenant after the change."""
     settings = body.model_dump(exclude_unset=True)
-    changed = await services.ask_as_operator(request, "configure_tenant", name=name, **settings)
+    changed = await services.ask_as_operator(
+        request, TenantView, "configure_tenant", name=name, **settings
+    )
     return await services.checkpoint_quota.describe(changed)
 
 
 @ROUTES.get("/tenants/{name}/keys", summary="A tenant's API keys: ids and times, not the keys")
-async def keys(request: Request, services: Services, name: str) -> Plain:
+async def keys(request: Request, services: Services, name: str) -> Keys:
     """For operators only."""
-    return await services.ask_as_operator(request, "list_keys", name=name)
+    return await services.ask_as_operator(request, Keys, "list_keys", name=name)
 
 
 @ROUTES.post(
@@ -122,7 +145,7 @@ async def keys(request: Request, services: Services, name: str) -> Plain:
     status_code=201,
     summary="Create one more API key for a tenant; the key is shown once",
 )
-async def add_key(request: Request, services: Services, name: str) -> Plain:
+async def add_key(request: Request, services: Services, name: str) -> NewKeyView:
     """For operators only. The tenant's other keys stay valid."""
     caller = await services.operator(request)
     key = new_api_key()
@@ -136,34 +159,38 @@ async def add_key(request: Request, services: Services, name: str) -> Plain:
         await asyncio.to_thread(rename_durably, staged, file)
     else:
         reply = await services.scheduler.call("add_key", fields)
-    return {"tenant": name, "key": reply["key"], "api_key": key}
+    return {"tenant": TenantId(name), "key": reply["key"], "api_key": key}
 
 
 @ROUTES.delete("/tenants/{name}/keys/{key}", status_code=204, summary="Revoke an API key")
 async def revoke_key(request: Request, services: Services, name: str, key: str) -> None:
     """For operators only. `key` is the key's id."""
-    await services.ask_as_operator(request, "revoke_key", name=name, key=key)
+    await services.ask_as_operator(request, dict, "revoke_key", name=name, key=key)
 
 
 @ROUTES.get("/usage", summary="Usage by job and kind of operation; savings by sharing, by job")
-async def usage(request: Request, services: Services) -> Plain:
+async def usage(request: Request, services: Services) -> Usage:
     """The tenant's own usage; for the operator that of all tenants."""
-    return await services.ask(request, "list_usage")
+    return await services.ask(request, Usage, "list_usage")
 
 
 @ROUTES.post("/nodes/{node}/drain", summary="Move all work off a node and place no new work on it")
-async def drain(request: Request, services: Services, node: str) -> Plain:
+async def drain(request: Request, services: Services, node: str) -> NodeView:
     """For operators only."""
-    return await services.ask_as_operator(request, "drain_node", node=node, is_draining=True)
+    return await services.ask_as_operator(
+        request, NodeView, "drain_node", node=node, is_draining=True
+    )
 
 
 @ROUTES.post("/nodes/{node}/undrain", summary="Put a drained node back in use")
-async def undrain(request: Request, services: Services, node: str) -> Plain:
+async def undrain(request: Request, services: Services, node: str) -> NodeView:
     """For operators only."""
-    return await services.ask_as_operator(request, "drain_node", node=node, is_draining=False)
+    return await services.ask_as_operator(
+        request, NodeView, "drain_node", node=node, is_draining=False
+    )
 
 
 @ROUTES.delete("/nodes/{node}", summary="Forget a node that has left and has no work")
-async def remove_node(request: Request, services: Services, node: str) -> Plain:
+async def remove_node(request: Request, services: Services, node: str) -> ForgottenNode:
     """For operators only."""
-    return await services.ask_as_operator(request, "remove_node", node=node)
+    return await services.ask_as_operator(request, ForgottenNode, "remove_node", node=node)

@@ -1,7 +1,6 @@
 """Routes about a job's deployments."""
 
 import asyncio
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -21,18 +20,26 @@ from plexrl.router.http.deployment_checks import (
     with_fitting_length,
 )
 from plexrl.router.http.schemas import CopyRequest, DeploymentRequest, ParallelismRequest
+from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.services.services import Services
 from plexrl.storage.location import is_url
 from plexrl.storage.model_folder import model_folder
+from plexrl.wire.messages.views import (
+    CreatedDeploymentView,
+    DeploymentStatus,
+    DeploymentView,
+    FailureView,
+    TextFilesView,
+)
 from plexrl.wire.parameter_checks import check_name
 
-Plain = dict[str, Any]
-
-ROUTES = APIRouter(prefix="/v1/jobs", tags=["deployments"])
+ROUTES = APIRouter(prefix="/v1/jobs", tags=["deployments"], route_class=ViewRoute)
 
 
 @ROUTES.post("/{job}/deployments", status_code=201, summary="Create a deployment")
-async def deploy(request: Request, services: Services, job: str, body: DeploymentRequest) -> Plain:
+async def deploy(
+    request: Request, services: Services, job: str, body: DeploymentRequest
+) -> CreatedDeploymentView:
     """A request with the name of an existing deployment returns that deployment."""
     caller = await services.caller(request)
     check_name("deployment", body.name)
@@ -61,7 +68,7 @@ async def deploy(request: Request, services: Services, job: str, body: Deploymen
         "trace": None if body.trace is None else body.trace.model_dump(),
     }
     try:
-        view = await services.scheduler.call("create_deployment", asked)
+        view: DeploymentView = await services.scheduler.call("create_deployment", asked)
     except ModelDoesNotFitError as error:
         is_default = body.max_sequence_tokens is None
         raise with_fitting_length(error, spec, is_default=is_default) from error
@@ -69,7 +76,7 @@ async def deploy(request: Request, services: Services, job: str, body: Deploymen
 
 
 @ROUTES.get("/{job}/deployments/{name}", summary="One deployment")
-async def deployment(request: Request, services: Services, job: str, name: str) -> Plain:
+async def deployment(request: Request, services: Services, job: str, name: str) -> DeploymentStatus:
     """For a rollout deployment `engines` holds the statistics of its engines."""
     caller = await services.caller(request)
     view = await services.deployment(caller, f"{job}/{name}")
@@ -77,10 +84,10 @@ async def deployment(request: Request, services: Services, job: str, name: str) 
 
 
 @ROUTES.delete("/{job}/deployments/{name}", summary="End a deployment; its job goes on")
-async def end(request: Request, services: Services, job: str, name: str) -> Plain:
+async def end(request: Request, services: Services, job: str, name: str) -> DeploymentView:
     """Its GPUs, memory and disk space are free again. What it has not done fails as cancelled, and
     it takes no more operations. A deployment that has ended stays as it is."""
-    return await services.ask(request, "end_deployment", deployment=f"{job}/{name}")
+    return await services.ask(request, DeploymentView, "end_deployment", deployment=f"{job}/{name}")
 
 
 @ROUTES.post(
@@ -88,21 +95,27 @@ async def end(request: Request, services: Services, job: str, name: str) -> Plai
 )
 async def copy(
     request: Request, services: Services, job: str, name: str, body: CopyRequest
-) -> Plain:
+) -> DeploymentView:
     """It has the same model, layout and settings, and a model's first weights. A request with the
     name and the settings of an existing deployment returns that one."""
     caller = await services.caller(request)
     check_name("deployment", body.name)
     view = await services.deployment(caller, f"{job}/{name}")
-    same = ("kind", "workers", "state_bytes", "exclusive", "spec_json", "node_type", "preemptible")
     return await services.ask(
         request,
+        DeploymentView,
         "create_deployment",
         deployment=f"{job}/{body.name}",
         job=job,
         # `exclusive` says it already, of a rollout that does not share its GPUs.
         shares=True,
-        **{each: view[each] for each in same},
+        kind=view["kind"],
+        workers=view["workers"],
+        state_bytes=view["state_bytes"],
+        exclusive=view["exclusive"],
+        spec_json=view["spec_json"],
+        node_type=view["node_type"],
+        preemptible=view["preemptible"],
         memory=msgspec.to_builtins(device_memory(deployment_spec_from_json(view["spec_json"]))),
     )
 
@@ -113,7 +126,7 @@ async def copy(
 )
 async def set_parallelism(
     request: Request, services: Services, job: str, name: str, body: ParallelismRequest
-) -> Plain:
+) -> DeploymentView:
     """Its workers start again, with the weights of its last sync; generations in progress are
     repeated. The layout has as many workers as before."""
     caller = await services.caller(request)
@@ -123,6 +136,7 @@ async def set_parallelism(
     spec = with_layout(deployment_spec_from_json(view["spec_json"]), layout)
     return await services.ask(
         request,
+        DeploymentView,
         "relayout_deployment",
         deployment=deployment,
         state_bytes=state_bytes(spec, parameter_count(spec.model)),
@@ -135,9 +149,9 @@ async def set_parallelism(
     "/{job}/deployments/{name}/recover",
     summary="Acknowledge the failures that halt a deployment",
 )
-async def recover(request: Request, services: Services, job: str, name: str) -> Plain:
+async def recover(request: Request, services: Services, job: str, name: str) -> FailureView:
     """`failure` is the job's next failure to acknowledge."""
-    return await services.ask(request, "acknowledge", deployment=f"{job}/{name}")
+    return await services.ask(request, FailureView, "acknowledge", deployment=f"{job}/{name}")
 
 
 @ROUTES.get(
@@ -158,7 +172,9 @@ async def tokenizer(request: Request, services: Services, job: str, name: str) -
 
 
 @ROUTES.get("/{job}/deployments/{name}/text-files", summary="What encodes the model's text")
-async def model_text_files(request: Request, services: Services, job: str, name: str) -> Plain:
+async def model_text_files(
+    request: Request, services: Services, job: str, name: str
+) -> TextFilesView:
     """The text of `tokenizer.json`, its configuration, chat templates and end tokens, by the
     name of the file. 404 if the model has neither a `tokenizer.json` nor a vocabulary."""
     caller = await services.caller(request)

@@ -1,7 +1,7 @@
 """Routes about jobs: their state, metrics, logs and checkpoints."""
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -13,16 +13,24 @@ from plexrl.errors import (
     PermissionDeniedError,
 )
 from plexrl.router.http.schemas import FinishRequest, JobRequest, Limited, MetricsRequest
+from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.services.services import Services
+from plexrl.wire.messages.node_queries import JobCheckpoints, JobLogs
+from plexrl.wire.messages.views import (
+    CheckpointFiles,
+    ExplainedJobView,
+    FileView,
+    HeartbeatView,
+    Jobs,
+    JobView,
+)
 from plexrl.wire.parameter_checks import check_identifier
 
-Plain = dict[str, Any]
-
-ROUTES = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+ROUTES = APIRouter(prefix="/v1/jobs", tags=["jobs"], route_class=ViewRoute)
 
 
 @ROUTES.post("", status_code=201, summary="Submit a job")
-async def submit(request: Request, services: Services, body: JobRequest) -> Plain:
+async def submit(request: Request, services: Services, body: JobRequest) -> JobView:
     """A request with the id of a live job returns that job."""
     caller = await services.caller(request)
     check_identifier("job", body.job)
@@ -35,46 +43,47 @@ async def submit(request: Request, services: Services, body: JobRequest) -> Plai
     fields = body.model_dump()
     fields["tenant"] = body.tenant or caller.tenant
     fields["controller"] = caller.controller
-    return await services.scheduler.call("submit_job", fields)
+    view: JobView = await services.scheduler.call("submit_job", fields)
+    return view
 
 
 @ROUTES.get("", summary="All jobs that the caller may see")
-async def list_jobs(request: Request, services: Services) -> Plain:
+async def list_jobs(request: Request, services: Services) -> Jobs:
     """The tenant's own jobs; for the operator all jobs."""
-    return await services.ask(request, "list_jobs")
+    return await services.ask(request, Jobs, "list_jobs")
 
 
 @ROUTES.get("/{job}", summary="One job with its deployments")
-async def get(request: Request, services: Services, job: str) -> Plain:
+async def get(request: Request, services: Services, job: str) -> JobView:
     """State, reason, times and deployments of the job."""
-    return await services.ask(request, "get_job", job=job)
+    return await services.ask(request, JobView, "get_job", job=job)
 
 
 @ROUTES.get("/{job}/explain", summary="Why the job waits or runs, and until when")
-async def explain(request: Request, services: Services, job: str) -> Plain:
+async def explain(request: Request, services: Services, job: str) -> ExplainedJobView:
     """Reasons, holders and estimates for the job's unfinished operations and its deployments, and
     what its asynchronous rollouts wait for, such as rewards (`rollouts`; null: their service does
     not answer)."""
-    view = await services.ask(request, "explain_job", job=job)
+    view = await services.ask(request, ExplainedJobView, "explain_job", job=job)
     return {**view, "rollouts": await services.rollout_views.waits(job)}
 
 
 @ROUTES.post("/{job}/finish", summary="End a job")
-async def finish(request: Request, services: Services, job: str, body: FinishRequest) -> Plain:
+async def finish(request: Request, services: Services, job: str, body: FinishRequest) -> JobView:
     """A job that has ended stays as it is."""
-    return await services.ask(request, "finish_job", job=job, **body.model_dump())
+    return await services.ask(request, JobView, "finish_job", job=job, **body.model_dump())
 
 
 @ROUTES.post("/{job}/heartbeat", summary="Heartbeat of the controller; attaches a detached job")
-async def heartbeat(request: Request, services: Services, job: str) -> Plain:
+async def heartbeat(request: Request, services: Services, job: str) -> HeartbeatView:
     """`failure` is the job's first failure that no controller has acknowledged."""
-    return await services.ask(request, "heartbeat", job=job)
+    return await services.ask(request, HeartbeatView, "heartbeat", job=job)
 
 
 @ROUTES.post("/{job}/attach", summary="Become the job's controller")
 async def attach(
     request: Request, services: Services, job: str, keep_gradients: bool = False
-) -> Plain:
+) -> JobView:
     """The header `PlexRL-Controller` identifies the new controller by a token of its own choice.
 
     From then on requests for the job with another token get 409 `controller_replaced`; requests
@@ -82,13 +91,13 @@ async def attach(
     `keep_gradients` is set.
     """
     fields = {"job": job, "keep_gradients": keep_gradients, "controller": ""}
-    return await services.ask(request, "attach_job", **fields)
+    return await services.ask(request, JobView, "attach_job", **fields)
 
 
 @ROUTES.post("/{job}/metrics", status_code=204, summary="Add a row of metrics")
 async def add_metrics(request: Request, services: Services, job: str, body: MetricsRequest) -> None:
     """Rows are only added; a second row with the same step replaces nothing."""
-    await services.ask(request, "get_job", job=job)
+    await services.ask(request, JobView, "get_job", job=job)
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(
         services.threads, services.metrics.append, job, body.step, body.values
@@ -107,7 +116,7 @@ async def metrics(
     after: Annotated[int, Limited("page", "after", in_query=True)] = 0,
 ) -> Response:
     """About a megabyte of rows. Repeat with the last row's `index` until no rows come."""
-    await services.ask(request, "get_job", job=job)
+    await services.ask(request, JobView, "get_job", job=job)
     loop = asyncio.get_running_loop()
     found = await loop.run_in_executor(services.threads, services.metrics.page, job, after)
     return Response(found, media_type="application/json")
@@ -120,24 +129,28 @@ async def logs(
     job: str,
     deployment: str | None = None,
     lines: Annotated[int, Limited("page", "lines", in_query=True)] = 100,
-) -> Plain:
+) -> JobLogs:
     """`failed` lists the nodes that returned no logs, and why."""
-    return await services.ask(request, "read_log", job=job, deployment=deployment, lines=lines)
+    return await services.ask(
+        request, JobLogs, "read_log", job=job, deployment=deployment, lines=lines
+    )
 
 
 @ROUTES.get("/{job}/checkpoints", summary="The job's checkpoints, also those being written")
-async def checkpoints(request: Request, services: Services, job: str) -> Plain:
+async def checkpoints(request: Request, services: Services, job: str) -> JobCheckpoints:
     """`failed` lists the nodes that did not report their checkpoints, and why."""
-    return await services.ask(request, "list_checkpoints", job=job)
+    return await services.ask(request, JobCheckpoints, "list_checkpoints", job=job)
 
 
 @ROUTES.get("/{job}/checkpoints/{name}/files", summary="The files of a complete checkpoint")
-async def checkpoint_files(request: Request, services: Services, job: str, name: str) -> Plain:
+async def checkpoint_files(
+    request: Request, services: Services, job: str, name: str
+) -> CheckpointFiles:
     """Each with its `path` and `bytes`. `version` names this state of the checkpoint."""
     caller = await services.caller(request)
     await services.scheduler.call("get_job", {"job": job, **caller.claim})
     version, found = await services.checkpoint_quota.files(job, name)
-    listed = [{"path": file.path, "bytes": file.nbytes} for file in found]
+    listed: list[FileView] = [{"path": file.path, "bytes": file.nbytes} for file in found]
     return {"version": version, "files": listed}
 
 

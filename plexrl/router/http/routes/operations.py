@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -31,9 +31,11 @@ from plexrl.router.blobs.store import (
 )
 from plexrl.router.http.operation_checks import CheckedOperation, check_operation, check_source
 from plexrl.router.http.schemas import Limited, StopRowsRequest
+from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.services.authentication import Caller
 from plexrl.router.services.error_responses import final_response
 from plexrl.router.services.services import RouterServices, Services
+from plexrl.wire.messages.views import ExplanationView, FailureView, Operations, OperationView
 from plexrl.wire.operations import (
     CheckpointParams,
     GenerateParams,
@@ -51,18 +53,7 @@ from plexrl.wire.tensors import (
     with_params,
 )
 
-Plain = dict[str, Any]
-
 WAIT_S_MAX = 60.0
-HELD: Plain = {
-    "rule": "held",
-    "holder": None,
-    "eta_s": None,
-    "eta_low_s": None,
-    "eta_high_s": None,
-    "position": 0,
-}
-"""Explanation of an operation whose result cannot be stored yet; `reason` is added."""
 SLICE_BYTES = 256 << 10
 """Bytes of a large result that are passed to the server at a time."""
 REFUSALS = (
@@ -83,7 +74,7 @@ SUBMIT_BODY = {
     }
 }
 
-ROUTES = APIRouter(prefix="/v1", tags=["operations"])
+ROUTES = APIRouter(prefix="/v1", tags=["operations"], route_class=ViewRoute)
 
 
 @ROUTES.post(
@@ -100,7 +91,7 @@ async def submit(
     kind: str,
     operation: str,
     deadline_s: Annotated[float | None, Limited("page", "deadline_s", in_query=True)] = None,
-) -> Plain:
+) -> OperationView:
     """The body is a safetensors file: its tensors are the batch, and its metadata key `plexrl`
     holds the parameters as JSON. Without a batch the body may be JSON.
 
@@ -143,8 +134,7 @@ async def wait(
     view = await services.operation(caller, operation, min(wait_s, WAIT_S_MAX))
     if not OperationState(view["state"]).is_final:
         if (unstored := services.executor.unstored_reason(operation)) is not None:
-            reason = held_reason(unstored, caller)
-            view["explanation"] = {**(view["explanation"] or {}), **HELD, "reason": reason}
+            view["explanation"] = held_explanation(held_reason(unstored, caller))
         return JSONResponse(view, status_code=202)
     if view["state"] != OperationState.FINISHED:
         return final_response(from_wire(view["error"]))
@@ -159,7 +149,7 @@ async def wait(
     "/operations/{operation:path}/acknowledge",
     summary="Acknowledge an operation's failure",
 )
-async def acknowledge(request: Request, services: Services, operation: str) -> Plain:
+async def acknowledge(request: Request, services: Services, operation: str) -> FailureView:
     """A failed `forward_backward`, `optim_step`, `zero_grad`, `load_checkpoint` or `sync_weights`
     halts its deployment: further operations of these kinds, checkpoints and syncs from the
     deployment get 409 `earlier_failure`. Acknowledging that operation, or one that failed because
@@ -168,19 +158,19 @@ async def acknowledge(request: Request, services: Services, operation: str) -> P
     Acknowledging an operation that has not failed changes nothing. `failure` is the job's next
     failure to acknowledge.
     """
-    return await services.ask(request, "acknowledge", operation=operation)
+    return await services.ask(request, FailureView, "acknowledge", operation=operation)
 
 
 @ROUTES.delete("/operations/{operation:path}", summary="Cancel an operation")
-async def cancel(request: Request, services: Services, operation: str) -> Plain:
+async def cancel(request: Request, services: Services, operation: str) -> OperationView:
     """A pending operation never runs. A running generation ends with the tokens drawn so far."""
-    return await services.ask(request, "cancel_operation", operation=operation)
+    return await services.ask(request, OperationView, "cancel_operation", operation=operation)
 
 
 @ROUTES.post("/operations/{operation:path}/stop-rows", summary="Stop rows of a generation")
 async def stop_rows(
     request: Request, services: Services, operation: str, body: StopRowsRequest
-) -> Plain:
+) -> OperationView:
     """These rows end with the tokens that they have and finish reason `abort`; the other rows go
     on. Rows count from 0 over all prompts. A row that has ended stays as it is.
 
@@ -188,7 +178,9 @@ async def stop_rows(
     its workers were lost and its run is repeated.
     """
     rows = sorted(set(body.rows))
-    return await services.ask(request, "cancel_operation", operation=operation, rows=rows)
+    return await services.ask(
+        request, OperationView, "cancel_operation", operation=operation, rows=rows
+    )
 
 
 @ROUTES.get("/operations", summary="Finished operations after index `after`")
@@ -200,14 +192,27 @@ async def log(
     kind: str | None = None,
     after: Annotated[int, Limited("page", "after", in_query=True)] = 0,
     limit: Annotated[int, Limited("page", "limit", in_query=True)] = 1000,
-) -> Plain:
+) -> Operations:
     """Oldest first, the scheduler's own moves of state included, with the time each phase took:
     `queue_s`, `switch_s`, `transfer_s`, `compute_s`.
 
     The scheduler keeps as many as its `history` setting allows.
     """
     fields = {"job": job, "deployment": deployment, "kind": kind, "after": after, "limit": limit}
-    return await services.ask(request, "list_operations", **fields)
+    return await services.ask(request, Operations, "list_operations", **fields)
+
+
+def held_explanation(reason: str) -> ExplanationView:
+    """Explanation of an operation whose result cannot be stored yet."""
+    return {
+        "reason": reason,
+        "rule": "held",
+        "holder": None,
+        "eta_s": None,
+        "eta_low_s": None,
+        "eta_high_s": None,
+        "position": 0,
+    }
 
 
 def held_reason(unstored: str, caller: Caller) -> str:
@@ -247,7 +252,7 @@ async def _check(
     return await asyncio.to_thread(check)
 
 
-def _decode(media_type: str, body: Body) -> tuple[Plain, Arrays]:
+def _decode(media_type: str, body: Body) -> tuple[dict[str, Any], Arrays]:
     if media_type == MEDIA_TYPE:
         return decode_body(body)
     if media_type in ("application/json", ""):
@@ -261,8 +266,8 @@ def _decode(media_type: str, body: Body) -> tuple[Plain, Arrays]:
 
 
 async def _submit(
-    services: RouterServices, fields: Plain, checked: CheckedOperation, upload: Upload
-) -> Plain:
+    services: RouterServices, fields: Mapping[str, Any], checked: CheckedOperation, upload: Upload
+) -> OperationView:
     operation: str = fields["operation"]
     params = _with_seed(checked.params, operation)
     sync = params if isinstance(params, SyncWeightsParams) else None
@@ -272,7 +277,7 @@ async def _submit(
         stem = f"{operation}.{uuid.uuid4().hex[:16]}"
         payload = digested_ref(stem, upload.digest, PAYLOAD_SUFFIX)
         await services.blobs.publish(upload, payload)
-    submitting = asyncio.create_task(
+    submitting: asyncio.Task[OperationView] = asyncio.create_task(
         services.scheduler.call(
             "submit_operation",
             {

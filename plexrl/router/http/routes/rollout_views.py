@@ -1,26 +1,29 @@
 """Routes that show asynchronous rollouts, and the page about them."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from plexrl.router.http.dashboard.page import HEADERS, PAGE
+from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.services.services import Services
+from plexrl.wire.messages.rollout_views import Rollouts
 
-Plain = dict[str, Any]
+if TYPE_CHECKING:
+    from plexrl.wire.messages.views import Jobs
 
-ROUTES = APIRouter(tags=["rollouts"])
+ROUTES = APIRouter(tags=["rollouts"], route_class=ViewRoute)
 
 
 @ROUTES.get("/v1/rollouts", summary="Asynchronous rollouts of all jobs that the caller may see")
-async def every(request: Request, services: Services) -> Plain:
+async def every(request: Request, services: Services) -> Rollouts:
     """The tenant's own rollouts; for the operator all. At most two seconds old."""
     caller = await services.caller(request)
     found = await services.rollout_views.views()
     if not caller.is_operator:
-        jobs = (await services.scheduler.call("list_jobs", caller.claim))["jobs"]
-        own = {each["job"] for each in jobs}
+        listed: Jobs = await services.scheduler.call("list_jobs", caller.claim)
+        own = {each["job"] for each in listed["jobs"]}
         found = [each for each in found if each["job"] in own]
     return {"rollouts": found}
 

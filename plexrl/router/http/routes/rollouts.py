@@ -9,10 +9,12 @@ from fastapi import APIRouter, Request
 from plexrl.errors import LayoutError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.router.http.schemas import PauseRequest, TpRequest
-from plexrl.router.services.services import Plain, Services
-from plexrl.wire.messages import EngineLoad, Pause, Resume, SetTp
+from plexrl.router.http.view_route import ViewRoute
+from plexrl.router.services.services import Services
+from plexrl.wire.messages import Pause, Resume, SetTp
+from plexrl.wire.messages.views import EngineLoads, EngineStates
 
-ROUTES = APIRouter(prefix="/v1/jobs", tags=["deployments"])
+ROUTES = APIRouter(prefix="/v1/jobs", tags=["deployments"], route_class=ViewRoute)
 
 
 @ROUTES.post(
@@ -21,7 +23,7 @@ ROUTES = APIRouter(prefix="/v1/jobs", tags=["deployments"])
 )
 async def pause(
     request: Request, services: Services, job: str, name: str, body: PauseRequest
-) -> Plain:
+) -> EngineStates:
     """The generations continue on `resume`, or by themselves after `for_s`.
 
     Running samples keep their slots; new generations wait. A worker that is lost loses its pause.
@@ -32,7 +34,7 @@ async def pause(
 
 
 @ROUTES.get("/{job}/deployments/{name}/engines", summary="Load of a rollout's engines")
-async def engines(request: Request, services: Services, job: str, name: str) -> Plain:
+async def engines(request: Request, services: Services, job: str, name: str) -> EngineLoads:
     """One entry for each replica, as in the deployment's status, and two lists. `rows`: operation,
     row, tokens (prompt included) and whether it runs, of each unfinished row; the others wait for
     a slot. `steps`: number, rows, tokens in the KV cache and seconds, means of some decode steps
@@ -42,14 +44,14 @@ async def engines(request: Request, services: Services, job: str, name: str) -> 
     """
     caller = await services.caller(request)
     view = await services.deployment(caller, f"{job}/{name}")
-    return {"engines": await services.engines.stats(view, EngineLoad())}
+    return {"engines": await services.engines.loads(view)}
 
 
 @ROUTES.post(
     "/{job}/deployments/{name}/resume",
     summary="Resume paused generations",
 )
-async def resume(request: Request, services: Services, job: str, name: str) -> Plain:
+async def resume(request: Request, services: Services, job: str, name: str) -> EngineStates:
     """Does nothing if the generations are not paused."""
     caller = await services.caller(request)
     view = await services.deployment(caller, f"{job}/{name}")
@@ -62,7 +64,7 @@ async def resume(request: Request, services: Services, job: str, name: str) -> P
 )
 async def switch_tp(
     request: Request, services: Services, job: str, name: str, body: TpRequest
-) -> Plain:
+) -> EngineStates:
     """Unfinished samples go on in the new groups, with the same tokens. The next generation after
     all have ended begins in the smallest groups."""
     caller = await services.caller(request)

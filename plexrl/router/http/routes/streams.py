@@ -6,9 +6,9 @@ from typing import Literal
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import StreamingResponse
 
-from plexrl.router.http.streams.events import json_line, read_cursor, server_sent
+from plexrl.router.http.streams.events import StreamEvent, json_line, read_cursor, server_sent
 from plexrl.router.http.streams.token_reader import TokenReader
-from plexrl.router.services.services import Plain, RouterServices, Services
+from plexrl.router.services.services import RouterServices, Services
 
 SERVER_SENT = "text/event-stream"
 JSON_LINES = "application/x-ndjson"
@@ -54,7 +54,7 @@ async def _encoded(
     services: RouterServices,
     request: Request,
     reader: TokenReader,
-    encode: Callable[[Plain], bytes],
+    encode: Callable[[StreamEvent], bytes],
 ) -> AsyncIterator[bytes]:
     """The encoded events, until the client disconnects or this router stops."""
     async for event in reader.events():

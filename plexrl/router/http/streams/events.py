@@ -16,7 +16,7 @@ Each replica of the model has a stream of its own; a cursor has a position in ea
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +24,18 @@ import numpy as np
 
 from plexrl.client.data.results import FINISH_REASONS
 from plexrl.errors import InvalidRequestError
+from plexrl.wire.messages.cluster_views import ErrorView
 from plexrl.wire.tensors import Array, Arrays
 
 TOKENS_MAX = 4096
 """Most tokens in one event; a row that has ended is not split."""
 
-Plain = dict[str, Any]
+StreamEvent = dict[str, Any]
+"""A JSON object, as above."""
 
-WAITING: Plain = {"waiting": True}
-RESTART: Plain = {"restart": True}
-DONE: Plain = {"done": True}
+WAITING: StreamEvent = {"waiting": True}
+RESTART: StreamEvent = {"restart": True}
+DONE: StreamEvent = {"done": True}
 REPLICAS = "~"
 """Separates the positions of replicas in a cursor."""
 
@@ -97,7 +99,7 @@ def _read_position(part: str, text: str) -> Position:
     return Position(stream, int(offset[:18]))
 
 
-def tokens_event(cursor: Cursor, rows: list[Any]) -> Plain:
+def tokens_event(cursor: Cursor, rows: list[Any]) -> StreamEvent:
     """The event for `[sample, tokens, logprobs]` of each row, with why it ended (a number) and its
     weights in a stream of rows."""
     named = []
@@ -109,7 +111,14 @@ def tokens_event(cursor: Cursor, rows: list[Any]) -> Plain:
     return {"cursor": str(cursor), "rows": named}
 
 
-def result_events(cursor: Cursor, result: Plain, arrays: Arrays) -> Iterator[Plain]:
+def error_event(error: ErrorView | None) -> StreamEvent:
+    """The last event of a generation that failed."""
+    return {"error": error}
+
+
+def result_events(
+    cursor: Cursor, result: Mapping[str, Any], arrays: Arrays
+) -> Iterator[StreamEvent]:
     """The events after `cursor` of a finished generation, made from its result.
 
     Raises:
@@ -138,7 +147,7 @@ _Read = Iterator[tuple[int, list[Any]]]
 """The offset behind some rows, and the rows."""
 
 
-def _tokens(order: Array, position: int, result: Plain, arrays: Arrays) -> _Read:
+def _tokens(order: Array, position: int, result: Mapping[str, Any], arrays: Arrays) -> _Read:
     """The tokens after a position; `order` has the row of each token."""
     del result
     lengths = arrays["lengths"].astype(np.int64)
@@ -156,7 +165,7 @@ def _tokens(order: Array, position: int, result: Plain, arrays: Arrays) -> _Read
         yield position, rows
 
 
-def _rows(order: Array, position: int, result: Plain, arrays: Arrays) -> _Read:
+def _rows(order: Array, position: int, result: Mapping[str, Any], arrays: Arrays) -> _Read:
     """The rows after a position; `order` has their order."""
     lengths = arrays["lengths"].astype(np.int64)
     starts = np.cumsum(lengths) - lengths
@@ -183,12 +192,12 @@ def _drawn(arrays: Arrays, first: int, count: int) -> tuple[list[int], list[floa
     return arrays["tokens"][part].tolist(), arrays["logprobs"][part].tolist()
 
 
-def json_line(event: Plain) -> bytes:
+def json_line(event: StreamEvent) -> bytes:
     """Encode an event as a line of JSON."""
     return json.dumps(event).encode() + b"\n"
 
 
-def server_sent(event: Plain) -> bytes:
+def server_sent(event: StreamEvent) -> bytes:
     """Encode an event for a browser's `EventSource`."""
     name = "tokens" if "rows" in event else next(iter(event))
     head = f"id: {event['cursor']}\n" if "cursor" in event else ""

@@ -20,21 +20,23 @@ from plexrl.router.http.streams.events import (
     WAITING,
     Cursor,
     Position,
+    StreamEvent,
+    error_event,
     result_events,
     tokens_event,
 )
 from plexrl.router.services.authentication import Caller
 from plexrl.router.services.services import RouterServices
 from plexrl.wire.messages import ReadStream
+from plexrl.wire.messages.views import OperationView
+from plexrl.wire.messages.workers import StreamView
 from plexrl.wire.operations import OperationState
-from plexrl.wire.tensors import decode_body
+from plexrl.wire.tensors import Arrays, decode_body
 
 READ_TIMEOUT_S = 2.0
 """Longest wait for the worker, after which the reader checks the operation's state."""
 PAUSE_S = 0.2
 """Pause before the next attempt while workers or the scheduler are unreachable."""
-
-Plain = dict[str, Any]
 
 
 class TokenReader:
@@ -63,7 +65,7 @@ class TokenReader:
                 "streamed"
             )
 
-    async def events(self) -> AsyncIterator[Plain]:
+    async def events(self) -> AsyncIterator[StreamEvent]:
         """All events after the cursor; a failure is the last event."""
         try:
             while True:
@@ -78,32 +80,32 @@ class TokenReader:
                     await asyncio.sleep(PAUSE_S)
                 yield WAITING
             if view["state"] != OperationState.FINISHED:
-                yield {"error": view["error"]}
+                yield error_event(view["error"])
                 return
             for event in result_events(self._cursor, *await self._result(view)):
                 yield event
             yield DONE
         except PlexRLError as error:
-            yield {"error": error.to_wire()}
+            yield error_event(error.to_wire())
 
-    async def _view(self, timeout_s: float) -> Plain:
+    async def _view(self, timeout_s: float) -> OperationView:
         return await self._services.operation(self._caller, self._operation, timeout_s)
 
-    async def _result(self, view: Plain) -> tuple[Plain, Any]:
+    async def _result(self, view: OperationView) -> tuple[dict[str, Any], Arrays]:
         """Values and arrays of a finished generation."""
         if view["result"] is None:
             return {}, {}
         _, arrays = decode_body(await self._services.blobs.read(BlobRef(view["result"])))
         return json.loads(view["result_json"]), arrays
 
-    async def _worker_events(self, deployment: str) -> AsyncIterator[Plain]:
+    async def _worker_events(self, deployment: str) -> AsyncIterator[StreamEvent]:
         """Events from the workers that lead replicas, until none has any for a while."""
         engines = engines_of(await self._services.deployment(self._caller, deployment))
         if not engines:
             await asyncio.sleep(PAUSE_S)
             return
         # The worker that has ended has reported its result; the scheduler receives it in a moment.
-        final: asyncio.Task[Plain] | None = None
+        final: asyncio.Task[OperationView] | None = None
         reads = {self._read(replica, engine): replica for replica, engine in enumerate(engines)}
         try:
             while reads:
@@ -128,7 +130,7 @@ class TokenReader:
                 each.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _taken(self, replica: int, found: Plain) -> Iterator[Plain]:
+    def _taken(self, replica: int, found: StreamView) -> Iterator[StreamEvent]:
         """The events for what a worker has replied."""
         if self._cursor.is_void(replica, found["stream"]):
             self._cursor.reset()
@@ -136,13 +138,13 @@ class TokenReader:
         self._cursor.move(replica, Position(found["stream"], found["next"]))
         yield tokens_event(self._cursor, found["rows"])
 
-    def _read(self, replica: int, engine: Engine) -> "asyncio.Task[Plain]":
+    def _read(self, replica: int, engine: Engine) -> "asyncio.Task[StreamView]":
         return asyncio.create_task(self._reply(engine, self._cursor[replica]))
 
-    async def _reply(self, engine: Engine, position: Position) -> Plain:
+    async def _reply(self, engine: Engine, position: Position) -> StreamView:
         """A worker's reply: `rows`, `ended`, or nothing."""
         try:
-            found = await self._services.engines.request(
+            found: StreamView = await self._services.engines.request(
                 engine,
                 ReadStream(
                     operation=self._operation,

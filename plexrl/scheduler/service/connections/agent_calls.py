@@ -7,9 +7,16 @@ from plexrl.errors import (
     UnknownDeploymentError,
 )
 from plexrl.scheduler.service.shell import Shell
-from plexrl.scheduler.state.messages import calls
-from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import Plain, Report
+from plexrl.wire.messages.reports import (
+    HostMemoryReported,
+    NodeConditionsReported,
+    StateReported,
+    WorkerExited,
+    WorkerReady,
+    WorkerWanted,
+)
+from plexrl.wire.rpc import method_of
 
 if TYPE_CHECKING:
     from plexrl.ids import NodeId
@@ -26,44 +33,45 @@ class AgentCalls:
 
     def reports(self) -> dict[str, Report]:
         """Calls of the agent."""
-        return {
-            "worker_ready": (ev.WorkerReady, self._worker_ready),
-            "worker_exited": (ev.WorkerExited, self._worker_exited),
-            "state_reported": (ev.StateReported, self._state_reported),
-            "host_memory_reported": (calls.HostMemoryReported, self._host_memory_reported),
-            "node_conditions_reported": (calls.NodeConditionsReported, self._conditions_reported),
-        }
+        reports: tuple[Report, ...] = (
+            (WorkerReady, self._worker_ready),
+            (WorkerExited, self._worker_exited),
+            (StateReported, self._state_reported),
+            (HostMemoryReported, self._host_memory_reported),
+            (NodeConditionsReported, self._conditions_reported),
+        )
+        return {method_of(report[0]): report for report in reports}
 
-    async def _worker_ready(self, event: ev.WorkerReady) -> Plain:
+    async def _worker_ready(self, event: WorkerReady) -> WorkerWanted:
         if not self._is_current(event):
             return {"wanted": False}
         await self._shell.report(event)
         return {"wanted": self._is_current(event)}
 
-    async def _worker_exited(self, event: ev.WorkerExited) -> Plain:
+    async def _worker_exited(self, event: WorkerExited) -> Plain:
         if self._is_current(event):
             await self._shell.report(event)
         return {}
 
-    async def _state_reported(self, event: ev.StateReported) -> Plain:
+    async def _state_reported(self, event: StateReported) -> Plain:
         if event.node != self.node:
             raise PermissionDeniedError(f"this is not the agent of node {event.node!r}")
         await self._shell.report(event)
         return {}
 
-    async def _host_memory_reported(self, call: calls.HostMemoryReported) -> Plain:
+    async def _host_memory_reported(self, call: HostMemoryReported) -> Plain:
         if call.node != self.node:
             raise PermissionDeniedError(f"this is not the agent of node {call.node!r}")
         self._shell.agents.host_memory[call.node] = call
         return {}
 
-    async def _conditions_reported(self, call: calls.NodeConditionsReported) -> Plain:
+    async def _conditions_reported(self, call: NodeConditionsReported) -> Plain:
         if call.node != self.node:
             raise PermissionDeniedError(f"this is not the agent of node {call.node!r}")
         self._shell.agents.conditions[call.node] = call.conditions
         return {}
 
-    def _is_current(self, event: ev.WorkerReady | ev.WorkerExited) -> bool:
+    def _is_current(self, event: WorkerReady | WorkerExited) -> bool:
         """Whether the report is about a worker that the core currently wants.
 
         Raises:

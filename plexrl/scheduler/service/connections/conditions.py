@@ -2,9 +2,8 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from plexrl.process.conditions import Condition
+from plexrl.process.conditions import Condition, ConditionView
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.operations.deadlines.overdue import overdue_view
 from plexrl.scheduler.operations.held.holding import foreign_memory_view, foreign_text, held_view
@@ -17,10 +16,8 @@ NAMED_MAX = 10
 CLOCK_AHEAD_S = 60.0
 """The scheduler's time may be this much later than the machine's clock without a word."""
 
-Plain = dict[str, Any]
 
-
-def find_conditions(shell: Shell) -> list[Plain]:
+def find_conditions(shell: Shell) -> list[ConditionView]:
     """The conditions that stop or delay work, each as `Condition` in plain values."""
     core, now = shell.core, shell.clock.now()
     reported = [each for found in shell.agents.conditions.values() for each in found]
@@ -39,7 +36,9 @@ def find_conditions(shell: Shell) -> list[Plain]:
     ]
 
 
-def _condition(code: str, found: Sequence[tuple[str, float]], message: str = "{}") -> list[Plain]:
+def _condition(
+    code: str, found: Sequence[tuple[str, float]], message: str = "{}"
+) -> list[ConditionView]:
     """The condition of all that was found, each with its text and since when it is so; none if
     nothing was found. `message` has the texts in place of `{}`."""
     if not found:
@@ -51,19 +50,19 @@ def _condition(code: str, found: Sequence[tuple[str, float]], message: str = "{}
     return [{"code": code, "message": message.format("; ".join(texts)), "since": since}]
 
 
-def _held(core: SchedulerCore) -> list[Plain]:
+def _held(core: SchedulerCore) -> list[ConditionView]:
     held = held_view(core.cluster.state, sees_all=True)
     found = [(f"{each['deployment']}: {each['message']}", each["since"]) for each in held]
     return _condition("deployments_held", found, f"{len(held)} deployments wait for memory: {{}}")
 
 
-def _foreign_memory(core: SchedulerCore) -> list[Plain]:
+def _foreign_memory(core: SchedulerCore) -> list[ConditionView]:
     foreign = foreign_memory_view(core.cluster.state)
     found = [(f"{each['node']}: {foreign_text(each)}", each["since"]) for each in foreign]
     return _condition("foreign_memory", found, "{}: end what is not needed, or drain the node")
 
 
-def _overdue(core: SchedulerCore, now: float) -> list[Plain]:
+def _overdue(core: SchedulerCore, now: float) -> list[ConditionView]:
     found = [
         (
             f"{each['kind']} {each['operation']} of {each['deployment']} was expected to end "
@@ -76,12 +75,12 @@ def _overdue(core: SchedulerCore, now: float) -> list[Plain]:
     return _condition("operation_overdue", found)
 
 
-def _restarting(core: SchedulerCore) -> list[Plain]:
+def _restarting(core: SchedulerCore) -> list[ConditionView]:
     message = "workers are started again and again, and complete no operation: {}"
     return _condition("workers_restarting", restarting(core.cluster.state), message)
 
 
-def _lost_nodes(core: SchedulerCore) -> list[Plain]:
+def _lost_nodes(core: SchedulerCore) -> list[ConditionView]:
     message = (
         "the agents of these nodes are not connected, so their workers do not run: {}. See to the "
         "machine or its network, or run `plexrl nodes remove` if it does not come back"
@@ -89,7 +88,7 @@ def _lost_nodes(core: SchedulerCore) -> list[Plain]:
     return _condition("node_lost", lost_nodes(core.cluster.state), message)
 
 
-def _service_levels(shell: Shell) -> list[Plain]:
+def _service_levels(shell: Shell) -> list[ConditionView]:
     """The jobs that wait more than they, or their tenants, have asked for. The cluster's own bound
     is an aim of placement, and promises nothing."""
     over = [
@@ -110,7 +109,7 @@ def _service_levels(shell: Shell) -> list[Plain]:
     return _condition("slo_breached", found, "jobs wait for others more than they accept: {}")
 
 
-def _blocking_heads(core: SchedulerCore, now: float) -> list[Plain]:
+def _blocking_heads(core: SchedulerCore, now: float) -> list[ConditionView]:
     """The jobs whose wait keeps GPUs idle, because they have starved for too long."""
     found = [
         (
@@ -127,7 +126,7 @@ def _blocking_heads(core: SchedulerCore, now: float) -> list[Plain]:
     return _condition("head_job_blocks", found, message)
 
 
-def _merged(conditions: Iterable[Condition]) -> list[Plain]:
+def _merged(conditions: Iterable[Condition]) -> list[ConditionView]:
     """One condition of each code that nodes have reported."""
     by_code: dict[str, list[tuple[str, float]]] = {}
     for each in conditions:
@@ -135,7 +134,7 @@ def _merged(conditions: Iterable[Condition]) -> list[Plain]:
     return [condition for code in sorted(by_code) for condition in _condition(code, by_code[code])]
 
 
-def _clock(shell: Shell) -> list[Plain]:
+def _clock(shell: Shell) -> list[ConditionView]:
     """The scheduler's time never goes back: events of a time when the machine's clock was ahead
     would come after later ones."""
     ahead_s = shell.clock.now() - time.time()

@@ -28,7 +28,15 @@ from plexrl.scheduler.state.messages import calls
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import Answer, Ask, Plain, Report
 from plexrl.wire.links.credentials import LOCAL, Identity, Role
-from plexrl.wire.rpc import Handler, Peer
+from plexrl.wire.messages.reports import (
+    HELLOS,
+    Beat,
+    Heartbeat,
+    LiveWorkers,
+    NodeJoined,
+    RouterJoined,
+)
+from plexrl.wire.rpc import Handler, Peer, read_message
 
 LOG = logging.getLogger(__name__)
 
@@ -43,7 +51,7 @@ class Owner(Protocol):
         """Run `work` in the background, at most as long as the service lives."""
         ...
 
-    def heartbeat(self, node: NodeId | None, crl_number: int | None) -> Plain:
+    def heartbeat(self, node: NodeId | None, crl_number: int | None) -> Heartbeat:
         """The answer to `hello` or a heartbeat of another machine's process; `node`: an agent's.
         `crl_number`: of its list of revoked certificates; None: it wants none."""
         ...
@@ -120,24 +128,24 @@ class Connection:
         if greeted.link is not None and self._shell.agents.remove(greeted.link):
             self._owner.node_disconnected(greeted.link.node)
 
-    async def _hello(self, peer: Peer, params: Plain) -> Plain:
+    async def _hello(self, peer: Peer, params: Plain) -> Heartbeat:
         if self._greeted is not None:
             raise ConflictError(f"this connection said hello before, as {self._greeted.role}")
         rest = dict(params)
         role = rest.pop("role", None)
+        kind = HELLOS.get(role) if isinstance(role, str) else None
+        if kind is None:
+            raise InvalidRequestError(f"role {role!r} is unknown: say router or agent")
+        joined = calls.parse(kind, rest)
         # The role is set before the first await, because pipelined calls check it.
-        if role == "router":
-            router = calls.parse(calls.RouterHello, rest).router
-            self._check_identity(peer, Identity(Role.ROUTER, router))
-            await self._hello_router(peer, router)
-        elif role == "agent":
-            joined = calls.parse(ev.NodeJoined, rest)
+        if isinstance(joined, RouterJoined):
+            self._check_identity(peer, Identity(Role.ROUTER, joined.router))
+            await self._hello_router(peer, joined)
+        else:
             self._check_identity(peer, Identity(Role.NODE, joined.node))
             if self.identity != LOCAL:
                 self._owner.check_machine(joined.node, joined.machine)
             await self._hello_agent(peer, joined)
-        else:
-            raise InvalidRequestError(f"role {role!r} is unknown: say router or agent")
         return self._heartbeat()
 
     def _check_identity(self, peer: Peer, claimed: Identity) -> None:
@@ -151,14 +159,13 @@ class Connection:
             f"{claimed}: give it the certificate of {claimed}"
         )
 
-    async def _beat(self, peer: Peer, params: Plain) -> Plain:
+    async def _beat(self, peer: Peer, params: Plain) -> Heartbeat:
         del peer
         if self._greeted is None:
             raise PermissionDeniedError("say hello before 'beat'")
-        number = params.get("crl_number")
-        return self._heartbeat(number if isinstance(number, int) else None)
+        return self._heartbeat(read_message(params, Beat).crl_number)
 
-    def _heartbeat(self, crl_number: int | None = None) -> Plain:
+    def _heartbeat(self, crl_number: int | None = None) -> Heartbeat:
         """Take in a heartbeat. On a Unix socket there are none."""
         if self.identity == LOCAL:
             return {}
@@ -167,14 +174,13 @@ class Connection:
         link = self._greeted.link
         return self._owner.heartbeat(None if link is None else link.node, crl_number)
 
-    async def _hello_router(self, peer: Peer, router: RouterId) -> None:
-        self._greeted = _Greeted("router", router=router)
-        self._shell.routers.add(router, peer)
+    async def _hello_router(self, peer: Peer, joined: RouterJoined) -> None:
+        self._greeted = _Greeted("router", router=joined.router)
+        self._shell.routers.add(joined.router, peer)
         await self._shell.wait_until_consistent()
-        await peer.notify(
-            "live_workers", {"incarnations": live_workers(self._shell.core.cluster.state)}
-        )
-        await self._report_greeting(ev.RouterJoined(router=router))
+        state = self._shell.core.cluster.state
+        await peer.tell(LiveWorkers(incarnations=live_workers(state)))
+        await self._report_greeting(joined)
         await self._shell.routers.flush()
 
     async def _report_greeting(self, event: ev.Event) -> None:
@@ -184,7 +190,7 @@ class Connection:
         if taking.done():
             taking.result()
 
-    async def _hello_agent(self, peer: Peer, joined: ev.NodeJoined) -> None:
+    async def _hello_agent(self, peer: Peer, joined: NodeJoined) -> None:
         link = self._shell.agents.add(joined.node, peer)
         self._greeted = _Greeted("agent", link=link, sending=self._owner.keep(link.run()))
         self._agent_calls.node = joined.node

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import ConnectionLostError, NoAnswerError, PlexRLError
@@ -24,11 +24,12 @@ from plexrl.wire.messages import (
     Run,
     StopWorkers,
 )
+from plexrl.wire.messages.reports import WorkersGone
 from plexrl.wire.rpc import Peer
 
 if TYPE_CHECKING:
     from plexrl.process.conditions import Condition
-    from plexrl.scheduler.state.messages.calls import HostMemoryReported
+    from plexrl.wire.messages.reports import HostMemoryReported
 
 LOG = logging.getLogger(__name__)
 
@@ -92,10 +93,10 @@ class RouterLinks:
     async def tell_workers_gone(self, command: StopWorkers) -> None:
         """Tell all routers that a deployment's workers have ended, up to an incarnation. A router
         that is not connected asks for the live ones when it connects."""
-        params = {"deployment": command.deployment, "incarnation": command.incarnation}
+        gone = WorkersGone(deployment=command.deployment, incarnation=command.incarnation)
         async with asyncio.TaskGroup() as tasks:
             for peer in list(self._peers.values()):
-                tasks.create_task(self._notify_one(peer, "workers_gone", params))
+                tasks.create_task(self._notify_one(peer, peer.tell(gone)))
 
     async def _forget_callers(self, peer: Peer) -> None:
         try:
@@ -113,15 +114,15 @@ class RouterLinks:
         first = place % len(peers) if peers else 0
         params = {"command": command}
         for peer in (*peers[first:], *peers[:first]):
-            if await self._notify_one(peer, method, params):
+            if await self._notify_one(peer, peer.notify(method, params)):
                 return True
         return False
 
-    async def _notify_one(self, peer: Peer, method: str, params: dict[str, Any]) -> bool:
-        """Whether a router has accepted the message."""
+    async def _notify_one(self, peer: Peer, sending: Coroutine[Any, Any, None]) -> bool:
+        """Whether a router has accepted the message that is being sent."""
         try:
             async with asyncio.timeout(self._send_timeout_s):
-                await peer.notify(method, params)
+                await sending
         except TimeoutError:
             LOG.error("a router accepted no commands for %g s; disconnected", self._send_timeout_s)
             peer.abort()

@@ -3,6 +3,9 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
 
 from plexrl.errors import (
     InvalidRequestError,
@@ -31,6 +34,19 @@ from plexrl.scheduler.state.messages import calls
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import Answer, Ask, Plain, Report, Scope
 from plexrl.wire.messages.cluster_views import NodeView
+from plexrl.wire.messages.node_queries import (
+    Checkpoints,
+    JobCheckpoints,
+    JobLogs,
+    ListCheckpoints,
+    Logs,
+    ReadLog,
+    SilentNodeView,
+)
+from plexrl.wire.messages.reports import OperationFailed, OperationFinished
+from plexrl.wire.rpc import method_of
+
+AnswerT = TypeVar("AnswerT")
 
 WAIT_S_MAX = 120.0
 LOG_PAGE_MAX = 1000
@@ -71,8 +87,8 @@ class RouterCalls:
             "list_nodes": (calls.Nothing, self._list_nodes),
             "list_groups": (calls.Nothing, self._list_groups),
             "status": (calls.Nothing, self._status),
-            "read_log": (calls.ReadLog, self._read_log),
-            "list_checkpoints": (calls.ListCheckpoints, self._list_checkpoints),
+            method_of(ReadLog): (ReadLog, self._read_log),
+            method_of(ListCheckpoints): (ListCheckpoints, self._list_checkpoints),
         }
 
     def reports(self) -> dict[str, Report]:
@@ -83,8 +99,8 @@ class RouterCalls:
             "eta_quality": (calls.Nothing, self._eta_quality),
             "service_levels": (calls.Nothing, self._service_levels),
             "needless_payloads": (calls.NeedlessPayloads, self._unreferenced_payloads),
-            "operation_finished": (ev.OperationFinished, self._operation_finished),
-            "operation_failed": (ev.OperationFailed, self._operation_failed),
+            method_of(OperationFinished): (OperationFinished, self._operation_finished),
+            method_of(OperationFailed): (OperationFailed, self._operation_failed),
         }
 
     # The cluster
@@ -251,53 +267,52 @@ class RouterCalls:
         wanted = replace(call, after=max(0, call.after), limit=limit)
         return {"operations": operation_log(self._core.cluster, scope, wanted, self._now())}
 
-    async def _operation_finished(self, event: ev.OperationFinished) -> Plain:
+    async def _operation_finished(self, event: OperationFinished) -> Plain:
         await self._shell.report(event)
         return {}
 
-    async def _operation_failed(self, event: ev.OperationFailed) -> Plain:
+    async def _operation_failed(self, event: OperationFailed) -> Plain:
         await self._shell.report(calls.with_readable_error(event))
         return {}
 
     # Queries to nodes
 
-    async def _read_log(self, scope: Scope, call: calls.ReadLog) -> Plain:
+    async def _read_log(self, scope: Scope, call: ReadLog) -> JobLogs:
         """The logs of the job's deployments, and in `failed` the nodes that sent none."""
         self._check_job(scope, call.job)
         job = self._core.job_view(call.job, self._now())
-        names = [
-            view["deployment"]
+        queries = [
+            msgspec.structs.replace(call, deployment=view["deployment"])
             for view in job["deployments"]
             if call.deployment in (None, view["deployment"], view["deployment"].split("/")[-1])
         ]
-        queries = [{"deployment": name, "lines": call.lines} for name in names]
-        logs, failed = await self._query_nodes("read_log", queries, "logs")
-        return {"logs": logs, "failed": failed}
+        answers, failed = await self._query_nodes(queries, Logs)
+        return {"logs": [log for answer in answers for log in answer["logs"]], "failed": failed}
 
-    async def _list_checkpoints(self, scope: Scope, call: calls.ListCheckpoints) -> Plain:
+    async def _list_checkpoints(self, scope: Scope, call: ListCheckpoints) -> JobCheckpoints:
         """The job's checkpoints, and in `failed` the nodes that did not answer."""
         self._check_job(scope, call.job)
-        queries = [{"job": call.job}]
-        found, failed = await self._query_nodes("list_checkpoints", queries, "checkpoints")
+        answers, failed = await self._query_nodes([call], Checkpoints)
+        found = [report for answer in answers for report in answer["checkpoints"]]
         return {"checkpoints": merged(found), "failed": failed}
 
     async def _query_nodes(
-        self, method: str, queries: Sequence[Plain], wanted: str
-    ) -> tuple[list[Plain], list[Plain]]:
-        """(the merged lists under key `wanted` of all nodes' answers, the nodes that sent none).
+        self, queries: Sequence[ReadLog | ListCheckpoints], kind: type[AnswerT]
+    ) -> tuple[list[AnswerT], list[SilentNodeView]]:
+        """(all nodes' answers, the nodes that sent none).
 
         A node whose agent is being restarted sends none, and may have what is asked for.
         """
         links = self._shell.agents.connected()
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                (link.node, tasks.create_task(_query_node(link, method, query, wanted)))
+                (link.node, tasks.create_task(_query_node(link, query, kind)))
                 for query in queries
                 for link in links
             ]
-        found: list[Plain] = []
+        found: list[AnswerT] = []
         connected = {link.node for link in links}
-        failed: dict[str, str] = {
+        failed = {
             node: "its agent is not connected"
             for node in expected_nodes(self._core.cluster, self._now())
             if queries and node not in connected
@@ -307,7 +322,7 @@ class RouterCalls:
             if isinstance(answer, PlexRLError):
                 failed[node] = answer.message
             else:
-                found += answer
+                found.append(answer)
         return found, [{"node": node, "reason": reason} for node, reason in failed.items()]
 
     # Access checks: another tenant's object is answered like one that does not exist.
@@ -329,14 +344,13 @@ class RouterCalls:
 
 
 async def _query_node(
-    link: AgentLink, method: str, params: Plain, wanted: str
-) -> list[Plain] | PlexRLError:
-    """One node's list, or the error."""
+    link: AgentLink, query: ReadLog | ListCheckpoints, kind: type[AnswerT]
+) -> AnswerT | PlexRLError:
+    """One node's answer, or the error."""
     try:
-        answer = await link.peer.call(method, params, timeout_s=QUERY_NODE_TIMEOUT_S)
+        answer = await link.peer.ask(query, timeout_s=QUERY_NODE_TIMEOUT_S)
+        return msgspec.convert(answer, kind)
     except PlexRLError as error:
         return error
-    found = answer.get(wanted)
-    if not isinstance(found, list):
+    except msgspec.ValidationError:
         return UnavailableError("its answer is malformed")
-    return found

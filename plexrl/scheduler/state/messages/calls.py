@@ -15,8 +15,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from plexrl.errors import InvalidRequestError, from_wire
-from plexrl.ids import BlobRef, DeploymentId, JobId, NodeId, OperationId, RouterId, TenantId
-from plexrl.process.conditions import Condition
+from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
 from plexrl.scheduler.state.messages.events import OperationFailed
 
 Plain = dict[str, Any]
@@ -39,35 +38,10 @@ class Nothing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterHello:
-    """A router's first call."""
-
-    router: RouterId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Authenticate:
     """Find the tenant of an API key."""
 
     key_digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostMemoryReported:
-    """How much of a node's host tier its StateManager has allocated in advance. It is shown only,
-    so it is no event."""
-
-    node: NodeId
-    ready_bytes: int
-    wanted_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeConditionsReported:
-    """What is wrong on a node now. It is shown only, so it is no event."""
-
-    node: NodeId
-    conditions: tuple[Condition, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,23 +155,6 @@ class ListOperations:
     kind: str | None = None
     after: int = 0
     limit: int = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadLog:
-    """The last `lines` lines of the logs of a job's workers."""
-
-    job: JobId
-    deployment: str | None = None
-    """Its id or its name within the job; None: all deployments."""
-    lines: int = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListCheckpoints:
-    """A job's checkpoints, including those being written."""
-
-    job: JobId
 
 
 def take_scope(params: Plain) -> tuple[Scope, Plain]:

@@ -4,12 +4,9 @@ Each event round-trips through `CODEC`. A journal of (event, now) pairs, replaye
 gives the same state and the same commands.
 """
 
-import msgspec
-
 from plexrl.ids import (
     BlobRef,
     DeploymentId,
-    FencingToken,
     JobId,
     NodeId,
     OperationId,
@@ -20,13 +17,42 @@ from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.state.demand.trace import DemandTrace
 from plexrl.scheduler.state.messages.earlier import EARLIER_FIELDS, upgrade_event
 from plexrl.wire.codec import Codec, restore_annotations
+from plexrl.wire.messages.reports import (
+    Event as Event,
+)
+from plexrl.wire.messages.reports import (
+    NodeJoined as NodeJoined,
+)
+from plexrl.wire.messages.reports import (
+    OperationFailed as OperationFailed,
+)
+from plexrl.wire.messages.reports import (
+    OperationFinished as OperationFinished,
+)
+from plexrl.wire.messages.reports import (
+    RouterJoined as RouterJoined,
+)
+from plexrl.wire.messages.reports import (
+    StateMoved as StateMoved,
+)
+from plexrl.wire.messages.reports import (
+    StateReported as StateReported,
+)
+from plexrl.wire.messages.reports import (
+    StateResidency as StateResidency,
+)
+from plexrl.wire.messages.reports import (
+    WorkerExited as WorkerExited,
+)
+from plexrl.wire.messages.reports import (
+    WorkerReady as WorkerReady,
+)
+from plexrl.wire.messages.reports import (
+    WorkerSeen as WorkerSeen,
+)
 from plexrl.wire.operations import OperationKind, OperationParams
 
 restore_annotations(DemandTrace)
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all events. The tag is the name of the class, under the key `type`."""
 
 
 class SchedulerStarted(Event, frozen=True, kw_only=True):
@@ -37,66 +63,10 @@ class SchedulerStarted(Event, frozen=True, kw_only=True):
     old journals: the present settings stay in force."""
 
 
-class NodeJoined(Event, frozen=True, kw_only=True):
-    """A node agent connected, for the first time or again."""
-
-    node: NodeId
-    gpus: int
-    gpu_memory_bytes: int
-    """Memory of each GPU."""
-    host_memory_bytes: int
-    """Capacity of the node's host tier."""
-    statemanager: str
-    """Address of the node's StateManager: a Unix socket path."""
-    workers: tuple["WorkerSeen", ...] = ()
-    """Worker processes that the agent already runs."""
-    states: tuple[DeploymentId, ...] = ()
-    """Deployments whose state the node's StateManager holds."""
-    node_type: str = ""
-    """The operator's name for nodes of this kind, such as `h200`."""
-    block: str = ""
-    """Position in the topology, such as `row1/rack3`; nodes of one block are close together."""
-    nvme_bytes: int = 0
-    """Capacity of the node's NVMe tier."""
-    host: str = ""
-    """Address at which other machines reach the node; empty: they do not, and all nodes without an
-    address are on the scheduler's machine."""
-    ports: tuple[int, int] = (0, 0)
-    """First and last port at which the ranks of a WPG may meet on this node; 0: none."""
-    fabric: str = ""
-    """`trusted`: the network to other trusted nodes may carry the ranks' collectives, which are not
-    encrypted. Empty: WPGs do not span this node and others. Without effect if `host` is empty."""
-    was_fenced: bool = False
-    """The agent has ended its workers, because its lease had run out while it was cut off."""
-    machine: str = ""
-    """The machine on which the agent runs; another one cannot be this node as long as its lease
-    lasts. Empty: the scheduler's own, or unknown."""
-    gpu_kind: str = ""
-    """Name of its GPUs, as the driver prints it; empty: they are virtual, and workers compute on
-    the CPU."""
-    speed: float = 0.0
-    """Speed of training relative to other nodes; 0: by the names of its GPUs and its type."""
-
-
-class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """A live worker process, as an agent reports it when it connects."""
-
-    deployment: DeploymentId
-    rank: int
-    incarnation: int
-    address: str
-
-
 class NodeLost(Event, frozen=True, kw_only=True):
     """The agent's connection ended and its grace period is over; its workers count as dead."""
 
     node: NodeId
-
-
-class RouterJoined(Event, frozen=True, kw_only=True):
-    """A router connected, for the first time or again."""
-
-    router: RouterId
 
 
 class RouterLost(Event, frozen=True, kw_only=True):
@@ -273,44 +243,6 @@ class DeploymentEnded(Event, frozen=True, kw_only=True):
     controller: str = ""
 
 
-class StateResidency(msgspec.Struct, frozen=True, kw_only=True):
-    """The tiers of a deployment's newest version on a node."""
-
-    deployment: DeploymentId
-    host_bytes: int
-    nvme_bytes: int
-    """Bytes that only NVMe holds, not host memory."""
-
-
-class StateReported(Event, frozen=True, kw_only=True):
-    """A node's StateManager moved state between its tiers; deployments that are not named did not
-    change."""
-
-    node: NodeId
-    states: tuple[StateResidency, ...]
-
-
-class WorkerReady(Event, frozen=True, kw_only=True):
-    """A worker process of this incarnation accepts connections; its GPU holds no state yet."""
-
-    deployment: DeploymentId
-    rank: int
-    incarnation: int
-    address: str
-
-
-class WorkerExited(Event, frozen=True, kw_only=True):
-    """A worker process of this incarnation ended."""
-
-    deployment: DeploymentId
-    rank: int
-    incarnation: int
-    reason: str
-    """Exit code or signal, and the last line of its log if there is one."""
-    code: str = ""
-    """Code of the error that ended the process, if it reported one."""
-
-
 class StateMigrated(Event, frozen=True, kw_only=True):
     """A node's StateManager fetched a version, or failed to."""
 
@@ -360,63 +292,6 @@ class OperationCancelled(Event, frozen=True, kw_only=True):
     controller: str = ""
     rows: tuple[int, ...] | None = None
     """Only these rows of a generation. None: the whole operation."""
-
-
-class StateMoved(msgspec.Struct, frozen=True, kw_only=True):
-    """What a WPG's load or offload moved."""
-
-    bytes_moved: int
-    """Bytes of all ranks together."""
-    tier: str
-    """`host` or `nvme`: the slowest tier that a rank's state came from, or went to."""
-    prefetched_bytes: int = 0
-    """Bytes of these that a load found on the device, copied during the offload before it."""
-    prefetch_s: float = 0.0
-    """Duration of those copies."""
-
-
-class OperationFinished(Event, frozen=True, gc=False):
-    """A WPG completed a run of an operation on all its ranks."""
-
-    operation: OperationId
-    token: FencingToken
-    """Token of the run's command; a report with another token belongs to an earlier run, and is
-    ignored."""
-    compute_s: float
-    """Seconds on the slowest rank."""
-    result: BlobRef | None = None
-    result_json: str = "{}"
-    """Small results and measurements; the core does not read them."""
-    moved: StateMoved | None = None
-    """What a load or offload moved; None if the workers did not report it."""
-    transfer_s: float = 0.0
-    """Seconds in the router, without `compute_s`: splitting, sending, joining, storing."""
-    result_bytes: int = 0
-    error_json: str = ""
-    """`PlexRLError.to_wire()` as JSON, of a mutation that changed the state in another way than
-    requested, such as a step that dropped its gradients. The mutation is replayed like any other.
-    Empty: it succeeded."""
-    trainer_step: int | None = None
-    """Optimizer steps in the weights after a step, checkpoint, sync or publish; None if the workers
-    did not report it."""
-    unfinished_rows: int = 0
-    """For a generation that was interrupted: rows that are to be continued from `result`. 0: the
-    result is whole."""
-    peak_bytes: int = 0
-    """Most memory of torch's allocator on a GPU during the run, which excludes the arenas. 0: not
-    measured."""
-
-
-class OperationFailed(Event, frozen=True, kw_only=True):
-    """A run ended without completing."""
-
-    operation: OperationId
-    token: FencingToken
-    error_json: str
-    """`PlexRLError.to_wire()` as JSON."""
-    state_intact: bool
-    """True: the WPG's state did not change, and the caller gets the error. False: a rank's state
-    may have changed, or a rank hangs; the WPG is restarted from its last complete version."""
 
 
 class TimerFired(Event, frozen=True, kw_only=True):

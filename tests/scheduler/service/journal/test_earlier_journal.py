@@ -75,6 +75,12 @@ def test_jobs_and_operations_are_shown_as_before(earlier: Earlier, core: Schedul
     for each in (*found["operations"], *expected["operations"]):
         # How it is estimated and told may change; what has happened does not.
         del each["explanation"]
+    for job in found["jobs"]:
+        # Shown since.
+        assert job.pop("controller_timeout_s") > 0
+        for each in job["deployments"]:
+            groups = each.pop("groups")
+            assert groups == ([] if each["group"] is None else [each["group"]])
     assert found == expected
 
 

@@ -336,10 +336,10 @@ def test_the_recorded_history_keeps_the_invariants_and_leaves_nothing() -> None:
     assert any(isinstance(each.event, ev.WorkerExited) for each in history)
     assert len([each for each in history if with_run(OperationKind.OFFLOAD)(each)]) > 10
     checker = check(history)
-    left = (checker._jobs, checker._deployments, checker._locks, checker._running)
-    assert left == ({}, {}, {}, {})
-    assert not checker._occupancy._members
-    assert not checker._occupancy._owners
+    assert (checker._jobs, checker._deployments, checker._running) == ({}, {}, {})
+    assert not any(checker._occupancy._residents)
+    assert not checker._gpu_states.runner.any()
+    assert not checker._gpu_states.resident.any()
 
 
 @pytest.mark.parametrize(
