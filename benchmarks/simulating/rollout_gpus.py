@@ -6,9 +6,9 @@ The jobs, the cluster and the baseline are those of `benchmarks/simulating/clust
 eighth of the cycles; switches take 8 s where nothing else is said. Rows are `spread+backfill` with
 rollouts
 
-* on their `own` GPUs; `shared` with other deployments, as a live deployment with `shares_gpus`;
-* `colocated`: a model of what the live scheduler does not do. A job trains on the GPUs of its
-  rollouts and on others, and shares only the others.
+* on their `own` GPUs;
+* `shared`, as a live deployment with `shares_gpus`: a training lies on its own rollouts' GPUs and
+  on others, in the gaps of other trainings.
 
 *R < T*: with the GPUs of PlexRL Tab. 1, as far as it has them (`plexrl.traces.generate.published`).
 *R = T*: rollouts have as many GPUs as the training, so that a rollout can have the group of its own
@@ -106,9 +106,7 @@ class Case:
 CASES = {
     "own": Case(rollouts="own"),
     "shared": Case(rollouts="shared"),
-    "colocated": Case(rollouts="colocated"),
-    "colocated, switch of 2 s": Case(rollouts="colocated", switch_s=2.0),
-    f"colocated, {ALONE}": Case(rollouts="colocated", policy=ALONE),
+    "shared, switch of 2 s": Case(rollouts="shared", switch_s=2.0),
     "R = T, own": Case(rollouts="own", scaling=0.0),
     **{
         f"R = T, {name}, shared": Case(rollouts="shared", scaling=scaling)
@@ -121,7 +119,7 @@ CASES = {
 FIGURES = {
     "shared_rollouts": "shared",
     "shared_rollouts_stale": "stale, shared",
-    "colocated": "colocated",
+    "shared_rollouts_2s": "shared, switch of 2 s",
     "shared_rollouts_scaled": "R = T, as well, shared",
 }
 """Of each figure the case."""

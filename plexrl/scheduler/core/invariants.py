@@ -62,7 +62,8 @@ def _check_groups(state: State, deployment: Deployment) -> None:
         return
     gpus = [(gpu.node, gpu.gpu) for group in groups for gpu in group.gpus]
     assert [(rank.node, rank.gpu) for rank in deployment.ranks] == gpus, f"{name}: its ranks"
-    assert all(name in (*each.members, *each.fillers) for each in groups), f"{name} is no member"
+    is_there = [name in each.members or name in each.fillers for each in groups]
+    assert all(is_there), f"{name} is no member"
     held = [each for each in groups if each.holder == name]
     assert len(held) in (0, len(groups)), f"{name} holds some of its groups"
     assert len({each.token for each in held}) < 2, f"{name} has several tokens"

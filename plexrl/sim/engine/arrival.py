@@ -25,8 +25,6 @@ def new_run(
     )
     if scenario.places_rollouts and job.rollout_gpus:
         run.rollouts = Rollouts(run)
-        if scenario.rollouts == "colocated" and not run.staleness:
-            run.train_on_rollout_gpus(run.rollouts)
     return run
 
 

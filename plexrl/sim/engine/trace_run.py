@@ -42,7 +42,6 @@ from plexrl.sim.workload.job_run import (
     Workers,
     demand_of,
     rollout_demand_of,
-    swap_s,
 )
 from plexrl.sim.workload.policies import sim_policy
 from plexrl.sim.workload.scenario import NodeType, Scenario
@@ -262,9 +261,8 @@ class TraceRun:
         found = self.shell.core.deployment_view(run.deployment, self.shell.now)
         if found["group"] is None:
             self._leave(run)
-        else:
-            gpus = tuple((rank["node"], rank["gpu"]) for rank in found["ranks"])
-            self._put(run, found["group"], gpus)
+            return
+        self._put(run, found["group"], tuple((str(r["node"]), r["gpu"]) for r in found["ranks"]))
 
     def _put(self, run: Workers, group: str, gpus: tuple[tuple[str, int], ...]) -> None:
         now = self.shell.now
@@ -350,7 +348,7 @@ class TraceRun:
         self._states.forget(run.deployment)
         self._faults.job_ended(run.deployment)
         self._leave(run)
-        worked_gpu_s = (run.gpus + run.beside_gpus) * run.worked_s
+        worked_gpu_s = run.gpus * run.worked_s
         if run.rollouts is not None:
             del self._rollouts[run.rollouts.deployment]
             self._states.forget(run.rollouts.deployment)
@@ -379,8 +377,7 @@ class TraceRun:
         run = self._workers(command.deployment)
         if run is None:
             return
-        gpus = tuple((str(rank.node), rank.gpu) for rank in command.ranks)
-        self._put(run, command.group, gpus)
+        self._put(run, command.group, tuple((str(r.node), r.gpu) for r in command.ranks))
         self._states.launched(command, run.state_bytes)
         run.incarnation = command.incarnation
         if isinstance(run, JobRun):
@@ -395,8 +392,6 @@ class TraceRun:
         run.speed_max = max(run.speed_max, run.speed) if run.placed_at is not None else run.speed
         if run.placed_at is None:
             run.placed_at = run.cycle_began_at = self.shell.now
-            if run.rollouts is not None and run.beside_gpus:
-                run.swap_s = swap_s(run, run.rollouts, self._costs)
             run.start_clocks(self.scenario, self._costs, self._config)
             self._collector.job_placed(run.trace.job_id, self.shell.now)
 
@@ -495,10 +490,6 @@ class TraceRun:
         began_at, now, job = run.run_began_at, self.shell.now, run.owner
         ran, part = self._collector.ran, run.rollout_part
         ran(command.group, job.job_id, run.gpus, run.run_kind, began_at, now, part)
-        if run.run_kind == "run" and job.beside_gpus and job.rollouts is not None:
-            beside = job.rollouts
-            gpus, part = job.beside_gpus, beside.rollout_part
-            ran(beside.group, job.job_id, gpus, "run", began_at, now, part)
 
 
 def _node_types(scenario: Scenario) -> dict[str, NodeType]:

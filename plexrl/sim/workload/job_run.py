@@ -198,10 +198,6 @@ class JobRun(WorkerGroup):
         self.rolling = False
         self.trained = 0
         """Cycles that are over."""
-        self.beside_gpus = 0
-        """GPUs of its rollouts on which it trains, too."""
-        self.swap_s = 0.0
-        """Duration of a switch on these between rollouts and training."""
         self.worked_s = 0.0
         """Training seconds of the completed cycles, without work repeated after failures."""
         self.rolled_s = 0.0
@@ -223,13 +219,6 @@ class JobRun(WorkerGroup):
         """The job: itself, as for `Rollouts`."""
         # A property, because a job that is a cycle of references is not freed when it ends.
         return self
-
-    def train_on_rollout_gpus(self, rollouts: Rollouts) -> None:
-        """Take a part of the GPUs for training from the rollouts, if that leaves any."""
-        if rollouts.gpus < self.gpus:
-            self.beside_gpus = rollouts.gpus
-            self.state_bytes = round(self.state_bytes * (1.0 - rollouts.gpus / self.gpus))
-            self.gpus -= rollouts.gpus
 
     @property
     def may_roll(self) -> bool:
@@ -324,15 +313,6 @@ def alone_clock(
         snapshot_s=costs.offload_s(*where),
         snapshots_after=config.snapshot_operations,
         snapshots_after_s=config.snapshot_work_s,
-    )
-
-
-def swap_s(run: JobRun, rollouts: Rollouts, costs: "MoveCosts") -> float:
-    """Duration of a switch between the rollouts of a job and the part of its training beside."""
-    part = round(run.state_bytes * run.beside_gpus / run.gpus)
-    where = run.node_type
-    return costs.offload_s(where, rollouts.state_bytes, rollouts.gpus) + costs.load_s(
-        where, part, run.beside_gpus
     )
 
 

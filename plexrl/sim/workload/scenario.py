@@ -183,13 +183,10 @@ class Failures:
 
 Detail = Literal["burst", "operation"]
 
-RolloutGpus = Literal["outside", "own", "shared", "colocated"]
+RolloutGpus = Literal["outside", "own", "shared"]
 """Where rollouts run. `outside` of the cluster, never short. On GPUs of the cluster, placed by the
-scheduler together with the training: on their `own`; `shared` with other deployments as the policy
-decides (`shares_gpus`); or `colocated`: a job trains on the GPUs of its rollouts and on others,
-which alone it shares. `colocated` is a model of what a scheduler could do that locks two groups at
-once; ours does not. It is for synchronous jobs with more GPUs for training than for rollouts;
-others have their own."""
+scheduler together with the training: on their `own`, or `shared` with the training and with other
+deployments as the policy decides (`shares_gpus`)."""
 ROLLOUT_GPUS: tuple[RolloutGpus, ...] = get_args(RolloutGpus)
 
 

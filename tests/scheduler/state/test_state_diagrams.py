@@ -18,5 +18,9 @@ def test_a_diagram_has_an_edge_for_each_pair_of_states() -> None:
         "    switching --> held: handed_over, switch_ended",
         "    held --> free: released",
         "    switching --> free: released",
+        "    free --> awaited: switch_began",
+        "    switching --> awaited: vacated",
+        "    awaited --> held: handed_over",
+        "    awaited --> free: switch_ended",
         "```",
     ]

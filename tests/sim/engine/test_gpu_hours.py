@@ -18,7 +18,7 @@ from tests.sim.engine.test_run_properties import Jobs, scenarios
 @settings(max_examples=examples(12), deadline=None)
 @given(
     scenarios(),
-    st.sampled_from(["outside", "own", "shared", "colocated"]),
+    st.sampled_from(["outside", "own", "shared"]),
     st.sampled_from(["", "faults", "fillers", *UNSHARED]),
 )
 def test_the_gpu_hours_sum_to_those_of_the_cluster_and_none_is_below_0(

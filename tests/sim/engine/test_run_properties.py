@@ -175,7 +175,7 @@ def rules_in(case: Scenario) -> Scenario:
 
 
 @settings(max_examples=50, deadline=None)
-@given(scenarios(), st.booleans(), st.sampled_from(["outside", "own", "shared", "colocated"]))
+@given(scenarios(), st.booleans(), st.sampled_from(["outside", "own", "shared"]))
 def test_no_policy_drains_before_the_bound_and_no_job_is_faster_than_alone(
     scenario: Scenario, is_unshared: bool, rollouts: str
 ) -> None:

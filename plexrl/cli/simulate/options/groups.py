@@ -32,7 +32,7 @@ class SimulatedClusterOptions:
         typer.Option(
             help="Where rollouts run, on as many GPUs as each job requests: `outside` of the "
             "cluster, never short; on GPUs of the cluster that are their `own`; `shared` with "
-            "other deployments; `colocated` with their training (docs/simulating.md)."
+            "their training and other deployments (docs/simulating.md)."
         ),
     ] = "outside"
     fill_valleys: Annotated[

@@ -66,6 +66,8 @@ def shapes(
     *,
     or_larger: bool = False,
 ) -> list[Shape]:
+    """The shapes of groups that the deployment could join, of `gpus` GPUs (default: its own number)
+    or, with `or_larger`, of more; with `speed` only those on nodes of this speed."""
     need, inventory = need_of(deployment), cluster.inventory
     return [
         shape
@@ -84,6 +86,7 @@ def is_alike(shape: Shape, group: Group) -> bool:
 
 
 def is_divisible(cluster: Cluster, table: ShapeTable, row: int) -> bool:
+    """Whether the group in the row may be divided."""
     group = table.groups[row]
     assert group is not None, "a free row has capacity"
     return may_divide(cluster.state, cluster.state.groups[group])
@@ -141,10 +144,12 @@ def unions(
 
 
 def rolls_out(state: State, group: Group) -> bool:
+    """Whether a member of the group is a rollout."""
     return any(state.deployments[name].kind == "rollout" for name in group.members)
 
 
 def footprints_of(cluster: Cluster, union: Sequence[Group]) -> dict[DeploymentId, Footprint]:
+    """The footprints of all members of these groups."""
     found: dict[DeploymentId, Footprint] = {}
     for group in union:
         found |= cluster.inventory.index.slots(group.group).footprints

@@ -62,8 +62,6 @@ class Controllers:
         begins_at = self._shell.now
         if run.rolled == run.trained + run.staleness and begins_at < run.answered_at:
             begins_at = run.answered_at
-        if run.trained:
-            begins_at += run.swap_s
         rollout_s = run.begin_rollout()
         if run.rollouts is None:
             self._shell.at(begins_at + rollout_s, self.rollout_ended, run)
@@ -99,7 +97,7 @@ class Controllers:
 
     def _train(self, run: JobRun) -> None:
         run.begin_cycle()
-        begins_at = max(run.answered_at, self._shell.now + run.swap_s)
+        begins_at = run.answered_at
         if self._shell.now < begins_at:
             self._shell.at(begins_at, self._submit, run)
         else:

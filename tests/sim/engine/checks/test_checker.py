@@ -129,12 +129,6 @@ def first_event(history: History, kind: type[ev.Event], after: int = 0) -> int:
 # What a mutation does to a history that keeps the laws, and the law that it breaks.
 
 
-def two_groups_on_a_gpu(history: History) -> None:
-    launches = [at for at, each in enumerate(history) if commands_of(each, cmd.LaunchWorkers)]
-    at = launches[1]
-    changed_command(history, at, commands_of(history[at], cmd.LaunchWorkers)[0], group="other")
-
-
 def one_gpu_twice(history: History) -> None:
     at = find(history, lambda entry: commands_of(entry, cmd.LaunchWorkers))
     launch = commands_of(history[at], cmd.LaunchWorkers)[0]
@@ -295,7 +289,6 @@ def a_job_that_never_ends(history: History) -> None:
 
 MUTATIONS: dict[str, tuple[Callable[[History], None], ...]] = {
     "over-commit": (
-        two_groups_on_a_gpu,
         one_gpu_twice,
         a_gpu_that_no_node_has,
         a_node_that_never_came,
