@@ -149,7 +149,7 @@ def _deployments(deployments: list[PlacedDeploymentView], slo: float) -> None:
     cells: Cells = {
         "deployment": lambda each: each["deployment"].rpartition("/")[2],
         "state": "state",
-        "group": lambda each: each["group"] or "none",
+        "groups": lambda each: " ".join(each["groups"]) or "none",
         "nodes": lambda each: ", ".join(each["nodes"]),
         "topology": "topology",
         "mode": lambda each: each.get("way"),

@@ -97,10 +97,11 @@ def _states(given: list[str] | None) -> frozenset[str]:
 
 
 def _show_one(found: dict[str, Any], output: Output) -> None:
-    fields = ("kind", "state", "residency", "group", "workers", "pending")
+    fields = ("kind", "state", "residency", "groups", "workers", "pending")
     cells: Cells = {
         "deployment": lambda each: each["deployment"].rpartition("/")[2],
         **{field: field for field in fields},
+        "groups": lambda each: " ".join(each["groups"]) or "-",
         "waits": lambda each: (
             "-" if each["waiting_part"] is None else f"{each['waiting_part']:.0%}"
         ),

@@ -18,6 +18,7 @@ from plexrl.scheduler.placement.capacity.needs import (
 from plexrl.scheduler.placement.capacity.node_pool import fabric_note, kind_of
 from plexrl.scheduler.placement.choice.search import find, fitting, nearest
 from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.contention.colocation import own_rollout_groups
 from plexrl.scheduler.placement.contention.service_level import is_tight, waiting_bound
 from plexrl.scheduler.placement.fit.feasibility import gang_of, why_impossible
 from plexrl.scheduler.placement.placement import modes
@@ -244,6 +245,9 @@ def _attempt(
             why += f"; {len(cluster.inventory.draining)} nodes are being drained"
         return {"way": mode.value, "free_gpus": free, "why": why}
     counts = _census(cluster, deployment)
+    if mode == PlacementMode.SPANNING:
+        why = _why_not_spanning(cluster, deployment)
+        return {"way": mode.value, **counts, "over_slo": False, "why": why}
     refused = [f"{counts[name]} {words}" for name, words in _REFUSALS if counts[name]]
     open_count, over_slo = counts["open"], False
     own = f"{waiting_bound(cluster.state, cluster.settings, deployment):.0%} for this one"
@@ -285,6 +289,18 @@ def _attempt(
     groups = f"{counts['groups']} groups of {deployment.workers} GPUs"
     why = groups + (": " + ", ".join(refused) if refused else "")
     return {"way": mode.value, **counts, "over_slo": over_slo, "why": why}
+
+
+def _why_not_spanning(cluster: Cluster, deployment: Deployment) -> str:
+    own = own_rollout_groups(cluster, deployment)
+    if not own:
+        return "none of its job's rollouts has GPUs that it could use, too"
+    rest = deployment.workers - sum([len(group.gpus) for group in own])
+    free = cluster.inventory.pool.free_gpus(deployment.node_type)
+    return (
+        f"beside the GPUs of its job's rollouts it needs {rest} more: {free} are free, and in no "
+        "group has it time so that nobody waits for a greater part of its time than its job accepts"
+    )
 
 
 def _census(cluster: Cluster, deployment: Deployment) -> Census:

@@ -265,9 +265,8 @@ class TraceRun:
         self._put(run, found["group"], tuple((str(r["node"]), r["gpu"]) for r in found["ranks"]))
 
     def _put(self, run: Workers, group: str, gpus: tuple[tuple[str, int], ...]) -> None:
-        now = self.shell.now
-        self._groups.put(run, group, gpus, now)
-        self._collector.nodes_taken(run.deployment, tuple(dict(gpus)), now)
+        self._groups.put(run, group, gpus, self.shell.now)
+        self._collector.nodes_taken(run.deployment, tuple(dict(gpus)), self.shell.now)
 
     def _leave(self, run: Workers) -> None:
         self._groups.remove(run, self.shell.now)
