@@ -2,7 +2,8 @@
 united with its neighbour where no member needs the border (PlexRL §4.3).
 
 Both change only how the same GPUs are divided. The members of a group are then members of both
-parts, which they hold or not at the same time, under the same token; their ranks stay. So that the
+parts, which they hold or not at the same time, under the same token. Their ranks stay, and so does
+the name of the group of their first ranks, under which their workers were started. So that the
 number of groups stays small, a part is taken from an end of the group, on the fewest nodes, and a
 deployment is on at most `SPAN_MAX` groups.
 """
@@ -30,19 +31,21 @@ def may_divide(state: State, group: Group) -> bool:
 
 
 def divide(cluster: "Cluster", group: Group, count: int, now: float) -> Group:
-    """Divide `group`; returns the new group of `count` of its GPUs, which are fewer than all."""
+    """Divide `group`; returns the one with `count` of its GPUs, which are fewer than all. The part
+    with the first GPUs keeps its name."""
     state = cluster.state
     assert 0 < count < len(group.gpus), f"{count} GPUs are no part of {group.group}"
     settle_group(state, group, now)
     cluster.inventory.leave(group)
     ends = group.gpus[:count], group.gpus[-count:]
     is_first = len({gpu.node for gpu in ends[0]}) <= len({gpu.node for gpu in ends[1]})
+    border = count if is_first else -count
     state.groups_made += 1
-    part = replace(
+    second = replace(
         group,
         group=GroupId(f"g{state.groups_made}"),
         serial=state.groups_made,
-        gpus=_numbered(ends[0] if is_first else ends[1]),
+        gpus=_numbered(group.gpus[border:]),
         members=list(group.members),
         fillers=[],
         shares=dict(group.shares),
@@ -50,13 +53,12 @@ def divide(cluster: "Cluster", group: Group, count: int, now: float) -> Group:
         switches=0,
         switch_seconds=0.0,
     )
-    group.gpus = _numbered(group.gpus[count:] if is_first else group.gpus[:-count])
-    state.groups[part.group] = part
-    both = (part.group, group.group) if is_first else (group.group, part.group)
+    group.gpus = _numbered(group.gpus[:border])
+    state.groups[second.group] = second
     for name in group.members:
-        _replace(state, name, (group.group,), both)
-    cluster.inventory.enter_again([group, part])
-    return part
+        _replace(state, name, (group.group,), (group.group, second.group))
+    cluster.inventory.enter_again([group, second])
+    return group if is_first else second
 
 
 def unite_all(cluster: "Cluster", names: tuple[GroupId, ...], now: float) -> tuple[GroupId, ...]:
@@ -100,21 +102,18 @@ def _unite(cluster: "Cluster", one: Group, other: Group, now: float) -> Group:
     state = cluster.state
     on = state.deployments[one.members[0]].groups
     first, second = (one, other) if on.index(one.group) < on.index(other.group) else (other, one)
-    stays, goes = (one, other) if one.serial < other.serial else (other, one)
     for each in (one, other):
         settle_group(state, each, now)
         cluster.inventory.leave(each)
-    both = first.group, second.group
-    gpus = _numbered(first.gpus + second.gpus)
-    for name in stays.members:
-        _replace(state, name, both, (stays.group,))
-    stays.gpus = gpus
-    stays.is_closed = stays.is_closed or goes.is_closed
-    stays.alone_since = max(stays.alone_since, goes.alone_since)
-    state.former_switches += goes.switches
-    del state.groups[goes.group]
-    cluster.inventory.enter_again([stays])
-    return stays
+    for name in first.members:
+        _replace(state, name, (first.group, second.group), (first.group,))
+    first.gpus = _numbered(first.gpus + second.gpus)
+    first.is_closed = first.is_closed or second.is_closed
+    first.alone_since = max(first.alone_since, second.alone_since)
+    state.former_switches += second.switches
+    del state.groups[second.group]
+    cluster.inventory.enter_again([first])
+    return first
 
 
 def _replace(

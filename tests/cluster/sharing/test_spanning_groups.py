@@ -90,3 +90,23 @@ def test_trainings_that_span_groups_and_a_small_job_in_one_come_out_as_alone(
         assert checkpoint_weights(actor) == small
         for each in (one, two):
             assert (each.history, checkpoint_weights(each.actor)) == expected[each.seed]
+
+
+@pytest.mark.slow
+def test_a_small_job_takes_a_part_of_a_running_trainings_gpus(four_gpus: plexrl.Cluster) -> None:
+    small = small_weights(four_gpus)
+    with four_gpus.create_job("alone") as job:
+        alone = job.train_deployment("actor", MODEL, workers=4, exclusive=True)
+        for step in range(STEPS):
+            train(alone, step)
+        large = checkpoint_weights(alone)
+    with four_gpus.create_job("large") as job, four_gpus.create_job("small") as other:
+        wide = job.train_deployment("actor", MODEL, workers=4, trace=busy(0.0, 2.0))
+        train(wide, 0).result(120)
+        narrow = other.train_deployment("actor", MODEL, workers=1, trace=busy(10.0, 2.0))
+        train(narrow, 0)
+        train(wide, 1)
+        train(narrow, 1)
+        assert checkpoint_weights(wide) == large
+        assert checkpoint_weights(narrow) == small
+        assert gpus(narrow) < gpus(wide)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -220,8 +221,11 @@ def test_a_second_interrupt_at_a_terminal_cancels(
             errors += os.read(ours, 4096).decode()
         process.send_signal(signal.SIGINT)
         process.wait(60)
+    os.set_blocking(ours, False)
+    with suppress(BlockingIOError):
+        errors += os.read(ours, 65536).decode()
     job = cluster.attach_job(name, heartbeat=False)
-    wait_until(lambda: job.status()["ended_at"] is not None, "the job lives")
+    wait_until(lambda: job.status()["ended_at"] is not None, f"{name} lives: {errors}")
     assert job.status()["state"] == "CANCELLED"
 
 

@@ -100,9 +100,9 @@ def spanning_cluster(**changes: object) -> FakeCluster:
     cluster.start_node(gpus=2)
     cluster.job("large", tenant="large")
     cluster.deploy("large/actor", workers=2, trace=busy(0.2))
-    for number, at in enumerate((40.0, 70.0)):
+    for number, at in enumerate((30.0, 55.0)):
         cluster.job(f"s{number}", tenant=f"s{number}")
-        trace = busy(0.1, offset_s=at)
+        trace = busy(0.4, offset_s=at)
         cluster.deploy(f"s{number}/actor", workers=1, trace=trace)
     cluster.settle()
     return cluster
@@ -138,6 +138,24 @@ def test_a_member_of_several_groups_is_not_starved_by_streams_of_small_ones() ->
                 cluster.execute(run)
     cluster.settle()
     assert all(cluster.state_of(f"s1:{number}") == "finished" for number in range(40))
+
+
+def test_the_workers_of_a_divided_group_keep_the_name_of_theirs() -> None:
+    cluster = FakeCluster(policy="spread+backfill")
+    cluster.start_node(gpus=2)
+    cluster.job("large")
+    cluster.deploy("large/actor", workers=2, trace=busy(0.2))
+    cluster.settle()
+    started_in = placed(cluster, "large/actor").group
+    for name in ("s0", "s1"):
+        cluster.job(name)
+        cluster.deploy(f"{name}/actor", workers=1, trace=busy(0.1, offset_s=50.0))
+        cluster.settle()
+    assert placed(cluster, "large/actor").spans
+    assert placed(cluster, "large/actor").group == started_in
+    cluster.end("s0/actor")
+    cluster.end("s1/actor")
+    assert placed(cluster, "large/actor").groups == (started_in,)
 
 
 def test_a_border_goes_with_the_deployment_that_needed_it() -> None:
