@@ -4,7 +4,9 @@
 2. the higher priority class;
 3. the smaller share of the cluster of the tenant (`fair_shares`);
 4. deployments that have waited beyond `starvation_bound_s`, by time of submission; then the others
-   by response ratio: (wait + expected length) / expected length, the highest first;
+   by response ratio: (wait + expected length) / expected length, the highest first. With
+   `longest_first` the greatest expected length goes first instead, however long others have waited:
+   as in LPT scheduling, short jobs then fill the tail of a backlog;
 5. time of submission, then number in the order of creation.
 
 A long wait therefore helps a job only against jobs of the same tenant and class. Tenants keep the
@@ -52,7 +54,9 @@ def admission_key(
 
 def waiting_ratio(settings: Settings, created_at: float, expected_s: float, now: float) -> float:
     """Response ratio of a deployment that has waited since `created_at`; infinite beyond the
-    starvation bound."""
+    starvation bound. With `longest_first` its expected length."""
+    if settings.config.longest_first:
+        return expected_s
     if now >= starves_at(created_at, settings.config.starvation_bound_s):
         return math.inf
     return ratio_of(now - created_at, expected_s)
@@ -65,6 +69,8 @@ def waiting_ratios(
     now: float,
 ) -> NDArray[np.float64]:
     """`waiting_ratio` of many: [deployments] float64."""
+    if settings.config.longest_first:
+        return expected_s
     ratios = (now - created_at + expected_s) / expected_s
     return np.where(have_starved(settings, created_at, now), math.inf, ratios)
 

@@ -80,7 +80,7 @@ LATER_SETTINGS: dict[str, float | bool | None] = {
 PLANNING = (
     *("policy", "ordering", "anticipation", "horizon_slots", "period_tolerance", "load_max"),
     *("overlap_max", "interference_weight", "starvation_bound_s", "reservations"),
-    "mixed_sizes",
+    *("mixed_sizes", "longest_first"),
     "starvation_ratio",
     *("waiting_part_max", "relief_after_s", "profile_cycles", "drift_tolerance"),
     *("repack_interval_s", "cold_start_patience_s", "burst_hold_s", "burst_max_s"),
@@ -127,6 +127,9 @@ class SchedulerConfig:
     load_max: float = 0.9
     """Maximum sum of duties in a group. Near 1 waiting times grow steeply, and the rest of the time
     must also cover the switches."""
+    longest_first: bool = False
+    """Among waiting jobs of equal class and share the longest expected one goes first: a backlog
+    ends sooner, and short jobs wait longer. Otherwise the highest response ratio."""
     mixed_sizes: bool = True
     """A deployment may share a part of the GPUs of a larger one."""
     overlap_max: float = 2.0

@@ -84,8 +84,8 @@ class TraceRun:
         """`settings`: scheduler settings that replace the policy's."""
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
-        own = {"load_max": scenario.load_max, "starvation_bound_s": scenario.starvation_bound_s}
-        given = {name: value for name, value in own.items() if value is not None}
+        names = ("load_max", "starvation_bound_s", "longest_first")
+        given = {name: value for name in names if (value := getattr(scenario, name)) is not None}
         config = virtual_config(**{**RETENTION, **policy.settings, **given, **(settings or {})})
         handlers = self._handlers()
         if scenario.fills_valleys:

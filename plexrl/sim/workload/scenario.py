@@ -207,6 +207,8 @@ class Scenario:
     """Where rollouts run."""
     fills_valleys: bool = False
     """Preemptible deployments generate in the idle time of all shared groups, without end."""
+    longest_first: bool = False
+    """Waiting jobs get GPUs by their length, the longest first."""
     starvation_bound_s: float | None = None
     """Wait after which a job has a reservation; absent: the scheduler's default."""
     load_max: float | None = None

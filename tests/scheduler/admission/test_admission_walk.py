@@ -262,3 +262,15 @@ def test_few_gangs_of_a_backlog_are_considered(policy: str) -> None:
     placed = {each.job for each in context.state.deployments.values() if each.group}
     cluster.send(ev.JobFinished(job=placed.pop(), outcome="completed"))
     assert len(context.cluster.waiting) == 196
+
+
+def test_the_longest_job_goes_first_if_the_setting_says_so_however_long_others_wait() -> None:
+    cluster = FakeCluster(policy="isolated", longest_first=True)
+    cluster.start_node(GPUS)
+    for job, expected_s in (("running", 60.0), ("short", 60.0), ("long", 7200.0)):
+        cluster.job(job, expected_s=expected_s)
+        cluster.deploy(f"{job}/actor", workers=GPUS)
+        cluster.pass_time(60.0)
+    cluster.send(ev.JobFinished(job="running", outcome="completed"))
+    deployments = cluster.core._context.state.deployments.values()
+    assert [each.job for each in deployments if each.group] == ["long"]

@@ -55,6 +55,13 @@ class SimulatedClusterOptions:
             "--nodes; default: one pool."
         ),
     ] = None
+    longest_first: Annotated[
+        bool,
+        typer.Option(
+            help="Waiting jobs get GPUs by their length, the longest first: a backlog ends sooner, "
+            "and short jobs wait longer (docs/scheduling.md)."
+        ),
+    ] = False
     starvation_s: Annotated[
         float | None,
         typer.Option(

@@ -123,6 +123,7 @@ def scenario(
         fills_valleys=cluster.fill_valleys,
         slo=jobs.job_slo,
         switch_s=cluster.switch_s,
+        longest_first=cluster.longest_first,
         starvation_bound_s=cluster.starvation_s,
         detail=detail(running.detail),
         check=running.check,

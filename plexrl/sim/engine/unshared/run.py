@@ -49,6 +49,7 @@ class UnsharedRun:
             "a price of on-demand nodes": scenario.prices.on_demand is not None,
             "idle time to fill": scenario.fills_valleys,
             "shared GPUs of rollouts": scenario.rollouts == "shared",
+            "order by length": scenario.longest_first,
         }
         if unknown := [name for name, given in what.items() if given]:
             raise InvalidRequestError(
