@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.dispatch.candidates.busy_time import overdue_s
+from plexrl.scheduler.dispatch.candidates.busy_time import last_free_group, overdue_s
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.operations.deadlines.bounds import runs
@@ -56,7 +56,7 @@ def explain(
     if operation.state.is_final:
         return None
     deployment = cluster.state.deployment(operation.deployment)
-    group = cluster.state.group_of(deployment)
+    group = last_free_group(cluster.state, deployment, now)
     holder = None
     if group is not None and group.holder is not None:
         holder = name_for(cluster.state, group.holder, deployment, sees_all=sees_all)

@@ -158,6 +158,18 @@ def test_the_workers_of_a_divided_group_keep_the_name_of_theirs() -> None:
     assert placed(cluster, "large/actor").groups == (started_in,)
 
 
+def test_an_operation_of_several_groups_is_explained_by_the_one_that_is_free_last() -> None:
+    cluster = spanning_cluster()
+    cluster.submit("small", "s1/actor", "optim_step")
+    while cluster.state_of("small") != "running":
+        cluster.execute(cluster.runs[0])
+    cluster.submit("large:0", "large/actor", "optim_step")
+    found = cluster.explanation_of("large:0")
+    assert found["rule"] == "burst"
+    assert found["holder"] is not None
+    assert found["eta_s"] is not None
+
+
 def test_a_border_goes_with_the_deployment_that_needed_it() -> None:
     cluster = spanning_cluster()
     before = placed(cluster, "large/actor").ranks

@@ -33,6 +33,14 @@ def group_free_s(state: State, group: Group, now: float) -> float:
     return max(running_s + queued_s(state, holder, len(holder.queue)), burst_s)
 
 
+def last_free_group(state: State, deployment: Deployment, now: float) -> Group | None:
+    """Of its groups the one that is expected to be free last; None: it has none."""
+    groups = state.groups_of(deployment)
+    if len(groups) < 2:
+        return groups[0] if groups else None
+    return max(groups, key=lambda each: group_free_s(state, each, now))
+
+
 def under_way_s(state: State, deployment: Deployment, now: float) -> float:
     """Estimated seconds until what the deployment runs, or the move of its state, is over."""
     if deployment.moving is not None:
