@@ -440,15 +440,14 @@ class History:
         """End a job that has GPUs and nothing to do; all that has not ended waits for GPUs."""
         state = self.cluster.core._context.state
         for name in unfinished.values():
-            if state.deployments[name].preemptible and state.deployments[name].group is None:
-                # Nobody says that a group of its size ever exists.
-                self._end(name.split("/")[0], "completed")
+            each = state.deployments[name]
+            owner = state.jobs[each.job]
+            # No group of its size, or no other member of its gang, needs to come.
+            if (each.preemptible and not each.groups) or len(owner.deployments) < owner.gang:
+                self._end(owner.job, "completed")
                 return
-        of_waiting = [
-            each
-            for each in state.deployments.values()
-            if each.state == WpgState.WAITING and not each.preemptible
-        ]
+        lasting = (each for each in state.deployments.values() if not each.preemptible)
+        of_waiting = [each for each in lasting if each.state == WpgState.WAITING]
         waiting = {each.job for each in of_waiting}
         busy = {state.deployments[name].job for name in unfinished.values()}
         needs = {job: sum(e.workers for e in of_waiting if e.job == job) for job in waiting}
