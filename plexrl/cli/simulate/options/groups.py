@@ -58,8 +58,9 @@ class SimulatedClusterOptions:
     longest_first: Annotated[
         bool,
         typer.Option(
+            "--longest-first",
             help="Waiting jobs get GPUs by their length, the longest first: a backlog ends sooner, "
-            "and short jobs wait longer (docs/scheduling.md)."
+            "and short jobs wait longer (docs/scheduling.md).",
         ),
     ] = False
     starvation_s: Annotated[
