@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import check_numbers
 from plexrl.wire.operations import LossSpec, Reduction
 
 
@@ -227,8 +228,9 @@ def dpo_weights(
     the reference.
 
     Raises:
-        InvalidRequestError: the rows are no pairs, or lengths differ.
+        InvalidRequestError: the rows are no pairs, lengths differ, or `beta` is out of range.
     """
+    check_numbers("loss", {"beta": beta})
     rows = len(logprobs)
     lengths = [[len(row) for row in values] for values in (logprobs, ref_logprobs, mask)]
     if rows % 2 or not rows or lengths[0] != lengths[1] or lengths[0] != lengths[2]:

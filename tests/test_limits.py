@@ -112,12 +112,17 @@ GROUP_OF: dict[str, str] = {
     "TrainDeployment.save_checkpoint": "save_checkpoint",
     "connect": "connection",
     "connect_async": "connection",
+    "cispo": "loss",
     "dapo": "loss",
     "decoupled_ppo": "loss",
+    "dpo_weights": "loss",
+    "dr_grpo": "loss",
     "grpo": "loss",
+    "gspo": "loss",
     "last_number": "answers",
     "numeric": "answers",
     "ppo": "loss",
+    "reinforce": "loss",
     "tiny_qwen2": "model",
 }
 """The groups of what takes numbers: a function, a method, or a class whose fields they are."""

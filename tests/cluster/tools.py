@@ -39,6 +39,14 @@ def process_of(embedded: EmbeddedCluster, module: str) -> psutil.Process:
     return found[0]
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Whether the process runs no more; it may wait for its parent to notice."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 AnyDeployment = plexrl.TrainDeployment | plexrl.RolloutDeployment | plexrl.ReferenceDeployment
 
 

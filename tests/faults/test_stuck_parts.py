@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from plexrl.process.children.pulse import STUCK_S
+from tests.cluster.tools import has_ended
 from tests.faults.live import LiveCluster, wait_until
 from tests.faults.test_faults import PARTS, assert_same, begin
 
@@ -29,11 +30,6 @@ def stop(process: psutil.Process, seconds: float) -> None:
         process.resume()
 
 
-def is_over(process: psutil.Process) -> bool:
-    """Whether the very process has ended."""
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
 @pytest.mark.parametrize("seconds", [SHORT_S, LONG_S, FOR_EVER])
 @pytest.mark.parametrize("module", PARTS)
 def test_stopped_part(
@@ -47,9 +43,9 @@ def test_stopped_part(
     process = cluster.part(module)
     stop(process, seconds)
     if seconds < STUCK_S:
-        assert not is_over(process), "it was replaced"
+        assert not has_ended(process), "it was replaced"
     else:
-        wait_until(lambda: is_over(process), "it was not replaced", 3 * STUCK_S)
+        wait_until(lambda: has_ended(process), "it was not replaced", 3 * STUCK_S)
     assert_same(cluster.weights(), undisturbed)
 
 
@@ -61,5 +57,5 @@ def test_stopped_worker_whose_other_rank_waits_in_a_collective(
     process = cluster.worker(chance.randrange(16))
     stop(process, seconds)
     if seconds > STUCK_S:
-        wait_until(lambda: is_over(process), "it was not replaced", 3 * STUCK_S)
+        wait_until(lambda: has_ended(process), "it was not replaced", 3 * STUCK_S)
     assert_same(cluster.weights(), undisturbed)

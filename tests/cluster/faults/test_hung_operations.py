@@ -16,6 +16,7 @@ from tests.cluster.join.machines import Running
 from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,
+    has_ended,
     rank_process,
     train,
     wait_until,
@@ -97,7 +98,8 @@ def test_an_overdue_operation_is_named_and_its_workers_replaced(
             assert "overdue for" in json.dumps(job.explain())
             rest = controller.submit(lambda: [future.result() for future in futures])
             wait_until(
-                lambda: not any(_is_there(process) for process in stopped), "they were not replaced"
+                lambda: not any(not has_ended(process) for process in stopped),
+                "they were not replaced",
             )
             rest.result()
         finally:
@@ -111,7 +113,3 @@ def test_an_overdue_operation_is_named_and_its_workers_replaced(
 
 def _conditions(cluster: plexrl.Cluster) -> list[ConditionView]:
     return [each for each in cluster.status()["conditions"] if each["code"] == CODE]
-
-
-def _is_there(process: psutil.Process) -> bool:
-    return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE

@@ -22,6 +22,7 @@ from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,
+    has_ended,
     some_batch,
     wait_until,
 )
@@ -76,7 +77,7 @@ def kill_router(two: EmbeddedCluster, index: int) -> None:
 
     wait_until(look, f"there is no router {index}")
     os.kill(found[0].pid, signal.SIGKILL)
-    wait_until(lambda: not found[0].is_running() or found[0].status() == "zombie", "it lives")
+    wait_until(lambda: has_ended(found[0]), "it lives")
 
 
 def train(actor: plexrl.TrainDeployment, step: int) -> plexrl.Future[plexrl.StepResult]:

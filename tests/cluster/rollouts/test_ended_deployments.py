@@ -11,7 +11,7 @@ import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.errors import ConflictError, OperationCancelledError, UnknownDeploymentError
 from plexrl.process.folders.folders import Folders
-from tests.cluster.tools import VOCABULARY, process_of, train, wait_until
+from tests.cluster.tools import VOCABULARY, has_ended, process_of, train, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=4)
 LONG = plexrl.SamplingParams(max_tokens=400, seed=1, ignore_eos=True)
@@ -29,10 +29,6 @@ def workers_of(deployment: plexrl.RolloutDeployment) -> list[psutil.Process]:
                 found.append(process)
     assert found, f"nobody listens on {addresses}"
     return found
-
-
-def has_ended(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def state_files(embedded: EmbeddedCluster, deployment: plexrl.TrainDeployment) -> list[Path]:

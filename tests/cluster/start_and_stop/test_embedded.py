@@ -26,7 +26,7 @@ from plexrl.errors import (
     StorageError,
 )
 from plexrl.process.folders.folders import Folders
-from tests.cluster.tools import wait_until
+from tests.cluster.tools import has_ended, wait_until
 
 SCRIPT = """
 import sys
@@ -89,10 +89,6 @@ def supervisor_of(data_dir: Path) -> psutil.Process:
     running = read_endpoint(data_dir)
     assert running is not None
     return psutil.Process(running.pid)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def test_concurrent_scripts_share_one_cluster_that_ends_with_the_last(
