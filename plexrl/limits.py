@@ -142,11 +142,11 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "clip_low": _CLIP,
         "clip_high": _CLIP,
         "kl_coef": Bounds(0, 1e6),
-        "beta": Bounds(0, 1e6),
         "weight_cap": _maybe(Bounds(1e-6, 1e6)),
         "token_range": Bounds(0, 1e6),
         "sequence_range": Bounds(0, 1e6),
     },
+    "preference": {"beta": Bounds(0, 1e6)},
     # Logits of 1e30 divided by 1e-6 still are float32 numbers.
     "sampling": {
         "max_tokens": _COUNT,

@@ -230,7 +230,7 @@ def dpo_weights(
     Raises:
         InvalidRequestError: the rows are no pairs, lengths differ, or `beta` is out of range.
     """
-    check_numbers("loss", {"beta": beta})
+    check_numbers("preference", {"beta": beta})
     rows = len(logprobs)
     lengths = [[len(row) for row in values] for values in (logprobs, ref_logprobs, mask)]
     if rows % 2 or not rows or lengths[0] != lengths[1] or lengths[0] != lengths[2]:

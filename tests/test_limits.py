@@ -115,7 +115,7 @@ GROUP_OF: dict[str, str] = {
     "cispo": "loss",
     "dapo": "loss",
     "decoupled_ppo": "loss",
-    "dpo_weights": "loss",
+    "dpo_weights": "preference",
     "dr_grpo": "loss",
     "grpo": "loss",
     "gspo": "loss",
