@@ -23,10 +23,10 @@ import psutil
 
 from benchmarks.report import report
 from benchmarks.sizes import sized
+from tests.cluster.tools import has_ended
 from tests.faults.live import LiveCluster, wait_until
 from tests.faults.power_cuts import MACHINES, Losses, assert_survived
 from tests.faults.test_faults import PARTS, assert_same, begin
-from tests.faults.test_stuck_parts import is_over
 from tests.hosts.loop_disk import why_no_loop_disk
 from tests.hosts.network import why_impossible
 
@@ -69,7 +69,7 @@ def replaced_after_s(
         process = victim(cluster)
         stopped_at = time.monotonic()
         process.suspend()
-        wait_until(lambda: is_over(process), "it was not replaced", LIMIT_S)
+        wait_until(lambda: has_ended(process), "it was not replaced", LIMIT_S)
         seconds = time.monotonic() - stopped_at
         assert_same(cluster.weights(), undisturbed)
         return seconds
