@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plexrl.ids import GroupId
+from plexrl.scheduler.placement.choice.candidates import spanning
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.waiting.units import Size, Sizes
 from plexrl.scheduler.rules.limits import TOTAL_MAX
@@ -116,10 +117,8 @@ class FitBounds:
 
     def _unions(self, size: Size) -> list[tuple[GroupId, ...]]:
         """The groups of deployments that span several and have this many GPUs or more."""
-        state = self._cluster.state
-        names = {name: None for group in state.groups.values() for name in group.members}
-        spanning = [state.deployments[name] for name in names if state.deployments[name].spans]
-        return [each.groups for each in spanning if each.workers >= size.workers]
+        found = spanning(self._cluster.state)
+        return [each.groups for each in found if each.workers >= size.workers]
 
     def _bound_groups(self, size: Size) -> GroupBound | None:
         config, index = self._cluster.settings.config, self._cluster.inventory.index

@@ -41,6 +41,12 @@ def members_of(groups: Sequence[Group]) -> list[DeploymentId]:
     return list(dict.fromkeys([name for group in groups for name in group.members]))
 
 
+def spanning(state: State) -> list[Deployment]:
+    """The members that are on several groups, in the order of their oldest groups."""
+    members = map(state.deployment, members_of([*state.groups.values()]))
+    return [each for each in members if each.spans]
+
+
 def exclude_own(
     cluster: Cluster, shape: Shape, deployment: Deployment, fits_row: NDArray[np.bool_]
 ) -> None:
@@ -117,10 +123,8 @@ def unions(
     assert trace is not None, "only a trace can be searched for"
     taken = {*deployment.groups, *[group.group for group in beside]}
     found: dict[tuple[GroupId, ...], tuple[float, tuple[Group, ...]]] = {}
-    for name in members_of([*state.groups.values()]):
-        if not state.deployments[name].spans:
-            continue
-        groups = state.groups_of(state.deployments[name])
+    for member in spanning(state):
+        groups = state.groups_of(member)
         union = tuple([each for each in groups if not rolls_out(state, each)])
         names = tuple([each.group for each in union])
         if len(union) < 2 or sum([len(each.gpus) for each in union]) != gpus or names in found:
