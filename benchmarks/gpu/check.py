@@ -47,7 +47,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "engines": (60, [*PYTEST, "tests/gpu/test_gpu_engines.py", "tests/gpu/test_gpu_vllm.py"]),
     "up": (60, [*PYTEST, "--timeout", "55", "tests/gpu/test_gpu_cluster.py"]),
     "switches": (80, [*PYTEST, "--timeout", "75", "tests/gpu/test_gpu_switches.py"]),
-    "benchmark": (110, ["-m", "benchmarks.gpu.switch", "--json"]),
+    "benchmark": (150, ["-m", "benchmarks.gpu.switch", "--json"]),
     "rl": (160, ["-m", "benchmarks.gpu.rl", "--json"]),
     "generation": (100, ["-m", "benchmarks.gpu.generation", "--json"]),
     "cluster": (130, ["-m", "benchmarks.gpu.cluster", "--json"]),

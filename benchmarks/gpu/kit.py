@@ -12,22 +12,36 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 THERE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "cuda-bindings"}
 """What the machine has. Another version beside it might not fit the rest of what it has."""
 EXTRAS = ("server", "worker", "cuda")
+NEEDED = ("einops", "hjson", "msgpack", "ninja", "py-cpuinfo", "tqdm")
+"""What the training backends need beside torch, which their own requirements would fetch."""
 TESTING = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
 BYTES_MAX = 60 << 20
 """Of the wheels and of the files that git tracks, together."""
 
 
+def project() -> dict[str, Any]:
+    """The table of pyproject.toml."""
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return found
+
+
+def extra_of(name: str) -> list[str]:
+    """The requirements of an extra."""
+    found: list[str] = project()["optional-dependencies"][name]
+    return found
+
+
 def requirements() -> list[str]:
     """What plexrl needs on such a machine, but for what is there."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    found = [*project["dependencies"], *(each for extra in EXTRAS for each in extras[extra])]
+    extras = project()["optional-dependencies"]
+    found = [*project()["dependencies"], *(each for extra in EXTRAS for each in extras[extra])]
     found += [each for each in extras["dev"] if name_of(each) in TESTING]
     return sorted({each for each in found if name_of(each) not in THERE})
 
@@ -61,7 +75,13 @@ def main() -> None:
     command += ["--python-version", options.python, "--implementation", "cp"]
     for platform in PLATFORMS:
         command += ["--platform", platform]
-    subprocess.run([*command, "--dest", str(options.out), *requirements()], check=True)
+    command += ["--dest", str(options.out)]
+    subprocess.run([*command, *requirements()], check=True)
+    subprocess.run([*command, "--no-deps", *NEEDED, *extra_of("megatron")], check=True)
+    # It is published as source, and is built by the torch that is here; the wheel has no binary.
+    build = [*(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps")]
+    build += ["--no-build-isolation", "--wheel-dir", str(options.out)]
+    subprocess.run([*build, *extra_of("deepspeed")], check=True)
     for wheel in options.out.glob("*.whl"):
         if name_of(wheel.name) in THERE:
             wheel.unlink()

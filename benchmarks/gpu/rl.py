@@ -204,15 +204,15 @@ def jobs_on(
 
 
 @contextmanager
-def memory_of(driver: CudaDriver | None, nbytes: int) -> Iterator[int | None]:
-    """Occupy the device's memory but for `nbytes`. Without a GPU, the bound for a StateManager."""
+def memory_of(driver: CudaDriver | None, nbytes: int) -> Iterator[None]:
+    """Occupy the device's memory but for `nbytes`, if there is a device."""
     if driver is None:
-        yield nbytes
+        yield
         return
     driver.enter(0)
     grain = driver.granularity(0)
     handle = driver.create(0, (driver.memory_info()[0] - nbytes) // grain * grain)
-    yield None
+    yield
     driver.release(handle)
 
 
@@ -236,9 +236,11 @@ def measure(place: Place) -> dict[str, float]:
             alone.append(jobs[0].figures)
             state_bytes += jobs[0].state_bytes
     device_bytes = state_bytes * 9 // 10
+    bound = device_bytes if place.driver is None else None
     with (
-        memory_of(place.driver, device_bytes) as bound,
+        # The StateManager's own context lies outside of what is left to the jobs.
         jobs_on(place, SEEDS, bound, shares=True) as jobs,
+        memory_of(place.driver, device_bytes),
     ):
         shared_s = seconds_of(jobs)
         shared = [job.figures for job in jobs]

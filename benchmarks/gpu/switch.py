@@ -275,8 +275,8 @@ def running_daemon(
     try:
         yield node
     finally:
-        daemon.terminate()
-        daemon.wait()
+        with daemon:
+            daemon.terminate()
         shutil.rmtree(directory)
         # The StateManager removes it, unless it failed.
         shutil.rmtree(node.host_dir, ignore_errors=True)

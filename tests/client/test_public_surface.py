@@ -48,7 +48,8 @@ def public_calls() -> list[Callable[..., Any]]:
     for name in ("connect", "connect_async", "tiny_qwen2"):
         found[name] = getattr(plexrl, name)
     for name, call in inspect.getmembers(plexrl.losses, inspect.isfunction):
-        found[f"losses.{name}"] = call
+        if call.__module__ == plexrl.losses.__name__:
+            found[f"losses.{name}"] = call
     return list(found.values())
 
 

@@ -1,5 +1,6 @@
 """A GPU and a StateManager for the tests of this folder."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,9 @@ def device(tmp_path: Path) -> Iterator[GpuDevice]:
     store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
     dist.init_process_group(GpuDevice.collectives, store=store, rank=0, world_size=1)
     yield GpuDevice(driver.uuids()[0], driver)
+    if "megatron.core.parallel_state" in sys.modules:
+        # Its groups are those of the process group that ends here.
+        sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
     dist.destroy_process_group()
 
 

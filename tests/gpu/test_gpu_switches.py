@@ -35,9 +35,9 @@ def test_a_hundred_switches_leave_no_memory_behind() -> None:
         assert max(free) - min(free) <= 64 << 20
         assert free[-1] >= free[0] - (4 << 20)
     finally:
-        daemon.terminate()
-        ended = daemon.wait()
+        with daemon:
+            daemon.terminate()
         shutil.rmtree(directory)
         shutil.rmtree(node.host_dir, ignore_errors=True)
-    assert ended == 0
+    assert daemon.returncode == 0
     assert free_before - driver.memory_info()[0] <= 64 << 20

@@ -249,13 +249,14 @@ class GroupStep:
             and group.group in each.groups
             and not (guards and self._held_back(each))
         ]
-        if rivals and self._first([member, *rivals]) is not member:
-            if is_first:
-                # The order changes with time. It ascends from group to group, so this ends.
-                self._effects.touch(group.group)
-            return later_s
-        if holder is None or holder.preemptible or self._may_be_relieved(holder, [member]):
+        goes_first = not rivals or self._first([member, *rivals]) is member
+        if goes_first and (
+            holder is None or holder.preemptible or self._may_be_relieved(holder, [member])
+        ):
             return 0.0
+        if is_first:
+            # The order changes with time. It ascends from group to group, so this ends.
+            self._effects.touch(group.group)
         return later_s
 
     def _held_back(self, chosen: Deployment) -> bool:
