@@ -56,6 +56,11 @@ from plexrl.worker.process.process_group import LOOPBACK, interface_of
 LOG = logging.getLogger(__name__)
 
 LOG_LINES_MAX = 10_000
+WARM_UP_S = 3.0
+"""Delay from an agent's start until it prepares for its first worker, unless one is launched
+earlier. Loading torch takes more processor time than the start of all parts of a cluster. Begun at
+once, it delays their start on a machine with few cores, and a short use of a cluster that launches
+no worker pays for it as well."""
 Plain = dict[str, Any]
 Key = tuple[str, int]
 """Deployment and rank."""
@@ -81,12 +86,17 @@ class _Running:
 class Agent:
     """The agent of one node."""
 
-    def __init__(self, config: AgentConfig, launcher: Launcher) -> None:
-        """Raises:
-        InvalidRequestError: `host` is no address of this machine.
+    def __init__(
+        self, config: AgentConfig, launcher: Launcher, warm_up_s: float = WARM_UP_S
+    ) -> None:
+        """`warm_up_s` is as `WARM_UP_S`; a worker that is launched earlier ends the delay.
+
+        Raises:
+            InvalidRequestError: `host` is no address of this machine.
         """
         self._config = config
         self._launcher = launcher
+        self._warm_up_s = warm_up_s
         self._interface = interface_of(config.host) if config.host else LOOPBACK
         self._ports = PortRange(config.host, config.worker_ports)
         network = Network.of(config.tls, config.fabric)
@@ -131,7 +141,7 @@ class Agent:
         accepted the node for the first time."""
         self._connected = connected
         self._remove_stale_sockets()
-        self._launcher.warm_up()
+        warming = asyncio.get_running_loop().call_later(self._warm_up_s, self._warm_up)
         serving = asyncio.create_task(self._serve())
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -139,6 +149,7 @@ class Agent:
             if serving.done():
                 serving.result()
         finally:
+            warming.cancel()
             serving.cancel()
             stopping.cancel()
             await asyncio.gather(serving, stopping, return_exceptions=True)
@@ -367,6 +378,12 @@ class Agent:
             fabric=config.fabric,
         )
 
+    def _warm_up(self) -> None:
+        try:
+            self._launcher.warm_up()
+        except OSError as error:
+            LOG.warning("not prepared for workers, the next launch tries again: %s", error)
+
     async def _start_worker(self, config: WorkerConfig) -> None:
         key = (config.deployment, config.rank)
         async with self._locks.setdefault(key, asyncio.Lock()):
@@ -379,6 +396,8 @@ class Agent:
                 if self._config.host:
                     address = TlsAddress(self._config.host, self._ports.take(), self._config.node)
                     config = replace(config, address=str(address))
+                # In this thread, because what it starts ends with the thread that started it.
+                self._launcher.warm_up()
                 process = await asyncio.to_thread(self._launcher.start, config)
             except (OSError, EOFError) as error:
                 self._ports.give_back(config.address)

@@ -51,7 +51,8 @@ class Launcher(Protocol):
     """Starts workers on this node."""
 
     def warm_up(self) -> None:
-        """Prepare, so that the first start is fast."""
+        """Prepare, so that the next start is fast. Does not block; prepared already, it does
+        nothing."""
         ...
 
     def start(self, config: WorkerConfig) -> WorkerProcess:
@@ -70,7 +71,10 @@ class LocalLauncher:
         self._context.set_forkserver_preload(PRELOAD)
 
     def warm_up(self) -> None:
-        """Start the fork server, which loads torch in the background."""
+        """Start the fork server unless it runs. It loads torch in the background.
+
+        Call this from the main thread: the fork server ends with the thread that started it.
+        """
         os.environ[PARENT] = str(os.getpid())
         default = tempfile.tempdir
         if self._folder is not None:

@@ -1,12 +1,16 @@
 """The node agent starts and stops workers as the scheduler says, whatever comes twice or late."""
 
 import asyncio
+import errno
+import math
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from plexrl.wire.rpc import Peer
 from plexrl.worker.agent.agent import Agent
@@ -60,10 +64,16 @@ class FakeLauncher:
 
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
+        self.warm_up_fails = False
+        self.warmed_up = asyncio.Event()
 
-    def warm_up(self) -> None: ...
+    def warm_up(self) -> None:
+        if self.warm_up_fails:
+            raise OSError(errno.ENOSPC, "no space")
+        self.warmed_up.set()
 
     def start(self, config: WorkerConfig) -> FakeWorker:
+        assert self.warmed_up.is_set(), "a worker started in a launcher that was not prepared"
         self.workers.append(FakeWorker(config))
         return self.workers[-1]
 
@@ -112,7 +122,11 @@ class Scheduler:
 
 @asynccontextmanager
 async def agent_of(
-    folder: Path, statemanager: Daemon, launcher: FakeLauncher, **changes: Any
+    folder: Path,
+    statemanager: Daemon,
+    launcher: FakeLauncher,
+    warm_up_s: float = math.inf,
+    **changes: Any,
 ) -> AsyncIterator[Scheduler]:
     """A connected agent; `changes` of its configuration."""
     peers: asyncio.Queue[Peer] = asyncio.Queue()
@@ -163,7 +177,7 @@ async def agent_of(
     )
     server = await asyncio.start_unix_server(serve, path)
     stop = asyncio.Event()
-    running = asyncio.create_task(Agent(config, launcher).run(stop, asyncio.Event()))
+    running = asyncio.create_task(Agent(config, launcher, warm_up_s).run(stop, asyncio.Event()))
     try:
         async with asyncio.timeout(DEADLINE_S):
             yield Scheduler(await peers.get(), ready, exits, conditions)
@@ -191,6 +205,42 @@ def test_a_launch_that_comes_twice_or_late_starts_no_second_worker(
             assert await scheduler.ready() == 3
             assert launcher.living() == [3], "the former worker was not stopped"
             assert [worker.incarnation for worker in launcher.workers] == [2, 3]
+
+    asyncio.run(work())
+
+
+def test_an_agent_prepares_for_workers_at_the_first_launch(run_dir: Path, daemon: Daemon) -> None:
+    launcher = FakeLauncher()
+
+    async def work() -> None:
+        async with agent_of(run_dir, daemon, launcher) as scheduler:
+            assert not launcher.warmed_up.is_set()
+            launcher.warm_up_fails = True
+            await scheduler.launch(1)
+            assert "no space" in (await scheduler.exits.get())["reason"]
+            launcher.warm_up_fails = False
+            await scheduler.launch(2)
+            assert await scheduler.ready() == 2
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_agent_that_launches_nothing_prepares_after_a_while(
+    run_dir: Path, daemon: Daemon, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    launcher = FakeLauncher()
+    launcher.warm_up_fails = fails
+
+    async def work() -> None:
+        async with agent_of(run_dir, daemon, launcher, warm_up_s=0.0) as scheduler:
+            if not fails:
+                await launcher.warmed_up.wait()
+                return
+            launcher.warm_up_fails = False
+            await scheduler.launch(1)
+            assert await scheduler.ready() == 1
+            assert "not prepared for workers" in caplog.text
 
     asyncio.run(work())
 
