@@ -1,10 +1,15 @@
 """Three hosts over TLS: two nodes join, and one trainer's ranks span them."""
 
+import pytest
+
 from tests.hosts.cluster import HostCluster
 from tests.hosts.jobs import Jobs
 from tests.hosts.network import Network
 
 
+# `tests/cluster/machines` has ranks on two nodes, `tests/cluster/join` has nodes that joined over
+# TLS, and `tests/statemanager/hosts` has nodes on hosts.
+@pytest.mark.slow
 def test_a_trainer_spans_two_nodes_that_joined_over_tls(three_hosts: Network) -> None:
     cluster = HostCluster(three_hosts, gpus=1)
     assert {node["node"] for node in cluster.ask("nodes") if node["alive"]} == {"a", "b"}

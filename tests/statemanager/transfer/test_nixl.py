@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import pytest
@@ -17,9 +18,9 @@ needs_nixl = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def trainers(start_daemon: StartDaemon) -> Iterator[list[Rank]]:
-    node = start_daemon(serve_nixl=HAS_NIXL, **SERVING_TCP)
+@contextmanager
+def trainers(start_daemon: StartDaemon, *, serve_nixl: bool) -> Iterator[list[Rank]]:
+    node = start_daemon(serve_nixl=serve_nixl, **SERVING_TCP)
     ranks = [Rank(node, "job/actor", rank, fsdp(rank, 2)) for rank in range(2)]
     for rank in ranks:
         rank.publish(1)
@@ -28,30 +29,33 @@ def trainers(start_daemon: StartDaemon) -> Iterator[list[Rank]]:
         rank.close()
 
 
+# One daemon for both, because NIXL takes 20 s of processor time to load.
 @needs_nixl
-@pytest.mark.parametrize("dtype", ["F32", "BF16"])
-def test_slices_are_read_from_the_memory_of_another_node(trainers: list[Rank], dtype: str) -> None:
-    node = trainers[0].daemon
-    rollout = Rank(node, "job/rollout", 0, tensor_parallel(1, 2), dtype=dtype)
-    for version in (1, 2):
-        for trainer in trainers:
-            trainer.publish(version)
-        report = rollout.pull([node.tcp], version)
-        assert report.bytes_by_source == {node.tcp: rollout.nbytes}
+def test_slices_are_read_from_the_memory_of_another_node(start_daemon: StartDaemon) -> None:
+    with trainers(start_daemon, serve_nixl=True) as ranks:
+        node = ranks[0].daemon
         assert node.tcp.startswith("nixl://")
-        assert rollout.holds(version)
-    rollout.close()
+        for dtype, versions in (("F32", (1, 2)), ("BF16", (3, 4))):
+            rollout = Rank(node, f"job/rollout-{dtype}", 0, tensor_parallel(1, 2), dtype=dtype)
+            for version in versions:
+                for rank in ranks:
+                    rank.publish(version)
+                report = rollout.pull([node.tcp], version)
+                assert report.bytes_by_source == {node.tcp: rollout.nbytes}
+                assert rollout.holds(version)
+            rollout.close()
 
 
 def test_without_the_package_its_name_is_told(
-    trainers: list[Rank], monkeypatch: pytest.MonkeyPatch
+    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl._api", None)
-    node = trainers[0].daemon
-    rollout = Rank(node, "job/rollout", 0, tensor_parallel(1, 2))
-    with pytest.raises(UnavailableError, match="needs the package nixl"):
-        rollout.pull([node.tcp.replace("tcp://", "nixl://")], 1)
-    rollout.close()
+    with trainers(start_daemon, serve_nixl=False) as ranks:
+        node = ranks[0].daemon
+        rollout = Rank(node, "job/rollout", 0, tensor_parallel(1, 2))
+        with pytest.raises(UnavailableError, match="needs the package nixl"):
+            rollout.pull([node.tcp.replace("tcp://", "nixl://")], 1)
+        rollout.close()
 
 
 def test_rdma_needs_tcp_to_open_versions_over() -> None:
