@@ -28,10 +28,7 @@ needs_nixl = pytest.mark.skipif(
     [
         ("", {}, "tls://gpu7@"),
         ("trusted", {}, "tcp://"),
-        # NIXL takes 20 s of processor time to load; `test_nixl.py` has it live.
-        pytest.param(
-            "trusted", {"serve_nixl": True}, "nixl://", marks=[needs_nixl, pytest.mark.slow]
-        ),
+        pytest.param("trusted", {"serve_nixl": True}, "nixl://", marks=needs_nixl),
     ],
 )
 def test_the_announced_address_is_that_of_the_running_statemanager(

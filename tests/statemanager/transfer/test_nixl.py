@@ -29,7 +29,7 @@ def trainers(start_daemon: StartDaemon, *, serve_nixl: bool) -> Iterator[list[Ra
         rank.close()
 
 
-# One daemon for both, because NIXL takes 20 s of processor time to load.
+# One daemon for both, because NIXL takes 5 s of processor time to load.
 @needs_nixl
 def test_slices_are_read_from_the_memory_of_another_node(start_daemon: StartDaemon) -> None:
     with trainers(start_daemon, serve_nixl=True) as ranks:
