@@ -56,11 +56,11 @@ from plexrl.worker.process.process_group import LOOPBACK, interface_of
 LOG = logging.getLogger(__name__)
 
 LOG_LINES_MAX = 10_000
-WARM_UP_S = 3.0
+WARM_UP_S = 0.5
 """Delay from an agent's start until it prepares for its first worker, unless one is launched
-earlier. Loading torch takes more processor time than the start of all parts of a cluster. Begun at
-once, it delays their start on a machine with few cores, and a short use of a cluster that launches
-no worker pays for it as well."""
+earlier: the cluster is ready by then. Loading torch takes more processor time than the start of all
+parts, and would delay them on a machine with few cores. A longer delay would make scripts wait that
+launch their first worker a few seconds later."""
 Plain = dict[str, Any]
 Key = tuple[str, int]
 """Deployment and rank."""
