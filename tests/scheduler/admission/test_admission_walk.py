@@ -1,7 +1,7 @@
 """An admission pass places what a full scan would place, and considers few deployments."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
@@ -129,6 +129,23 @@ def end_a_job(cluster: FakeCluster, chosen: int) -> tuple[Cluster, ev.JobFinishe
 endings = st.lists(st.integers(0, 99), min_size=1, max_size=6)
 
 
+SMALL: Request = ("t", 1, 0.0, 0, 0.0, 0, 0, "", False)
+
+
+# The two of a gang share GPUs, so it leaves enough for the one that has a reservation before it.
+@example(
+    policy="co-execution",
+    wanted=[
+        ("t", 3, 0.0, 0, 0.0, 0, 0, "", False),
+        *[SMALL] * 13,
+        ("t", 1, 0.0, 0, 0.0, 1, 0, "", False),
+        *[("t", 1, 0.0, 0, 300.0, 0, 0, "", False)] * 4,
+        ("t", 4, 0.0, 0, 300.0, 1, 0, "", False),
+        ("t", 2, 10.0, 0, 300.0, 1, 2, "", False),
+    ],
+    ending=[0],
+    is_tight=False,
+)
 @settings(max_examples=examples(20), deadline=None)
 @given(st.sampled_from(POLICIES), requests, endings, st.booleans())
 def test_a_pass_places_the_same_as_a_scan_of_all_waiting_deployments(

@@ -37,15 +37,18 @@ class Reservation:
         for ends_at, group in _ends(cluster, now):
             if ends_at > self.at:
                 _subtract(cluster, self._free, group)
-        self._is_kept_beside: dict[tuple[int, ...], bool] = {}
+        self._is_kept_beside: dict[int, bool] = {}
 
     def is_kept_beside(self, sizes: Sequence[Size]) -> bool:
         """Whether the gang has its GPUs in time although deployments of these sizes, which end
         later, take free GPUs now. In doubt True: `left_after` is exact."""
-        workers = tuple([size.workers for size in sizes])
-        found = self._is_kept_beside.get(workers)
+        # Each that shares with nobody takes GPUs of some kind. Those that share may all be on GPUs
+        # of others, or of one of them.
+        alone = [size.workers for size in sizes if not size.shares]
+        gpus = max(alone) if alone else min([size.workers for size in sizes])
+        found = self._is_kept_beside.get(gpus)
         if found is None:
-            found = self._is_kept_beside[workers] = self._is_kept_without(sum(workers))
+            found = self._is_kept_beside[gpus] = self._is_kept_without(gpus)
         return found
 
     def left_after(
