@@ -56,11 +56,6 @@ from plexrl.worker.process.process_group import LOOPBACK, interface_of
 LOG = logging.getLogger(__name__)
 
 LOG_LINES_MAX = 10_000
-WARM_UP_S = 0.5
-"""Delay from an agent's start until it prepares for its first worker, unless one is launched
-earlier: the cluster is ready by then. Loading torch takes more processor time than the start of all
-parts, and would delay them on a machine with few cores. A longer delay would make scripts wait that
-launch their first worker a few seconds later."""
 Plain = dict[str, Any]
 Key = tuple[str, int]
 """Deployment and rank."""
@@ -86,17 +81,12 @@ class _Running:
 class Agent:
     """The agent of one node."""
 
-    def __init__(
-        self, config: AgentConfig, launcher: Launcher, warm_up_s: float = WARM_UP_S
-    ) -> None:
-        """`warm_up_s` is as `WARM_UP_S`; a worker that is launched earlier ends the delay.
-
-        Raises:
-            InvalidRequestError: `host` is no address of this machine.
+    def __init__(self, config: AgentConfig, launcher: Launcher) -> None:
+        """Raises:
+        InvalidRequestError: `host` is no address of this machine.
         """
         self._config = config
         self._launcher = launcher
-        self._warm_up_s = warm_up_s
         self._interface = interface_of(config.host) if config.host else LOOPBACK
         self._ports = PortRange(config.host, config.worker_ports)
         network = Network.of(config.tls, config.fabric)
@@ -141,7 +131,7 @@ class Agent:
         accepted the node for the first time."""
         self._connected = connected
         self._remove_stale_sockets()
-        warming = asyncio.get_running_loop().call_later(self._warm_up_s, self._warm_up)
+        self._warm_up()
         serving = asyncio.create_task(self._serve())
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -149,7 +139,6 @@ class Agent:
             if serving.done():
                 serving.result()
         finally:
-            warming.cancel()
             serving.cancel()
             stopping.cancel()
             await asyncio.gather(serving, stopping, return_exceptions=True)

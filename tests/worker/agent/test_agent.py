@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import math
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
@@ -125,7 +124,6 @@ async def agent_of(
     folder: Path,
     statemanager: Daemon,
     launcher: FakeLauncher,
-    warm_up_s: float = math.inf,
     **changes: Any,
 ) -> AsyncIterator[Scheduler]:
     """A connected agent; `changes` of its configuration."""
@@ -177,7 +175,7 @@ async def agent_of(
     )
     server = await asyncio.start_unix_server(serve, path)
     stop = asyncio.Event()
-    running = asyncio.create_task(Agent(config, launcher, warm_up_s).run(stop, asyncio.Event()))
+    running = asyncio.create_task(Agent(config, launcher).run(stop, asyncio.Event()))
     try:
         async with asyncio.timeout(DEADLINE_S):
             yield Scheduler(await peers.get(), ready, exits, conditions)
@@ -209,38 +207,20 @@ def test_a_launch_that_comes_twice_or_late_starts_no_second_worker(
     asyncio.run(work())
 
 
-def test_an_agent_prepares_for_workers_at_the_first_launch(run_dir: Path, daemon: Daemon) -> None:
+def test_what_fails_to_prepare_is_tried_again_by_the_next_launch(
+    run_dir: Path, daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
     launcher = FakeLauncher()
+    launcher.warm_up_fails = True
 
     async def work() -> None:
         async with agent_of(run_dir, daemon, launcher) as scheduler:
-            assert not launcher.warmed_up.is_set()
-            launcher.warm_up_fails = True
             await scheduler.launch(1)
             assert "no space" in (await scheduler.exits.get())["reason"]
+            assert "not prepared for workers" in caplog.text
             launcher.warm_up_fails = False
             await scheduler.launch(2)
             assert await scheduler.ready() == 2
-
-    asyncio.run(work())
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_an_agent_that_launches_nothing_prepares_after_a_while(
-    run_dir: Path, daemon: Daemon, caplog: pytest.LogCaptureFixture, fails: bool
-) -> None:
-    launcher = FakeLauncher()
-    launcher.warm_up_fails = fails
-
-    async def work() -> None:
-        async with agent_of(run_dir, daemon, launcher, warm_up_s=0.0) as scheduler:
-            if not fails:
-                await launcher.warmed_up.wait()
-                return
-            launcher.warm_up_fails = False
-            await scheduler.launch(1)
-            assert await scheduler.ready() == 1
-            assert "not prepared for workers" in caplog.text
 
     asyncio.run(work())
 
