@@ -95,10 +95,16 @@ def profile_key(state: State, deployment: Deployment) -> str:
 def shape_key(deployment: Deployment) -> str:
     """Key of the prior. The model's own description may name a tenant's folder: its size stands for
     it."""
-    spec = json.loads(deployment.spec_json)
-    limits = {name: spec[name] for name in sorted(spec) if name != "model"}
-    parts = (deployment.kind, str(deployment.workers), f"{deployment.state_bytes:.1e}")
-    return "/".join((*parts, json.dumps(limits, separators=(",", ":"))))
+    limits = deployment.spec_json
+    try:
+        spec = json.loads(limits)
+    except ValueError:
+        # Only its sender knows what a specification says.
+        spec = None
+    if isinstance(spec, dict):
+        limits = json.dumps({name: spec[name] for name in sorted(spec) if name != "model"})
+    parts = (deployment.kind, str(deployment.workers), f"{deployment.state_bytes:.1e}", limits)
+    return "/".join(parts)
 
 
 def _prior(traces: Iterable[DemandTrace]) -> DemandTrace | None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from plexrl.ids import DeploymentId
 from plexrl.scheduler.accounting.earlier_jobs import PRIOR_OF
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import events as ev
@@ -35,7 +36,7 @@ def submit(
 
 
 def deployment_of(cluster: FakeCluster, job: str) -> Deployment:
-    return cluster.core.cluster.state.deployments[f"{job}/actor"]
+    return cluster.core.cluster.state.deployments[DeploymentId(f"{job}/actor")]
 
 
 def train(cluster: FakeCluster, job: str, cycles: int, work_s: float = 10.0) -> None:
@@ -113,6 +114,16 @@ def test_a_like_job_has_the_same_limits_and_size_whatever_its_model_is_called(
     assert "first" not in str(cluster.core.cluster.state.priors)
 
 
+@pytest.mark.parametrize("spec", ["", "1", "[1]", "no JSON"])
+def test_a_specification_may_say_anything(spec: str) -> None:
+    cluster = cluster_of()
+    cluster.start_node(2)
+    submit(cluster, "first", spec=spec)
+    train(cluster, "first", 4)
+    assert submit(cluster, "later", spec=spec).has_prior
+    assert not submit(cluster, "other", spec=spec + "2").has_prior
+
+
 def test_no_tenant_sees_the_demand_of_others() -> None:
     cluster = cluster_of()
     cluster.start_node(2)
@@ -169,7 +180,7 @@ def test_a_restored_scheduler_expects_the_same() -> None:
     assert restored.dump() == body
     restored.check_invariants()
     assert restored.cluster.state.priors == cluster.core.cluster.state.priors
-    assert restored.cluster.state.deployments["later/actor"].has_prior
+    assert restored.cluster.state.deployments[DeploymentId("later/actor")].has_prior
 
 
 def submit_alone(cluster: FakeCluster, job: str, name: str) -> Deployment:
