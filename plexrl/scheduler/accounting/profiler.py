@@ -181,11 +181,15 @@ def refresh(deployment: Deployment, config: ProfilerConfig) -> bool:
     """Measure the deployment's trace, or renew it after a drift. True if the trace changed."""
     cycles = deployment.cycles.measured
     trace = deployment.trace
-    if trace is None or not trace.cycles:
-        if len(cycles) < config.cycles:
+    is_begun = trace is not None and config.first <= trace.cycles < config.cycles
+    if trace is None or not trace.cycles or is_begun:
+        if len(cycles) < _least_cycles(trace, config):
             return False
         deployment.trace = profile(cycles) or trace
-        return deployment.trace is not trace
+        if deployment.trace is trace:
+            return False
+        deployment.has_prior = False
+        return True
     if len(cycles) < DRIFT_CYCLES or _fits(trace, cycles[-1], config.drift_tolerance):
         # The usual case: the older cycles need no check.
         return False
@@ -196,6 +200,14 @@ def refresh(deployment: Deployment, config: ProfilerConfig) -> bool:
         return False
     deployment.trace = renewed
     return True
+
+
+def _least_cycles(trace: DemandTrace | None, config: ProfilerConfig) -> int:
+    """Measured cycles that replace an incomplete trace. What was declared, and the median of
+    others, say more than one cycle."""
+    if trace is None:
+        return config.first
+    return trace.cycles + 1 if trace.cycles else config.cycles
 
 
 def has_drifted(trace: DemandTrace, cycles: Sequence[Cycle], tolerance: float) -> bool:

@@ -14,8 +14,9 @@ shares that their weights give them, however old their backlogs are, and a new j
 goes before all others. No job starves: the share of its tenant does not grow while the tenant gets
 nothing, and inside its class the tenant serves it before all later submissions.
 
-Expected lengths are rounded to powers of two. So jobs of one tenant, class and rounded length stay
-in the order of submission while they wait.
+The expected length of a job is the declared one, else that of its tenant's earlier jobs of its
+name, else an hour. Expected lengths are rounded to powers of two. So jobs of one tenant, class and
+rounded length stay in the order of submission while they wait.
 """
 
 import math
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from plexrl.scheduler.admission.fit.succession import takes_a_place
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import is_possible
-from plexrl.scheduler.placement.waiting.units import expected_step
+from plexrl.scheduler.placement.waiting.units import expected_length, expected_step
 from plexrl.scheduler.rules.hrrs import ratio_of, starves_at
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.records import Deployment, Job, State
@@ -40,7 +41,7 @@ def admission_key(
 ) -> AdmissionKey:
     """The sort key of a deployment whose tenant has this share."""
     job = state.job(deployment.job)
-    created_at, expected_s = deployment.created_at, expected_step(job.expected_s)
+    created_at, expected_s = deployment.created_at, expected_step(expected_length(job))
     ratio = waiting_ratio(settings, created_at, expected_s, now)
     return (
         not is_partial(state, job),

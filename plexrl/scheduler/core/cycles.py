@@ -1,6 +1,6 @@
 """Steps after a cycle has ended: profile, reservation, service level, repacking."""
 
-from plexrl.scheduler.accounting.known_profiles import remember
+from plexrl.scheduler.accounting.earlier_jobs import begin_with_known, remember, shape_key
 from plexrl.scheduler.accounting.profiler import refresh
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.placement.capacity.overlaps import update_reservation
@@ -13,6 +13,7 @@ from plexrl.scheduler.recovery.relocation import (
 )
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, State
 
 
@@ -26,7 +27,8 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     if is_renewed:
         deployment.cycles.have_profile()
         _expect_cycles(context.state, deployment)
-        remember(context.state, settings, deployment)
+        if remember(context.state, settings, deployment):
+            begin_all_with_prior(cluster, shape_key(deployment))
         if settings.policy.repacks:
             # Other policies do not plan by time.
             _follow(cluster, deployment)
@@ -44,6 +46,25 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
                 moves = consider_repacking(cluster, deployment, now)
     if consider_relief(cluster, deployment, now) or moves:
         context.effects.touch_all(deployment.groups)
+
+
+def begin_all_with_prior(cluster: Cluster, shape: str) -> None:
+    """Plan deployments of a shape, of which nothing was known before, by its first profile: those
+    that wait, and those whose groups were closed until they are measured."""
+    state = cluster.state
+    for deployment in state.deployments.values():
+        is_over = deployment.state == WpgState.STOPPED
+        if deployment.trace is not None or is_over or shape_key(deployment) != shape:
+            continue
+        begin_with_known(state, cluster.settings, deployment)
+        if deployment.trace is None:
+            continue
+        if deployment.deployment in cluster.waiting:
+            cluster.wait(deployment)
+        elif deployment.reservation is not None:
+            cycle = deployment.cycles.open
+            since = deployment.reservation.shift if cycle is None else cycle.started_at
+            update_reservation(cluster, deployment, since % cluster.settings.config.horizon_slots)
 
 
 def _expect_cycles(state: State, deployment: Deployment) -> None:

@@ -422,5 +422,5 @@ def _burst_over(state: State, settings: Settings, deployment: Deployment, now: f
     if not deployment.queue:
         end_burst(deployment, now)
         deployment.burst.forget_pause()
-        if not settings.policy.repacks or deployment.trace is not None:
+        if not settings.policy.repacks or deployment.has_own_trace:
             change_job(state.job(deployment.job), JobTrigger.CYCLE_ENDED)

@@ -8,6 +8,7 @@ Calls without a token come from an operator, or from a controller that uses no f
 from typing import TYPE_CHECKING
 
 from plexrl.errors import ConflictError, ControllerReplacedError, InvalidRequestError
+from plexrl.scheduler.accounting.earlier_jobs import usual_length
 from plexrl.scheduler.accounting.fair_shares import begin_to_wait
 from plexrl.scheduler.accounting.tenants import check_budget, check_live_jobs, check_priority
 from plexrl.scheduler.jobs.context import Context
@@ -84,6 +85,7 @@ def job_submitted(cluster: Cluster, effects: Effects, event: JobSubmitted, now: 
         priority=event.priority,
         gang=event.gang,
         expected_s=event.expected_s,
+        usual_s=usual_length(cluster.state, event.tenant, event.name),
         slo=default_slo if event.slo is None else event.slo,
         controller=event.controller,
         halts_on_failure=event.halts_on_failure,

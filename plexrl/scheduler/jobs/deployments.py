@@ -14,7 +14,7 @@ from plexrl.errors import (
     OperationCancelledError,
     UnknownDeploymentError,
 )
-from plexrl.scheduler.accounting.known_profiles import profile_key
+from plexrl.scheduler.accounting.earlier_jobs import begin_with_known
 from plexrl.scheduler.accounting.sharing import note_wait
 from plexrl.scheduler.accounting.tenants import check_gpus
 from plexrl.scheduler.accounting.usage import bill_cut_off
@@ -98,8 +98,8 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     context.state.deployments[event.deployment] = deployment
     job.deployments.append(event.deployment)
     if deployment.trace is None:
-        deployment.trace = context.state.profiles.get(profile_key(context.state, deployment))
-    if deployment.trace is not None:
+        begin_with_known(context.state, context.settings, deployment)
+    if deployment.trace is not None and not deployment.has_prior:
         deployment.cycles.expect(job.expected_s, deployment.trace.period_s)
     seen(context, job, now)
     enqueue_deployment(context.cluster, context.effects, deployment)

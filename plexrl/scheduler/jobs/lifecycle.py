@@ -9,6 +9,7 @@ from plexrl.errors import (
     PlexRLError,
     StorageFullError,
 )
+from plexrl.scheduler.accounting.earlier_jobs import remember_length
 from plexrl.scheduler.accounting.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.accounting.retention import last_incarnation
 from plexrl.scheduler.accounting.sharing import note_wait
@@ -78,6 +79,8 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
     job.ended_at = now
     state.ended[job.job] = None
     context.cluster.holdings.count_live_job(job.tenant, -1)
+    if trigger is JobTrigger.COMPLETED:
+        remember_length(state, context.settings, job, now)
     job.attached = False
     context.cluster.holdings.detached.pop(job.job, None)
     for name in job.deployments:
@@ -159,7 +162,7 @@ def granted(state: State, settings: Settings, deployment: Deployment) -> None:
     ):
         change_job(job, JobTrigger.GRANTED)
         had_a_cycle = not settings.policy.repacks and deployment.burst.ended_at is not None
-        if deployment.trace is not None or had_a_cycle:
+        if deployment.has_own_trace or had_a_cycle:
             change_job(job, JobTrigger.CYCLE_ENDED)
 
 

@@ -91,7 +91,8 @@ def _deployment(
         "near": [],
         "memory": memory_view(cluster, deployment),
     }
-    if trace is not None:
+    if trace is not None and (sees_all or not deployment.has_prior):
+        # A prior is the demand of other tenants.
         view["profile"] = {
             "period_s": trace.period_s,
             "busy_s": trace.busy_s,

@@ -259,11 +259,13 @@ def _attempt(
         and deployment.trace is not None
     ):
         longest = math.ceil(max(s.duration_s for s in deployment.trace.segments))
+        # A prior is the demand of others, which this one's tenant is not told.
+        window = "window long enough" if deployment.has_prior else f"window of {longest} s"
         strict = mode == PlacementMode.STRICT
         fits = fitting(cluster, deployment, now, strict=strict)
         if not fits:
             kind = "free at any shift" if strict else "with little enough overlap"
-            refused.append(f"{open_count} have no window of {longest} s {kind}")
+            refused.append(f"{open_count} have no {window} {kind}")
         elif not nearest(cluster, deployment, now, strict=strict, count=1):
             over_slo = True
             refused.append(

@@ -74,13 +74,14 @@ LATER_SETTINGS: dict[str, float | bool | None] = {
     "operation_overdue_s": 0.0,
     "reservations": False,
     "mixed_sizes": False,
+    "learns_from_jobs": False,
 }
 """Settings that older versions lacked, as those versions decided: a replay must decide likewise."""
 
 PLANNING = (
     *("policy", "ordering", "anticipation", "horizon_slots", "period_tolerance", "load_max"),
     *("overlap_max", "interference_weight", "starvation_bound_s", "reservations"),
-    *("mixed_sizes", "longest_first"),
+    *("mixed_sizes", "learns_from_jobs", "longest_first"),
     "starvation_ratio",
     *("waiting_part_max", "relief_after_s", "profile_cycles", "drift_tolerance"),
     *("repack_interval_s", "cold_start_patience_s", "burst_hold_s", "burst_max_s"),
@@ -132,6 +133,11 @@ class SchedulerConfig:
     ends sooner, and short jobs wait longer. Otherwise the highest response ratio."""
     mixed_sizes: bool = True
     """A deployment may share a part of the GPUs of a larger one."""
+    learns_from_jobs: bool = True
+    """What a job does not declare is expected to be as it was in earlier jobs: its demand as in
+    deployments like its own, of any tenant, and its length as in jobs of its tenant and name. Where
+    there were none, the first measured cycle says what the demand is. If off, a group is closed
+    until the profiles of its members are complete."""
     overlap_max: float = 2.0
     """Maximum planned overlap, as a part of the job's busy time and summed over residents: at 2, no
     more than two residents are busy at the same time on average. `waiting_part_max` bounds the

@@ -17,6 +17,8 @@ class ProfilerConfig:
 
     cycles: int
     """Measured cycles that complete a profile."""
+    first: int
+    """Measured cycles that begin one, where nothing else is known."""
     drift_tolerance: float
     """Relative change of period or busy time that counts as drift."""
 
@@ -34,6 +36,8 @@ class Settings:
     """Whether the policy ever puts two deployments on one group."""
     divides_groups: bool = field(init=False)
     """Whether a deployment may use a part of a larger one's GPUs."""
+    profiles_while_sharing: bool = field(init=False)
+    """Whether deployments are planned before their profile is complete."""
     profiler: ProfilerConfig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,6 +53,9 @@ class Settings:
         self.ordering = make_ordering(config.ordering)
         wanted = config.anticipation
         self.anticipates = self.ordering.anticipates if wanted is None else wanted
+        self.profiles_while_sharing = config.learns_from_jobs and self.policy.repacks
         self.profiler = ProfilerConfig(
-            cycles=config.profile_cycles, drift_tolerance=config.drift_tolerance
+            cycles=config.profile_cycles,
+            first=1 if self.profiles_while_sharing else config.profile_cycles,
+            drift_tolerance=config.drift_tolerance,
         )

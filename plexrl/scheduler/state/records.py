@@ -200,6 +200,9 @@ class Deployment:
     """Required node type; empty: any."""
     trace: DemandTrace | None = None
     """Its demand, measured or declared by the user; None: unknown."""
+    has_prior: bool = False
+    """`trace` is that of earlier deployments like it (`accounting.earlier_jobs`), until its own
+    profile is complete."""
     reservation: Reservation | None = None
     placement: PlacementRecord | None = None
     queue: list[OperationId] = field(default_factory=list)
@@ -264,6 +267,11 @@ class Deployment:
     def shares(self) -> bool:
         """Whether it may join a group that others use."""
         return not self.exclusive
+
+    @property
+    def has_own_trace(self) -> bool:
+        """Whether its demand was measured or declared."""
+        return self.trace is not None and not self.has_prior
 
     @property
     def is_profiled(self) -> bool:
@@ -350,6 +358,8 @@ class Job:
     """Number of deployments that get GPUs together or not at all; 0: each gets its own."""
     expected_s: float = 0.0
     """Length that the user expects; 0: unknown."""
+    usual_s: float = 0.0
+    """Length of earlier jobs of its tenant and name (`State.lengths`); 0: unknown."""
     placed_at: float | None = None
     """When it got its first GPUs; None: not yet."""
     slo: float | None = None
@@ -429,6 +439,12 @@ class State:
     groups: dict[GroupId, Group] = field(default_factory=dict)
     profiles: dict[str, DemandTrace] = field(default_factory=dict)
     """Measured demand of earlier deployments, by the properties that a later one must share."""
+    priors: dict[str, dict[int, DemandTrace]] = field(default_factory=dict)
+    """The newest profiles of all tenants' deployments by their shape, and by the number of the
+    deployment; oldest first."""
+    lengths: dict[str, float] = field(default_factory=dict)
+    """How long jobs took from their first GPUs to their end, by tenant and name: a moving average,
+    oldest first."""
     move_laws: dict[str, MoveLaw] = field(default_factory=dict)
     """Cost models of moves, by kind of move, tier and node type."""
     operations: dict[OperationId, Operation] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from plexrl.scheduler.state.deployment.cycles import BusySpan, Cycle
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 
-CONFIG = ProfilerConfig(cycles=3, drift_tolerance=0.2)
+CONFIG = ProfilerConfig(cycles=3, first=3, drift_tolerance=0.2)
 
 
 def deployment() -> Deployment:

@@ -9,13 +9,14 @@ The best one first:
    GPUs, others in the group, pauses of the controller, and cycles that grow or shrink.
 2. *The declared length*, counted from the job's first GPUs: before the first measured cycle, and
    if the job has made more cycles than its length has.
-3. *`JOB_S`* in place of the length, if none is declared. A number of cycles cannot follow from it.
+3. *The length of earlier jobs* of its tenant and name in place of the declared one, else *`JOB_S`*.
+   A number of cycles cannot follow from them.
 
 A job that outlasts its estimate, or a cycle that outlasts its own, is expected to last `LATE` times
 as long as it has lasted so far.
 """
 
-from plexrl.scheduler.placement.waiting.units import JOB_S
+from plexrl.scheduler.placement.waiting.units import expected_length
 from plexrl.scheduler.state.deployment.cycles import Cycles
 from plexrl.scheduler.state.records import Job, State
 
@@ -31,7 +32,7 @@ def expected_end(state: State, job: Job, now: float) -> float:
             # A part of a cycle is an error of rounding: the open one is the last.
             return _end_of_cycles(cycles, max(left, 1.0), now)
     began_at = now if job.placed_at is None else job.placed_at
-    return began_at + _outlasted(job.expected_s or JOB_S, now - began_at)
+    return began_at + _outlasted(expected_length(job), now - began_at)
 
 
 def _best_counted(state: State, job: Job) -> Cycles | None:

@@ -1,12 +1,13 @@
 """How long a group stays closed while a member's profile is awaited.
 
-Under policies that plan by time nobody joins a group before each member has a profile, which takes
-a few cycles. A member may run no cycles at all: an interactive job between two cells of a notebook,
-or one whose controller only computes log-probabilities. Its profile is awaited for
-`starvation_bound_s` after its newest cycle began, or after its placement. Then others may join, as
-if it had an equal share of the group. The bound is the one after which waiting jobs stop to give
-way. It is longer than a cycle of common jobs with the launch of their workers, so a member that
-trains is still profiled alone. A longer cycle is measured beside others, without its waiting.
+Under policies that plan by time nobody joins a group before the demand of each member is known:
+from a deployment like it, or after a few cycles. A member may run no cycles at all: an interactive
+job between two cells of a notebook, or one whose controller only computes log-probabilities. Its
+profile is awaited for `starvation_bound_s` after its newest cycle began, or after its placement.
+Then others may join, as if it had an equal share of the group. The bound is the one after which
+waiting jobs stop to give way. It is longer than a cycle of common jobs with the launch of their
+workers, so a member that trains is still measured before others join. A longer cycle is measured
+beside others, without its waiting.
 
 Each timer finds out when to look again, so a group never stays closed without one.
 """

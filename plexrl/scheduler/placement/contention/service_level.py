@@ -5,7 +5,8 @@ It is the job's `slo`; a job without one has the cluster's bound, `waiting_part_
 refused if by the prediction any member, or the newcomer, would wait more than its own bound. Some
 placement modes predict nothing, because they need no profile. They may put deployments together
 whose jobs have the cluster's bound or a looser one. Where a job has a tighter one, a group whose
-waiting cannot be predicted is refused.
+waiting cannot be predicted is refused, and so is one where a prediction would be a guess: the
+demand of a member is that of others like it (`Deployment.has_prior`).
 """
 
 from typing import TYPE_CHECKING
@@ -54,10 +55,13 @@ def keeps_bounds(
 
     `expected`: the prediction, the newcomer first and then the members; None: it cannot be made.
     """
-    if expected is None:
-        return not has_tight_bound(cluster, deployment, members)
     state, settings = cluster.state, cluster.settings
     residents = [deployment, *[state.deployment(name) for name in members]]
+    is_guess = expected is None or any(each.has_prior for each in residents)
+    if is_guess and has_tight_bound(cluster, deployment, members):
+        return False
+    if expected is None:
+        return True
     for each, waiting_part in zip(residents, expected.members, strict=True):
         if waiting_part > waiting_bound(state, settings, each):
             return False

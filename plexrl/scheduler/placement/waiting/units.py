@@ -6,10 +6,10 @@ from typing import Final, NamedTuple
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.state.demand.trace import DemandTrace
-from plexrl.scheduler.state.records import Deployment
+from plexrl.scheduler.state.records import Deployment, Job
 
 JOB_S = 3600.0
-"""Expected length of a job without a declared length."""
+"""Expected length of a job without a declared length, and without earlier jobs of its name."""
 
 _STEPS: Final = (4, 22)
 """Smallest and largest power of two of an expected length: 16 s and 48 days."""
@@ -78,6 +78,11 @@ class Unit(NamedTuple):
     sizes: Sizes
     equivalence: EquivalenceClass
     members: tuple[Member, ...]
+
+
+def expected_length(job: Job) -> float:
+    """Length of a job in seconds: declared, else that of its tenant's earlier jobs of its name."""
+    return job.expected_s or job.usual_s or JOB_S
 
 
 def expected_step(expected_s: float) -> float:

@@ -24,6 +24,7 @@ from plexrl.scheduler.placement.waiting.units import (
     Owner,
     Size,
     Unit,
+    expected_length,
     expected_step,
     size_of,
 )
@@ -117,10 +118,9 @@ class Waiting:
         demand = tuple((each.state_bytes, each.trace, each.memory) for each in ordered)
         needs = (duty, ordered[0].state_bytes) if len(ordered) == 1 else (0.0, 0)
         head = Head(first.created_at, first.serial, first.name, *needs)
+        length_s = expected_length(job)
         owner = Owner(job.tenant, job.priority)
-        equivalence = EquivalenceClass(
-            owner, expected_step(job.expected_s), job.expected_s, demand, job.slo
-        )
+        equivalence = EquivalenceClass(owner, expected_step(length_s), length_s, demand, job.slo)
         unit = Unit(head, tuple(each.size for each in members), equivalence, tuple(members))
         for member in members:
             self._units[member.name] = unit

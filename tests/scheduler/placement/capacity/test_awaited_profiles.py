@@ -59,7 +59,7 @@ def test_a_member_that_trains_is_profiled_alone() -> None:
     cluster = cluster_of()
     submit(cluster, "a")
     submit(cluster, "b")
-    for _ in range(4):
+    for _ in range(2):
         assert group_of(cluster, "b") is None
         train(cluster, "a", 0.8 * BOUND_S)
     train(cluster, "a", 1.0)
@@ -67,7 +67,7 @@ def test_a_member_that_trains_is_profiled_alone() -> None:
 
 
 def test_a_member_whose_cycles_give_no_profile_is_not_awaited_for_ever() -> None:
-    cluster = cluster_of(profile_cycles=1 << 20)
+    cluster = cluster_of(profile_cycles=1 << 20, learns_from_jobs=False)
     submit(cluster, "a")
     submit(cluster, "b")
     for _ in range(2):
@@ -97,13 +97,15 @@ def test_a_group_opens_with_a_profile_or_after_the_bound_and_never_before(
 ) -> None:
     cluster = cluster_of(cold_start_patience_s=0.0)
     submit(cluster, "a")
-    submit(cluster, "b")
+    # Of another shape: its demand is not expected to be that of the first one.
+    cluster.job("b")
+    cluster.deploy("b/actor", workers=2, state_bytes=2000)
     began, closed = cluster.now, True
     for done, pause in enumerate(pauses):
-        # The first cycle is the warm-up; the fifth submission ends the third measured one.
+        # The first cycle is the warm-up; the third submission ends the first measured one.
         began = cluster.now
         train(cluster, "a", pause)
-        if done >= 4 or pause > BOUND_S:
+        if done >= 2 or pause > BOUND_S:
             closed = False
         assert (group_of(cluster, "b") is None) == closed, f"after {pauses[: done + 1]}"
         if not closed:
