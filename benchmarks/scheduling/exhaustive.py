@@ -1,6 +1,7 @@
 """The best micro-shift by looking at every group and every shift, compiled by numba.
 
-The rings of all groups are kept as prefix sums, outside of what is timed, as the capacity index
+Larger groups count, too, of which the deployment would get a part, with the cost of a border. Groups
+that another deployment spans do not, because the measured clusters have none. The rings of all groups are kept as prefix sums, outside of what is timed, as the capacity index
 keeps its own. Shifts that cannot be better than the best so far are not looked at.
 """
 
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plexrl.scheduler.placement.choice.candidates import can_take
+from plexrl.scheduler.placement.choice.search import BORDER_S
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.state.demand.trace import CRITICAL_WEIGHT, project
 from plexrl.scheduler.state.records import Deployment
@@ -46,14 +48,19 @@ class Rings:
         footprint = project(trace, self._horizon, config.period_tolerance)
         segments = np.array([(at, at + length) for at, length, _ in footprint.segments])
         rows: list[int] = []
-        for shape in index.shapes(deployment.workers, deployment.node_type):
+        setup_s: list[float] = []
+        larger = cluster.settings.divides_groups
+        for shape in index.shapes(deployment.workers, deployment.node_type, or_larger=larger):
             table = index.table(shape)
             takes = can_take(cluster.settings, table, deployment, trace.duty)
-            rows += [self._rows[table.groups[row] or ""] for row in np.flatnonzero(takes)]
+            found = [self._rows[table.groups[row] or ""] for row in np.flatnonzero(takes)]
+            rows += found
+            setup_s += [BORDER_S if shape.gpus > deployment.workers else 0.0] * len(found)
         return float(
             _best_cost(
                 self._sums,
                 np.array(rows, dtype=np.int64),
+                np.array(setup_s),
                 segments,
                 footprint.cycles,
                 int(now) % self._horizon,
@@ -67,6 +74,7 @@ class Rings:
 def _best_cost(
     sums: Sums,
     rows: NDArray[np.int64],
+    setup_s: NDArray[np.float64],
     segments: NDArray[np.float64],
     cycles: int,
     start: int,
@@ -76,8 +84,9 @@ def _best_cost(
     horizon = (sums.shape[1] - 1) // 2
     period = horizon // cycles
     best = np.inf
-    for row in rows:
-        ring = sums[row]
+    for candidate in range(len(rows)):
+        ring = sums[rows[candidate]]
+        setup = setup_s[candidate]
         for shift in range(period):
             if best == 0.0:
                 return 0.0
@@ -91,9 +100,9 @@ def _best_cost(
                     overlap += ring[at + high - low] - ring[at]
                     at = (low - margin) % horizon
                     near += ring[at + high - low + 2 * margin] - ring[at]
-                if overlap or weight * near >= best:
+                if overlap or weight * near + setup >= best:
                     break
-            cost = weight * near
+            cost = weight * near + setup
             if overlap == 0 and cost < best:
                 best = cost
     return best
