@@ -1,8 +1,9 @@
 """The best micro-shift by looking at every group and every shift, compiled by numba.
 
-Larger groups count, too, of which the deployment would get a part, with the cost of a border. Groups
-that another deployment spans do not, because the measured clusters have none. The rings of all groups are kept as prefix sums, outside of what is timed, as the capacity index
-keeps its own. Shifts that cannot be better than the best so far are not looked at.
+Larger groups count, too, of which the deployment would get a part, with the cost of a border.
+Unions of groups that another deployment spans do not. The rings of
+all groups are kept as prefix sums, outside of what is timed, as the capacity index keeps its own.
+Shifts that cannot be better than the best so far are not looked at.
 """
 
 import math
