@@ -1,12 +1,13 @@
 """The best micro-shift by looking at every group and every shift, compiled by numba.
 
-Larger groups count, too, of which the deployment would get a part, with the cost of a border.
-Unions of groups that another deployment spans do not. The rings of
-all groups are kept as prefix sums, outside of what is timed, as the capacity index keeps its own.
-Shifts that cannot be better than the best so far are not looked at.
+Larger groups count, too, of which the deployment would get a part, with the cost of a border, and
+groups that another deployment spans. The rings of all are kept as prefix sums, outside of what is
+timed, as the capacity index keeps its own. Shifts that cannot be better than the best so far are
+not looked at.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
@@ -18,7 +19,11 @@ from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.state.demand.trace import CRITICAL_WEIGHT, project
 from plexrl.scheduler.state.records import Deployment
 
-Sums = NDArray[np.int64]
+if TYPE_CHECKING:
+    from plexrl.ids import GroupId
+    from plexrl.scheduler.placement.capacity.index import Shape
+
+Sums = NDArray[np.int32]
 """[groups, 2 * horizon + 1]: weight of the busy slots before each, over two turns of the ring."""
 
 
@@ -28,13 +33,14 @@ class Rings:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._horizon = cluster.settings.config.horizon_slots
-        self._rows: dict[str, int] = {}
-        groups = cluster.state.groups.values()
-        self._sums: Sums = np.zeros((len(groups), 2 * self._horizon + 1), dtype=np.int64)
-        for row, group in enumerate(groups):
-            self._rows[group.group] = row
+        state = cluster.state
+        places: list[tuple[GroupId, ...]] = [(name,) for name in state.groups]
+        places += {each.groups for each in state.deployments.values() if each.spans}
+        self._rows = {names: row for row, names in enumerate(places)}
+        self._sums: Sums = np.zeros((len(places), 2 * self._horizon + 1), dtype=np.int32)
+        for row, names in enumerate(places):
             ring = np.zeros(self._horizon, dtype=np.int64)
-            for member in group.members:
+            for member in {each for name in names for each in state.groups[name].members}:
                 footprint = cluster.inventory.footprint(cluster.state.deployment(member))
                 for start, stop, weight in footprint.intervals().tolist():
                     np.add.at(ring, np.arange(start, stop) % self._horizon, weight)
@@ -54,9 +60,12 @@ class Rings:
         for shape in index.shapes(deployment.workers, deployment.node_type, or_larger=larger):
             table = index.table(shape)
             takes = can_take(cluster.settings, table, deployment, trace.duty)
-            found = [self._rows[table.groups[row] or ""] for row in np.flatnonzero(takes)]
-            rows += found
+            found = [table.groups[row] for row in np.flatnonzero(takes)]
+            rows += [self._rows[(name,)] for name in found if name is not None]
             setup_s += [BORDER_S if shape.gpus > deployment.workers else 0.0] * len(found)
+        unions = self._unions(deployment, trace.duty)
+        rows += unions
+        setup_s += [0.0] * len(unions)
         return float(
             _best_cost(
                 self._sums,
@@ -69,6 +78,23 @@ class Rings:
                 config.interference_weight / (footprint.cycles * CRITICAL_WEIGHT),
             )
         )
+
+    def _unions(self, deployment: Deployment, duty: float) -> list[int]:
+        """The rows of several groups that have as many GPUs as the deployment needs together, each
+        with capacity for it."""
+        cluster, found = self._cluster, list[int]()
+        masks: dict[Shape, NDArray[np.bool_]] = {}
+        for names, row in self._rows.items():
+            slots = [cluster.inventory.index.slots(name) for name in names]
+            if len(slots) < 2 or sum(each.shape.gpus for each in slots) != deployment.workers:
+                continue
+            for each in slots:
+                if each.shape not in masks:
+                    takes = can_take(cluster.settings, each.table, deployment, duty)
+                    masks[each.shape] = takes
+            if all(masks[each.shape][each.row] for each in slots):
+                found.append(row)
+        return found
 
 
 @numba.njit  # type: ignore[untyped-decorator]  # numba has no types

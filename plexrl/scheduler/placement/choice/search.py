@@ -225,7 +225,7 @@ def fitting(
     found: list[_Candidate] = []
     for table, rows in tables:
         border_s = BORDER_S if table.gpus > gpus else 0.0
-        for fit in _fits_of(table, rows, wanted, bound):
+        for fit in _fits_of(cluster, table, rows, wanted, bound, is_part=table.gpus > gpus):
             group = table.groups[fit.row]
             assert group is not None, "the search returned a free row"
             cost = fit.cost + _spill_s(table, fit.row, deployment) + border_s
@@ -274,7 +274,7 @@ def _tables(
     beside: Sequence[Group],
 ) -> list[tuple[ShapeTable, NDArray[np.intp]]]:
     """The groups of that size, and larger ones of which the deployment may get a part, that have
-    capacity for it: rows of tables."""
+    capacity for it: rows of tables. Whether a larger one may be divided is not asked yet."""
     index, found = cluster.inventory.index, list[tuple[ShapeTable, NDArray[np.intp]]]()
     larger = cluster.settings.divides_groups
     for shape in shapes(cluster, deployment, speed, gpus, or_larger=larger):
@@ -284,10 +284,8 @@ def _tables(
         fits_row = can_take(cluster.settings, table, deployment, duty)
         exclude_own(cluster, shape, deployment, fits_row)
         rows = np.flatnonzero(fits_row)
-        if table.gpus > gpus:
-            if is_awaited(cluster, table.gpus):
-                continue
-            rows = rows[[is_divisible(cluster, table, row) for row in rows.tolist()]]
+        if table.gpus > gpus and is_awaited(cluster, table.gpus):
+            continue
         for each in beside:
             there = index.row(each.group, shape)
             rows = rows if there is None else rows[rows != there]
@@ -297,10 +295,19 @@ def _tables(
 
 
 def _fits_of(
-    table: ShapeTable, rows: NDArray[np.intp], wanted: ShiftSearch, bound: float
+    cluster: Cluster,
+    table: ShapeTable,
+    rows: NDArray[np.intp],
+    wanted: ShiftSearch,
+    bound: float,
+    *,
+    is_part: bool,
 ) -> list[Fit]:
-    """The fits with at most so much overlap in the first pass that has one."""
+    """The fits with at most so much overlap in the first pass that has one. `is_part`: in groups
+    that may be divided only."""
     for some in sorted_passes(table, rows, table.load):
+        if is_part:
+            some = some[[is_divisible(cluster, table, row) for row in some.tolist()]]
         fits = [fit for fit in table.search(some, wanted) if fit.overlap_s <= bound]
         if fits:
             return fits
