@@ -1,21 +1,29 @@
 """The best micro-shift by looking at every group and every shift, compiled by numba.
 
-The rings of all groups are kept as prefix sums, outside of what is timed, as the capacity index
-keeps its own. Shifts that cannot be better than the best so far are not looked at.
+Larger groups count, too, of which the deployment would get a part, with the cost of a border, and
+groups that another deployment spans. The rings of all are kept as prefix sums, outside of what is
+timed, as the capacity index keeps its own. Shifts that cannot be better than the best so far are
+not looked at.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from plexrl.scheduler.placement.choice.candidates import can_take
+from plexrl.scheduler.placement.choice.search import BORDER_S
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.state.demand.trace import CRITICAL_WEIGHT, project
 from plexrl.scheduler.state.records import Deployment
 
-Sums = NDArray[np.int64]
+if TYPE_CHECKING:
+    from plexrl.ids import GroupId
+    from plexrl.scheduler.placement.capacity.index import Shape
+
+Sums = NDArray[np.int32]
 """[groups, 2 * horizon + 1]: weight of the busy slots before each, over two turns of the ring."""
 
 
@@ -25,13 +33,14 @@ class Rings:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._horizon = cluster.settings.config.horizon_slots
-        self._rows: dict[str, int] = {}
-        groups = cluster.state.groups.values()
-        self._sums: Sums = np.zeros((len(groups), 2 * self._horizon + 1), dtype=np.int64)
-        for row, group in enumerate(groups):
-            self._rows[group.group] = row
+        state = cluster.state
+        places: list[tuple[GroupId, ...]] = [(name,) for name in state.groups]
+        places += {each.groups for each in state.deployments.values() if each.spans}
+        self._rows = {names: row for row, names in enumerate(places)}
+        self._sums: Sums = np.zeros((len(places), 2 * self._horizon + 1), dtype=np.int32)
+        for row, names in enumerate(places):
             ring = np.zeros(self._horizon, dtype=np.int64)
-            for member in group.members:
+            for member in {each for name in names for each in state.groups[name].members}:
                 footprint = cluster.inventory.footprint(cluster.state.deployment(member))
                 for start, stop, weight in footprint.intervals().tolist():
                     np.add.at(ring, np.arange(start, stop) % self._horizon, weight)
@@ -46,14 +55,22 @@ class Rings:
         footprint = project(trace, self._horizon, config.period_tolerance)
         segments = np.array([(at, at + length) for at, length, _ in footprint.segments])
         rows: list[int] = []
-        for shape in index.shapes(deployment.workers, deployment.node_type):
+        setup_s: list[float] = []
+        larger = cluster.settings.divides_groups
+        for shape in index.shapes(deployment.workers, deployment.node_type, or_larger=larger):
             table = index.table(shape)
             takes = can_take(cluster.settings, table, deployment, trace.duty)
-            rows += [self._rows[table.groups[row] or ""] for row in np.flatnonzero(takes)]
+            found = [table.groups[row] for row in np.flatnonzero(takes)]
+            rows += [self._rows[(name,)] for name in found if name is not None]
+            setup_s += [BORDER_S if shape.gpus > deployment.workers else 0.0] * len(found)
+        unions = self._unions(deployment, trace.duty)
+        rows += unions
+        setup_s += [0.0] * len(unions)
         return float(
             _best_cost(
                 self._sums,
                 np.array(rows, dtype=np.int64),
+                np.array(setup_s),
                 segments,
                 footprint.cycles,
                 int(now) % self._horizon,
@@ -62,11 +79,29 @@ class Rings:
             )
         )
 
+    def _unions(self, deployment: Deployment, duty: float) -> list[int]:
+        """The rows of several groups that have as many GPUs as the deployment needs together, each
+        with capacity for it."""
+        cluster, found = self._cluster, list[int]()
+        masks: dict[Shape, NDArray[np.bool_]] = {}
+        for names, row in self._rows.items():
+            slots = [cluster.inventory.index.slots(name) for name in names]
+            if len(slots) < 2 or sum(each.shape.gpus for each in slots) != deployment.workers:
+                continue
+            for each in slots:
+                if each.shape not in masks:
+                    takes = can_take(cluster.settings, each.table, deployment, duty)
+                    masks[each.shape] = takes
+            if all(masks[each.shape][each.row] for each in slots):
+                found.append(row)
+        return found
+
 
 @numba.njit  # type: ignore[untyped-decorator]  # numba has no types
 def _best_cost(
     sums: Sums,
     rows: NDArray[np.int64],
+    setup_s: NDArray[np.float64],
     segments: NDArray[np.float64],
     cycles: int,
     start: int,
@@ -76,8 +111,9 @@ def _best_cost(
     horizon = (sums.shape[1] - 1) // 2
     period = horizon // cycles
     best = np.inf
-    for row in rows:
-        ring = sums[row]
+    for candidate in range(len(rows)):
+        ring = sums[rows[candidate]]
+        setup = setup_s[candidate]
         for shift in range(period):
             if best == 0.0:
                 return 0.0
@@ -91,9 +127,9 @@ def _best_cost(
                     overlap += ring[at + high - low] - ring[at]
                     at = (low - margin) % horizon
                     near += ring[at + high - low + 2 * margin] - ring[at]
-                if overlap or weight * near >= best:
+                if overlap or weight * near + setup >= best:
                     break
-            cost = weight * near
+            cost = weight * near + setup
             if overlap == 0 and cost < best:
                 best = cost
     return best

@@ -9,10 +9,12 @@ from benchmarks.scheduling.cluster import Population, populate
 from benchmarks.scheduling.exhaustive import Rings
 from benchmarks.sizes import sized
 from plexrl.scheduler.placement.capacity.index import CANDIDATES_PER_PASS
+from plexrl.scheduler.placement.choice.candidates import can_take
 from plexrl.scheduler.placement.choice.search import fitting
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.placement import leave, place
 from plexrl.scheduler.state.demand.trace import DemandTrace
+from plexrl.scheduler.state.records import Deployment
 
 ROUNDS = sized(400, quick=4)
 SEARCHES = sized(100, quick=2)
@@ -28,6 +30,17 @@ class Searches:
     exhaustive_ms: list[float] = field(default_factory=list)
     above_least: list[float] = field(default_factory=list)
     """Cost of the index's choice above the least one, in seconds."""
+    groups: int = 0
+    """Groups of the wanted size or larger, in all searches; of these:"""
+    with_capacity: int = 0
+    """With members, duty and memory to spare: the first level of the index."""
+    fits: int = 0
+    """Searched in time, and free at some shift: the second level."""
+
+    def pruned(self) -> tuple[float, float]:
+        """The parts of the groups that the first level drops, and that both drop."""
+        groups = max(1, self.groups)
+        return 1.0 - self.with_capacity / groups, 1.0 - self.fits / groups
 
 
 def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
@@ -50,12 +63,17 @@ def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
             f"search_{nodes}_p50_ms": index_ms,
             f"search_{nodes}_exhaustive_p50_ms": exhaustive_ms,
             f"search_{nodes}_above_least_s": above,
+            f"search_{nodes}_pruned_first": searches.pruned()[0],
+            f"search_{nodes}_pruned": searches.pruned()[1],
             f"place_{nodes}_residents": placed,
         }
         label = f"warm placement, {nodes} nodes, {placed} residents ({fits:.0%} strict)"
         rows.append((label, f"{p50:.2f} ms", f"{p99:.2f} ms", ""))
         label = f"its search alone, beside all groups and shifts; cost at most {above:.3g} s above"
         rows.append((label, f"{index_ms:.2f} ms", "", f"{exhaustive_ms / index_ms:,.1f}x"))
+        first, both = searches.pruned()
+        label = f"groups dropped by capacity, {first:.1%}, and by the search in time"
+        rows.append((label, f"{both:.1%}", "", ""))
     few, many = (nodes for nodes, _ in SIZES)
     growth = figures[f"place_{many}_p50_ms"] / figures[f"place_{few}_p50_ms"]
     figures["place_growth"] = growth
@@ -108,9 +126,22 @@ def _search(population: Population) -> Searches:
             found.index_ms.append((middle - began) * 1e3)
             found.exhaustive_ms.append((ended - middle) * 1e3)
             found.above_least.append(cost - least if cost < math.inf else 0.0)
+            _count(found, cluster, deployment)
+            found.fits += len(fitting(cluster, deployment, now, strict=True))
             assert math.isfinite(cost) == math.isfinite(least), "only one search found a group"
         del population.context.state.deployments[deployment.deployment]
     return found
+
+
+def _count(found: Searches, cluster: Cluster, deployment: Deployment) -> None:
+    """Count the groups that the deployment could be on, and those with capacity for it."""
+    assert deployment.trace is not None
+    index, larger = cluster.inventory.index, cluster.settings.divides_groups
+    for shape in index.shapes(deployment.workers, deployment.node_type, or_larger=larger):
+        table = index.table(shape)
+        found.groups += sum(name is not None for name in table.groups)
+        takes = can_take(cluster.settings, table, deployment, deployment.trace.duty)
+        found.with_capacity += int(takes.sum())
 
 
 def _with_whole_cycles(trace: DemandTrace | None, cluster: Cluster) -> DemandTrace:

@@ -4,7 +4,6 @@ import msgspec
 
 from plexrl.scheduler.accounting.profiler import measured_waiting_part
 from plexrl.scheduler.operations.failures import earlier_failure, job_failure
-from plexrl.scheduler.placement.capacity.memory_view import memory_view
 from plexrl.scheduler.placement.capacity.topology import common_part, natural_order
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.service_level import bound_of
@@ -17,6 +16,7 @@ from plexrl.scheduler.state.records import Deployment, Job
 from plexrl.wire.messages.views import (
     ExplainedJobView,
     ExplanationView,
+    MemoryView,
     PlacedDeploymentView,
     WaitingOperationView,
 )
@@ -89,7 +89,7 @@ def _deployment(
         "profile": None,
         "attempts": [],
         "near": [],
-        "memory": memory_view(cluster, deployment),
+        "memory": _memory_view(cluster, deployment),
     }
     if trace is not None and (sees_all or not deployment.has_prior):
         # A prior is the demand of other tenants.
@@ -145,3 +145,23 @@ def _operations(
                 }
             )
     return rows
+
+
+def _memory_view(cluster: Cluster, deployment: Deployment) -> MemoryView | None:
+    """The sum of a deployment's memory on each GPU; None: its need is unknown."""
+    memory, group = deployment.memory, cluster.state.group_of(deployment)
+    if memory is None:
+        return None
+    others = 0
+    if group is not None:
+        others = cluster.inventory.device_bytes(group)[0] - memory.kept_bytes
+    return {
+        "terms": [
+            {"name": each.name, "nbytes": each.nbytes, "stays": each.stays} for each in memory.terms
+        ],
+        "need_bytes": memory.need_bytes,
+        "is_measured": memory.is_measured,
+        "others_keep_bytes": others,
+        "gpu_memory_bytes": None if group is None else group.gpu_memory_bytes,
+        "gpu_kind": "" if group is None else group.gpu_kind,
+    }

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plexrl.ids import GroupId
-from plexrl.scheduler.placement.choice.candidates import spanning
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.waiting.units import Size, Sizes
 from plexrl.scheduler.rules.limits import TOTAL_MAX
@@ -115,11 +113,6 @@ class FitBounds:
                 new.add(size.workers)
         return True
 
-    def _unions(self, size: Size) -> list[tuple[GroupId, ...]]:
-        """The groups of deployments that span several and have this many GPUs or more."""
-        found = spanning(self._cluster.state)
-        return [each.groups for each in found if each.workers >= size.workers]
-
     def _bound_groups(self, size: Size) -> GroupBound | None:
         config, index = self._cluster.settings.config, self._cluster.inventory.index
         loads, states = [], []
@@ -133,11 +126,10 @@ class FitBounds:
                 on_gpus = TOTAL_MAX if shape.gpu_kind else shape.gpu_memory_bytes * size.workers
                 scaled = (table.state_bytes_free[rows] // shape.gpus + 1) * size.workers
                 states.append(np.minimum(scaled, on_gpus))
-        for union in self._unions(size) if larger else ():
-            there = [index.slots(name) for name in union]
-            loads.append(np.array([max([each.table.load[each.row] for each in there])]))
-            free = [int(each.table.state_bytes_free[each.row]) // each.shape.gpus for each in there]
-            states.append(np.array([min(TOTAL_MAX, (min(free) + 1) * size.workers)]))
+        if larger:
+            for of_unions, free_bytes in self._cluster.inventory.unions.capacity(size.workers):
+                loads.append(of_unions)
+                states.append(np.minimum(TOTAL_MAX, (free_bytes + 1) * size.workers))
         if not loads:
             return None
         load, state = np.concatenate(loads), np.concatenate(states)

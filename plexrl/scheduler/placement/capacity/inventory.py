@@ -5,7 +5,7 @@ The state determines all of it: `Inventory(config, policy, state)` rebuilds it a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from plexrl.ids import DeploymentId, GroupId, NodeId
@@ -18,6 +18,7 @@ from plexrl.scheduler.placement.capacity.node_pool import (
     kind_of,
     speed_of,
 )
+from plexrl.scheduler.placement.capacity.unions import Unions
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.rules.limits import TOTAL_MAX
 from plexrl.scheduler.rules.policies import PlacementPolicy
@@ -34,6 +35,7 @@ class Inventory:
         self._policy = policy
         self._state = state
         self.index = CapacityIndex(config.horizon_slots)
+        self.unions = Unions()
         self.pool = NodePool()
         self.draining: dict[NodeId, None] = {}
         """Nodes that operators drain."""
@@ -56,6 +58,7 @@ class Inventory:
         for group in state.groups.values():
             self.pool.take(group.gpus)
             self._enter(group)
+        self._update_unions(state.groups.values())
         for group in state.groups.values():
             self._update_capacity(group)
 
@@ -107,6 +110,7 @@ class Inventory:
         """Forget a group whose GPUs stay in use: `enter_again` follows."""
         for name in (*group.members, *group.fillers):
             self._keep(group, self._state.deployments[name], -1)
+            self.unions.leave(name)
         self.index.remove_group(group.group)
         self._spills.pop(group.group, None)
         for node in self._parts_of.pop(group.group):
@@ -116,8 +120,17 @@ class Inventory:
         """Add groups formed of the GPUs, and with the residents, of those that have left."""
         for group in groups:
             self._enter(group)
+        self._update_unions(groups)
         for group in groups:
             self.refresh(group)
+
+    def _update_unions(self, groups: Iterable[Group]) -> None:
+        """Update the unions of all members of these groups."""
+        for name in dict.fromkeys([name for group in groups for name in group.members]):
+            of_member = self._state.groups_of(self._state.deployments[name])
+            if len(of_member) > 1:
+                union = [each for each in of_member if not rolls_out(self._state, each)]
+                self.unions.enter(name, [self.index.slots(each.group) for each in union])
 
     def _enter(self, group: Group) -> None:
         self.index.add_group(group.group, shape_of(group), group.serial)
@@ -149,6 +162,8 @@ class Inventory:
                     self.index.check_free(group.group, name, footprint)
             for group in groups:
                 self.index.reserve(group.group, name, footprint, duty)
+            if len(groups) > 1 or deployment.kind == "rollout":
+                self._update_unions(groups)
         for group in groups:
             self._keep(group, deployment, +1)
         for group in groups:
@@ -160,6 +175,9 @@ class Inventory:
         if not deployment.preemptible:
             for group in groups:
                 self.index.release(group.group, deployment.deployment)
+            self.unions.leave(deployment.deployment)
+            if deployment.kind == "rollout":
+                self._update_unions(groups)
         self._demands.pop(deployment.deployment, None)
         for group in groups:
             self._keep(group, deployment, -1)
@@ -372,6 +390,7 @@ class Inventory:
         ]
         assert kept[0] == kept[1], f"the states on the nodes are {kept[0]}, not {kept[1]}"
         self.index.check_equal(rebuilt.index)
+        self.unions.check_equal(rebuilt.unions)
 
     def _keep(self, group: Group, deployment: Deployment, sign: int) -> None:
         """Add (+1) or subtract (-1) a member's state on its group's nodes."""
@@ -422,6 +441,11 @@ class Inventory:
 def shape_of(group: Group) -> Shape:
     """The shape of a group."""
     return Shape(group.node_type, group.gpu_memory_bytes, len(group.gpus), group.gpu_kind)
+
+
+def rolls_out(state: State, group: Group) -> bool:
+    """Whether a member of the group is a rollout."""
+    return any(state.deployments[name].kind == "rollout" for name in group.members)
 
 
 @dataclass(frozen=True, slots=True)

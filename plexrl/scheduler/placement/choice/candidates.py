@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from plexrl.ids import DeploymentId, GroupId
+from plexrl.ids import DeploymentId
 from plexrl.scheduler.placement.borders import may_divide
 from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable
 from plexrl.scheduler.placement.capacity.needs import kept_bytes, need_of
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.demand.trace import Footprint
-from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.scheduler.state.records import Deployment, Group
 
 UNIONS_MAX = 8
 """Most unions of groups that a search looks at."""
@@ -39,12 +39,6 @@ def can_take(
 def members_of(groups: Sequence[Group]) -> list[DeploymentId]:
     """The members of one or several groups, each once."""
     return list(dict.fromkeys([name for group in groups for name in group.members]))
-
-
-def spanning(state: State) -> list[Deployment]:
-    """The members that are on several groups, in the order of their oldest groups."""
-    members = map(state.deployment, members_of([*state.groups.values()]))
-    return [each for each in members if each.spans]
 
 
 def exclude_own(
@@ -118,38 +112,25 @@ def unions(
     """Groups that have so many GPUs together, because another deployment spans them, and each of
     which can take the deployment; at most `UNIONS_MAX`, the least loaded. Without the groups of
     that one's own rollouts."""
-    state, index, settings = cluster.state, cluster.inventory.index, cluster.settings
+    state, inventory = cluster.state, cluster.inventory
     trace = deployment.trace
     assert trace is not None, "only a trace can be searched for"
-    taken = {*deployment.groups, *[group.group for group in beside]}
-    found: dict[tuple[GroupId, ...], tuple[float, tuple[Group, ...]]] = {}
-    for member in spanning(state):
-        groups = state.groups_of(member)
-        union = tuple([each for each in groups if not rolls_out(state, each)])
-        names = tuple([each.group for each in union])
-        if len(union) < 2 or sum([len(each.gpus) for each in union]) != gpus or names in found:
-            continue
-        load = 0.0
-        for group in union:
-            slots = index.slots(group.group)
-            is_suited = (
-                slots.shape in shapes(cluster, deployment, speed, len(group.gpus))
-                and not (beside and not is_alike(slots.shape, beside[0]))
-                and group.group not in taken
-                and bool(can_take(settings, slots.table, deployment, trace.duty)[slots.row])
-            )
-            if not is_suited:
-                break
-            load = max(load, index.load(group.group))
-        else:
-            found[names] = load, union
-    ordered = sorted(found.items(), key=lambda each: (each[1][0], each[1][1][0].serial, each[0]))
-    return [union for _, (_, union) in ordered[:UNIONS_MAX]]
+    taken = [*deployment.groups, *[group.group for group in beside]]
 
+    def rows_of(shape: Shape) -> NDArray[np.bool_] | None:
+        if shape not in shapes(cluster, deployment, speed, shape.gpus) or (
+            beside and not is_alike(shape, beside[0])
+        ):
+            return None
+        fits_row = can_take(cluster.settings, inventory.index.table(shape), deployment, trace.duty)
+        for name in taken:
+            row = inventory.index.row(name, shape)
+            if row is not None:
+                fits_row[row] = False
+        return fits_row
 
-def rolls_out(state: State, group: Group) -> bool:
-    """Whether a member of the group is a rollout."""
-    return any(state.deployments[name].kind == "rollout" for name in group.members)
+    found = inventory.unions.least_loaded(gpus, rows_of, UNIONS_MAX)
+    return [tuple([state.groups[name] for name in names]) for names in found]
 
 
 def footprints_of(cluster: Cluster, union: Sequence[Group]) -> dict[DeploymentId, Footprint]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -201,79 +202,125 @@ def fitting(
     beside: Sequence[Group] = (),
 ) -> list[Choice]:
     """At most `count` groups in which the deployment's trace fits, best first. `beside`: as in
-    `nearest`."""
+    `nearest`. Of those with equal cost the smaller is first, then the one of fewer groups, then the
+    older."""
     trace, gpus = deployment.trace, deployment.workers
     if beside:
         gpus -= sum([len(group.gpus) for group in beside])
     if trace is None:
         return []
-    config, index = cluster.settings.config, cluster.inventory.index
-    tables: list[tuple[ShapeTable, NDArray[np.intp]]] = []
-    larger = cluster.settings.divides_groups
-    for shape in shapes(cluster, deployment, speed, gpus, or_larger=larger):
-        if beside and not is_alike(shape, beside[0]):
-            continue
-        table = index.table(shape)
-        fits_row = can_take(cluster.settings, table, deployment, trace.duty)
-        exclude_own(cluster, shape, deployment, fits_row)
-        rows = np.flatnonzero(fits_row)
-        if table.gpus > gpus:
-            if is_awaited(cluster, table.gpus):
-                continue
-            rows = rows[[is_divisible(cluster, table, row) for row in rows.tolist()]]
-        for each in beside:
-            there = index.row(each.group, shape)
-            rows = rows if there is None else rows[rows != there]
-        if rows.size:
-            tables.append((table, rows))
+    config, larger = cluster.settings.config, cluster.settings.divides_groups
+    tables = _tables(cluster, deployment, trace.duty, gpus, speed, beside)
     found_unions = unions(cluster, deployment, gpus, speed, beside) if larger else []
     if not tables and not found_unions:
         return []
-    footprint = project(trace, config.horizon_slots, config.period_tolerance)
     wanted = ShiftSearch(
-        footprint=footprint,
+        footprint=project(trace, config.horizon_slots, config.period_tolerance),
         start_slot=int(now) % config.horizon_slots,
         margin_slots=math.ceil(trace.jitter_s),
         interference_weight=config.interference_weight,
         strict=strict,
     )
     bound = 0.0 if strict else config.overlap_max * trace.busy_s
-    found: list[tuple[float, int, tuple[GroupId, ...], Fit]] = []
+    found: list[_Candidate] = []
     for table, rows in tables:
-        for some in sorted_passes(table, rows, table.load):
-            fits = table.search(some, wanted)
-            for fit in fits:
-                if fit.overlap_s <= bound:
-                    group = table.groups[fit.row]
-                    assert group is not None, "the search returned a free row"
-                    cost = fit.cost + _spill_s(table, fit.row, deployment)
-                    if table.gpus > gpus:
-                        cost += BORDER_S
-                    found.append((cost, int(table.serial[fit.row]), (group,), fit))
-            if fits:
-                break
+        border_s = BORDER_S if table.gpus > gpus else 0.0
+        for fit in _fits_of(cluster, table, rows, wanted, bound, is_part=table.gpus > gpus):
+            group = table.groups[fit.row]
+            assert group is not None, "the search returned a free row"
+            cost = fit.cost + _spill_s(table, fit.row, deployment) + border_s
+            found.append(_Candidate(cost, table.gpus, int(table.serial[fit.row]), (group,), fit))
     for union in found_unions:
-        profiles = PeriodProfiles(config.horizon_slots, footprint.cycles)
-        intervals = [each.intervals() for each in footprints_of(cluster, union).values()]
-        row = np.zeros(1, np.intp)
-        profiles.refresh(row, np.ones(1, np.int64), partial(_same, intervals))
-        for fit in profiles.search(row, wanted):
+        names = tuple([group.group for group in union])
+        for fit in _fits_of_union(cluster, union, wanted):
             if fit.overlap_s <= bound:
-                names = tuple([group.group for group in union])
-                found.append((fit.cost, min([group.serial for group in union]), names, fit))
-    found.sort()
+                serial = min([group.serial for group in union])
+                found.append(_Candidate(fit.cost, gpus, serial, names, fit))
+    found.sort(key=_order)
     return [
         Choice(
-            group=names[0],
-            beside=names[1:],
-            mode=PlacementMode.STRICT if fit.overlap_s == 0 else PlacementMode.OVERLAP,
-            shift_slots=fit.shift_slots,
-            overlap_s=fit.overlap_s,
-            interference_s=fit.interference_s,
-            cost=cost,
+            group=each.names[0],
+            beside=each.names[1:],
+            mode=PlacementMode.STRICT if each.fit.overlap_s == 0 else PlacementMode.OVERLAP,
+            shift_slots=each.fit.shift_slots,
+            overlap_s=each.fit.overlap_s,
+            interference_s=each.fit.interference_s,
+            cost=each.cost,
         )
-        for cost, _, names, fit in found[:count]
+        for each in found[:count]
     ]
+
+
+class _Candidate(NamedTuple):
+    """A group, or a union, with the best shift there."""
+
+    cost: float
+    gpus: int
+    serial: int
+    names: tuple[GroupId, ...]
+    fit: Fit
+
+
+def _order(each: _Candidate) -> tuple[float, int, int, int, tuple[GroupId, ...]]:
+    return each.cost, each.gpus, len(each.names), each.serial, each.names
+
+
+def _tables(
+    cluster: Cluster,
+    deployment: Deployment,
+    duty: float,
+    gpus: int,
+    speed: float | None,
+    beside: Sequence[Group],
+) -> list[tuple[ShapeTable, NDArray[np.intp]]]:
+    """The groups of that size, and larger ones of which the deployment may get a part, that have
+    capacity for it: rows of tables. Whether a larger one may be divided is not asked yet."""
+    index, found = cluster.inventory.index, list[tuple[ShapeTable, NDArray[np.intp]]]()
+    larger = cluster.settings.divides_groups
+    for shape in shapes(cluster, deployment, speed, gpus, or_larger=larger):
+        if beside and not is_alike(shape, beside[0]):
+            continue
+        table = index.table(shape)
+        fits_row = can_take(cluster.settings, table, deployment, duty)
+        exclude_own(cluster, shape, deployment, fits_row)
+        rows = np.flatnonzero(fits_row)
+        if table.gpus > gpus and is_awaited(cluster, table.gpus):
+            continue
+        for each in beside:
+            there = index.row(each.group, shape)
+            rows = rows if there is None else rows[rows != there]
+        if rows.size:
+            found.append((table, rows))
+    return found
+
+
+def _fits_of(
+    cluster: Cluster,
+    table: ShapeTable,
+    rows: NDArray[np.intp],
+    wanted: ShiftSearch,
+    bound: float,
+    *,
+    is_part: bool,
+) -> list[Fit]:
+    """The fits with at most so much overlap in the first pass that has one. `is_part`: in groups
+    that may be divided only."""
+    for some in sorted_passes(table, rows, table.load):
+        if is_part:
+            some = some[[is_divisible(cluster, table, row) for row in some.tolist()]]
+        fits = [fit for fit in table.search(some, wanted) if fit.overlap_s <= bound]
+        if fits:
+            return fits
+    return []
+
+
+def _fits_of_union(cluster: Cluster, union: Sequence[Group], wanted: ShiftSearch) -> list[Fit]:
+    """The best shift of a union, if it has a fit."""
+    profiles = PeriodProfiles(cluster.settings.config.horizon_slots, wanted.footprint.cycles)
+    intervals = [each.intervals() for each in footprints_of(cluster, union).values()]
+    row = np.zeros(1, np.intp)
+    profiles.refresh(row, np.ones(1, np.int64), partial(_same, intervals))
+    return profiles.search(row, wanted)
 
 
 def _by_load(
