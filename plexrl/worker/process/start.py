@@ -7,9 +7,11 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plexrl.errors import StorageError, StorageFullError
-from plexrl.model.deployment_spec import deployment_spec_from_json
+from plexrl.latency.pace import parse_pace
+from plexrl.model.deployment_spec import DeploymentSpec, deployment_spec_from_json
 from plexrl.process.children.pulse import BEAT_S
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.protocol.address import announced
@@ -19,13 +21,21 @@ from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import Credentials
 from plexrl.wire.messages import WorkerName
 from plexrl.worker.interface.config import WorkerConfig
-from plexrl.worker.process.backend_factory import make_or_refuse
-from plexrl.worker.process.leader_follower import make_worker
 from plexrl.worker.process.node_lease import end_with_lease
 from plexrl.worker.process.process_group import join_process_group
-from plexrl.worker.process.server.server import Server
+from plexrl.worker.process.server.server import Request, Server
+from plexrl.worker.process.worker import Worker
+from plexrl.worker.rollout.paced.backend import PacedRolloutBackend
 from plexrl.worker.state.device import open_device
 from plexrl.worker.state.state_mover import StateMover
+from plexrl.worker.training.paced.backend import PacedTrainingBackend
+from plexrl.worker.training.paced.mover import PacedMover
+from plexrl.worker.training.paced.pacer import Pacer
+
+if TYPE_CHECKING:
+    import queue
+
+    from plexrl.worker.interface.backend import Backend
 
 LOG = logging.getLogger(__name__)
 
@@ -59,15 +69,7 @@ def run_worker(config: WorkerConfig, agent: Connection) -> None:
     os.nice(NICENESS)
     if config.cores:
         os.sched_setaffinity(0, config.cores)
-    device = open_device(config.gpu_uuid)
-    import torch
-
-    torch.set_num_threads(config.threads)
     spec = deployment_spec_from_json(config.spec_json)
-    if config.kind in ("train", "forward") or spec.layout.tp > 1:
-        join_process_group(config, device.collectives)
-
-    backend = make_or_refuse(spec, config.rank, config.world_size, config.checkpoint_url, device)
     client = StateManagerClient(
         config.statemanager,
         deployment=config.deployment,
@@ -82,11 +84,49 @@ def run_worker(config: WorkerConfig, agent: Connection) -> None:
         WorkerName(config.deployment, config.rank, config.incarnation),
         None if config.tls is None else Credentials(config.tls),
     )
-    mover = StateMover(backend, client, config.group, device)
-    worker = make_worker(backend, mover, server.requests)
+    make = _paced_worker if spec.pace else _computing_worker
+    worker = make(config, spec, client, server.requests)
     LOG.info("%s incarnation %d is ready", config.deployment, config.incarnation)
     agent.send(True)
     worker.run()
+
+
+def _computing_worker(
+    config: WorkerConfig,
+    spec: DeploymentSpec,
+    client: StateManagerClient,
+    requests: "queue.Queue[Request]",
+) -> Worker:
+    device = open_device(config.gpu_uuid)
+    import torch
+
+    from plexrl.worker.process.backend_factory import make_or_refuse
+    from plexrl.worker.process.leader_follower import make_worker
+
+    torch.set_num_threads(config.threads)
+    if config.kind in ("train", "forward") or spec.layout.tp > 1:
+        join_process_group(config, device.collectives)
+    backend = make_or_refuse(spec, config.rank, config.world_size, config.checkpoint_url, device)
+    return make_worker(backend, StateMover(backend, client, config.group, device), requests)
+
+
+def _paced_worker(
+    config: WorkerConfig,
+    spec: DeploymentSpec,
+    client: StateManagerClient,
+    requests: "queue.Queue[Request]",
+) -> Worker:
+    """A worker that computes nothing. Nothing here may import torch: hundreds of such processes are
+    to fit one machine."""
+    pace = parse_pace(spec.pace)
+    pacer = Pacer(pace.scale)
+    backend: Backend
+    if spec.kind == "train":
+        backend = PacedTrainingBackend(spec, config.rank, pace, pacer)
+    else:
+        backend = PacedRolloutBackend(spec, config.rank, pace, pacer)
+    mover = PacedMover(backend, client, config.group, spec=spec, pace=pace, pacer=pacer)
+    return Worker(backend, mover, requests)
 
 
 def _beat(agent: Connection) -> None:

@@ -25,7 +25,7 @@ from plexrl.worker.rollout.engine.tensor_parallel.switching import (
     SwitchingEngine,
     SwitchingLeader,
 )
-from plexrl.worker.rollout.shards import box_of
+from plexrl.worker.models.shards import box_of
 from tests.worker.rollout.engine.tensor_parallel.exchange_ranks import exchange
 from tests.worker.rollout.engine.test_histories import VOCABULARY, History
 
