@@ -57,6 +57,11 @@ class Decoding(Protocol):
         """Tokens that the KV cache has room for."""
         ...
 
+    @property
+    def kv_admitted(self) -> int:
+        """Tokens in the cache up to which a waiting response is admitted."""
+        ...
+
     def steps_s(self, steps: int, running: int, kv: int, longest: int) -> float:
         """`steps` decode steps of `running` responses with `kv` cached tokens at first."""
         ...
@@ -221,6 +226,10 @@ class _ModelledDecoding:
 
     @property
     def kv_tokens(self) -> int:
+        return self.costs.kv_tokens
+
+    @property
+    def kv_admitted(self) -> int:
         return int(self.costs.kv_tokens * (1.0 - self.costs.kv_reserve))
 
     def steps_s(self, steps: int, running: int, kv: int, longest: int) -> float:
@@ -248,6 +257,10 @@ class _PublishedDecoding:
     @property
     def kv_tokens(self) -> int:
         return 1 << 40
+
+    @property
+    def kv_admitted(self) -> int:
+        return self.kv_tokens
 
     def steps_s(self, steps: int, running: int, kv: int, longest: int) -> float:
         del running, kv

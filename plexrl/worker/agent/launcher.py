@@ -10,7 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-from plexrl.model.deployment_spec import deployment_spec_from_json
+import msgspec
+
 from plexrl.process.lifeline import PARENT, die_with_parent
 from plexrl.worker.interface.config import WorkerConfig
 
@@ -18,6 +19,12 @@ STOP_GRACE_S = 2.0
 EXIT_ORPHANED = 3
 PRELOAD = ["plexrl.worker.agent.fork_server.lifeline", "plexrl.worker.agent.fork_server.preload"]
 """Imported by the fork server, in this order."""
+
+
+class _Paced(msgspec.Struct):
+    """What a launcher reads of a deployment's specification."""
+
+    pace: str = ""
 
 
 class WorkerProcess(Protocol):
@@ -88,7 +95,7 @@ class LocalLauncher:
     def start(self, config: WorkerConfig) -> "LocalWorker":
         """Fork a worker, or start a paced one. The first fork waits until the fork server has
         loaded torch."""
-        is_paced = bool(deployment_spec_from_json(config.spec_json).pace)
+        is_paced = bool(msgspec.json.decode(config.spec_json, type=_Paced).pace)
         context = self._light if is_paced else self._context
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_main, args=(config, sender), daemon=True)

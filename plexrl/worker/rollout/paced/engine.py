@@ -196,7 +196,7 @@ class PacedEngine(RolloutEngine):
         seconds = 0.0
         while self._waiting and len(self._running) < self._slots:
             row = self._waiting[0]
-            if self._running and held + row.known + 1 > self._decoding.kv_tokens:
+            if self._running and held + row.known + 1 > self._decoding.kv_admitted:
                 break
             self._running.append(self._waiting.popleft())
             held += row.known
