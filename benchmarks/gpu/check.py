@@ -1,6 +1,6 @@
 """Runs the GPU tests and the GPU benchmark with time limits, and stores the results.
 
-    python -m benchmarks.gpu.check FOLDER
+    python -m benchmarks.gpu.check FOLDER [PART…]
 
 `FOLDER/gpu_check.json` is rewritten after each part, so that results remain if a part hangs or the
 machine is taken away. Exit status: 0 all passed, 1 a part failed or timed out, 3 there is no GPU.
@@ -41,13 +41,14 @@ PYTEST = [
     # Libraries of other versions may warn, and a test that hangs leaves time for the others.
     *("-W", "default", "--timeout", "45", "--continue-on-collection-errors"),
 ]
+SWITCHES = ("--state-gib", "4", "--switches", "40")
 PARTS: dict[str, tuple[int, list[str]]] = {
     "device": (90, [*PYTEST, "tests/statemanager/device"]),
     "workers": (70, [*PYTEST, "tests/gpu/test_gpu_workers.py", "tests/gpu/test_gpu_experts.py"]),
     "engines": (60, [*PYTEST, "tests/gpu/test_gpu_engines.py", "tests/gpu/test_gpu_vllm.py"]),
     "up": (60, [*PYTEST, "--timeout", "55", "tests/gpu/test_gpu_cluster.py"]),
     "switches": (80, [*PYTEST, "--timeout", "75", "tests/gpu/test_gpu_switches.py"]),
-    "benchmark": (150, ["-m", "benchmarks.gpu.switch", "--json"]),
+    "benchmark": (110, ["-m", "benchmarks.gpu.switch", *SWITCHES, "--json"]),
     "rl": (160, ["-m", "benchmarks.gpu.rl", "--json"]),
     "generation": (100, ["-m", "benchmarks.gpu.generation", "--json"]),
     "cluster": (130, ["-m", "benchmarks.gpu.cluster", "--json"]),
@@ -126,7 +127,9 @@ def part(name: str, left_s: float) -> Plain:
 
 def main() -> None:
     """Run all parts and write the file."""
-    folder = Path(sys.argv[1])
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(PARTS)
+    if unknown := sorted(set(names) - set(PARTS)):
+        sys.exit(f"no part {', '.join(unknown)}: the parts are {', '.join(PARTS)}")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "gpu_check.json"
     ends_at = time.monotonic() + TOTAL_S
@@ -138,11 +141,11 @@ def main() -> None:
         "probe": probe,
         "versions": versions(),
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        "parts": {name: {"outcome": "not run yet"} for name in PARTS},
+        "parts": {name: {"outcome": "not run yet"} for name in names},
         "ok": False,
     }
     file.write_text(json.dumps(body, indent=1))
-    for name in PARTS:
+    for name in names:
         body["parts"][name] = found = part(name, ends_at - time.monotonic())
         body["ok"] = has_gpu and all(each["outcome"] == "passed" for each in body["parts"].values())
         file.write_text(json.dumps(body, indent=1))

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.cluster [--quick] [--cpu] [--json]
 
 A head, a node that has joined it, its workers and two controllers are processes and threads as
-users start them. Each job has a trainer and a rollout of a random model of about half a billion
+users start them. Each job has a trainer and a rollout of a random model of 190 million
 parameters, and all four share the GPU. A step generates, waits for its rewards, which take
 `REWARD_S` seconds as programs in a sandbox do, trains, and syncs the weights. One after the other,
 the GPU is idle while a job waits; at once, the other job has it meanwhile. A job's trainer and
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 import plexrl
-from benchmarks.gpu.part import random_model
+from benchmarks.gpu.part import note, random_model
 from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.cluster.node.gpus import find_gpus
@@ -34,10 +34,10 @@ PROMPTS, SAMPLES = sized(16, quick=2), sized(8, quick=2)
 PROMPT_TOKENS = 16
 RESPONSE_TOKENS = sized(112, quick=6)
 MICRO_BATCH_TOKENS = sized(2048, quick=256)
-KV_CACHE_BYTES = sized(4 << 30, quick=None)
+KV_CACHE_BYTES = sized(2 << 30, quick=None)
 """Enough for all samples at once."""
 REWARD_S = sized(2.0, quick=0.1)
-HOST_MEMORY = sized("40GiB", quick="256MiB")
+HOST_MEMORY = sized("16GiB", quick="256MiB")
 RESULT_S = 200.0
 """Longest wait for an operation; the first one of a deployment starts its worker."""
 
@@ -98,10 +98,12 @@ def measure(cluster: plexrl.Cluster) -> dict[str, float]:
     with ThreadPoolExecutor(len(controllers)) as threads:
         # Workers start, and CUDA graphs are captured.
         list(threads.map(Controller.step, controllers))
+        note("the workers have started")
         started = time.perf_counter()
         for each in controllers:
             each.steps()
         isolated_s = time.perf_counter() - started
+        note("one after the other")
         started = time.perf_counter()
         list(threads.map(Controller.steps, controllers))
         shared_s = time.perf_counter() - started

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.generation [--quick] [--cpu] [--json]
 
-All decode greedily from the same random model of half a billion parameters in bfloat16, with the
+All decode greedily from the same random model of 190 million parameters in bfloat16, with the
 requests of `benchmarks/engine.py`: even ones are all of one size, ragged ones have answers with a
 long tail. `transformers.generate` gets them as one left-padded batch and runs until the longest
 answer is done; only tokens that were asked for count. Rounds alternate, and each figure is the best
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine import Request, by_engine, by_transformers, even, ragged
-from benchmarks.gpu.part import Part, Place, open_place, random_model
+from benchmarks.gpu.part import Part, Place, note, open_place, random_model
 from benchmarks.gpu.switch import GIB, running_daemon
 from benchmarks.report import report
 from benchmarks.sizes import sized
@@ -92,6 +92,7 @@ def compare(name: str, run: Run, model: Any, dtype: str) -> dict[str, float]:
             our_s, found = run(requests)
             if index:
                 ours, theirs = min(ours, our_s), min(theirs, their_s)
+        note(f"{name}, {case}")
         error = largest_logit_error(model, requests, found)
         if error > LOGIT_ERROR_MAX[dtype]:
             sys.exit(f"{name}, {case}: a token's logit is {error:.3g} below the largest one")

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import os
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,11 +31,12 @@ from plexrl.worker.process.backend_factory import make_backend
 from plexrl.worker.state.device import WorkerDevice, open_device
 from plexrl.worker.state.state_mover import StateMover
 
+STARTED = time.monotonic()
 SIZES = sized(
     {
         "hidden_size": 1536,
         "intermediate_size": 6144,
-        "num_hidden_layers": 13,
+        "num_hidden_layers": 5,
         "num_attention_heads": 12,
         "num_key_value_heads": 12,
         "max_position_embeddings": 512,
@@ -43,9 +46,15 @@ SIZES = sized(
 
 
 def random_model(vocabulary: str, seed: int) -> ModelSpec:
-    """A model of half a billion parameters."""
+    """A model of 190 million parameters."""
     small = tiny_qwen2(vocabulary, seed=seed)
     return dataclasses.replace(small, config_json=json.dumps({**small.config, **SIZES}))
+
+
+def note(what: str) -> None:
+    """Say how far a benchmark is: of one that is stopped by its time limit, it is all that is
+    known."""
+    sys.stderr.write(f"{time.monotonic() - STARTED:6.1f} s: {what}\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

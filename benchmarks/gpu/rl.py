@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.rl [--quick] [--cpu] [--json]
 
 Each job has a trainer (fsdp, GRPO) and a rollout (the built-in engine) of a random model of about
-half a billion parameters. Shared, each of the four has the device in turn; weights go from trainer
+190 million parameters. Shared, each of the four has the device in turn; weights go from trainer
 to rollout by publish and pull. The rest of the device's memory is occupied, so that the states of
 both jobs are larger than what is left. Alone, a job keeps both its parts on the device. Losses and
 gradient norms must be equal, or the run fails. `--cpu` runs the same code without a GPU, which is
@@ -24,6 +24,7 @@ from benchmarks.gpu.part import (
     Part,
     Place,
     backend_call,
+    note,
     open_place,
     random_model,
 )
@@ -52,9 +53,9 @@ PROMPTS, SAMPLES = sized(16, quick=2), sized(8, quick=2)
 PROMPT_TOKENS = 16
 RESPONSE_TOKENS = sized(112, quick=6)
 MICRO_BATCH_ROWS = 8
-HOST_BYTES = sized(14 * GIB, quick=GIB // 8)
+HOST_BYTES = sized(6 * GIB, quick=GIB // 8)
 """Of the host tier, for each job."""
-KV_CACHE_BYTES = sized(4 * GIB, quick=None)
+KV_CACHE_BYTES = sized(2 * GIB, quick=None)
 """Enough for all samples at once."""
 LOSS = grpo()
 ADAM = AdamParams(learning_rate=1e-5, grad_clip_norm=1.0)
@@ -233,6 +234,7 @@ def measure(place: Place) -> dict[str, float]:
     for seed in SEEDS:
         with jobs_on(place, (seed,), None, shares=False) as jobs:
             alone_s += seconds_of(jobs) / len(SEEDS)
+            note(f"job {seed} alone")
             alone.append(jobs[0].figures)
             state_bytes += jobs[0].state_bytes
     device_bytes = state_bytes * 9 // 10
@@ -243,6 +245,7 @@ def measure(place: Place) -> dict[str, float]:
         memory_of(place.driver, device_bytes),
     ):
         shared_s = seconds_of(jobs)
+        note("both in turns")
         shared = [job.figures for job in jobs]
     return {
         "step_s_alone": alone_s,

@@ -30,6 +30,7 @@ import msgspec
 
 from benchmarks.gpu import cuda_checkpoint
 from benchmarks.gpu.job import Reply, serve_job
+from benchmarks.gpu.part import note
 from benchmarks.gpu.replicas import replica_figures
 from benchmarks.report import report
 from benchmarks.sizes import sized
@@ -298,7 +299,14 @@ def main() -> None:
         return
     nbytes = min(wanted.state_gib * GIB, state_bytes_max())
     to_host, to_device = plain_rates(driver)
-    batches = batch_ratio(driver)
+    show(
+        "Pinned copies",
+        {
+            "plain_to_host_gb_s": to_host,
+            "plain_to_device_gb_s": to_device,
+            "batch_ratio": batch_ratio(driver),
+        },
+    )
 
     def turns(
         count: int, idle_bytes: int | None, *sizes: int
@@ -308,42 +316,50 @@ def main() -> None:
             return [take_turns(node, f"job{size}-", size, count, driver) for size in sizes]
 
     tiny, large = turns(wanted.switches, None, TINY_BYTES, nbytes)
-    tiny_released, large_released = turns(
-        min(wanted.switches, SWITCHES_RELEASED), 0, TINY_BYTES, nbytes
+    switch_s, offload_s, load_s = (statistics.median(turn[at] for turn in large) for at in range(3))
+    free = [turn[3] for turn in large]
+    offload, load = nbytes / offload_s / 1e9, nbytes / load_s / 1e9
+    show(
+        f"{wanted.switches} switches of two states of {nbytes / GIB:.1f} GiB",
+        {
+            "offload_gb_s": offload,
+            "load_gb_s": load,
+            "offload_ratio": offload / to_host,
+            "load_ratio": load / to_device,
+            "fixed_switch_ms": 1e3 * statistics.median(turn[0] for turn in tiny),
+            "state_bytes": nbytes,
+            "free_bytes_first": free[0],
+            "free_bytes_last": free[-1],
+            "free_bytes_min": min(free),
+        },
+    )
+    few = min(wanted.switches, SWITCHES_RELEASED)
+    tiny_released, large_released = turns(few, 0, TINY_BYTES, nbytes)
+    show(
+        "No returned memory kept",
+        {
+            "fixed_switch_ms_released": 1e3 * statistics.median(turn[0] for turn in tiny_released),
+            "load_released_ratio": statistics.median(turn[2] for turn in large_released) / load_s,
+        },
     )
     with running_daemon(nbytes + SPARE_BYTES) as node:
-        replicas = replica_figures(node, GpuDevice(driver.uuids()[0], driver), nbytes // 4)
+        device = GpuDevice(driver.uuids()[0], driver)
+        show("Two ranks with equal states", replica_figures(node, device, nbytes // 4))
     with running_daemon(2 * nbytes + SPARE_BYTES) as node:
         jobs = [Job(node, f"overlap{index}", nbytes) for index in range(2)]
-        overlapped, before = overlapped_ratio(jobs, nbytes, min(wanted.switches, SWITCHES_RELEASED))
-    suspended_s = cuda_checkpoint.switch_s(nbytes)
-    switch_s = statistics.median(turn[0] for turn in large)
-    offload = nbytes / statistics.median(turn[1] for turn in large) / 1e9
-    load = nbytes / statistics.median(turn[2] for turn in large) / 1e9
-    free = [turn[3] for turn in large]
-    figures = {
-        "plain_to_host_gb_s": to_host,
-        "plain_to_device_gb_s": to_device,
-        "offload_gb_s": offload,
-        "load_gb_s": load,
-        "offload_ratio": offload / to_host,
-        "load_ratio": load / to_device,
-        "fixed_switch_ms": 1e3 * statistics.median(turn[0] for turn in tiny),
-        **({} if suspended_s is None else {"cuda_checkpoint_ratio": suspended_s / switch_s}),
-        "fixed_switch_ms_released": 1e3 * statistics.median(turn[0] for turn in tiny_released),
-        "load_released_ratio": statistics.median(turn[2] for turn in large_released)
-        / statistics.median(turn[2] for turn in large),
-        "overlapped_switch_ratio": overlapped,
-        "overlapped_switch_prefetched": before,
-        "batch_ratio": batches,
-        **replicas,
-        "state_bytes": nbytes,
-        "free_bytes_first": free[0],
-        "free_bytes_last": free[-1],
-        "free_bytes_min": min(free),
-    }
+        overlapped, before = overlapped_ratio(jobs, nbytes, few)
+    show(
+        "Load during the offload",
+        {"overlapped_switch_ratio": overlapped, "overlapped_switch_prefetched": before},
+    )
+    if (suspended_s := cuda_checkpoint.switch_s(nbytes)) is not None:
+        show("cuda-checkpoint", {"cuda_checkpoint_ratio": suspended_s / switch_s})
+
+
+def show(title: str, figures: dict[str, float]) -> None:
+    """Report a part, so that it remains if a later one is stopped."""
+    note(title)
     rows = [[name, f"{value:.3f}"] for name, value in figures.items()]
-    title = f"{wanted.switches} switches of two states of {nbytes / GIB:.1f} GiB"
     report(title, ["figure", "value"], rows, figures)
 
 

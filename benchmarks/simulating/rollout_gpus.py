@@ -16,9 +16,9 @@ training. *as long*: a rollout takes as long as before, as if only the slowest s
 as well*, *as well*: half of its time, or all, scales with its GPUs. The last is a bound: it needs
 that no sample is much longer than others.
 
-*of R < T*: drain relative to `isolated+backfill` with the GPUs of Tab. 1; *of the same*: relative
-to `isolated+backfill` with the GPUs and times of the row. *floor*: bound of the drain by work and
-critical path, relative to the first.
+*of R < T*: drain relative to `isolated+backfill`, in the same order, with the GPUs of Tab. 1; *of
+the same*: relative to `isolated+backfill` with the GPUs and times of the row. *floor*: bound of the
+drain by work and critical path, relative to the first.
 """
 
 import sys
@@ -83,6 +83,7 @@ class Case:
     staleness: int = 0
     scaling: float | None = None
     """Of R = T; absent: R < T."""
+    longest_first: bool = False
 
     def scenario(self, seed: int) -> Scenario:
         """Its run of a seed."""
@@ -93,20 +94,29 @@ class Case:
             source=replace(found.source, shorter=SHORTER),
             rollouts=self.rollouts,
             switch_s=self.switch_s,
+            longest_first=self.longest_first,
         )
         if self.scaling is None:
             return found
         return replace(found, source=RolloutsOnAll(source=found.source, scaling=self.scaling))
 
     def alone(self) -> "Case":
-        """The same jobs without sharing."""
-        return Case(rollouts="own", policy=ALONE, staleness=self.staleness, scaling=self.scaling)
+        """The same jobs in the same order without sharing."""
+        return replace(self, rollouts="own", policy=ALONE, switch_s=8.0)
+
+    def alone_on_fewest(self) -> "Case":
+        """As `alone`, with the GPUs of PlexRL Tab. 1."""
+        return replace(self.alone(), scaling=None)
 
 
 CASES = {
     "own": Case(rollouts="own"),
     "shared": Case(rollouts="shared"),
     "shared, switch of 2 s": Case(rollouts="shared", switch_s=2.0),
+    "shared, longest first": Case(rollouts="shared", longest_first=True),
+    "shared, longest first, switch of 2 s": Case(
+        rollouts="shared", switch_s=2.0, longest_first=True
+    ),
     "R = T, own": Case(rollouts="own", scaling=0.0),
     **{
         f"R = T, {name}, shared": Case(rollouts="shared", scaling=scaling)
@@ -120,6 +130,8 @@ FIGURES = {
     "shared_rollouts": "shared",
     "shared_rollouts_stale": "stale, shared",
     "shared_rollouts_2s": "shared, switch of 2 s",
+    "longest_first": "shared, longest first",
+    "longest_first_2s": "shared, longest first, switch of 2 s",
     "shared_rollouts_scaled": "R = T, as well, shared",
 }
 """Of each figure the case."""
@@ -129,7 +141,9 @@ def measure(*, full: bool) -> Part:
     """All cases."""
     del full
     sys.stderr.write("rollout GPUs: …\n")
-    baselines = {case.alone() for case in CASES.values()}
+    baselines = {
+        found for case in CASES.values() for found in (case.alone(), case.alone_on_fewest())
+    }
     runs = by_policy(
         {case: [case.scenario(seed) for seed in SEEDS] for case in {*CASES.values(), *baselines}}
     )
@@ -137,17 +151,18 @@ def measure(*, full: bool) -> Part:
     part.rows.extend(_row(name, case, runs) for name, case in CASES.items())
     for figure, name in FIGURES.items():
         case = CASES[name]
-        first = runs[Case(rollouts="own", policy=ALONE, staleness=case.staleness)]
+        first = runs[case.alone_on_fewest()]
         part.figures[f"drain_ratio_cluster_{figure}"] = fmean(ratios(runs[case], first))
         slowdowns = [each.cycle_slowdown for each in runs[case]]
         part.figures[f"median_slowdown_{figure}"] = fmean(each.median for each in slowdowns)
+        part.figures[f"mean_slowdown_{figure}"] = fmean(each.mean for each in slowdowns)
         part.figures[f"p95_slowdown_{figure}"] = fmean(each.p95 for each in slowdowns)
     return part
 
 
 def _row(name: str, case: Case, runs: Mapping[Case, Sequence[SimResult]]) -> tuple[str, ...]:
     found = runs[case]
-    first = runs[Case(rollouts="own", policy=ALONE, staleness=case.staleness)]
+    first = runs[case.alone_on_fewest()]
     floors = [each.bounds.bound_s / alone.drain_s for each, alone in zip(found, first, strict=True)]
     slowdowns = [each.cycle_slowdown for each in found]
     hours = [

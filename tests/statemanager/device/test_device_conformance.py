@@ -221,11 +221,14 @@ def test_a_full_device_refuses_and_changes_nothing(rig_name: str) -> None:
 
 
 def test_a_restarted_daemon_adopts_its_workers_memory(rig: Rig) -> None:
+    restarted = rig.another_backend()
+    # Its first use, for which a driver takes some memory of its own.
+    restarted.usage(0)
+    taken_before = rig.taken_bytes()
     loan, arena = borrow(rig)
     rig.poke(arena, 0, b"before")
     rig.backend.free(loan)
     assert rig.peek(arena, 0, 6) == b"before", "the worker's memory ended with the daemon"
-    restarted = rig.another_backend()
     fds = [segment.fd for segment in arena.segments]
     adopted = restarted.adopt(fds, [s.nbytes for s in arena.segments], device=0, uid=UID)
     assert adopted.nbytes == arena.nbytes or adopted.nbytes > arena.nbytes
@@ -236,7 +239,7 @@ def test_a_restarted_daemon_adopts_its_workers_memory(rig: Rig) -> None:
     restarted.recycle(adopted)
     restarted.close()
     # Freed memory is uncounted at once, and destroyed soon after.
-    wait_until(lambda: rig.taken_bytes() == 0)
+    wait_until(lambda: rig.taken_bytes() <= taken_before)
 
 
 def test_only_segments_are_adopted(rig: Rig) -> None:
