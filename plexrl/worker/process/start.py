@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,9 @@ LOG = logging.getLogger(__name__)
 
 NICENESS = 10
 
+MakeWorker = Callable[[StateManagerClient, "queue.Queue[Request]"], Worker]
+"""Makes the worker of a rank whose backend exists."""
+
 
 def held_at_start(error: BaseException) -> StorageError | None:
     """The error to report to the node agent if a full or failing file system ended a worker before
@@ -70,6 +74,8 @@ def run_worker(config: WorkerConfig, agent: Connection) -> None:
     if config.cores:
         os.sched_setaffinity(0, config.cores)
     spec = deployment_spec_from_json(config.spec_json)
+    # Before the threads of client and server: they belong on the NUMA node of the device.
+    make = _paced_rank(config, spec) if spec.pace else _computing_rank(config, spec)
     client = StateManagerClient(
         config.statemanager,
         deployment=config.deployment,
@@ -84,19 +90,14 @@ def run_worker(config: WorkerConfig, agent: Connection) -> None:
         WorkerName(config.deployment, config.rank, config.incarnation),
         None if config.tls is None else Credentials(config.tls),
     )
-    make = _paced_worker if spec.pace else _computing_worker
-    worker = make(config, spec, client, server.requests)
+    worker = make(client, server.requests)
     LOG.info("%s incarnation %d is ready", config.deployment, config.incarnation)
     agent.send(True)
     worker.run()
 
 
-def _computing_worker(
-    config: WorkerConfig,
-    spec: DeploymentSpec,
-    client: StateManagerClient,
-    requests: "queue.Queue[Request]",
-) -> Worker:
+def _computing_rank(config: WorkerConfig, spec: DeploymentSpec) -> MakeWorker:
+    """Open the device, meet the other ranks and make the backend."""
     device = open_device(config.gpu_uuid)
     import torch
 
@@ -107,17 +108,16 @@ def _computing_worker(
     if config.kind in ("train", "forward") or spec.layout.tp > 1:
         join_process_group(config, device.collectives)
     backend = make_or_refuse(spec, config.rank, config.world_size, config.checkpoint_url, device)
-    return make_worker(backend, StateMover(backend, client, config.group, device), requests)
+
+    def make(client: StateManagerClient, requests: "queue.Queue[Request]") -> Worker:
+        return make_worker(backend, StateMover(backend, client, config.group, device), requests)
+
+    return make
 
 
-def _paced_worker(
-    config: WorkerConfig,
-    spec: DeploymentSpec,
-    client: StateManagerClient,
-    requests: "queue.Queue[Request]",
-) -> Worker:
-    """A worker that computes nothing. Nothing here may import torch: hundreds of such processes are
-    to fit one machine."""
+def _paced_rank(config: WorkerConfig, spec: DeploymentSpec) -> MakeWorker:
+    """Make a backend that computes nothing. Nothing here may import torch: hundreds of such
+    processes are to fit one machine."""
     pace = parse_pace(spec.pace)
     pacer = Pacer(pace.scale)
     backend: Backend
@@ -125,8 +125,12 @@ def _paced_worker(
         backend = PacedTrainingBackend(spec, config.rank, pace, pacer)
     else:
         backend = PacedRolloutBackend(spec, config.rank, pace, pacer)
-    mover = PacedMover(backend, client, config.group, spec=spec, pace=pace, pacer=pacer)
-    return Worker(backend, mover, requests)
+
+    def make(client: StateManagerClient, requests: "queue.Queue[Request]") -> Worker:
+        mover = PacedMover(backend, client, config.group, spec=spec, pace=pace, pacer=pacer)
+        return Worker(backend, mover, requests)
+
+    return make
 
 
 def _beat(agent: Connection) -> None:
