@@ -6,6 +6,7 @@ step sleeps as long as the published one, scaled. Every figure and table of the 
 
 import json
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -55,7 +56,8 @@ class PacedFigures:
     """One mode, in modelled time: paced."""
 
     drain_s: float
-    """Modelled seconds from the first submission to the last end; isolated, of the longest job."""
+    """Modelled seconds from when all workers are ready to the last end; isolated, of the longest
+    job."""
     training_gpu_hours_per_step: float
     gpu_hours_per_step: float
     """With the rollouts' GPUs, which are reserved for the duration of their job."""
@@ -114,8 +116,7 @@ def _run(
     def work(tenant: int) -> tuple[JobResult, str]:
         title = f"tenant-{tenant + 1}"
         with cluster.create_job(title) as job:
-            start.wait()
-            results = _train(job, options, tenant)
+            began_at, results = _train(job, options, tenant, start)
         view = next(each for each in cluster.jobs() if each["job"] == job.job)
         train = next(each for each in view["deployments"] if each["kind"] == "train")
         assert view["ended_at"] is not None, "the block has ended the job"
@@ -123,7 +124,7 @@ def _run(
             name=title,
             tenant=title,
             job=job.job,
-            submitted_at=view["submitted_at"],
+            submitted_at=began_at,
             ended_at=view["ended_at"],
             train_deployment=str(train["deployment"]),
             workers=int(train["workers"]),
@@ -141,8 +142,11 @@ def _run(
     return phase, {job.name: results for job, results in found}
 
 
-def _train(job: "Job", options: PacedOptions, tenant: int) -> str:
-    """One job; returns a digest of its samples, logprobs and steps."""
+def _train(
+    job: "Job", options: PacedOptions, tenant: int, start: threading.Barrier
+) -> tuple[float, str]:
+    """One job; returns the time when all tenants' workers were ready, because the start of
+    processes is not scaled, and a digest of its samples, logprobs and steps."""
     import hashlib
 
     import plexrl
@@ -156,6 +160,10 @@ def _train(job: "Job", options: PacedOptions, tenant: int) -> str:
         parallelism=plexrl.Parallelism(dp=profile.rollout_gpus),
         pace=options.pace,
     )
+    for ready in (actor.barrier(), rollout.barrier()):
+        ready.result()
+    start.wait()
+    began_at = time.time()
     digest = hashlib.sha256()
     for step in range(options.steps):
         prompts = [[3 + (step + each) % 10] * 4 for each in range(PROMPTS)]
@@ -170,7 +178,7 @@ def _train(job: "Job", options: PacedOptions, tenant: int) -> str:
         digest.update(repr([[each.tokens for each in group] for group in samples]).encode())
         digest.update(np.concatenate(logprobs.result().logprobs).tobytes())
         digest.update(repr(done.result().metrics).encode())
-    return digest.hexdigest()
+    return began_at, digest.hexdigest()
 
 
 def _figures(options: PacedOptions, phases: Sequence[PhaseResult]) -> PacedFigures:
