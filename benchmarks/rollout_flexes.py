@@ -19,7 +19,7 @@ from statistics import fmean, stdev
 
 from benchmarks.report import report
 from benchmarks.sizes import sized
-from plexrl.sim.rollout.engine.models import QWEN25_7B, QWEN25_14B, QWEN25_32B, Model
+from plexrl.latency.models import QWEN25_7B, QWEN25_14B, QWEN25_32B, Model
 from plexrl.sim.rollout.engine.rewards import AT_ONCE, MIXED
 from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.runs.split import Runner, runner

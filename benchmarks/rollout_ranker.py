@@ -41,10 +41,10 @@ from numpy.typing import NDArray
 
 from benchmarks.report import report
 from benchmarks.sizes import sized
+from plexrl.latency.costs import QWEN3_30B_A3B
 from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20
 from plexrl.rollout.policies.length_dispatch import LONG_PART, LengthSpread, divide
 from plexrl.rollout.policies.length_ranker import LengthExample, LengthRanker, Tokens, fit
-from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.traces.bundled import bundled

@@ -339,7 +339,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     "plexrl metrics": {"last": _COUNT},
     "plexrl logs": {"lines": _count(1, 1_000_000)},
     "plexrl operations": {"last": _COUNT},
-    "plexrl demo": {"steps": _count(1, 1_000_000), "seed": _SEED, "workers": _RANKS},
+    "plexrl demo": {"steps": _maybe(_count(1, 1_000_000)), "seed": _SEED, "workers": _RANKS},
     "plexrl statemanager": {"metrics_port": _maybe(_PORT)},
     "plexrl simulate": {
         "nodes": _count(1, 10_000),

@@ -21,6 +21,7 @@ DIRECTION = (
     "rollout",
     "worker",
     "statemanager",
+    "latency",
     "traces",
     "client",
     "rewards",
@@ -54,6 +55,7 @@ LAYERS = {
         "config",
     ),
     "events": ("publisher", "subscriber", "broker", "config", "outbox", "records"),
+    "latency": ("pace", "models", "gpus", "costs"),
     "model": (
         *("layout", "capabilities", "memory", "deployment_spec", "lora", "spec", "architecture"),
         *("text", "parallelism"),

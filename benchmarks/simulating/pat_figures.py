@@ -7,8 +7,8 @@ from functools import lru_cache
 from statistics import fmean, stdev
 
 from benchmarks.sizes import sized
-from plexrl.sim.rollout.engine.gpus import A40, H100, Gpu
-from plexrl.sim.rollout.engine.models import LLAMA31_8B, QWEN3_14B, Model
+from plexrl.latency.gpus import A40, H100, Gpu
+from plexrl.latency.models import LLAMA31_8B, QWEN3_14B, Model
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.runs.split import Runner
 from plexrl.sim.rollout.setting import Ends, Setting, System, SystemName

@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from benchmarks.report import report
 from benchmarks.rollout_systems.rivals import Rival, split
 from benchmarks.sizes import sized
-from plexrl.sim.rollout.engine.costs import EngineCosts
+from plexrl.latency.costs import EngineCosts
 from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.setting import Setting, Strategies, System, SystemName

@@ -7,7 +7,7 @@ from itertools import product
 from statistics import fmean, stdev
 
 from benchmarks.sizes import sized
-from plexrl.sim.rollout.engine.models import (
+from plexrl.latency.models import (
     PPO_OPERATIONS,
     QWEN25_7B,
     QWEN25_32B,

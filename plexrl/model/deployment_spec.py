@@ -56,6 +56,9 @@ class DeploymentSpec:
     lora: LoraSpec | None = None
     """Train: only adapters are trained, and the model is frozen. Rollout: the adapters of a train
     deployment are merged into the model. Absent: all parameters are trained."""
+    pace: str = ""
+    """Train, rollout: no model is computed, and each step lasts what it would on this GPU with this
+    model, as `plexrl.latency.pace` reads it. Empty: the model is computed."""
 
     @property
     def layout(self) -> Parallelism:

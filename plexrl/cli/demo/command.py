@@ -8,10 +8,14 @@ import typer
 from plexrl.cli.terminal.context import Json, write_json
 from plexrl.model.parallelism import Parallelism
 
+STEPS, PACED_STEPS = 150, 8
+
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("out/demo"),
-    steps: Annotated[int, typer.Option(min=1, help="RL steps of each job.")] = 150,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="RL steps of each job; default: 150.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of models, data and sampling.")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Workers of a training group.")] = 2,
     backend: Annotated[str | None, typer.Option(help="Training backend; default: fsdp.")] = None,
@@ -20,17 +24,34 @@ def demo(
         typer.Option(help="Layout of a training group, as dp=1,tp=2; default: dp=workers."),
     ] = None,
     isolated: Annotated[bool, typer.Option(help="Also measure the isolated baseline.")] = True,
+    paced: Annotated[
+        bool,
+        typer.Option(
+            "--paced",
+            help="Compute nothing: two tenants whose steps sleep as long as those of the published "
+            "7B profile, a hundred times shorter. Only --out and --seed apply, and --steps, which "
+            "is then 8 unless given.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train two tenants' jobs on one shared group, then each alone; write a report."""
     from rich.console import Console
 
+    if paced:
+        from plexrl.cli.demo.paced import PacedOptions, run_paced_demo
+
+        given = PacedOptions(out=out, seed=seed, steps=PACED_STEPS if steps is None else steps)
+        found = run_paced_demo(given, Console(stderr=as_json))
+        if as_json:
+            write_json(found)
+        return
     from plexrl.cli.demo.report import report_json
     from plexrl.cli.demo.run import DemoOptions, run_demo
 
     options = DemoOptions(
         out=out,
-        steps=steps,
+        steps=STEPS if steps is None else steps,
         seed=seed,
         workers=workers,
         backend=backend,

@@ -96,8 +96,9 @@ def same_rewards(shared: PhaseResult, isolated: PhaseResult) -> bool:
     return alone == together
 
 
-def plot_timeline(phase: PhaseResult, path: Path) -> None:
-    """Plot the holders of the shared group: the whole run above, a few cycles below."""
+def plot_timeline(phase: PhaseResult, path: Path, *, label: str = "") -> None:
+    """Plot the holders of the shared group: the whole run above, a few cycles below. `label` stands
+    before each title."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -109,11 +110,11 @@ def plot_timeline(phase: PhaseResult, path: Path) -> None:
     names = [job.name for job in phase.jobs]
     _draw_spans(whole, phase.spans, names, start)
     whole.set_xlim(0, end - start)
-    whole.set_title("Who held the shared training group", loc="left")
+    whole.set_title(label + "Who held the shared training group", loc="left")
     middle = (end - start) * 0.5
     _draw_spans(detail, phase.spans, names, start)
     detail.set_xlim(middle, middle + min(4.0, end - start))
-    detail.set_title("Four seconds of it", loc="left")
+    detail.set_title(label + "Four seconds of it", loc="left")
     detail.set_xlabel("seconds")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS[: len(names)]]
     handles.append(plt.Rectangle((0, 0), 1, 1, color=SWITCH_COLOUR))

@@ -85,8 +85,8 @@ def allocate_rollout(
 
 def _pools(texts: "Sequence[str]") -> "dict[str, GpuPool]":
     """The pools by the name of their kind. Raises InvalidRequestError: a text is none."""
+    from plexrl.latency.gpus import GPUS
     from plexrl.rollout.policies.allocation import GpuKind
-    from plexrl.sim.rollout.engine.gpus import GPUS
     from plexrl.sim.rollout.plan.allocation import PRICES, GpuPool
 
     found: dict[str, GpuPool] = {}

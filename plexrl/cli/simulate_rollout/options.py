@@ -11,8 +11,8 @@ from plexrl.client.data.rollout_policy import OVER_LAUNCH
 from plexrl.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from plexrl.sim.rollout.engine.costs import EngineCosts
-    from plexrl.sim.rollout.engine.models import Model
+    from plexrl.latency.costs import EngineCosts
+    from plexrl.latency.models import Model
     from plexrl.sim.rollout.setting import Setting, System, SystemName
 
 R1_LONG_SCALE = 1.25
@@ -203,9 +203,9 @@ def settings(
 
 def engine(cluster: RolloutClusterOptions) -> "tuple[Model | None, EngineCosts]":
     """The model, if there is one, and latencies. Raises InvalidRequestError: they do not exist."""
-    from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B, read_costs
-    from plexrl.sim.rollout.engine.gpus import GPUS
-    from plexrl.sim.rollout.engine.models import MODELS, PPO_OPERATIONS
+    from plexrl.latency.costs import QWEN3_30B_A3B, read_costs
+    from plexrl.latency.gpus import GPUS
+    from plexrl.latency.models import MODELS, PPO_OPERATIONS
 
     if cluster.model is None:
         if cluster.tensor_parallel != 1 or cluster.critic or cluster.gpu_type:

@@ -10,7 +10,7 @@ from plexrl.cli.terminal.context import Json, print_line, print_table, write_jso
 from plexrl.errors import InvalidRequestError, UnavailableError
 
 if TYPE_CHECKING:
-    from plexrl.sim.rollout.engine.models import Model
+    from plexrl.latency.models import Model
     from plexrl.sim.rollout.plan.modes import Mode
     from plexrl.sim.rollout.plan.planning import PlannedMode, ProfiledJob
 

@@ -111,6 +111,7 @@ class Job(JobReader):
         activation_checkpointing: bool = False,
         reduce_once: bool = False,
         max_sequence_tokens: int | None = None,
+        pace: str = "",
         node_type: str = "",
         trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> TrainDeployment:
@@ -141,6 +142,10 @@ class Job(JobReader):
         `fsdp` reduces gradients over the data ranks once for each `forward_backward` instead of for
         each micro-batch: less communication, with 4 bytes a parameter more memory.
 
+        With a `pace`, such as `h800:qwen2.5-14b@0.01`, nothing is computed: each step sleeps as
+        long as it would take for that model on such GPUs, times 0.01, and the state is tiny. It is
+        for trying a cluster's scheduling without GPUs.
+
         Raises:
             ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
             LayoutError: the backend cannot run the layout, or the model cannot be split so; the
@@ -157,6 +162,7 @@ class Job(JobReader):
             "activation_checkpointing": activation_checkpointing,
             "reduce_once": reduce_once,
             "max_sequence_tokens": max_sequence_tokens,
+            "pace": pace,
             "node_type": node_type,
             "trace": plain_trace(trace),
         }
@@ -176,6 +182,7 @@ class Job(JobReader):
         lora: "LoraSpec | None" = None,
         parallelism: Parallelism | None = None,
         tp_sizes: Sequence[int] = (),
+        pace: str = "",
         node_type: str = "",
         shares_gpus: bool = False,
         trace: DemandTrace | Mapping[str, object] | None = None,
@@ -219,6 +226,9 @@ class Job(JobReader):
         interrupted and continued later, with the samples of an undisturbed run. For evaluation and
         data generation that may wait.
 
+        `pace` is as in `train_deployment`. A response's length then follows from the seed, with a
+        mean of a quarter of `max_tokens`.
+
         Raises:
             UnsupportedDtypeError: the backend cannot compute with weights in `dtype`.
             ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
@@ -233,6 +243,7 @@ class Job(JobReader):
             "cuda_graphs": cuda_graphs,
             "parallelism": parallelism,
             "tp_sizes": tp_sizes,
+            "pace": pace,
             "node_type": node_type,
             "shares_gpus": shares_gpus,
             "trace": plain_trace(trace),
@@ -263,6 +274,7 @@ class Job(JobReader):
         lora: "LoraSpec | None" = None,
         parallelism: Parallelism | None = None,
         tp_sizes: Sequence[int] = (),
+        pace: str = "",
         node_type: str = "",
         shares_gpus: bool = False,
         trace: DemandTrace | Mapping[str, object] | None = None,
@@ -286,8 +298,8 @@ class Job(JobReader):
         them failed; 0: as many as a batch has, and at least 8.
 
         `backend`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`, `kv_cache_bytes`,
-        `cuda_graphs`, `lora`, `parallelism`, `tp_sizes`, `node_type`, `shares_gpus` and `trace`
-        are as in `rollout_deployment`, for each instance. No two of them share a group.
+        `cuda_graphs`, `lora`, `parallelism`, `tp_sizes`, `pace`, `node_type`, `shares_gpus` and
+        `trace` are as in `rollout_deployment`, for each instance. No two of them share a group.
 
         Raises:
             InvalidRequestError: a number is out of range, or `sampling` has no seed.
@@ -318,6 +330,7 @@ class Job(JobReader):
                 lora=lora,
                 parallelism=parallelism,
                 tp_sizes=tp_sizes,
+                pace=pace,
                 node_type=node_type,
                 shares_gpus=shares_gpus,
                 trace=trace,

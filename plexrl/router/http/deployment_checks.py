@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, LayoutError, ModelDoesNotFitError
+from plexrl.latency.pace import parse_pace
 from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.capabilities import (
     backend_capabilities,
@@ -93,8 +94,10 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         cuda_graphs=body.cuda_graphs,
         layers_on_device=body.layers_on_device,
         preemptible=body.preemptible,
+        pace=body.pace,
     )
     check_tp_sizes(spec)
+    _check_pace(spec)
     if body.max_sequence_tokens is None:
         spec = replace(spec, max_sequence_tokens=_default_sequence_tokens(spec))
     _check_sequence_length(spec)
@@ -142,6 +145,27 @@ def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) 
             "a rollout deployment without shares_gpus has its GPUs to itself and needs no demand "
             "trace: leave the trace out, or let it share"
         )
+
+
+def _check_pace(spec: DeploymentSpec) -> None:
+    if not spec.pace:
+        return
+    pace = parse_pace(spec.pace)
+    lacks = {
+        f"kind {spec.kind!r}": spec.kind == "forward",
+        f"backend {spec.backend!r}": spec.backend == "vllm",
+        "lora": spec.lora is not None,
+        "tp_sizes": bool(spec.tp_sizes),
+        "optimizer='host'": spec.optimizer == "host",
+    }
+    for name, is_asked in lacks.items():
+        if is_asked:
+            raise InvalidRequestError(
+                f"a paced deployment has no {name}: leave it out, or leave pace out",
+                parameter="pace",
+            )
+    if spec.kind == "rollout":
+        pace.decoding(spec.layout.tp)
 
 
 def _default_sequence_tokens(spec: DeploymentSpec) -> int:

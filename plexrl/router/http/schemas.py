@@ -331,6 +331,12 @@ class DeploymentRequest(_Strict):
     lora: LoraRequest | None = Field(
         None, description="train: adapters on a frozen model; rollout: as its trainer's"
     )
+    pace: PlainText = Field(
+        "",
+        max_length=100,
+        description="train, rollout: compute nothing, and make each step last as long as on this "
+        "GPU with this model, as h800:qwen2.5-14b@0.01; empty: compute",
+    )
     node_type: PlainText = Field("", max_length=100, description="type of the nodes; empty: any")
     trace: TraceRequest | None = Field(
         None, description="its demand as given by the user; it is placed by this at once"

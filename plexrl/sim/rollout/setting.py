@@ -5,10 +5,10 @@ from enum import StrEnum
 
 from plexrl.client.data.rollout_policy import OVER_LAUNCH
 from plexrl.errors import InvalidRequestError
+from plexrl.latency.costs import EngineCosts
+from plexrl.latency.models import Model
 from plexrl.limits import check_numbers
 from plexrl.rollout.policies.length_dispatch import LONG_PART
-from plexrl.sim.rollout.engine.costs import EngineCosts
-from plexrl.sim.rollout.engine.models import Model
 from plexrl.sim.rollout.engine.rewards import AT_ONCE, RewardCosts
 from plexrl.sim.rollout.workload import RolloutWorkload
 

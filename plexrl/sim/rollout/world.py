@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from plexrl.errors import InvariantError
-from plexrl.sim.rollout.engine.costs import EngineCosts
+from plexrl.latency.costs import EngineCosts
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.results.recorder import Recorder

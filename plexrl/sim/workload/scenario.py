@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
 from plexrl.errors import InvalidRequestError
+from plexrl.latency.gpus import HOST_LINK, MOVE_FIXED_S, NVME_RATE
 from plexrl.sim.workload.prices import Prices
 from plexrl.traces import TraceJob
 
@@ -56,13 +57,13 @@ class NodeType:
     """Memory of each GPU."""
     host_memory_bytes: int = 2 * TIB
     nvme_bytes: int = 28 * TIB
-    host_bytes_per_s: float = 50e9
+    host_bytes_per_s: float = HOST_LINK
     """Rate between a GPU and host memory, per GPU."""
-    nvme_bytes_per_s: float = 20e9
+    nvme_bytes_per_s: float = NVME_RATE
     """Rate between host memory and NVMe, per node."""
     network_bytes_per_s: float = 50e9
     """Network rate, per node."""
-    move_fixed_s: float = 0.5
+    move_fixed_s: float = MOVE_FIXED_S
     """Fixed seconds of each move, whatever its size."""
     speed: float = 1.0
     """Speed of training work relative to the trace's nodes."""

@@ -10,6 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from plexrl.process.lifeline import PARENT, die_with_parent
 from plexrl.worker.interface.config import WorkerConfig
 
@@ -17,6 +19,12 @@ STOP_GRACE_S = 2.0
 EXIT_ORPHANED = 3
 PRELOAD = ["plexrl.worker.agent.fork_server.lifeline", "plexrl.worker.agent.fork_server.preload"]
 """Imported by the fork server, in this order."""
+
+
+class _Paced(msgspec.Struct):
+    """What a launcher reads of a deployment's specification."""
+
+    pace: str = ""
 
 
 class WorkerProcess(Protocol):
@@ -69,6 +77,8 @@ class LocalLauncher:
         self._folder = folder
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
+        self._light = multiprocessing.get_context("spawn")
+        """For paced workers, which need no torch and would have the fork server's."""
 
     def warm_up(self) -> None:
         """Start the fork server unless it runs. It loads torch in the background.
@@ -87,9 +97,12 @@ class LocalLauncher:
             del os.environ[PARENT]
 
     def start(self, config: WorkerConfig) -> "LocalWorker":
-        """Fork a worker. The first one waits until the fork server has loaded torch."""
-        receiver, sender = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_main, args=(config, sender), daemon=True)
+        """Fork a worker, or start a paced one. The first fork waits until the fork server has
+        loaded torch."""
+        is_paced = bool(msgspec.json.decode(config.spec_json, type=_Paced).pace)
+        context = self._light if is_paced else self._context
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_main, args=(config, sender), daemon=True)
         process.start()
         sender.close()
         return LocalWorker(process, receiver, Path(config.log_path))

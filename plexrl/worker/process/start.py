@@ -5,11 +5,14 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plexrl.errors import StorageError, StorageFullError
-from plexrl.model.deployment_spec import deployment_spec_from_json
+from plexrl.latency.pace import parse_pace
+from plexrl.model.deployment_spec import DeploymentSpec, deployment_spec_from_json
 from plexrl.process.children.pulse import BEAT_S
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.protocol.address import announced
@@ -19,17 +22,28 @@ from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import Credentials
 from plexrl.wire.messages import WorkerName
 from plexrl.worker.interface.config import WorkerConfig
-from plexrl.worker.process.backend_factory import make_or_refuse
-from plexrl.worker.process.leader_follower import make_worker
 from plexrl.worker.process.node_lease import end_with_lease
 from plexrl.worker.process.process_group import join_process_group
-from plexrl.worker.process.server.server import Server
+from plexrl.worker.process.server.server import Request, Server
+from plexrl.worker.process.worker import Worker
+from plexrl.worker.rollout.paced.backend import PacedRolloutBackend
 from plexrl.worker.state.device import open_device
 from plexrl.worker.state.state_mover import StateMover
+from plexrl.worker.training.paced.backend import PacedTrainingBackend
+from plexrl.worker.training.paced.mover import PacedMover
+from plexrl.worker.training.paced.pacer import Pacer
+
+if TYPE_CHECKING:
+    import queue
+
+    from plexrl.worker.interface.backend import Backend
 
 LOG = logging.getLogger(__name__)
 
 NICENESS = 10
+
+MakeWorker = Callable[[StateManagerClient, "queue.Queue[Request]"], Worker]
+"""Makes the worker of a rank whose backend exists."""
 
 
 def held_at_start(error: BaseException) -> StorageError | None:
@@ -59,15 +73,9 @@ def run_worker(config: WorkerConfig, agent: Connection) -> None:
     os.nice(NICENESS)
     if config.cores:
         os.sched_setaffinity(0, config.cores)
-    device = open_device(config.gpu_uuid)
-    import torch
-
-    torch.set_num_threads(config.threads)
     spec = deployment_spec_from_json(config.spec_json)
-    if config.kind in ("train", "forward") or spec.layout.tp > 1:
-        join_process_group(config, device.collectives)
-
-    backend = make_or_refuse(spec, config.rank, config.world_size, config.checkpoint_url, device)
+    # Before the threads of client and server: they belong on the NUMA node of the device.
+    make = _paced_rank(config, spec) if spec.pace else _computing_rank(config, spec)
     client = StateManagerClient(
         config.statemanager,
         deployment=config.deployment,
@@ -82,11 +90,47 @@ def run_worker(config: WorkerConfig, agent: Connection) -> None:
         WorkerName(config.deployment, config.rank, config.incarnation),
         None if config.tls is None else Credentials(config.tls),
     )
-    mover = StateMover(backend, client, config.group, device)
-    worker = make_worker(backend, mover, server.requests)
+    worker = make(client, server.requests)
     LOG.info("%s incarnation %d is ready", config.deployment, config.incarnation)
     agent.send(True)
     worker.run()
+
+
+def _computing_rank(config: WorkerConfig, spec: DeploymentSpec) -> MakeWorker:
+    """Open the device, meet the other ranks and make the backend."""
+    device = open_device(config.gpu_uuid)
+    import torch
+
+    from plexrl.worker.process.backend_factory import make_or_refuse
+    from plexrl.worker.process.leader_follower import make_worker
+
+    torch.set_num_threads(config.threads)
+    if config.kind in ("train", "forward") or spec.layout.tp > 1:
+        join_process_group(config, device.collectives)
+    backend = make_or_refuse(spec, config.rank, config.world_size, config.checkpoint_url, device)
+
+    def make(client: StateManagerClient, requests: "queue.Queue[Request]") -> Worker:
+        return make_worker(backend, StateMover(backend, client, config.group, device), requests)
+
+    return make
+
+
+def _paced_rank(config: WorkerConfig, spec: DeploymentSpec) -> MakeWorker:
+    """Make a backend that computes nothing. Nothing here may import torch: hundreds of such
+    processes are to fit one machine."""
+    pace = parse_pace(spec.pace)
+    pacer = Pacer(pace.scale)
+    backend: Backend
+    if spec.kind == "train":
+        backend = PacedTrainingBackend(spec, config.rank, pace, pacer)
+    else:
+        backend = PacedRolloutBackend(spec, config.rank, pace, pacer)
+
+    def make(client: StateManagerClient, requests: "queue.Queue[Request]") -> Worker:
+        mover = PacedMover(backend, client, config.group, spec=spec, pace=pace, pacer=pacer)
+        return Worker(backend, mover, requests)
+
+    return make
 
 
 def _beat(agent: Connection) -> None:

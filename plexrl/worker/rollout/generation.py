@@ -9,10 +9,15 @@ import numpy as np
 from plexrl.wire.operations import SamplingParams
 from plexrl.wire.tensors import Array, Arrays
 from plexrl.worker.interface.backend import Emit
-from plexrl.worker.rollout.sampling import stream_of
 
 STOP, LENGTH, ABORT = range(3)
 """Why a row ended; the numbers are part of the wire format."""
+
+ODD_1 = -7046029254386353131
+ODD_2 = -4658895280553007687
+ODD_3 = -7723592293110705685
+"""Odd multipliers of splitmix64, as int64."""
+_ALL_BITS = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,3 +189,19 @@ class CarriedSample:
     """Part of the keys and values was computed with previous weights."""
     forked: bool = False
     """Its last block may be shared with another sample."""
+
+
+def stream_of(seed: int, sample: int, drawn: int = 0) -> int:
+    """The id of a sample's random stream after its first `drawn` tokens, an int64."""
+    mixed = _mix_int((_mix_int(seed) + sample * ODD_1 % (1 << 63)) & _ALL_BITS)
+    # Engines add the position times the same number.
+    mixed = (mixed + drawn * ODD_2) & _ALL_BITS
+    return mixed - (1 << 64) if mixed >> 63 else mixed
+
+
+def _mix_int(value: int) -> int:
+    """splitmix64's finaliser on one unsigned number."""
+    value &= _ALL_BITS
+    value = (value ^ (value >> 30)) * ODD_2 & _ALL_BITS
+    value = (value ^ (value >> 27)) * ODD_3 & _ALL_BITS
+    return value ^ (value >> 31)

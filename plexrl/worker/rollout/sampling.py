@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-_ODD_1 = -7046029254386353131
-_ODD_2 = -4658895280553007687
-_ODD_3 = -7723592293110705685
+from plexrl.worker.rollout.generation import ODD_2, ODD_3
+
 _MANTISSA_BITS = 53
-_ALL_BITS = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -30,14 +28,6 @@ class RowSampling:
     """int64; 0 keeps the whole vocabulary."""
     stream: torch.Tensor
     """int64: a hash of seed and sample that identifies the row's random stream."""
-
-
-def stream_of(seed: int, sample: int, drawn: int = 0) -> int:
-    """The id of a sample's random stream after its first `drawn` tokens, an int64."""
-    mixed = _mix_int((_mix_int(seed) + sample * _ODD_1 % (1 << 63)) & _ALL_BITS)
-    # `gumbel` adds the position times the same number.
-    mixed = (mixed + drawn * _ODD_2) & _ALL_BITS
-    return mixed - (1 << 64) if mixed >> 63 else mixed
 
 
 def draw(logprobs_NV: torch.Tensor, rows: RowSampling, position_N: torch.Tensor) -> torch.Tensor:
@@ -71,8 +61,8 @@ def allowed(scores_NV: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -
 def gumbel(stream_N: torch.Tensor, position_N: torch.Tensor, size: int) -> torch.Tensor:
     """Standard Gumbel noise, float32 `[N, size]`."""
     token_1V = torch.arange(1, size + 1, device=stream_N.device)[None, :]
-    row_N = _mix(stream_N + position_N * _ODD_2)
-    bits_NV = _mix(row_N[:, None] + token_1V * _ODD_3)
+    row_N = _mix(stream_N + position_N * ODD_2)
+    bits_NV = _mix(row_N[:, None] + token_1V * ODD_3)
     # An arithmetic shift copies the sign bit; the mask keeps the upper bits only.
     upper_NV = (bits_NV >> (64 - _MANTISSA_BITS)) & ((1 << _MANTISSA_BITS) - 1)
     uniform_NV = (upper_NV.double() + 0.5) / (1 << _MANTISSA_BITS)
@@ -81,18 +71,10 @@ def gumbel(stream_N: torch.Tensor, position_N: torch.Tensor, size: int) -> torch
 
 def _mix(values: torch.Tensor) -> torch.Tensor:
     """splitmix64's finaliser on int64, whose products wrap like unsigned ones."""
-    values = (values ^ _shift(values, 30)) * _ODD_2
-    values = (values ^ _shift(values, 27)) * _ODD_3
+    values = (values ^ _shift(values, 30)) * ODD_2
+    values = (values ^ _shift(values, 27)) * ODD_3
     return values ^ _shift(values, 31)
 
 
 def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix_int(value: int) -> int:
-    """`_mix` of one unsigned number; much cheaper than a tensor operation."""
-    value &= _ALL_BITS
-    value = (value ^ (value >> 30)) * _ODD_2 & _ALL_BITS
-    value = (value ^ (value >> 27)) * _ODD_3 & _ALL_BITS
-    return value ^ (value >> 31)

@@ -5,15 +5,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from plexrl.errors import ExecutionError, PlexRLError
+from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.state_digest import digest_of_slices
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.transfer.transport.choice import transport_of
 from plexrl.wire.messages import RunName, Sync
 from plexrl.wire.operations import SyncWeightsParams
+from plexrl.wire.tensors import Array
 from plexrl.worker.interface.backend import Backend, RolloutBackend
-from plexrl.worker.state.arena_tensors import whole
 
 Plain = dict[str, Any]
 
@@ -71,9 +75,18 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: Sync) ->
         "trainer_step": command.trainer_step,
     }
     if params.digest:
-        memory = whole(backend.arena).cpu().numpy()
-        result["digest"] = digest_of_slices(slices, memory)
+        result["digest"] = digest_of_slices(slices, _memory_of(backend.arena))
     return result
+
+
+def _memory_of(arena: WorkerArena) -> Array:
+    """A copy of an arena on a GPU, or the arena itself. [nbytes] uint8"""
+    if isinstance(arena, Arena):
+        return np.frombuffer(arena.buffer, dtype=np.uint8)
+    from plexrl.worker.state.arena_tensors import whole
+
+    found: Array = whole(arena).cpu().numpy()
+    return found
 
 
 class Arrival:

@@ -343,3 +343,26 @@ def test_another_refusal_is_left_as_it_is() -> None:
     spec, _ = check_deployment(request())
     refusal = ModelDoesNotFitError("the tiers are full", host_memory_bytes=1)
     assert with_fitting_length(refusal, spec, is_default=True) is refusal
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("train", {"pace": "h800"}, "GPU:MODEL@SCALE"),
+        ("forward", {"pace": "h800:qwen2.5-7b"}, "no kind 'forward'"),
+        ("train", {"pace": "h800:qwen2.5-7b", "optimizer": "host"}, "no optimizer='host'"),
+        ("train", {"pace": "h800:qwen2.5-7b", "lora": {"rank": 2}}, "no lora"),
+        ("rollout", {"pace": "h800:qwen2.5-7b", "backend": "vllm"}, "no backend 'vllm'"),
+        ("rollout", {"pace": "h800:qwen2.5-72b"}, "room for 145 GB"),
+    ],
+)
+def test_a_pace_that_cannot_run_is_refused_before_anything_starts(
+    kind: str, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        check_deployment(request(kind, **fields))
+
+
+def test_a_pace_is_part_of_the_specification() -> None:
+    spec, _ = check_deployment(request(pace="h800:qwen2.5-7b@0.01", workers=4))
+    assert (spec.pace, spec.workers, spec.backend) == ("h800:qwen2.5-7b@0.01", 4, "fsdp")

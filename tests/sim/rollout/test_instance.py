@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError, InvariantError
-from plexrl.sim.rollout.engine.costs import EngineCosts, read_costs
+from plexrl.latency.costs import EngineCosts, read_costs
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 

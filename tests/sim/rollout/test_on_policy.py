@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.rollout.engine.costs import EngineCosts
-from plexrl.sim.rollout.engine.gpus import Gpu
-from plexrl.sim.rollout.engine.models import MODELS, QWEN25_14B
+from plexrl.latency.costs import EngineCosts
+from plexrl.latency.gpus import Gpu
+from plexrl.latency.models import MODELS, QWEN25_14B
 from plexrl.sim.rollout.engine.rewards import AT_ONCE, MIXED, RewardCosts, Rewards
 from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.results.recorder import Recorder

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from plexrl.errors import InvalidRequestError
+from plexrl.latency.gpus import A40, H100, Switching
+from plexrl.latency.models import LLAMA31_8B, Model
 from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
-from plexrl.sim.rollout.engine.gpus import A40, H100, Switching
 from plexrl.sim.rollout.engine.instance import Instance
-from plexrl.sim.rollout.engine.models import LLAMA31_8B, Model
 from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.runs.run import simulate_rollout

@@ -10,7 +10,7 @@ from plexrl.client.data.rollout_profile import (
     rollout_profile_from_json,
 )
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.rollout.engine.models import QWEN25_7B
+from plexrl.latency.models import QWEN25_7B
 from plexrl.sim.rollout.plan.modes import SYNC, modes
 from plexrl.sim.rollout.plan.planning import PlannedMode, ProfiledJob, plan_modes, recommend
 from plexrl.sim.rollout.plan.profiled import profiled_setting

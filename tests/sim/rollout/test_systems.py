@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.rollout.engine.costs import EngineCosts
+from plexrl.latency.costs import EngineCosts
 from plexrl.sim.rollout.results.bound import throughput_bound
 from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.runs.run import simulate_rollout

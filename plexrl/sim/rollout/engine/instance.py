@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from plexrl.errors import InvariantError
-from plexrl.sim.rollout.engine.costs import EngineCosts
+from plexrl.latency.costs import EngineCosts
 from plexrl.sim.rollout.engine.trajectory import SimulatedSegment, SimulatedTrajectory
 
 

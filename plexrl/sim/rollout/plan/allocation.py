@@ -11,6 +11,8 @@ from functools import cache
 from math import inf
 
 from plexrl.errors import InvalidRequestError
+from plexrl.latency.gpus import H20, H800, Gpu
+from plexrl.latency.models import Model
 from plexrl.rollout.policies.allocation import (
     GpuAllocation,
     GpuKind,
@@ -20,8 +22,6 @@ from plexrl.rollout.policies.allocation import (
     shrink,
     split,
 )
-from plexrl.sim.rollout.engine.gpus import H20, H800, Gpu
-from plexrl.sim.rollout.engine.models import Model
 from plexrl.sim.rollout.setting import RECALL, Setting
 from plexrl.sim.rollout.systems.streamrl.allocation import batch_s
 from plexrl.sim.rollout.systems.streamrl.skewness import earlier_batch

@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from plexrl.client.data.rollout_profile import RolloutProfile
-from plexrl.sim.rollout.engine.models import Model
+from plexrl.latency.models import Model
 from plexrl.sim.rollout.plan.modes import Mode
 from plexrl.sim.rollout.plan.profiled import profiled_setting
 from plexrl.sim.rollout.results.gains import gain_over_sync

@@ -3,8 +3,8 @@
 from statistics import fmean
 
 from plexrl.client.data.rollout_profile import RolloutProfile
-from plexrl.sim.rollout.engine.costs import EngineCosts
-from plexrl.sim.rollout.engine.models import DECODE_COMPUTE, PREFILL_COMPUTE, Model
+from plexrl.latency.costs import EngineCosts
+from plexrl.latency.models import DECODE_COMPUTE, PREFILL_COMPUTE, Model
 from plexrl.sim.rollout.setting import Setting
 from plexrl.sim.rollout.workload import RolloutWorkload
 

@@ -1,36 +1,27 @@
 """An engine as a rollout backend: weights in an arena, results in the wire format."""
 
 from abc import abstractmethod
-from collections.abc import Collection
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import InvalidRequestError
 from plexrl.model.architecture.families import ARCHITECTURES
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
-from plexrl.wire.operations import PROMPT_SAMPLING, OperationKind
-from plexrl.worker.interface.backend import (
-    BackendCall,
-    BackendResult,
-    Emit,
-    EmitRow,
-    RolloutBackend,
-)
+from plexrl.wire.operations import OperationKind
+from plexrl.worker.interface.backend import BackendCall, BackendResult
 from plexrl.worker.models import LaidOutModel, device_name, lay_out_model, named_parameters
+from plexrl.worker.models.shards import box_of
 from plexrl.worker.rollout.engine.engine import Engine
 from plexrl.worker.rollout.engine.forward.joined_linear import arena_order
 from plexrl.worker.rollout.engine.forward.selection import cache_size, probe
 from plexrl.worker.rollout.engine.tensor_parallel import EngineCalls, LeadingEngine, RankGroup
 from plexrl.worker.rollout.engine.tensor_parallel.switch_groups import SwitchGroups
 from plexrl.worker.rollout.engine.tensor_parallel.switching import SwitchingEngine, SwitchingLeader
-from plexrl.worker.rollout.generation import Generation
+from plexrl.worker.rollout.generating_backend import EngineT, GeneratingBackend
 from plexrl.worker.rollout.merged_adapters import MergedAdapters
-from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine
-from plexrl.worker.rollout.shards import box_of
+from plexrl.worker.rollout.rollout_engine import EngineStats
 from plexrl.worker.rollout.stops import TextDecoder
 from plexrl.worker.state.arena_tensors import (
     ARENA_DTYPES,
@@ -47,10 +38,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-EngineT = TypeVar("EngineT", bound=RolloutEngine)
 
-
-class EngineBackend(RolloutBackend, Generic[EngineT]):
+class EngineBackend(GeneratingBackend[EngineT]):
     """One worker's engine. Subclasses choose the kind of engine with `_arrange` and `_start`.
 
     On a GPU the arena ends with a range for the KV cache. No slice refers to it, so its memory
@@ -66,19 +55,13 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
     ) -> None:
         """`ranks`: this worker's tensor-parallel group; absent: the worker has the whole model."""
         self._device = device
-        self._spec = spec
         self._checkpoint_url = checkpoint_url
         self._ranks = ranks
-        self._engine: EngineT | None = None
+        super().__init__(spec)
         self.calls: EngineCalls | None = None
         """On the group's leader: the calls that the other ranks repeat."""
         if ranks is not None and ranks.rank == 0:
             self.calls = EngineCalls(ranks)
-        self._recompute_kv_on_pull = True
-        self._trainer_steps: dict[int, int] = {}
-        """Optimizer steps in each version of the weights that unfinished generations use."""
-        self._begun: dict[str, Generation] = {}
-        """Unfinished generations."""
 
     def lay_out(self) -> None:
         """Make the model, and give each of its weights an address in the arena."""
@@ -100,8 +83,7 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         self._engine = self._start(self._laid_out.model)
         self._engine.use_text(TextDecoder(self._spec.model))
         self._described = self._describe()
-        self._vocab_size = self._spec.model.dimensions.vocabulary
-        self._leading: EngineT | LeadingEngine = self._engine
+        self._leading = self._engine
         if self.calls is not None:
             self._leading = self._lead(self._engine, self.calls)
 
@@ -145,8 +127,7 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         """Use the pulled weights, also for the samples of a paused engine."""
         if self._adapters is not None:
             self._adapters.merge()
-        self._note_step(seq, trainer_step)
-        self.engine.weights_changed(seq, recompute_kv=self._recompute_kv_on_pull)
+        super().after_pull(seq=seq, trainer_step=trainer_step)
 
     def gather(self, value: str) -> list[str]:
         """All-gather of one string per rank, in rank order."""
@@ -170,53 +151,6 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         self.engine.weights_changed(call.seq)
         return BackendResult(result={"trainer_step": trainer_step})
 
-    def submit(self, call: BackendCall, emit: Emit | None, emit_row: EmitRow | None = None) -> None:
-        """Queue a generation. Raises `BatchShapeError`."""
-        tokens, lengths = call.arrays["tokens"], call.arrays["lengths"]
-        ends = np.cumsum(lengths)[:-1]
-        first_row = call.share.first_row
-        generation = Generation(
-            name=call.operation,
-            prompts=[part.tolist() for part in np.split(tokens, ends)],
-            samples_per_prompt=call.params.samples_per_prompt,
-            sampling=call.params.sampling,
-            emit=emit,
-            weights_seq=call.seq,
-            first_row=first_row,
-            prompt_sampling={n: call.arrays[n] for n in PROMPT_SAMPLING if n in call.arrays},
-        )
-        if emit is not None and first_row:
-            generation.emit = lambda row, *drawn: emit(first_row + row, *drawn)
-        if emit_row is not None:
-            generation.on_end = lambda row: self._emit_row(generation, row, emit_row)
-        self._trainer_steps.setdefault(call.seq, call.trainer_step)
-        self._leading.submit(generation)
-        self._begun[call.operation] = generation
-
-    def abort(self, operation: str, rows: Collection[int] | None = None) -> None:
-        generation = self._begun.get(operation)
-        if generation is None:
-            return
-        if rows is not None:
-            first = generation.first_row
-            mine = range(first, first + len(generation.finish))
-            rows = frozenset(row - first for row in rows if row in mine)
-        self._leading.abort(operation, rows)
-
-    def load(self) -> dict[str, Any]:
-        first = {name: each.first_row for name, each in self._begun.items()}
-        lengths = self._leading.lengths()
-        return {
-            "rows": [
-                (name, first[name] + row, tokens, runs) for name, row, tokens, runs, _ in lengths
-            ],
-            "groups": [each.group for each in lengths],
-            "steps": list(self.engine.meter.latest),
-            "tp_sizes": self._spec.tp_sizes,
-            "subject": self._described,
-            "vocab_size": self._vocab_size,
-        }
-
     def _describe(self) -> dict[str, Any]:
         """The properties that the times of this engine depend on, beside the sizes of its
         groups."""
@@ -228,27 +162,6 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
             "device": device_name(next(iter(self._weights.values())).device),
             "kv_token_bytes": stats.block_bytes * self._spec.layout.tp // stats.block_tokens,
         }
-
-    def step(self) -> list[tuple[str, BackendResult]]:
-        return [(generation.name, self._result(generation)) for generation in self._leading.step()]
-
-    def interrupt(self, operation: str) -> BackendResult | None:
-        generation = self._leading.interrupt(operation)
-        return None if generation is None else self._result(generation)
-
-    def pause(self, *, recompute_kv: bool = True) -> None:
-        self._recompute_kv_on_pull = recompute_kv
-        self._leading.pause()
-
-    def resume(self) -> None:
-        self._leading.resume()
-
-    def stats(self) -> EngineStats:
-        return self.engine.stats()
-
-    @property
-    def has_work(self) -> bool:
-        return self._engine is not None and self._engine.has_work
 
     def _make_model(self) -> LaidOutModel:
         """The model, before its parameters have their addresses."""
@@ -274,57 +187,10 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         """On the leader of several ranks: the engine and the calls that the others repeat."""
         return LeadingEngine(engine, calls)
 
-    def _result(self, generation: Generation) -> BackendResult:
-        """A generation's result. `segments` lists `[row, start, weights_seq, trainer_step]` for
-        rows that another version, or several, drew."""
-        stats = self.engine.stats()
-        metrics = {
-            "preemptions": generation.preemptions,
-            "kv_cache_bytes": stats.kv_bytes_max,
-            "kv_cache_bytes_used_max": generation.blocks_max * stats.block_bytes,
-        }
-        result: dict[str, Any] = {
-            "weights_seq": generation.weights_seq,
-            "trainer_step": self._trainer_steps[generation.weights_seq],
-            "metrics": metrics,
-        }
-        if mixed := generation.mixed_segments():
-            result["segments"] = [
-                [row, start, seq, self._trainer_steps[seq]] for row, start, seq in mixed
-            ]
-        self._begun.pop(generation.name, None)
-        return BackendResult(result=result, arrays=generation.arrays())
-
-    def _emit_row(self, generation: Generation, row: int, emit_row: EmitRow) -> None:
-        spans = [(each.start, each.weights_seq) for each in generation.segments[row]]
-        emit_row(
-            generation.first_row + row,
-            generation.tokens[row].tolist(),
-            generation.logprobs[row].tolist(),
-            generation.finish[row],
-            [
-                [start, seq, self._trainer_steps[seq]]
-                for start, seq in spans or [(0, generation.weights_seq)]
-            ],
-        )
-
-    def _note_step(self, seq: int, trainer_step: int) -> None:
-        """Record that version `seq` draws next; versions that no unfinished generation used are
-        dropped."""
-        oldest = min((each.weights_seq for each in self._begun.values()), default=seq)
-        kept = {old: step for old, step in self._trainer_steps.items() if old >= oldest}
-        self._trainer_steps = {**kept, seq: trainer_step}
-
     @property
     def ranks(self) -> RankGroup | None:
         """This worker's tensor-parallel group; None: the worker has the whole model."""
         return self._ranks
-
-    @property
-    def engine(self) -> EngineT:
-        """This rank's engine."""
-        assert self._engine is not None, "build comes first"
-        return self._engine
 
 
 class TorchRolloutBackend(EngineBackend[Engine | SwitchingEngine]):

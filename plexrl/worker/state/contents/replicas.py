@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.protocol.messages import (
@@ -17,12 +16,11 @@ from plexrl.statemanager.protocol.messages import (
     ReplicatedSection,
 )
 from plexrl.worker.interface.backend import Backend
-from plexrl.worker.state.arena_tensors import whole
-from plexrl.worker.state.contents.device_digest import DeviceDigests
 from plexrl.worker.state.device import WorkerDevice
 
 if TYPE_CHECKING:
     from plexrl.statemanager.layout.keys import StatePart
+    from plexrl.worker.state.contents.device_digest import DeviceDigests
 
 LOG = logging.getLogger(__name__)
 
@@ -34,7 +32,7 @@ class ReplicaDigests:
         self._backend = backend
         self._client = client
         self._device = device
-        self._digests = DeviceDigests()
+        self._digests: DeviceDigests | None = None
 
     def of_state(self, parts: Iterable["StatePart"], seq: int) -> dict[str, str]:
         """For a version of these parts; none if `seq` is stored already.
@@ -55,6 +53,14 @@ class ReplicaDigests:
         sections = msgspec.convert(answer["sections"], tuple[ReplicatedSection, ...])
         if not sections:
             return {}
+        # Workers without a GPU need no torch here, and paced ones have none.
+        import torch
+
+        from plexrl.worker.state.arena_tensors import whole
+        from plexrl.worker.state.contents.device_digest import DeviceDigests
+
+        if self._digests is None:
+            self._digests = DeviceDigests()
         try:
             return self._digests.of_sections(whole(self._backend.arena), sections)
         except torch.OutOfMemoryError as error:

@@ -11,9 +11,9 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from plexrl.errors import InvalidRequestError
+from plexrl.worker.models.shards import box_of
 from plexrl.worker.rollout.engine.forward.experts import Experts
 from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
-from plexrl.worker.rollout.shards import box_of
 
 EXPERTS, HIDDEN, WIDTH, PER_TOKEN = 8, 16, 24, 3
 NAME = "model.layers.0.mlp.experts"

@@ -18,8 +18,8 @@ from plexrl.model.spec import tiny_qwen2
 from plexrl.wire.operations import SamplingParams
 from plexrl.worker.models import build_model
 from plexrl.worker.rollout.engine import Engine, Generation
-from plexrl.worker.rollout.generation import ABORT, LENGTH, STOP
-from plexrl.worker.rollout.sampling import RowSampling, draw, stream_of
+from plexrl.worker.rollout.generation import ABORT, LENGTH, STOP, stream_of
+from plexrl.worker.rollout.sampling import RowSampling, draw
 
 VOCABULARY = "0123456789abcdefghi"
 VERSIONS = {

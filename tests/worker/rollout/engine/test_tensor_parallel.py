@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
 from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.models.shards import box_of
 from plexrl.worker.rollout.engine import Engine
-from plexrl.worker.rollout.shards import box_of
 from tests.worker.rollout.engine import engine_ranks as ranks
 
 

@@ -7,11 +7,11 @@ or is computed again, and the unfinished responses go on in groups of the new si
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from plexrl.latency.models import Model
 from plexrl.rollout.policies.adaptive_tp.controller import SwitchController, TpSwitch
 from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
 from plexrl.rollout.policies.adaptive_tp.remaining import UnfinishedRow
 from plexrl.sim.rollout.engine.instance import Instance
-from plexrl.sim.rollout.engine.models import Model
 from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.world import Policy, World
 

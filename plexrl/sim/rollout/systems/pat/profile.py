@@ -1,7 +1,7 @@
 """The profile of a simulated engine (PAT §4.2): its own latencies at the points of a profiler."""
 
 from plexrl.client.data.decode_profile import DecodeProfile, ProfilePoint, ProfileSubject
-from plexrl.sim.rollout.engine.models import Model
+from plexrl.latency.models import Model
 from plexrl.sim.rollout.setting import Setting
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256)

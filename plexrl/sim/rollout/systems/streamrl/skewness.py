@@ -8,9 +8,9 @@ the batch before, and at first that of a batch which the model has generated bef
 
 from collections.abc import Sequence
 
+from plexrl.latency.costs import EngineCosts
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.policies.length_dispatch import LONG_PART, LengthSpread, divide
-from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.setting import Setting
 from plexrl.sim.rollout.systems.streamrl.ranks import expected_ranks, mean_lengths

@@ -16,6 +16,7 @@ from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ModelSpec, tiny_qwen2
 from plexrl.wire.operations import SamplingParams
 from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.models.shards import box_of
 from plexrl.worker.rollout.engine import Generation, RolloutEngine
 from plexrl.worker.rollout.engine.forward.selection import probe
 from plexrl.worker.rollout.engine.tensor_parallel import EngineCalls
@@ -25,7 +26,6 @@ from plexrl.worker.rollout.engine.tensor_parallel.switching import (
     SwitchingEngine,
     SwitchingLeader,
 )
-from plexrl.worker.rollout.shards import box_of
 from tests.worker.rollout.engine.tensor_parallel.exchange_ranks import exchange
 from tests.worker.rollout.engine.test_histories import VOCABULARY, History
 

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass, field
 
-from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B
+from plexrl.latency.costs import QWEN3_30B_A3B
+
+HOST_LINK = 50e9
+"""Bytes per second between a GPU on PCIe 5 x16 and pinned host memory."""
+NVME_RATE = 20e9
+"""Bytes per second of a node's NVMe, which its GPUs share."""
+MOVE_FIXED_S = 0.5
+"""Seconds of each move of a model's state that do not depend on its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +53,8 @@ class Gpu:
     link: float
     """Bytes per second to the other GPUs of its node, in one direction."""
     per_node: int = 8
+    host_link: float = HOST_LINK
+    """Bytes per second between its memory and pinned host memory, in one direction."""
     software: Software = field(default_factory=Software)
     switching: Switching = field(default_factory=Switching)
 
@@ -59,6 +68,7 @@ A40 = Gpu(
     bandwidth=696e9,
     memory=48e9,
     link=11.3e9,
+    host_link=25e9,
     software=Software(layer_s=87.5e-6, all_reduce_s=0.0, hop_s=4.28e-6),
 )
 """Three constants follow from latencies of LLaMA3.1-8B (PAT §3.1): `layer_s` and `hop_s` from 15.37

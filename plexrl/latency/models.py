@@ -10,8 +10,8 @@ speed of a GPU, and two all-reduces per layer.
 from dataclasses import dataclass
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B, EngineCosts
-from plexrl.sim.rollout.engine.gpus import H800, Gpu
+from plexrl.latency.costs import QWEN3_30B_A3B, EngineCosts
+from plexrl.latency.gpus import H800, Gpu
 
 WEIGHTS_READ = 2 * 3.3e9 / QWEN3_30B_A3B.k2 / 4.0e12
 """Part of the bandwidth at which weights are read."""
@@ -82,10 +82,12 @@ class Model:
             prefill_s_per_token2=2 * self.layers * self.hidden / (PREFILL_COMPUTE * compute),
             pull_s=2 * self.parameters / tp / PULL_RATE,
             push_s=2 * self.parameters / tp / PULL_RATE,
-            train_gpu_s_per_token=self.train_operations
-            * self.parameters
-            / (self.train_part * gpu.flops),
+            train_gpu_s_per_token=self.train_s_per_token(self.train_operations),
         )
+
+    def train_s_per_token(self, operations: float) -> float:
+        """GPU-seconds of `operations` for each parameter and token, at the speed of training."""
+        return operations * self.parameters / (self.train_part * self.gpu.flops)
 
     def sizes(self, longest: int) -> list[int]:
         """TP sizes whose KV cache has room for `longest` tokens, in ascending order."""

@@ -1,0 +1,1 @@
+"""Latencies of engines and training on kinds of GPU, for the simulator and for paced workers."""
