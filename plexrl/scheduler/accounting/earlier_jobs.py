@@ -1,67 +1,153 @@
-"""What earlier jobs tell of later ones: their demand, before it is measured, and their length.
+"""Demand and length of a new job, as they were in earlier jobs.
 
-A deployment of the same tenant, job name, size and state starts with the newest *profile* of its
-predecessor, as if it had measured that itself. Otherwise it starts with the *prior* of its shape:
-one of the newest profiles of deployments of the same kind, workers, layout, limits and about the
-same state, whatever tenant they are of. Layout and limits stand for the batch, which is known with
-the first operation only. A prior holds until the deployment's own profile is complete.
+A deployment starts with the complete profile of its predecessor: the newest deployment of the same
+tenant, job name, size and state. Without one it starts with the *prior* of its shape, until its own
+profile is complete. Deployments have the same shape if they have the same kind, workers, required
+node type, layout and limits, and about the same state, whatever tenant they belong to. Layout and
+limits stand for the batch, which is known with the first operation only.
 
-The prior is the profile at the lower quartile of duty. A backlog has deployments of less duty and
-of more; if their demand is known, those of less fill the last gap of a group. With the median none
-of them would be tried, and gaps would stay. What is too much after all is measured soon, and then
-the group closes and the member that waits most moves.
+The prior is one of the newest profiles of the shape, one for each job. Profiles of fewer cycles
+than a complete one count only while there is no complete one. The prior has the lower quartile of
+duty: a backlog has deployments of less duty and of more, and those of less fill the last gap of a
+group if their demand is known. With the median none of them would be tried. What is too much after
+all is measured soon, and then the group closes and the member that waits most moves. If there are
+fewer than four profiles, the prior is their median.
+
+All waiting deployments of a shape have the same prior. It is replaced when a newer one differs by
+more than `drift_tolerance`, so they are not enqueued anew with each profile.
 
 Priors hold no names, and no view shows them to a tenant.
 """
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Collection
 from dataclasses import replace
+from functools import lru_cache
+from hashlib import blake2b
 
-from plexrl.ids import TenantId
+from plexrl.ids import DeploymentId, TenantId
+from plexrl.scheduler.accounting.profiler import DRIFT_CYCLES
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.demand.estimates import KEPT, WEIGHT
-from plexrl.scheduler.state.demand.trace import DemandTrace
+from plexrl.scheduler.state.demand.trace import DemandTrace, ShapeDemand
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Job, State
 
-PRIOR_OF = 9
+PROFILES_OF_SHAPE = 9
 """Newest profiles of a shape that are kept: one strange job does not decide the prior."""
+
+SHAPES_MAX = 256
+"""Shapes whose profiles are kept; the one that was measured least recently goes first."""
+
+_FEW = 4
+"""Fewer profiles have no lower quartile: it would be the least of them."""
+
+
+class Unmeasured:
+    """The deployments that the prior of their shape plans, or would plan if there was one.
+
+    It is derived from the state, in the order of which `of` returns them.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[str, dict[DeploymentId, int]] = {}
+
+    def clear(self) -> None:
+        """Remove all deployments."""
+        self._of.clear()
+
+    def add(self, deployment: Deployment) -> None:
+        """Add the deployment if a prior may plan it."""
+        if (
+            deployment.shares
+            and not deployment.preemptible
+            and not deployment.has_own_trace
+            and deployment.state != WpgState.STOPPED
+        ):
+            alike = self._of.setdefault(shape_key(deployment), {})
+            alike[deployment.deployment] = deployment.serial
+
+    def remove(self, deployment: Deployment) -> None:
+        """Remove the deployment: it has ended, or its own demand is known."""
+        shape = shape_key(deployment)
+        alike = self._of.get(shape, {})
+        alike.pop(deployment.deployment, None)
+        if not alike:
+            self._of.pop(shape, None)
+
+    def has(self, deployment: Deployment) -> bool:
+        """Whether the prior of its shape plans the deployment."""
+        return deployment.deployment in self._of.get(shape_key(deployment), {})
+
+    def of(self, shape: str) -> list[DeploymentId]:
+        """The deployments of a shape, oldest first."""
+        alike = self._of.get(shape, {})
+        return sorted(alike, key=alike.__getitem__)
+
+    def shapes(self) -> list[str]:
+        """All shapes of which there are deployments."""
+        return sorted(self._of)
+
+    def check(self, state: State) -> None:
+        """Assert that it has the deployments that follow from the state."""
+        found = Unmeasured()
+        for deployment in state.deployments.values():
+            found.add(deployment)
+        assert found._of == self._of, "deployments without a profile are not found by their shape"
 
 
 def remember(state: State, settings: Settings, deployment: Deployment) -> bool:
-    """Store the profile for later jobs. True: it is the first of its shape."""
-    assert deployment.trace is not None
-    profiles = state.profiles
-    key = profile_key(state, deployment)
-    profiles.pop(key, None)
-    profiles[key] = deployment.trace
-    # There may be several if the setting was reduced.
-    while len(profiles) > settings.config.profiles:
-        del profiles[next(iter(profiles))]
+    """Store the profile for later jobs. True: the prior of its shape has changed."""
+    trace = deployment.trace
+    assert trace is not None
+    if is_complete(settings, trace):
+        profiles = state.profiles
+        key = profile_key(state, deployment)
+        profiles.pop(key, None)
+        profiles[key] = trace
+        # There may be several if the setting was reduced.
+        while len(profiles) > settings.config.profiles:
+            del profiles[next(iter(profiles))]
     if not settings.profiles_while_sharing:
         return False
-    shape, priors = shape_key(deployment), state.priors
-    alike = priors.pop(shape, {})
-    is_first = not alike
-    alike.pop(deployment.serial, None)
-    alike[deployment.serial] = deployment.trace
-    while len(alike) > PRIOR_OF:
-        del alike[next(iter(alike))]
-    priors[shape] = alike
-    while len(priors) > settings.config.profiles:
-        del priors[next(iter(priors))]
-    return is_first
+    shape = shape_key(deployment)
+    demand = state.shapes.pop(shape, None) or ShapeDemand()
+    state.shapes[shape] = demand
+    while len(state.shapes) > SHAPES_MAX:
+        del state.shapes[next(iter(state.shapes))]
+    _add_profile(settings, demand, state.job(deployment.job).serial, trace)
+    found, before = _typical(demand.profiles.values()), demand.prior
+    if before is not None and _is_near(found, before, settings.config.drift_tolerance):
+        return False
+    # A trace of no cycles gives way to the first complete profile.
+    demand.prior = replace(found, cycles=0)
+    return True
 
 
 def begin_with_known(state: State, settings: Settings, deployment: Deployment) -> None:
-    """Give a deployment of unknown demand that of its predecessor, or else the prior."""
+    """Give a new deployment of unknown demand that of its predecessor, or else the prior."""
     assert deployment.trace is None, f"the demand of {deployment.deployment} is known"
     deployment.trace = state.profiles.get(profile_key(state, deployment))
-    plans = settings.profiles_while_sharing and deployment.shares and not deployment.preemptible
-    if deployment.trace is None and plans:
-        alike = state.priors.get(shape_key(deployment), {})
-        deployment.trace = _prior(alike.values())
-        deployment.has_prior = deployment.trace is not None
+    if deployment.trace is None and deployment.shares and not deployment.preemptible:
+        take_prior(deployment, prior_of(state, settings, shape_key(deployment)))
+
+
+def prior_of(state: State, settings: Settings, shape: str) -> DemandTrace | None:
+    """The prior of a shape; None: there is none, or priors are not used."""
+    demand = state.shapes.get(shape) if settings.profiles_while_sharing else None
+    return None if demand is None else demand.prior
+
+
+def take_prior(deployment: Deployment, prior: DemandTrace | None) -> None:
+    """Plan a deployment without a profile by this prior; None: its demand is unknown."""
+    deployment.trace, deployment.has_prior = prior, prior is not None
+
+
+def is_complete(settings: Settings, trace: DemandTrace) -> bool:
+    """Whether a measured trace has the cycles of a profile."""
+    # After a drift a profile is one of fewer cycles.
+    return trace.cycles >= min(settings.config.profile_cycles, DRIFT_CYCLES)
 
 
 def remember_length(state: State, settings: Settings, job: Job, now: float) -> None:
@@ -75,9 +161,15 @@ def remember_length(state: State, settings: Settings, job: Job, now: float) -> N
         del lengths[next(iter(lengths))]
 
 
-def usual_length(state: State, tenant: TenantId, name: str) -> float:
-    """Length of the tenant's earlier jobs of this name, in seconds; 0: there were none."""
-    return state.lengths.get(_name_key(tenant, name), 0.0)
+def usual_length(state: State, settings: Settings, tenant: TenantId, name: str) -> float:
+    """Length of the tenant's earlier jobs of this name, in seconds; 0: unknown.
+
+    It is rounded to a power of two: waiting jobs of one length are considered once for all.
+    """
+    length_s = state.lengths.get(_name_key(tenant, name))
+    if length_s is None or not settings.config.learns_from_jobs:
+        return 0.0
+    return 2.0 ** round(math.log2(max(1.0, length_s)))
 
 
 def _name_key(tenant: TenantId, name: str) -> str:
@@ -93,21 +185,49 @@ def profile_key(state: State, deployment: Deployment) -> str:
 
 
 def shape_key(deployment: Deployment) -> str:
-    """Key of the prior. The model's own description may name a tenant's folder: its size stands for
-    it."""
-    limits = deployment.spec_json
+    """Key of the prior."""
+    size = f"{deployment.workers}/{deployment.state_bytes:.1e}/{deployment.node_type}"
+    return f"{deployment.kind}/{size}/{_digest_of_limits(deployment.spec_json)}"
+
+
+@lru_cache(maxsize=4096)
+def _digest_of_limits(spec_json: str) -> str:
+    """Digest of a specification without the model. The model's description may name a tenant's
+    folder: the size of the state stands for it."""
+    limits = spec_json
     try:
-        spec = json.loads(limits)
+        spec = json.loads(spec_json)
     except ValueError:
         # Only its sender knows what a specification says.
         spec = None
     if isinstance(spec, dict):
         limits = json.dumps({name: spec[name] for name in sorted(spec) if name != "model"})
-    parts = (deployment.kind, str(deployment.workers), f"{deployment.state_bytes:.1e}", limits)
-    return "/".join(parts)
+    return blake2b(limits.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
-def _prior(traces: Iterable[DemandTrace]) -> DemandTrace | None:
-    """The trace at the lower quartile of duty; None if there are none."""
+def _add_profile(settings: Settings, demand: ShapeDemand, job: int, trace: DemandTrace) -> None:
+    profiles = demand.profiles
+    complete = {job for job, each in profiles.items() if is_complete(settings, each)}
+    if is_complete(settings, trace):
+        for each in [each for each in profiles if each not in complete]:
+            del profiles[each]
+    elif complete:
+        return
+    profiles.pop(job, None)
+    profiles[job] = trace
+    while len(profiles) > PROFILES_OF_SHAPE:
+        del profiles[next(iter(profiles))]
+
+
+def _typical(traces: Collection[DemandTrace]) -> DemandTrace:
+    """The trace at the lower quartile of duty, or at the median if there are few."""
     ordered = sorted(traces, key=lambda trace: trace.duty)
-    return replace(ordered[len(ordered) // 4], cycles=0) if ordered else None
+    return ordered[len(ordered) // (2 if len(ordered) < _FEW else 4)]
+
+
+def _is_near(trace: DemandTrace, other: DemandTrace, tolerance: float) -> bool:
+    """Whether both plan alike: period and busy time differ by a small part only."""
+    if len(trace.segments) != len(other.segments):
+        return False
+    parts = (trace.period_s / other.period_s, trace.busy_s / other.busy_s)
+    return all(abs(part - 1.0) <= tolerance for part in parts)

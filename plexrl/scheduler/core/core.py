@@ -22,6 +22,7 @@ from plexrl.scheduler.accounting.tenants import (
 )
 from plexrl.scheduler.admission.admission import patience_ends
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault, has_work, work_off
+from plexrl.scheduler.core.cycles import learning_changed
 from plexrl.scheduler.core.invariants import check
 from plexrl.scheduler.core.outcomes import run_failed, run_finished
 from plexrl.scheduler.core.snapshot import decode, encode
@@ -221,7 +222,10 @@ class SchedulerCore:
             settings = msgspec.json.decode(settings_json, type=dict[str, Any])
         except ValueError as error:
             raise InvalidRequestError(f"settings_json is no JSON object: {error}") from error
+        learned = self.settings.learns
         self._cluster.reconfigure(with_core_settings(self.settings.config, settings))
+        if self.settings.learns != learned:
+            learning_changed(self._cluster)
 
     def _tenant_configured(self, event: ev.TenantConfigured, now: float) -> None:
         del now

@@ -1,9 +1,15 @@
 """Steps after a cycle has ended: profile, reservation, service level, repacking."""
 
-from plexrl.scheduler.accounting.earlier_jobs import begin_with_known, remember, shape_key
+from plexrl.scheduler.accounting.earlier_jobs import (
+    prior_of,
+    remember,
+    shape_key,
+    take_prior,
+    usual_length,
+)
 from plexrl.scheduler.accounting.profiler import refresh
 from plexrl.scheduler.jobs.context import Context
-from plexrl.scheduler.placement.capacity.overlaps import update_reservation
+from plexrl.scheduler.placement.capacity.overlaps import follow
 from plexrl.scheduler.placement.capacity.shift_search import is_off_plan
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.recovery.relocation import (
@@ -25,13 +31,14 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     is_renewed = refresh(deployment, settings.profiler)
     _use_peak(cluster, deployment, is_renewed=is_renewed)
     if is_renewed:
+        cluster.unmeasured.remove(deployment)
         deployment.cycles.have_profile()
         _expect_cycles(context.state, deployment)
         if remember(context.state, settings, deployment):
-            begin_all_with_prior(cluster, shape_key(deployment))
+            plan_by_prior(cluster, shape_key(deployment))
         if settings.policy.repacks:
             # Other policies do not plan by time.
-            _follow(cluster, deployment)
+            follow(cluster, deployment)
         if settings.policy.plans_by_profile:
             # Its group may now take others.
             cluster.waiting.retry_all_if_any()
@@ -41,30 +48,51 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
         moves = False
         if settings.policy.repacks:
             if _is_beside_plan(cluster, deployment):
-                _follow(cluster, deployment)
+                follow(cluster, deployment)
             if holds_up_others(cluster, deployment):
                 moves = consider_repacking(cluster, deployment, now)
     if consider_relief(cluster, deployment, now) or moves:
         context.effects.touch_all(deployment.groups)
 
 
-def begin_all_with_prior(cluster: Cluster, shape: str) -> None:
-    """Plan deployments of a shape, of which nothing was known before, by its first profile: those
-    that wait, and those whose groups were closed until they are measured."""
-    state = cluster.state
+def plan_by_prior(cluster: Cluster, shape: str) -> None:
+    """Plan the deployments of a shape by its prior, which is new: those that wait, and those whose
+    groups are closed until they are measured. Others with GPUs are measured soon."""
+    prior = prior_of(cluster.state, cluster.settings, shape)
+    for name in cluster.unmeasured.of(shape):
+        deployment = cluster.state.deployment(name)
+        if deployment.reservation is None:
+            take_prior(deployment, prior)
+            if name in cluster.waiting:
+                cluster.wait(deployment)
+        elif deployment.trace is None:
+            take_prior(deployment, prior)
+            deployment.cycles.have_profile()
+            follow(cluster, deployment)
+
+
+def learning_changed(cluster: Cluster) -> None:
+    """`learns_from_jobs` was switched: use what is known of earlier jobs, or forget it, with
+    profiles of fewer cycles than are needed now. Their groups close until there is a profile."""
+    state, settings = cluster.state, cluster.settings
+    for job in state.jobs.values():
+        if not job.state.is_final:
+            job.usual_s = usual_length(state, settings, job.tenant, job.name)
     for deployment in state.deployments.values():
-        is_over = deployment.state == WpgState.STOPPED
-        if deployment.trace is not None or is_over or shape_key(deployment) != shape:
+        trace = deployment.trace
+        if trace is None or deployment.state == WpgState.STOPPED:
             continue
-        begin_with_known(state, cluster.settings, deployment)
-        if deployment.trace is None:
-            continue
-        if deployment.deployment in cluster.waiting:
-            cluster.wait(deployment)
-        elif deployment.reservation is not None:
-            cycle = deployment.cycles.open
-            since = deployment.reservation.shift if cycle is None else cycle.started_at
-            update_reservation(cluster, deployment, since % cluster.settings.config.horizon_slots)
+        if deployment.has_prior or 0 < trace.cycles < settings.profiler.first:
+            take_prior(deployment, None)
+            cluster.unmeasured.add(deployment)
+            if deployment.reservation is not None:
+                follow(cluster, deployment)
+    for shape in cluster.unmeasured.shapes():
+        if prior_of(state, settings, shape) is not None:
+            plan_by_prior(cluster, shape)
+    for name in list(cluster.waiting):
+        cluster.wait(state.deployment(name))
+    cluster.waiting.retry_all()
 
 
 def _expect_cycles(state: State, deployment: Deployment) -> None:
@@ -88,15 +116,6 @@ def _use_peak(cluster: Cluster, deployment: Deployment, *, is_renewed: bool) -> 
     for each in cluster.state.groups_of(deployment):
         cluster.inventory.refresh(each)
     cluster.waiting.retry_all_if_any()
-
-
-def _follow(cluster: Cluster, deployment: Deployment) -> None:
-    """Shift the reservation to where the job really runs."""
-    cycle = deployment.cycles.open
-    started_at = (
-        cycle.started_at if cycle is not None else deployment.cycles.measured[-1].started_at
-    )
-    update_reservation(cluster, deployment, started_at % cluster.settings.config.horizon_slots)
 
 
 def _is_beside_plan(cluster: Cluster, deployment: Deployment) -> bool:

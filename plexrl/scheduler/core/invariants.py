@@ -12,6 +12,7 @@ def check(cluster: Cluster) -> None:
     state = cluster.state
     cluster.inventory.check()
     cluster.waiting.check()
+    cluster.unmeasured.check(state)
     taken: dict[tuple[str, int], str] = {}
     for group in state.groups.values():
         residents = (*group.members, *group.fillers)

@@ -85,7 +85,7 @@ def job_submitted(cluster: Cluster, effects: Effects, event: JobSubmitted, now: 
         priority=event.priority,
         gang=event.gang,
         expected_s=event.expected_s,
-        usual_s=usual_length(cluster.state, event.tenant, event.name),
+        usual_s=usual_length(cluster.state, cluster.settings, event.tenant, event.name),
         slo=default_slo if event.slo is None else event.slo,
         controller=event.controller,
         halts_on_failure=event.halts_on_failure,

@@ -99,6 +99,7 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     job.deployments.append(event.deployment)
     if deployment.trace is None:
         begin_with_known(context.state, context.settings, deployment)
+    context.cluster.unmeasured.add(deployment)
     if deployment.trace is not None and not deployment.has_prior:
         deployment.cycles.expect(job.expected_s, deployment.trace.period_s)
     seen(context, job, now)
@@ -129,7 +130,7 @@ def deployment_relaid(context: Context, event: DeploymentRelaid, now: float) -> 
     deployment = find_deployment(context.state, event.deployment)
     check_controller(find_live_job(context.state, deployment.job), event.controller)
     check_not_ended(deployment)
-    if relayout(context.cluster.inventory, deployment, event):
+    if relayout(context.cluster, deployment, event):
         bill_cut_off(context.state, deployment, now)
         restart(context, deployment, "it has another layout", now, counts=False)
 

@@ -9,7 +9,12 @@ from plexrl.errors import (
     PlexRLError,
     StorageFullError,
 )
-from plexrl.scheduler.accounting.earlier_jobs import remember_length
+from plexrl.scheduler.accounting.earlier_jobs import (
+    prior_of,
+    remember_length,
+    shape_key,
+    take_prior,
+)
 from plexrl.scheduler.accounting.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.accounting.retention import last_incarnation
 from plexrl.scheduler.accounting.sharing import note_wait
@@ -20,7 +25,7 @@ from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_ove
 from plexrl.scheduler.operations.operations import abort, fail, interrupt
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.queue_order import return_to_queue
-from plexrl.scheduler.placement.capacity.inventory import Inventory
+from plexrl.scheduler.placement.capacity.overlaps import follow
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.rendezvous import (
@@ -127,6 +132,7 @@ def end_deployment(
         kept = tuple(sorted({*nodes, *deployment.stored.nodes, *deployment.reader_nodes}))
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
     cluster.stop_waiting(deployment.deployment)
+    cluster.unmeasured.remove(deployment)
     if deployment.groups:
         cluster.hold(deployment, -1, now)
         effects.touch_all(vacate(cluster, deployment, now))
@@ -227,7 +233,7 @@ def restart(
         launch(context.state, context.effects, deployment, now)
 
 
-def relayout(inventory: Inventory, deployment: Deployment, event: DeploymentRelaid) -> bool:
+def relayout(cluster: Cluster, deployment: Deployment, event: DeploymentRelaid) -> bool:
     """Divide a rollout's GPUs in another way. Returns whether it has processes, which are of the
     former layout.
 
@@ -241,12 +247,26 @@ def relayout(inventory: Inventory, deployment: Deployment, event: DeploymentRela
         )
     if deployment.spec_json == event.spec_json:
         return False
+    cluster.unmeasured.remove(deployment)
     deployment.created_spec_json = deployment.created_spec_json or deployment.spec_json
     deployment.spec_json = event.spec_json
     deployment.memory, deployment.peak_bytes = event.memory, 0
-    inventory.resize(deployment, event.state_bytes)
+    cluster.inventory.resize(deployment, event.state_bytes)
     deployment.estimates.state_bytes = event.state_bytes
+    _change_prior(cluster, deployment)
     return deployment.state in (WpgState.LAUNCHING, WpgState.READY, WpgState.RECOVERING)
+
+
+def _change_prior(cluster: Cluster, deployment: Deployment) -> None:
+    """The deployment has another shape: replace the prior of the former one."""
+    cluster.unmeasured.add(deployment)
+    if not cluster.unmeasured.has(deployment):
+        return
+    take_prior(deployment, prior_of(cluster.state, cluster.settings, shape_key(deployment)))
+    if deployment.deployment in cluster.waiting:
+        cluster.wait(deployment)
+    elif deployment.reservation is not None:
+        follow(cluster, deployment)
 
 
 def restart_when_there_is_room(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from plexrl.ids import DeploymentId
+from plexrl.scheduler.accounting.earlier_jobs import Unmeasured
 from plexrl.scheduler.accounting.holdings import Holdings
 from plexrl.scheduler.placement.capacity.inventory import Inventory
 from plexrl.scheduler.placement.contention.contention import Contention, Resident
@@ -29,6 +30,8 @@ class Cluster:
     """Preemptible deployments without a group."""
     relocating: dict[DeploymentId, None] = field(default_factory=dict)
     """Deployments whose move waits for an operation boundary."""
+    unmeasured: Unmeasured = field(default_factory=Unmeasured)
+    """Deployments that the prior of their shape plans."""
     contentions: dict[tuple[Resident, ...], Contention] = field(default_factory=dict)
     """Cache of predictions under these settings: a waiting deployment tries a group many times."""
 
@@ -46,7 +49,9 @@ class Cluster:
         self.fillers.clear()
         self.relocating.clear()
         self.contentions.clear()
+        self.unmeasured.clear()
         for deployment in self.state.deployments.values():
+            self.unmeasured.add(deployment)
             if deployment.moves.planned is not None:
                 self.relocating[deployment.deployment] = None
             is_set_aside = self.state.job(deployment.job).is_set_aside

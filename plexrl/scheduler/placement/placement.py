@@ -90,6 +90,9 @@ def join(cluster: Cluster, deployment: Deployment, choice: Choice, now: float) -
         overlap_s=choice.overlap_s,
         interference_s=choice.interference_s,
         contention=choice.contention,
+        by_prior=any(
+            cluster.state.deployment(name).has_prior for each in groups for name in each.members
+        ),
     )
     return group
 

@@ -12,12 +12,13 @@ from plexrl.scheduler.queries.explain_holders import holders
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import attempts, near_groups, why_no_gpus
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.records import Deployment, Job
+from plexrl.scheduler.state.records import Deployment, Job, PlacementRecord
 from plexrl.wire.messages.views import (
     ExplainedJobView,
     ExplanationView,
     MemoryView,
     PlacedDeploymentView,
+    PlacementView,
     WaitingOperationView,
 )
 
@@ -82,7 +83,7 @@ def _deployment(
         "groups": list(deployment.groups),
         "nodes": list(deployment.nodes),
         "topology": _topology(cluster, deployment),
-        "placement": None if record is None else msgspec.to_builtins(record),
+        "placement": None if record is None else _placement(record, sees_all),
         "moves": deployment.moves.count,
         "moved_because": deployment.moves.last_reason,
         "waiting_part": measured_waiting_part(deployment),
@@ -103,8 +104,17 @@ def _deployment(
         }
     if deployment.state == WpgState.WAITING:
         view["attempts"] = attempts(cluster, deployment, now, searches=True)
-    if deployment.shares and trace is not None and deployment.state != WpgState.STOPPED:
+    may_see = sees_all or not deployment.has_prior
+    if deployment.shares and trace is not None and may_see and deployment.state != WpgState.STOPPED:
         view["near"] = near_groups(cluster, deployment, now, sees_all=sees_all)
+    return view
+
+
+def _placement(record: PlacementRecord, sees_all: bool) -> PlacementView:
+    """How it was placed. What follows from the demand of others is for operators."""
+    view: PlacementView = msgspec.to_builtins(record)
+    if record.by_prior and not sees_all:
+        view["shift_s"] = view["overlap_s"] = view["interference_s"] = view["contention"] = None
     return view
 
 

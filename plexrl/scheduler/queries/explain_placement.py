@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 
 import numpy as np
 
-from plexrl.ids import DeploymentId, TenantId
+from plexrl.ids import DeploymentId, GroupId, TenantId
 from plexrl.scheduler.admission.order import blocks_others
 from plexrl.scheduler.admission.queues.expected_ends import expected_end
 from plexrl.scheduler.admission.queues.gangs import why_not_yet
@@ -214,7 +214,13 @@ def name_for(state: State, name: DeploymentId, subject: Deployment, *, sees_all:
 def near_groups(
     cluster: Cluster, deployment: Deployment, now: float, *, sees_all: bool
 ) -> list[NearGroupView]:
-    """The other groups in which the deployment's trace fits best."""
+    """The other groups in which the deployment's trace fits best; for a tenant those only where
+    each member's own demand is known."""
+    choices = [
+        choice
+        for choice in nearest(cluster, deployment, now, strict=False, count=NEAR_MAX)
+        if sees_all or not _has_priors(cluster.state, (choice.group, *choice.beside))
+    ]
     return [
         {
             "group": choice.group,
@@ -228,8 +234,14 @@ def near_groups(
             "contention": choice.contention,
             "load": cluster.inventory.index.load(choice.group),
         }
-        for choice in nearest(cluster, deployment, now, strict=False, count=NEAR_MAX)
+        for choice in choices
     ]
+
+
+def _has_priors(state: State, groups: tuple[GroupId, ...]) -> bool:
+    """Whether the demand of a member is that of others like it."""
+    members = [name for group in groups for name in state.groups[group].members]
+    return any(state.deployment(name).has_prior for name in members)
 
 
 def _attempt(

@@ -43,6 +43,11 @@ class Settings:
     def __post_init__(self) -> None:
         self.change(self.config)
 
+    @property
+    def learns(self) -> tuple[bool, bool]:
+        """Whether (lengths, demands) of earlier jobs are used."""
+        return self.config.learns_from_jobs, self.profiles_while_sharing
+
     def change(self, config: SchedulerConfig) -> None:
         """Use these settings from now on."""
         self.config = config

@@ -22,7 +22,7 @@ from plexrl.ids import (
 )
 from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.state.demand.estimates import Estimates, MoveLaw
-from plexrl.scheduler.state.demand.trace import DemandTrace
+from plexrl.scheduler.state.demand.trace import DemandTrace, ShapeDemand
 from plexrl.scheduler.state.deployment.backoff import Backoff
 from plexrl.scheduler.state.deployment.burst import Burst
 from plexrl.scheduler.state.deployment.cycles import Cycles
@@ -109,6 +109,8 @@ class PlacementRecord:
     group: GroupId
     members: int
     """Members of the group, including this one."""
+    by_prior: bool = False
+    """The demand of one of them was that of others like it, which tenants are not told."""
     shift_s: float
     """Micro-shift δ: seconds from `at` to the start of the first reserved cycle."""
     setup_s: float
@@ -359,7 +361,7 @@ class Job:
     expected_s: float = 0.0
     """Length that the user expects; 0: unknown."""
     usual_s: float = 0.0
-    """Length of earlier jobs of its tenant and name (`State.lengths`); 0: unknown."""
+    """Length of earlier jobs of its tenant and name, rounded to a power of two; 0: unknown."""
     placed_at: float | None = None
     """When it got its first GPUs; None: not yet."""
     slo: float | None = None
@@ -439,9 +441,8 @@ class State:
     groups: dict[GroupId, Group] = field(default_factory=dict)
     profiles: dict[str, DemandTrace] = field(default_factory=dict)
     """Measured demand of earlier deployments, by the properties that a later one must share."""
-    priors: dict[str, dict[int, DemandTrace]] = field(default_factory=dict)
-    """The newest profiles of all tenants' deployments by their shape, and by the number of the
-    deployment; oldest first."""
+    shapes: dict[str, ShapeDemand] = field(default_factory=dict)
+    """Measured demand of all tenants' deployments by their shape (`accounting.earlier_jobs`)."""
     lengths: dict[str, float] = field(default_factory=dict)
     """How long jobs took from their first GPUs to their end, by tenant and name: a moving average,
     oldest first."""

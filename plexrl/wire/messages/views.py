@@ -360,13 +360,16 @@ class PlacementView(TypedDict):
     group: GroupId
     members: int
     """Members of the group, including this one."""
-    shift_s: float
+    by_prior: bool
+    """The demand of a member was that of others like it: tenants are not told what follows from
+    it."""
+    shift_s: float | None
     """Micro-shift δ: seconds from `at` to the start of the first reserved cycle."""
     setup_s: float
     """Estimated seconds to load its state onto the GPUs."""
-    overlap_s: float
+    overlap_s: float | None
     """Planned seconds of a cycle in which another member is busy too."""
-    interference_s: float
+    interference_s: float | None
     contention: float | None
     """Predicted waiting / (waiting + running), averaged over the members; None: unknown."""
 

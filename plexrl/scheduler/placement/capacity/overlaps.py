@@ -25,15 +25,29 @@ def update_reservation(cluster: "Cluster", deployment: Deployment, shift: float)
     """Replace the deployment's reservation by its present trace at `shift` slots."""
     trace, before = deployment.trace, deployment.reservation
     cluster.inventory.replace_reservation(deployment, trace, shift)
-    overlap_s = UNCOUNTED_S if _overlaps_any(cluster, deployment) else 0.0
+    overlaps = trace is not None and _overlaps_any(cluster, deployment)
+    overlap_s = UNCOUNTED_S if overlaps else 0.0
     deployment.reservation = Reservation(shift=shift, trace=trace, overlap_s=overlap_s)
     groups = cluster.state.groups_of(deployment)
     for group in groups:
-        if before is None or before.trace is None:
-            # The group may accept members now.
+        if trace is None or before is None or before.trace is None:
+            # The group may accept members now, or none any more.
             cluster.inventory.refresh(group)
     for group in groups:
         refresh_overlap_flags(cluster, group)
+
+
+def follow(cluster: "Cluster", deployment: Deployment) -> None:
+    """Plan the deployment by its present trace, from where its newest cycle began."""
+    cycles, reservation = deployment.cycles, deployment.reservation
+    if cycles.open is not None:
+        since = cycles.open.started_at
+    elif cycles.measured:
+        since = cycles.measured[-1].started_at
+    else:
+        assert reservation is not None, f"{deployment.deployment} has no plan and no cycle"
+        since = reservation.shift
+    update_reservation(cluster, deployment, since % cluster.settings.config.horizon_slots)
 
 
 def refresh_overlap_flags(cluster: "Cluster", group: Group) -> None:

@@ -115,6 +115,16 @@ class DemandTrace:
         return any(segment.is_critical for segment in self.segments)
 
 
+@dataclass(slots=True, kw_only=True)
+class ShapeDemand:
+    """Measured demand of deployments of one shape."""
+
+    profiles: dict[int, DemandTrace] = field(default_factory=dict)
+    """The newest profiles by the number of the job, oldest first."""
+    prior: DemandTrace | None = None
+    """Plans those that are not measured yet."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """A demand trace on the ring: `cycles` repetitions, the first segment's clock at `shift`.
