@@ -64,7 +64,7 @@ def plan_by_prior(cluster: Cluster, shape: str) -> None:
         if deployment.reservation is None:
             take_prior(deployment, prior)
             if name in cluster.waiting:
-                cluster.wait(deployment)
+                cluster.demand_changed(deployment)
         elif deployment.trace is None:
             take_prior(deployment, prior)
             deployment.cycles.have_profile()

@@ -264,7 +264,7 @@ def _change_prior(cluster: Cluster, deployment: Deployment) -> None:
         return
     take_prior(deployment, prior_of(cluster.state, cluster.settings, shape_key(deployment)))
     if deployment.deployment in cluster.waiting:
-        cluster.wait(deployment)
+        cluster.demand_changed(deployment)
     elif deployment.reservation is not None:
         follow(cluster, deployment)
 

@@ -78,6 +78,10 @@ class Cluster:
             gang = [self.state.deployment(name) for name in job.deployments if name in self.waiting]
             self._line_up(gang, job)
 
+    def demand_changed(self, deployment: Deployment) -> None:
+        """A waiting deployment has another trace."""
+        self.waiting.change_demand(deployment, self.inventory.duty_when_placed(deployment))
+
     def stop_waiting(self, name: DeploymentId) -> None:
         """Take the deployment out of all queues for GPUs, if it is in one."""
         self.waiting.remove(name)

@@ -120,6 +120,12 @@ class UnitTable:
         self.kinds.release(int(self.kind[row]))
         self._free.append(row)
 
+    def replace(self, unit: Unit) -> None:
+        """The unit with this head has another demand."""
+        row = self._rows[unit.head.name]
+        self.kinds.release(int(self.kind[row]))
+        self._set_demand(row, unit)
+
     def _resize(self) -> None:
         units = [unit for unit in self.units if unit is not None]
         self._reset(max(ROWS_MIN, 2 * (len(units) + 1)))
@@ -129,15 +135,19 @@ class UnitTable:
     def _fill(self, row: int, unit: Unit) -> None:
         head, equivalence = unit.head, unit.equivalence
         self._rows[head.name] = row
-        self.units[row] = unit
         self.is_used[row] = True
         self.created_at[row] = head.created_at
         self.serial[row] = head.serial
         self.priority[row] = equivalence.owner.priority
         self.expected_s[row] = equivalence.expected_s
-        self.duty[row] = head.duty
         self.state_bytes[row] = head.state_bytes
-        self.has_profile[row] = any(trace is not None for _, trace, _ in equivalence.demand)
         self.tenant[row] = self.tenants.take(equivalence.owner.tenant)
         self.sizes[row] = self.all_sizes.take(unit.sizes)
-        self.kind[row] = self.kinds.take((unit.sizes, equivalence))
+        self._set_demand(row, unit)
+
+    def _set_demand(self, row: int, unit: Unit) -> None:
+        self.units[row] = unit
+        self.duty[row] = unit.head.duty
+        demand = unit.equivalence.demand
+        self.has_profile[row] = any(trace is not None for _, trace, _ in demand)
+        self.kind[row] = self.kinds.take((unit.sizes, unit.equivalence))

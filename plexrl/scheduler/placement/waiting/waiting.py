@@ -128,6 +128,22 @@ class Waiting:
             tenants.setdefault(job.tenant, SortedList()).add(member[:3])
         self.table.add(unit)
 
+    def change_demand(self, deployment: Deployment, duty: float) -> None:
+        """The trace of a waiting deployment has changed: its unit keeps its place."""
+        unit = self._units[deployment.deployment]
+        if unit is None:
+            return
+        index = [member.name for member in unit.members].index(deployment.deployment)
+        demand = list(unit.equivalence.demand)
+        state_bytes, _, memory = demand[index]
+        demand[index] = (state_bytes, deployment.trace, memory)
+        head = unit.head._replace(duty=duty) if len(unit.members) == 1 else unit.head
+        equivalence = unit.equivalence._replace(demand=tuple(demand))
+        changed = unit._replace(head=head, equivalence=equivalence)
+        for member in unit.members:
+            self._units[member.name] = changed
+        self.table.replace(changed)
+
     def mark_partial(self, name: DeploymentId) -> None:
         """Take a deployment out of its unit, because its job has got GPUs; it still waits."""
         self._take_out(name)
