@@ -159,6 +159,7 @@ def test_every_trace_that_is_accepted_is_placed_or_explained(
             placement = deployment["placement"]
             assert placement is not None
             assert placement["group"] == deployment["group"]
+            assert placement["shift_s"] is not None, "its operator asks"
             assert 0 <= placement["shift_s"] < cluster.config.horizon_slots
     restored = SchedulerCore.restore(cluster.config, cluster.core.dump())
     assert restored.list_groups(cluster.now) == cluster.core.list_groups(cluster.now)
