@@ -125,6 +125,7 @@ def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
         "running": [command.kind.value for command in deployment.running.values()],
         "spec_json": deployment.spec_json,
         "node_type": deployment.node_type,
+        "pace": deployment.pace,
     }
 
 

@@ -171,6 +171,9 @@ class DeploymentView(TypedDict):
     spec_json: str
     node_type: str
     """Required node type; empty: any."""
+    pace: str
+    """The modelled GPU and model that its workers keep the time of: its GPUs compute nothing.
+    Empty: they compute."""
 
 
 class JobView(TypedDict):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from plexrl.ids import DeploymentId
-from plexrl.scheduler.accounting.earlier_jobs import PRIOR_OF
+from plexrl.ids import DeploymentId, TenantId
+from plexrl.scheduler.accounting.earlier_jobs import PRIOR_OF, profile_key, usual_length
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment
@@ -183,7 +183,7 @@ def test_a_restored_scheduler_expects_the_same() -> None:
     assert restored.cluster.state.deployments[DeploymentId("later/actor")].has_prior
 
 
-def submit_alone(cluster: FakeCluster, job: str, name: str) -> Deployment:
+def submit_alone(cluster: FakeCluster, job: str, name: str, **fields: object) -> Deployment:
     """A job with a name that is not its own, which shares with nobody."""
     cluster.send(
         ev.JobSubmitted(
@@ -194,7 +194,7 @@ def submit_alone(cluster: FakeCluster, job: str, name: str) -> Deployment:
             reattach_timeout_s=1e6,
         )
     )
-    cluster.deploy(f"{job}/actor", workers=2, exclusive=True)
+    cluster.deploy(f"{job}/actor", workers=2, exclusive=True, **fields)
     return deployment_of(cluster, job)
 
 
@@ -221,3 +221,18 @@ def test_the_one_whose_earlier_jobs_were_longest_goes_first(restored: bool) -> N
         order.append(now)
         finish(cluster, f"{now}2")
     assert order == ["holder", "long", "unknown", "short"]
+
+
+def test_a_paced_job_tells_nothing_of_jobs_that_compute() -> None:
+    cluster = cluster_of()
+    cluster.start_node(2)
+    submit_alone(cluster, "paced", "same", pace="h800:qwen2.5-7b@0.01")
+    cluster.pass_time(100.0)
+    finish(cluster, "paced")
+    state = cluster.core.cluster.state
+    paced, real = state.deployments[DeploymentId("paced/actor")], submit_alone(cluster, "b", "same")
+    assert usual_length(state, TenantId("t"), "same") == 0.0
+    assert profile_key(state, paced) != profile_key(state, real)
+    cluster.pass_time(50.0)
+    finish(cluster, "b")
+    assert usual_length(state, TenantId("t"), "same") == 50.0
