@@ -62,6 +62,11 @@ class Decoding(Protocol):
         """Tokens in the cache up to which a waiting response is admitted."""
         ...
 
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of a cached token on each GPU; 1 if the cache is not modelled."""
+        ...
+
     def steps_s(self, steps: int, running: int, kv: int, longest: int) -> float:
         """`steps` decode steps of `running` responses with `kv` cached tokens at first."""
         ...
@@ -105,7 +110,7 @@ class Pace:
         """
         if isinstance(self.modelled, ModelClass):
             return _PublishedDecoding(self.modelled)
-        return _ModelledDecoding(self.modelled.costs(tp))
+        return _ModelledDecoding(self.modelled.costs(tp), self.modelled.token_bytes // tp)
 
     def state_bytes(self, kind: str, gpus: int) -> float:
         """Bytes of the state of each GPU: a trainer's is divided over all of its GPUs, an engine's
@@ -223,6 +228,7 @@ class _PublishedTraining:
 @dataclass(frozen=True, slots=True)
 class _ModelledDecoding:
     costs: EngineCosts
+    kv_token_bytes: int
 
     @property
     def kv_tokens(self) -> int:
@@ -261,6 +267,10 @@ class _PublishedDecoding:
     @property
     def kv_admitted(self) -> int:
         return self.kv_tokens
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return 1
 
     def steps_s(self, steps: int, running: int, kv: int, longest: int) -> float:
         del running, kv
