@@ -118,12 +118,13 @@ class Pace:
         per_parameter = STATE_BYTES_PER_PARAMETER if kind == "train" else WEIGHT_BYTES
         return per_parameter * self.modelled.parameters / gpus
 
-    def move_s(self, nbytes: float, tier: str) -> float:
-        """A load or an offload of one GPU's `nbytes`, from or to `tier` (`host` or `nvme`). All
-        GPUs of a node move at once: each over its own link, and all over the node's NVMe."""
+    def move_s(self, nbytes: float, tier: str, workers: int) -> float:
+        """A load or an offload of one GPU's `nbytes`, from or to `tier` (`host` or `nvme`). The
+        `workers` GPUs of the deployment, on nodes of `GPUS_PER_NODE`, move at once: each over its
+        own link, and all of a node over its NVMe."""
         copy_s = nbytes / self.link
         if tier == "nvme":
-            copy_s = max(copy_s, nbytes * GPUS_PER_NODE / NVME_RATE)
+            copy_s = max(copy_s, nbytes * min(workers, GPUS_PER_NODE) / NVME_RATE)
         return MOVE_FIXED_S + copy_s
 
 

@@ -80,4 +80,4 @@ class PacedMover(StateMover):
             case Sync():
                 return self._pace.decoding(self._spec.layout.tp).pull_s()
             case _:
-                return self._pace.move_s(part * self._state_bytes, tier)
+                return self._pace.move_s(part * self._state_bytes, tier, self._spec.workers)
