@@ -394,6 +394,7 @@ def usage_view(state: State, tenant: TenantId | None) -> list[UsageView]:
             "failed": row.failed,
             "tokens": row.tokens,
             "gpu_seconds": row.gpu_seconds,
+            "paced": any(state.deployments[each].pace for each in job.deployments),
         }
         for job in state.jobs.values()
         if tenant in (None, job.tenant)

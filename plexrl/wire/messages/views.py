@@ -424,6 +424,8 @@ class PlacedDeploymentView(TypedDict):
     near: list[NearGroupView]
     """Other groups in which it fits best."""
     memory: MemoryView | None
+    pace: str
+    """As in `DeploymentView`."""
 
 
 class WaitingOperationView(ExplanationView):
