@@ -5,8 +5,9 @@
 #
 # The wheels of `make gpu-kit` are installed into a temporary folder, in addition to the machine's
 # own torch, transformers and cuda-bindings. gpu_check.json is written to FOLDER (else $OUT, else
-# out/gpu-check) after each part. PART: only these parts (docs/gpu.md). Exit status: 0 all passed, 1 a part failed or took too long, 3 no
-# GPU. PYTHON is the interpreter, KIT the folder of the wheels.
+# out/gpu-check) after each part. PART: only these parts (docs/gpu.md); the file keeps the results of
+# the others. Exit status: 0 all passed, 1 a part failed or took too long, 3 no GPU. PYTHON is the
+# interpreter, KIT the folder of the wheels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

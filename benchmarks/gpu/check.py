@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.check FOLDER [PART…]
 
 `FOLDER/gpu_check.json` is rewritten after each part, so that results remain if a part hangs or the
-machine is taken away. Exit status: 0 all passed, 1 a part failed or timed out, 3 there is no GPU.
+machine is taken away. With parts named, the results of the others stay as they are. Exit status: 0
+all passed, 1 a part failed or timed out, 3 there is no GPU.
 The module needs only the standard library, so that it can report missing packages.
 """
 
@@ -127,6 +128,8 @@ def part(name: str, left_s: float) -> Plain:
 
 def main() -> None:
     """Run all parts and write the file."""
+    if len(sys.argv) < 2 or sys.argv[1] in PARTS:
+        sys.exit("name the folder of the results first, then the parts")
     folder, names = Path(sys.argv[1]), sys.argv[2:] or list(PARTS)
     if unknown := sorted(set(names) - set(PARTS)):
         sys.exit(f"no part {', '.join(unknown)}: the parts are {', '.join(PARTS)}")
@@ -141,9 +144,11 @@ def main() -> None:
         "probe": probe,
         "versions": versions(),
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        "parts": {name: {"outcome": "not run yet"} for name in names},
+        "parts": {name: {"outcome": "not run yet"} for name in PARTS},
         "ok": False,
     }
+    if file.exists():
+        body["parts"] |= json.loads(file.read_text())["parts"]
     file.write_text(json.dumps(body, indent=1))
     for name in names:
         body["parts"][name] = found = part(name, ends_at - time.monotonic())
@@ -158,7 +163,7 @@ def main() -> None:
     sys.stdout.write(f"{'' if has_gpu else 'no GPU. '}Results: {file}\n")
     if not has_gpu:
         sys.exit(NO_GPU)
-    sys.exit(0 if body["ok"] else 1)
+    sys.exit(0 if all(body["parts"][name]["outcome"] == "passed" for name in names) else 1)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ def main() -> None:
     command += ["--dest", str(options.out)]
     subprocess.run([*command, *requirements()], check=True)
     subprocess.run([*command, "--no-deps", *NEEDED, *extra_of("megatron")], check=True)
-    # It is published as source, and is built by the torch that is here; the wheel has no binary.
+    # DeepSpeed is published as source. Its wheel is built with this machine's torch, and is pure
+    # Python.
     build = [*(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps")]
     build += ["--no-build-isolation", "--wheel-dir", str(options.out)]
     subprocess.run([*build, *extra_of("deepspeed")], check=True)

@@ -52,8 +52,7 @@ def random_model(vocabulary: str, seed: int) -> ModelSpec:
 
 
 def note(what: str) -> None:
-    """Say how far a benchmark is: of one that is stopped by its time limit, it is all that is
-    known."""
+    """Say on standard error how far a benchmark is. If it is stopped, nothing else tells."""
     sys.stderr.write(f"{time.monotonic() - STARTED:6.1f} s: {what}\n")
 
 

@@ -385,7 +385,7 @@ class Agent:
                 if self._config.host:
                     address = TlsAddress(self._config.host, self._ports.take(), self._config.node)
                     config = replace(config, address=str(address))
-                # In this thread, because what it starts ends with the thread that started it.
+                # The fork server ends with the thread that started it, so that is the main thread.
                 self._launcher.warm_up()
                 process = await asyncio.to_thread(self._launcher.start, config)
             except (OSError, EOFError) as error:

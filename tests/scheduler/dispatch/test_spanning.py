@@ -9,6 +9,7 @@ import pytest
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.core.snapshot import decode, encode
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
@@ -201,3 +202,25 @@ def test_a_snapshot_of_one_group_each_becomes_one_of_several() -> None:
         deployment["group"] = groups[0] if groups else None
     read = decode(msgspec.msgpack.encode(plain), cluster.core._context.settings.config)
     assert encode(read) == body
+
+
+def test_a_gang_lies_on_some_of_its_rollouts_gpus_and_on_what_another_deployment_spans() -> None:
+    cluster = FakeCluster(policy="spread+backfill", waiting_part_max=0.9)
+    cluster.start_node(14)
+    for job, workers in (("y", 2), ("x", 4)):
+        cluster.job(job)
+        cluster.deploy(f"{job}/actor", workers=workers, exclusive=True)
+    cluster.job("hold")
+    cluster.deploy("hold/actor", workers=2, trace=busy(0.5))
+    cluster.job("large")
+    cluster.deploy("large/actor", workers=6, trace=busy(0.05))
+    for job in ("s0", "s1"):
+        cluster.job(job)
+        cluster.deploy(f"{job}/actor", workers=2, trace=busy(0.45, offset_s=5.0))
+    cluster.job("g", gang=3)
+    cluster.deploy("g/rollout", "rollout", workers=2, shares=True, trace=busy(0.2))
+    cluster.deploy("g/reference", "forward", workers=2, trace=busy(0.03, offset_s=20.0))
+    cluster.deploy("g/actor", workers=8, trace=busy(0.1, offset_s=25.0))
+    assert not placed(cluster, "g/actor").groups
+    cluster.send(ev.JobFinished(job="y", outcome="completed"))
+    assert gpus_of(cluster, "g/actor") >= gpus_of(cluster, "large/actor")

@@ -97,7 +97,8 @@ class FitBounds:
         for may_take, size in sorted(zip(takes_free, sizes, strict=True), reverse=True):
             is_sharing = size.shares and self._policy_shares
             if is_sharing and self._cluster.settings.divides_groups:
-                # It may be on the GPUs of smaller ones, too.
+                # It may be on the GPUs of all or of some smaller ones, too, so it joins groups of
+                # this many GPUs or more.
                 smaller = [each.workers for each in sizes if each.shares]
                 beside = sum([workers for workers in smaller if workers < size.workers])
                 if beside and self.groups(size._replace(workers=max(1, size.workers - beside))):

@@ -122,11 +122,11 @@ class Unions:
         return [names for _, _, names in found[:count]]
 
     def capacity(self, gpus: int) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
-        """(load, bytes of one more member's state for each GPU) of the unions of that size, by the
-        fullest of the groups of each; in several parts."""
+        """(load, bytes of one more member's state for each GPU) of the unions with at least so many
+        GPUs, by the fullest of the groups of each; in several parts."""
         found = []
         for shapes, table in self._tables.items():
-            if sum([shape.gpus for shape in shapes]) == gpus:
+            if sum([shape.gpus for shape in shapes]) >= gpus:
                 rows = table.rows[: len(table.names)].T
                 loads = [each.load[at] for each, at in zip(table.tables, rows, strict=True)]
                 free = [
