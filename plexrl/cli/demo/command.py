@@ -35,8 +35,8 @@ def demo(
         typer.Option(
             "--paced",
             help="Compute nothing: two tenants whose steps sleep as long as those of the published "
-            "7B profile, a hundred times shorter. Only --out and --seed apply, and --steps, which "
-            "is then 8 unless given.",
+            "7B profile, a hundred times shorter. Takes --out, --seed, --steps (8 unless given) "
+            "and --json only.",
         ),
     ] = False,
     as_json: Json = False,
