@@ -62,6 +62,11 @@ class Decoding(Protocol):
         """Tokens in the cache up to which a waiting response is admitted."""
         ...
 
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of a cached token on each GPU; 1 if the cache is not modelled."""
+        ...
+
     def steps_s(self, steps: int, running: int, kv: int, longest: int) -> float:
         """`steps` decode steps of `running` responses with `kv` cached tokens at first."""
         ...
@@ -105,7 +110,7 @@ class Pace:
         """
         if isinstance(self.modelled, ModelClass):
             return _PublishedDecoding(self.modelled)
-        return _ModelledDecoding(self.modelled.costs(tp))
+        return _ModelledDecoding(self.modelled.costs(tp), self.modelled.token_bytes // tp)
 
     def state_bytes(self, kind: str, gpus: int) -> float:
         """Bytes of the state of each GPU: a trainer's is divided over all of its GPUs, an engine's
@@ -113,12 +118,13 @@ class Pace:
         per_parameter = STATE_BYTES_PER_PARAMETER if kind == "train" else WEIGHT_BYTES
         return per_parameter * self.modelled.parameters / gpus
 
-    def move_s(self, nbytes: float, tier: str) -> float:
-        """A load or an offload of one GPU's `nbytes`, from or to `tier` (`host` or `nvme`). All
-        GPUs of a node move at once: each over its own link, and all over the node's NVMe."""
+    def move_s(self, nbytes: float, tier: str, workers: int) -> float:
+        """A load or an offload of one GPU's `nbytes`, from or to `tier` (`host` or `nvme`). The
+        `workers` GPUs of the deployment, on nodes of `GPUS_PER_NODE`, move at once: each over its
+        own link, and all of a node over its NVMe."""
         copy_s = nbytes / self.link
         if tier == "nvme":
-            copy_s = max(copy_s, nbytes * GPUS_PER_NODE / NVME_RATE)
+            copy_s = max(copy_s, nbytes * min(workers, GPUS_PER_NODE) / NVME_RATE)
         return MOVE_FIXED_S + copy_s
 
 
@@ -223,6 +229,7 @@ class _PublishedTraining:
 @dataclass(frozen=True, slots=True)
 class _ModelledDecoding:
     costs: EngineCosts
+    kv_token_bytes: int
 
     @property
     def kv_tokens(self) -> int:
@@ -261,6 +268,10 @@ class _PublishedDecoding:
     @property
     def kv_admitted(self) -> int:
         return self.kv_tokens
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return 1
 
     def steps_s(self, steps: int, running: int, kv: int, longest: int) -> float:
         del running, kv

@@ -49,15 +49,16 @@ def test_the_steps_of_a_published_cycle_add_up_to_its_period(name: str) -> None:
     assert cycle_s == pytest.approx(MODEL_CLASSES[name].period_s)
 
 
-def test_a_move_takes_what_the_simulators_takes() -> None:
+@pytest.mark.parametrize("workers", [2, 8])
+def test_a_move_takes_what_the_simulators_takes(workers: int) -> None:
     node = NodeType()
     costs = MoveCosts([Pool(node_type=node, nodes=1)])
     pace = parse_pace("published:7b")
-    nbytes = pace.state_bytes("train", 8)
-    assert nbytes == 14 * MODEL_CLASSES["7B"].parameters / 8
+    nbytes = pace.state_bytes("train", workers)
+    assert nbytes == 14 * MODEL_CLASSES["7B"].parameters / workers
     for tier in ("host", "nvme"):
-        expected = costs.load_s(node.name, round(nbytes * 8), 8, tier)
-        assert pace.move_s(nbytes, tier) == pytest.approx(expected)
+        expected = costs.load_s(node.name, round(nbytes * workers), workers, tier)
+        assert pace.move_s(nbytes, tier, workers) == pytest.approx(expected)
 
 
 def test_the_link_is_the_gpus_unless_it_is_set() -> None:
@@ -65,7 +66,7 @@ def test_the_link_is_the_gpus_unless_it_is_set() -> None:
     assert parse_pace("a40:qwen2.5-7b").link == A40.host_link < H800.host_link
     slow = parse_pace("a40:qwen2.5-7b@0.5,link=1e9")
     assert (slow.link, slow.scale) == (1e9, 0.5)
-    assert slow.move_s(3e9, "host") == MOVE_FIXED_S + 3.0
+    assert slow.move_s(3e9, "host", 8) == MOVE_FIXED_S + 3.0
 
 
 @pytest.mark.parametrize(

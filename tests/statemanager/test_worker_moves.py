@@ -7,11 +7,16 @@ import pytest
 from msgspec.structs import replace
 
 from plexrl.errors import DeviceMemoryFullError, InvalidRequestError
+from plexrl.latency.gpus import MOVE_FIXED_S
+from plexrl.latency.pace import parse_pace
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.spec import tiny_qwen2
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult, SharedWeights
 from plexrl.worker.state.state_mover import StateMover
+from plexrl.worker.training.paced.mover import PacedMover
 from tests.statemanager.conftest import (
     ALL_PARTS,
     MIB,
@@ -22,6 +27,7 @@ from tests.statemanager.conftest import (
     wait_until,
 )
 from tests.wire.runs import make_run
+from tests.worker.paced.clock import Clock
 
 
 def command(kind: OperationKind, seq: int, token: int) -> Any:
@@ -151,3 +157,32 @@ def test_a_load_reports_what_the_offload_before_it_left_time_for(
     assert second["prefetched_bytes"] == second["bytes_moved"] == shards[1].contents.size
     assert second["prefetch_s"] > 0.0
     assert np.array_equal(shards[1].contents, shards[1].version(1))
+
+
+def test_a_paced_move_lasts_as_long_as_the_part_that_moves(
+    daemon: Daemon, make_shard: MakeShard
+) -> None:
+    shard, clock = make_shard(daemon, registered=False), Clock()
+    pace, workers = parse_pace("h800:qwen2.5-14b@1"), 4
+    mover = PacedMover(
+        Bytes(shard.arena, shard.slices),
+        shard.client,
+        shard.group,
+        spec=DeploymentSpec(
+            model=tiny_qwen2("0123"), kind="train", backend="fsdp", workers=workers, pace=pace.text
+        ),
+        pace=pace,
+        pacer=clock.pacer(),
+    )
+    moves = [(OperationKind.LOAD, 0), (OperationKind.OFFLOAD, 1), (OperationKind.LOAD, 1)]
+    reports = []
+    for kind, seq in [*moves, (OperationKind.OFFLOAD, 1)]:
+        reports.append(mover.move(command(kind, seq, 1)))
+        if seq == 0:
+            shard.fill(1)
+    # 14 bytes for each parameter over a link of 50 GB/s. The first load has nothing to move, and
+    # the last offload has an unchanged version.
+    whole_s = MOVE_FIXED_S + 14 * 14.77e9 / workers / 5e10
+    assert clock.sleeps == pytest.approx([MOVE_FIXED_S, whole_s, whole_s, MOVE_FIXED_S])
+    assert [each["seconds"] for each in reports[1:]] == pytest.approx(clock.sleeps[1:])
+    assert reports[-1]["bytes_moved"] == 0

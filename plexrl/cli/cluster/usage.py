@@ -49,7 +49,7 @@ def usage(
         if by is not By.KIND:
             rows = with_sharing(rows, cluster.sharing(), by)
     shared = () if by is By.KIND else SHARED
-    columns = (*KEYS[by], "gpu_hours", *COUNTS, *shared)
+    columns = (*KEYS[by], "gpu_hours", *COUNTS, *shared, "paced_gpu_hours")
     if as_csv:
         write_csv(columns, [[row[name] for name in columns] for row in rows])
         return
@@ -69,6 +69,11 @@ def usage(
     ]
     headings = (*keys, *("GPU-hours", "saved")[: len(hours)], *COUNTS[:3])
     print_table("", headings, cells)
+    if total["paced_gpu_hours"]:
+        print_line(
+            f"{total['paced_gpu_hours']:.4f} of the GPU-hours are of paced jobs, whose GPUs "
+            "computed nothing."
+        )
     if shared:
         isolated, held, saved = (f"{total[name]:.4f}" for name in SHARED)
         print_line(
@@ -87,7 +92,7 @@ def with_sharing(
         row.update(dict.fromkeys(SHARED, 0.0))
     for each in sharing:
         key = tuple(each[name] for name in KEYS[by])
-        empty = dict.fromkeys((*COUNTS, "gpu_hours", *SHARED), 0)
+        empty = dict.fromkeys((*COUNTS, "gpu_hours", "paced_gpu_hours", *SHARED), 0)
         row = found.setdefault(key, {**dict(zip(KEYS[by], key, strict=True)), **empty})
         for name in SHARED:
             row[name] += each[name.replace("_hours", "_seconds")] / HOUR_S
@@ -100,15 +105,21 @@ def add_up(usage_rows: Sequence[Mapping[str, Any]], by: By) -> list[dict[str, An
     for row in usage_rows:
         key = tuple(row[name] for name in KEYS[by])
         total = found.setdefault(
-            key, {**dict(zip(KEYS[by], key, strict=True)), **dict.fromkeys(COUNTS, 0)}
+            key,
+            {
+                **dict(zip(KEYS[by], key, strict=True)),
+                **dict.fromkeys(COUNTS, 0),
+                "paced_gpu_hours": 0.0,
+            },
         )
         for name in COUNTS:
             total[name] += row[name]
+        total["paced_gpu_hours"] += row["gpu_seconds"] / HOUR_S if row["paced"] else 0.0
     return [{**row, "gpu_hours": row["gpu_seconds"] / HOUR_S} for row in found.values()]
 
 
 def _total(rows: list[dict[str, Any]], by: By) -> dict[str, Any]:
     first, *rest = KEYS[by]
-    names = ("gpu_hours", *COUNTS, *(() if by is By.KIND else SHARED))
+    names = ("gpu_hours", "paced_gpu_hours", *COUNTS, *(() if by is By.KIND else SHARED))
     sums = {name: sum(row[name] for row in rows) for name in names}
     return {first: "all", **dict.fromkeys(rest, ""), **sums}

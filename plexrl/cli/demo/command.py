@@ -6,12 +6,18 @@ from typing import Annotated
 import typer
 
 from plexrl.cli.terminal.context import Json, write_json
+from plexrl.cli.terminal.option_groups import given_options, option_name
 from plexrl.model.parallelism import Parallelism
 
 STEPS, PACED_STEPS = 150, 8
 
 
+ONLY_COMPUTED = {"workers", "backend", "layout", "isolated"}
+"""Options without effect on a paced demo."""
+
+
 def demo(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("out/demo"),
     steps: Annotated[
         int | None, typer.Option(min=1, help="RL steps of each job; default: 150.")
@@ -29,8 +35,8 @@ def demo(
         typer.Option(
             "--paced",
             help="Compute nothing: two tenants whose steps sleep as long as those of the published "
-            "7B profile, a hundred times shorter. Only --out and --seed apply, and --steps, which "
-            "is then 8 unless given.",
+            "7B profile, a hundred times shorter. Takes --out, --seed, --steps (8 unless given) "
+            "and --json only.",
         ),
     ] = False,
     as_json: Json = False,
@@ -41,6 +47,11 @@ def demo(
     if paced:
         from plexrl.cli.demo.paced import PacedOptions, run_paced_demo
 
+        idle = sorted(given_options(context).keys() & ONLY_COMPUTED)
+        if idle:
+            raise typer.BadParameter(
+                f"{option_name(idle[0])} has no effect with --paced: leave one of both out"
+            )
         given = PacedOptions(out=out, seed=seed, steps=PACED_STEPS if steps is None else steps)
         found = run_paced_demo(given, Console(stderr=as_json))
         if as_json:

@@ -7,29 +7,36 @@ step sleeps as long as the published one, scaled. Every figure and table of the 
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from rich.console import Console
 
-from plexrl.cli.demo.measure import JobResult, PhaseResult, measure_phase
+from plexrl.cli.demo.measure import JobResult, PhaseResult, Row, measure_phase
 from plexrl.cli.demo.report import plot_timeline
 from plexrl.client.display.chrome_trace import operation_rows
+from plexrl.errors import DeadlineExceededError, ExecutionError
 from plexrl.latency.pace import parse_pace
 from plexrl.traces.generate.published import MODEL_CLASSES
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.cluster import Cluster
     from plexrl.client.blocking.job import Job
-    from plexrl.wire.messages.views import LoggedOperationView
 
 PROMPTS, SAMPLES, TOKENS = 8, 4, 64
 """Prompts of a step, samples of each, and tokens of the longest. The profile gives the times,
 whatever these are."""
+READY_S = 300.0
+"""Real seconds in which the workers of all tenants are ready, or the demo fails."""
+
+SAVED = ("training_modelled_gpu_hours_per_step", "modelled_gpu_hours_per_step")
+"""The figures of which the report says what part sharing saves."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +58,26 @@ class PacedOptions:
         return f"published:{self.profile.lower()}@{self.scale:g}"
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where tenants that run together meet."""
+
+    ready: threading.Barrier
+    """Passed when the workers of all are ready."""
+    placing: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the tenant that creates its deployments: a second training would take the GPUs that
+    the first tenant's rollout is about to ask for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PacedFigures:
-    """One mode, in modelled time: paced."""
+    """One mode, paced. Modelled time is real time divided by the scale."""
 
-    drain_s: float
-    """Modelled seconds from when all workers are ready to the last end; isolated, of the longest
-    job."""
-    training_gpu_hours_per_step: float
-    gpu_hours_per_step: float
+    drain_real_s: float
+    """Seconds from when all workers are ready to the last end; isolated, of the longest job."""
+    drain_modelled_s: float
+    training_modelled_gpu_hours_per_step: float
+    modelled_gpu_hours_per_step: float
     """With the rollouts' GPUs, which are reserved for the duration of their job."""
     busy_share: float
     context_switches: int
@@ -70,7 +88,7 @@ def run_paced_demo(options: PacedOptions, console: Console) -> dict[str, Any]:
 
     Raises:
         InvalidRequestError: the profile or the scale is invalid.
-        PlexRLError: the cluster or a job failed.
+        PlexRLError: the cluster or a job failed, or the tenants did not share one group.
     """
     import plexrl
     from plexrl.cluster.embedded.start import start_embedded
@@ -84,6 +102,7 @@ def run_paced_demo(options: PacedOptions, console: Console) -> dict[str, Any]:
         with plexrl.connect(embedded.url, embedded.api_key) as cluster:
             tenants = range(options.tenants)
             shared, drawn = _run(cluster, options, "shared", tenants)
+            check_shared(shared)
             console.print("paced, shared: done; now each tenant alone …")
             alone = [_run(cluster, options, "isolated", [each]) for each in tenants]
     finally:
@@ -99,7 +118,7 @@ def run_paced_demo(options: PacedOptions, console: Console) -> dict[str, Any]:
         "isolated": asdict(_figures(options, [phase for phase, _ in alone])),
         "same_results": drawn == {name: one for _, each in alone for name, one in each.items()},
     }
-    for name in ("training_gpu_hours_per_step", "gpu_hours_per_step"):
+    for name in SAVED:
         found[f"saved_{name}"] = 1.0 - found["shared"][name] / found["isolated"][name]
     page = _write(options.out, found, shared)
     _print(console, found, page)
@@ -111,9 +130,8 @@ def _run(
 ) -> tuple[PhaseResult, dict[str, str]]:
     """Run these tenants' jobs together; also returns what each of them drew and learnt."""
     after = max((row["index"] for row in operation_rows(cluster)), default=0)
-    start = threading.Barrier(len(tenants))
 
-    def work(tenant: int) -> tuple[JobResult, str]:
+    def work(tenant: int, start: Start) -> tuple[JobResult, str]:
         title = f"tenant-{tenant + 1}"
         with cluster.create_job(title) as job:
             began_at, results = _train(job, options, tenant, start)
@@ -135,16 +153,67 @@ def _run(
         )
         return result, results
 
-    with ThreadPoolExecutor(len(tenants)) as pool:
-        found = list(pool.map(work, tenants))
-    rows: list[LoggedOperationView] = list(operation_rows(cluster, after=after))
-    phase = measure_phase(name, [job for job, _ in found], rows)
+    found = run_together(tenants, work)
+    jobs = [job for job, _ in found]
+    began_at = min(job.submitted_at for job in jobs)
+    phase = measure_phase(name, jobs, rows_since(operation_rows(cluster, after=after), began_at))
     return phase, {job.name: results for job, results in found}
 
 
-def _train(
-    job: "Job", options: PacedOptions, tenant: int, start: threading.Barrier
-) -> tuple[float, str]:
+def run_together(
+    tenants: Sequence[int],
+    work: Callable[[int, Start], T],
+    *,
+    ready_s: float = READY_S,
+) -> list[T]:
+    """The results of `work` of all tenants, each in a thread of its own.
+
+    Raises:
+        DeadlineExceededError: some were not ready within `ready_s`.
+        Exception: as `work` of the first tenant that failed.
+    """
+    start = Start(threading.Barrier(len(tenants), timeout=ready_s))
+
+    def run(tenant: int) -> T:
+        try:
+            return work(tenant, start)
+        except BaseException:
+            # The others would wait for this one.
+            start.ready.abort()
+            raise
+
+    with ThreadPoolExecutor(len(tenants)) as pool:
+        running = [pool.submit(run, tenant) for tenant in tenants]
+    errors = [error for each in running if (error := each.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    if errors:
+        raise DeadlineExceededError(
+            f"not all tenants' workers were ready within {ready_s:g} s: look at `plexrl jobs`, or "
+            "run the demo on a machine with less to do"
+        ) from errors[0]
+    return [each.result() for each in running]
+
+
+def check_shared(phase: PhaseResult) -> None:
+    """Raises `ExecutionError` if the trainings of a shared phase were on several groups, or on
+    none: its figures would show no sharing."""
+    if phase.groups != 1:
+        raise ExecutionError(
+            f"the paced tenants trained on {phase.groups} groups of GPUs, not on one, so there is "
+            "nothing to report: run the demo again"
+        )
+
+
+def rows_since(rows: Iterable[Row], began_at: float) -> list[Row]:
+    """The operations that began at `began_at`, when all workers were ready, or later: the first
+    loads of the tenants' models are not a part of what is measured."""
+    began = [row for row in rows if row["started_at"] is not None]
+    return [row for row in began if row["started_at"] >= began_at]
+
+
+def _train(job: "Job", options: PacedOptions, tenant: int, start: Start) -> tuple[float, str]:
     """One job; returns the time when all tenants' workers were ready, because the start of
     processes is not scaled, and a digest of its samples, logprobs and steps."""
     import hashlib
@@ -153,16 +222,17 @@ def _train(
 
     profile = MODEL_CLASSES[options.profile.upper()]
     model = plexrl.tiny_qwen2("0123456789", seed=options.seed + tenant)
-    actor = job.train_deployment("actor", model, workers=profile.gpus, pace=options.pace)
-    rollout = job.rollout_deployment(
-        "rollout",
-        model,
-        parallelism=plexrl.Parallelism(dp=profile.rollout_gpus),
-        pace=options.pace,
-    )
+    with start.placing:
+        actor = job.train_deployment("actor", model, workers=profile.gpus, pace=options.pace)
+        rollout = job.rollout_deployment(
+            "rollout",
+            model,
+            parallelism=plexrl.Parallelism(dp=profile.rollout_gpus),
+            pace=options.pace,
+        )
     for ready in (actor.barrier(), rollout.barrier()):
-        ready.result()
-    start.wait()
+        ready.result(READY_S)
+    start.ready.wait()
     began_at = time.time()
     digest = hashlib.sha256()
     for step in range(options.steps):
@@ -189,10 +259,12 @@ def _figures(options: PacedOptions, phases: Sequence[PhaseResult]) -> PacedFigur
     training_s = sum(phase.worker_seconds for phase in phases) / options.scale
     rollouts_s = sum(rollout_gpus * (job.ended_at - job.submitted_at) for job in jobs)
     busy_s = sum(phase.busy_share * phase.worker_seconds for phase in phases) / options.scale
+    drain_s = max(phase.wall_seconds for phase in phases)
     return PacedFigures(
-        drain_s=max(phase.wall_seconds for phase in phases) / options.scale,
-        training_gpu_hours_per_step=training_s / steps / 3600,
-        gpu_hours_per_step=(training_s + rollouts_s / options.scale) / steps / 3600,
+        drain_real_s=drain_s,
+        drain_modelled_s=drain_s / options.scale,
+        training_modelled_gpu_hours_per_step=training_s / steps / 3600,
+        modelled_gpu_hours_per_step=(training_s + rollouts_s / options.scale) / steps / 3600,
         busy_share=busy_s / training_s if training_s else 0.0,
         context_switches=sum(phase.context_switches for phase in phases),
     )
@@ -215,16 +287,16 @@ def _write(folder: Path, found: dict[str, Any], shared: PhaseResult) -> Path:
 def _print(console: Console, found: dict[str, Any], page: Path) -> None:
     from rich.table import Table
 
-    table = Table(title=f"Paced ({found['pace']}): modelled time", title_justify="left", box=None)
+    table = Table(title=f"Paced ({found['pace']})", title_justify="left", box=None)
     for column in ("paced", "shared", "isolated"):
         table.add_column(column, justify="left" if column == "paced" else "right")
     for name, shared in found["shared"].items():
         table.add_row(name.replace("_", " "), f"{shared:.2f}", f"{found['isolated'][name]:.2f}")
     console.print(table)
+    training, whole = (100 * found[f"saved_{name}"] for name in SAVED)
     console.print(
-        f"paced: sharing saves {100 * found['saved_training_gpu_hours_per_step']:.0f} % of the "
-        f"training GPU-hours per step, {100 * found['saved_gpu_hours_per_step']:.0f} % of all; "
-        f"results {'are identical' if found['same_results'] else 'DIFFER'}",
+        f"paced: sharing saves {training:.0f} % of the modelled training GPU-hours per step, "
+        f"{whole:.0f} % of all; results {'are identical' if found['same_results'] else 'DIFFER'}",
         soft_wrap=not console.is_terminal,
     )
     console.print(f"report: {page}", soft_wrap=True)

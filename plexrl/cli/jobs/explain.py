@@ -12,7 +12,7 @@ from plexrl.cli.terminal.context import (
     seconds,
     write_json,
 )
-from plexrl.cli.terminal.job_ids import JobArgument, find_job
+from plexrl.cli.terminal.job_ids import JobArgument, find_job, paced_line
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.wire.messages.cluster_views import EtaQualityView
 from plexrl.wire.messages.views import (
@@ -161,6 +161,9 @@ def _deployments(deployments: list[PlacedDeploymentView], slo: float) -> None:
         "why": "moved_because",
     }
     print_records("Deployments", cells, rows)
+    for each in deployments:
+        if each["pace"]:
+            print_line(paced_line(each["deployment"], each["pace"]))
 
 
 def _part(value: float | None) -> str:

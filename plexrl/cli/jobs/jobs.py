@@ -14,7 +14,7 @@ from plexrl.cli.terminal.context import (
     write_json,
     write_text,
 )
-from plexrl.cli.terminal.job_ids import JobArgument, find_job, is_live
+from plexrl.cli.terminal.job_ids import JobArgument, find_job, is_live, paced_line
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.errors import InvalidRequestError
 
@@ -76,6 +76,7 @@ def residencies(job: Mapping[str, Any]) -> str:
     """Where the state of each of the job's deployments is, as text."""
     return ", ".join(
         f"{each['deployment'].rpartition('/')[2]} {each['residency']}"
+        + (" (paced)" if each["pace"] else "")
         for each in job["deployments"]
     )
 
@@ -113,6 +114,10 @@ def _show_one(found: dict[str, Any], output: Output) -> None:
             f"to wait {found['slo']:.0%} of its time."
         )
     output.table(cells, found["deployments"], found)
+    if not output.as_json:
+        for each in found["deployments"]:
+            if each["pace"]:
+                print_line(paced_line(each["deployment"], each["pace"]))
     for text in (found["reason"], (found["failure"] or {}).get("message")):
         if text and not output.as_json:
             print_line(text)

@@ -61,3 +61,8 @@ def _matching(jobs: Sequence[JobView], text: str) -> JobView | None:
             more = f" and {len(names) - CANDIDATES_MAX} more" * (len(names) > CANDIDATES_MAX)
             raise InvalidRequestError(f"{text!r} may be {shown}{more}: give more of the job's id")
     return None
+
+
+def paced_line(deployment: str, pace: str) -> str:
+    """What to say of a paced deployment."""
+    return f"{deployment} is paced ({pace}): its GPUs compute nothing."

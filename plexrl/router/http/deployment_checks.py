@@ -157,6 +157,12 @@ def _check_pace(spec: DeploymentSpec) -> None:
         "lora": spec.lora is not None,
         "tp_sizes": bool(spec.tp_sizes),
         "optimizer='host'": spec.optimizer == "host",
+        "kv_cache_bytes": spec.kv_cache_bytes is not None,
+        "cuda_graphs=False": not spec.cuda_graphs,
+        "activation_checkpointing": spec.activation_checkpointing,
+        "reduce_once": spec.reduce_once,
+        f"dtype {spec.dtype!r}": spec.dtype != "float32",
+        f"compute_dtype {spec.compute_dtype!r}": spec.compute_dtype != "float32",
     }
     for name, is_asked in lacks.items():
         if is_asked:

@@ -59,6 +59,8 @@ def check_operation(
     kind = _kind(spec, kind_name)
     typed = type_params(kind, params)
     check_parameters(typed)
+    if spec.pace:
+        _check_paced(kind, typed)
     tokens = 0
     match typed:
         case ForwardBackwardParams():
@@ -99,12 +101,35 @@ def check_operation(
 
 def check_source(spec: DeploymentSpec, source: DeploymentSpec) -> None:
     """Raises `InvalidRequestError` if a deployment cannot use the weights of `source`."""
+    if bool(spec.pace) != bool(source.pace):
+        raise InvalidRequestError(
+            f"{'this deployment' if spec.pace else 'the source'} is paced and has no model, and "
+            f"{'the source' if spec.pace else 'this deployment'} computes one, so the published "
+            "weights do not fit: create both with a pace, or both without"
+        )
     if spec.lora == source.lora:
         return
     raise InvalidRequestError(
         f"the source has {_adapters(source.lora)} and this deployment {_adapters(spec.lora)}, so "
         "the published weights do not fit: create both with the same lora, or both without"
     )
+
+
+def _check_paced(kind: OperationKind, params: OperationParams | None) -> None:
+    if kind in (OperationKind.SAVE_CHECKPOINT, OperationKind.LOAD_CHECKPOINT):
+        raise InvalidRequestError(
+            f"a paced deployment has no {kind.value}: its model has no checkpoints; leave the "
+            "checkpoint out, or create the deployment without a pace"
+        )
+    if not isinstance(params, GenerateParams):
+        return
+    sampling = params.sampling
+    if sampling.stop_token_ids or sampling.stop_sequences or sampling.stop_strings:
+        raise InvalidRequestError(
+            "a paced deployment draws the lengths of responses by the seed, and stops at no token "
+            "or text: leave the stop parameters out",
+            parameter="sampling",
+        )
 
 
 def _adapters(lora: LoraSpec | None) -> str:

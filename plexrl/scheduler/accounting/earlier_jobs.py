@@ -151,8 +151,10 @@ def is_complete(settings: Settings, trace: DemandTrace) -> bool:
 
 
 def remember_length(state: State, settings: Settings, job: Job, now: float) -> None:
-    """Store how long a completed job took."""
+    """Store how long a completed job took, unless it was paced."""
     if job.placed_at is None or not settings.config.learns_from_jobs:
+        return
+    if any(state.deployments[each].pace for each in job.deployments):
         return
     lengths, key = state.lengths, _name_key(job.tenant, job.name)
     before, took_s = lengths.pop(key, None), now - job.placed_at
@@ -180,8 +182,9 @@ def profile_key(state: State, deployment: Deployment) -> str:
     """Key of the profile: a later deployment with the same key starts with it."""
     job = state.job(deployment.job)
     name = deployment.deployment.rsplit("/", 1)[-1]
-    parts = (job.tenant, job.name, name, str(deployment.workers), str(deployment.state_bytes))
-    return "/".join(parts)
+    parts = [job.tenant, job.name, name, str(deployment.workers), str(deployment.state_bytes)]
+    # The specification, and so the prior's key, has the pace.
+    return "/".join([*parts, deployment.pace] if deployment.pace else parts)
 
 
 def shape_key(deployment: Deployment) -> str:

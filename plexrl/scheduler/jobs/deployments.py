@@ -89,6 +89,7 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
         trace=event.trace,
         preemptible=event.preemptible,
         memory=event.memory,
+        pace=event.pace,
     )
     check_it_can_fit(context.cluster, job, deployment)
     if not event.preemptible:

@@ -91,6 +91,7 @@ def _deployment(
         "attempts": [],
         "near": [],
         "memory": _memory_view(cluster, deployment),
+        "pace": deployment.pace,
     }
     if trace is not None and (sees_all or not deployment.has_prior):
         # A prior is the demand of other tenants.

@@ -125,6 +125,7 @@ def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
         "running": [command.kind.value for command in deployment.running.values()],
         "spec_json": deployment.spec_json,
         "node_type": deployment.node_type,
+        "pace": deployment.pace,
     }
 
 
@@ -393,6 +394,7 @@ def usage_view(state: State, tenant: TenantId | None) -> list[UsageView]:
             "failed": row.failed,
             "tokens": row.tokens,
             "gpu_seconds": row.gpu_seconds,
+            "paced": any(state.deployments[each].pace for each in job.deployments),
         }
         for job in state.jobs.values()
         if tenant in (None, job.tenant)

@@ -241,6 +241,8 @@ class Deployment:
     """It uses only the idle time of a group of others, as one of its `fillers`."""
     memory: DeviceMemory | None = None
     """What it needs on each GPU; None: unknown, its state only."""
+    pace: str = ""
+    """As in `DeploymentCreated`. What it takes tells nothing of deployments that compute."""
     peak_bytes: int = 0
     """The largest reported peak of torch's allocator on one of its GPUs; 0: none was reported."""
     watch_at: float = 0.0

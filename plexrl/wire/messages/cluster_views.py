@@ -239,6 +239,8 @@ class UsageView(TypedDict):
     failed: int
     tokens: int
     gpu_seconds: float
+    paced: bool
+    """A deployment of the job is paced: its GPUs computed nothing."""
 
 
 class KeyView(TypedDict):

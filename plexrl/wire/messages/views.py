@@ -171,6 +171,9 @@ class DeploymentView(TypedDict):
     spec_json: str
     node_type: str
     """Required node type; empty: any."""
+    pace: str
+    """The modelled GPU and model that its workers keep the time of: its GPUs compute nothing.
+    Empty: they compute."""
 
 
 class JobView(TypedDict):
@@ -424,6 +427,8 @@ class PlacedDeploymentView(TypedDict):
     near: list[NearGroupView]
     """Other groups in which it fits best."""
     memory: MemoryView | None
+    pace: str
+    """As in `DeploymentView`."""
 
 
 class WaitingOperationView(ExplanationView):

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plexrl.errors import StorageError, StorageFullError
+from plexrl.errors import InvalidRequestError, StorageError, StorageFullError
 from plexrl.latency.pace import parse_pace
 from plexrl.model.deployment_spec import DeploymentSpec, deployment_spec_from_json
 from plexrl.process.children.pulse import BEAT_S
@@ -22,6 +22,7 @@ from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import Credentials
 from plexrl.wire.messages import WorkerName
 from plexrl.worker.interface.config import WorkerConfig
+from plexrl.worker.process.backend_factory import RefusedBackend
 from plexrl.worker.process.node_lease import end_with_lease
 from plexrl.worker.process.process_group import join_process_group
 from plexrl.worker.process.server.server import Request, Server
@@ -75,7 +76,7 @@ def run_worker(config: WorkerConfig, agent: Connection) -> None:
         os.sched_setaffinity(0, config.cores)
     spec = deployment_spec_from_json(config.spec_json)
     # Before the threads of client and server: they belong on the NUMA node of the device.
-    make = _paced_rank(config, spec) if spec.pace else _computing_rank(config, spec)
+    make = paced_rank(config, spec) if spec.pace else _computing_rank(config, spec)
     client = StateManagerClient(
         config.statemanager,
         deployment=config.deployment,
@@ -115,16 +116,23 @@ def _computing_rank(config: WorkerConfig, spec: DeploymentSpec) -> MakeWorker:
     return make
 
 
-def _paced_rank(config: WorkerConfig, spec: DeploymentSpec) -> MakeWorker:
+def paced_rank(config: WorkerConfig, spec: DeploymentSpec) -> MakeWorker:
     """Make a backend that computes nothing. Nothing here may import torch: hundreds of such
     processes are to fit one machine."""
-    pace = parse_pace(spec.pace)
-    pacer = Pacer(pace.scale)
     backend: Backend
-    if spec.kind == "train":
-        backend = PacedTrainingBackend(spec, config.rank, pace, pacer)
-    else:
-        backend = PacedRolloutBackend(spec, config.rank, pace, pacer)
+    try:
+        pace = parse_pace(spec.pace)
+        pacer = Pacer(pace.scale)
+        if spec.kind == "train":
+            backend = PacedTrainingBackend(spec, config.rank, pace, pacer)
+        else:
+            backend = PacedRolloutBackend(spec, config.rank, pace, pacer)
+    except InvalidRequestError as error:
+        # An earlier version accepted it.
+        refused = RefusedBackend(error)
+        return lambda client, requests: Worker(
+            refused, StateMover(refused, client, config.group), requests
+        )
 
     def make(client: StateManagerClient, requests: "queue.Queue[Request]") -> Worker:
         mover = PacedMover(backend, client, config.group, spec=spec, pace=pace, pacer=pacer)

@@ -6,6 +6,7 @@ the main thread alternates between handling requests and drawing tokens.
 
 import logging
 import queue
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -223,6 +224,9 @@ class Worker:
 
     def _is_peer_loss(self, error: Exception) -> bool:
         """Whether a run or a step failed because another rank is gone."""
+        if "torch" not in sys.modules:
+            # There are no collectives. A paced worker has no torch, and is not to import it now.
+            return False
         from plexrl.worker.rollout.engine.tensor_parallel import is_lost_rank_error
 
         return is_lost_rank_error(error)

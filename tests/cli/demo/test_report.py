@@ -31,14 +31,16 @@ def job(name: str, start: float, end: float) -> JobResult:
     )
 
 
-def row(deployment: str, kind: str, start: float, end: float, **more: object) -> dict[str, object]:
+def row(
+    deployment: str, kind: str, start: float | None, end: float | None, **more: object
+) -> dict[str, object]:
     return {
         "deployment": deployment,
         "kind": kind,
         "state": "finished",
         "started_at": start,
         "finished_at": end,
-        "compute_s": end - start,
+        "compute_s": None if start is None or end is None else end - start,
         "group": "g1",
         "token": 1,
         **more,

@@ -354,6 +354,20 @@ def test_another_refusal_is_left_as_it_is() -> None:
         ("train", {"pace": "h800:qwen2.5-7b", "lora": {"rank": 2}}, "no lora"),
         ("rollout", {"pace": "h800:qwen2.5-7b", "backend": "vllm"}, "no backend 'vllm'"),
         ("rollout", {"pace": "h800:qwen2.5-72b"}, "room for 145 GB"),
+        ("rollout", {"pace": "h800:qwen2.5-7b", "kv_cache_bytes": 1 << 20}, "no kv_cache_bytes"),
+        ("rollout", {"pace": "h800:qwen2.5-7b", "cuda_graphs": False}, "no cuda_graphs=False"),
+        ("rollout", {"pace": "h800:qwen2.5-7b", "dtype": "bfloat16"}, "no dtype 'bfloat16'"),
+        (
+            "train",
+            {"pace": "h800:qwen2.5-7b", "activation_checkpointing": True},
+            "no activation_checkpointing",
+        ),
+        ("train", {"pace": "h800:qwen2.5-7b", "reduce_once": True}, "no reduce_once"),
+        (
+            "train",
+            {"pace": "h800:qwen2.5-7b", "compute_dtype": "bfloat16"},
+            "no compute_dtype 'bfloat16'",
+        ),
     ],
 )
 def test_a_pace_that_cannot_run_is_refused_before_anything_starts(

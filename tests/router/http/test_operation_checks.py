@@ -18,7 +18,7 @@ from plexrl.errors import (
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import tiny_qwen2
-from plexrl.router.http.operation_checks import check_operation
+from plexrl.router.http.operation_checks import check_operation, check_source
 from plexrl.wire.tensors import Arrays
 
 MODEL = tiny_qwen2("0123456789")
@@ -174,3 +174,36 @@ def test_a_loss_over_whole_rows_is_refused_where_ranks_share_them() -> None:
     assert refused.value.details == {"parameter": "loss"}
     assert check_operation(TRAIN, "forward_backward", loss, batch([2, 3])).tokens == 5
     assert check_operation(shared, "forward_backward", GRPO, batch([2, 3])).tokens == 5
+
+
+PACE = "h800:qwen2.5-7b@0.01"
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "params", "message"),
+    [
+        (TRAIN, "save_checkpoint", {"name": "c"}, "no save_checkpoint"),
+        (TRAIN, "load_checkpoint", {"name": "c"}, "no load_checkpoint"),
+        (ROLLOUT, "load_checkpoint", {"name": "c"}, "no load_checkpoint"),
+        (ROLLOUT, "generate", {"sampling": {"stop_token_ids": [4]}}, "leave the stop parameters"),
+        (ROLLOUT, "generate", {"sampling": {"stop_sequences": [[4]]}}, "leave the stop parameters"),
+    ],
+)
+def test_what_a_paced_deployment_cannot_do_is_refused_at_submission(
+    spec: DeploymentSpec, kind: str, params: dict[str, Any], message: str
+) -> None:
+    arrays = batch([4]) if kind == "generate" else {}
+    arrays = {name: arrays[name] for name in ("tokens", "lengths") if name in arrays}
+    check_operation(spec, kind, params, arrays)
+    with pytest.raises(InvalidRequestError, match=message):
+        check_operation(replace(spec, pace=PACE), kind, params, arrays)
+
+
+def test_paced_and_computed_deployments_do_not_exchange_weights() -> None:
+    paced_train, paced_rollout = replace(TRAIN, pace=PACE), replace(ROLLOUT, pace=PACE)
+    check_source(ROLLOUT, TRAIN)
+    check_source(paced_rollout, paced_train)
+    with pytest.raises(InvalidRequestError, match="this deployment is paced and has no model"):
+        check_source(paced_rollout, TRAIN)
+    with pytest.raises(InvalidRequestError, match="the source is paced and has no model"):
+        check_source(ROLLOUT, paced_train)

@@ -4,12 +4,14 @@ import json
 
 import pytest
 
-from plexrl.ids import DeploymentId, JobId
+from plexrl.ids import DeploymentId, JobId, TenantId
 from plexrl.scheduler.accounting.earlier_jobs import (
     PROFILES_OF_SHAPE,
     SHAPES_MAX,
+    profile_key,
     remember,
     shape_key,
+    usual_length,
 )
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.rules.config import core_settings
@@ -214,7 +216,7 @@ def test_the_one_whose_earlier_jobs_were_longest_goes_first(restored: bool) -> N
     assert order == ["holder", "long", "unknown", "short"]
 
 
-def submit_alone(cluster: FakeCluster, job: str, name: str) -> Deployment:
+def submit_alone(cluster: FakeCluster, job: str, name: str, **fields: object) -> Deployment:
     """A job with a name that is not its own, which shares with nobody."""
     cluster.send(
         ev.JobSubmitted(
@@ -225,7 +227,7 @@ def submit_alone(cluster: FakeCluster, job: str, name: str) -> Deployment:
             reattach_timeout_s=1e6,
         )
     )
-    cluster.deploy(f"{job}/actor", workers=2, exclusive=True)
+    cluster.deploy(f"{job}/actor", workers=2, exclusive=True, **fields)
     return deployment_of(cluster, job)
 
 
@@ -476,3 +478,18 @@ def test_another_layout_has_another_prior() -> None:
     assert later.trace is None
     assert not later.has_prior
     assert later.reservation is None or later.reservation.trace is None
+
+
+def test_a_paced_job_tells_nothing_of_jobs_that_compute() -> None:
+    cluster = cluster_of()
+    cluster.start_node(2)
+    submit_alone(cluster, "paced", "same", pace="h800:qwen2.5-7b@0.01")
+    cluster.pass_time(100.0)
+    finish(cluster, "paced")
+    state, settings = cluster.core.cluster.state, cluster.core.settings
+    paced, real = state.deployments[DeploymentId("paced/actor")], submit_alone(cluster, "b", "same")
+    assert usual_length(state, settings, TenantId("t"), "same") == 0.0
+    assert profile_key(state, paced) != profile_key(state, real)
+    cluster.pass_time(50.0)
+    finish(cluster, "b")
+    assert usual_length(state, settings, TenantId("t"), "same") == 64.0

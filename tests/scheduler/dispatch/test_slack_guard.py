@@ -33,6 +33,7 @@ def member(cluster: FakeCluster, job: str) -> Deployment:
 def plan(cluster: FakeCluster, job: str, shift: float, busy_s: float = 20.0) -> None:
     """Update the member's reservation, as the end of a cycle does."""
     one = member(cluster, job)
+    cluster.core._context.cluster.unmeasured.remove(one)
     one.trace = DemandTrace(
         period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=busy_s),), cycles=3
     )

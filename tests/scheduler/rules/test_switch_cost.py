@@ -69,7 +69,7 @@ def test_the_cost_model_forgets_old_measurements() -> None:
     assert law.seconds(STATE) == pytest.approx(1.0, rel=0.1)
 
 
-def deploy(cluster: FakeCluster, name: str, state_bytes: int = 1000) -> str:
+def deploy(cluster: FakeCluster, name: str, state_bytes: int = 1000, *, pace: str = "") -> str:
     """A ready deployment `<name>/actor` of its own job."""
     cluster.job(name)
     cluster.send(
@@ -82,6 +82,7 @@ def deploy(cluster: FakeCluster, name: str, state_bytes: int = 1000) -> str:
             exclusive=False,
             spec_json="{}",
             trace=SELDOM,
+            pace=pace,
         )
     )
     for launch in list(cluster.launches):
@@ -159,6 +160,19 @@ def test_a_newcomer_is_predicted_by_the_moves_of_others(cluster: FakeCluster) ->
     load_s, offload_s = predicted(cluster, newcomer)
     assert load_s == pytest.approx(0.5)
     assert offload_s == pytest.approx(1.0)
+
+
+def test_paced_moves_teach_nothing_of_moves_that_are_real(cluster: FakeCluster) -> None:
+    paced = [deploy(cluster, name, STATE, pace="h800:qwen2.5-72b@1") for name in ("a", "b")]
+    for index in range(3):
+        for each in paced:
+            work(cluster, each, index)
+    assert predicted(cluster, paced[0]) == pytest.approx((1.0, 2.0)), "its own moves"
+    cluster.restart_scheduler(restored=True)
+    work(cluster, paced[0], 3)
+    newcomer = deploy(cluster, "c", STATE)
+    assert predicted(cluster, newcomer) == (STATE / MOVE_BYTES_PER_S,) * 2
+    assert cluster.core.deployment_view(DeploymentId(paced[0]), cluster.now)["pace"]
 
 
 def test_a_deployment_without_gpus_is_predicted_on_the_nodes_of_the_candidate_group() -> None:

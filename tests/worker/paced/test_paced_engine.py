@@ -8,7 +8,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.latency.pace import parse_pace
 from plexrl.wire.operations import SamplingParams
 from plexrl.worker.rollout.generation import LENGTH, STOP, Generation
-from plexrl.worker.rollout.paced.engine import PacedEngine
+from plexrl.worker.rollout.paced.engine import PASS_S, PacedEngine
 from tests.worker.paced.clock import Clock
 
 PACE = "h800:qwen2.5-14b@0.1"
@@ -116,6 +116,56 @@ def test_responses_that_do_not_fit_the_cache_are_preempted_and_finish_alike() ->
     narrow.finish(crowded)
     assert narrow.engine.stats().preemptions > 0 == spacious.preemptions
     assert tokens_of(crowded) == tokens_of(spacious)
+
+
+def test_the_cache_holds_no_more_than_it_has_room_for() -> None:
+    made = Engine("h20:qwen2.5-32b@0.0001", tp=1, slots=256)
+    found = generation(prompts=128, n=1, most=8192)
+    found.sampling = SamplingParams(max_tokens=8192, seed=1, ignore_eos=True)
+    made.finish(found)
+    stats = made.engine.stats()
+    assert found.preemptions > 0
+    assert 0.9 * stats.blocks < found.blocks_max <= stats.blocks
+    # 96 GB, of which a tenth is free and 65.5 GB are weights.
+    assert stats.kv_bytes_max == pytest.approx(0.9 * 96e9 - 65.52e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("pace", ["h800:qwen2.5-7b@1", "published:7b@1"])
+def test_calls_are_answered_during_a_long_prefill_and_a_long_step(pace: str) -> None:
+    made, found = Engine(pace), generation(prompts=64, n=1, most=16)
+    found.prompts = [[5] * 8192] * 64
+    made.finish(found)
+    assert max(made.clock.sleeps) <= PASS_S
+    assert sum(made.clock.sleeps) > 5.0
+
+
+def test_a_response_that_is_aborted_in_its_prefill_leaves_no_debt() -> None:
+    made, long, short = Engine(), generation(prompts=1, drawn=50_000), generation("h", prompts=1)
+    made.engine.submit(long)
+    made.engine.step()
+    made.engine.abort("g")
+    slept_s = sum(made.clock.sleeps)
+    assert slept_s == pytest.approx(PASS_S)
+    made.finish(short)
+    alone = Engine()
+    alone.finish(generation("h", prompts=1))
+    assert sum(made.clock.sleeps) - slept_s == pytest.approx(sum(alone.clock.sleeps))
+
+
+def test_a_published_response_that_is_continued_takes_the_time_that_is_left_of_it() -> None:
+    made = Engine("published:7b@0.1")
+    whole = generation(prompts=1, n=1, most=64)
+    made.engine.submit(whole)
+    while len(whole.segments[0]) == 0 or made.clock.now_s < 12.0:
+        made.engine.step()
+    half = made.engine.interrupt("g")
+    assert half is not None
+    cut = len(half.tokens[0])
+    assert 0 < cut < 64
+    made.finish(generation("rest", prompts=1, n=1, most=64 - cut, drawn=cut))
+    rollout_s = 289.03 - 9.66 - 38.08 - 9.76
+    # A step that is interrupted is drawn again.
+    assert sum(made.clock.sleeps) == pytest.approx(0.1 * rollout_s, rel=1 / cut)
 
 
 def test_new_weights_draw_the_tokens_after_the_pull() -> None:

@@ -119,9 +119,12 @@ def test_ranks_divide_one_parameter_without_gaps() -> None:
     assert pieces[0].global_shape == (end,)
 
 
-def test_a_paced_worker_imports_no_torch() -> None:
+@pytest.mark.parametrize("then", ["", "Worker._is_peer_loss(None, ValueError());"])
+def test_a_paced_worker_imports_no_torch_also_when_an_operation_fails(then: str) -> None:
     code = (
         "import sys, plexrl.worker.process.start, plexrl.worker.agent.launcher;"
+        "from plexrl.worker.process.worker import Worker;"
+        f"{then}"
         "sys.exit(any(name.split('.')[0] in ('torch', 'transformers') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

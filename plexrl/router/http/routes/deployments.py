@@ -65,6 +65,7 @@ async def deploy(
         "preemptible": body.preemptible,
         "spec_json": spec.to_json(),
         "node_type": body.node_type,
+        "pace": spec.pace,
         "trace": None if body.trace is None else body.trace.model_dump(),
     }
     try:
@@ -115,6 +116,7 @@ async def copy(
         exclusive=view["exclusive"],
         spec_json=view["spec_json"],
         node_type=view["node_type"],
+        pace=view["pace"],
         preemptible=view["preemptible"],
         memory=msgspec.to_builtins(device_memory(deployment_spec_from_json(view["spec_json"]))),
     )

@@ -18,7 +18,8 @@ def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None
 
     Raises:
         UnavailableError: no node has joined yet.
-        CapacityError: no node has the requested type, or they have too few GPUs in all.
+        CapacityError: no node has the requested type, or they have too few GPUs in all, or only
+            real ones for a paced deployment.
         ModelDoesNotFitError: the state of a rank is larger than the memory of a GPU, or the whole
             state is larger than the host and NVMe tiers.
     """
@@ -36,6 +37,14 @@ def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None
             gpus=0,
         )
     of_type = f" of type {wanted!r}" if wanted else ""
+    if deployment.pace and all(kind.gpu_kind for kind in typed):
+        raise CapacityError(
+            f"deployment {name!r} is paced and computes nothing, and all nodes{of_type} have real "
+            "GPUs, which it would hold while it sleeps: use a cluster of virtual GPUs, or leave "
+            "pace out",
+            workers=deployment.workers,
+            gpus=0,
+        )
     need = need_of(deployment)
     per_rank = need.gpu_memory_bytes
     gpus = max(gpus for gpus, _ in typed.values())

@@ -221,6 +221,8 @@ class DeploymentCreated(Event, frozen=True, kw_only=True):
     """A rollout that uses only idle time of a group of others, and gives way at once."""
     memory: DeviceMemory | None = None
     """What it needs on each GPU; None: unknown, its state only."""
+    pace: str = ""
+    """The modelled GPU and model that its workers keep the time of; empty: they compute."""
 
 
 class DeploymentRelaid(Event, frozen=True, kw_only=True):

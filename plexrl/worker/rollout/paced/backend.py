@@ -45,7 +45,7 @@ class PacedRolloutBackend(GeneratingBackend[PacedEngine]):
             "model": f"paced {self._pace.text}",
             "dtype": self._spec.dtype,
             "device": "paced",
-            "kv_token_bytes": 1,
+            "kv_token_bytes": self._decoding.kv_token_bytes * self._spec.layout.tp,
         }
 
     def slices(self) -> tuple[StateSlice, ...]:

@@ -1,8 +1,9 @@
 """A paced engine: continuous batching in a bounded KV cache, as the simulator's instance has it.
 
-A pass of the engine is as many decode steps as end within `PASS_S`, but no more than the first
-response needs: a sleep for each step would be shorter than what a sleep costs. Calls between two
-passes see token boundaries of all responses.
+A *stretch* is the prefills of what is admitted, and then as many decode steps as end within
+`PASS_S`, but no more than the first response needs: a sleep for each step would be shorter than
+what a sleep costs. A pass sleeps for at most `PASS_S` of the stretch, so that calls are answered
+during a long prefill or step. Calls see token boundaries of all responses.
 """
 
 from collections import deque
@@ -20,7 +21,21 @@ from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine, Row
 from plexrl.worker.training.paced.pacer import Pacer
 
 PASS_S = 0.005
-"""Real seconds of a pass, at most, unless one step takes longer."""
+"""Real seconds of a pass, at most."""
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Prefills and decode steps whose time is passing, in modelled seconds."""
+
+    steps: int
+    kv: int
+    """Cached tokens before the first step."""
+    prefill_s: float
+    steps_s: float
+    left_s: float
+    lasted_s: float = 0.0
+    """Real seconds so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +50,7 @@ class _Row:
     """Tokens to draw."""
     finish: int
     longest: int
-    """Tokens of the longest response of its generation."""
+    """Tokens of the longest response of its generation, with those drawn before it."""
     drawn: int = 0
     tokens: list[Array] = field(default_factory=list)
     logprobs: list[Array] = field(default_factory=list)
@@ -70,6 +85,7 @@ class PacedEngine(RolloutEngine):
         self._end = min(ends, default=None)
         self._waiting: deque[_Row] = deque()
         self._running: list[_Row] = []
+        self._stretch: _Stretch | None = None
         self._recomputed = self._prefilled = self._preemptions = 0
         self._prefill_s = 0.0
 
@@ -104,6 +120,7 @@ class PacedEngine(RolloutEngine):
         for row in reversed(self._running):
             self._waiting.appendleft(row)
         self._running.clear()
+        self._stretch = None
 
     def weights_loaded(self) -> None:
         """Draw by the weights that are in the arena now."""
@@ -124,8 +141,8 @@ class PacedEngine(RolloutEngine):
             tokens_recomputed=self._recomputed,
             prefix_tokens_reused=0,
             preemptions=self._preemptions,
-            kv_bytes_max=self._decoding.kv_tokens,
-            block_bytes=1,
+            kv_bytes_max=self._decoding.kv_tokens * self._decoding.kv_token_bytes,
+            block_bytes=self._decoding.kv_token_bytes,
             block_tokens=1,
             blocks=self._decoding.kv_tokens,
             blocks_held=held,
@@ -142,7 +159,7 @@ class PacedEngine(RolloutEngine):
             for row in range(len(generation.finish))
             if generation.rows is None or row in generation.rows
         ]
-        longest = max((row.wanted for row in rows), default=1)
+        longest = max((row.longest for row in rows), default=1)
         for row in rows:
             row.longest = longest
         self._waiting.extend(rows)
@@ -160,34 +177,66 @@ class PacedEngine(RolloutEngine):
             prompt_tokens=prompt,
             wanted=wanted,
             finish=STOP if wanted < most else LENGTH,
-            longest=wanted,
+            longest=drawn + wanted,
         )
 
     def _pass(self) -> None:
         since = self._pacer.now()
+        stretch = self._stretch or self._begin()
+        if stretch is None:
+            return
+        part_s = min(stretch.left_s, self._pacer.modelled_s(PASS_S))
+        stretch.left_s -= part_s
+        # Drawing is a part of the time. Nobody sees a token before the time has passed.
+        is_over = stretch.left_s <= 0.0
+        ended = self._draw_all(stretch) if is_over else []
+        stretch.lasted_s += self._pacer.rest(since, part_s)
+        if is_over:
+            self._measure(stretch)
+            self._stretch = None
+            for row in ended:
+                self._running.remove(row)
+                self._end_with(row, row.finish)
+            self._preempt()
+
+    def _begin(self) -> _Stretch | None:
+        """The next stretch; None: nothing runs."""
         prefill_s = self._admit()
         running = self._running
         if not running:
-            return
-        kv = sum(row.known for row in running)
+            return None
+        count, kv = len(running), sum(row.known for row in running)
         longest = max(row.longest for row in running)
         within_s = self._pacer.modelled_s(PASS_S)
-        steps = self._decoding.steps_within(within_s, len(running), kv, longest)
-        steps = max(1, min([steps, *(row.wanted - row.drawn for row in running)]))
-        steps_s = self._decoding.steps_s(steps, len(running), kv, longest)
-        count = len(running)
-        ended = [row for row in running if self._draw(row, steps)]
-        self._steps += steps
-        # The results are stored when the time has passed: nobody sees a token early.
-        lasted_s = self._pacer.rest(since, prefill_s + steps_s)
-        self._prefill_s += prefill_s / (prefill_s + steps_s) * lasted_s
-        step_s = steps_s / (prefill_s + steps_s) * lasted_s / steps
-        for at in range(steps):
-            self.meter.add(count, kv + at * count, step_s)
-        for row in ended:
-            self._running.remove(row)
-            self._end_with(row, row.finish)
-        self._preempt()
+        steps = min(
+            self._decoding.steps_within(within_s, count, kv, longest),
+            (self._decoding.kv_tokens - kv) // count,
+            *(row.wanted - row.drawn for row in running),
+        )
+        steps = max(1, steps)
+        steps_s = self._decoding.steps_s(steps, count, kv, longest)
+        self._stretch = _Stretch(
+            steps=steps, kv=kv, prefill_s=prefill_s, steps_s=steps_s, left_s=prefill_s + steps_s
+        )
+        return self._stretch
+
+    def _draw_all(self, stretch: _Stretch) -> list[_Row]:
+        """Draw the tokens of a stretch; returns the responses that have all of theirs."""
+        self._steps += stretch.steps
+        ended = [row for row in self._running if self._draw(row, stretch.steps)]
+        held = sum(row.known for row in self._running)
+        for generation in self._generations.values():
+            generation.blocks_max = max(generation.blocks_max, held)
+        return ended
+
+    def _measure(self, stretch: _Stretch) -> None:
+        """Count the time of a stretch that is over, by its parts."""
+        real = stretch.lasted_s / (stretch.prefill_s + stretch.steps_s)
+        self._prefill_s += stretch.prefill_s * real
+        step_s = stretch.steps_s * real / stretch.steps
+        count = len(self._running)
+        for at in range(stretch.steps):
+            self.meter.add(count, stretch.kv + at * count, step_s)
 
     def _admit(self) -> float:
         """Give slots to waiting responses while their tokens fit; returns the modelled seconds of
@@ -196,7 +245,8 @@ class PacedEngine(RolloutEngine):
         seconds = 0.0
         while self._waiting and len(self._running) < self._slots:
             row = self._waiting[0]
-            if self._running and held + row.known + 1 > self._decoding.kv_admitted:
+            count = len(self._running)
+            if count and held + row.known + count + 1 > self._decoding.kv_admitted:
                 break
             self._running.append(self._waiting.popleft())
             held += row.known
@@ -207,9 +257,9 @@ class PacedEngine(RolloutEngine):
         return seconds
 
     def _preempt(self) -> None:
-        """Take the slots of the youngest responses while the cache has too many tokens."""
+        """Take the slots of the youngest responses until the cache has room for a step."""
         held = sum(row.known for row in self._running)
-        while len(self._running) > 1 and held > self._decoding.kv_tokens:
+        while len(self._running) > 1 and held + len(self._running) > self._decoding.kv_tokens:
             row = self._running.pop()
             held -= row.known
             row.generation.preemptions += 1
@@ -243,6 +293,8 @@ class PacedEngine(RolloutEngine):
     def _remove(self, row: _Row) -> None:
         if row in self._running:
             self._running.remove(row)
+            if not self._running:
+                self._stretch = None
         else:
             self._waiting.remove(row)
 

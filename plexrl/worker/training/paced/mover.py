@@ -44,9 +44,11 @@ class PacedMover(StateMover):
         if isinstance(command, Load) and was_resident:
             return measured
         tier = str(measured.get("tier", HOST))
-        seconds = self._pacer.rest(since, self._modelled_s(command, tier))
-        if "seconds" in measured:
-            measured["seconds"] = seconds
+        part = self._moved_part(measured)
+        seconds = self._pacer.rest(since, self._modelled_s(command, tier, part))
+        for name in ("seconds", "pause_s"):
+            if name in measured:
+                measured[name] = seconds
         if "prefetched_bytes" in measured:
             # The tiny state may have been there already; of the modelled one nothing was.
             measured["prefetched_bytes"], measured["prefetch_s"] = 0, 0.0
@@ -63,11 +65,19 @@ class PacedMover(StateMover):
             "a paced deployment has no model to save: leave pace out, or leave the checkpoint out"
         )
 
-    def _modelled_s(self, command: Load | Offload | Snapshot | Publish | Sync, tier: str) -> float:
+    def _moved_part(self, measured: dict[str, Any]) -> float:
+        """The part of the state that a move moved: 0 for one that is stored already."""
+        parts = self._backend.live_parts()
+        whole = sum(each.nbytes for each in self._backend.slices() if each.key.part in parts)
+        return min(1.0, float(measured.get("bytes_moved", 0)) / whole)
+
+    def _modelled_s(
+        self, command: Load | Offload | Snapshot | Publish | Sync, tier: str, part: float
+    ) -> float:
         match command:
             case Publish():
                 return self._pace.training(self._spec.workers).publish_s()
             case Sync():
                 return self._pace.decoding(self._spec.layout.tp).pull_s()
             case _:
-                return self._pace.move_s(self._state_bytes, tier)
+                return self._pace.move_s(part * self._state_bytes, tier, self._spec.workers)

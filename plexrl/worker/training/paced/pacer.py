@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LATE_S_MAX = 0.05
-"""Lateness that later sleeps make up for. More is the fault of a busy machine, not of sleeps that
-end late, and would make the steps after it too short."""
+"""Lateness of sleeps that later sleeps make up for. More is the fault of a busy machine, and would
+make the steps after it too short."""
 
 
 class Pacer:
@@ -29,14 +29,21 @@ class Pacer:
 
     def rest(self, since: float, modelled_s: float) -> float:
         """Sleep until work that began at `since` has lasted its modelled time; returns the real
-        seconds that it was to last."""
-        wanted_s = modelled_s * self._scale
-        left_s = wanted_s - (self._clock() - since) - self._late_s
-        if left_s > 0.0:
-            self._sleep(left_s)
-        late_s = self._late_s + (self._clock() - since) - wanted_s
-        self._late_s = min(max(late_s, 0.0), LATE_S_MAX)
-        return wanted_s
+        seconds that it lasted.
+
+        Sleeps end late, which later sleeps make up for. Work that takes longer than its modelled
+        time is not made up for: it is a cost of the machine, which no later work pays.
+        """
+        began = self._clock()
+        left_s = modelled_s * self._scale - (began - since)
+        if left_s <= self._late_s:
+            self._late_s -= max(left_s, 0.0)
+            return began - since
+        asked_s = left_s - self._late_s
+        self._sleep(asked_s)
+        ended = self._clock()
+        self._late_s = min(max(ended - began - asked_s, 0.0), LATE_S_MAX)
+        return ended - since
 
     @contextmanager
     def lasts(self, modelled_s: float) -> Iterator[None]:

@@ -218,3 +218,21 @@ def test_the_status_counts_what_a_scan_of_all_deployments_counts() -> None:
     assert cluster.core.status(cluster.now)["deployments_impossible"] == found
     assert cluster.core.status(cluster.now, TenantId("t"))["deployments_impossible"] == found
     assert 0 < found < len(waiting)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_refused"), [(("NVIDIA T",), True), (("NVIDIA T", ""), False)]
+)
+def test_a_paced_deployment_is_refused_if_it_would_hold_real_gpus(
+    kinds: tuple[str, ...], is_refused: bool
+) -> None:
+    cluster = FakeCluster(policy="pack")
+    for kind in kinds:
+        cluster.join_node(4, f"n-{kind}", gpu_kind=kind)
+    cluster.job("g")
+    if is_refused:
+        with pytest.raises(errors.CapacityError, match="would hold while it sleeps"):
+            cluster.deploy("g/one", workers=2, pace="h800:qwen2.5-7b")
+    else:
+        cluster.deploy("g/one", workers=2, pace="h800:qwen2.5-7b")
+    cluster.deploy("g/two", workers=2)
