@@ -79,6 +79,7 @@ def test_jobs_and_operations_are_shown_as_before(earlier: Earlier, core: Schedul
         # Shown since.
         assert job.pop("controller_timeout_s") > 0
         for each in job["deployments"]:
+            assert each.pop("pace") == ""
             groups = each.pop("groups")
             assert groups == ([] if each["group"] is None else [each["group"]])
     assert found == expected
