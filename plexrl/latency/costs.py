@@ -65,6 +65,11 @@ class EngineCosts:
         if self.k2 + self.k4 <= 0:
             raise InvalidRequestError("k2 and k4 are 0: a decode step takes time; raise one")
 
+    @property
+    def kv_admitted(self) -> float:
+        """Tokens in the KV cache up to which a waiting trajectory is admitted."""
+        return self.kv_tokens * (1.0 - self.kv_reserve)
+
     def step_s(self, running: int, kv: int) -> float:
         """Seconds of the next decode step of `running` trajectories with `kv` cached tokens."""
         return self.k1 * kv + max(self.k2, self.k3 * running) + self.k4

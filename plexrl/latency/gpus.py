@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from plexrl.latency.costs import QWEN3_30B_A3B
 
+GPUS_PER_NODE = 8
 HOST_LINK = 50e9
 """Bytes per second between a GPU on PCIe 5 x16 and pinned host memory."""
 NVME_RATE = 20e9
@@ -52,7 +53,7 @@ class Gpu:
     """Bytes."""
     link: float
     """Bytes per second to the other GPUs of its node, in one direction."""
-    per_node: int = 8
+    per_node: int = GPUS_PER_NODE
     host_link: float = HOST_LINK
     """Bytes per second between its memory and pinned host memory, in one direction."""
     software: Software = field(default_factory=Software)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from plexrl.errors import InvalidRequestError
 from plexrl.latency.costs import QWEN3_30B_A3B, EngineCosts
-from plexrl.latency.gpus import GPUS, HOST_LINK, MOVE_FIXED_S, NVME_RATE
+from plexrl.latency.gpus import GPUS, GPUS_PER_NODE, HOST_LINK, MOVE_FIXED_S, NVME_RATE
 from plexrl.latency.models import MODELS, Model
 from plexrl.traces.generate.published import MODEL_CLASSES, STATE_BYTES_PER_PARAMETER, ModelClass
 
@@ -24,7 +24,6 @@ LOG_PROB_OPERATIONS, UPDATE_OPERATIONS = 2.0, 6.0
 """Operations by parameter and token of a forward pass, and of a forward and backward pass."""
 WEIGHT_BYTES = 2
 """Bytes of a bf16 parameter, in an engine and in a published version."""
-GPUS_PER_NODE = 8
 SCALE_MIN = 1e-6
 
 
@@ -237,7 +236,7 @@ class _ModelledDecoding:
 
     @property
     def kv_admitted(self) -> int:
-        return int(self.costs.kv_tokens * (1.0 - self.costs.kv_reserve))
+        return int(self.costs.kv_admitted)
 
     def steps_s(self, steps: int, running: int, kv: int, longest: int) -> float:
         del longest

@@ -25,6 +25,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Any
 
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.accounting.profiler import DRIFT_CYCLES
@@ -106,16 +107,13 @@ def remember(state: State, settings: Settings, deployment: Deployment) -> bool:
         key = profile_key(state, deployment)
         profiles.pop(key, None)
         profiles[key] = trace
-        # There may be several if the setting was reduced.
-        while len(profiles) > settings.config.profiles:
-            del profiles[next(iter(profiles))]
+        _keep_newest(profiles, settings.config.profiles)
     if not settings.profiles_while_sharing:
         return False
     shape = shape_key(deployment)
     demand = state.shapes.pop(shape, None) or ShapeDemand()
     state.shapes[shape] = demand
-    while len(state.shapes) > SHAPES_MAX:
-        del state.shapes[next(iter(state.shapes))]
+    _keep_newest(state.shapes, SHAPES_MAX)
     _add_profile(settings, demand, state.job(deployment.job).serial, trace)
     found, before = _typical(demand.profiles.values()), demand.prior
     if before is not None and _is_near(found, before, settings.config.drift_tolerance):
@@ -159,8 +157,7 @@ def remember_length(state: State, settings: Settings, job: Job, now: float) -> N
     lengths, key = state.lengths, _name_key(job.tenant, job.name)
     before, took_s = lengths.pop(key, None), now - job.placed_at
     lengths[key] = took_s if before is None else KEPT * before + WEIGHT * took_s
-    while len(lengths) > settings.config.profiles:
-        del lengths[next(iter(lengths))]
+    _keep_newest(lengths, settings.config.profiles)
 
 
 def usual_length(state: State, settings: Settings, tenant: TenantId, name: str) -> float:
@@ -218,8 +215,13 @@ def _add_profile(settings: Settings, demand: ShapeDemand, job: int, trace: Deman
         return
     profiles.pop(job, None)
     profiles[job] = trace
-    while len(profiles) > PROFILES_OF_SHAPE:
-        del profiles[next(iter(profiles))]
+    _keep_newest(profiles, PROFILES_OF_SHAPE)
+
+
+def _keep_newest(entries: dict[Any, Any], count: int) -> None:
+    """Remove the oldest entries beyond `count`; there may be several if a setting was reduced."""
+    while len(entries) > count:
+        del entries[next(iter(entries))]
 
 
 def _typical(traces: Collection[DemandTrace]) -> DemandTrace:

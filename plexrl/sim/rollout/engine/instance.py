@@ -226,7 +226,7 @@ class Instance:
 
     def _admit(self) -> None:
         """Admit waiting trajectories in order while they fit, with one prefill for all."""
-        room = self.costs.kv_tokens * (1.0 - self.costs.kv_reserve)
+        room = self.costs.kv_admitted
         admitted = []
         kv = self.kv
         count = len(self._running)

@@ -46,6 +46,21 @@ def demand(rng: random.Random) -> DemandTrace:
     )
 
 
+def add_job(context: Context, name: str) -> JobId:
+    """A job that never times out."""
+    job = JobId(name)
+    context.state.jobs[job] = Job(
+        job=job,
+        tenant=TenantId("t"),
+        name=name,
+        controller_timeout_s=1e9,
+        reattach_timeout_s=1e9,
+        submitted_at=0.0,
+        seen_at=0.0,
+    )
+    return job
+
+
 @dataclass(slots=True)
 class SmallCluster:
     """At most eight GPUs on one to three nodes, and what a random history left on them."""
@@ -96,16 +111,7 @@ class SmallCluster:
                 workers = min(UNITS_MAX, other.workers + self.rng.randint(1, 3))
                 return self._deployment(other.job, "train", workers)
         self.made += 1
-        job = JobId(f"j{self.made}")
-        self.context.state.jobs[job] = Job(
-            job=job,
-            tenant=TenantId("t"),
-            name=job,
-            controller_timeout_s=1e9,
-            reattach_timeout_s=1e9,
-            submitted_at=0.0,
-            seen_at=0.0,
-        )
+        job = add_job(self.context, f"j{self.made}")
         kind: Literal["train", "rollout"] = "rollout" if self.rng.random() < 0.4 else "train"
         return self._deployment(job, kind, self.rng.choice(SIZES))
 

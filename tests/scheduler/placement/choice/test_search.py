@@ -1,6 +1,6 @@
 """Which of several groups a search finds."""
 
-from plexrl.ids import DeploymentId, JobId, NodeId, TenantId
+from plexrl.ids import DeploymentId, NodeId
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.placement.capacity.index import CANDIDATES_PER_PASS
 from plexrl.scheduler.placement.choice.search import fitting
@@ -11,7 +11,8 @@ from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages.events import NodeJoined
-from plexrl.scheduler.state.records import Deployment, Job
+from plexrl.scheduler.state.records import Deployment
+from tests.scheduler.placement.choice.small_clusters import add_job
 
 HORIZON = 48
 
@@ -40,16 +41,7 @@ def cluster_of(gpus: int, overlap_max: float = 0.0) -> Context:
 
 def add(context: Context, name: str, workers: int, *segments: tuple[float, float]) -> Deployment:
     """A deployment of a job of its own, with these (offset, duration) in each cycle."""
-    job = JobId(name)
-    context.state.jobs[job] = Job(
-        job=job,
-        tenant=TenantId("t"),
-        name=name,
-        controller_timeout_s=1e9,
-        reattach_timeout_s=1e9,
-        submitted_at=0.0,
-        seen_at=0.0,
-    )
+    job = add_job(context, name)
     found = Deployment(
         deployment=DeploymentId(f"{name}/actor"),
         job=job,
