@@ -3,8 +3,11 @@
     python -m benchmarks.simulating.pareto [--quick] [--json] [--plot FILE]
 
 The jobs and the cluster are those of `benchmarks/simulating/cluster.py`, synchronous: rollouts run
-on GPUs of the cluster, too. A larger bound lets more jobs share a group: the cluster drains sooner,
-and cycles take longer. A policy is better where it drains sooner at no more slowdown.
+on GPUs of the cluster, too, so all policies have the same fleet. A larger bound lets more jobs
+share a group: the cluster drains sooner, and cycles take longer. A policy is better where it drains
+sooner at no more slowdown. `shared rollouts` is `spread+backfill` with trainings on the GPUs of
+rollouts, the longest first, as `benchmarks/simulating/rollout_gpus.py` has it, relative to a
+baseline in the same order; the other curves do not have that and are not compared with it.
 
 *behind*: by how much drain (relative) and mean slowdown (in points of a cycle) both have to be
 relaxed until this point is no better than the nearest one of `spread+backfill`; of the p95 in the
@@ -21,14 +24,19 @@ from statistics import fmean
 
 from benchmarks.report import Part, report
 from benchmarks.simulating.cluster import ALONE, SHARED, by_policy, ratios, whole
+from benchmarks.simulating.rollout_gpus import CASES
 from benchmarks.sizes import sized
 from plexrl.sim.results.result import SimResult
+from plexrl.sim.workload.scenario import Scenario
 
 LOADS = sized((0.5, 0.55, 0.6, 0.7, 0.8, 0.9, 1.0), quick=(0.6, 1.1))
-POLICIES = sized(
-    (SHARED, "pack", "rollmux", "fifo-lock", "least-recently-served"),
-    quick=(SHARED, "pack"),
+ROLLOUTS = "shared rollouts"
+CURVES = sized(
+    (SHARED, "pack", "rollmux", "fifo-lock", "least-recently-served", ROLLOUTS),
+    quick=(SHARED, "pack", ROLLOUTS),
 )
+OURS = (SHARED, ROLLOUTS)
+"""Curves of PlexRL's own policy, which are not compared with it."""
 SEEDS = sized((1,), quick=(1,))
 COLUMNS = ("policy, load", "drain", "slowdown mean", "p95", "behind, by mean", "by p95")
 
@@ -54,17 +62,31 @@ class Point:
         return min(excess)
 
 
+def scenario(curve: str, seed: int) -> Scenario:
+    """A run of a curve with the scheduler's own bound."""
+    if curve == ROLLOUTS:
+        return CASES["shared, longest first"].scenario(seed)
+    return whole(curve, seed, 0)
+
+
+def baseline(curve: str, seed: int) -> Scenario:
+    """The same jobs in the same order without sharing."""
+    if curve == ROLLOUTS:
+        return CASES["shared, longest first"].alone().scenario(seed)
+    return whole(ALONE, seed, 0)
+
+
 def points(runs: Mapping[str, Sequence[SimResult]]) -> list[Point]:
-    """By policy and bound."""
+    """By curve and bound."""
     return [
         Point(
             policy=policy,
             load=load,
-            drain=fmean(ratios(found, runs[ALONE])),
+            drain=fmean(ratios(found, runs[_alone(policy)])),
             mean=fmean(each.cycle_slowdown.mean for each in found),
             p95=fmean(each.cycle_slowdown.p95 for each in found),
         )
-        for policy in POLICIES
+        for policy in CURVES
         for load in LOADS
         for found in [runs[f"{policy} {load}"]]
     ]
@@ -74,11 +96,13 @@ def measure(*, full: bool) -> Part:
     """All policies with all bounds."""
     del full
     scenarios = {
-        f"{policy} {load}": [replace(whole(policy, seed, 0), load_max=load) for seed in SEEDS]
-        for policy in POLICIES
+        f"{curve} {load}": [replace(scenario(curve, seed), load_max=load) for seed in SEEDS]
+        for curve in CURVES
         for load in LOADS
     }
-    scenarios[ALONE] = [whole(ALONE, seed, 0) for seed in SEEDS]
+    scenarios |= {
+        _alone(curve): [baseline(curve, seed) for seed in SEEDS] for curve in (SHARED, ROLLOUTS)
+    }
     found = points(by_policy(scenarios))
     ours = [each for each in found if each.policy == SHARED]
     part = Part(title=f"Drain against slowdown, {len(SEEDS)} seeds", columns=COLUMNS)
@@ -86,8 +110,11 @@ def measure(*, full: bool) -> Part:
     for each in found:
         cells = []
         for by, largest in behind.items():
+            if each.policy in OURS:
+                cells.append("")
+                continue
             value = each.behind(ours, by)
-            cells.append("" if each.policy == SHARED else f"{value:.1%}")
+            cells.append(f"{value:.1%}")
             largest.append(value)
         name = f"{each.policy}, {each.load:g}"
         figures = (f"{each.drain:.1%}", f"{each.mean:.1%}", f"{each.p95:.1%}")
@@ -98,12 +125,16 @@ def measure(*, full: bool) -> Part:
     return part
 
 
+def _alone(curve: str) -> str:
+    return f"{ALONE}, as {ROLLOUTS}" if curve == ROLLOUTS else ALONE
+
+
 def _draw(found: Sequence[Point], path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     for axes, by in zip(figure.subplots(1, 2), ("mean", "p95"), strict=True):
-        for policy in POLICIES:
+        for policy in CURVES:
             own = [each for each in found if each.policy == policy]
             axes.plot(
                 [100 * getattr(each, by) for each in own],

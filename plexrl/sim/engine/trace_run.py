@@ -84,7 +84,7 @@ class TraceRun:
         """`settings`: scheduler settings that replace the policy's."""
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
-        names = ("load_max", "starvation_bound_s", "longest_first")
+        names = ("load_max", "starvation_bound_s", "longest_first", "mixed_sizes")
         given = {name: value for name in names if (value := getattr(scenario, name)) is not None}
         config = virtual_config(**{**RETENTION, **policy.settings, **given, **(settings or {})})
         handlers = self._handlers()

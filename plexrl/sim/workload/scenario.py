@@ -210,6 +210,8 @@ class Scenario:
     """Preemptible deployments generate in the idle time of all shared groups, without end."""
     longest_first: bool = False
     """Waiting jobs get GPUs by their length, the longest first."""
+    mixed_sizes: bool | None = None
+    """Whether deployments of different sizes share GPUs; absent: as the policy's default."""
     starvation_bound_s: float | None = None
     """Wait after which a job has a reservation; absent: the scheduler's default."""
     load_max: float | None = None

@@ -63,6 +63,14 @@ class SimulatedClusterOptions:
             "and short jobs wait longer (docs/scheduling.md).",
         ),
     ] = False
+    mixed_sizes: Annotated[
+        bool | None,
+        typer.Option(
+            "--mixed-sizes/--equal-sizes",
+            help="Whether deployments of different sizes share GPUs (docs/scheduling.md); default: "
+            "the policy's.",
+        ),
+    ] = None
     starvation_s: Annotated[
         float | None,
         typer.Option(

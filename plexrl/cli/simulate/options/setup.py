@@ -124,6 +124,7 @@ def scenario(
         slo=jobs.job_slo,
         switch_s=cluster.switch_s,
         longest_first=cluster.longest_first,
+        mixed_sizes=cluster.mixed_sizes,
         starvation_bound_s=cluster.starvation_s,
         detail=detail(running.detail),
         check=running.check,

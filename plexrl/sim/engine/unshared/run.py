@@ -50,6 +50,7 @@ class UnsharedRun:
             "idle time to fill": scenario.fills_valleys,
             "shared GPUs of rollouts": scenario.rollouts == "shared",
             "order by length": scenario.longest_first,
+            "mixed sizes": scenario.mixed_sizes,
         }
         if unknown := [name for name, given in what.items() if given]:
             raise InvalidRequestError(
