@@ -40,7 +40,10 @@ NOT_RUN = {
     **dict.fromkeys(
         (
             f"simulating/{name}.py"
-            for name in ("fidelity", "eta", "cluster", "pareto", "rollout_gpus", "valleys")
+            for name in (
+                *("fidelity", "eta", "cluster", "pareto", "rollout_gpus", "mixed_sizes"),
+                "valleys",
+            )
         ),
         "a part of benchmarks/simulator.py",
     ),

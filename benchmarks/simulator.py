@@ -3,9 +3,11 @@
     python benchmarks/simulator.py [--quick] [--json] [--full] [part …]
 
 Parts: speed, memory, fidelity (minutes, with a live cluster), eta, packing, valleys, starvation,
-cluster, pareto, rollout_gpus, and drain, which takes hours and so is only run by name; by default
-all the others. Everything runs through the scheduler's own core. `--full` adds three months of full
-groups to speed and memory (minutes), and takes whole traces instead of samples (drain)."""
+cluster, pareto, rollout_gpus, mixed_sizes, and drain, which takes hours and so is only run by name;
+by default all the others. Everything runs through the scheduler's own core. `--full` adds three
+months of full groups to speed and memory (minutes), and takes whole traces instead of samples
+(drain).
+"""
 
 import sys
 
@@ -16,6 +18,7 @@ from benchmarks.simulating import (
     eta,
     fidelity,
     memory,
+    mixed_sizes,
     packing,
     pareto,
     rollout_gpus,
@@ -29,7 +32,7 @@ LONG = sized(
     ("drain",),
     quick=(
         *("drain", "fidelity", "eta", "valleys", "starvation"),
-        *("cluster", "pareto", "rollout_gpus"),
+        *("cluster", "pareto", "rollout_gpus", "mixed_sizes"),
     ),
 )
 """Parts that are run by name only; with `--quick` their own modules run them."""
@@ -45,6 +48,7 @@ PARTS = {
     "cluster": cluster.measure,
     "pareto": pareto.measure,
     "rollout_gpus": rollout_gpus.measure,
+    "mixed_sizes": mixed_sizes.measure,
     "drain": drain.measure,
 }
 
