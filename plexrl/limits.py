@@ -182,6 +182,8 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "kv_cache_bytes": _maybe(_count(1, 2**63 - 1)),
         "layers_on_device": _maybe(_COUNT),
         "tp_sizes": _RANKS,
+        "checkpoint_every": _maybe(_COUNT),
+        "checkpoint_keep": _maybe(_COUNT),
     },
     "layout": {"dp": _RANKS, "tp": _RANKS, "pp": _RANKS, "cp": _RANKS, "ep": _RANKS},
     # Adapters are scaled by alpha / rank: less than 1e-6 / 1024 is lost beside the weights.

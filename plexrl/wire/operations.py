@@ -302,10 +302,38 @@ class CheckpointParams(Params, frozen=True, kw_only=True):
     `keep_last`. Without this and `keep_every`, none is deleted."""
     keep_every: int | None = None
     """For a save: as `keep_last`, but keep the checkpoints whose step is a multiple of this."""
+    keep_prefix: str = ""
+    """For a save: `keep_last` and `keep_every` count and delete only checkpoints whose names begin
+    with this."""
     job: str | None = None
     """For a load: the job that saved the checkpoint, of the same tenant. Absent: this job."""
     optimizer: bool = True
     """For a load on a train deployment: restore the optimizer state too."""
+
+
+class CheckpointSchedule(Params, frozen=True, kw_only=True):
+    """When a train deployment saves checkpoints of itself."""
+
+    every: int
+    """Optimizer steps from one checkpoint to the next."""
+    keep_last: int | None = None
+    """Number of its newest scheduled checkpoints that are kept. None: all."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is saved after optimizer step `step`."""
+        return step > 0 and step % self.every == 0
+
+    def params(self, deployment: str, step: int) -> CheckpointParams:
+        """What to save for a deployment of this name in its job. A controller that went back to an
+        earlier checkpoint makes the same step again, so an existing one is replaced."""
+        prefix = f"{deployment}-step-"
+        return CheckpointParams(
+            name=f"{prefix}{step}",
+            overwrite=True,
+            step=step,
+            keep_last=self.keep_last,
+            keep_prefix=prefix,
+        )
 
 
 class SyncWeightsParams(Params, frozen=True, kw_only=True):

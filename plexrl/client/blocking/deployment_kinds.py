@@ -153,6 +153,7 @@ class TrainDeployment(Deployment):
         keep: bool = False,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_prefix: str = "",
     ) -> CheckpointFuture:
         """Write parameters and optimizer state; `transformers` can load the directory.
 
@@ -167,6 +168,7 @@ class TrainDeployment(Deployment):
         `step` orders checkpoints (absent: the count of operations that changed the state). Once
         this checkpoint is whole, `keep_last` deletes the job's others except the newest so many,
         and `keep_every` those except at a multiple of so many steps; without both, none is deleted.
+        Both count and delete only checkpoints whose names begin with `keep_prefix`.
         `keep` protects this checkpoint from later deletions of this kind.
 
         Raises, from the future:
@@ -183,6 +185,7 @@ class TrainDeployment(Deployment):
             keep=keep,
             keep_last=keep_last,
             keep_every=keep_every,
+            keep_prefix=keep_prefix,
         )
         submission = requests.save_checkpoint(self.deployment, params)
         return self._submit_for(submission, CheckpointFuture)

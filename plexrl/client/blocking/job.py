@@ -111,6 +111,8 @@ class Job(JobReader):
         activation_checkpointing: bool = False,
         reduce_once: bool = False,
         max_sequence_tokens: int | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_keep: int | None = None,
         pace: str = "",
         node_type: str = "",
         trace: DemandTrace | Mapping[str, object] | None = None,
@@ -142,6 +144,9 @@ class Job(JobReader):
         `fsdp` reduces gradients over the data ranks once for each `forward_backward` instead of for
         each micro-batch: less communication, with 4 bytes a parameter more memory.
 
+        After each `checkpoint_every` optimizer steps the cluster saves a checkpoint `NAME-step-N`,
+        and keeps the newest `checkpoint_keep` of these (absent: all).
+
         With a `pace`, such as `h800:qwen2.5-14b@0.01`, nothing is computed: each step sleeps as
         long as it would take for that model on such GPUs, times 0.01, and the state is tiny. It is
         for trying a cluster's scheduling without GPUs.
@@ -162,6 +167,8 @@ class Job(JobReader):
             "activation_checkpointing": activation_checkpointing,
             "reduce_once": reduce_once,
             "max_sequence_tokens": max_sequence_tokens,
+            "checkpoint_every": checkpoint_every,
+            "checkpoint_keep": checkpoint_keep,
             "pace": pace,
             "node_type": node_type,
             "trace": plain_trace(trace),

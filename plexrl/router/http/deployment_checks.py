@@ -122,6 +122,19 @@ def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) 
             "has all layers on the device: leave it out",
             parameter="layers_on_device",
         )
+    if body.checkpoint_every is not None and (body.kind != "train" or body.pace):
+        raise InvalidRequestError(
+            "checkpoint_every is for train deployments that compute; a "
+            f"{'paced' if body.pace else body.kind} deployment has no weights to save: "
+            "leave it out",
+            parameter="checkpoint_every",
+        )
+    if body.checkpoint_every is None and body.checkpoint_keep is not None:
+        raise InvalidRequestError(
+            "checkpoint_keep is the number of scheduled checkpoints to keep, and none are "
+            "scheduled: give checkpoint_every, too",
+            parameter="checkpoint_keep",
+        )
     if body.kind != "rollout" and not body.cuda_graphs:
         raise InvalidRequestError(
             f"cuda_graphs is for rollout deployments; a {body.kind} deployment captures nothing: "

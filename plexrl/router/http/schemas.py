@@ -337,6 +337,13 @@ class DeploymentRequest(_Strict):
         description="train, rollout: compute nothing, and make each step last as long as on this "
         "GPU with this model, as h800:qwen2.5-14b@0.01; empty: compute",
     )
+    checkpoint_every: Annotated[int | None, Limited("deployment", "checkpoint_every")] = Field(
+        None,
+        description="train: save a checkpoint NAME-step-N after every so many optimizer steps",
+    )
+    checkpoint_keep: Annotated[int | None, Limited("deployment", "checkpoint_keep")] = Field(
+        None, description="train: keep so many of the newest of them; absent: all"
+    )
     node_type: PlainText = Field("", max_length=100, description="type of the nodes; empty: any")
     trace: TraceRequest | None = Field(
         None, description="its demand as given by the user; it is placed by this at once"

@@ -40,7 +40,7 @@ from plexrl.scheduler.state.messages.events import (
     DeploymentRelaid,
 )
 from plexrl.scheduler.state.records import Deployment, Job, State
-from plexrl.wire.operations import USER_KINDS
+from plexrl.wire.operations import USER_KINDS, CheckpointSchedule
 from plexrl.wire.parameter_checks import differing_settings
 
 
@@ -62,6 +62,8 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
         names = ("job", "kind", "workers", "node_type", "preemptible")
         same = {name: getattr(known, name) for name in names} | {"exclusive": known.exclusive}
         asked = {name: getattr(event, name) for name in names} | {"exclusive": exclusive}
+        same |= _scheduled(known.checkpoints)
+        asked |= _scheduled(event.checkpoints)
         if same != asked or spec_json != event.spec_json:
             # The specification repeats some of them, and tells a reference from a training.
             same, asked = same | json.loads(spec_json), asked | json.loads(event.spec_json)
@@ -90,6 +92,7 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
         preemptible=event.preemptible,
         memory=event.memory,
         pace=event.pace,
+        checkpoints=event.checkpoints,
     )
     check_it_can_fit(context.cluster, job, deployment)
     if not event.preemptible:
@@ -105,6 +108,14 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
         deployment.cycles.expect(job.expected_s, deployment.trace.period_s)
     seen(context, job, now)
     enqueue_deployment(context.cluster, context.effects, deployment)
+
+
+def _scheduled(checkpoints: CheckpointSchedule | None) -> dict[str, object]:
+    """The settings of a schedule by the names that a user gave them."""
+    every, keep = (
+        (None, None) if checkpoints is None else (checkpoints.every, checkpoints.keep_last)
+    )
+    return {"checkpoint_every": every, "checkpoint_keep": keep}
 
 
 def _check_preemptible(job: Job, event: DeploymentCreated) -> None:

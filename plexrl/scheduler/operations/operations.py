@@ -42,12 +42,14 @@ MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAP
 _PUBLISH: Final = OperationKind.PUBLISH
 _OFFLOAD: Final = OperationKind.OFFLOAD
 _GENERATE: Final = OperationKind.GENERATE
+_OPTIM_STEP: Final = OperationKind.OPTIM_STEP
+_SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
 _STARTED: Final = OperationTrigger.STARTED
 _FINISHED: Final = OperationTrigger.FINISHED
 _FAILS: Final = OperationTrigger.FAILED
 _CANCELLED: Final = OperationTrigger.CANCELLED
 _FAILED: Final = OperationState.FAILED
-_MISSED: Final = MUTATING | {OperationKind.SAVE_CHECKPOINT}
+_MISSED: Final = MUTATING | {_SAVE_CHECKPOINT}
 """Kinds whose failure the controller must acknowledge."""
 
 _OPENINGS: dict[OperationKind, str] = {
@@ -125,11 +127,35 @@ def enqueue_zero_grad(state: State, effects: Effects, deployment: Deployment, no
     _queue(effects, deployment, name, now)
 
 
-def _queue(effects: Effects, deployment: Deployment, operation: OperationId, now: float) -> None:
+def _save_if_due(
+    state: State, effects: Effects, deployment: Deployment, done: Operation, now: float
+) -> None:
+    """After the step `done`: queue the scheduled checkpoint of exactly its weights, before all that
+    was submitted after it."""
+    schedule, step = deployment.checkpoints, deployment.trainer_step
+    if schedule is None or not schedule.is_due(step):
+        return
+    name = OperationId(f"{deployment.deployment}{OWN_MARK}checkpoint.{state.moves_made}")
+    state.moves_made += 1
+    # The queue is in the order of submission.
+    since = done.submitted_at
+    operation = Operation(name, deployment.deployment, _SAVE_CHECKPOINT, since, internal=True)
+    operation.params = schedule.params(deployment.deployment.rpartition("/")[2], step)
+    state.operations[name] = operation
+    _queue(effects, deployment, name, now, place=0)
+
+
+def _queue(
+    effects: Effects,
+    deployment: Deployment,
+    operation: OperationId,
+    now: float,
+    place: int | None = None,
+) -> None:
     if not deployment.running and (deployment.burst.wants_since is None or not deployment.queue):
         deployment.burst.want(now)
-    deployment.queue.append(operation)
-    if len(deployment.queue) == 1:
+    deployment.queue.insert(len(deployment.queue) if place is None else place, operation)
+    if deployment.queue[0] == operation:
         # Only the head of a queue affects the order of members.
         effects.touch_all(deployment.groups)
 
@@ -291,6 +317,8 @@ def complete(
             dependent.source_seq = operation.seq
             dependent.source_step = deployment.trainer_step
     finish(state, effects, deployment, operation, event, now)
+    if kind is _OPTIM_STEP and not event.error_json:
+        _save_if_due(state, effects, deployment, operation, now)
     if operation.state is _FAILED:
         _halt(state, effects, deployment, operation, read_error(event.error_json), now)
 

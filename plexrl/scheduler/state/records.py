@@ -37,7 +37,7 @@ from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Failure, Operation
 from plexrl.scheduler.state.tenant import Tenant
 from plexrl.wire.messages import AnyMove, AnyRun, RankPlacement
-from plexrl.wire.operations import OperationKind
+from plexrl.wire.operations import CheckpointSchedule, OperationKind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -243,6 +243,8 @@ class Deployment:
     """What it needs on each GPU; None: unknown, its state only."""
     pace: str = ""
     """As in `DeploymentCreated`. What it takes tells nothing of deployments that compute."""
+    checkpoints: CheckpointSchedule | None = None
+    """As in `DeploymentCreated`."""
     peak_bytes: int = 0
     """The largest reported peak of torch's allocator on one of its GPUs; 0: none was reported."""
     watch_at: float = 0.0

@@ -90,4 +90,6 @@ def _request_write(
 def _retention(params: CheckpointParams) -> RetentionPolicy | None:
     if params.keep_last is None and params.keep_every is None:
         return None
-    return RetentionPolicy(keep_last=params.keep_last, keep_every=params.keep_every)
+    return RetentionPolicy(
+        keep_last=params.keep_last, keep_every=params.keep_every, prefix=params.keep_prefix
+    )

@@ -74,6 +74,28 @@ def test_ranks_of_two_nodes_make_one_checkpoint_that_training_resumes_from(
     assert listed["one"]["bytes_done"] == listed["one"]["bytes_total"] > 0
 
 
+def test_a_schedule_saves_each_second_step_and_keeps_the_newest(job: plexrl.Job) -> None:
+    actor = job.train_deployment("actor", MODEL, checkpoint_every=2, checkpoint_keep=1)
+    for seed in (1, 2):
+        train(actor, seed)
+    by_hand = actor.save_checkpoint("by-hand").result(120)
+    for seed in (3, 4, 5):
+        train(actor, seed)
+    actor.barrier().result(120)
+    wait_until(
+        lambda: (
+            {each["name"]: each["state"] for each in job.checkpoints()}
+            == {"by-hand": "durable", "actor-step-4": "durable"}
+        ),
+        "the older of the schedule's checkpoints is not deleted",
+    )
+    actor.load_checkpoint("actor-step-4").result(120)
+    assert actor.status()["trainer_step"] == 4
+    train(actor, 5)
+    after = actor.save_checkpoint("after").result(120)
+    assert not same(parameters(after["path"]), parameters(by_hand["path"]))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_loads_shards_of_another_dtype(job: plexrl.Job, tied: bool) -> None:
     config = {**MODEL.config, "tie_word_embeddings": tied}

@@ -52,6 +52,12 @@ def test_keeping_nothing_is_no_policy() -> None:
         RetentionPolicy(keep_last=0)
 
 
+def test_a_policy_of_some_names_keeps_all_others() -> None:
+    ages = [*named(1, 2, 3), CheckpointAge(step=0, written_ns=0, name="by-hand")]
+    gone = deletable(ages, RetentionPolicy(keep_last=1, prefix="c"))
+    assert [age.name for age in gone] == ["c1", "c2"]
+
+
 @given(ages=AGES, policy=POLICIES)
 def test_whatever_some_field_keeps_stays(
     ages: list[CheckpointAge], policy: RetentionPolicy

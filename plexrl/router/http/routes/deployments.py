@@ -66,6 +66,11 @@ async def deploy(
         "spec_json": spec.to_json(),
         "node_type": body.node_type,
         "pace": spec.pace,
+        "checkpoints": (
+            None
+            if body.checkpoint_every is None
+            else {"every": body.checkpoint_every, "keep_last": body.checkpoint_keep}
+        ),
         "trace": None if body.trace is None else body.trace.model_dump(),
     }
     try:

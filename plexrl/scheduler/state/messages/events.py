@@ -50,7 +50,7 @@ from plexrl.wire.messages.reports import (
 from plexrl.wire.messages.reports import (
     WorkerSeen as WorkerSeen,
 )
-from plexrl.wire.operations import OperationKind, OperationParams
+from plexrl.wire.operations import CheckpointSchedule, OperationKind, OperationParams
 
 restore_annotations(DemandTrace)
 
@@ -223,6 +223,8 @@ class DeploymentCreated(Event, frozen=True, kw_only=True):
     """What it needs on each GPU; None: unknown, its state only."""
     pace: str = ""
     """The modelled GPU and model that its workers keep the time of; empty: they compute."""
+    checkpoints: CheckpointSchedule | None = None
+    """When a train deployment saves checkpoints of itself; None: when it is told to."""
 
 
 class DeploymentRelaid(Event, frozen=True, kw_only=True):

@@ -14,6 +14,8 @@ class RetentionPolicy:
     """Number of newest checkpoints to keep."""
     keep_every: int | None = None
     """Keep the checkpoints at multiples of this number of steps."""
+    prefix: str = ""
+    """The policy is for checkpoints whose names begin with this; it keeps all others."""
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every"):
@@ -40,7 +42,7 @@ def deletable(
     """The checkpoints that the policy deletes, the oldest first; never the newest one."""
     if policy.keep_last is None and policy.keep_every is None:
         return ()
-    by_age = sorted(checkpoints)
+    by_age = sorted(each for each in checkpoints if each.name.startswith(policy.prefix))
     newest = by_age[-max(1, policy.keep_last or 0) :]
     return tuple(
         checkpoint
