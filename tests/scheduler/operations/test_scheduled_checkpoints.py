@@ -96,6 +96,50 @@ def test_a_checkpoint_that_fails_is_reported_and_stops_nothing() -> None:
     assert error.message in failure["message"]
 
 
+@given(
+    every=st.integers(1, 3),
+    faults=st.lists(
+        st.sampled_from(("step", "run", "run", "run", "kill", "lose", "time")), max_size=40
+    ),
+)
+def test_whatever_dies_each_due_step_has_a_checkpoint_of_its_own_version(
+    every: int, faults: list[str]
+) -> None:
+    cluster = trainer(CheckpointSchedule(every=every))
+    steps = 0
+    saved: dict[int, int] = {}
+
+    def execute(*, report: bool = True) -> None:
+        run = cluster.runs[0]
+        kind, name = run.kind.value, str(run.operation)
+        step = int(name.removeprefix("a:s")) if kind == "optim_step" else None
+        if kind == "save_checkpoint" and not cluster.is_out_of_date(run):
+            saved[run.params.step] = run.seq
+        cluster.execute(run, report=report, trainer_step=step)
+
+    for fault in faults:
+        if cluster.launches:
+            cluster.launch(cluster.launches[0])
+        if fault == "step":
+            steps += 1
+            cluster.submit(f"a:f{steps}", "a/actor", "forward_backward")
+            cluster.submit(f"a:s{steps}", "a/actor", "optim_step")
+        elif fault == "kill":
+            cluster.kill("a/actor")
+        elif fault == "time":
+            cluster.pass_time(10.0)
+        elif cluster.runs:
+            execute(report=fault == "run")
+    for _ in range(1000):
+        if cluster.launches:
+            cluster.launch(cluster.launches[0])
+        elif cluster.runs:
+            execute()
+        elif cluster.timer_at is not None and cluster.timer_at < cluster.now + 100.0:
+            cluster.pass_time(cluster.timer_at - cluster.now)
+    assert saved == {step: 2 * step for step in range(every, steps + 1, every)}
+
+
 def test_one_that_meets_a_full_disk_is_retried_before_the_next_step() -> None:
     cluster = trainer(CheckpointSchedule(every=1))
     for step in (1, 2):
