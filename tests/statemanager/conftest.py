@@ -216,7 +216,7 @@ def daemon(start_daemon: StartDaemon) -> Daemon:
 
 
 class Shard:
-    """One rank as a worker has it: an arena with a parameter and its optimizer state, and a
+    """One rank as a worker has it: an arena with parameters and their optimizer state, and a
     client."""
 
     def __init__(
@@ -230,22 +230,25 @@ class Shard:
         token: int = 1,
         group: str = "g",
         timeout_s: float = DEADLINE_S,
+        names: Sequence[str] = ("w",),
     ) -> None:
         self.token, self.group, self.deployment = token, group, deployment
+        keys = [
+            *(StateKey(part=StatePart.PARAMETER, name=name) for name in names),
+            *(StateKey(part=StatePart.OPTIMIZER, name=f"{name}/exp_avg") for name in names),
+        ]
         self.slices = tuple(
             StateSlice(
-                key=StateKey(part=part, name=name),
+                key=key,
                 dtype="F32",
                 global_shape=(world_size * elements,),
                 offset=(rank * elements,),
                 shape=(elements,),
                 arena_offset=index * elements * 4,
             )
-            for index, (part, name) in enumerate(
-                ((StatePart.PARAMETER, "w"), (StatePart.OPTIMIZER, "w/exp_avg"))
-            )
+            for index, key in enumerate(keys)
         )
-        self.arena = Arena(2 * elements * 4)
+        self.arena = Arena(len(keys) * elements * 4)
         self.client = StateManagerClient(
             daemon.config.listen,
             deployment=deployment,

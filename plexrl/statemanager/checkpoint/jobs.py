@@ -35,6 +35,7 @@ from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.checkpoint.places.choice import root_at
 from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, CheckpointRoot
 from plexrl.statemanager.checkpoint.requests import CheckpointReport, CheckpointState
+from plexrl.statemanager.checkpoint.write.other_nodes import OtherNodes
 from plexrl.statemanager.checkpoint.write.progress import CheckpointProgress
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
 from plexrl.statemanager.config import StateManagerConfig
@@ -63,6 +64,8 @@ class Task:
     """Holds the versions and the descriptor; closed when the task ends."""
     extras_fd: int | None
     retention: RetentionPolicy | None
+    others: OtherNodes | None = None
+    """Other nodes that write a part of the files; absent: there are none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -205,7 +208,7 @@ class CheckpointJobs:
         try:
             entry.progress.add(0)
             self._check_announced(entry)
-            write_checkpoint(wanted, task.readers, task.extras_fd, entry.progress)
+            write_checkpoint(wanted, task.readers, task.extras_fd, entry.progress, task.others)
         except HELD as held:
             if entry.error is None:
                 LOG.warning("checkpoint %s waits: %s", wanted.target, held)

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
+from plexrl.statemanager.checkpoint.format.record import TensorRecord
 from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.protocol.messages import Request
 from plexrl.wire.messages.cluster_views import ErrorView
@@ -56,6 +59,42 @@ class WriteCheckpoint(Request, frozen=True, kw_only=True):
     keep: bool = False
     retention: RetentionPolicy | None = None
     """Applied to the job's other checkpoints when this one is complete."""
+
+
+class WriteFiles(msgspec.Struct, frozen=True, kw_only=True, tag="write_files"):
+    """From the StateManager that writes a checkpoint to that of another node: write some of its
+    files, in the background. It ends with the connection."""
+
+    deployment: str
+    seq: int
+    name: str
+    node: str
+    """Node that has announced the checkpoint."""
+    sources: tuple[str, ...]
+    """Addresses of all StateManagers that hold ranks' versions."""
+    stamps: tuple[str, ...]
+    """Stamps of the ranks' versions, by rank."""
+    format: CheckpointFormat
+    model_dtype: str | None
+    model_type: str
+    shard_bytes_max: int
+    files: tuple[str, ...] = ()
+    """Paths, relative to the checkpoint, of its plan, which every node makes alike."""
+
+
+class AskFiles(msgspec.Struct, frozen=True, kw_only=True, tag="ask_files"):
+    """How far is what the last `WriteFiles` of this connection asked for?"""
+
+
+class FilesReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a `WriteFiles` is."""
+
+    bytes_done: int
+    is_over: bool
+    tensors: tuple[TensorRecord, ...]
+    """What is in the files that were flushed to the disk since the last report."""
+    error: ErrorView | None
+    """Why it could not write all of them."""
 
 
 class CheckpointStatus(Request, frozen=True, kw_only=True):

@@ -62,8 +62,11 @@ def test_the_ranks_of_two_machines_make_one_checkpoint(
     ]
     snapshot(shards, 3)
     assert daemons[1].tcp.startswith("tcp://")
-    write(shards[0].client, "one", 3, sources=(daemons[1].tcp,))
+    write(shards[0].client, "one", 3, sources=(daemons[0].config.listen, daemons[1].tcp))
     assert finished(shards[0].client, "one").state == CheckpointState.DURABLE
+    # Each node has written one of the two files.
+    assert "1 files of checkpoint" in daemons[1].terminate()
+    daemons[1].start()
     # Any node reports it.
     assert status(shards[1].client, "one").state == CheckpointState.DURABLE
     assert weights(url, "one") == weights_of(shards, 3)

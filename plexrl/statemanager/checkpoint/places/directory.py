@@ -149,12 +149,19 @@ class DirectoryDraft:
     def begin(self) -> None:
         publish.begin(self._part)
 
+    def join(self) -> bool:
+        return self._part.is_dir()
+
     def add(self, name: str, content: bytes) -> None:
         (self._part / name).write_bytes(content)
 
-    def stream(self, path: str, nbytes: int, *, space_bytes_max: int) -> StreamFile:
+    def stream(
+        self, path: str, nbytes: int, *, space_bytes_max: int, replace: bool = False
+    ) -> StreamFile:
         file = self._part / path
         file.parent.mkdir(exist_ok=True)
+        if replace:
+            file.unlink(missing_ok=True)
         return StreamFile(file, nbytes, space_bytes_max=space_bytes_max)
 
     def publish(self, record: CheckpointRecord, *, overwrite: bool) -> None:

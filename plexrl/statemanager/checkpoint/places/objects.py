@@ -256,10 +256,17 @@ class ObjectDraft:
         place.store.write(place.coming_key(self._node), attempt.encode())
         self._attempt = attempt
 
+    def join(self) -> bool:
+        self._attempt = self._place.announced_attempt(self._node)
+        return bool(self._attempt)
+
     def add(self, name: str, content: bytes) -> None:
         self._place.store.write(self._key(name), content)
 
-    def stream(self, path: str, nbytes: int, *, space_bytes_max: int) -> ObjectStream:
+    def stream(
+        self, path: str, nbytes: int, *, space_bytes_max: int, replace: bool = False
+    ) -> ObjectStream:
+        del replace
         return ObjectStream(
             self._place.store, self._key(path), nbytes, space_bytes_max=space_bytes_max
         )

@@ -46,14 +46,20 @@ class Draft(Protocol):
         """Start with no files, also after an earlier attempt. The checkpoint stays announced."""
         ...
 
+    def join(self) -> bool:
+        """Instead of `begin`: add files to what the draft's node has begun. False: it is not to be
+        seen from this node."""
+        ...
+
     def add(self, name: str, content: bytes) -> None:
         """Add a small file."""
         ...
 
     def stream(
-        self, path: str, nbytes: int, *, space_bytes_max: int
+        self, path: str, nbytes: int, *, space_bytes_max: int, replace: bool = False
     ) -> AbstractContextManager[FileStream]:
-        """Add a large file of `nbytes`; it is dropped if the block ends before `finish`."""
+        """Add a large file of `nbytes`; it is dropped if the block ends before `finish`. `replace`
+        one that another node may have begun."""
         ...
 
     def publish(self, record: CheckpointRecord, *, overwrite: bool) -> None:

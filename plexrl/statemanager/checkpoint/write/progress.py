@@ -10,13 +10,16 @@ BURST_S = 0.05
 
 
 class CheckpointProgress:
-    """Progress of one checkpoint. Its writer updates it; any thread may read it."""
+    """Progress of one checkpoint. Its writers update it; any thread may read it."""
 
     def __init__(self, *, bytes_per_s: int | None = None) -> None:
         """`bytes_per_s` is the rate limit; absent: none."""
         self.bytes_done = 0
         self.bytes_total = 0
+        self._elsewhere = 0
+        """Of `bytes_done`, those that other nodes wrote, which the rate does not limit."""
         self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
         self._cancelled = threading.Event()
         self._started: float | None = None
         self._ended: float | None = None
@@ -30,7 +33,7 @@ class CheckpointProgress:
 
     def start(self, bytes_total: int) -> None:
         """Record that writing starts or restarts."""
-        self.bytes_done, self.bytes_total = 0, bytes_total
+        self.bytes_done, self.bytes_total, self._elsewhere = 0, bytes_total, 0
         self._started, self._ended = time.monotonic(), None
 
     def end(self) -> None:
@@ -43,11 +46,27 @@ class CheckpointProgress:
         Raises:
             OperationCancelledError: the checkpoint was cancelled.
         """
-        self.bytes_done += nbytes
+        with self._lock:
+            self.bytes_done += nbytes
         ahead_s = 0.0
         if self._bytes_per_s is not None:
-            ahead_s = self.bytes_done / self._bytes_per_s - self.seconds - BURST_S
-        if self._cancelled.wait(ahead_s) if ahead_s > 0 else self._cancelled.is_set():
+            own = self.bytes_done - self._elsewhere
+            ahead_s = own / self._bytes_per_s - self.seconds - BURST_S
+        self.wait(ahead_s)
+
+    def add_elsewhere(self, nbytes: int) -> None:
+        """Record bytes that another node wrote."""
+        with self._lock:
+            self._elsewhere += nbytes
+            self.bytes_done += nbytes
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long.
+
+        Raises:
+            OperationCancelledError: the checkpoint was cancelled.
+        """
+        if self._cancelled.wait(seconds) if seconds > 0 else self._cancelled.is_set():
             raise OperationCancelledError("the checkpoint was cancelled: nothing of it remains")
 
     def cancel(self) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 
 from plexrl.errors import (
+    CheckpointNotFoundError,
     InvalidRequestError,
     PlexRLError,
     StorageFullError,
@@ -33,6 +34,7 @@ from plexrl.statemanager.checkpoint.format.record import (
 from plexrl.statemanager.checkpoint.format.tensors import TENSOR_BLOCK_BYTES, blocks, merge
 from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, Draft, FileStream
 from plexrl.statemanager.checkpoint.write.assembly import Assembler
+from plexrl.statemanager.checkpoint.write.other_nodes import OtherNodes
 from plexrl.statemanager.checkpoint.write.progress import CheckpointProgress
 from plexrl.statemanager.layout.keys import DTYPE_BYTES
 from plexrl.statemanager.layout.strided.casts import NUMPY_DTYPES, cast
@@ -73,11 +75,12 @@ def write_checkpoint(
     readers: Sequence[StateReader],
     extras_fd: int | None,
     progress: CheckpointProgress,
+    others: OtherNodes | None = None,
 ) -> CheckpointRecord:
     """Write all files and publish them as `wanted.target`.
 
-    `extras_fd` is a tar file of small extra files (configuration, tokenizer). After an error,
-    nothing of the checkpoint remains.
+    `extras_fd` is a tar file of small extra files (configuration, tokenizer). `others` write a
+    part of the large files. After an error, nothing of the checkpoint remains.
 
     Raises:
         StateLostError: the versions do not cover some tensor.
@@ -93,20 +96,14 @@ def write_checkpoint(
     draft = wanted.target.draft(wanted.node)
     try:
         try:
-            plan = plan_checkpoint(
-                merge([reader.slices for reader in readers]),
-                wanted.format,
-                model_dtype=wanted.model_dtype,
-                model_type=wanted.model_type,
-                shard_bytes_max=wanted.shard_bytes_max,
-            )
+            plan = _plan(wanted, readers)
             progress.start(plan.nbytes)
             draft.begin()
             if extras_fd is not None:
                 _take_extras(extras_fd, draft)
             for name, text in plan.texts:
                 draft.add(name, text.encode())
-            record = _write_files(wanted, plan, readers, draft, progress)
+            record = _write_files(wanted, plan, readers, draft, progress, others)
             for reader in readers:
                 reader.confirm()
             if wanted.node not in wanted.target.announced():
@@ -160,17 +157,83 @@ def describe(
     )
 
 
+def write_some_files(
+    wanted: CheckpointSpec,
+    files: Collection[str],
+    readers: Sequence[StateReader],
+    progress: CheckpointProgress,
+    written: Callable[[Sequence[TensorRecord]], None],
+) -> None:
+    """Write some files of a checkpoint that `wanted.node` has begun; `written` is called with what
+    is in each, once it is flushed and was read from versions that were held until then.
+
+    Raises:
+        CheckpointNotFoundError: what that node has begun is not to be seen from here.
+        PlexRLError: as `write_checkpoint`.
+    """
+    draft = wanted.target.draft(wanted.node)
+    try:
+        if not draft.join():
+            raise CheckpointNotFoundError(
+                f"the checkpoint {wanted.target} that {wanted.node!r} writes is not to be seen "
+                "from this node: checkpoint_url is a folder that nodes do not share"
+            )
+        plan = _plan(wanted, readers)
+        chosen = [file for file in plan.files if file.path in files]
+        progress.start(sum(file.nbytes for file in chosen))
+        block_bytes = _block_bytes_max(plan)
+        assembler = Assembler(readers, block_bytes)
+        for file in chosen:
+            tensors = _write_file(file, draft, assembler, block_bytes, progress)
+            for reader in readers:
+                reader.confirm()
+            written(tensors)
+    except OSError as error:
+        at = str(error.filename or wanted.target)
+        raise checkpoint_write_error(f"the checkpoint {wanted.target}", error, at) from error
+
+
+def _plan(wanted: CheckpointSpec, readers: Sequence[StateReader]) -> CheckpointPlan:
+    """The same on every node, for the same versions."""
+    return plan_checkpoint(
+        merge([reader.slices for reader in readers]),
+        wanted.format,
+        model_dtype=wanted.model_dtype,
+        model_type=wanted.model_type,
+        shard_bytes_max=wanted.shard_bytes_max,
+    )
+
+
 def _write_files(
     wanted: CheckpointSpec,
     plan: CheckpointPlan,
     readers: Sequence[StateReader],
     draft: Draft,
     progress: CheckpointProgress,
+    others: OtherNodes | None,
 ) -> CheckpointRecord:
-    assembler = Assembler(readers, _block_bytes_max(plan))
-    tensors: list[TensorRecord] = []
-    for file in plan.files:
-        tensors += _write_file(file, draft, assembler, _block_bytes_max(plan), progress)
+    block_bytes = _block_bytes_max(plan)
+    assembler = Assembler(readers, block_bytes)
+    found: dict[str, list[TensorRecord]] = {}
+
+    def write(files: Sequence[PlannedFile], *, replace: bool) -> None:
+        for file in files:
+            found[file.path] = _write_file(
+                file, draft, assembler, block_bytes, progress, replace=replace
+            )
+
+    if others is None or len(plan.files) == 1:
+        write(plan.files, replace=False)
+    else:
+        held_by = [reader.address for reader in readers]
+        with others.writing(plan.files, held_by, progress) as (own, elsewhere):
+            write(own, replace=False)
+            for each in elsewhere:
+                for tensor in each.result():
+                    found.setdefault(tensor.file, []).append(tensor)
+        # What another node could not write is written here.
+        write([file for file in plan.files if file.path not in found], replace=True)
+    tensors = [tensor for file in plan.files for tensor in found[file.path]]
     return describe(wanted, readers, tensors, plan)
 
 
@@ -180,10 +243,14 @@ def _write_file(
     assembler: Assembler,
     block_bytes: int,
     progress: CheckpointProgress,
+    *,
+    replace: bool = False,
 ) -> list[TensorRecord]:
     at = file.path
     try:
-        with draft.stream(file.path, file.nbytes, space_bytes_max=block_bytes) as stream:
+        with draft.stream(
+            file.path, file.nbytes, space_bytes_max=block_bytes, replace=replace
+        ) as stream:
             head = file.head
             stream.append(head)
             progress.add(len(head))

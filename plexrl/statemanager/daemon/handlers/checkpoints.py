@@ -25,10 +25,19 @@ from plexrl.statemanager.checkpoint.requests import (
     CheckpointState,
     CheckpointStatus,
     WriteCheckpoint,
+    WriteFiles,
 )
+from plexrl.statemanager.checkpoint.write.files_job import FilesJob
+from plexrl.statemanager.checkpoint.write.other_nodes import OtherNodes
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec
-from plexrl.statemanager.daemon.handlers.caller import TICKETS, DaemonCaller, DaemonReply, handles
-from plexrl.statemanager.protocol.address import nearest
+from plexrl.statemanager.daemon.handlers.caller import (
+    TICKETS,
+    DaemonCaller,
+    DaemonReply,
+    Services,
+    handles,
+)
+from plexrl.statemanager.protocol.address import is_remote, nearest
 from plexrl.statemanager.protocol.tickets import AGENT, TicketRole, job_of
 from plexrl.statemanager.store.receiving.reader import StateReader
 from plexrl.statemanager.store.versions.leasing import lease_states
@@ -46,16 +55,8 @@ def _write(caller: DaemonCaller, request: WriteCheckpoint, fds: Sequence[int]) -
     # The leases end with this block, unless the writer has taken them over.
     with ExitStack() as guard:
         held = guard.enter_context(ExitStack())
-        readers: list[StateReader] = [
-            *lease_states(services.store, held, request.deployment, request.seq)
-        ]
-        elsewhere = [at for at in request.sources if nearest(at) != services.config.listen]
-        ticket = services.key.mint(AGENT)
-        for address in dict.fromkeys(elsewhere):
-            readers += open_elsewhere(
-                *(held, services.network, address, ticket, request.deployment, request.seq)
-            )
-        ranks = _one_reader_per_rank(request, readers)
+        readers, elsewhere = _open(services, held, request)
+        ranks = _one_reader_per_rank(request, request.stamps, readers)
         stamps = tuple(reader.stamp for reader in ranks)
         found = _find_same(caller, request, target, stamps)
         if found is not None:
@@ -71,10 +72,78 @@ def _write(caller: DaemonCaller, request: WriteCheckpoint, fds: Sequence[int]) -
             held=held,
             extras_fd=extras_fd,
             retention=request.retention,
+            others=_others(services, request, stamps, elsewhere),
         )
         report = services.checkpoints.submit(task)
         guard.pop_all()
         return DaemonReply(msgspec.to_builtins(report))
+
+
+def begin_files(services: Services, request: WriteFiles) -> FilesJob:
+    """Begin to write some files of a checkpoint for another node, which holds an agent's ticket.
+
+    Raises:
+        StateLostError: a rank's version is not here nor at the given sources.
+        UnavailableError: a source cannot be reached.
+        InvalidRequestError: there is no `checkpoint_url`.
+    """
+    target = _root(services).place(job_name(request.deployment), checked_name(request.name))
+    with ExitStack() as guard:
+        held = guard.enter_context(ExitStack())
+        readers, _ = _open(services, held, request)
+        ranks = _one_reader_per_rank(request, request.stamps, readers)
+        wanted = CheckpointSpec(
+            target=target,
+            node=request.node,
+            format=request.format,
+            model_dtype=request.model_dtype,
+            model_type=request.model_type,
+            shard_bytes_max=request.shard_bytes_max,
+            overwrite=False,
+        )
+        bytes_per_s = services.config.checkpoint_bytes_per_s or None
+        job = FilesJob(wanted, request.files, ranks, held, bytes_per_s=bytes_per_s)
+        guard.pop_all()
+        return job
+
+
+def _open(
+    services: Services, held: ExitStack, request: WriteCheckpoint | WriteFiles
+) -> tuple[list[StateReader], list[str]]:
+    """Readers of the version here and at the given sources, and those sources on other nodes."""
+    deployment, seq = request.deployment, request.seq
+    readers: list[StateReader] = [*lease_states(services.store, held, deployment, seq)]
+    near = dict.fromkeys(nearest(address) for address in request.sources)
+    elsewhere = [address for address in near if address != services.config.listen]
+    ticket = services.key.mint(AGENT)
+    for address in elsewhere:
+        readers += open_elsewhere(held, services.network, address, ticket, deployment, seq)
+    return readers, elsewhere
+
+
+def _others(
+    services: Services,
+    request: WriteCheckpoint,
+    stamps: tuple[str, ...],
+    elsewhere: Sequence[str],
+) -> OtherNodes | None:
+    """The sources on other machines; those on this one have the same disk."""
+    addresses = [address for address in elsewhere if is_remote(address)]
+    if not addresses:
+        return None
+    part = WriteFiles(
+        deployment=request.deployment,
+        seq=request.seq,
+        name=request.name,
+        node=services.config.node,
+        sources=request.sources,
+        stamps=stamps,
+        format=request.format,
+        model_dtype=request.model_dtype,
+        model_type=request.model_type,
+        shard_bytes_max=request.shard_bytes_max,
+    )
+    return OtherNodes(services.network, addresses, services.key.mint(AGENT), part)
 
 
 def _status(caller: DaemonCaller, request: CheckpointStatus, _: Sequence[int]) -> DaemonReply:
@@ -99,7 +168,8 @@ def _status(caller: DaemonCaller, request: CheckpointStatus, _: Sequence[int]) -
         # Before the listing, which takes a while: a checkpoint may become durable meanwhile.
         reports = caller.services.checkpoints.reports()
         known = {
-            place.name: _complete(place, record) for place, record in _root(caller).complete(job)
+            place.name: _complete(place, record)
+            for place, record in _root(caller.services).complete(job)
         }
         for report in reports:
             # A durable checkpoint without a manifest was deleted.
@@ -124,11 +194,11 @@ ENTRIES = (
 
 def _target(caller: DaemonCaller, deployment: str, name: str) -> CheckpointPlace:
     _check_own_job(caller, deployment)
-    return _root(caller).place(job_name(deployment), checked_name(name))
+    return _root(caller.services).place(job_name(deployment), checked_name(name))
 
 
-def _root(caller: DaemonCaller) -> CheckpointRoot:
-    root = caller.services.checkpoints.root
+def _root(services: Services) -> CheckpointRoot:
+    root = services.checkpoints.root
     if root is None:
         raise InvalidRequestError(
             "this StateManager has no checkpoint_url: set one in its configuration"
@@ -146,13 +216,15 @@ def _check_own_job(caller: DaemonCaller, deployment: str) -> None:
 
 
 def _one_reader_per_rank(
-    request: WriteCheckpoint, readers: Sequence[StateReader]
+    request: WriteCheckpoint | WriteFiles,
+    stamps: Sequence[str] | None,
+    readers: Sequence[StateReader],
 ) -> list[StateReader]:
     """The first reader of each rank, in rank order."""
     by_rank: dict[int, StateReader] = {}
     for reader in readers:
         manifest = reader.manifest
-        if request.stamps is None or manifest.stamp in request.stamps:
+        if stamps is None or manifest.stamp in stamps:
             by_rank.setdefault(manifest.rank, reader)
     world_size = max((reader.manifest.world_size for reader in by_rank.values()), default=1)
     missing = [rank for rank in range(world_size) if rank not in by_rank]

@@ -7,6 +7,8 @@
     read_state  {shard, stamp, verify} + copies   →  likewise, without a delta
     lend        {}                                →  {agent, shards}   addresses for NIXL
     confirm     {}                                →  {}   the versions were held until now
+    write_files {deployment, seq, name, …, files} →  {}   files of a checkpoint, in the background
+    ask_files   {}                                →  {bytes_done, is_over, tensors, error}
 
 The connection holds published versions until it closes, and the state versions that it opened last.
 With `digests` a shard includes the checksums of its blocks, by section, and the manifest includes
@@ -15,7 +17,7 @@ the digest over all of them.
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -29,7 +31,9 @@ from plexrl.errors import (
     StateLostError,
 )
 from plexrl.statemanager.bytes.mapped_files import MappedData, MappedFiles
+from plexrl.statemanager.checkpoint.requests import AskFiles, WriteFiles
 from plexrl.statemanager.daemon.handlers.caller import OPENED_MAX, Services
+from plexrl.statemanager.daemon.handlers.checkpoints import begin_files
 from plexrl.statemanager.layout.plan.columns import DTYPES, Bytes
 from plexrl.statemanager.layout.strided.copies import BYTES_CAST, StridedCopies, pack
 from plexrl.statemanager.layout.versions import VersionKind
@@ -53,6 +57,9 @@ from plexrl.statemanager.transfer.transport.copy_stream import (
 from plexrl.statemanager.transfer.transport.nixl import NixlLender
 from plexrl.wire.framing import encode_head, send_frame
 from plexrl.wire.links.dial import BlockingSocket
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.checkpoint.write.files_job import FilesJob
 
 REQUEST_BYTES_MAX = 16 << 20
 READ_BYTES_MAX = 64 << 20
@@ -112,6 +119,7 @@ class Requests:
         self, services: Services, claims: Claims, leases: ExitStack, lender: NixlLender | None
     ) -> None:
         """`leases` closes with the connection."""
+        self._services = services
         self._store = services.store
         self._claims = claims
         self._opened = 0
@@ -122,6 +130,7 @@ class Requests:
         self._states: list[VersionLease] = []
         self._lent: list[MappedData] = []
         self._bases: dict[str, VersionLease | None] = {}
+        self._files: FilesJob | None = None
 
     def answer(
         self, connection: BlockingSocket, header: dict[str, Any], payload: bytearray
@@ -133,7 +142,8 @@ class Requests:
         """
         try:
             request = msgspec.convert(
-                header, _Open | _Read | _Lend | _Confirm | _OpenState | _ReadState
+                header,
+                _Open | _Read | _Lend | _Confirm | _OpenState | _ReadState | WriteFiles | AskFiles,
             )
             result: dict[str, Any] = {}
             match request:
@@ -146,6 +156,10 @@ class Requests:
                     result = self._open_state(request)
                 case _Lend():
                     result = self._lend()
+                case WriteFiles():
+                    self._write_files(request)
+                case AskFiles():
+                    result = self._ask_files()
                 case _Confirm():
                     pass
             send_frame(connection, {"result": result})
@@ -210,6 +224,23 @@ class Requests:
         lent, registered = self._lender.lend(shards)
         self._leases.callback(self._lender.take_back, registered)
         return {"agent": lent.agent, "shards": lent.shards}
+
+    def _write_files(self, request: WriteFiles) -> None:
+        if self._claims.role != TicketRole.AGENT:
+            raise PermissionDeniedError(
+                f"{self._claims.holder} may not write files of a checkpoint: another node's "
+                "StateManager has them written"
+            )
+        if self._files is not None:
+            self._files.end()
+        self._files = begin_files(self._services, request)
+        self._leases.callback(self._files.end)
+
+    def _ask_files(self) -> dict[str, Any]:
+        if self._files is None:
+            raise InvalidRequestError("nothing is written: send write_files first")
+        report: dict[str, Any] = msgspec.to_builtins(self._files.report())
+        return report
 
     def _read(
         self, connection: BlockingSocket, request: _Read | _ReadState, payload: bytearray
