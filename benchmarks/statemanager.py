@@ -2,9 +2,10 @@
 
     python benchmarks/statemanager.py [--quick] [--json] [part …]
 
-Parts: switches, overlap, nvme, pulls, plans, control, replicas, checkpoints, optimizer, delta; all
-by default. Baselines are taken in turns with what is measured: plain memory copies between memory
-files, `fio`, `iperf3`, a bare echo between two processes, plain writes, torch's AdamW.
+Parts: switches, overlap, nvme, pulls, plans, control, replicas, checkpoints, checkpoint_writers,
+optimizer, delta; all by default. Baselines are taken in turns with what is measured: plain memory
+copies between memory files, `fio`, `iperf3`, a bare echo between two processes, plain writes,
+torch's AdamW.
 """
 
 import os
@@ -12,6 +13,7 @@ import sys
 
 from benchmarks.report import report
 from benchmarks.state import (
+    checkpoint_writers,
     checkpoints,
     control,
     host,
@@ -33,6 +35,7 @@ PARTS = {
     "control": control.measure,
     "replicas": replicas.measure,
     "checkpoints": checkpoints.measure,
+    "checkpoint_writers": checkpoint_writers.measure,
     "optimizer": host_optimizer.measure,
     "delta": rl_delta.measure,
 }
