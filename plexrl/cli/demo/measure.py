@@ -28,6 +28,8 @@ class JobResult:
     reward_after: float
     rewards: tuple[tuple[int, float, float], ...]
     """(step, seconds since submission, mean reward of the step's rollouts)."""
+    gpus: frozenset[tuple[str, int]] = frozenset()
+    """Node and index of the GPUs that its deployments, rollouts too, were on at any time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,11 @@ class PhaseResult:
     worker_seconds: float
     """Reserved training worker-seconds: Σ over groups of workers times reserved time."""
     worker_seconds_per_step: float
+    gpus: int
+    """GPUs of training and rollouts."""
+    gpu_seconds_per_step: float
+    """Reserved seconds of these: each from the submission of the first job that used it to the end
+    of the last. Isolated jobs have GPUs of their own, though they ran one after the other."""
     busy_share: float
     """Part of the reserved worker-seconds in which training operations ran."""
     context_switches: int
@@ -90,6 +97,14 @@ def measure_phase(name: str, jobs: Sequence[JobResult], rows: Iterable[Row]) -> 
     )
     switches, switch_seconds = count_switches(own)
     steps = sum(job.steps for job in jobs)
+    users: dict[object, list[JobResult]] = {}
+    for job in jobs:
+        for gpu in job.gpus:
+            # An isolated job's GPU is not another one's, though it is the same in this run.
+            users.setdefault(gpu if name == "shared" else (job.job, gpu), []).append(job)
+    gpu_seconds = sum(
+        union_seconds([(job.submitted_at, job.ended_at) for job in each]) for each in users.values()
+    )
     return PhaseResult(
         name=name,
         jobs=tuple(jobs),
@@ -97,6 +112,8 @@ def measure_phase(name: str, jobs: Sequence[JobResult], rows: Iterable[Row]) -> 
         wall_seconds=union_seconds([(job.submitted_at, job.ended_at) for job in jobs]),
         worker_seconds=worker_seconds,
         worker_seconds_per_step=worker_seconds / max(1, steps),
+        gpus=len(users),
+        gpu_seconds_per_step=gpu_seconds / max(1, steps),
         busy_share=busy / worker_seconds if worker_seconds else 0.0,
         context_switches=switches,
         switch_seconds=switch_seconds,

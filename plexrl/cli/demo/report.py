@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 COLOURS = ("#2a6fbb", "#d9822b", "#3d9a50", "#8e5bb5")
 SWITCH_COLOUR = "#444444"
 FIGURES = (
+    *("gpu_seconds_per_step", "gpus"),
     *("worker_seconds_per_step", "worker_seconds", "wall_seconds", "busy_share"),
     *("groups", "context_switches", "switch_seconds"),
 )
@@ -62,6 +63,7 @@ def report_json(result: DemoResult) -> dict[str, Any]:
     if result.isolated is not None:
         body["isolated"] = phase_json(result.isolated)
         body["saving"] = saving(result.shared, result.isolated)
+        body["saving_of_all_gpus"] = saving_of_all_gpus(result.shared, result.isolated)
         body["same_rewards"] = same_rewards(result.shared, result.isolated)
     return body
 
@@ -83,8 +85,13 @@ def phase_json(phase: PhaseResult) -> dict[str, Any]:
 
 
 def saving(shared: PhaseResult, isolated: PhaseResult) -> float:
-    """Part of the isolated reservation that sharing saves."""
+    """Part of the isolated reservation of training GPUs that sharing saves."""
     return 1.0 - shared.worker_seconds_per_step / isolated.worker_seconds_per_step
+
+
+def saving_of_all_gpus(shared: PhaseResult, isolated: PhaseResult) -> float:
+    """The same of training and rollout GPUs together."""
+    return 1.0 - shared.gpu_seconds_per_step / isolated.gpu_seconds_per_step
 
 
 def same_rewards(shared: PhaseResult, isolated: PhaseResult) -> bool:
@@ -184,6 +191,7 @@ def render_page(result: DemoResult) -> str:
         shared=result.shared,
         isolated=isolated,
         saving=saving(result.shared, isolated) if isolated else None,
+        saving_of_all_gpus=saving_of_all_gpus(result.shared, isolated) if isolated else None,
         same_rewards=same_rewards(result.shared, isolated) if isolated else None,
         machine=result.machine,
         versions=result.versions,

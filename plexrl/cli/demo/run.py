@@ -12,7 +12,7 @@ from rich.console import Console
 
 from plexrl.cli.demo.controllers import ControllerPlan, DemoController
 from plexrl.cli.demo.measure import JobResult, PhaseResult, measure_phase
-from plexrl.cli.demo.report import DemoResult, saving, write_report
+from plexrl.cli.demo.report import DemoResult, saving, saving_of_all_gpus, write_report
 from plexrl.cli.demo.view import DemoView, JobLine, Screen
 from plexrl.cli.jobs.jobs import residencies
 from plexrl.client.display.chrome_trace import operation_rows
@@ -184,6 +184,11 @@ class _Phases:
                     line.job = job["job"]
                     line.state = job["state"].lower()
                     line.residency = residencies(job)
+                    line.gpus |= {
+                        (str(rank["node"]), int(rank["gpu"]))
+                        for deployment in job["deployments"]
+                        for rank in deployment["ranks"]
+                    }
             if line.job is not None:
                 _read_metrics(line, self._cluster.attach_job(line.job, heartbeat=False).metrics())
         screen.groups = [group for group in self._cluster.groups() if len(group["gpus"]) > 1]
@@ -206,6 +211,7 @@ class _Phases:
             steps=line.step,
             reward_before=line.reward_before,
             reward_after=line.reward_after,
+            gpus=frozenset(line.gpus),
             rewards=tuple(
                 (int(row["step"]), float(row["time"]) - float(job["submitted_at"]), value)
                 for row in rows
@@ -248,14 +254,15 @@ def _print_summary(console: Console, result: DemoResult, page: Path) -> None:
     console.print(table)
     shared, isolated = result.shared, result.isolated
     console.print(
-        f"shared: {shared.worker_seconds_per_step:.3f} reserved worker-seconds per step, "
-        f"{shared.context_switches} context switches in {shared.switch_seconds:.2f} s",
+        f"shared: {shared.gpu_seconds_per_step:.3f} reserved GPU-seconds per step on {shared.gpus} "
+        f"GPUs, {shared.context_switches} context switches in {shared.switch_seconds:.2f} s",
         soft_wrap=not console.is_terminal,
     )
     if isolated is not None:
         console.print(
-            f"isolated: {isolated.worker_seconds_per_step:.3f} reserved worker-seconds per step; "
-            f"sharing saves {100 * saving(shared, isolated):.0f} % (training workers only)",
+            f"isolated: {isolated.gpu_seconds_per_step:.3f} on {isolated.gpus} GPUs; sharing saves "
+            f"{100 * saving_of_all_gpus(shared, isolated):.0f} % of training and rollout GPUs, "
+            f"{100 * saving(shared, isolated):.0f} % of the training GPUs",
             soft_wrap=not console.is_terminal,
         )
     console.print(f"report: {page}", soft_wrap=True)

@@ -31,6 +31,8 @@ class JobLine:
     rewards: list[float] = field(default_factory=list)
     reward_before: float | None = None
     reward_after: float | None = None
+    gpus: set[tuple[str, int]] = field(default_factory=set)
+    """Node and index of all GPUs that its deployments were seen on."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from plexrl.cli.demo.measure import (
     measure_phase,
     union_seconds,
 )
-from plexrl.cli.demo.report import DemoResult, report_json, saving, write_report
+from plexrl.cli.demo.report import DemoResult, report_json, saving, saving_of_all_gpus, write_report
 
 
 def job(name: str, start: float, end: float) -> JobResult:
@@ -28,6 +28,7 @@ def job(name: str, start: float, end: float) -> JobResult:
         reward_before=0.25,
         reward_after=0.75,
         rewards=((1, 1.0, 0.5), (2, 2.0, 0.6)),
+        gpus=frozenset({("n", 0), ("n", 1), ("n", 2 if name == "a" else 3)}),
     )
 
 
@@ -78,6 +79,15 @@ def test_isolated_groups_are_reserved_each_for_its_own_job() -> None:
     phase = isolated_phase()
     assert (phase.groups, phase.worker_seconds) == (2, 32.0)
     assert saving(shared_phase(), phase) == pytest.approx(0.25)
+
+
+def test_all_gpus_count_from_their_first_job_to_their_last() -> None:
+    shared, isolated = shared_phase(), isolated_phase()
+    # Two for training over twelve seconds, and a rollout's for ten of each job.
+    assert (shared.gpus, shared.gpu_seconds_per_step) == (4, pytest.approx((24 + 20) / 20))
+    # Three for each job, though it ran alone.
+    assert (isolated.gpus, isolated.gpu_seconds_per_step) == (6, pytest.approx(48 / 20))
+    assert saving_of_all_gpus(shared, isolated) == pytest.approx(1 - 44 / 48)
 
 
 def test_a_switch_is_an_offload_and_the_load_it_made_room_for() -> None:
