@@ -173,7 +173,16 @@ def fit_as_placed(
         rehearsal = Rehearsal(cluster, free, turns_first=turns_first)
         if all(rehearsal.place(each) for each in order):
             return True
-    return False
+    if not cluster.settings.divides_groups or not any(map(_is_shared_rollout, order)):
+        return False
+    # A training can be on the GPUs of its smaller rollouts once these are placed.
+    rehearsal = Rehearsal(cluster, free, turns_first=True)
+    rollouts_first = sorted(order, key=lambda each: not _is_shared_rollout(each))
+    return all(rehearsal.span(each) or rehearsal.place(each) for each in rollouts_first)
+
+
+def _is_shared_rollout(deployment: Deployment) -> bool:
+    return deployment.kind == "rollout" and deployment.shares
 
 
 def gang_of(cluster: Cluster, deployment: Deployment) -> list[Deployment]:
