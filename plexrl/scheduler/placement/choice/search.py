@@ -19,7 +19,7 @@ from plexrl.scheduler.placement.capacity.shift_search import Fit, PeriodProfiles
 from plexrl.scheduler.placement.choice.candidates import (
     can_take,
     exclude_own,
-    footprints_of,
+    intervals_of,
     is_alike,
     is_awaited,
     is_divisible,
@@ -317,7 +317,7 @@ def _fits_of(
 def _fits_of_union(cluster: Cluster, union: Sequence[Group], wanted: ShiftSearch) -> list[Fit]:
     """The best shift of a union, if it has a fit."""
     profiles = PeriodProfiles(cluster.settings.config.horizon_slots, wanted.footprint.cycles)
-    intervals = [each.intervals() for each in footprints_of(cluster, union).values()]
+    intervals = intervals_of(cluster, union)
     row = np.zeros(1, np.intp)
     profiles.refresh(row, np.ones(1, np.int64), partial(_same, intervals))
     return profiles.search(row, wanted)
