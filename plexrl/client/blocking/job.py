@@ -184,7 +184,7 @@ class Job(JobReader):
         tp_sizes: Sequence[int] = (),
         pace: str = "",
         node_type: str = "",
-        shares_gpus: bool = False,
+        shares_gpus: bool | None = None,
         trace: DemandTrace | Mapping[str, object] | None = None,
         preemptible: bool = False,
     ) -> RolloutDeployment:
@@ -216,10 +216,13 @@ class Job(JobReader):
         With `tp_sizes`, such as `(1, 2, 4)` for `tp=4`, the `tp` ranks generate in smaller groups
         that join while it generates (`switch_tp`); each rank has the weights of the smallest group.
 
-        It has GPUs of its own. With `shares_gpus` it shares them in turns with other deployments,
-        as a `train_deployment` does: with those of other jobs, or with this job's training, which
-        works while the rollout waits. `trace` is its demand then. Each turn moves its weights
-        between host memory and the GPUs, and generations in progress end before it.
+        With `shares_gpus` it shares its GPUs in turns with other deployments, as a
+        `train_deployment` does: with those of other jobs, or with this job's training, which works
+        while the rollout waits. Each turn moves its weights between host memory and the GPUs, and
+        generations in progress end before it. With `shares_gpus=False` it has GPUs of its own. By
+        default it has, too, and begins to share them if others wait for GPUs, it does not work at
+        the same time as the training, and the cluster's policy plans by time; `Job.explain` says
+        why. `trace` is its demand if it may share.
 
         With `preemptible`, it gets no GPUs of its own: it uses the idle time of a group of other
         deployments with as many GPUs, of any job, and gives way at once. Its `generate`s are
@@ -276,7 +279,7 @@ class Job(JobReader):
         tp_sizes: Sequence[int] = (),
         pace: str = "",
         node_type: str = "",
-        shares_gpus: bool = False,
+        shares_gpus: bool | None = None,
         trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> BoundedRollout:
         """Create `instances` rollout deployments, called `name`-0 and so on, that generate while
