@@ -50,7 +50,7 @@ def _has_patience(settings: Settings, deployment: Deployment) -> bool:
     return settings.policy.repacks and deployment.shares and not deployment.preemptible
 
 
-def admit(cluster: Cluster, now: float) -> list[Deployment]:
+def admit(cluster: Cluster, effects: Effects, now: float) -> list[Deployment]:
     """Place all deployments that can be placed now; returns them in the order of admission.
 
     All waiting deployments are considered if capacity has become free; otherwise only the new ones,
@@ -61,5 +61,5 @@ def admit(cluster: Cluster, now: float) -> list[Deployment]:
     if not (waiting if all_waiting else newcomers):
         return []
     placed = AdmissionWalk(cluster, now, None if all_waiting else newcomers).run()
-    left = share_if_refused(cluster, [name for name in newcomers if name in waiting])
+    left = share_if_refused(cluster, effects, [name for name in newcomers if name in waiting])
     return [*placed, *AdmissionWalk(cluster, now, left).run()] if left else placed

@@ -21,42 +21,57 @@ from plexrl.errors import CapacityError
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
 from plexrl.scheduler.admission.queues.gangs import why_not_yet
+from plexrl.scheduler.placement.capacity.awaited_profiles import await_profile
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.capacity.overlaps import follow
 from plexrl.scheduler.placement.choice.scarcity import scarce_for
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.colocation import is_worthwhile, may_take_turns
 from plexrl.scheduler.placement.contention.service_level import is_tight
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, Job
 
 
-def check_it_can_share(cluster: Cluster, job: Job, deployment: Deployment) -> None:
-    """As `check_it_can_fit`; an undecided rollout begins to share if it fits only so.
+def check_it_can_share(
+    cluster: Cluster, effects: Effects, job: Job, deployment: Deployment
+) -> None:
+    """As `check_it_can_fit`; if a new deployment and the undecided rollouts of its job fit only by
+    sharing, these begin to.
 
     Raises:
-        UnavailableError, CapacityError, ModelDoesNotFitError: as there.
+        UnavailableError, CapacityError, ModelDoesNotFitError: as there; nothing changed.
     """
     try:
         check_it_can_fit(cluster, job, deployment)
     except CapacityError:
-        if not deployment.is_undecided or not cluster.settings.anybody_shares:
+        others = map(cluster.state.deployment, job.deployments)
+        undecided = [each for each in (*others, deployment) if each.is_undecided]
+        if not undecided or not cluster.settings.anybody_shares:
             raise
-        deployment.exclusive = False
-        check_it_can_fit(cluster, job, deployment)
-        deployment.shares_for = deployment.deployment
+        for each in undecided:
+            each.exclusive = False
+        try:
+            check_it_can_fit(cluster, job, deployment)
+        finally:
+            for each in undecided:
+                each.exclusive = True
+        for each in undecided:
+            _begin(cluster, effects, each, deployment.deployment)
 
 
-def share_if_scarce(cluster: Cluster, rollout: Deployment) -> None:
+def share_if_scarce(cluster: Cluster, effects: Effects, rollout: Deployment) -> None:
     """Let an undecided rollout of known demand share if another deployment waits for GPUs."""
     if not rollout.is_undecided or not cluster.settings.policy.repacks or not cluster.waiting:
         return
     if any(takes_turns_with(cluster, rollout, each) for each in partners(cluster, rollout)):
         other = scarce_for(cluster, rollout)
         if other is not None:
-            _begin(cluster, rollout, other.deployment)
+            _begin(cluster, effects, rollout, other.deployment)
 
 
-def share_if_refused(cluster: Cluster, newcomers: Sequence[DeploymentId]) -> list[DeploymentId]:
+def share_if_refused(
+    cluster: Cluster, effects: Effects, newcomers: Sequence[DeploymentId]
+) -> list[DeploymentId]:
     """Let the undecided rollouts of jobs share whose `newcomers` have found no GPUs. Returns the
     waiting deployments of these jobs, which may find some now."""
     found: dict[DeploymentId, None] = {}
@@ -71,7 +86,7 @@ def share_if_refused(cluster: Cluster, newcomers: Sequence[DeploymentId]) -> lis
             if rollout.is_undecided and any(
                 _may_turn(cluster, rollout, each) for each in partners(cluster, rollout)
             ):
-                _begin(cluster, rollout, name)
+                _begin(cluster, effects, rollout, name)
                 found.update(dict.fromkeys([each for each in others if each in cluster.waiting]))
     return list(found)
 
@@ -108,7 +123,7 @@ def _may_turn(cluster: Cluster, rollout: Deployment, other: Deployment) -> bool:
     return may_take_turns(members) and not is_tight(cluster, rollout)
 
 
-def _begin(cluster: Cluster, rollout: Deployment, waiting: DeploymentId) -> None:
+def _begin(cluster: Cluster, effects: Effects, rollout: Deployment, waiting: DeploymentId) -> None:
     """Let the rollout share from now on, for a deployment that waits."""
     groups = cluster.state.groups_of(rollout)
     for group in groups:
@@ -119,5 +134,6 @@ def _begin(cluster: Cluster, rollout: Deployment, waiting: DeploymentId) -> None
     if rollout.reservation is not None:
         # Until now all of the time was its own.
         follow(cluster, rollout)
+        await_profile(cluster.settings, effects, rollout)
     if rollout.deployment in cluster.waiting:
         cluster.wait(rollout)

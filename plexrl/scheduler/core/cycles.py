@@ -37,7 +37,7 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
         _expect_cycles(context.state, deployment)
         if remember(context.state, settings, deployment):
             plan_by_prior(cluster, shape_key(deployment))
-    share_if_scarce(cluster, deployment)
+    share_if_scarce(cluster, context.effects, deployment)
     if not deployment.shares:
         return
     if is_renewed:

@@ -98,9 +98,9 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
         pace=event.pace,
         shares_if_scarce=shares_if_scarce,
     )
-    check_it_can_share(context.cluster, job, deployment)
     if not event.preemptible:
         check_gpus(context.state, job, event.workers)
+    check_it_can_share(context.cluster, context.effects, job, deployment)
     context.state.deployments_made += 1
     deployment.serial = context.state.deployments_made
     context.state.deployments[event.deployment] = deployment
@@ -111,7 +111,7 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     if deployment.trace is not None and not deployment.has_prior:
         deployment.cycles.expect(job.expected_s, deployment.trace.period_s)
     seen(context, job, now)
-    share_if_scarce(context.cluster, deployment)
+    share_if_scarce(context.cluster, context.effects, deployment)
     enqueue_deployment(context.cluster, context.effects, deployment)
 
 

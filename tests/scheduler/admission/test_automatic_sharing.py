@@ -135,12 +135,16 @@ def test_it_never_shares_where_that_would_cost_its_job_more_than_it_accepts(
 
 def test_a_job_larger_than_the_cluster_takes_turns_under_every_policy_that_shares() -> None:
     for policy in ("pack", PLANNED):
-        cluster = FakeCluster(policy=policy)
-        cluster.start_node(gpus=2)
-        cluster.job("a")
-        cluster.deploy("a/actor")
-        rollout(cluster, "a/rollout")
-        assert is_together(cluster, "a")
+        for is_first in (False, True):
+            cluster = FakeCluster(policy=policy)
+            cluster.start_node(gpus=2)
+            cluster.job("a")
+            if is_first:
+                rollout(cluster, "a/rollout")
+            cluster.deploy("a/actor")
+            if not is_first:
+                rollout(cluster, "a/rollout")
+            assert is_together(cluster, "a")
     alone = FakeCluster(policy="isolated")
     alone.start_node(gpus=2)
     alone.job("a")
