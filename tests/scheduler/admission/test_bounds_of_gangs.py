@@ -6,6 +6,7 @@ The placement itself is the oracle: it tries all modes on the real groups, and i
 import random
 from collections.abc import Sequence
 
+import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ class Gangs:
         """One to four deployments, most of them a training and its rollouts that work in turns."""
         rng = self.rng
         job = add_job(self.small.context, name)
-        rollouts = rng.choice((0, 1, 1, 1, 2, 3))
+        rollouts = rng.choice((0, 0, 1, 1, 1, 2, 3))
         kinds = ["train"] * rng.choice((1, 1, 1, 2)) + ["rollout"] * rollouts
         found = [self._deployment(job, f"{name}.{at}", kind) for at, kind in enumerate(kinds)]
         self.small.context.state.jobs[job].gang = len(found)
@@ -67,6 +68,14 @@ class Gangs:
         self.small.context.state.jobs[found.job].deployments.append(found.deployment)
         return found
 
+    def may_fit_alone(self, bounds: FitBounds, one: Deployment) -> bool:
+        """What the bounds of free GPUs and of groups, unions included, say of one deployment."""
+        found = bounds.groups(size_of(one))
+        duty = self.cluster.inventory.duty_when_placed(one)
+        wanted = np.array([duty]), np.array([one.state_bytes])
+        may_join = found is not None and bool(found.may_join(*wanted)[0])
+        return may_join or one.state_bytes <= bounds.free_state_bytes(size_of(one))
+
     def place(self, gang: Sequence[Deployment]) -> bool:
         """Whether the gang is placed by all modes."""
         allowed = allowed_modes(self.cluster, list(gang), (), NOW)
@@ -79,8 +88,8 @@ def sizes_of(gang: Sequence[Deployment]) -> Sizes:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 1 << 30))
+@example(279)
 @example(582)
-@example(727)
 def test_what_fits_is_neither_left_out_nor_refused(seed: int) -> None:
     gangs = Gangs(seed)
     cluster, other, gang = gangs.cluster, gangs.make("other"), gangs.make("gang")
@@ -89,7 +98,11 @@ def test_what_fits_is_neither_left_out_nor_refused(seed: int) -> None:
     reserve(cluster, other[0], NOW)
     coming = Reservation(cluster, other[0].deployment, NOW) if cluster.state.reservations else None
     sizes, bounds = sizes_of(gang), FitBounds(cluster)
-    may_fit = bounds.gang_may_fit(sizes, (True,) * len(sizes))
+    may_fit = (
+        gangs.may_fit_alone(bounds, gang[0])
+        if len(gang) == 1
+        else bounds.gang_may_fit(sizes, (True,) * len(sizes))
+    )
     may_join = bounds.gang_may_fit(sizes, (False,) * len(sizes))
     is_kept = coming is None or coming.is_kept_beside(sizes)
     was_free = cluster.inventory.pool.free_gpus()
@@ -104,8 +117,8 @@ def test_what_fits_is_neither_left_out_nor_refused(seed: int) -> None:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 1 << 30))
-@example(205)
-@example(1122)
+@example(31)
+@example(480)
 def test_what_fits_an_empty_cluster_is_accepted(seed: int) -> None:
     gangs = Gangs(seed)
     cluster, state = gangs.cluster, gangs.small.context.state
@@ -115,7 +128,6 @@ def test_what_fits_an_empty_cluster_is_accepted(seed: int) -> None:
     if not gangs.place(gang):
         return
     job = state.jobs[gang[0].job]
-    job.deployments.clear()
     for each in gang:
+        job.deployments = [other.deployment for other in gang if other is not each]
         check_it_can_fit(cluster, job, each)
-        job.deployments.append(each.deployment)
