@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from plexrl.ids import DeploymentId
+from plexrl.ids import DeploymentId, JobId
 from plexrl.scheduler.admission.fit.fit_bounds import FitBounds
 from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
 from plexrl.scheduler.admission.queues.gangs import allowed_modes, place_all
@@ -44,7 +44,7 @@ class Gangs:
         self.small.context.state.jobs[job].gang = len(found)
         return found
 
-    def _deployment(self, job: str, name: str, kind: str) -> Deployment:
+    def _deployment(self, job: JobId, name: str, kind: str) -> Deployment:
         rng, period = self.rng, 24.0
         busy = rng.choice((2.0, 4.0, 6.0) if kind == "train" else (6.0, 12.0, 16.0))
         at = 0.0 if kind == "rollout" else 16.0
@@ -53,7 +53,7 @@ class Gangs:
         workers = rng.choice((1, 2, 2, 3, 4, 5))
         found = Deployment(
             deployment=DeploymentId(name),
-            job=job,  # type: ignore[arg-type]
+            job=job,
             kind=kind,
             workers=workers,
             state_bytes=1 << 20,

@@ -121,8 +121,8 @@ class FitBounds:
             free -= rest
             if free < 0:
                 return False
-            takes_free = may_take and self.free_state_bytes(size.of(rest)) != NO_FIT
-            if not takes_free and not self._has_host(size, sharing):
+            is_free = may_take and self.free_state_bytes(size.of(rest)) != NO_FIT
+            if not is_free and not self._has_host(size, sharing):
                 return False
         return True
 
