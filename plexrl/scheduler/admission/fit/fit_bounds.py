@@ -116,12 +116,13 @@ class FitBounds:
                 # It may join that one.
                 continue
             rest = free_gpus_needed(size, sizes, divides=self._cluster.settings.divides_groups)
-            if self.groups(size) or (rest < size.workers and self.groups(size.of(rest))):
+            part = size._replace(workers=rest)
+            if self.groups(size) or (rest < size.workers and self.groups(part)):
                 continue
             free -= rest
             if free < 0:
                 return False
-            is_free = may_take and self.free_state_bytes(size.of(rest)) != NO_FIT
+            is_free = may_take and self.free_state_bytes(part) != NO_FIT
             if not is_free and not self._has_host(size, sharing):
                 return False
         return True

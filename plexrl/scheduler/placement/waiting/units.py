@@ -23,10 +23,6 @@ class Size(NamedTuple):
     shares: bool
     """Whether others may be on the same group."""
 
-    def of(self, workers: int) -> "Size":
-        """The same with another number of GPUs."""
-        return self._replace(workers=workers)
-
 
 Sizes = tuple[Size, ...]
 """The sizes of a unit's deployments, ascending."""
