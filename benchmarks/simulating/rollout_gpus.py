@@ -8,7 +8,9 @@ rollouts
 
 * on their `own` GPUs;
 * `shared`, as a live deployment with `shares_gpus`: a training lies on its own rollouts' GPUs and
-  on others, in the gaps of other trainings.
+  on others, in the gaps of other trainings;
+* `automatic`, as a live deployment without it: the scheduler decides, which shares them while
+  others wait for GPUs.
 
 *R < T*: with the GPUs of PlexRL Tab. 1, as far as it has them (`plexrl.traces.generate.published`).
 *R = T*: rollouts have as many GPUs as the training, so that a rollout can have the group of its own
@@ -112,6 +114,8 @@ class Case:
 CASES = {
     "own": Case(rollouts="own"),
     "shared": Case(rollouts="shared"),
+    "automatic": Case(rollouts="automatic"),
+    "automatic, longest first": Case(rollouts="automatic", longest_first=True),
     "shared, switch of 2 s": Case(rollouts="shared", switch_s=2.0),
     "shared, longest first": Case(rollouts="shared", longest_first=True),
     "shared, longest first, switch of 2 s": Case(
@@ -125,9 +129,11 @@ CASES = {
     "R = T, as well, shared, switch of 2 s": Case(rollouts="shared", switch_s=2.0, scaling=1.0),
     "stale, own": Case(rollouts="own", staleness=1),
     "stale, shared": Case(rollouts="shared", staleness=1),
+    "stale, automatic": Case(rollouts="automatic", staleness=1),
 }
 FIGURES = {
     "shared_rollouts": "shared",
+    "automatic_rollouts": "automatic",
     "shared_rollouts_stale": "stale, shared",
     "shared_rollouts_2s": "shared, switch of 2 s",
     "longest_first": "shared, longest first",

@@ -147,7 +147,8 @@ class History:
             try:
                 gpus = workers if shares and chance.random() < 0.7 else 1
                 trace = WARM if shares and chance.random() < 0.5 else None
-                self.memory.deploy(f"{job}/rollout", "rollout", gpus, shares=shares, trace=trace)
+                sharing = {"shares": shares, "shares_if_scarce": not shares and self.jobs % 2 == 0}
+                self.memory.deploy(f"{job}/rollout", "rollout", gpus, trace=trace, **sharing)
             except PlexRLError:
                 # There is no room for all of it: a gang that is never whole waits rightly.
                 self._end(job, "cancelled")

@@ -215,6 +215,7 @@ def groups(access: Access, output: Output) -> None:
         "phase": "phase",
         "switches": "switches",
         "seconds in them": lambda each: f"{each['switch_seconds']:.2f}",
+        "shared because": "sharing",
     }
     output.table(cells, found)
 

@@ -164,6 +164,8 @@ def _deployments(deployments: list[PlacedDeploymentView], slo: float) -> None:
     for each in deployments:
         if each["pace"]:
             print_line(paced_line(each["deployment"], each["pace"]))
+        if each["sharing"]:
+            print_line(f"{each['deployment']} {each['sharing']}")
 
 
 def _part(value: float | None) -> str:

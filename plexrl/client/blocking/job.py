@@ -120,17 +120,15 @@ class Job(JobReader):
         """Create a model to train on `workers` GPUs, or return the existing deployment: `name` is
         unique in the job, and `model` has the initial weights.
 
-        `parallelism` is the layout of the model over the GPUs. It implies their number, so
-        `workers` can be left out. Without it each of `workers` (1) GPUs gets different rows. No
-        other call depends on the layout.
+        `parallelism` is the layout of the model over the GPUs, and implies their number. Without it
+        each of `workers` (1) GPUs gets different rows. No other call depends on the layout.
 
         `backend` is the training backend (`fsdp`, the default; `megatron`, `deepspeed`). A row,
         prompt and completion together, has at most `max_sequence_tokens` tokens (absent: as many
         as the model has positions, at most 8192).
 
-        The deployment shares its GPUs in turns with other jobs' deployments, unless `exclusive`. It
-        is placed on nodes of `node_type`, if given. With a demand `trace` it is placed at once,
-        without being profiled first.
+        It shares its GPUs in turns with other jobs' deployments, unless `exclusive`. It is placed on
+        nodes of `node_type`, if given; with a demand `trace` at once, without being profiled first.
 
         With `optimizer="host"` the optimizer's state stays in host memory and the CPU makes the
         steps: a context switch moves parameters only, and a step takes longer.
@@ -148,8 +146,7 @@ class Job(JobReader):
         and keeps the newest `checkpoint_keep` of these (absent: all).
 
         With a `pace`, such as `h800:qwen2.5-14b@0.01`, nothing is computed: each step sleeps as
-        long as it would take for that model on such GPUs, times 0.01, and the state is tiny. It is
-        for trying a cluster's scheduling without GPUs.
+        long as that model would take on such GPUs, times 0.01, to try scheduling without GPUs.
 
         Raises:
             ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
@@ -191,7 +188,7 @@ class Job(JobReader):
         tp_sizes: Sequence[int] = (),
         pace: str = "",
         node_type: str = "",
-        shares_gpus: bool = False,
+        shares_gpus: bool | None = None,
         trace: DemandTrace | Mapping[str, object] | None = None,
         preemptible: bool = False,
     ) -> RolloutDeployment:
@@ -223,10 +220,13 @@ class Job(JobReader):
         With `tp_sizes`, such as `(1, 2, 4)` for `tp=4`, the `tp` ranks generate in smaller groups
         that join while it generates (`switch_tp`); each rank has the weights of the smallest group.
 
-        It has GPUs of its own. With `shares_gpus` it shares them in turns with other deployments,
-        as a `train_deployment` does: with those of other jobs, or with this job's training, which
-        works while the rollout waits. `trace` is its demand then. Each turn moves its weights
-        between host memory and the GPUs, and generations in progress end before it.
+        With `shares_gpus` it shares its GPUs in turns with other deployments, as a
+        `train_deployment` does: with those of other jobs, or with this job's training, which works
+        while the rollout waits. Each turn moves its weights between host memory and the GPUs, and
+        generations in progress end before it. With `shares_gpus=False` it has GPUs of its own. By
+        default it has, too, and begins to share them if others wait for GPUs, it does not work at
+        the same time as the training, and the cluster's policy plans by time; `Job.explain` says
+        why. `trace` is its demand if it may share.
 
         With `preemptible`, it gets no GPUs of its own: it uses the idle time of a group of other
         deployments with as many GPUs, of any job, and gives way at once. Its `generate`s are
@@ -283,7 +283,7 @@ class Job(JobReader):
         tp_sizes: Sequence[int] = (),
         pace: str = "",
         node_type: str = "",
-        shares_gpus: bool = False,
+        shares_gpus: bool | None = None,
         trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> BoundedRollout:
         """Create `instances` rollout deployments, called `name`-0 and so on, that generate while

@@ -153,10 +153,11 @@ def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) 
             "out, or leave out exclusive and shares_gpus",
             parameter="preemptible",
         )
-    if body.kind == "rollout" and body.trace is not None and not body.shares_gpus:
+    is_alone = body.exclusive or body.preemptible or body.shares_gpus is False
+    if body.kind == "rollout" and body.trace is not None and is_alone:
         raise InvalidRequestError(
-            "a rollout deployment without shares_gpus has its GPUs to itself and needs no demand "
-            "trace: leave the trace out, or let it share"
+            "a rollout deployment that never shares its GPUs needs no demand trace: leave the "
+            "trace out, or let it share"
         )
 
 

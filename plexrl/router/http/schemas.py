@@ -283,8 +283,10 @@ class DeploymentRequest(_Strict):
         description="For a rollout deployment: it uses only the idle time of a group of other "
         "deployments with as many GPUs, and gives way at once. Its generations are continued later",
     )
-    shares_gpus: bool = Field(
-        False, description="rollout: share the GPUs with other deployments, as trainings do"
+    shares_gpus: bool | None = Field(
+        None,
+        description="rollout: share the GPUs with other deployments, as trainings do; absent: the "
+        "scheduler decides, and shares them where GPUs are scarce",
     )
     backend: str | None = Field(
         None,

@@ -61,7 +61,7 @@ class Unmeasured:
     def add(self, deployment: Deployment) -> None:
         """Add the deployment if a prior may plan it."""
         if (
-            deployment.shares
+            deployment.may_share
             and not deployment.preemptible
             and not deployment.has_own_trace
             and deployment.state != WpgState.STOPPED
@@ -127,7 +127,7 @@ def begin_with_known(state: State, settings: Settings, deployment: Deployment) -
     """Give a new deployment of unknown demand that of its predecessor, or else the prior."""
     assert deployment.trace is None, f"the demand of {deployment.deployment} is known"
     deployment.trace = state.profiles.get(profile_key(state, deployment))
-    if deployment.trace is None and deployment.shares and not deployment.preemptible:
+    if deployment.trace is None and deployment.may_share and not deployment.preemptible:
         take_prior(deployment, prior_of(state, settings, shape_key(deployment)))
 
 

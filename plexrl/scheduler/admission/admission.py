@@ -9,6 +9,7 @@ jobs ended (`fit.feasibility`) blocks no other.
 """
 
 from plexrl.scheduler.accounting.fair_shares import begin_to_wait
+from plexrl.scheduler.admission.automatic_sharing import share_if_refused
 from plexrl.scheduler.admission.walk import AdmissionWalk
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.placement import patience_ends_at
@@ -49,7 +50,7 @@ def _has_patience(settings: Settings, deployment: Deployment) -> bool:
     return settings.policy.repacks and deployment.shares and not deployment.preemptible
 
 
-def admit(cluster: Cluster, now: float) -> list[Deployment]:
+def admit(cluster: Cluster, effects: Effects, now: float) -> list[Deployment]:
     """Place all deployments that can be placed now; returns them in the order of admission.
 
     All waiting deployments are considered if capacity has become free; otherwise only the new ones,
@@ -59,4 +60,6 @@ def admit(cluster: Cluster, now: float) -> list[Deployment]:
     newcomers = [name for name in waiting.take_newcomers() if name in waiting]
     if not (waiting if all_waiting else newcomers):
         return []
-    return AdmissionWalk(cluster, now, None if all_waiting else newcomers).run()
+    placed = AdmissionWalk(cluster, now, None if all_waiting else newcomers).run()
+    left = share_if_refused(cluster, effects, [name for name in newcomers if name in waiting])
+    return [*placed, *AdmissionWalk(cluster, now, left).run()] if left else placed

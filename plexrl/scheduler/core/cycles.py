@@ -8,6 +8,7 @@ from plexrl.scheduler.accounting.earlier_jobs import (
     usual_length,
 )
 from plexrl.scheduler.accounting.profiler import refresh
+from plexrl.scheduler.admission.automatic_sharing import share_if_scarce
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.placement.capacity.overlaps import follow
 from plexrl.scheduler.placement.capacity.shift_search import is_off_plan
@@ -26,7 +27,7 @@ from plexrl.scheduler.state.records import Deployment, State
 def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     """Use the deployment's newest cycle."""
     settings, cluster = context.settings, context.cluster
-    if not deployment.groups or not deployment.shares:
+    if not deployment.groups or not deployment.may_share:
         return
     is_renewed = refresh(deployment, settings.profiler)
     _use_peak(cluster, deployment, is_renewed=is_renewed)
@@ -36,6 +37,10 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
         _expect_cycles(context.state, deployment)
         if remember(context.state, settings, deployment):
             plan_by_prior(cluster, shape_key(deployment))
+    share_if_scarce(cluster, context.effects, deployment)
+    if not deployment.shares:
+        return
+    if is_renewed:
         if settings.policy.repacks:
             # Other policies do not plan by time.
             follow(cluster, deployment)
@@ -68,7 +73,8 @@ def plan_by_prior(cluster: Cluster, shape: str) -> None:
         elif deployment.trace is None:
             take_prior(deployment, prior)
             deployment.cycles.have_profile()
-            follow(cluster, deployment)
+            if deployment.shares:
+                follow(cluster, deployment)
 
 
 def learning_changed(cluster: Cluster) -> None:
@@ -85,7 +91,7 @@ def learning_changed(cluster: Cluster) -> None:
         if deployment.has_prior or 0 < trace.cycles < settings.profiler.first:
             take_prior(deployment, None)
             cluster.unmeasured.add(deployment)
-            if deployment.reservation is not None:
+            if deployment.reservation is not None and deployment.shares:
                 follow(cluster, deployment)
     for shape in cluster.unmeasured.shapes():
         if prior_of(state, settings, shape) is not None:

@@ -14,7 +14,7 @@ def place_waiting(context: Context, now: float) -> None:
     """Place all deployments that admission chooses, and start their workers."""
     state, effects = context.state, context.effects
     for deployment in (
-        *admit(context.cluster, now),
+        *admit(context.cluster, effects, now),
         *place_fillers(context.cluster, now),
     ):
         effects.touch_all(deployment.groups)

@@ -19,7 +19,7 @@ from plexrl.scheduler.accounting.sharing import note_wait
 from plexrl.scheduler.accounting.tenants import check_gpus
 from plexrl.scheduler.accounting.usage import bill_cut_off
 from plexrl.scheduler.admission.admission import enqueue_deployment
-from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
+from plexrl.scheduler.admission.automatic_sharing import check_it_can_share, share_if_scarce
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.controllers import check_controller, seen
 from plexrl.scheduler.jobs.lifecycle import (
@@ -57,13 +57,17 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     known = context.state.deployments.get(event.deployment)
     owns_group = job.slo == 0.0 or (event.kind == "rollout" and not event.shares)
     exclusive = event.exclusive or (owns_group and not event.preemptible)
+    shares_if_scarce = event.shares_if_scarce and event.kind == "rollout" and job.slo != 0.0
     if known is not None:
         spec_json = known.created_spec_json or known.spec_json
         names = ("job", "kind", "workers", "node_type", "preemptible")
-        same = {name: getattr(known, name) for name in names} | {"exclusive": known.exclusive}
-        asked = {name: getattr(event, name) for name in names} | {"exclusive": exclusive}
-        same |= _scheduled(known.checkpoints)
-        asked |= _scheduled(event.checkpoints)
+        same = {name: getattr(known, name) for name in names} | _scheduled(known.checkpoints)
+        same |= {"shares": not known.exclusive, "shares_if_scarce": known.shares_if_scarce}
+        asked = {name: getattr(event, name) for name in names} | _scheduled(event.checkpoints)
+        asked |= {"shares": not exclusive, "shares_if_scarce": shares_if_scarce}
+        if shares_if_scarce:
+            # It may have begun to share.
+            asked["shares"] = same["shares"]
         if same != asked or spec_json != event.spec_json:
             # The specification repeats some of them, and tells a reference from a training.
             same, asked = same | json.loads(spec_json), asked | json.loads(event.spec_json)
@@ -93,10 +97,11 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
         memory=event.memory,
         pace=event.pace,
         checkpoints=event.checkpoints,
+        shares_if_scarce=shares_if_scarce,
     )
-    check_it_can_fit(context.cluster, job, deployment)
     if not event.preemptible:
         check_gpus(context.state, job, event.workers)
+    check_it_can_share(context.cluster, context.effects, job, deployment)
     context.state.deployments_made += 1
     deployment.serial = context.state.deployments_made
     context.state.deployments[event.deployment] = deployment
@@ -107,6 +112,7 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     if deployment.trace is not None and not deployment.has_prior:
         deployment.cycles.expect(job.expected_s, deployment.trace.period_s)
     seen(context, job, now)
+    share_if_scarce(context.cluster, context.effects, deployment)
     enqueue_deployment(context.cluster, context.effects, deployment)
 
 

@@ -20,9 +20,10 @@ from plexrl.scheduler.placement.contention.colocation import with_own_group
 from plexrl.scheduler.rules.policies import PlacementMode, attempts
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.rules.switch_cost import load_s
+from plexrl.scheduler.state.demand.reservation import Reservation
 from plexrl.scheduler.state.deployment.wpg import lose_processes
 from plexrl.scheduler.state.group_lock import withdraw
-from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation, State
+from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, State
 from plexrl.wire.messages import RankPlacement
 
 

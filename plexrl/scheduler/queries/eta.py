@@ -7,6 +7,7 @@ and later compared with the real start. The errors give the next intervals
 
 from itertools import accumulate
 
+from plexrl.ids import DeploymentId
 from plexrl.scheduler.dispatch.candidates.busy_time import group_free_s, under_way_s
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, wants_the_group
 from plexrl.scheduler.rules.hrrs import Candidate
@@ -78,14 +79,14 @@ def start_s(
         holder = state.deployment(last.holder)
         return group_free_s(state, last, now) + load_after_s(state, holder, deployment)
     own = candidate(state, deployment)
-    ahead_s = sum(
-        [
-            each.service_s + each.setup_s
-            for each in _before(state, settings, group, deployment, own, now)
-        ]
-    )
-    free_s = max([group_free_s(state, each, now) for each in state.groups_of(deployment)])
-    return free_s + ahead_s + own.setup_s
+    rivals = _before(state, settings, group, deployment, own, now)
+    # What goes before it on one of its groups runs beside what does on another.
+    free_s = {each.group: group_free_s(state, each, now) for each in state.groups_of(deployment)}
+    for rival in rivals:
+        for name in state.deployments[DeploymentId(rival.name)].groups:
+            if name in free_s:
+                free_s[name] += rival.service_s + rival.setup_s
+    return max(free_s.values()) + own.setup_s
 
 
 def record_estimate(
@@ -97,7 +98,8 @@ def record_estimate(
         return
     groups = state.groups_of(deployment)
     alone = all(len(each.members) == 1 and not each.fillers for each in groups)
-    if alone or deployment.preemptible or not deployment.is_ready:
+    if alone or deployment.preemptible or not deployment.is_ready or deployment.pace:
+        # Waits for paced deployments are of modelled times, and say nothing of computed ones.
         return
     errors = state.eta_errors
     errors.waits += 1

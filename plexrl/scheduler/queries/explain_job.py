@@ -11,6 +11,7 @@ from plexrl.scheduler.queries.eta import eta_quality
 from plexrl.scheduler.queries.explain_holders import holders
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import attempts, near_groups, why_no_gpus
+from plexrl.scheduler.queries.explain_sharing import why_it_shares
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Job, PlacementRecord
 from plexrl.wire.messages.views import (
@@ -92,6 +93,7 @@ def _deployment(
         "near": [],
         "memory": _memory_view(cluster, deployment),
         "pace": deployment.pace,
+        "sharing": why_it_shares(cluster, deployment, sees_all=sees_all),
     }
     if trace is not None and (sees_all or not deployment.has_prior):
         # A prior is the demand of other tenants.

@@ -18,6 +18,7 @@ from plexrl.scheduler.placement.contention.service_level import bound_of, waitin
 from plexrl.scheduler.placement.fit.feasibility import count_impossible
 from plexrl.scheduler.queries.eta import eta_quality
 from plexrl.scheduler.queries.explain_operation import explain
+from plexrl.scheduler.queries.explain_sharing import why_it_shares
 from plexrl.scheduler.rules.config import planning
 from plexrl.scheduler.rules.lookups import owner_of
 from plexrl.scheduler.rules.settings import Settings
@@ -96,6 +97,7 @@ def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
         "kind": deployment.kind,
         "workers": deployment.workers,
         "exclusive": deployment.exclusive,
+        "shares_if_scarce": deployment.shares_if_scarce,
         "preemptible": deployment.preemptible,
         "state": deployment.state.value,
         "residency": deployment.residency.value,
@@ -180,7 +182,17 @@ def group_view(cluster: Cluster, group: Group) -> GroupView:
         "phase": _phase(cluster.state, group),
         "switches": group.switches,
         "switch_seconds": group.switch_seconds,
+        "sharing": "; ".join(_why_members_share(cluster, group)),
     }
+
+
+def _why_members_share(cluster: Cluster, group: Group) -> list[str]:
+    """Of each member for which the scheduler decides it."""
+    reasons = {
+        name: why_it_shares(cluster, cluster.state.deployment(name), sees_all=True)
+        for name in group.members
+    }
+    return [f"{name} {why}" for name, why in reasons.items() if why]
 
 
 def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> NodeView:

@@ -93,9 +93,11 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         if name not in live or not _keeps_state(live[name], event.node):
             effects.emit(ReleaseState(deployment=name, nodes=(event.node,)))
     context.cluster.waiting.retry_all()
-    # WPGs of lost nodes may have waited for the state on this node.
-    for other in list(state.nodes):
-        reconcile_node(context, other, now)
+    unsettled = context.cluster.inventory.unsettled
+    if unsettled:
+        # WPGs that leave other nodes may have waited for the state on this one.
+        for other in [name for name in state.nodes if name in unsettled]:
+            reconcile_node(context, other, now)
 
 
 def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) -> None:

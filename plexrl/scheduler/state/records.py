@@ -22,6 +22,7 @@ from plexrl.ids import (
 )
 from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.state.demand.estimates import Estimates, MoveLaw
+from plexrl.scheduler.state.demand.reservation import Reservation
 from plexrl.scheduler.state.demand.trace import DemandTrace, ShapeDemand
 from plexrl.scheduler.state.deployment.backoff import Backoff
 from plexrl.scheduler.state.deployment.burst import Burst
@@ -74,20 +75,6 @@ class Node:
     """Name of its GPUs; empty: they are virtual."""
     speed: float = 0.0
     """Relative speed of training; 0: by the names of its GPUs and its type."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
-    """The time of a group that is reserved for a member."""
-
-    shift: float
-    """Slots from the ring's start to the start of one of its cycles."""
-    trace: DemandTrace | None
-    """None: all of the time, because there is no profile."""
-    overlap_s: float = 0.0
-    """Planned seconds of a cycle in which another member is busy too, at the time of the
-    reservation; infinite if they were not counted, 0 if the other members have left. Above 0, the
-    member yields to the others."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,6 +170,7 @@ class Deployment:
     workers: int
     state_bytes: int
     exclusive: bool
+    """It shares its groups with no other deployment."""
     spec_json: str
     created_at: float
     estimates: Estimates
@@ -239,6 +227,10 @@ class Deployment:
     backoff: Backoff = field(default_factory=Backoff)
     preemptible: bool = False
     """It uses only the idle time of a group of others, as one of its `fillers`."""
+    shares_if_scarce: bool = False
+    """It is `exclusive` until GPUs are scarce (`admission.automatic_sharing`)."""
+    shares_for: DeploymentId | None = None
+    """The deployment that waited for GPUs when it began to share; None: it did not."""
     memory: DeviceMemory | None = None
     """What it needs on each GPU; None: unknown, its state only."""
     pace: str = ""
@@ -271,8 +263,17 @@ class Deployment:
 
     @property
     def shares(self) -> bool:
-        """Whether it may join a group that others use."""
         return not self.exclusive
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it has groups of its own, and will share them if GPUs are scarce."""
+        return self.exclusive and self.shares_if_scarce
+
+    @property
+    def may_share(self) -> bool:
+        """Whether it shares, or will if GPUs are scarce: its demand matters."""
+        return not self.exclusive or self.shares_if_scarce
 
     @property
     def has_own_trace(self) -> bool:
@@ -282,7 +283,7 @@ class Deployment:
     @property
     def is_profiled(self) -> bool:
         """Whether its demand is measured: others may use its group, or it trains."""
-        return not self.preemptible and (self.kind != "rollout" or not self.exclusive)
+        return not self.preemptible and (self.kind != "rollout" or self.may_share)
 
     def sent_at(self, operation: Operation) -> float | None:
         """When its operation or move was last sent to the workers; None: it waits. A repetition

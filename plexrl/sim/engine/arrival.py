@@ -7,7 +7,7 @@ from plexrl.sim.engine.shell import FOREVER_S
 from plexrl.sim.state.device_state import device_state_bytes
 from plexrl.sim.workload.cycles import CycleFactory
 from plexrl.sim.workload.job_run import JobRun, Rollouts, behaviour_staleness
-from plexrl.sim.workload.scenario import NodeType, Scenario
+from plexrl.sim.workload.scenario import NodeType, RolloutGpus, Scenario
 from plexrl.traces import TraceJob
 
 
@@ -50,9 +50,9 @@ def deployments(
     demand: DemandTrace | None,
     shared: DemandTrace | None,
     *,
-    shares: bool,
+    placed: RolloutGpus,
 ) -> list[ev.DeploymentCreated]:
-    """Its training, which declares `demand`, and its rollouts if they are placed: if they share
+    """Its training, which declares `demand`, and its rollouts if they are placed: if they may share
     GPUs, they declare `shared`."""
     trains = ev.DeploymentCreated(
         deployment=run.deployment,
@@ -73,10 +73,11 @@ def deployments(
         kind="rollout",
         workers=rollouts.gpus,
         state_bytes=rollouts.state_bytes,
-        exclusive=not shares,
+        exclusive=placed != "shared",
         spec_json="{}",
         node_type=node_type,
-        trace=shared if shares else None,
-        shares=shares,
+        trace=None if placed == "own" else shared,
+        shares=placed == "shared",
+        shares_if_scarce=placed == "automatic",
     )
     return [trains, rolls_out]

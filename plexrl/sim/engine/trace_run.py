@@ -310,9 +310,9 @@ class TraceRun:
         node_type = job.node_type if job.node_type in self._types else ""
         demand = demand_of(job, behaviour) if scenario.warm else None
         rolls_out = rollout_demand_of(job, behaviour) if scenario.warm else None
-        shares = scenario.rollouts == "shared"
+        placed = scenario.rollouts
         try:
-            for created in deployments(run, node_type, demand, rolls_out, shares=shares):
+            for created in deployments(run, node_type, demand, rolls_out, placed=placed):
                 self._send(created)
         except (CapacityError, ModelDoesNotFitError, InvalidRequestError):
             # The job is larger than the cluster or its memory.

@@ -184,10 +184,10 @@ class Failures:
 
 Detail = Literal["burst", "operation"]
 
-RolloutGpus = Literal["outside", "own", "shared"]
+RolloutGpus = Literal["outside", "own", "shared", "automatic"]
 """Where rollouts run. `outside` of the cluster, never short. On GPUs of the cluster, placed by the
-scheduler together with the training: on their `own`, or `shared` with the training and with other
-deployments as the policy decides (`shares_gpus`)."""
+scheduler together with the training: on their `own`; `shared` with the training and with other
+deployments as the policy decides (`shares_gpus`); `automatic`: shared where GPUs are scarce."""
 ROLLOUT_GPUS: tuple[RolloutGpus, ...] = get_args(RolloutGpus)
 
 

@@ -154,6 +154,8 @@ class GroupView(TypedDict):
     """`idle`, `run`, `hold`, or the kind of the move in flight."""
     switches: int
     switch_seconds: float
+    sharing: str
+    """Why members share its GPUs or not, if the scheduler decides that."""
 
 
 class NodeView(TypedDict):

@@ -136,6 +136,8 @@ class DeploymentView(TypedDict):
     kind: str
     workers: int
     exclusive: bool
+    shares_if_scarce: bool
+    """A rollout for which the scheduler decides: while `exclusive`, it has GPUs of its own."""
     preemptible: bool
     state: str
     residency: str
@@ -429,6 +431,8 @@ class PlacedDeploymentView(TypedDict):
     memory: MemoryView | None
     pace: str
     """As in `DeploymentView`."""
+    sharing: str
+    """Why the scheduler lets it share its GPUs or not; empty: its controller said so."""
 
 
 class WaitingOperationView(ExplanationView):

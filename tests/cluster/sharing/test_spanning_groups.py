@@ -31,12 +31,13 @@ def busy(offset_s: float, duration_s: float) -> plexrl.DemandTrace:
     return plexrl.DemandTrace(period_s=20.0, segments=(segment,))
 
 
-def begun(scope: ExitStack, cluster: plexrl.Cluster, seed: int, *, shares: bool) -> Trainee:
+def begun(scope: ExitStack, cluster: plexrl.Cluster, seed: int, *, shares: bool | None) -> Trainee:
+    """A synchronous job that has its GPUs; `shares` as `shares_gpus`."""
     job = scope.enter_context(cluster.create_job(f"job-{seed}", gang=2))
     actor = job.train_deployment(
-        "actor", MODEL, workers=WORKERS, trace=busy(16.0, 2.0), exclusive=not shares
+        "actor", MODEL, workers=WORKERS, trace=busy(16.0, 2.0), exclusive=shares is False
     )
-    trace = busy(0.0, 15.0) if shares else None
+    trace = None if shares is False else busy(0.0, 15.0)
     rollout = job.rollout_deployment("rollout", MODEL, shares_gpus=shares, trace=trace)
     return Trainee(seed, actor, rollout)
 
@@ -110,3 +111,30 @@ def test_a_small_job_takes_a_part_of_a_running_trainings_gpus(four_gpus: plexrl.
         assert checkpoint_weights(wide) == large
         assert checkpoint_weights(narrow) == small
         assert gpus(narrow) < gpus(wide)
+
+
+@pytest.mark.slow
+def test_a_rollout_gives_its_gpu_to_a_job_that_waits_and_trains_as_before(
+    four_gpus: plexrl.Cluster,
+) -> None:
+    cluster, steps = four_gpus, 4
+    with ExitStack() as scope:
+        alone = begun(scope, cluster, 3, shares=False)
+        for _ in range(steps):
+            alone.begin_step()
+            alone.end_step()
+        expected = alone.history, checkpoint_weights(alone.actor)
+    with ExitStack() as scope:
+        one = begun(scope, cluster, 3, shares=None)
+        one.begin_step()
+        one.end_step()
+        assert not gpus(one.rollout) & gpus(one.actor), "nobody waits, and they share"
+        other = scope.enter_context(cluster.create_job("other"))
+        waiting = other.train_deployment("actor", MODEL, workers=1, exclusive=True)
+        assert not gpus(waiting)
+        for _ in range(1, steps):
+            one.begin_step()
+            one.end_step()
+        assert gpus(one.rollout) < gpus(one.actor)
+        train(waiting, 0).result(120)
+        assert (one.history, checkpoint_weights(one.actor)) == expected

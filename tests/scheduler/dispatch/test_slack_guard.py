@@ -11,9 +11,10 @@ from plexrl.scheduler.placement.capacity.overlaps import (
 )
 from plexrl.scheduler.rules.hrrs import Candidate
 from plexrl.scheduler.rules.switch_cost import round_trip_s
+from plexrl.scheduler.state.demand.reservation import Reservation
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.records import Deployment, Reservation
+from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.dispatch.test_group_step import (
     cycle,

@@ -9,6 +9,7 @@ import pytest
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.core.snapshot import decode, encode
+from plexrl.scheduler.queries.eta import goes_before
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import OperationKind
@@ -169,6 +170,35 @@ def test_an_operation_of_several_groups_is_explained_by_the_one_that_is_free_las
     assert found["rule"] == "burst"
     assert found["holder"] is not None
     assert found["eta_s"] is not None
+
+
+def test_what_goes_before_on_another_group_at_the_same_time_delays_nobody_twice() -> None:
+    cluster = spanning_cluster(anticipation=False)
+    for number in (2, 3):
+        cluster.job(f"s{number}", tenant=f"s{number}")
+        cluster.deploy(f"s{number}/actor", workers=1, trace=busy(0.2, offset_s=5.0))
+    cluster.settle()
+    for number in range(4):
+        cluster.submit(f"warm{number}", f"s{number}/actor", "optim_step")
+        cluster.settle()
+    large = placed(cluster, "large/actor")
+    groups = [state_of(cluster).groups[name] for name in large.groups]
+    for group in groups:
+        assert group.holder not in (None, large.deployment)
+        cluster.submit(f"first/{group.group}", str(group.holder), "optim_step")
+    waiting = [
+        next(name for name in group.members if name not in (group.holder, large.deployment))
+        for group in groups
+    ]
+    cluster.submit("next/0", waiting[0], "optim_step")
+    cluster.pass_time(0.01)
+    cluster.submit("large:0", "large/actor", "optim_step")
+    before = cluster.explanation_of("large:0")["eta_s"]
+    cluster.submit("next/1", waiting[1], "optim_step")
+    settings, now = cluster.core.settings, cluster.now
+    ahead = goes_before(state_of(cluster), settings, groups[0], large, now)
+    assert {each.name for each in ahead} == set(waiting)
+    assert cluster.explanation_of("large:0")["eta_s"] == pytest.approx(before, rel=0.05)
 
 
 def test_a_border_goes_with_the_deployment_that_needed_it() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.ids import JobId
+from plexrl.ids import DeploymentId, JobId
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.placement.contention.contention import (
     ContentionConfig,
@@ -148,6 +148,31 @@ def test_a_job_has_its_tenants_bound_of_when_it_was_submitted() -> None:
         del record["slo"]
     older = SchedulerCore.restore(cluster.config, msgspec.msgpack.encode(plain))
     assert {older.job_view(JobId(job), cluster.now)["slo"] for job in "abc"} == {0.3}
+
+
+@pytest.mark.parametrize(("bound", "joins"), [(0.45, False), (0.6, True)])
+def test_a_member_waits_for_others_on_all_its_groups(bound: float, joins: bool) -> None:
+    """Each of two small jobs makes a large one wait for a third of its time, and both for half."""
+    cluster = FakeCluster(
+        policy="spread+backfill", load_max=1.0, overlap_max=100.0, waiting_part_max=bound
+    )
+    cluster.start_node(4)
+    for name, workers, busy_s, period_s in (
+        ("large", 4, 30.0, 100.0),
+        ("one", 2, 150.0, 300.0),
+        ("other", 2, 150.0, 300.0),
+    ):
+        cluster.job(name)
+        segment = Segment(offset_s=0.0, duration_s=busy_s)
+        trace = DemandTrace(period_s=period_s, segments=(segment,))
+        cluster.deploy(f"{name}/actor", workers=workers, trace=trace)
+    groups = {
+        name: cluster.core.deployment_view(DeploymentId(f"{name}/actor"), cluster.now)["groups"]
+        for name in ("large", "one", "other")
+    }
+    assert len(groups["large"]) == 2
+    assert groups["one"]
+    assert bool(groups["other"]) == joins
 
 
 @pytest.mark.parametrize("slo", [-0.1, 1.0, 2.0, math.nan, math.inf])

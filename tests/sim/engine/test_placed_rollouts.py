@@ -8,7 +8,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.results.headline import whole_gpu_hours
 from plexrl.sim.workload.policies import SIM_POLICIES
-from plexrl.sim.workload.scenario import Failures, Scenario
+from plexrl.sim.workload.scenario import Failures, RolloutGpus, Scenario
 from tests.sim.engine.test_simulate import rows, scenario
 
 HOUR_S = 3600.0
@@ -91,8 +91,30 @@ def test_rollouts_that_run_ahead_of_training_keep_apart_from_it() -> None:
     assert shared.drain_s == pytest.approx(simulate(jobs).drain_s)
 
 
-def test_shared_rollouts_survive_the_loss_of_nodes() -> None:
-    jobs = replace(placed(3, nodes=3, policy="spread+backfill"), rollouts="shared")
+@pytest.mark.parametrize("rollout_gpus", [4, 8])
+def test_a_lone_job_pays_for_no_switches_if_the_scheduler_decides(rollout_gpus: int) -> None:
+    jobs = placed(1, nodes=2, rollout_gpus=rollout_gpus, policy="spread+backfill")
+    automatic = simulate(replace(jobs, rollouts="automatic"))
+    assert automatic.switches == 0
+    assert automatic.drain_s == simulate(jobs).drain_s
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_jobs_share_the_gpus_of_rollouts_while_others_wait_if_these_work_in_turns(
+    staleness: int,
+) -> None:
+    jobs = placed(4, nodes=2, policy="spread+backfill", staleness=staleness)
+    own, automatic = simulate(jobs), simulate(replace(jobs, rollouts="automatic"))
+    assert (automatic.jobs, automatic.failed_jobs) == (4, 0)
+    if staleness:
+        assert automatic.drain_s == pytest.approx(own.drain_s)
+    else:
+        assert automatic.drain_s < 0.8 * own.drain_s
+
+
+@pytest.mark.parametrize("rollouts", ["shared", "automatic"])
+def test_shared_rollouts_survive_the_loss_of_nodes(rollouts: RolloutGpus) -> None:
+    jobs = replace(placed(3, nodes=3, policy="spread+backfill"), rollouts=rollouts)
     failures = Failures(node_mtbf_s=3_000.0, repair_s=600.0, worker_mtbf_s=3_000.0)
     result = simulate(replace(jobs, failures=failures))
     assert result.failures > 0

@@ -19,7 +19,7 @@ from plexrl.sim.engine.trace_run import RETENTION, TraceRun
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.job_run import JobRun
 from plexrl.sim.workload.policies import POLICY_NAMES, SIM_POLICIES, UNSHARED, sim_policy
-from plexrl.sim.workload.scenario import Behaviour, NodeType, Pool, Scenario
+from plexrl.sim.workload.scenario import ROLLOUT_GPUS, Behaviour, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
 from plexrl.traces.generate.published import MODEL_CLASSES
 
@@ -175,7 +175,7 @@ def rules_in(case: Scenario) -> Scenario:
 
 
 @settings(max_examples=50, deadline=None)
-@given(scenarios(), st.booleans(), st.sampled_from(["outside", "own", "shared"]))
+@given(scenarios(), st.booleans(), st.sampled_from(ROLLOUT_GPUS))
 def test_no_policy_drains_before_the_bound_and_no_job_is_faster_than_alone(
     scenario: Scenario, is_unshared: bool, rollouts: str
 ) -> None:

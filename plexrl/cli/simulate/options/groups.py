@@ -32,7 +32,8 @@ class SimulatedClusterOptions:
         typer.Option(
             help="Where rollouts run, on as many GPUs as each job requests: `outside` of the "
             "cluster, never short; on GPUs of the cluster that are their `own`; `shared` with "
-            "their training and other deployments (docs/simulating.md)."
+            "their training and other deployments; `automatic`: shared while others wait for GPUs "
+            "(docs/simulating.md)."
         ),
     ] = "outside"
     fill_valleys: Annotated[

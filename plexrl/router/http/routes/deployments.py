@@ -61,7 +61,10 @@ async def deploy(
         "state_bytes": state_bytes(spec, parameters),
         "memory": msgspec.to_builtins(device_memory(spec)),
         "exclusive": body.exclusive,
-        "shares": body.shares_gpus,
+        "shares": body.shares_gpus is True,
+        "shares_if_scarce": body.kind == "rollout"
+        and body.shares_gpus is None
+        and not (body.exclusive or body.preemptible),
         "preemptible": body.preemptible,
         "spec_json": spec.to_json(),
         "node_type": body.node_type,
@@ -114,11 +117,12 @@ async def copy(
         deployment=f"{job}/{body.name}",
         job=job,
         # `exclusive` says it already, of a rollout that does not share its GPUs.
-        shares=True,
+        shares=not view["shares_if_scarce"],
+        shares_if_scarce=view["shares_if_scarce"],
         kind=view["kind"],
         workers=view["workers"],
         state_bytes=view["state_bytes"],
-        exclusive=view["exclusive"],
+        exclusive=view["exclusive"] and not view["shares_if_scarce"],
         spec_json=view["spec_json"],
         node_type=view["node_type"],
         pace=view["pace"],

@@ -4,6 +4,7 @@ A bound may say yes to what does not fit, and never no to what fits: on "no" eve
 fail.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,20 @@ class GroupBound:
         # The same bound as in `placement.can_take`, a little wider.
         at = self.loads.searchsorted(self.load_max - duties + _ROUNDING, side="right")
         return (at > 0) & (self.states[at - 1] >= states)
+
+
+def free_gpus_needed(size: Size, sizes: Iterable[Size], *, divides: bool) -> int:
+    """The least number of free GPUs for a deployment of a gang of these sizes that joins no group
+    of others: it may be on the GPUs of smaller ones of the gang, and then needs the rest."""
+    if not (divides and size.shares):
+        return size.workers
+    smaller = [each.workers for each in sizes if each.shares and each.workers < size.workers]
+    return max(1, size.workers - sum(smaller))
+
+
+def _by_workers(each: tuple[bool, Size]) -> tuple[int, bool]:
+    """Those of a size that may take free GPUs come first."""
+    return each[1].workers, not each[0]
 
 
 class FitBounds:
@@ -89,30 +104,39 @@ class FitBounds:
         if self._free_gpus is None:
             self._free_gpus = self._cluster.inventory.pool.free_gpus()
         free = self._free_gpus
-        if free < sum([size.workers for size in sizes if not size.shares]):
-            return False
-        new: set[int] = set()
-        """Sizes of new groups that other deployments of the gang may join."""
-        # Deployments that may take free GPUs first, because they create the groups.
-        for may_take, size in sorted(zip(takes_free, sizes, strict=True), reverse=True):
-            is_sharing = size.shares and self._policy_shares
-            if is_sharing and self._cluster.settings.divides_groups:
-                # It may be on the GPUs of all or of some smaller ones, too, so it joins groups of
-                # this many GPUs or more.
-                smaller = [each.workers for each in sizes if each.shares]
-                beside = sum([workers for workers in smaller if workers < size.workers])
-                if beside and self.groups(size._replace(workers=max(1, size.workers - beside))):
-                    continue
-            if is_sharing and (size.workers in new or self.groups(size) is not None):
-                continue
-            if not may_take or self.free_state_bytes(size) == NO_FIT:
-                return False
+        alone, sharing = list[tuple[bool, Size]](), list[tuple[bool, Size]]()
+        for may_take, size in sorted(zip(takes_free, sizes, strict=True), key=_by_workers):
+            (sharing if size.shares and self._policy_shares else alone).append((may_take, size))
+        for may_take, size in alone:
             free -= size.workers
+            if free < 0 or not may_take or self.free_state_bytes(size) == NO_FIT:
+                return False
+        for at, (may_take, size) in enumerate(sharing):
+            if at and sharing[at - 1][1].workers == size.workers:
+                # It may join that one.
+                continue
+            rest = free_gpus_needed(size, sizes, divides=self._cluster.settings.divides_groups)
+            part = size._replace(workers=rest)
+            if self.groups(size) or (rest < size.workers and self.groups(part)):
+                continue
+            free -= rest
             if free < 0:
                 return False
-            if is_sharing:
-                new.add(size.workers)
+            is_free = may_take and self.free_state_bytes(part) != NO_FIT
+            if not is_free and not self._has_host(size, sharing):
+                return False
         return True
+
+    def _has_host(self, size: Size, sharing: Sequence[tuple[bool, Size]]) -> bool:
+        """Whether another deployment of the gang that may take free GPUs may have this one on
+        them."""
+        divides = self._cluster.settings.divides_groups
+        return any(
+            may_take
+            and each != size
+            and (each.workers == size.workers or (divides and each.workers > size.workers))
+            for may_take, each in sharing
+        )
 
     def _bound_groups(self, size: Size) -> GroupBound | None:
         config, index = self._cluster.settings.config, self._cluster.inventory.index

@@ -1,12 +1,15 @@
 """Refuses deployments that not even the empty cluster could hold."""
 
+from collections.abc import Mapping, Sequence
+
 from plexrl.errors import CapacityError, ModelDoesNotFitError, UnavailableError
 from plexrl.model.memory.device_memory import DeviceMemory
-from plexrl.scheduler.placement.capacity.needs import need_of, suits
+from plexrl.scheduler.placement.capacity.needs import Need, need_of, suits
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind, fabric_note
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import fits, least_needs
 from plexrl.scheduler.placement.fit.sharing_search import fit_in_groups
+from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.records import Deployment, Job
 
 GIB = 1 << 30
@@ -108,9 +111,12 @@ def _check_together(cluster: Cluster, job: Job, deployment: Deployment) -> None:
     free = {kind: gpus for kind, (gpus, _) in cluster.inventory.sizes().items()}
     gpus = sum(free.values())
     needs = least_needs(cluster.settings, everything)
-    if fits(free, needs):
-        if fit_in_groups(cluster.settings, free, everything):
-            return
+    are_fit = fits(free, needs)
+    if are_fit and fit_in_groups(cluster.settings, free, everything):
+        return
+    if _fit_in_parts(cluster.settings, free, everything):
+        return
+    if are_fit:
         workers = sum(each.workers for each in everything)
         raise CapacityError(
             f"deployment {deployment.deployment!r} does not fit beside the others of job "
@@ -130,3 +136,25 @@ def _check_together(cluster: Cluster, job: Job, deployment: Deployment) -> None:
         workers=workers,
         gpus=gpus,
     )
+
+
+def _fit_in_parts(
+    settings: Settings, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
+) -> bool:
+    """Whether these may fit if those of known demand may be on the GPUs of larger and of smaller
+    ones; rollouts never on each other's. Those of unknown demand join only groups of their size."""
+    if not settings.divides_groups:
+        return False
+    known = [each for each in deployments if each.shares and each.trace is not None]
+    sizes = {each.workers for each in known}
+    others = [
+        each
+        for each in deployments
+        if not each.shares or (each.trace is None and each.workers not in sizes)
+    ]
+    rollouts = [each for each in known if each.kind == "rollout"]
+    needs = [Need(each.workers, each.node_type, 0) for each in rollouts]
+    beyond = max(sizes, default=0) - sum(each.workers for each in rollouts)
+    if beyond > 0:
+        needs.append(Need(beyond, "", 0))
+    return fits(free, [*least_needs(settings, others), *needs])

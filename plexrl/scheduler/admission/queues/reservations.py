@@ -14,6 +14,7 @@ the gang has its own: so no job starves because expected lengths are wrong.
 from collections.abc import Collection, Iterable, Sequence
 
 from plexrl.ids import DeploymentId
+from plexrl.scheduler.admission.fit.fit_bounds import free_gpus_needed
 from plexrl.scheduler.admission.queues.expected_ends import expected_end
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind
@@ -44,8 +45,10 @@ class Reservation:
         later, take free GPUs now. In doubt True: `left_after` is exact."""
         # Each that shares with nobody takes GPUs of some kind. Those that share may all be on GPUs
         # of others, or of one of them.
+        divides = self._cluster.settings.divides_groups
         alone = [size.workers for size in sizes if not size.shares]
-        gpus = max(alone) if alone else min([size.workers for size in sizes])
+        least = [free_gpus_needed(size, sizes, divides=divides) for size in sizes]
+        gpus = max(alone) if alone else min(least)
         found = self._is_kept_beside.get(gpus)
         if found is None:
             found = self._is_kept_beside[gpus] = self._is_kept_without(gpus)

@@ -68,6 +68,13 @@ class GroupSlots:
             found = self.busy[deployment] = self.footprints[deployment].busy()
         return found
 
+    def intervals_of(self, deployment: DeploymentId) -> NDArray[np.int64]:
+        """The intervals of one resident's footprint."""
+        found = self.intervals.get(deployment)
+        if found is None:
+            found = self.intervals[deployment] = self.footprints[deployment].intervals()
+        return found
+
     def busy_of_all(self) -> int:
         """The busy slots of all residents, one bit each."""
         found = 0
@@ -163,11 +170,7 @@ class ShapeTable:
         slots = self._slots[row]
         if slots is None:
             return []
-        known = slots.intervals
-        for deployment, footprint in slots.footprints.items():
-            if deployment not in known:
-                known[deployment] = footprint.intervals()
-        return list(known.values())
+        return [slots.intervals_of(deployment) for deployment in slots.footprints]
 
     def _grow(self) -> None:
         size = len(self.groups)

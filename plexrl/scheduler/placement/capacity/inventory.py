@@ -19,6 +19,7 @@ from plexrl.scheduler.placement.capacity.node_pool import (
     speed_of,
 )
 from plexrl.scheduler.placement.capacity.unions import Unions
+from plexrl.scheduler.placement.rendezvous import may_span
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.rules.limits import TOTAL_MAX
 from plexrl.scheduler.rules.policies import PlacementPolicy
@@ -39,6 +40,8 @@ class Inventory:
         self.pool = NodePool()
         self.draining: dict[NodeId, None] = {}
         """Nodes that operators drain."""
+        self.unsettled: dict[NodeId, None] = {}
+        """Nodes that deployments may have to leave: lost, drained, or with less than before."""
         self.holds: dict[Need, bool] = {}
         """Whether the nodes in service have these GPUs."""
         self.holds_gangs: dict[tuple[object, ...], bool] = {}
@@ -61,6 +64,8 @@ class Inventory:
         self._update_unions(state.groups.values())
         for group in state.groups.values():
             self._update_capacity(group)
+        for node in state.nodes.values():
+            self._note_unsettled(node, [state.groups[name] for name in self.groups_on(node.node)])
 
     def node_changed(self, node: Node) -> None:
         """Update after a node joined, returned with other sizes, died, or is drained or not."""
@@ -82,8 +87,21 @@ class Inventory:
         self.pool.add(node.node, kind, node.block, node.gpus, taken)
         if not is_in_service(node):
             self.pool.close(node.node)
-        for name in self._groups_on.get(node.node, ()):
-            self._update_capacity(self._state.groups[name])
+        groups = [self._state.groups[name] for name in self._groups_on.get(node.node, ())]
+        for group in groups:
+            self._update_capacity(group)
+        self._note_unsettled(node, groups)
+
+    def _note_unsettled(self, node: Node, groups: Iterable[Group]) -> None:
+        """Note whether deployments may have to leave the node, which has these groups."""
+        self.unsettled.pop(node.node, None)
+        names = [name for each in groups for name in (*each.members, *each.fillers)]
+        if (
+            (node.lost_at is not None or node.is_draining)
+            or any(self._parts_of[each.group][node.node].highest >= node.gpus for each in groups)
+            or not all(may_span(self._state, self._state.deployments[name]) for name in names)
+        ):
+            self.unsettled[node.node] = None
 
     def node_removed(self, node: NodeId) -> None:
         """Forget a node without groups."""
@@ -92,6 +110,7 @@ class Inventory:
         self.holds.clear()
         self.holds_gangs.clear()
         self.draining.pop(node, None)
+        self.unsettled.pop(node, None)
         self.pool.remove(node)
         self._groups_on.pop(node, None)
         self._kept.pop(node, None)

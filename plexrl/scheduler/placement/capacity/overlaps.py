@@ -8,8 +8,9 @@ slots is counted on request. Members without a profile count as overlapping with
 import math
 from typing import TYPE_CHECKING, Final
 
+from plexrl.scheduler.state.demand.reservation import Reservation
 from plexrl.scheduler.state.demand.trace import Footprint
-from plexrl.scheduler.state.records import Deployment, Group, Reservation
+from plexrl.scheduler.state.records import Deployment, Group
 
 if TYPE_CHECKING:
     from plexrl.scheduler.placement.cluster import Cluster

@@ -12,7 +12,6 @@ from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable
 from plexrl.scheduler.placement.capacity.needs import kept_bytes, need_of
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.state.demand.trace import Footprint
 from plexrl.scheduler.state.records import Deployment, Group
 
 UNIONS_MAX = 8
@@ -133,9 +132,10 @@ def unions(
     return [tuple([state.groups[name] for name in names]) for names in found]
 
 
-def footprints_of(cluster: Cluster, union: Sequence[Group]) -> dict[DeploymentId, Footprint]:
-    """The footprints of all members of these groups."""
-    found: dict[DeploymentId, Footprint] = {}
+def intervals_of(cluster: Cluster, union: Sequence[Group]) -> list[NDArray[np.int64]]:
+    """The intervals of the footprints of all members of these groups."""
+    found: dict[DeploymentId, NDArray[np.int64]] = {}
     for group in union:
-        found |= cluster.inventory.index.slots(group.group).footprints
-    return found
+        slots = cluster.inventory.index.slots(group.group)
+        found |= {name: slots.intervals_of(name) for name in slots.footprints}
+    return list(found.values())

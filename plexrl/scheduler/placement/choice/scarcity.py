@@ -20,7 +20,12 @@ remainder that large deployments leave. Each job that need not share for that ha
 
 
 def is_scarce(cluster: "Cluster", deployment: "Deployment") -> bool:
-    """Whether another eligible deployment needs more GPUs than are free; if `deployment` has none
+    """Whether another eligible deployment needs more GPUs than are free."""
+    return scarce_for(cluster, deployment) is not None
+
+
+def scarce_for(cluster: "Cluster", deployment: "Deployment") -> "Deployment | None":
+    """Another eligible deployment that needs more GPUs than are free; if `deployment` has none
     yet, more than would be free after it got a group of its own. Deployments that need `SMALL`
     times as many GPUs do not count."""
     taken = deployment.workers if deployment.group is None else 0
@@ -40,7 +45,7 @@ def is_scarce(cluster: "Cluster", deployment: "Deployment") -> bool:
                     continue
                 other = cluster.state.deployment(queue[1][2])
             if _is_eligible(cluster, other):
-                return True
+                return other
     for name in waiting.of_partial_jobs:
         other = cluster.state.deployment(name)
         if (
@@ -49,8 +54,8 @@ def is_scarce(cluster: "Cluster", deployment: "Deployment") -> bool:
             and other.workers > pool.free_gpus(other.node_type) - taken
             and _is_eligible(cluster, other)
         ):
-            return True
-    return False
+            return other
+    return None
 
 
 def _is_eligible(cluster: "Cluster", deployment: "Deployment") -> bool:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from plexrl.ids import GroupId
+from plexrl.ids import DeploymentId, GroupId
 from plexrl.scheduler.placement.capacity.index import ShapeTable, sorted_passes
 from plexrl.scheduler.placement.capacity.shift_search import Fit, PeriodProfiles, ShiftSearch
 from plexrl.scheduler.placement.choice.candidates import (
     can_take,
     exclude_own,
-    footprints_of,
+    intervals_of,
     is_alike,
     is_awaited,
     is_divisible,
@@ -31,6 +31,7 @@ from plexrl.scheduler.placement.choice.scarcity import is_scarce
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.co_execution import added_stretch
 from plexrl.scheduler.placement.contention.colocation import (
+    is_colocated,
     own_group,
     own_rollout_groups,
     siblings_group,
@@ -56,6 +57,9 @@ PREDICTIONS_KEPT = 1024
 
 BORDER_S = 1.0
 """Cost of dividing a group: among groups that fit as well, one of equal size is chosen."""
+
+TINY = 1e-9
+"""Far below any part of a time."""
 
 SPILL_BYTES_PER_S = 1e9
 """Rate of a move to or from NVMe when host memory is full."""
@@ -132,7 +136,8 @@ def nearest(
     ):
         groups = [cluster.state.groups[name] for name in (choice.group, *choice.beside)]
         expected = predicted_contention(cluster, deployment, groups)
-        if not keeps_bounds(cluster, deployment, members_of(groups), expected):
+        in_all = None if expected is None else in_all_groups(cluster, groups, expected)
+        if not keeps_bounds(cluster, deployment, members_of(groups), in_all):
             continue
         is_whole = sum([len(group.gpus) for group in (*groups, *beside)]) == deployment.workers
         if is_whole or pays(cluster, deployment, groups[0], expected):
@@ -147,22 +152,45 @@ def predicted_contention(
 ) -> Contention | None:
     """The predicted contention of `deployment`, which comes first, and the members of `groups`, as
     if each used all of them; None if the demand of a member is unknown."""
-    state, settings = cluster.state, cluster.settings
+    state = cluster.state
     if deployment.trace is None:
         return None
     gpus = tuple([gpu for group in groups for gpu in group.gpus])
-    residents = [_resident(state, deployment, deployment.trace, gpus[: deployment.workers])]
-    for name in members_of(groups):
+    own = _resident(state, deployment, deployment.trace, gpus[: deployment.workers])
+    others = _residents(state, members_of(groups), gpus)
+    return None if others is None else _predicted(cluster, (own, *others))
+
+
+def in_all_groups(cluster: Cluster, groups: Sequence[Group], expected: Contention) -> Contention:
+    """The prediction for `groups`, with what their members wait for on other groups that they are
+    on, too: a burst waits for all its groups, and so what it waits for each adds up. That is what
+    others than the members of `groups` make it wait for, as far as their demand is known."""
+    state, names = cluster.state, members_of(groups)
+    here = {group.group for group in groups}
+    parts = list(expected.members)
+    for at, name in enumerate(names, start=1):
         member = state.deployment(name)
-        if member.reservation is None:
-            return None
-        # A policy that does not plan by time leaves the reservation as it was made.
-        trace = member.reservation.trace or member.trace
-        if trace is None:
-            return None
-        residents.append(_resident(state, member, trace, gpus))
-    key = tuple(residents)
-    known = cluster.contentions.get(key)
+        elsewhere = [
+            group
+            for group in state.groups_of(member)
+            if group.group not in here and not is_colocated(state, group)
+        ]
+        rivals = [each for each in members_of(elsewhere) if each not in names]
+        if not rivals:
+            continue
+        gpus = tuple([gpu for group in elsewhere for gpu in group.gpus])
+        residents = _residents(state, [name, *rivals], gpus)
+        if residents is not None:
+            waits = _predicted(cluster, residents).members[0]
+            # Of waiting to running, which is the same in both.
+            ratio = sum([part / max(1.0 - part, TINY) for part in (parts[at], waits)])
+            parts[at] = ratio / (1.0 + ratio)
+    return Contention(members=tuple(parts), group=math.fsum(parts) / len(parts))
+
+
+def _predicted(cluster: Cluster, residents: tuple[Resident, ...]) -> Contention:
+    """The predicted contention of these residents of one group."""
+    settings, known = cluster.settings, cluster.contentions.get(residents)
     if known is None:
         rule = ContentionConfig(
             anticipates=settings.anticipates,
@@ -175,8 +203,25 @@ def predicted_contention(
         )
         if len(cluster.contentions) >= PREDICTIONS_KEPT:
             cluster.contentions.clear()
-        known = cluster.contentions[key] = predict(residents, rule)
+        known = cluster.contentions[residents] = predict(residents, rule)
     return known
+
+
+def _residents(
+    state: State, names: Sequence[DeploymentId], gpus: tuple[RankPlacement, ...]
+) -> tuple[Resident, ...] | None:
+    """Members of groups of these GPUs as residents; None if the demand of one is unknown."""
+    found = []
+    for name in names:
+        member = state.deployment(name)
+        if member.reservation is None:
+            return None
+        # A policy that does not plan by time leaves the reservation as it was made.
+        trace = member.reservation.trace or member.trace
+        if trace is None:
+            return None
+        found.append(_resident(state, member, trace, gpus))
+    return tuple(found)
 
 
 def _resident(
@@ -317,7 +362,7 @@ def _fits_of(
 def _fits_of_union(cluster: Cluster, union: Sequence[Group], wanted: ShiftSearch) -> list[Fit]:
     """The best shift of a union, if it has a fit."""
     profiles = PeriodProfiles(cluster.settings.config.horizon_slots, wanted.footprint.cycles)
-    intervals = [each.intervals() for each in footprints_of(cluster, union).values()]
+    intervals = intervals_of(cluster, union)
     row = np.zeros(1, np.intp)
     profiles.refresh(row, np.ones(1, np.int64), partial(_same, intervals))
     return profiles.search(row, wanted)

@@ -9,10 +9,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from plexrl.scheduler.placement.borders import SPAN_MAX
 from plexrl.scheduler.placement.capacity.needs import least_memory, need_of, placement_rank, suits
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind, choice_order, is_in_service
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.placement.contention.colocation import are_siblings, may_share
+from plexrl.scheduler.placement.contention.colocation import (
+    are_siblings,
+    is_worthwhile,
+    may_share,
+)
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment
 
@@ -60,6 +65,33 @@ class Rehearsal:
             or self._found(joining)
             or self._take_turns(joining)
         )
+
+    def span(self, joining: Deployment) -> bool:
+        """Whether a training gets the GPUs of its own smaller rollouts, which have some, to work in
+        turns with them, and free ones for the rest."""
+        if joining.kind != "train" or not joining.shares:
+            return False
+        hosts, rest = list[_Group](), joining.workers
+        for group in self._groups:
+            if (
+                [each.kind for each in group.members] == ["rollout"]
+                and group.members[0].job == joining.job
+                and (not hosts or group.kind == hosts[0].kind)
+                and len(hosts) < SPAN_MAX - 1
+                and group.members[0].workers < rest
+                and joining.node_type in ("", group.kind.node_type)
+                and least_memory(group.kind.gpu_kind, (*group.members, joining))
+                <= group.kind.gpu_memory_bytes
+                and is_worthwhile(self._cluster, (*group.members, joining))
+            ):
+                hosts.append(group)
+                rest -= group.members[0].workers
+        if not hosts or self._left[hosts[0].kind] < rest:
+            return False
+        self._left[hosts[0].kind] -= rest
+        for group in hosts:
+            group.members.append(joining)
+        return True
 
     def _found(self, deployment: Deployment) -> bool:
         """Give it a group of its own."""

@@ -217,6 +217,8 @@ class DeploymentCreated(Event, frozen=True, kw_only=True):
     controller: str = ""
     shares: bool = False
     """A rollout shares its node group with other deployments, as trainings do."""
+    shares_if_scarce: bool = False
+    """A rollout that does not share yet may begin to, once the scheduler finds GPUs scarce."""
     preemptible: bool = False
     """A rollout that uses only idle time of a group of others, and gives way at once."""
     memory: DeviceMemory | None = None

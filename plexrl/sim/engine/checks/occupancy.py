@@ -159,7 +159,7 @@ class Occupancy:
     def _check_exclusive(self, allocation: Allocation) -> None:
         for gpu, place in zip(allocation.gpus, allocation.places.tolist(), strict=True):
             there = self._residents[place]
-            alone = [name for name, each in there.items() if each.created.exclusive]
+            alone = [name for name, each in there.items() if _is_alone(each.created)]
             if alone and len(there) > 1:
                 self._broken(f"{', '.join(there)} share GPU {gpu[1]} of {gpu[0]}; not {alone[0]}")
 
@@ -176,3 +176,8 @@ class Occupancy:
                 f"{node} has {capacity} bytes of host memory and NVMe, for {sum(kept.values())} of "
                 f"{', '.join(kept)}"
             )
+
+
+def _is_alone(created: DeploymentCreated) -> bool:
+    """Whether it never shares its GPUs."""
+    return created.exclusive and not created.shares_if_scarce

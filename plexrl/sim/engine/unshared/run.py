@@ -48,7 +48,7 @@ class UnsharedRun:
             "several pools": len(scenario.pools) > 1,
             "a price of on-demand nodes": scenario.prices.on_demand is not None,
             "idle time to fill": scenario.fills_valleys,
-            "shared GPUs of rollouts": scenario.rollouts == "shared",
+            "shared GPUs of rollouts": scenario.rollouts in ("shared", "automatic"),
             "order by length": scenario.longest_first,
             "mixed sizes": scenario.mixed_sizes,
         }

@@ -1,0 +1,68 @@
+"""Explains why a rollout shares its GPUs or not, if that was left to the scheduler."""
+
+import math
+
+from plexrl.scheduler.admission.automatic_sharing import partners, takes_turns_with
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.contention.colocation import may_take_turns, takes_turns
+from plexrl.scheduler.placement.contention.service_level import waiting_bound
+from plexrl.scheduler.queries.explain_placement import name_for
+from plexrl.scheduler.rules.switch_cost import moves_at_best_s
+from plexrl.scheduler.state.records import Deployment
+
+
+def why_it_shares(cluster: Cluster, deployment: Deployment, *, sees_all: bool) -> str:
+    """Why the rollout shares its GPUs or not; empty: its controller said so, or it is none.
+    `sees_all`: for an operator, who may see which other tenant's job waited."""
+    if not deployment.shares_if_scarce:
+        return ""
+    if deployment.exclusive:
+        return f"has GPUs of its own: {_why_alone(cluster, deployment)}"
+    others = partners(cluster, deployment)
+    rest = "".join(
+        [
+            f"; switches with {each.deployment} take about "
+            f"{_switches_s(cluster, deployment, each):.1f} s a step"
+            for each in others[:1]
+        ]
+    )
+    return f"shares GPUs: {_why_shared(cluster, deployment, sees_all)}{rest}"
+
+
+def _why_shared(cluster: Cluster, rollout: Deployment, sees_all: bool) -> str:
+    name = rollout.shares_for
+    assert name is not None, f"{rollout.deployment} has begun to share"
+    if name == rollout.deployment:
+        return "there were none of its own for it"
+    waiting = cluster.state.deployments.get(name)
+    if waiting is None:
+        return "another deployment waited for GPUs"
+    waits = "waits" if name in cluster.waiting else "waited"
+    who = name_for(cluster.state, name, rollout, sees_all=sees_all)
+    return f"{who} {waits} for {waiting.workers} GPUs"
+
+
+def _why_alone(cluster: Cluster, rollout: Deployment) -> str:
+    others = partners(cluster, rollout)
+    if not cluster.settings.policy.repacks:
+        return f"policy {cluster.settings.policy.name} does not plan by time"
+    if not others:
+        return "no other deployment of its job has as many GPUs or more and shares them"
+    if not cluster.waiting:
+        return "nobody waits for GPUs"
+    if any(takes_turns_with(cluster, rollout, each) for each in others):
+        return "nobody waits for more GPUs than are free"
+    if not any(may_take_turns((rollout, each)) for each in others):
+        return "it works at the same time as the other deployments of its job"
+    if not any(takes_turns((rollout, each)) for each in others):
+        return "its demand, or that of its job's other deployments, is not measured yet"
+    least_s = min(_switches_s(cluster, rollout, each) for each in others)
+    bound = waiting_bound(cluster.state, cluster.settings, rollout)
+    return (
+        f"switches of {least_s:.1f} s a step, or a guess, may break its service level {bound:.0%}"
+    )
+
+
+def _switches_s(cluster: Cluster, rollout: Deployment, other: Deployment) -> float:
+    """Seconds of a step in which one's state goes and the other's comes, twice."""
+    return math.fsum([sum(moves_at_best_s(cluster.state, each)) for each in (rollout, other)])
