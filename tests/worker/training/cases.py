@@ -121,6 +121,7 @@ CASES = (
         layout=Parallelism(dp=2),
         options=(("compute_dtype", "bfloat16"), ("activation_checkpointing", True)),
         tolerance=0.03,
+        is_slow=True,
     ),
     Case(backend="deepspeed", layout=Parallelism(dp=3), model=LLAMA, is_slow=True),
     Case(
@@ -176,7 +177,7 @@ CASES = (
         tolerance=0.03,
     ),
     Case(backend="fsdp", layout=Parallelism(dp=2), model=GEMMA3),
-    Case(backend="fsdp", layout=Parallelism(tp=2), model=GEMMA3),
+    Case(backend="fsdp", layout=Parallelism(tp=2), model=GEMMA3, is_slow=True),
     Case(backend="deepspeed", layout=Parallelism(dp=2), model=GEMMA3, is_slow=True),
     Case(backend="fsdp", layout=Parallelism(dp=2), model=GLM4),
     Case(backend="fsdp", layout=Parallelism(dp=2), model=PHI3),
