@@ -16,7 +16,7 @@ from plexrl.errors import PlexRLError
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[EmbeddedCluster]:
-    cluster = start_embedded(tmp_path / "data", nodes=0, routers=2)
+    cluster = start_embedded(tmp_path / "data", virtual_gpus=1, routers=2)
     yield cluster
     cluster.close()
 
@@ -77,10 +77,10 @@ def test_the_operators_key_is_rotated_in_its_file_too(
     assert [each["key"] for each in left] == [rotated["key"]]
     assert answers(running, old) == [401, 401]
     running.close()
-    again = start_embedded(tmp_path / "data", nodes=0, routers=2)
+    again = start_embedded(tmp_path / "data", virtual_gpus=1, routers=2)
     try:
         assert again.api_key == rotated["api_key"]
-        assert cli(again, "status")["nodes"] == 0
+        assert cli(again, "status")["gpus"] == 1
         assert answers(again, old) == [401, 401]
     finally:
         again.close()

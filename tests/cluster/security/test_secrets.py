@@ -20,7 +20,7 @@ from tests.scheduler.postgres import PostgresServer, server_folder
 
 PASSWORD = "s3cret-of-the-journal"
 JOURNAL = "events-of-mine.sqlite"
-UP = (sys.executable, "-m", "plexrl.cli.app", "up", "--json")
+UP = (sys.executable, "-m", "plexrl.cli.app", "up", "--virtual-gpus", "1", "--json")
 
 
 @pytest.fixture
@@ -40,16 +40,14 @@ def with_password(url: str, *, in_query: bool) -> str:
 
 
 # `test_effective_values_are_valid_toml_without_secrets` and `test_messages_hide_passwords` have the
-# other form. Nodes are not told the password's URL either way.
-@pytest.mark.parametrize(
-    ("in_query", "nodes"), [(True, 0), pytest.param(False, 1, marks=pytest.mark.slow)]
-)
+# other form.
+@pytest.mark.parametrize("in_query", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_password_is_in_no_process_argument_response_or_log(
-    tmp_path: Path, server: PostgresServer, in_query: bool, nodes: int
+    tmp_path: Path, server: PostgresServer, in_query: bool
 ) -> None:
     url = with_password(server.database(), in_query=in_query)
     process = subprocess.Popen(
-        [*UP, "--data-dir", str(tmp_path), "--nodes", str(nodes)],
+        [*UP, "--data-dir", str(tmp_path)],
         env={**os.environ, JOURNAL_VARIABLE: url},
         stdout=subprocess.PIPE,
         text=True,
@@ -59,7 +57,7 @@ def test_a_password_is_in_no_process_argument_response_or_log(
     is_stopped = False
     try:
         parts = psutil.Process(process.pid).children(recursive=True)
-        assert len(parts) >= 2 + 2 * nodes
+        assert len(parts) >= 4
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
                 assert PASSWORD.encode() not in path.read_bytes()
@@ -135,7 +133,9 @@ def test_a_password_on_the_command_line_is_refused_with_a_remedy(tmp_path: Path)
 def documented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
     """A cluster with a journal of that name, which serves the documentation of its API."""
     folder = tmp_path_factory.mktemp("documented")
-    running = start_embedded(folder / "data", nodes=0, api_docs=True, journal=str(folder / JOURNAL))
+    running = start_embedded(
+        folder / "data", virtual_gpus=1, api_docs=True, journal=str(folder / JOURNAL)
+    )
     yield running
     running.close()
 

@@ -14,13 +14,10 @@ from tests.cluster.tools import VOCABULARY
 JSON_BYTES_MAX = 1 << 20
 
 
-@pytest.fixture(scope="module", params=[0], ids=["no node"])
-def bounded(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EmbeddedCluster]:
+@pytest.fixture(scope="module")
+def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
     running = start_embedded(
         tmp_path_factory.mktemp("bounded"),
-        nodes=request.param,
         virtual_gpus=1,
         tenant_live_jobs_max=3,
         tenant_checkpoints_max=1,
@@ -98,7 +95,6 @@ def log_much(job: plexrl.Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bounded", [1], ids=["one node"], indirect=True)
 def test_checkpoints_beyond_the_quota_are_refused_until_one_is_deleted(
     bounded: EmbeddedCluster, operator: plexrl.Cluster
 ) -> None:

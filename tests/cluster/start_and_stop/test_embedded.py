@@ -72,8 +72,8 @@ class Script:
 
 @contextmanager
 def up(data_dir: Path) -> Iterator[dict[str, str]]:
-    """`plexrl up` on the data directory, without nodes."""
-    words = ("up", "--data-dir", str(data_dir), "--nodes", "0", "--json")
+    """`plexrl up` on the data directory."""
+    words = ("up", "--data-dir", str(data_dir), "--virtual-gpus", "2", "--json")
     with subprocess.Popen(
         [sys.executable, "-m", "plexrl.cli.app", *words], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -161,11 +161,11 @@ def test_the_last_script_waits_for_the_end_and_the_next_starts_a_new_cluster(
 def test_a_script_joins_the_cluster_of_plexrl_up_and_does_not_end_it(tmp_path: Path) -> None:
     with up(tmp_path) as endpoint, ExitStack() as stack:
         script = Script(tmp_path, stack)
-        assert script.line() == f"{endpoint['url']} 0"
+        assert script.line() == f"{endpoint['url']} 1"
         script.end()
         assert supervisor_of(tmp_path).pid == int(endpoint["pid"])
         with plexrl.connect(data_dir=tmp_path) as cluster:
-            assert cluster.url == endpoint["url"]
+            assert cluster.nodes()[0]["gpus"] == 2
 
 
 SAVING = """

@@ -131,7 +131,7 @@ import sys, threading, time
 from pathlib import Path
 from plexrl.cluster.embedded.start import start_embedded
 def start():
-    print(start_embedded(Path(sys.argv[1]), nodes=0).pid, flush=True)
+    print(start_embedded(Path(sys.argv[1]), virtual_gpus=1).pid, flush=True)
 thread = threading.Thread(target=start)
 thread.start()
 thread.join()
@@ -151,7 +151,7 @@ def test_a_killed_controllers_embedded_cluster_ends_and_cleans_up(tmp_path: Path
     controller.wait()
     controller.stdout.close()
     wait_until(lambda: not supervisor.is_running(), "the cluster outlives its controller")
-    assert not Folders.of(tmp_path).run.exists()
+    assert not Folders.of(tmp_path).shared_memory.exists()
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_restarted_parts_are_counted_in_health_and_status(
 def test_up_listens_on_the_given_host_warns_of_exposure_and_logs(
     tmp_path: Path, host: str, own: str
 ) -> None:
-    where = ("--data-dir", str(tmp_path), "--nodes", "0", "--host", host, "--json")
+    where = ("--data-dir", str(tmp_path), "--virtual-gpus", "1", "--host", host, "--json")
     process = subprocess.Popen(
         [sys.executable, "-m", "plexrl.cli.app", "up", *where],
         stdout=subprocess.PIPE,
