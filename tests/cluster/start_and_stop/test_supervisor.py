@@ -139,6 +139,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_controllers_embedded_cluster_ends_and_cleans_up(tmp_path: Path) -> None:
     """The cluster is started from a thread; the end of that thread must not end it."""
     controller = subprocess.Popen(
@@ -206,13 +207,9 @@ def test_restarted_parts_are_counted_in_health_and_status(
     assert f"{count}, the last at 20" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("host", "own"),
-    [
-        pytest.param("127.0.0.1", "127.0.0.1", marks=pytest.mark.slow),
-        pytest.param("0.0.0.0", "127.0.0.1", marks=pytest.mark.slow),
-        ("::", "[::1]"),
-    ],
+    ("host", "own"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]")]
 )
 def test_up_listens_on_the_given_host_warns_of_exposure_and_logs(
     tmp_path: Path, host: str, own: str
