@@ -1,7 +1,7 @@
 """The order of admission: gangs, quotas, priorities, weights and starvation."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl import errors
@@ -12,7 +12,6 @@ from plexrl.scheduler.queries.views import usage_view
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
-from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 BOUND_S = 600.0
@@ -397,7 +396,6 @@ class Watched(FakeCluster):
         return commands
 
 
-@settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from(("isolated", "pack", "spread", "spread+backfill")), arrivals, st.data())
 def test_in_any_history_without_reservations_none_passes_a_starving_deployment(
     policy: str, wishes: list[tuple[int, int, str, int, float]], data: st.DataObject
