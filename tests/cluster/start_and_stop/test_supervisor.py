@@ -36,12 +36,19 @@ MODEL = plexrl.tiny_qwen2(VOCABULARY)
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_ends_every_process_and_removes_every_file(
+def test_nothing_outlives_a_killed_supervisor_and_a_signal_ends_its_successor_without_a_trace(
     tmp_path: Path, sig: signal.Signals
 ) -> None:
+    killed = start_embedded(tmp_path, virtual_gpus=1)
+    children = psutil.Process(killed.pid).children(recursive=True)
+    os.kill(killed.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []
+    killed.close()
     running = start_embedded(tmp_path, virtual_gpus=2)
     folders = Folders.of(tmp_path)
     with plexrl.connect(running.url, running.api_key) as cluster:
+        assert cluster.status()["nodes"] == 1
         actor = cluster.create_job("cut-off").train_deployment("actor", MODEL, workers=2)
         actor.forward_backward(some_batch(1), plexrl.losses.grpo()).result()
     children = psutil.Process(running.pid).children(recursive=True)
@@ -108,22 +115,6 @@ def test_a_signal_ends_a_starting_cluster(tmp_path: Path) -> None:
     run_supervisor(supervisor, lambda _: None, None)
     assert nodes.stopped
     assert not Folders.of(tmp_path).run.exists()
-
-
-def test_processes_of_a_killed_supervisor_end_and_the_next_one_cleans_up(
-    tmp_path: Path,
-) -> None:
-    running = start_embedded(tmp_path, virtual_gpus=1)
-    children = psutil.Process(running.pid).children(recursive=True)
-    os.kill(running.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=30)
-    assert alive == []
-    again = start_embedded(tmp_path, virtual_gpus=1)
-    with plexrl.connect(again.url, again.api_key) as cluster:
-        assert cluster.status()["nodes"] == 1
-    again.close()
-    assert not Folders.of(tmp_path).shared_memory.exists()
-    running.close()
 
 
 EMBEDDING = """
