@@ -44,9 +44,9 @@ def model_without_weights(folder: Path) -> plexrl.ModelSpec:
         ("train", "megatron", "model", "needs megatron-core"),
         ("rollout", "vllm", "model", "needs vLLM"),
         ("train", "fsdp", "config", "attention_dropout"),
-        ("rollout", "torch", "config", "attention_dropout"),
+        pytest.param("rollout", "torch", "config", "attention_dropout", marks=pytest.mark.slow),
         ("train", "fsdp", "directory", "safetensors"),
-        ("forward", "torch", "directory", "safetensors"),
+        pytest.param("forward", "torch", "directory", "safetensors", marks=pytest.mark.slow),
     ],
 )
 def test_an_unbuildable_deployment_ends_its_job_with_the_reason(

@@ -147,6 +147,7 @@ def test_parts_of_batches_train_what_whole_batches_train(
     assert status["in_flight"] == status["waiting"] == 0
 
 
+@pytest.mark.slow
 def test_parts_have_as_many_prompts_as_are_asked_for(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     rollout = rollout_of(job, actor, plexrl.TailBatching(over_launch=1.25, scale_down=True))

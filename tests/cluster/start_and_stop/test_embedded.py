@@ -158,6 +158,7 @@ def test_the_last_script_waits_for_the_end_and_the_next_starts_a_new_cluster(
         assert cluster.status()["nodes"] == 1
 
 
+@pytest.mark.slow
 def test_a_script_joins_the_cluster_of_plexrl_up_and_does_not_end_it(tmp_path: Path) -> None:
     with up(tmp_path) as endpoint, ExitStack() as stack:
         script = Script(tmp_path, stack)
