@@ -13,7 +13,6 @@ from plexrl.cli.app import app
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.errors import PlexRLError
 
-
 # `tests/router/services/test_authentication.py` rotates and revokes keys in one process.
 pytestmark = pytest.mark.slow
 
