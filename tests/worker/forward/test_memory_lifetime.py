@@ -1,11 +1,13 @@
 """A thread that copies layers never touches memory that is gone. Each case runs in a process of its
 own, because a failure is a segmentation fault: a fork of one that has loaded torch."""
 
-import subprocess
-import sys
+import faulthandler
+import multiprocessing
+
+import pytest
 
 IMPORTS = """
-import gc, os, sys, threading
+import gc, threading
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
@@ -14,7 +16,6 @@ from plexrl.model.spec import tiny_qwen2
 from plexrl.statemanager.device.backend import DeviceSegment
 from plexrl.statemanager.device.cpu.device import CpuDevice
 from plexrl.statemanager.device.cuda.device import CudaDevices
-import plexrl.worker.agent.fork_server.preload
 from plexrl.worker.forward.backend import ForwardBackend
 from plexrl.worker.state.device import CPU
 from tests.statemanager.emulated_cuda import EmulatedCuda
@@ -60,26 +61,18 @@ ENDS = {
 }
 
 
-DEVICES = ("cpu", "gpu")
-FORKS = f"""
-for kind in {DEVICES!r}:
-    for name, end in {ENDS!r}.items():
-        child = os.fork()
-        if not child:
-            exec({CASE!r} + end + "; copy.result(60)", globals())
-            sys.exit()
-        status = os.waitpid(child, 0)[1]
-        print(kind, name, os.waitstatus_to_exitcode(status), flush=True)
-"""
+def run_case(kind: str, end: str) -> None:
+    """Run the case on this kind of device in this process, and wait for the copy."""
+    faulthandler.enable()
+    exec(f"{IMPORTS}{CASE}{end}; copy.result(60)", {"kind": kind})
 
 
-def test_a_copy_that_begins_late_finds_its_memory() -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", IMPORTS + FORKS],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_a_copy_that_begins_late_finds_its_memory(kind: str, end: str) -> None:
+    process = multiprocessing.get_context("forkserver").Process(
+        target=run_case, args=(kind, ENDS[end])
     )
-    wanted = [f"{kind} {name} 0" for kind in DEVICES for name in ENDS]
-    assert done.stdout.splitlines() == wanted, done.stderr
+    process.start()
+    process.join()
+    assert process.exitcode == 0
