@@ -58,6 +58,7 @@ def test_a_killed_workers_job_continues_with_every_step_applied_once(
     assert weights == undisturbed
 
 
+@pytest.mark.slow
 def test_a_worker_killed_with_operations_queued_loses_none(
     cluster: plexrl.Cluster, undisturbed: bytes
 ) -> None:

@@ -180,6 +180,7 @@ with plexrl.connect() as cluster, cluster.create_job("saves") as job:
 """
 
 
+@pytest.mark.slow
 def test_checkpoints_outlive_the_script_and_their_location_is_shown(
     tmp_path: Path,
 ) -> None:
