@@ -1,6 +1,6 @@
-"""Whatever is stopped for ever, or for half as long again as a cluster is patient, is named and
-replaced, and a job whose rollout needs all of it trains the same weights. `test_pulse` has the same
-for a single part, `test_stuck_workers` for a worker and a StateManager."""
+"""Whatever is stopped for ever, or for longer than a cluster is patient, is named and replaced, and
+a job whose rollout needs all of it trains the same weights. `test_pulse` has the same for a single
+part, `test_stuck_workers` for a worker and a StateManager."""
 
 import shutil
 import threading
@@ -44,7 +44,8 @@ PARTS = {
     "the rollout service": ("plexrl.rollout", "rollout"),
 }
 """Their modules, and their names in the record of restarts."""
-RANKS = {"rank 0, where the ranks meet": 0, "rank 1": 1}
+MEETING = "rank 0, where the ranks meet"
+RANKS = {MEETING: 0, "rank 1": 1}
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +98,15 @@ class Stop:
             self.victim.resume()
 
 
-@pytest.mark.parametrize("for_s", [1.5 * STUCK_S, None], ids=["for a while", "for ever"])
-@pytest.mark.parametrize("what", [*PARTS, *RANKS])
+# `tests/faults/test_stuck_parts.py` stops each of the others for a while, with the default limit.
+@pytest.mark.parametrize(
+    ("what", "for_s"),
+    [
+        *(pytest.param(what, None, id=f"{what}, for ever") for what in (*PARTS, *RANKS)),
+        pytest.param("the rollout service", 1.5 * STUCK_S, id="the rollout service, for a while"),
+        pytest.param(MEETING, 1.5 * STUCK_S, id="rank 0, for a while"),
+    ],
+)
 def test_what_is_stopped_is_named_and_replaced_and_the_weights_are_the_same(
     impatient: EmbeddedCluster, undisturbed: bytes, what: str, for_s: float | None
 ) -> None:
