@@ -77,7 +77,8 @@ demo-hosts: setup
 	$(BIN)/python -m scripts.demo_hosts $(DEMO_HOSTS)
 
 test: setup
-	$(LIMITED) $(TEST_LIMIT) $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile -m "not slow and not gpu"
+	PLEXRL_EXAMPLES=0.5 $(LIMITED) $(TEST_LIMIT) $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) \
+	  --dist loadfile -m "not slow and not gpu"
 
 $(CORE_STAMP): pyproject.toml
 	@test -x $(CORE_VENV)/bin/python || $(PYTHON) -m venv $(CORE_VENV)
@@ -86,8 +87,8 @@ $(CORE_STAMP): pyproject.toml
 	@touch $(CORE_STAMP)
 
 test-core: $(CORE_STAMP)
-	$(LIMITED) $(TEST_LIMIT) $(CORE_VENV)/bin/python -m pytest --core -q -n $(CORE_TESTS_AT_ONCE) \
-	  --dist loadfile -m "not slow and not gpu"
+	PLEXRL_EXAMPLES=0.5 $(LIMITED) $(TEST_LIMIT) $(CORE_VENV)/bin/python -m pytest --core -q \
+	  -n $(CORE_TESTS_AT_ONCE) --dist loadfile -m "not slow and not gpu"
 
 test-all: $(VLLM_STAMP)
 	PLEXRL_EXAMPLES=8 $(LIMITED) 8h $(BIN)/python -m pytest

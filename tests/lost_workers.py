@@ -7,6 +7,7 @@ gets a single one that is left of a file, it waits, and the run stays at 99 % fo
 """
 
 import faulthandler
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,8 +24,9 @@ HANGING_S = 60.0
 LONG_FOLDERS = tuple(
     f"tests/{name}/" for name in ("hosts", "cluster", "benchmarks", "statemanager", "worker")
 )
-"""Their files come first, in this order: at the end of a run no process is left alone with a long
-one."""
+"""Their tests wait for processes half of the time."""
+LONG_PART = 0.9
+"""The part of a run in which the files of `LONG_FOLDERS` begin."""
 
 
 class LoadFileOnce(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist ships no types
@@ -71,13 +73,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> Sched
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files of `LONG_FOLDERS` first."""
-    items.sort(key=lambda item: _rank(item.nodeid))
+    """Put the files in the order of `mix`."""
+    files = [item.nodeid.partition("::")[0] for item in items]
+    places = {file: place for place, file in enumerate(mix(files))}
+    items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
 
 
-def _rank(test: str) -> int:
-    places = [rank for rank, folder in enumerate(LONG_FOLDERS) if test.startswith(folder)]
-    return places[0] if places else len(LONG_FOLDERS)
+def mix(files: Iterable[str]) -> list[str]:
+    """The files, each once: those of `LONG_FOLDERS`, in the folders' order, and evenly between them
+    the others, so that tests that wait run beside tests that compute. The last ones are short: at
+    the end of a run no process is left alone with a long one."""
+    found = list(dict.fromkeys(files))
+    long = [file for folder in LONG_FOLDERS for file in found if file.startswith(folder)]
+    others = [file for file in found if not file.startswith(LONG_FOLDERS)]
+    places = {file: LONG_PART * index / len(long) for index, file in enumerate(long)}
+    places |= {file: index / len(others) for index, file in enumerate(others)}
+    return sorted(places, key=lambda file: places[file])
 
 
 @pytest.hookimpl(tryfirst=True)

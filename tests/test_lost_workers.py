@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.lost_workers import mix
+
 FILES = {
     "conftest": "from tests.lost_workers import pytest_runtest_setup, pytest_xdist_make_scheduler",
     "test_dies": """
@@ -58,3 +60,18 @@ def test_what_kills_or_blocks_a_process_fails_alone_and_the_run_ends(tmp_path: P
     ], done.stdout
     assert "3 failed, 5 passed" in done.stdout.splitlines()[-1], done.stdout
     assert done.returncode == 1
+
+
+def test_files_that_wait_run_beside_files_that_compute_and_the_last_ones_are_short() -> None:
+    waiting = [
+        f"tests/{folder}/{number}.py" for folder in ("worker", "cluster") for number in "123"
+    ]
+    computing = [f"tests/scheduler/{number}.py" for number in range(12)]
+    mixed = mix([*computing, *waiting, *computing])
+    assert sorted(mixed) == sorted(waiting + computing)
+    assert [file for file in mixed if file in waiting] == [*waiting[3:], *waiting[:3]]
+    assert [file for file in mixed if file in computing] == computing
+    for begin in range(0, 15, 3):
+        assert set(mixed[begin : begin + 3]) & set(waiting)
+        assert set(mixed[begin : begin + 3]) & set(computing)
+    assert not set(mixed[-3:]) & set(waiting)

@@ -1,6 +1,7 @@
 """Rules that no linter checks: import direction, purity of cores, sizes, names, docstrings."""
 
 import ast
+import functools
 import subprocess
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -161,8 +162,11 @@ def package_of(path: Path) -> str:
     return first if first in DIRECTION else "plexrl"
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import, except those that only type checkers see."""
+@functools.cache
+def imports(path: Path) -> tuple[tuple[int, str], ...]:
+    """(line, module) of every import of a file, except those that only type checkers see."""
+    tree = ast.parse(path.read_text())
+    found: list[tuple[int, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             for inner in node.body:
@@ -172,17 +176,18 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
         if node.__dict__.get("type_only"):
             continue
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.lineno, node.module
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            found.append((node.lineno, node.module))
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return tuple(found)
 
 
 def test_imports_point_down_the_list_of_packages() -> None:
     wrong = []
     for path in python_files("plexrl"):
         own = DIRECTION.index(package_of(path))
-        for line, module in imports(ast.parse(path.read_text())):
+        for line, module in imports(path):
             parts = module.split(".")
             if parts[0] != "plexrl" or len(parts) < 2:
                 continue
@@ -202,7 +207,7 @@ def test_imports_point_down_the_layers_of_a_package(package: str) -> None:
         if own in ("__init__", "__main__"):
             continue
         assert own in layers, f"{own} is no layer of {package}: add it to LAYERS"
-        for line, module in imports(ast.parse(path.read_text())):
+        for line, module in imports(path):
             parts = module.split(".")
             if parts[:2] != ["plexrl", package] or len(parts) < 3 or parts[2] not in layers:
                 continue
@@ -214,7 +219,7 @@ def test_imports_point_down_the_layers_of_a_package(package: str) -> None:
 def test_there_are_no_import_cycles() -> None:
     modules = {module_of(path): path for path in python_files("plexrl")}
     graph = {
-        name: {each for _, each in imports(ast.parse(path.read_text())) if each in modules}
+        name: {each for _, each in imports(path) if each in modules}
         - {name, name.rpartition(".")[0]}
         for name, path in modules.items()
         if path.stem != "__init__"
@@ -249,7 +254,7 @@ def test_no_folder_has_too_many_entries() -> None:
 def test_pure_folders_import_no_clock_randomness_or_io() -> None:
     wrong = []
     for path in python_files(*(f"plexrl/{folder}" for folder in PURE_FOLDERS)):
-        for line, module in imports(ast.parse(path.read_text())):
+        for line, module in imports(path):
             is_shell = module.startswith(SCHEDULER_SHELLS)
             if module.split(".")[0] in BANNED_IN_CORES or is_shell:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")

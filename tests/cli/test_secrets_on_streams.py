@@ -6,6 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,14 @@ def run(router: LiveRouter, *words: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_a_new_tenants_key_is_printed_to_a_pipe_only_if_asked_for() -> None:
-    with live_router() as router, router.client() as operator:
+@pytest.fixture(scope="module")
+def router() -> Iterator[LiveRouter]:
+    with live_router() as running:
+        yield running
+
+
+def test_a_new_tenants_key_is_printed_to_a_pipe_only_if_asked_for(router: LiveRouter) -> None:
+    with router.client() as operator:
         for words in ((), ("--json",)):
             refused = run(router, "tenants", "create", "a", *words)
             assert refused.returncode == 1
@@ -45,7 +52,7 @@ def test_a_new_tenants_key_is_printed_to_a_pipe_only_if_asked_for() -> None:
         assert key_digest(key).startswith(listed["key"])
 
 
-@pytest.mark.parametrize("words", [(), ("--json",)])
+@pytest.mark.parametrize("words", [(), pytest.param(("--json",), marks=pytest.mark.slow)])
 def test_up_names_the_file_of_the_key_where_its_output_may_be_logged(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
@@ -85,15 +92,14 @@ def wait_for_end_of_start(data: Path, process: "subprocess.Popen[bytes]") -> Non
     )
 
 
-def test_a_key_is_shown_at_a_terminal() -> None:
-    with live_router() as router:
-        own, theirs = pty.openpty()
-        environment = {**os.environ, "PLEXRL_URL": router.url, "PLEXRL_API_KEY": OPERATOR_KEY}
-        process = subprocess.Popen(
-            [*PLEXRL, "tenants", "create", "a", "--json"], env=environment, stdout=theirs
-        )
-        os.close(theirs)
-        shown = os.read(own, 4096)
-        assert process.wait(END_S) == 0
-        os.close(own)
+def test_a_key_is_shown_at_a_terminal(router: LiveRouter) -> None:
+    own, theirs = pty.openpty()
+    environment = {**os.environ, "PLEXRL_URL": router.url, "PLEXRL_API_KEY": OPERATOR_KEY}
+    process = subprocess.Popen(
+        [*PLEXRL, "tenants", "create", "b", "--json"], env=environment, stdout=theirs
+    )
+    os.close(theirs)
+    shown = os.read(own, 4096)
+    assert process.wait(END_S) == 0
+    os.close(own)
     assert json.loads(shown)["api_key"].startswith("plx-")

@@ -17,6 +17,7 @@ from plexrl.model.lora import linear_sizes
 from plexrl.model.memory.state_terms import tensors
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ModelSpec, parameter_count, tiny_qwen2
+from tests.examples import examples
 
 
 @given(
@@ -27,7 +28,7 @@ from plexrl.model.spec import ModelSpec, parameter_count, tiny_qwen2
     tied=st.booleans(),
     biased=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_the_count_is_exact(
     architecture: str, heads: int, layers: int, head_dim: int, tied: bool, biased: bool
 ) -> None:

@@ -8,6 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.examples import examples
 from tests.rollout.history import ACTIONS, History, run_histories, run_history
 
 
@@ -18,7 +19,7 @@ def test_histories_with_interrupts_migrations_aborts_and_lost_instances(
     assert run_histories(0, int(pytestconfig.getoption("--rollout-histories"))) > 0
 
 
-@hypothesis_settings(max_examples=30)
+@hypothesis_settings(max_examples=examples(30))
 @given(seed=st.integers(0, (1 << 63) - 1), actions=st.integers(0, 120))
 def test_histories_of_any_length_end_with_trained_batches(seed: int, actions: int) -> None:
     assert run_history(seed, actions) > 0
@@ -46,4 +47,4 @@ class HistoryMachine(RuleBasedStateMachine):
 
 
 TestHistory = HistoryMachine.TestCase
-TestHistory.settings = hypothesis_settings(max_examples=50, stateful_step_count=50)
+TestHistory.settings = hypothesis_settings(max_examples=examples(50), stateful_step_count=50)

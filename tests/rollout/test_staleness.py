@@ -9,6 +9,7 @@ from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.rollout.staleness.buffers import BufferState
 from plexrl.rollout.staleness.manager import StalenessManager, StalenessSettings
 from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
+from tests.examples import examples
 from tests.rollout.protocol import Protocol, run_protocol
 
 NUMBERS = st.integers(0, (1 << 16) - 1)
@@ -63,7 +64,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
 
 TestProtocol = ProtocolMachine.TestCase
-TestProtocol.settings = hypothesis_settings(max_examples=25, stateful_step_count=30)
+TestProtocol.settings = hypothesis_settings(max_examples=examples(25), stateful_step_count=30)
 
 
 def test_random_histories_are_as_ready_as_the_best_arrangement() -> None:

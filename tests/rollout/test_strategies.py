@@ -17,6 +17,7 @@ from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20, CostModel
 from plexrl.rollout.instances.snapshot import InstanceLoad
 from plexrl.rollout.staleness.manager import StalenessManager, StalenessSettings
 from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Trajectory, TrajectoryId
+from tests.examples import examples
 from tests.rollout import plain_strategies as plain
 
 SAMPLES = 2
@@ -128,7 +129,7 @@ class World:
 PLAIN_MODEL = plain.Coefficients(MODEL.k1, MODEL.k2, MODEL.k3, MODEL.k4, MODEL.k5)
 
 
-@hypothesis_settings(max_examples=150)
+@hypothesis_settings(max_examples=examples(150))
 @given(seed=st.integers(0, 1 << 40))
 def test_routing_decides_as_algorithm_3(seed: int) -> None:
     world = World(Random(seed))
@@ -141,7 +142,7 @@ def test_routing_decides_as_algorithm_3(seed: int) -> None:
     assert [(each.trajectory, to.instance) for each, to in routed] == expected
 
 
-@hypothesis_settings(max_examples=150)
+@hypothesis_settings(max_examples=examples(150))
 @given(seed=st.integers(0, 1 << 40))
 def test_synchronisation_decides_as_algorithm_4_with_its_first_step_by_routing(seed: int) -> None:
     world = World(Random(seed))

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 
 from plexrl.wire.links.credentials import TlsFiles
+from tests.warm_start import start_part
 
 OPERATOR_KEY = "plx-operator"
 END_S = 30.0
@@ -86,8 +86,10 @@ def _process(
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
     with (folder / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(
-            [*wrapper, sys.executable, "-m", f"plexrl.{name}", "--config", str(path)],
+        process = start_part(
+            f"plexrl.{name}",
+            ("--config", str(path)),
+            wrapper,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

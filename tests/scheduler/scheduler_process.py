@@ -4,13 +4,13 @@ import asyncio
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from plexrl.wire.rpc import Peer
+from tests.warm_start import start_part
 
 WAIT_S = 60.0
 
@@ -33,8 +33,9 @@ class SchedulerProcess:
         self._config.write_text(json.dumps(config))
         self._log = folder / f"{name}.log"
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "plexrl.scheduler", "--config", str(self._config)],
+            self.process = start_part(
+                "plexrl.scheduler",
+                ("--config", str(self._config)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

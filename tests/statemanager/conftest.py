@@ -7,7 +7,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,6 +30,7 @@ from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, TicketRole, job_of
 from plexrl.wire.messages import SaveRequest
 from tests.statemanager.memory_files import memory_file_bytes
+from tests.warm_start import start_part
 
 DEADLINE_S = 60.0
 NETWORK = Network(is_trusted=True)
@@ -53,11 +53,10 @@ class Daemon:
         """Return when it serves; `launcher` is a command that becomes the daemon's."""
         path = Path(self.config.nvme_dir).parent / "config.json"
         path.write_bytes(msgspec.json.encode(self.config))
-        self.process = subprocess.Popen(
-            [
-                *(*launcher, sys.executable, "-m", "plexrl.statemanager"),
-                *("--config", str(path), "--end-with-parent"),
-            ],
+        self.process = start_part(
+            "plexrl.statemanager",
+            ("--config", str(path), "--end-with-parent"),
+            launcher,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

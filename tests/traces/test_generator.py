@@ -43,6 +43,7 @@ from plexrl.traces.generate.distributions import (
     Weibull,
 )
 from plexrl.traces.generate.fitting import distance, fit, kolmogorov_distance
+from tests.examples import examples
 
 R1 = read_histogram(bundled("r1-lengths"))
 
@@ -178,14 +179,14 @@ DISTRIBUTIONS: tuple[Distribution, ...] = (
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.sampled_from(DISTRIBUTIONS), st.floats(0, 1), st.floats(0, 1))
 def test_quantiles_never_fall_and_are_finite(law: Distribution, one: float, other: float) -> None:
     low, high = law.quantile(min(one, other)), law.quantile(max(one, other))
     assert 0 <= low <= high < float("inf")
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.floats(0.02, 20), min_size=1, max_size=24), st.floats(0, 1e7))
 def test_the_clock_of_a_rhythm_can_be_turned_back(weights: list[float], time_s: float) -> None:
     rhythm = Rhythm(tuple(weights))

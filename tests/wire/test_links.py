@@ -24,6 +24,7 @@ from plexrl.wire.links.credentials import LOCAL, Credentials, Identity, Role, id
 from plexrl.wire.links.dial import Link, connect, connect_blocking, listen_blocking, serve
 from plexrl.wire.links.tls_socket import TlsSocket
 from tests.certificates import TestAuthority
+from tests.examples import examples
 
 ANY_PORT = TlsAddress("127.0.0.1", 0)
 EXPIRED = timedelta(seconds=-1)
@@ -332,7 +333,7 @@ def test_a_half_replaced_set_of_files_leaves_the_former_in_use(
     assert peer == Identity(Role.SCHEDULER)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(noise=st.binary(min_size=1, max_size=200))
 def test_bytes_that_are_no_handshake_end_their_connection_only(
     ours: TestAuthority, noise: bytes

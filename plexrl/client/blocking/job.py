@@ -127,8 +127,8 @@ class Job(JobReader):
         prompt and completion together, has at most `max_sequence_tokens` tokens (absent: as many
         as the model has positions, at most 8192).
 
-        It shares its GPUs in turns with other jobs' deployments, unless `exclusive`. It is placed on
-        nodes of `node_type`, if given; with a demand `trace` at once, without being profiled first.
+        It shares its GPUs in turns with other jobs' deployments, unless `exclusive`. It is placed
+        on nodes of `node_type`, if given; with a demand `trace` at once, without a profile.
 
         With `optimizer="host"` the optimizer's state stays in host memory and the CPU makes the
         steps: a context switch moves parameters only, and a step takes longer.

@@ -24,6 +24,7 @@ def wait_for_place(deployment: plexrl.TrainDeployment) -> set[str]:
     return {rank["node"] for rank in deployment.status()["ranks"]}
 
 
+@pytest.mark.slow
 def test_training_goes_to_the_node_with_the_highest_speed_also_after_a_restart(
     tmp_path: Path,
 ) -> None:

@@ -99,6 +99,7 @@ def small_config(small: EmbeddedCluster) -> Iterator[Path]:
     yield Folders.of(small.data_dir).run / "scheduler.json"
 
 
+@pytest.mark.slow
 def test_a_job_without_gpus_is_explained_with_an_estimate(
     operator: plexrl.Cluster, tenant: plexrl.Cluster
 ) -> None:

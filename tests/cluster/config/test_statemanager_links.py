@@ -28,7 +28,9 @@ needs_nixl = pytest.mark.skipif(
     [
         ("", {}, "tls://gpu7@"),
         ("trusted", {}, "tcp://"),
-        pytest.param("trusted", {"serve_nixl": True}, "nixl://", marks=needs_nixl),
+        pytest.param(
+            "trusted", {"serve_nixl": True}, "nixl://", marks=(needs_nixl, pytest.mark.slow)
+        ),
     ],
 )
 def test_the_announced_address_is_that_of_the_running_statemanager(

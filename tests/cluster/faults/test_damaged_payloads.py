@@ -68,7 +68,7 @@ def damage(
     return len(found)
 
 
-@pytest.mark.parametrize("how", [flip, empty])
+@pytest.mark.parametrize("how", [flip, pytest.param(empty, marks=pytest.mark.slow)])
 def test_damaged_payloads_of_a_replay_are_asked_again(
     embedded: EmbeddedCluster,
     undisturbed: bytes,
@@ -94,7 +94,7 @@ def test_damaged_payloads_of_a_replay_are_asked_again(
 @pytest.mark.parametrize(
     ("spared", "incarnation"),
     [
-        pytest.param(1, 1, id="queued"),
+        pytest.param(1, 1, id="queued", marks=pytest.mark.slow),
         # The killed router may have sent it, so the workers start from the state before.
         pytest.param(0, 2, id="and in flight"),
     ],

@@ -65,12 +65,12 @@ def undisturbed(embedded: EmbeddedCluster) -> bytes:
     return weights_after(embedded, MODEL, STEPS)
 
 
+# `tests/statemanager/store/test_tier_faults.py` damages a version, and
+# `tests/scheduler/recovery/test_rebuilding.py` computes a lost one again.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hurt", "host_memory_bytes"),
-    [
-        (damage_newest_on_nvme, 64 << 10),
-        pytest.param(lose_host_tier, 64 << 20, marks=pytest.mark.slow),
-    ],
+    [(damage_newest_on_nvme, 64 << 10), (lose_host_tier, 64 << 20)],
 )
 def test_a_damaged_newest_version_is_recomputed_bit_for_bit(
     tmp_path: Path, undisturbed: bytes, hurt: object, host_memory_bytes: int

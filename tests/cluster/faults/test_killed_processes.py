@@ -58,6 +58,7 @@ def test_a_killed_workers_job_continues_with_every_step_applied_once(
     assert weights == undisturbed
 
 
+@pytest.mark.slow
 def test_a_worker_killed_with_operations_queued_loses_none(
     cluster: plexrl.Cluster, undisturbed: bytes
 ) -> None:
@@ -90,11 +91,12 @@ def test_a_killed_rollout_worker_restarts_with_its_synced_weights(
 @pytest.mark.parametrize(
     ("module", "killed_at"),
     [
-        ("plexrl.router", (2, 4)),
-        ("plexrl.scheduler", (2, 4)),
         ("plexrl.statemanager", (2, 4)),
-        # The next one has to load torch.
-        ("plexrl.worker", (3,)),
+        # The next test kills both at worse moments.
+        pytest.param("plexrl.router", (2, 4), marks=pytest.mark.slow),
+        pytest.param("plexrl.scheduler", (2, 4), marks=pytest.mark.slow),
+        # Its successor has to load torch. `test_workers_die_with_their_agent_…` kills one, too.
+        pytest.param("plexrl.worker", (3,), marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_part_is_restarted_without_lost_or_repeated_operations(

@@ -149,6 +149,8 @@ def test_an_async_controller_continues_with_the_remaining_router(two: EmbeddedCl
     asyncio.run(run())
 
 
+# `tests/scheduler/operations/test_backpressure.py` has the bound.
+@pytest.mark.slow
 def test_a_full_queue_makes_its_clients_wait_and_loses_nothing(
     two: EmbeddedCluster, both: plexrl.Cluster
 ) -> None:

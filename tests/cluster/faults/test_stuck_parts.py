@@ -83,6 +83,7 @@ def trained_through(
         return checkpoint_weights(actor), actor.status()["incarnation"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "named"), [("a rank", "rank 1")])
 def test_a_stopped_worker_is_named_and_replaced(
     impatient: EmbeddedCluster, undisturbed: bytes, victim: str, named: str
@@ -110,6 +111,7 @@ def test_a_stopped_part_is_replaced(
     assert process_of(impatient, module).pid != before, "it was not replaced"
 
 
+@pytest.mark.slow
 def test_a_removed_runtime_folder_is_made_again(
     impatient: EmbeddedCluster, undisturbed: bytes
 ) -> None:

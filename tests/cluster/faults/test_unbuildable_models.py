@@ -38,28 +38,44 @@ def model_without_weights(folder: Path) -> plexrl.ModelSpec:
     return plexrl.ModelSpec(path=str(folder))
 
 
+# `test_backend_factory.py` and `test_installation.py` of the worker have what each answers.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "backend", "reason"),
+    [("train", "megatron", "needs megatron-core"), ("rollout", "vllm", "needs vLLM")],
+)
+def test_a_backend_that_is_not_installed_ends_its_job_with_the_reason(
+    bare: plexrl.Cluster, kind: str, backend: str, reason: str
+) -> None:
+    ends_with(bare, kind, backend, MODEL, reason)
+
+
 @pytest.mark.parametrize(
     ("kind", "backend", "what", "reason"),
     [
-        ("train", "megatron", "model", "needs megatron-core"),
-        ("rollout", "vllm", "model", "needs vLLM"),
         ("train", "fsdp", "config", "attention_dropout"),
-        ("rollout", "torch", "config", "attention_dropout"),
+        pytest.param("rollout", "torch", "config", "attention_dropout", marks=pytest.mark.slow),
         ("train", "fsdp", "directory", "safetensors"),
-        ("forward", "torch", "directory", "safetensors"),
+        pytest.param("forward", "torch", "directory", "safetensors", marks=pytest.mark.slow),
     ],
 )
-def test_an_unbuildable_deployment_ends_its_job_with_the_reason(
-    bare: plexrl.Cluster, tmp_path: Path, kind: str, backend: str, what: str, reason: str
+def test_an_unbuildable_model_ends_its_job_with_the_reason(
+    cluster: plexrl.Cluster, tmp_path: Path, kind: str, backend: str, what: str, reason: str
 ) -> None:
-    models = {"model": MODEL, "config": BAD_CONFIG}
-    model = models[what] if what in models else model_without_weights(tmp_path)
-    job = bare.create_job("hopeless")
+    model = BAD_CONFIG if what == "config" else model_without_weights(tmp_path)
+    ends_with(cluster, kind, backend, model, reason)
+
+
+def ends_with(
+    cluster: plexrl.Cluster, kind: str, backend: str, model: plexrl.ModelSpec, reason: str
+) -> None:
+    """The job of such a deployment fails at once, for this reason."""
+    job = cluster.create_job("hopeless")
     view = job._deploy("one", kind, model, {"backend": backend, "workers": 2})
     deployment = plexrl.TrainDeployment(job._transport, view)
     with pytest.raises(OperationCancelledError, match=reason):
         deployment.barrier().result(120)
-    [ended] = [each for each in bare.jobs() if each["job"] == job.job]
+    [ended] = [each for each in cluster.jobs() if each["job"] == job.job]
     assert ended["state"] == "FAILED"
     assert "cannot be built" in ended["reason"]
     assert deployment.status()["incarnation"] == 1, "no worker died of it"

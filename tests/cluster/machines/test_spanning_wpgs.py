@@ -68,6 +68,7 @@ def test_training_over_two_nodes_gives_the_bits_of_one_node(
         assert not list((node.folder / "run").glob("r-*")), "the ranks met at a file"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_on_one_node_restarts_all_ranks_at_another_port(
     two: Machines, cluster: plexrl.Cluster
 ) -> None:

@@ -123,6 +123,7 @@ def trained(
     return found
 
 
+@pytest.mark.slow
 def test_faults_that_are_mended_by_another_try_change_nothing(
     cluster: plexrl.Cluster, embedded: EmbeddedCluster
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_layout_draws_what_one_worker_draws_before_and_after_a_sync(
     assert split.barrier().result(120) == {}
 
 
+@pytest.mark.slow
 def test_another_layout_of_the_same_gpus_changes_no_token(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     alone = job.rollout_deployment("alone", MODEL)
@@ -138,6 +139,7 @@ def test_a_lost_tensor_rank_is_replaced_with_its_group_and_nothing_is_lost(
     assert drawn(split) == wanted, "it was lost while it did nothing"
 
 
+@pytest.mark.slow
 def test_a_restarted_router_finds_the_ranks_results(
     embedded: EmbeddedCluster, job: plexrl.Job
 ) -> None:

@@ -117,7 +117,10 @@ def joined(parts: list[RolloutBatch]) -> dict[int, dict[int, list[list[int]]]]:
     return found
 
 
-@pytest.mark.parametrize("kills", [True, pytest.param(False, marks=pytest.mark.slow)])
+# `test_parts_of_enough_tokens_…` trains a second actor by whole batches, and the tests of tail
+# batching kill the service.
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [True, False])
 def test_parts_of_batches_train_what_whole_batches_train(
     cluster: plexrl.Cluster,
     embedded: EmbeddedCluster,
@@ -144,6 +147,7 @@ def test_parts_of_batches_train_what_whole_batches_train(
     assert status["in_flight"] == status["waiting"] == 0
 
 
+@pytest.mark.slow
 def test_parts_have_as_many_prompts_as_are_asked_for(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     rollout = rollout_of(job, actor, plexrl.TailBatching(over_launch=1.25, scale_down=True))

@@ -102,6 +102,7 @@ def test_every_prompt_is_trained_once_though_service_and_instance_are_killed(
     assert trained_again(cluster, batches, policy) == checkpoint_weights(actor)
 
 
+@pytest.mark.slow
 def test_prompts_with_equal_rewards_are_dropped_and_others_are_trained_once(
     job: plexrl.Job,
 ) -> None:

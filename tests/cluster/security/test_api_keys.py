@@ -13,6 +13,9 @@ from plexrl.cli.app import app
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.errors import PlexRLError
 
+# `tests/router/services/test_authentication.py` rotates and revokes keys in one process.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[EmbeddedCluster]:
@@ -61,7 +64,6 @@ def test_a_rotated_key_is_valid_at_once_and_a_revoked_one_on_no_router(
     assert refused(running, "tenants", "revoke", "alice", "0123456789ab") == "not_found"
 
 
-@pytest.mark.slow
 def test_the_operators_key_is_rotated_in_its_file_too(
     running: EmbeddedCluster, tmp_path: Path
 ) -> None:

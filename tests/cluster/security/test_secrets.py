@@ -140,14 +140,12 @@ def documented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedClu
     running.close()
 
 
-def test_api_docs_are_served_only_if_enabled(
-    embedded: EmbeddedCluster, documented: EmbeddedCluster
-) -> None:
-    for path in ("/docs", "/openapi.json", "/redoc"):
-        assert httpx.get(embedded.url + path, timeout=60).status_code == 404, path
-        assert httpx.get(documented.url + path, timeout=60).status_code == 200, path
+@pytest.mark.slow
+def test_the_option_api_docs_reaches_the_router(documented: EmbeddedCluster) -> None:
+    assert httpx.get(f"{documented.url}/docs", timeout=60).status_code == 200
 
 
+@pytest.mark.slow
 def test_an_embedded_clusters_journal_is_not_an_argument(documented: EmbeddedCluster) -> None:
     supervisor = psutil.Process(documented.pid)
     for process in (supervisor, *supervisor.children(recursive=True)):

@@ -11,6 +11,9 @@ from plexrl.errors import CheckpointNotFoundError, PayloadTooLargeError, QuotaEx
 from plexrl.wire.messages.cluster_views import DescribedTenantView
 from tests.cluster.tools import VOCABULARY
 
+# The tests of the tenants' accounting and of the log of metrics have the bounds themselves.
+pytestmark = pytest.mark.slow
+
 JSON_BYTES_MAX = 1 << 20
 
 
@@ -94,7 +97,6 @@ def log_much(job: plexrl.Job) -> None:
         job.log(step, {"loss": 0.5})
 
 
-@pytest.mark.slow
 def test_checkpoints_beyond_the_quota_are_refused_until_one_is_deleted(
     bounded: EmbeddedCluster, operator: plexrl.Cluster
 ) -> None:

@@ -28,6 +28,7 @@ def moved(cluster: plexrl.Cluster, job: plexrl.Job, kind: str) -> list[int]:
     return [result["bytes_moved"] for result in found if "bytes_moved" in result]
 
 
+@pytest.mark.slow
 def test_host_and_device_optimizers_share_a_group(two_gpus: plexrl.Cluster) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=3)
     with two_gpus.create_job("one") as first, two_gpus.create_job("two") as second:

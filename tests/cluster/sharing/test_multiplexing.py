@@ -4,6 +4,8 @@ accepts little waiting does not share."""
 import json
 from contextlib import ExitStack
 
+import pytest
+
 import plexrl
 from plexrl.model.spec import parameter_count
 from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch, wait_until
@@ -44,6 +46,7 @@ def test_a_job_that_shares_its_group_computes_the_same_bits_as_alone(
     assert weights_shared == weights_alone
 
 
+@pytest.mark.slow
 def test_a_job_with_a_tight_bound_does_not_share_while_others_do(two_gpus: plexrl.Cluster) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=5)
     slos = {"one": None, "two": None, "tight": 0.05, "late": 0.05}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 import plexrl
 from tests.cluster.tools import VOCABULARY, kill_worker
@@ -72,6 +73,7 @@ def gpus_held(trainees: Sequence[Trainee]) -> int:
     return len({group for each in trainees for group in groups_of(each)})
 
 
+@pytest.mark.slow
 def test_two_jobs_whose_rollouts_share_a_gpu_train_as_with_their_own(
     cluster: plexrl.Cluster,
 ) -> None:

@@ -158,6 +158,7 @@ def test_the_last_script_waits_for_the_end_and_the_next_starts_a_new_cluster(
         assert cluster.status()["nodes"] == 1
 
 
+@pytest.mark.slow
 def test_a_script_joins_the_cluster_of_plexrl_up_and_does_not_end_it(tmp_path: Path) -> None:
     with up(tmp_path) as endpoint, ExitStack() as stack:
         script = Script(tmp_path, stack)
@@ -179,6 +180,7 @@ with plexrl.connect() as cluster, cluster.create_job("saves") as job:
 """
 
 
+@pytest.mark.slow
 def test_checkpoints_outlive_the_script_and_their_location_is_shown(
     tmp_path: Path,
 ) -> None:

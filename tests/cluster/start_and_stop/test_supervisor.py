@@ -36,12 +36,19 @@ MODEL = plexrl.tiny_qwen2(VOCABULARY)
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_ends_every_process_and_removes_every_file(
+def test_nothing_outlives_a_killed_supervisor_and_a_signal_ends_its_successor_without_a_trace(
     tmp_path: Path, sig: signal.Signals
 ) -> None:
+    killed = start_embedded(tmp_path, virtual_gpus=1)
+    children = psutil.Process(killed.pid).children(recursive=True)
+    os.kill(killed.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []
+    killed.close()
     running = start_embedded(tmp_path, virtual_gpus=2)
     folders = Folders.of(tmp_path)
     with plexrl.connect(running.url, running.api_key) as cluster:
+        assert cluster.status()["nodes"] == 1
         actor = cluster.create_job("cut-off").train_deployment("actor", MODEL, workers=2)
         actor.forward_backward(some_batch(1), plexrl.losses.grpo()).result()
     children = psutil.Process(running.pid).children(recursive=True)
@@ -110,22 +117,6 @@ def test_a_signal_ends_a_starting_cluster(tmp_path: Path) -> None:
     assert not Folders.of(tmp_path).run.exists()
 
 
-def test_processes_of_a_killed_supervisor_end_and_the_next_one_cleans_up(
-    tmp_path: Path,
-) -> None:
-    running = start_embedded(tmp_path, virtual_gpus=1)
-    children = psutil.Process(running.pid).children(recursive=True)
-    os.kill(running.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=30)
-    assert alive == []
-    again = start_embedded(tmp_path, virtual_gpus=1)
-    with plexrl.connect(again.url, again.api_key) as cluster:
-        assert cluster.status()["nodes"] == 1
-    again.close()
-    assert not Folders.of(tmp_path).shared_memory.exists()
-    running.close()
-
-
 EMBEDDING = """
 import sys, threading, time
 from pathlib import Path
@@ -139,6 +130,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_controllers_embedded_cluster_ends_and_cleans_up(tmp_path: Path) -> None:
     """The cluster is started from a thread; the end of that thread must not end it."""
     controller = subprocess.Popen(
@@ -206,13 +198,9 @@ def test_restarted_parts_are_counted_in_health_and_status(
     assert f"{count}, the last at 20" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("host", "own"),
-    [
-        pytest.param("127.0.0.1", "127.0.0.1", marks=pytest.mark.slow),
-        pytest.param("0.0.0.0", "127.0.0.1", marks=pytest.mark.slow),
-        ("::", "[::1]"),
-    ],
+    ("host", "own"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]")]
 )
 def test_up_listens_on_the_given_host_warns_of_exposure_and_logs(
     tmp_path: Path, host: str, own: str

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from plexrl.errors import ConnectionLostError, ExecutionError, InvalidRequestError
 from plexrl.rewards.graders.judge import Judge, last_number
 from plexrl.rewards.scheduler import Graded
+from tests.examples import examples
 
 
 def as_prompt(prompt: list[int], sample: int) -> list[int]:
@@ -65,7 +66,7 @@ def test_prompts_that_come_meanwhile_are_the_next_batch(batches_max: int) -> Non
     assert list(map(len, model.batches)) == [1] * batches_max + [40 - batches_max]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     count=st.integers(1, 30),
     rows_max=st.integers(1, 12),

@@ -21,6 +21,7 @@ from plexrl.rollout.policies.elastic import (
     StepWorkload,
     generation_s,
 )
+from tests.examples import examples
 
 MOST = 12
 # Generation time by the number of instances: a part is divided, a part is not.
@@ -93,7 +94,7 @@ def test_a_stationary_workload_with_some_noise_never_makes_it_oscillate(
     assert len(changes) <= 1, counts
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(LAWS, TRAINING, st.integers(1, MOST), st.integers(0, 1 << 30))
 def test_with_much_noise_it_changes_ever_more_rarely(
     law: Law, training: float, start: int, seed: int

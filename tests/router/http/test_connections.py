@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hypothesis.strategies import DataObject, data, sampled_from
 
 from plexrl.router.server.connections import Connections, connections_possible
+from tests.examples import examples
 
 TOTAL, OF_ADDRESS = 5, 3
 
@@ -78,7 +79,9 @@ def network(connection: Fake) -> str:
 
 
 TestConnectionLimits = ConnectionLimits.TestCase
-TestConnectionLimits.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestConnectionLimits.settings = settings(
+    max_examples=examples(60), stateful_step_count=30, deadline=None
+)
 
 
 def test_oldest_anonymous_then_longest_idle_connections_are_closed() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from plexrl.scheduler.rules.policies import POLICIES
 from plexrl.scheduler.state.messages import events as ev
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 BOUND_S = 600.0
@@ -70,16 +71,22 @@ class Load:
         return self.gpu_seconds[owner] / sum(self.gpu_seconds.values())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+SHORT, WHOLE_CLUSTER = (1, 900.0, 2), (4, 3600.0, 30)
+LOADS = (SHORT, WHOLE_CLUSTER, (4, 3600.0, 2), (2, 1800.0, 2), (1, 900.0, 60))
+
+
 @pytest.mark.parametrize(
-    ("workers", "length_s", "backlog"),
+    ("policy", "workers", "length_s", "backlog"),
     [
-        (1, 900.0, 2),
-        (4, 3600.0, 30),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((4, 3600.0, 2), (2, 1800.0, 2), (1, 900.0, 60))
-        ),
+        pytest.param(
+            *(policy, *load),
+            # Each policy with one load, and one policy with another, are in the short run.
+            marks=()
+            if load == SHORT or (load, policy) == (WHOLE_CLUSTER, "spread+backfill")
+            else pytest.mark.slow,
+        )
+        for policy in POLICIES
+        for load in LOADS
     ],
 )
 def test_tenants_with_open_backlogs_get_gpu_seconds_by_weight(
@@ -185,7 +192,7 @@ jobs = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.sampled_from(POLICIES), jobs)
 def test_under_a_finite_load_every_job_gets_gpus(
     policy: str, wanted: list[tuple[str, int, float, int, float, float]]

@@ -13,6 +13,7 @@ from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.deployment.cycles import BusySpan, Cycle
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
+from tests.examples import examples
 
 CONFIG = ProfilerConfig(cycles=3, first=3, drift_tolerance=0.2)
 
@@ -150,7 +151,7 @@ cycles_of_anything = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(cycles_of_anything, max_size=8))
 def test_any_log_gives_a_valid_trace_or_none(cycles: list[Cycle]) -> None:
     found = profiler.profile(cycles)

@@ -16,6 +16,7 @@ from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.scheduler.state.messages.effects import TIMERS_MIN
 from plexrl.scheduler.state.records import State
 from plexrl.wire import messages as cmd
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster, config
 
 KINDS = ("forward", "forward_backward", "optim_step")
@@ -132,7 +133,7 @@ def test_timers_of_jobs_that_have_ended_do_not_pile_up() -> None:
     assert len(core._context.effects.timers) <= TIMERS_MIN + 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 1 << 32),
     policy=st.sampled_from(("pack", "spread", "spread+backfill", "co-execution")),

@@ -11,6 +11,7 @@ from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
 from plexrl.wire.messages.cluster_views import SharingView
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 WORKERS = 2
@@ -134,7 +135,9 @@ def _is_pending(cluster: FakeCluster, operation: str) -> bool:
     return known and cluster.state_of(operation) == "pending"
 
 
-@settings(max_examples=80, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=examples(80), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(steps, st.sampled_from((2, 4, 6)))
 def test_what_is_held_is_the_groups_time_and_saved_is_isolated_less_held(
     history: list[tuple[str, str]], gpus: int
@@ -147,7 +150,9 @@ def test_what_is_held_is_the_groups_time_and_saved_is_isolated_less_held(
         check(cluster)
 
 
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=examples(40), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(steps)
 def test_a_job_alone_saves_nothing(history: list[tuple[str, str]]) -> None:
     cluster = started()

@@ -16,6 +16,7 @@ from plexrl.scheduler.queries.views import usage_view
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
 from plexrl.wire.messages.cluster_views import UsageView
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 if TYPE_CHECKING:
@@ -292,7 +293,9 @@ class Steps:
             self.accepted.append(operation)
 
 
-@settings(max_examples=200, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=examples(200), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(steps)
 def test_usage_is_what_an_independent_reading_of_the_journal_says(
     history: list[tuple[str, Any, Any]],

@@ -1,7 +1,7 @@
 """The order of admission: gangs, quotas, priorities, weights and starvation."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl import errors
@@ -396,7 +396,6 @@ class Watched(FakeCluster):
         return commands
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(("isolated", "pack", "spread", "spread+backfill")), arrivals, st.data())
 def test_in_any_history_without_reservations_none_passes_a_starving_deployment(
     policy: str, wishes: list[tuple[int, int, str, int, float]], data: st.DataObject

@@ -11,6 +11,7 @@ from plexrl.scheduler.rules.ordering import ORDERINGS, first, make_ordering
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 MOVE_S = 2.0
@@ -105,7 +106,9 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=examples(60), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(
     st.sampled_from(sorted(ORDERINGS)),
     st.tuples(*(st.sampled_from((-50, 0, 50)) for _ in JOBS)),

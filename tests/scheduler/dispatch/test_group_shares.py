@@ -12,6 +12,7 @@ from plexrl.scheduler.dispatch.candidates.group_shares import settle_shares
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.jobs.asynchronous_job import Clock
 
@@ -119,7 +120,9 @@ backlogs = st.builds(
 
 
 # Without shrinking: a failure must end in time, and an example takes a second.
-@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=examples(25), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(st.lists(backlogs, min_size=2, max_size=4), st.sampled_from((1.0, 30.0, 90.0)))
 def test_seconds_by_weight_of_backlogged_tenants_differ_by_two_bursts_at_most(
     found: list[Backlog], burst_max_s: float

@@ -8,6 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from plexrl.wire.operations import OperationKind
+from tests.examples import examples
 from tests.scheduler.dispatch.test_group_shares import QUEUED, Watched
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.jobs.asynchronous_job import Clock
@@ -57,7 +58,9 @@ def backlogged(
 
 
 # Without shrinking: a failure must end in time, and an example takes a second.
-@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=examples(20), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(
     st.lists(costs, min_size=1, max_size=2),
     st.lists(costs, min_size=2, max_size=4),

@@ -135,7 +135,9 @@ def test_a_job_that_trains_all_the_time_is_moved_away_from_its_co_resident() -> 
     assert "of its time, the bound is 30%" in views["a"]["moved_because"]
 
 
-@pytest.mark.parametrize("bounds", [(None, None), (0.05, None), (0.5, 0.04)])
+@pytest.mark.parametrize(
+    "bounds", [(None, None), pytest.param((0.05, None), marks=pytest.mark.slow), (0.5, 0.04)]
+)
 def test_the_job_furthest_past_its_own_bound_is_moved(
     bounds: tuple[float | None, float | None],
 ) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from plexrl.scheduler.placement.contention.co_execution import RoundShare, round_s, total_stretch
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 
@@ -155,7 +156,9 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=examples(60), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(st.lists(steps, min_size=4, max_size=30), st.integers(500, 4000))
 def test_in_any_history_rounds_are_feasible_and_shared_states_fit_host_memory(
     history: list[tuple[object, ...]], host_bytes: int

@@ -8,6 +8,7 @@ from plexrl.errors import ModelDoesNotFitError
 from plexrl.model.memory.device_memory import DeviceMemory, MemoryTerm
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.wire.messages.views import PlacedDeploymentView
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 GIB = 1 << 30
@@ -139,7 +140,7 @@ def test_a_measured_peak_replaces_the_estimate_with_the_profile(peak: int, fits:
         st.tuples(st.integers(2, 10), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=7
     )
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_no_group_ever_needs_more_than_its_gpus_have(needs: list[tuple[int, float]]) -> None:
     cluster = cluster_of(gpus=6)
     sums = {}

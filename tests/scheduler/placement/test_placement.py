@@ -17,6 +17,7 @@ from plexrl.scheduler.rules.policies import (
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.messages.views import PlacementView
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 HORIZON = 1200
@@ -105,7 +106,7 @@ def test_a_trace_longer_than_its_slots_by_a_rounding_error_is_reserved() -> None
     assert group_of(cluster, "a") == group_of(cluster, "b") == "g1"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.integers(0, HORIZON),
     st.lists(
@@ -350,7 +351,9 @@ wishes = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=examples(60), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(
     st.sampled_from(("pack", "spread", "spread+backfill", "co-execution")),
     wishes,

@@ -11,6 +11,7 @@ from plexrl.errors import CapacityError, InvalidRequestError
 from plexrl.scheduler.operations.held.holding import held_view
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 PORTS = (7000, 7003)
@@ -230,7 +231,7 @@ def settle_but_for_ports(cluster: FakeCluster) -> None:
         cluster.pass_time(cluster.timer_at - cluster.now)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(STEPS)
 @example(
     # The fifth WPG that spans two nodes waits for one of the four ports.

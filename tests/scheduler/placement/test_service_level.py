@@ -17,6 +17,7 @@ from plexrl.scheduler.placement.contention.contention import (
 )
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 POLICIES = ("isolated", "pack", "spread", "spread+backfill", "co-execution")
@@ -63,7 +64,7 @@ def test_a_group_is_refused_if_either_job_would_wait_more_than_it_accepts(
         assert (add(cluster, "b", slos[1], demand(100.0, 30.0)) is not None) is shared
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(
         st.tuples(

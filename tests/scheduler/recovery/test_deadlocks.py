@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from plexrl.scheduler.rules.policies import POLICIES
 from plexrl.scheduler.state.messages import events as ev
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 BOUND_S = 600.0
@@ -140,7 +141,7 @@ def test_a_partial_job_that_became_impossible_releases_its_gpus() -> None:
 sizes = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from(POLICIES), sizes, st.randoms(use_true_random=False))
 def test_all_jobs_get_their_gpus_in_any_order_of_deployments(
     policy: str, wanted: list[list[int]], chance: object

@@ -18,6 +18,7 @@ from plexrl.scheduler.state.deployment.cycles import Cycle
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.messages import ReleaseState
 from plexrl.wire.messages.views import PlacedDeploymentView
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 REST_S = 100.0
@@ -157,7 +158,9 @@ lives = st.lists(
 )
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=examples(8), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(st.sampled_from(("spread", "spread+backfill", "pack")), lives)
 def test_no_sequence_of_profiles_makes_a_job_move_for_ever(
     policy: str, sequence: list[tuple[dict[str, float], float]]

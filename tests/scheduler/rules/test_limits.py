@@ -20,6 +20,7 @@ from plexrl.scheduler.rules.limits import BYTES_MAX, RANGES, TOKENS_MAX
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster, config
 
 HUGE = 1 << 65
@@ -121,7 +122,7 @@ def test_a_trace_out_of_all_proportion_is_refused(changes: dict[str, Any]) -> No
         cluster.deploy("a/second", workers=1, trace=DemandTrace(**fields_of))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(
         st.tuples(

@@ -22,6 +22,7 @@ from plexrl.wire.links.credentials import Credentials, Role, TlsFiles
 from plexrl.wire.links.dial import connect
 from plexrl.wire.rpc import Peer
 from tests.certificates import TestAuthority
+from tests.examples import examples
 from tests.scheduler.live_service import (
     OPERATOR,
     Live,
@@ -178,7 +179,7 @@ def test_fuzzed_frames_end_their_connection_and_nothing_else(
     router, node = ours.credentials(Role.ROUTER, "r"), ours.credentials(Role.NODE, "n")
 
     @settings(
-        max_examples=60,
+        max_examples=examples(60),
         deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )

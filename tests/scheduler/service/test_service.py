@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from plexrl import errors
 from plexrl.wire.rpc import Peer
+from tests.examples import examples
 from tests.scheduler.live_service import (
     OPERATOR,
     Live,
@@ -377,7 +378,7 @@ def strange_calls(draw: st.DrawFn) -> tuple[str, Plain]:
     return method, params
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(strange_calls(), min_size=10, max_size=40))
 def test_any_call_is_answered_and_the_journal_can_be_read_again(
     said: list[tuple[str, Plain]],

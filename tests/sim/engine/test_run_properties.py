@@ -22,6 +22,7 @@ from plexrl.sim.workload.policies import POLICY_NAMES, SIM_POLICIES, UNSHARED, s
 from plexrl.sim.workload.scenario import ROLLOUT_GPUS, Behaviour, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
 from plexrl.traces.generate.published import MODEL_CLASSES
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from plexrl.wire import messages as cmd
@@ -112,7 +113,7 @@ class EventLog:
         self.run.check_it_ended()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(scenarios())
 def test_every_cycle_runs_once_and_equal_scenarios_have_equal_results(scenario: Scenario) -> None:
     rows = scenario.source.rows  # type: ignore[attr-defined]
@@ -138,7 +139,7 @@ def test_every_cycle_runs_once_and_equal_scenarios_have_equal_results(scenario: 
     assert plain(simulate(scenario)) == plain(result)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(scenarios())
 def test_the_events_give_a_second_core_the_same_commands(scenario: Scenario) -> None:
     log = EventLog(scenario)
@@ -149,7 +150,7 @@ def test_the_events_give_a_second_core_the_same_commands(scenario: Scenario) -> 
         assert second.handle(again, now) == commands
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(trace_jobs(), st.sampled_from(["burst", "operation"]), st.booleans())
 def test_alone_nobody_is_slowed_down(
     rows: tuple[TraceJob, ...], detail: str, isolated: bool
@@ -174,7 +175,7 @@ def rules_in(case: Scenario) -> Scenario:
     return replace(case, policy=UNSHARED[case.seed % 2], pools=case.pools[:1])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(scenarios(), st.booleans(), st.sampled_from(ROLLOUT_GPUS))
 def test_no_policy_drains_before_the_bound_and_no_job_is_faster_than_alone(
     scenario: Scenario, is_unshared: bool, rollouts: str
@@ -231,7 +232,7 @@ def test_a_switch_in_time_for_a_snapshot_does_not_beat_the_bound() -> None:
             assert all(value >= -1e-9 for value, _ in result.job_slowdown.cdf), policy
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(trace_jobs())
 def test_rollouts_that_run_further_ahead_never_make_a_job_later(
     rows: tuple[TraceJob, ...],
@@ -281,7 +282,7 @@ def first_come_first_served(
     return ends
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 9), st.sampled_from([0.0, 7.0, 400.0]), st.integers(1, 4)),
@@ -341,14 +342,20 @@ def test_nothing_is_kept_of_a_job_that_has_ended() -> None:
         )
         for index in range(count)
     )
-    run = TraceRun(Scenario(source=Jobs(rows), pools=(Pool(nodes=2),)))
-    run.start()
-    living = 0
-    while run.shell.run(100) == 100:
-        gc.collect()
-        # Not isinstance: some living objects, of torch's for one, do not bear being asked.
-        runs = [each for each in gc.get_objects() if type(each) is JobRun]
-        living = max(living, len(runs))
+    # What earlier tests left is not looked through again and again.
+    gc.collect()
+    gc.freeze()
+    try:
+        run = TraceRun(Scenario(source=Jobs(rows), pools=(Pool(nodes=2),)))
+        run.start()
+        living = 0
+        while run.shell.run(100) == 100:
+            gc.collect()
+            # Not isinstance: some living objects, of torch's for one, do not bear being asked.
+            runs = [each for each in gc.get_objects() if type(each) is JobRun]
+            living = max(living, len(runs))
+    finally:
+        gc.unfreeze()
     assert run.jobs_done == count
     assert living <= 4
 

@@ -30,6 +30,7 @@ from plexrl.sim.workload.scenario import Behaviour, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
 from plexrl.traces.convert.recorder import record
 from plexrl.wire import messages as cmd
+from tests.examples import examples
 
 PACK = named("pack")
 
@@ -286,7 +287,7 @@ def test_a_linear_move_cost_is_recovered() -> None:
     assert (line.fixed_s, line.byte_s) == pytest.approx((0.5, 0.25))
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=examples(10))
 @given(st.integers(0, 1 << 20))
 def test_a_job_alone_is_predicted_from_drawn_cycles(seed: int) -> None:
     jobs = [some_job("a", jitter=0.0, cycles=12)]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from plexrl.sim.metrics.sketch import ERROR, FLUSH_AT, SMALLEST, Sketch
 from plexrl.sim.results.result import CDF_POINTS
+from tests.examples import examples
 
 VALUES = st.floats(-1e9, 1e9).filter(lambda value: value == 0 or abs(value) > 2 * SMALLEST)
 
@@ -31,7 +32,7 @@ def test_any_quantile_is_right_to_the_relative_error(values: list[float], part: 
 
 
 @given(values=st.lists(VALUES, min_size=1, max_size=200))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_count_mean_and_maximum_are_exact(values: list[float]) -> None:
     found = sketch_of(values).distribution()
     assert found.count == len(values)

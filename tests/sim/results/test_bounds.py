@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.sim.results.bounds import FIRST_WIDTH_S, RELEASES_MAX, DrainBound
+from tests.examples import examples
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def _step(
 
 
 @given(instance=small_instances())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_schedule_is_done_before_the_bound(
     instance: tuple[list[tuple[int, int, int, int]], int],
 ) -> None:

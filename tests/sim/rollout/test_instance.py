@@ -11,6 +11,7 @@ from plexrl.errors import InvalidRequestError, InvariantError
 from plexrl.latency.costs import EngineCosts, read_costs
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
+from tests.examples import examples
 
 COSTS = EngineCosts(kv_tokens=1000, kv_reserve=0.0)
 
@@ -88,7 +89,7 @@ def test_equal_lengths_take_the_closed_form() -> None:
     assert instance.preemptions == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 90)), min_size=1, max_size=25))
 def test_events_agree_with_single_steps(work: list[tuple[int, int]]) -> None:
     instance = Instance(0, COSTS)
@@ -101,7 +102,7 @@ def test_events_agree_with_single_steps(work: list[tuple[int, int]]) -> None:
     assert ended == pytest.approx(wanted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 10**6))
 def test_random_commands_generate_every_token_once(seed: int) -> None:
     """Routes, interrupts and pulls at random times lose and repeat nothing."""
@@ -162,7 +163,7 @@ def test_work_routed_during_a_pull_starts_after_it() -> None:
     assert segment.start_s == pytest.approx(end_s + prefilled_s(COSTS, 10))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.floats(0.0, 1e4), st.integers(1, 500), st.integers(0, 250_000))
 def test_steps_within_is_the_inverse_of_their_duration(
     seconds: float, running: int, kv: int

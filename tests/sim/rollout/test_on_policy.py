@@ -20,6 +20,7 @@ from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.setting import TAIL_ONLY, Parts, Setting, System, SystemName
 from plexrl.sim.rollout.systems.flexes.streaming import StreamTrainer
 from plexrl.sim.rollout.workload import Prompts, RolloutWorkload
+from tests.examples import examples
 
 SLOW = RewardCosts(usual_s=2.0, slow_s=30.0, slow_part=0.3)
 SMALL_GPU = Gpu(name="small", flops=1e14, bandwidth=1e12, memory=38e9, link=1e11)
@@ -89,7 +90,7 @@ def test_every_prompt_is_trained_once_whatever_is_on(parts: Parts) -> None:
     assert kinds == ({"short", "long"} if parts.tail else {""})
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     batch=st.integers(1, 7),
     group=st.integers(1, 4),
@@ -166,7 +167,7 @@ def by_hand(setting: Setting, factor: float, *, has_stage: bool) -> tuple[float,
     return total_s - setting.costs.pull_s, kinds
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     batch=st.integers(1, 6),
     group=st.integers(1, 4),

@@ -18,6 +18,7 @@ from plexrl.traces import MODEL_CLASSES, ResponseLength, TraceJob, TraceSegment,
 from plexrl.traces.bundled import bundled
 from plexrl.traces.formats import read_histogram
 from plexrl.traces.generate.distributions import Lognormal
+from tests.examples import examples
 
 DRAWS = 20_000
 R1 = read_histogram(bundled("r1-lengths"))
@@ -111,7 +112,7 @@ def test_jobs_draw_independently_of_each_other() -> None:
     assert statistics.correlation(*draws) == pytest.approx(0.0, abs=0.03)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rollout_s=st.just(0.0) | st.floats(1e-3, 1000.0),
     work_s=st.just(0.0) | st.floats(1e-3, 1000.0),

@@ -30,6 +30,7 @@ from plexrl.statemanager.checkpoint.write.progress import CheckpointProgress
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
+from tests.examples import examples
 from tests.statemanager.checkpoint import versions as v
 
 RNG = np.random.default_rng(7)
@@ -251,7 +252,9 @@ def boxes_of(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_any_cut_goes_in_and_any_cut_comes_out(

@@ -80,7 +80,7 @@ def begin(
         place.announce_end("n")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_another_number_of_ranks_resumes_bit_for_bit(url: str, ranks: int) -> None:
     begin(f"{url}/job/c", tensors=TENSORS, shard_bytes_max=30 << 20)
     for cut in v.rows(TENSORS, ranks):
@@ -133,6 +133,7 @@ def test_rollouts_read_the_parts_of_their_layout(url: str) -> None:
         load_for(f"{url}/job/never", [piece])
 
 
+@pytest.mark.slow
 def test_an_existing_checkpoint_is_replaced_only_on_request(server: S3Server, url: str) -> None:
     begin(f"{url}/job/c", seq=1)
     with pytest.raises(CheckpointExistsError, match="overwrite"):
@@ -260,6 +261,7 @@ def test_files_of_a_killed_writer_go_when_its_node_starts_again_and_as_garbage(
     assert restored(f"{url}/job/whole", SMALL, v.rows(SMALL, 1)[0])[0]
 
 
+@pytest.mark.slow
 def test_retention_and_deletion(server: S3Server, url: str) -> None:
     root = ObjectRoot(ObjectStore(url))
     for step in range(1, 5):

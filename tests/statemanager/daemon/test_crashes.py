@@ -163,7 +163,7 @@ def test_a_worker_killed_during_an_offload_leaves_its_last_version(
     shard = make_shard(daemon, registered=False, elements=8 * MIB)
     context = multiprocessing.get_context("forkserver")
     last = 0
-    for _ in range(3):
+    for _ in range(examples(3)):
         ours, theirs = context.Pipe()
         worker = context.Process(
             target=_offload_for_ever, args=(theirs, Daemon(daemon.config)), daemon=True

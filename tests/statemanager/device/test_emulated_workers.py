@@ -260,7 +260,13 @@ def on_cpu(spec: DeploymentSpec, run: Callable[[Backend], None]) -> Backend:
 @pytest.mark.filterwarnings("ignore")  # of megatron-core, when it is imported
 @pytest.mark.parametrize(
     "spec",
-    [TRAINER, DEEPSPEED, DEEPSPEED_BF16, MEGATRON, MEGATRON_BF16, MEGATRON_MOE],
+    [
+        TRAINER,
+        DEEPSPEED,
+        MEGATRON_MOE,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (DEEPSPEED_BF16, MEGATRON)),
+        pytest.param(MEGATRON_BF16, marks=pytest.mark.slow),
+    ],
     ids=lambda spec: f"{spec.backend}-{spec.model.architecture}-{spec.compute_dtype}",
 )
 def test_a_trainer_computes_in_memory_that_comes_and_goes(

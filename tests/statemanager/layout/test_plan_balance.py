@@ -11,6 +11,7 @@ from plexrl.statemanager.layout.plan.balance import PullSource, assign
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.match import Matches
 from plexrl.statemanager.layout.plan.plan import make_plan
+from tests.examples import examples
 from tests.statemanager.layout.test_plan import box, slices_of
 
 SOURCES_MAX, PIECES_MAX = 3, 6
@@ -64,7 +65,7 @@ def alike(count: int) -> list[PullSource]:
     return [PullSource(id=str(index), layout=nothing, bytes_per_s=1.0) for index in range(count)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(pieces())
 def test_the_busiest_source_is_within_the_greedy_bound_of_the_optimum(
     case: tuple[list[int], list[list[int]], int],
@@ -81,7 +82,7 @@ def test_the_busiest_source_is_within_the_greedy_bound_of_the_optimum(
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=PIECES_MAX), st.integers(1, SOURCES_MAX))
 def test_full_replicas_are_within_a_third_of_the_optimum(sizes: list[int], sources: int) -> None:
     everywhere = [list(range(sources))] * len(sizes)
@@ -92,7 +93,7 @@ def test_full_replicas_are_within_a_third_of_the_optimum(sizes: list[int], sourc
     assert busiest_s(loads_of(sizes, chosen, sources)) <= bound_s + 1e-9
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.integers(1, SOURCES_MAX),
     st.integers(1, SOURCES_MAX),

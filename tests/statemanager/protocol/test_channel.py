@@ -40,6 +40,15 @@ def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """A collection before each count would look through all modules of a long run."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, Channel]]:
     """A raw end, and the channel at the other."""

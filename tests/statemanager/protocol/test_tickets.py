@@ -36,6 +36,7 @@ from plexrl.statemanager.protocol.messages import Confirm, Hello, Register, Rele
 from plexrl.statemanager.protocol.ticket_key import KEY_FILE, make_ticket_key, read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims, TicketKey, TicketRole
 from plexrl.wire.messages import SaveRequest
+from tests.examples import examples
 from tests.statemanager.conftest import ALL_PARTS, DEADLINE_S, Daemon, MakeShard, Shard, StartDaemon
 
 VICTIM = "victim/actor"
@@ -329,7 +330,9 @@ def test_no_worker_reaches_another_jobs_state(daemon: Daemon, make_shard: MakeSh
     manifest = manifest_of(victim)
 
     @settings(
-        max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+        max_examples=examples(150),
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     @given(st.lists(requests(manifest), min_size=1, max_size=6), st.booleans())
     def tried(asked: list[Request], with_descriptor: bool) -> None:

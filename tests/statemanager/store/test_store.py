@@ -328,7 +328,8 @@ def test_any_history_keeps_whole_versions_within_the_capacities() -> None:
 
 def test_any_history_of_versions_of_several_blocks_keeps_them_whole() -> None:
     run_state_machine_as_test(
-        LargeStoreHistory, settings=settings(max_examples=8, stateful_step_count=15, deadline=None)
+        LargeStoreHistory,
+        settings=settings(max_examples=examples(8), stateful_step_count=15, deadline=None),
     )
 
 

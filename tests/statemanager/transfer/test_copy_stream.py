@@ -24,6 +24,7 @@ from plexrl.statemanager.transfer.transport.copy_stream import (
     receive_copies,
     send_copies,
 )
+from tests.examples import examples
 
 Bytes = npt.NDArray[np.uint8]
 DATA_BYTES = 3 << 20
@@ -109,7 +110,7 @@ def row_lists(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
 
 @pytest.mark.parametrize("verify", [False, True])
 @given(rows=row_lists())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_bytes_arrive_in_the_order_of_the_copies(
     rows: list[tuple[int, int, int, int]], verify: bool
 ) -> None:

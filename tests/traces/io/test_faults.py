@@ -26,6 +26,7 @@ from plexrl.traces import (
 )
 from plexrl.traces.io.distinct import DistinctKeys
 from plexrl.traces.io.parquet_file import arrow_schema
+from tests.examples import examples
 
 WHOLE = TraceJob(
     job_id="whole",
@@ -145,7 +146,7 @@ def test_a_wrong_cell_is_told_by_line_and_field(tmp_path: Path, field: str, cell
 INJECTED = st.sampled_from([(field, cell) for field, cells in FAULTS.items() for cell in cells])
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.dictionaries(st.integers(0, 19), st.lists(INJECTED, min_size=1, max_size=3)))
 def test_all_faults_are_told_at_once(injected: dict[int, list[tuple[str, str]]]) -> None:
     rows = lines_of(many(20))
@@ -287,7 +288,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.sampled_from("abcdefgh")), st.integers(0, 5))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_keys_are_told_apart_in_memory_and_out_of_it(keys: list[str], in_memory: int) -> None:
     seen: set[str] = set()
     with DistinctKeys(in_memory) as distinct:

@@ -20,12 +20,13 @@ from plexrl.traces import (
     write_jobs,
     write_lengths,
 )
+from tests.examples import examples
 from tests.traces.strategies import LENGTHS, traces
 
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(traces())
 def test_a_trace_comes_back_from_every_format_as_it_was(jobs: list[TraceJob]) -> None:
     with TemporaryDirectory() as folder:
@@ -36,7 +37,7 @@ def test_a_trace_comes_back_from_every_format_as_it_was(jobs: list[TraceJob]) ->
             assert list(read_jobs(path, skip_bad=True)) == jobs
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(traces())
 def test_csv_to_parquet_and_back_is_the_same_file(jobs: list[TraceJob]) -> None:
     with TemporaryDirectory() as folder:
@@ -49,7 +50,7 @@ def test_csv_to_parquet_and_back_is_the_same_file(jobs: list[TraceJob]) -> None:
         assert last.read_bytes() == first.read_bytes()
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.lists(LENGTHS, min_size=1, max_size=8))
 def test_response_lengths_come_back_as_they_were(rows: list[ResponseLength]) -> None:
     with TemporaryDirectory() as folder:

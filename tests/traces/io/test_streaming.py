@@ -17,6 +17,7 @@ from plexrl.traces.formats.sorting import by_submission
 from plexrl.traces.io.files import checked, rows
 from plexrl.traces.io.json_list import json_elements
 from plexrl.traces.io.problems import Problems
+from tests.examples import examples
 
 ONE = TraceJob(job_id="a", submit_s=0.0, gpus=1, duration_s=5.0)
 
@@ -60,7 +61,7 @@ def test_memory_is_flat_in_the_length_of_a_json_list(tmp_path: Path) -> None:
     assert peak_of(3000) < 1.2 * peak_of(600) + 100_000
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(0, 20), max_size=40), st.integers(1, 7))
 def test_a_trace_is_sorted_in_parts_as_at_once(submits: list[int], in_memory: int) -> None:
     jobs = [

@@ -12,6 +12,7 @@ from plexrl import losses
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import DEFAULT_REDUCTION, LOSS_INPUTS, LossName, LossSpec
 from plexrl.worker.batches.losses import TERMS, compute_loss
+from tests.examples import examples
 
 ROWS, TOKENS = 3, 5
 NAMES = ("mask", "logprobs", "prox_logprobs", "advantages", "ref_logprobs", "weights")
@@ -84,7 +85,7 @@ def _default(spec: LossSpec) -> str | None:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.name}-{s.kl_coef}-{s.reduction}")
 @given(seed=st.integers(0, 10_000), denominator=st.floats(0.5, 20))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_loss_is_its_formula(spec: LossSpec, seed: int, denominator: float) -> None:
     logprobs, inputs = some_inputs(seed)
     found = compute_loss(spec, logprobs, inputs, denominator)
@@ -155,7 +156,7 @@ def decoupled_by_hand(
 
 @pytest.mark.parametrize("spec", DECOUPLED)
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_decoupled_ppo_and_its_corrections_have_the_value_and_gradient_of_their_formulas(
     spec: LossSpec, seed: int
 ) -> None:
@@ -247,7 +248,7 @@ def written_out(
 
 @pytest.mark.parametrize("spec", BY_GRADIENT, ids=lambda s: f"{s.name}-{s.kl_coef}-{s.reduction}")
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_values_and_gradients_are_those_of_plain_torch(spec: LossSpec, seed: int) -> None:
     logprobs, inputs = some_inputs(seed)
     inputs["logprobs"] = logprobs + 0.3 * inputs["weights"]
@@ -271,7 +272,7 @@ def test_gspo_refuses_rows_that_ranks_share() -> None:
 
 
 @given(seed=st.integers(0, 10_000), beta=st.floats(0.01, 2))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_weights_for_dpo_have_its_gradient(seed: int, beta: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     new, ref = -3 * torch.rand((2, 4, TOKENS), generator=generator)

@@ -15,6 +15,7 @@ from plexrl.wire.tensors import Arrays
 from plexrl.worker.batches.losses import compute_loss
 from plexrl.worker.batches.packed_batches import packed_micro_batches
 from plexrl.worker.batches.packing import micro_batches, unpack
+from tests.examples import examples
 
 
 def batch(lengths: list[int]) -> Arrays:
@@ -35,7 +36,7 @@ def logprob(tokens: torch.Tensor) -> torch.Tensor:
     return -(tokens.float() % 7) / 7
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
     dp=st.integers(1, 3),

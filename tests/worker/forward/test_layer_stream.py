@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from plexrl.worker.forward.layer_stream import LayerStream
+from tests.examples import examples
 
 NBYTES = 1 << 12
 PASS, BROKEN, DRAIN = "pass", "broken", "drain"
@@ -28,7 +29,7 @@ class Layer(nn.Module):
         return given
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     count=st.integers(2, 9),
     slots=st.integers(1, 8),

@@ -121,6 +121,7 @@ CASES = (
         layout=Parallelism(dp=2),
         options=(("compute_dtype", "bfloat16"), ("activation_checkpointing", True)),
         tolerance=0.03,
+        is_slow=True,
     ),
     Case(backend="deepspeed", layout=Parallelism(dp=3), model=LLAMA, is_slow=True),
     Case(
@@ -166,7 +167,7 @@ CASES = (
     Case(backend="megatron", layout=Parallelism(cp=2), model=LLAMA),
     Case(backend="megatron", layout=Parallelism(dp=2, ep=2), model=QWEN3_MOE),
     Case(backend="fsdp", layout=Parallelism(dp=2), model=QWEN3_MOE),
-    Case(backend="fsdp", layout=Parallelism(dp=2), model=MIXTRAL),
+    Case(backend="fsdp", layout=Parallelism(dp=2), model=MIXTRAL, is_slow=True),
     Case(
         backend="fsdp",
         layout=Parallelism(dp=2),
@@ -176,9 +177,9 @@ CASES = (
         tolerance=0.03,
     ),
     Case(backend="fsdp", layout=Parallelism(dp=2), model=GEMMA3),
-    Case(backend="fsdp", layout=Parallelism(tp=2), model=GEMMA3),
+    Case(backend="fsdp", layout=Parallelism(tp=2), model=GEMMA3, is_slow=True),
     Case(backend="deepspeed", layout=Parallelism(dp=2), model=GEMMA3, is_slow=True),
-    Case(backend="fsdp", layout=Parallelism(dp=2), model=GLM4),
+    Case(backend="fsdp", layout=Parallelism(dp=2), model=GLM4, is_slow=True),
     Case(backend="fsdp", layout=Parallelism(dp=2), model=PHI3),
     Case(backend="deepspeed", layout=Parallelism(dp=2), model=GLM4, is_slow=True),
     Case(backend="deepspeed", layout=Parallelism(dp=2), model=PHI3, is_slow=True),

@@ -8,6 +8,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.rollout.policies.adaptive_tp.controller import SwitchController
 from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
 from plexrl.rollout.policies.adaptive_tp.remaining import UnfinishedRow, deal, remaining_s
+from tests.examples import examples
 from tests.rollout.adaptive_tp.oracle import cost_s, group_s, least_s, profile
 
 ROW = st.builds(UnfinishedRow, tokens=st.integers(1, 200), left=st.integers(1, 60))
@@ -39,7 +40,7 @@ def test_one_moment_decides_as_algorithm_1_of_the_paper(
         assert found.gain_s > 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.lists(ROW, max_size=2), min_size=4, max_size=4),
     COST,

@@ -17,6 +17,7 @@ from plexrl.scheduler.placement.capacity.index import (
 )
 from plexrl.scheduler.placement.capacity.shift_search import ShiftSearch, is_off_plan
 from plexrl.scheduler.state.demand.trace import CRITICAL_WEIGHT, Footprint, whole_ring
+from tests.examples import examples
 from tests.scheduler.placement.capacity.footprint_strategies import HORIZON, footprints, slow_slots
 
 Segments = tuple[tuple[float, float, int], ...]
@@ -64,7 +65,7 @@ def slow_weights(footprint: Footprint) -> "np.ndarray[tuple[int], np.dtype[np.fl
 WHOLE = st.sampled_from((1, 2, 3, 4, 5, 6, 10))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(footprints(WHOLE), max_size=3), footprints(WHOLE), st.integers(0, HORIZON - 1))
 def test_the_micro_shift_is_the_smallest_that_brute_force_finds(
     residents: list[Footprint], job: Footprint, start: int
@@ -80,7 +81,7 @@ def test_the_micro_shift_is_the_smallest_that_brute_force_finds(
     assert (None if found is None else found[0]) == (min(fitting) if fitting else None)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(footprints(), max_size=3), footprints(), st.integers(0, HORIZON - 1))
 def test_a_strict_fit_fits_on_the_ring_for_any_periods(
     residents: list[Footprint], job: Footprint, start: int
@@ -117,7 +118,7 @@ def test_edges_that_each_cycle_of_a_fractional_period_rounds_anew_leave_a_margin
         assert not slow_slots(other.at(float(start + found[0]))) & slow_slots(one)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(footprints(WHOLE), min_size=1, max_size=3),
     footprints(WHOLE),
@@ -219,7 +220,7 @@ def index_of_groups(clusters: list[list[Footprint]], horizon: int) -> CapacityIn
     return index
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(groups, footprints(WHOLE), st.integers(0, HORIZON - 1), st.data())
 def test_a_search_of_several_groups_finds_the_smallest_shift_of_each(
     clusters: list[list[Footprint]], job: Footprint, start: int, data: st.DataObject
@@ -246,7 +247,7 @@ def test_a_search_of_several_groups_finds_the_smallest_shift_of_each(
     assert {fit.row: fit.shift_slots for fit in found} == expected
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     st.lists(footprints(FULL_RING_CYCLES, FULL_RING), min_size=1, max_size=3),
     footprints(FULL_RING_CYCLES, FULL_RING),
@@ -267,7 +268,7 @@ def test_a_strict_fit_on_the_full_ring_is_free_in_every_cycle(
             assert busy & slow_slots(job.at(float(start + shift)))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(1, 10 * CANDIDATES_PER_PASS), st.integers(0, 2**32), st.integers(1, 50))
 def test_the_candidate_limit_keeps_the_least_loaded_groups_in_order(
     count: int, seed: int, distinct: int

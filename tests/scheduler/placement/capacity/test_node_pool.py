@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind, NodePool
 from plexrl.wire.messages import RankPlacement
+from tests.examples import examples
 
 SMALL = NodeKind("a", 40)
 LARGE = NodeKind("a", 80)
@@ -214,7 +215,7 @@ nodes = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(nodes, steps)
 def test_any_history_finds_what_an_exhaustive_search_finds(
     members: list[tuple[NodeKind, str, int]], history: list[tuple[object, ...]]

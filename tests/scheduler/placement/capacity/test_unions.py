@@ -8,6 +8,7 @@ from plexrl.ids import DeploymentId, GroupId
 from plexrl.scheduler.placement.capacity.index import CapacityIndex, Shape
 from plexrl.scheduler.placement.capacity.unions import Unions
 from plexrl.scheduler.state.demand.trace import whole_ring
+from tests.examples import examples
 
 SIZES = (1, 1, 1, 2, 2, 2, 3)
 """GPUs of the groups."""
@@ -27,7 +28,7 @@ def index_of_groups(loads: list[int]) -> CapacityIndex:
     return index
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), GROUPS), max_size=20),
     st.lists(st.integers(0, 3), min_size=len(SIZES), max_size=len(SIZES)),

@@ -11,6 +11,7 @@ from plexrl.scheduler.placement.capacity.node_pool import NodeKind
 from plexrl.scheduler.placement.fit.feasibility import fits, is_possible
 from plexrl.scheduler.rules.policies import POLICIES
 from plexrl.scheduler.state.messages import events as ev
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 BOUND_S = 600.0
@@ -183,7 +184,7 @@ some_needs = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(kinds, some_needs)
 def test_needs_fit_if_some_choice_of_kinds_holds_them_all(
     free: dict[NodeKind, int], needs: list[Need]

@@ -8,6 +8,7 @@ from plexrl.errors import CapacityError, ModelDoesNotFitError
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.placement.fit.feasibility import is_possible
 from plexrl.scheduler.state.messages import events as ev
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.placement.fit.test_sharing_search import Asked, Kind, asked, cluster_of, deploy
 from tests.scheduler.placement.fit.test_sharing_search import kinds as node_kinds
@@ -38,7 +39,7 @@ def outcome(cluster: FakeCluster, gang: list[Asked]) -> tuple[bool, bool]:
     return expected, all(each.group is not None for each in members)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.sampled_from(POLICIES),
     node_kinds,

@@ -13,6 +13,7 @@ from plexrl.ids import DeploymentId
 from plexrl.model.memory.device_memory import DeviceMemory, MemoryTerm
 from plexrl.scheduler.placement.fit.feasibility import fits, least_needs
 from plexrl.scheduler.placement.fit.sharing_search import fit_in_groups
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 GIB = 1 << 30
@@ -120,7 +121,7 @@ kinds = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(kinds, st.lists(asked, min_size=1, max_size=5), st.integers(1, 3))
 def test_a_job_is_refused_only_if_no_division_into_groups_fits(
     kinds: dict[str, Kind], wanted: list[Asked], members_max: int

@@ -22,6 +22,7 @@ from plexrl.traces import TraceJob
 from plexrl.traces.generate.published import MODEL_CLASSES
 from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
+from tests.examples import examples
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +434,7 @@ JOBS = st.lists(
     warm=True,
     seed=0,
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_small_cluster_keeps_the_invariants_and_its_bound(
     jobs: list[tuple[int, int, str, int, float]], policy: str, detail: str, warm: bool, seed: int
 ) -> None:

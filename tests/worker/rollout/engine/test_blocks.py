@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from plexrl.worker.rollout.engine.blocks import SCRAP, BlockPool, block_names
+from tests.examples import examples
 
 BLOCKS, BLOCK_TOKENS = 9, 4
 
@@ -89,7 +90,7 @@ class BlockPoolAgainstAnAccount(RuleBasedStateMachine):
 
 
 BlockPoolAgainstAnAccount.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=examples(60), stateful_step_count=40, deadline=None
 )
 TestBlockPool = BlockPoolAgainstAnAccount.TestCase
 

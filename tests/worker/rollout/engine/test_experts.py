@@ -14,6 +14,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.worker.models.shards import box_of
 from plexrl.worker.rollout.engine.forward.experts import Experts
 from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
+from tests.examples import examples
 
 EXPERTS, HIDDEN, WIDTH, PER_TOKEN = 8, 16, 24, 3
 NAME = "model.layers.0.mlp.experts"
@@ -67,7 +68,7 @@ def share_of(block: Any, group: RankGroup) -> nn.Module:
 
 
 @given(st.integers(0, 99), st.integers(1, 40), st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_the_grouped_pass_is_the_loop_over_tokens_however_ranks_divide_the_experts(
     seed: int, tokens: int, normalizes: bool
 ) -> None:

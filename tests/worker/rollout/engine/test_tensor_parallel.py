@@ -1,14 +1,16 @@
 """One engine on two gloo processes against the same engine in one."""
 
-import subprocess
-import sys
+import multiprocessing
+import os
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.models.shards import box_of
 from plexrl.worker.rollout.engine import Engine
+from plexrl.worker.rollout.engine.tensor_parallel import is_lost_rank_error
 from tests.worker.rollout.engine import engine_ranks as ranks
 
 
@@ -121,30 +124,31 @@ def test_what_cannot_be_shared_equally_is_refused() -> None:
         box_of("model.layers.0.self_attn.k_proj.weight", (32, 64), 1, 3)
 
 
-RANK = """
-import os, sys, torch, torch.distributed as dist
-from plexrl.worker.rollout.engine.tensor_parallel import is_lost_rank_error
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-dist.all_reduce(torch.ones(1))
-if rank == 1:
-    os._exit(9)
-try:
-    while True:
-        dist.all_reduce(torch.ones(1))
-except RuntimeError as error:
-    own = RuntimeError("another shape was expected")
-    print(is_lost_rank_error(error), is_lost_rank_error(own), flush=True)
-os._exit(0)
-"""
+def lose_a_rank(rank: int, meeting: str, told: Connection) -> None:
+    """A rank of two; the second one ends without a word."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        os._exit(9)
+    try:
+        while True:
+            dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        own = RuntimeError("another shape was expected")
+        told.send((is_lost_rank_error(error), is_lost_rank_error(own)))
+    os._exit(0)
 
 
 def test_a_collective_that_lost_a_rank_is_distinguished_from_an_own_fault(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RANK]
-    first, second = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], stdout=subprocess.PIPE)
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    both = [
+        context.Process(target=lose_a_rank, args=(rank, str(tmp_path / "meet"), theirs))
         for rank in range(2)
     ]
-    printed, _ = first.communicate()
-    second.communicate()
-    assert printed.decode() == "True False\n"
+    for process in both:
+        process.start()
+    theirs.close()
+    assert ours.recv() == (True, False)
+    for process in both:
+        process.join()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from plexrl.statemanager.layout.versions import Extent, Section
 from plexrl.statemanager.protocol.messages import ReplicatedSection
 from plexrl.worker.state.contents.device_digest import CHUNK_ROWS, LANES, ROW_BYTES, DeviceDigests
+from tests.examples import examples
 
 ALIGNMENT = 256
 START = 8192
@@ -81,7 +82,7 @@ def sections(draw: st.DrawFn) -> tuple[bytes, Pieces]:
     return bytes(contents), pieces
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(section=sections(), gap=st.sampled_from((0, 256, 1024)))
 def test_a_digest_is_that_of_the_bytes_wherever_they_lie(
     section: tuple[bytes, Pieces], gap: int
@@ -102,7 +103,7 @@ def test_several_levels_and_chunks_give_what_integers_give() -> None:
     assert digest(contents, [(0, cut), (cut, len(contents) - cut)], gap=256) == oracle(contents)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     seed=st.integers(0, 10**6),
     place=st.integers(0, 19_999),

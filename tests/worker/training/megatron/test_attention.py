@@ -12,6 +12,7 @@ from plexrl.model.parallelism import Parallelism
 from plexrl.router.dispatch.plan import plan_batch
 from plexrl.worker.batches.packed_batches import packed_micro_batches
 from plexrl.worker.training.megatron.packed_rows import RowMap, pack_rows
+from tests.examples import examples
 from tests.worker.batches.test_packed_batches import batch
 from tests.worker.training.megatron.tolerances import TOLERANCES, check_near
 
@@ -35,7 +36,7 @@ def row_by_row(rows: RowMap, *query_key_value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(lengths=st.lists(st.integers(2, 90), min_size=1, max_size=8))
 @example(lengths=[64, 71, 72, 127, 2, 3, 128])
 def test_grouped_rows_attend_as_each_does_alone(lengths: list[int], dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import silu
 
 from plexrl.worker.training.megatron.network.experts import GroupedExperts
+from tests.examples import examples
 from tests.worker.training.megatron.tolerances import TOLERANCES, check_near
 
 HIDDEN, INNER = 32, 24
@@ -63,7 +64,7 @@ def check_against_one_by_one(counts: list[int], dtype: torch.dtype, device: torc
             assert bool(own.any()) == (count > 0), "an expert has a gradient if it has tokens"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 # The gradient of a single token's probability is one sum, whose terms may cancel.
 @given(
     counts=st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(lambda each: sum(each) > 1)

@@ -9,10 +9,11 @@ from plexrl.model.parallelism import Parallelism
 from plexrl.router.dispatch.plan import plan_batch
 from plexrl.worker.batches.packed_batches import packed_micro_batches
 from plexrl.worker.training.megatron.packed_rows import LONG_ROW_TOKENS, pack_rows
+from tests.examples import examples
 from tests.worker.batches.test_packed_batches import batch
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8), cp=st.integers(1, 3))
 def test_every_token_has_its_position_and_the_token_it_predicts(
     lengths: list[int], cp: int
@@ -34,7 +35,7 @@ def test_every_token_has_its_position_and_the_token_it_predicts(
             assert len(each.result_index) == len(each.predicts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=12))
 def test_groups_of_similar_rows_hold_each_row_from_their_first_column_on(
     lengths: list[int],

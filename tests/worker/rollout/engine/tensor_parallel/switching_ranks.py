@@ -26,12 +26,13 @@ from plexrl.worker.rollout.engine.tensor_parallel.switching import (
     SwitchingEngine,
     SwitchingLeader,
 )
+from tests.examples import examples
 from tests.worker.rollout.engine.tensor_parallel.exchange_ranks import exchange
 from tests.worker.rollout.engine.test_histories import VOCABULARY, History
 
 WORLD = 4
 SIZES = ((1, 2, 4), (2, 4))
-HISTORIES = {SIZES[0]: (6, 7, 10), SIZES[1]: (6,)}
+HISTORIES = {SIZES[0]: (6, 7, 10)[: examples(3)], SIZES[1]: (6,)}
 """Seeds, by the sizes of groups."""
 SEQUENCE_TOKENS = 64
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [9], list(range(3, 20))]
