@@ -40,6 +40,7 @@ from plexrl.router.http.schemas import Limited
 from plexrl.wire.operations import (
     AdamParams,
     CheckpointParams,
+    ForwardBackwardParams,
     ForwardParams,
     GenerateParams,
     LossSpec,
@@ -107,7 +108,7 @@ GROUP_OF: dict[str, str] = {
     "TailBatching": "rollout",
     "TimeoutSettings": "sandbox",
     "TrainDeployment.forward": "forward",
-    "TrainDeployment.forward_backward": "forward",
+    "TrainDeployment.forward_backward": "forward_backward",
     "TrainDeployment.optim_step": "optim_step",
     "TrainDeployment.save_checkpoint": "save_checkpoint",
     "connect": "connection",
@@ -122,6 +123,7 @@ GROUP_OF: dict[str, str] = {
     "last_number": "answers",
     "numeric": "answers",
     "ppo": "loss",
+    "importance_sampling": "loss",
     "reinforce": "loss",
     "tiny_qwen2": "model",
 }
@@ -326,6 +328,12 @@ def takers() -> Iterator[tuple[str, Callable[[str, Any], object]]]:
     yield "sampling", lambda n, v: check_parameters(SamplingParams(**{n: v}))
     yield "generate", lambda n, v: check_parameters(GenerateParams(**{n: v}))
     yield "forward", lambda n, v: check_parameters(ForwardParams(**{n: v}))
+    yield (
+        "forward_backward",
+        lambda n, v: check_parameters(
+            ForwardBackwardParams(loss=plexrl.losses.cross_entropy(), **{n: v})
+        ),
+    )
     yield "save_checkpoint", lambda n, v: check_parameters(CheckpointParams(name="a", **{n: v}))
     yield "job", lambda n, v: requests.create_job("name", None, {n: v})
     yield "deployment", deployment
