@@ -22,11 +22,11 @@ SEVEN = TOKENIZER.encode("7")[0]
 
 
 def group_mean(rewards: Rewards) -> Rewards:
-    return rewards - rewards.mean(axis=1, keepdims=True)
+    return np.subtract(rewards, rewards.mean(axis=1, keepdims=True))
 
 
 def group_normalised(rewards: Rewards) -> Rewards:
-    return group_mean(rewards) / (rewards.std(axis=1, keepdims=True) + 1e-6)
+    return np.divide(group_mean(rewards), rewards.std(axis=1, keepdims=True) + 1e-6)
 
 
 def leave_one_out(rewards: Rewards) -> Rewards:
@@ -34,7 +34,7 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 
 
 def batch_normalised(rewards: Rewards) -> Rewards:
-    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    return np.divide(rewards - rewards.mean(), rewards.std() + 1e-6)
 
 
 RECIPES: dict[str, tuple[plexrl.LossSpec, Callable[[Rewards], Rewards], float]] = {

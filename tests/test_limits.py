@@ -311,7 +311,7 @@ def test_an_option_is_accepted_up_to_its_bounds_and_refused_by_name_beyond(
 
 
 MODEL = plexrl.tiny_qwen2("0123456789")
-ADAM = AdamParams(learning_rate=1e-6)
+SGD = AdamParams(learning_rate=1e-6, optimizer="sgd")
 SUBJECT = ProfileSubject(
     model="m", dtype="float32", device="cpu", tp_sizes=(1, 2), kv_token_bytes=4
 )
@@ -323,7 +323,7 @@ def takers() -> Iterator[tuple[str, Callable[[str, Any], object]]]:
     def deployment(name: str, value: Any) -> object:
         return requests.create_deployment("job", "name", "train", MODEL, {name: value})
 
-    yield "optim_step", lambda n, v: check_parameters(structs.replace(ADAM, **{n: v}))
+    yield "optim_step", lambda n, v: check_parameters(structs.replace(SGD, **{n: v}))
     yield "loss", lambda n, v: check_loss(LossSpec(name="grpo", **{n: v}))
     yield "sampling", lambda n, v: check_parameters(SamplingParams(**{n: v}))
     yield "generate", lambda n, v: check_parameters(GenerateParams(**{n: v}))

@@ -45,4 +45,4 @@ def test_supervised_and_preference_losses_fall(job: plexrl.Job, seed: int) -> No
     supervised, preferences = PREFERENCES.train(job, seed=seed)
     assert supervised[-1] < 0.7 * supervised[0]
     assert preferences[0] == pytest.approx(0.6931, abs=1e-3)
-    assert preferences[-1] < 0.3
+    assert preferences[-1] < 0.5

@@ -16,7 +16,7 @@ PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
 def test_engine_and_trainer_agree_on_each_number_whatever_the_ranks(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL, workers=2)
     reference = job.reference_deployment("reference", MODEL)
-    rollout = job.rollout_deployment("rollout", MODEL, workers=2)
+    rollout = job.rollout_deployment("rollout", MODEL, parallelism=plexrl.Parallelism(dp=2))
     sampling = plexrl.SamplingParams(
         max_tokens=5,
         seed=1,
@@ -46,13 +46,12 @@ def test_engine_and_trainer_agree_on_each_number_whatever_the_ranks(job: plexrl.
             prompt = len(PROMPTS[index // 2])
             assert sample.top_logprobs is not None
             assert sample.sampling_logprobs is not None
-            near = {"atol": 1e-4}
-            assert np.allclose(found.logprobs[index][prompt:], sample.logprobs, **near)
+            assert np.allclose(found.logprobs[index][prompt:], sample.logprobs, atol=1e-4)
             own = drawn.prompt_logprobs[index // 2]
-            assert np.allclose(found.logprobs[index][:prompt], own, **near)
+            assert np.allclose(found.logprobs[index][:prompt], own, atol=1e-4)
             top = found.top_logprobs[index]
             assert np.array_equal(top.ids[prompt:], sample.top_logprobs.ids)
-            assert np.allclose(top.logprobs[prompt:], sample.top_logprobs.logprobs, **near)
+            assert np.allclose(top.logprobs[prompt:], sample.top_logprobs.logprobs, atol=1e-4)
             before = drawn.prompt_top_logprobs[index // 2]
             assert np.array_equal(top.ids[1:prompt, :2], before.ids[1:])
             assert found.entropy[index].shape == (len(row),)
@@ -60,7 +59,7 @@ def test_engine_and_trainer_agree_on_each_number_whatever_the_ranks(job: plexrl.
             assert found.entropy[index].max() < math.log(len(VOCABULARY) + 3)
             # A lower temperature draws likely tokens more often.
             assert sample.sampling_logprobs.mean() > sample.logprobs.mean() - 0.5
-            assert not np.allclose(sample.sampling_logprobs, sample.logprobs, **near)
+            assert not np.allclose(sample.sampling_logprobs, sample.logprobs, atol=1e-4)
     plain = rollout.generate(PROMPTS, sampling=plexrl.SamplingParams(max_tokens=2)).result(120)
     assert plain.prompt_logprobs is None
     assert plain.samples[0][0].top_logprobs is None

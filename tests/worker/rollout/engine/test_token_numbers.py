@@ -57,7 +57,8 @@ def drawn_from(logprobs: torch.Tensor, sampling: SamplingParams) -> torch.Tensor
     if sampling.top_k:
         order = order[: sampling.top_k]
     total = float(scaled[order].sum())
-    kept, reached = [], 0.0
+    kept: list[int] = []
+    reached = 0.0
     for token in order:
         if reached >= sampling.top_p and kept:
             break

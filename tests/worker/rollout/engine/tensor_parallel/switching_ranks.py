@@ -201,9 +201,8 @@ def drive(
         step += 1
     assert sorted(ended) == sorted(made)
     # At temperature 1 the sampling policy is the model itself; a greedy one draws the likeliest.
-    assert np.allclose(
-        *(made["one"].arrays()[n] for n in ("sampling_logprobs", "logprobs")), atol=1e-5
-    )
+    one = made["one"].arrays()
+    assert np.allclose(one["sampling_logprobs"], one["logprobs"], atol=1e-5)
     assert np.array_equal(
         made["greedy"].arrays()["top_ids"][:, 0], made["greedy"].arrays()["tokens"]
     )
