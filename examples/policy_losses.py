@@ -22,11 +22,13 @@ SEVEN = TOKENIZER.encode("7")[0]
 
 
 def group_mean(rewards: Rewards) -> Rewards:
-    return np.subtract(rewards, rewards.mean(axis=1, keepdims=True))
+    centred: Rewards = rewards - rewards.mean(axis=1, keepdims=True)
+    return centred
 
 
 def group_normalised(rewards: Rewards) -> Rewards:
-    return np.divide(group_mean(rewards), rewards.std(axis=1, keepdims=True) + 1e-6)
+    normalised: Rewards = group_mean(rewards) / (rewards.std(axis=1, keepdims=True) + 1e-6)
+    return normalised
 
 
 def leave_one_out(rewards: Rewards) -> Rewards:
@@ -34,7 +36,8 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 
 
 def batch_normalised(rewards: Rewards) -> Rewards:
-    return np.divide(rewards - rewards.mean(), rewards.std() + 1e-6)
+    normalised: Rewards = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    return normalised
 
 
 RECIPES: dict[str, tuple[plexrl.LossSpec, Callable[[Rewards], Rewards], float]] = {

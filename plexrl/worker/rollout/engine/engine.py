@@ -371,8 +371,9 @@ class Engine(RolloutEngine):
             device=self._device,
             dtype=self._dtype,
         )
-        scored = self._rows.scored(work, self._device)
-        return work, batch if scored is None else replace(batch, scored=scored)
+        if any(generation.prompt_scores for generation in self._generations.values()):
+            batch = replace(batch, scored=rows.scored(work, self._device))
+        return work, batch
 
     def _is_detailed(self, slot: int) -> bool:
         return self._rows.samples[slot].generation.name in self._detailed
