@@ -21,6 +21,8 @@ RECORDS_MAX = 1_000_000_000
 BYTES_MAX = 2**62
 SAMPLES_MAX = 65_536
 RANKS_MAX = 65_536
+TOP_LOGPROBS_MAX = 128
+"""Most alternatives of a token: a result has 8 bytes for each."""
 SECONDS_MAX = 1e12
 """Added to a clock of this century, a float still resolves a millisecond."""
 WAIT_S_MAX = 1e6
@@ -111,6 +113,7 @@ _COUNT: Final = _count(1, COUNT_MAX)
 _FROM_0: Final = _count(0, COUNT_MAX)
 _RECORDS: Final = _count(0, RECORDS_MAX)
 _RANKS: Final = _count(1, RANKS_MAX)
+_TOP: Final = _count(0, TOP_LOGPROBS_MAX)
 _SEED: Final = _count(0, 2**63 - 1)
 _ANY_SEED: Final = _count(-(2**63), 2**63 - 1)
 _SECONDS: Final = Bounds(0, SECONDS_MAX, is_open=True)
@@ -130,6 +133,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     # 1e-20 divides gradients whose squares are 0 in float32.
     "optim_step": {
         "learning_rate": Bounds(0, 1e3),
+        "momentum": _maybe(Bounds(0, 0.9999999)),
         "beta1": Bounds(0, 0.9999999),
         "beta2": Bounds(0, 0.9999999),
         "eps": Bounds(1e-20, 1e6),
@@ -142,6 +146,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "clip_low": _CLIP,
         "clip_high": _CLIP,
         "kl_coef": Bounds(0, 1e6),
+        "entropy_coef": Bounds(0, 1e6),
         "weight_cap": _maybe(Bounds(1e-6, 1e6)),
         "token_range": Bounds(0, 1e6),
         "sequence_range": Bounds(0, 1e6),
@@ -156,11 +161,14 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "seed": _maybe(_SEED),
         "first_sample": _FROM_0,
         "drawn_tokens": _FROM_0,
+        "top_logprobs": _TOP,
+        "prompt_top_logprobs": _TOP,
         "stop_token_ids": _FROM_0,
         "stop_sequences": _FROM_0,
     },
     "generate": {"samples_per_prompt": _count(1, SAMPLES_MAX)},
-    "forward": {"micro_batch_tokens": _COUNT},
+    "forward": {"micro_batch_tokens": _COUNT, "top_logprobs": _TOP},
+    "forward_backward": {"micro_batch_tokens": _COUNT},
     "save_checkpoint": {
         "shard_bytes_max": _count(1, 2**63 - 1),
         "keep_last": _maybe(_COUNT),

@@ -13,6 +13,8 @@ summed, not averaged. To train on one batch in parts, use a sum, and divide in t
 (`sequence_sum`), of all parts. That is the step by the mean over the whole batch, whatever the
 sizes of the parts. `ratio` is exp(logprob - the batch's `logprobs`), except in `decoupled_ppo`,
 and A is the batch's `advantages`, both per token; the controller centres and scales advantages.
+With `entropy_coef`, which the losses with advantages have, each token's term is less entropy_coef
+times the entropy of its distribution, of temperature 1 over the whole vocabulary.
 Each docstring lists the per-token values that the loss needs; `plexrl.Batch` defines them. A batch
 without one of them is refused with `BatchShapeError`.
 """
@@ -33,23 +35,37 @@ def cross_entropy(*, reduction: Reduction | None = None) -> LossSpec:
     return LossSpec(name="cross_entropy", reduction=reduction)
 
 
-def importance_sampling(*, reduction: Reduction | None = None) -> LossSpec:
+def importance_sampling(
+    *, entropy_coef: float = 0.0, reduction: Reduction | None = None
+) -> LossSpec:
     """Policy gradient with the ratio to the sampling policy, unclipped: -ratio · A.
 
     Needs `mask`, `logprobs` and `advantages`. `reduction` defaults to `token_mean`.
+    `entropy_coef` weighs the entropy, which is subtracted.
     """
-    return LossSpec(name="importance_sampling", reduction=reduction)
+    return LossSpec(name="importance_sampling", entropy_coef=entropy_coef, reduction=reduction)
 
 
 def ppo(
-    *, clip_low: float = 0.2, clip_high: float = 0.2, reduction: Reduction | None = None
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    entropy_coef: float = 0.0,
+    reduction: Reduction | None = None,
 ) -> LossSpec:
     """PPO's clipped objective (Schulman et al. 2017): -min(ratio · A, clipped ratio · A).
 
     The ratio is clipped to [1 - `clip_low`, 1 + `clip_high`]. Needs `mask`, `logprobs` and
     `advantages`. `reduction` defaults to `token_mean`.
+    `entropy_coef` weighs the entropy, which is subtracted.
     """
-    return LossSpec(name="ppo", clip_low=clip_low, clip_high=clip_high, reduction=reduction)
+    return LossSpec(
+        name="ppo",
+        clip_low=clip_low,
+        clip_high=clip_high,
+        entropy_coef=entropy_coef,
+        reduction=reduction,
+    )
 
 
 def grpo(
@@ -57,6 +73,7 @@ def grpo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
     reduction: Reduction | None = None,
 ) -> LossSpec:
     """PPO's objective, averaged over each sample's tokens, with an optional KL term (GRPO, Shao et
@@ -65,37 +82,58 @@ def grpo(
     The ratio is clipped to [1 - `clip_low`, 1 + `clip_high`]. `kl_coef` is the weight of the k3
     estimate of KL(policy ‖ reference). Needs `mask`, `logprobs` and `advantages`, and
     `ref_logprobs` if `kl_coef` is above 0. `reduction` defaults to `sequence_mean`.
+    `entropy_coef` weighs the entropy, which is subtracted.
     """
     return LossSpec(
         name="grpo",
         clip_low=clip_low,
         clip_high=clip_high,
         kl_coef=kl_coef,
+        entropy_coef=entropy_coef,
         reduction=reduction,
     )
 
 
 def dapo(
-    *, clip_low: float = 0.2, clip_high: float = 0.28, reduction: Reduction | None = None
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    entropy_coef: float = 0.0,
+    reduction: Reduction | None = None,
 ) -> LossSpec:
     """The clipped objective with a higher upper bound, averaged over all tokens of the batch (DAPO,
     Yu et al. 2025). The controller does dynamic sampling: `Batch.from_samples(keep=…)`.
 
     The ratio is clipped to [1 - `clip_low`, 1 + `clip_high`]. Needs `mask`, `logprobs` and
     `advantages`. `reduction` defaults to `token_mean`.
+    `entropy_coef` weighs the entropy, which is subtracted.
     """
-    return LossSpec(name="dapo", clip_low=clip_low, clip_high=clip_high, reduction=reduction)
+    return LossSpec(
+        name="dapo",
+        clip_low=clip_low,
+        clip_high=clip_high,
+        entropy_coef=entropy_coef,
+        reduction=reduction,
+    )
 
 
-def dr_grpo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> LossSpec:
+def dr_grpo(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, entropy_coef: float = 0.0
+) -> LossSpec:
     """PPO's objective as a sum, without a division by lengths (Dr. GRPO, Liu et al. 2025,
     arXiv:2503.20783). Divide in the step, by a constant: `optim_step(divide_by=rows · max_tokens)`.
     The controller does not divide advantages by the standard deviation of their group.
 
     The ratio is clipped to [1 - `clip_low`, 1 + `clip_high`]. Needs `mask`, `logprobs` and
-    `advantages`.
+    `advantages`. `entropy_coef` weighs the entropy, which is subtracted.
     """
-    return LossSpec(name="ppo", clip_low=clip_low, clip_high=clip_high, reduction="sum")
+    return LossSpec(
+        name="ppo",
+        clip_low=clip_low,
+        clip_high=clip_high,
+        entropy_coef=entropy_coef,
+        reduction="sum",
+    )
 
 
 def gspo(
@@ -103,6 +141,7 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
     kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
     reduction: Reduction | None = None,
 ) -> LossSpec:
     """The clipped objective with one ratio for each row, exp of the mean of logprob - `logprobs`
@@ -112,12 +151,14 @@ def gspo(
     1 + `clip_high`]; it varies little, so the bounds are narrow. Needs `mask`, `logprobs` and
     `advantages`, and `ref_logprobs` if `kl_coef` is above 0. `reduction` defaults to
     `sequence_mean`. Context parallelism is refused.
+    `entropy_coef` weighs the entropy, which is subtracted.
     """
     return LossSpec(
         name="gspo",
         clip_low=clip_low,
         clip_high=clip_high,
         kl_coef=kl_coef,
+        entropy_coef=entropy_coef,
         reduction=reduction,
     )
 
@@ -127,6 +168,7 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 0.28,
     kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
     reduction: Reduction | None = None,
 ) -> LossSpec:
     """Policy gradient with a clipped ratio as its weight: -clipped ratio · A · logprob. No gradient
@@ -134,26 +176,34 @@ def cispo(
 
     The ratio is clipped to [1 - `clip_low`, 1 + `clip_high`]; 1 is no lower bound. Needs `mask`,
     `logprobs` and `advantages`, and `ref_logprobs` if `kl_coef` is above 0. `reduction` defaults to
-    `token_mean`.
+    `token_mean`. `entropy_coef` weighs the entropy, which is subtracted.
     """
     return LossSpec(
         name="cispo",
         clip_low=clip_low,
         clip_high=clip_high,
         kl_coef=kl_coef,
+        entropy_coef=entropy_coef,
         reduction=reduction,
     )
 
 
-def reinforce(*, kl_coef: float = 0.0, reduction: Reduction | None = None) -> LossSpec:
+def reinforce(
+    *,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    reduction: Reduction | None = None,
+) -> LossSpec:
     """Policy gradient without a ratio: -A · logprob (Williams 1992).
 
     The controller computes advantages: a reward less the mean of the prompt's other samples (RLOO,
     Ahmadian et al. 2024), or less a KL term and scaled over the batch (REINFORCE++, Hu 2025). Needs
     `mask` and `advantages`, and `ref_logprobs` if `kl_coef` is above 0. `reduction` defaults to
-    `token_mean`.
+    `token_mean`. `entropy_coef` weighs the entropy, which is subtracted.
     """
-    return LossSpec(name="reinforce", kl_coef=kl_coef, reduction=reduction)
+    return LossSpec(
+        name="reinforce", kl_coef=kl_coef, entropy_coef=entropy_coef, reduction=reduction
+    )
 
 
 def decoupled_ppo(
@@ -164,6 +214,7 @@ def decoupled_ppo(
     token_range: tuple[float, float] | None = None,
     sequence_range: tuple[float, float] | None = None,
     kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
     reduction: Reduction | None = None,
 ) -> LossSpec:
     """PPO's objective for samples of an older policy: -w · min(ratio · A, clipped ratio · A)
@@ -188,7 +239,7 @@ def decoupled_ppo(
     Needs `mask`, `logprobs` (of the policies that drew the tokens), `prox_logprobs` and
     `advantages`, and `ref_logprobs` if `kl_coef` is above 0, as in `grpo`. `prox_logprobs` are
     those of the train deployment before the first step with the batch: `forward(batch)`.
-    `reduction` defaults to `token_mean`.
+    `reduction` defaults to `token_mean`. `entropy_coef` weighs the entropy, which is subtracted.
     """
     return LossSpec(
         name="decoupled_ppo",
@@ -198,6 +249,7 @@ def decoupled_ppo(
         token_range=token_range,
         sequence_range=sequence_range,
         kl_coef=kl_coef,
+        entropy_coef=entropy_coef,
         reduction=reduction,
     )
 

@@ -40,6 +40,7 @@ from plexrl.router.http.schemas import Limited
 from plexrl.wire.operations import (
     AdamParams,
     CheckpointParams,
+    ForwardBackwardParams,
     ForwardParams,
     GenerateParams,
     LossSpec,
@@ -107,7 +108,7 @@ GROUP_OF: dict[str, str] = {
     "TailBatching": "rollout",
     "TimeoutSettings": "sandbox",
     "TrainDeployment.forward": "forward",
-    "TrainDeployment.forward_backward": "forward",
+    "TrainDeployment.forward_backward": "forward_backward",
     "TrainDeployment.optim_step": "optim_step",
     "TrainDeployment.save_checkpoint": "save_checkpoint",
     "connect": "connection",
@@ -122,6 +123,7 @@ GROUP_OF: dict[str, str] = {
     "last_number": "answers",
     "numeric": "answers",
     "ppo": "loss",
+    "importance_sampling": "loss",
     "reinforce": "loss",
     "tiny_qwen2": "model",
 }
@@ -309,7 +311,7 @@ def test_an_option_is_accepted_up_to_its_bounds_and_refused_by_name_beyond(
 
 
 MODEL = plexrl.tiny_qwen2("0123456789")
-ADAM = AdamParams(learning_rate=1e-6)
+SGD = AdamParams(learning_rate=1e-6, optimizer="sgd")
 SUBJECT = ProfileSubject(
     model="m", dtype="float32", device="cpu", tp_sizes=(1, 2), kv_token_bytes=4
 )
@@ -321,11 +323,17 @@ def takers() -> Iterator[tuple[str, Callable[[str, Any], object]]]:
     def deployment(name: str, value: Any) -> object:
         return requests.create_deployment("job", "name", "train", MODEL, {name: value})
 
-    yield "optim_step", lambda n, v: check_parameters(structs.replace(ADAM, **{n: v}))
+    yield "optim_step", lambda n, v: check_parameters(structs.replace(SGD, **{n: v}))
     yield "loss", lambda n, v: check_loss(LossSpec(name="grpo", **{n: v}))
     yield "sampling", lambda n, v: check_parameters(SamplingParams(**{n: v}))
     yield "generate", lambda n, v: check_parameters(GenerateParams(**{n: v}))
     yield "forward", lambda n, v: check_parameters(ForwardParams(**{n: v}))
+    yield (
+        "forward_backward",
+        lambda n, v: check_parameters(
+            ForwardBackwardParams(loss=plexrl.losses.cross_entropy(), **{n: v})
+        ),
+    )
     yield "save_checkpoint", lambda n, v: check_parameters(CheckpointParams(name="a", **{n: v}))
     yield "job", lambda n, v: requests.create_job("name", None, {n: v})
     yield "deployment", deployment

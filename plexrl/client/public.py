@@ -38,6 +38,7 @@ from plexrl.client.data.results import (
     ScoreResult,
     StepResult,
     SyncReport,
+    TopLogprobs,
     TrainResult,
     WeightsSpan,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "SyncReport",
     "TailBatching",
     "Tokenizer",
+    "TopLogprobs",
     "TrainDeployment",
     "TrainResult",
     "WeightsSpan",

@@ -134,6 +134,27 @@ class SamplingParams:
     drawn_tokens: int = 0
     """Tokens at the end of the prompts that were drawn earlier, as for a partial sample: its random
     stream continues after them."""
+    sampling_logprobs: bool = False
+    """Return also the logprob of each drawn token under the policy that drew it: after temperature,
+    top_k and top_p."""
+    top_logprobs: int = 0
+    """Return for each drawn token the ids and logprobs of so many likeliest tokens, of the model's
+    own distribution."""
+    prompt_logprobs: bool = False
+    """Return the logprob of each token of the prompts given those before it, of the model's own
+    distribution. The prompts are then computed as a whole, also where the cache has a part."""
+    prompt_top_logprobs: int = 0
+    """As `top_logprobs`, for each token of the prompts, with their logprobs."""
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether tokens of the prompts get logprobs."""
+        return self.prompt_logprobs or self.prompt_top_logprobs > 0
+
+    @property
+    def details_tokens(self) -> bool:
+        """Whether drawn tokens have more numbers than their logprob."""
+        return self.sampling_logprobs or self.top_logprobs > 0
 
 
 class Params(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
@@ -142,9 +163,13 @@ class Params(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
 
 
 class AdamParams(Params, frozen=True, kw_only=True):
-    """Parameters of one AdamW step. The controller sets the learning rate of every step."""
+    """Parameters of one optimizer step. The controller sets the learning rate of every step."""
 
     learning_rate: float
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    """`muon` steps the matrices of decoder layers, and AdamW all other parameters."""
+    momentum: float | None = None
+    """Of SGD, whose absence is 0, and of Muon, whose absence is 0.95."""
     beta1: float = 0.9
     """Decay rate of the first moment."""
     beta2: float = 0.95
@@ -203,6 +228,9 @@ class LossSpec:
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]. DAPO's higher upper bound is 0.28."""
     kl_coef: float = 0.0
     """Weight of the k3 estimate of KL(policy ‖ reference) (Schulman 2020)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy of each token's distribution, which is subtracted: a positive weight
+    keeps the policy from becoming deterministic. Losses with advantages only."""
     weight_cap: float | None = None
     """decoupled_ppo: largest importance weight of a token. Absent: no bound."""
     token_range: tuple[float, float] | None = None
@@ -261,6 +289,10 @@ class ForwardParams(Params, frozen=True, kw_only=True):
     """Parameters of `forward`."""
 
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    entropy: bool = False
+    """Return also the entropy in nats of the distribution that each token is predicted from."""
+    top_logprobs: int = 0
+    """Return also ids and logprobs of so many likeliest tokens at each token."""
 
 
 class GenerateParams(Params, frozen=True, kw_only=True):

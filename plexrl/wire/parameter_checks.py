@@ -25,6 +25,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
 RANGES = ("token_range", "sequence_range")
 STOPS = ("stop_token_ids", "stop_sequences", "stop_strings")
+OPTIMIZERS = ("adamw", "sgd", "muon")
 REDUCTIONS = ("token_mean", "sequence_mean", "sum", "sequence_sum")
 
 SHOWN_MAX = 60
@@ -36,7 +37,7 @@ GROUPS: Final[Mapping[type, str]] = {
     SamplingParams: "sampling",
     GenerateParams: "generate",
     ForwardParams: "forward",
-    ForwardBackwardParams: "forward",
+    ForwardBackwardParams: "forward_backward",
     CheckpointParams: "save_checkpoint",
 }
 """The group of `LIMITS` that bounds the numbers of each parameter type."""
@@ -55,6 +56,7 @@ def check_parameters(params: object) -> None:
     match params:
         case AdamParams():
             _check_decay(params)
+            _check_optimizer(params)
         case ForwardBackwardParams():
             check_loss(params.loss)
         case GenerateParams():
@@ -67,10 +69,39 @@ def check_parameters(params: object) -> None:
             check_parameters(params.sampling)
         case SamplingParams():
             _check_stops(params)
+            for name in ("sampling_logprobs", "prompt_logprobs"):
+                _check_flag(name, getattr(params, name))
+        case ForwardParams():
+            _check_flag("entropy", params.entropy)
         case CheckpointParams():
             check_name("checkpoint", params.name)
             if params.job is not None:
                 check_identifier("job", params.job)
+
+
+def check_rollout_sampling(sampling: SamplingParams) -> None:
+    """Check how an asynchronous rollout draws tokens.
+
+    Raises:
+        InvalidRequestError: `details["parameter"]` names the first invalid parameter.
+    """
+    check_parameters(sampling)
+    if sampling.seed is None:
+        raise InvalidRequestError(
+            "sampling.seed is missing: a trajectory's samples need one", parameter="seed"
+        )
+    if sampling.details_tokens or sampling.scores_prompts:
+        raise InvalidRequestError(
+            "an asynchronous rollout keeps the logprobs of drawn tokens only: leave "
+            "sampling_logprobs, top_logprobs, prompt_logprobs and prompt_top_logprobs out, or use "
+            "generate",
+            parameter="sampling",
+        )
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} is {short(value)}: give True or False", parameter=name)
 
 
 def _check_stops(sampling: SamplingParams) -> None:
@@ -121,6 +152,12 @@ def check_loss(loss: object) -> None:
             f"there is no loss {loss.name!r}: use one of plexrl.losses: {known}", parameter="loss"
         )
     _check_numbers(loss, "loss.")
+    if loss.entropy_coef and "advantages" not in LOSS_INPUTS[loss.name]:
+        raise InvalidRequestError(
+            f"loss.entropy_coef is {loss.entropy_coef:g}, and {loss.name} is no loss of a policy: "
+            "leave it out, or use a loss with advantages",
+            parameter="loss.entropy_coef",
+        )
     for name in RANGES:
         _check_range(name, getattr(loss, name))
     if loss.reduction is not None and loss.reduction not in REDUCTIONS:
@@ -163,6 +200,20 @@ def _check_decay(params: AdamParams) -> None:
             "every parameter is multiplied by 1 - learning_rate · weight_decay, which must not be "
             "negative: lower one of them",
             parameter="weight_decay",
+        )
+
+
+def _check_optimizer(params: AdamParams) -> None:
+    if params.optimizer not in OPTIMIZERS:
+        raise InvalidRequestError(
+            f"optimizer is {short(params.optimizer)}: use {', '.join(OPTIMIZERS)}",
+            parameter="optimizer",
+        )
+    if params.optimizer == "adamw" and params.momentum is not None:
+        raise InvalidRequestError(
+            f"momentum is {params.momentum:g}, and AdamW has none: set beta1, or use optimizer sgd "
+            "or muon",
+            parameter="momentum",
         )
 
 

@@ -329,6 +329,8 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         ({"sampling": SamplingParams()}, "seed is missing"),
         ({"sampling": SamplingParams(seed=1, stop_sequences=((),))}, "stop_sequences"),
         ({"sampling": SamplingParams(seed=1, stop_strings=("",))}, "stop_strings"),
+        ({"sampling": SamplingParams(seed=1, top_logprobs=2)}, "the logprobs of drawn tokens only"),
+        ({"sampling": SamplingParams(seed=1, prompt_logprobs=True)}, "use generate"),
         ({"instances": ()}, "instances"),
         ({"instances": ("a", "a")}, "instances"),
         ({"source": "../other"}, "deployment name"),

@@ -37,6 +37,7 @@ from plexrl.wire.operations import (
     SHARD_BYTES_MAX,
     AdamParams,
     CheckpointParams,
+    ForwardParams,
     LossSpec,
     SamplingParams,
 )
@@ -60,14 +61,25 @@ class TrainDeployment(Deployment):
     """A model that is trained."""
 
     def forward(
-        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+        self,
+        batch: "Batch",
+        *,
+        entropy: bool = False,
+        top_logprobs: int = 0,
+        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
     ) -> Future[ForwardResult]:
         """Logprobs of every token of `batch` given the tokens before it. Gradients do not change.
+
+        With `entropy` also the entropy of each token's distribution, and with `top_logprobs` ids
+        and logprobs of so many likeliest tokens (at most 128).
 
         `micro_batch_tokens` (16 384) bounds the tokens, padding included, that one GPU runs through
         the model at once. It changes memory and speed, and the result by rounding only.
         """
-        return self._submit(requests.forward(self.deployment, batch, micro_batch_tokens))
+        params = ForwardParams(
+            entropy=entropy, top_logprobs=top_logprobs, micro_batch_tokens=micro_batch_tokens
+        )
+        return self._submit(requests.forward(self.deployment, batch, params))
 
     def forward_backward(
         self,
@@ -96,6 +108,8 @@ class TrainDeployment(Deployment):
         self,
         *,
         learning_rate: float,
+        optimizer: Literal["adamw", "sgd", "muon"] = "adamw",
+        momentum: float | None = None,
         beta1: float = 0.9,
         beta2: float = 0.95,
         eps: float = 1e-8,
@@ -103,8 +117,14 @@ class TrainDeployment(Deployment):
         grad_clip_norm: float = 0.0,
         divide_by: float = 1.0,
     ) -> Future[StepResult]:
-        """Make one AdamW step (Loshchilov & Hutter 2019) with the accumulated gradients, and zero
-        them. Each step has its own `learning_rate`, so the controller decides on the schedule.
+        """Make one optimizer step with the accumulated gradients, and zero them. Each step has its
+        own `learning_rate`, so the controller decides on the schedule (`plexrl.schedules`).
+
+        `optimizer` is AdamW (Loshchilov & Hutter 2019); SGD as of torch, whose weight decay is
+        added to the gradients; or Muon (Jordan et al. 2024), for the matrices of decoder layers:
+        AdamW steps the rest with the same rate. `momentum` is that of SGD (absent: 0) or Muon
+        (absent: 0.95). Muon needs backend fsdp with dp alone, and its state on the device. Choose
+        one optimizer for a deployment: momentum is kept in place of AdamW's first moment.
 
         `beta1` and `beta2` are the decay rates of the first and second moment; `eps` is added to
         the root of the second moment. `weight_decay` is decoupled: every parameter is first
@@ -123,6 +143,8 @@ class TrainDeployment(Deployment):
         """
         params = AdamParams(
             learning_rate=learning_rate,
+            optimizer=optimizer,
+            momentum=momentum,
             beta1=beta1,
             beta2=beta2,
             eps=eps,
@@ -195,14 +217,23 @@ class ReferenceDeployment(Deployment):
     """A model that computes logprobs only, such as a reference policy or a teacher."""
 
     def forward(
-        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+        self,
+        batch: "Batch",
+        *,
+        entropy: bool = False,
+        top_logprobs: int = 0,
+        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
     ) -> Future[ForwardResult]:
-        """Logprobs of every token of `batch` given the tokens before it.
+        """Logprobs of every token of `batch` given the tokens before it. `entropy` and
+        `top_logprobs` are as in `TrainDeployment.forward`.
 
         `micro_batch_tokens` (16 384) bounds the tokens, padding included, that one GPU runs through
         the model at once.
         """
-        return self._submit(requests.forward(self.deployment, batch, micro_batch_tokens))
+        params = ForwardParams(
+            entropy=entropy, top_logprobs=top_logprobs, micro_batch_tokens=micro_batch_tokens
+        )
+        return self._submit(requests.forward(self.deployment, batch, params))
 
     def sync_weights(
         self,

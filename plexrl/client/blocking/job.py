@@ -33,7 +33,7 @@ from plexrl.limits import check_numbers
 from plexrl.model.parallelism import Parallelism
 from plexrl.wire.messages.views import JobView
 from plexrl.wire.operations import SamplingParams
-from plexrl.wire.parameter_checks import check_parameters
+from plexrl.wire.parameter_checks import check_rollout_sampling
 
 if TYPE_CHECKING:
     from plexrl.model.lora import LoraSpec
@@ -314,7 +314,7 @@ class Job(JobReader):
                 made steps since.
             ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
         """
-        check_parameters(sampling)
+        check_rollout_sampling(sampling)
         numbers = {
             "instances": instances,
             "prompts": prompts,

@@ -99,13 +99,13 @@ def submission(
     )
 
 
-def forward(deployment: str, batch: "Batch", micro_batch_tokens: int) -> Submission:
+def forward(deployment: str, batch: "Batch", params: ForwardParams) -> Submission:
     """Logprobs of every token."""
     check_batch(batch)
     return submission(
         deployment,
         OperationKind.FORWARD,
-        ForwardParams(micro_batch_tokens=micro_batch_tokens),
+        params,
         results.forward_decoder(batch.lengths),
         batch.arrays(()),
     )
@@ -167,13 +167,16 @@ def generate(
     from plexrl.client.data.batch import Batch
 
     # What is no `SamplingParams` is refused with the other parameters.
+    batch = Batch(prompts)
     is_same = not settings and isinstance(sampling, SamplingParams)
     return submission(
         deployment,
         OperationKind.GENERATE,
         GenerateParams(samples_per_prompt=n, sampling=sampling, stream=stream),
-        _naming_cut_samples(results.generate_decoder(n), sampling.max_tokens if is_same else None),
-        {**Batch(prompts).arrays(()), **(settings or {})},
+        _naming_cut_samples(
+            results.generate_decoder(n, batch.lengths), sampling.max_tokens if is_same else None
+        ),
+        {**batch.arrays(()), **(settings or {})},
     )
 
 

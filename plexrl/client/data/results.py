@@ -33,6 +33,15 @@ class WeightsSpan(NamedTuple):
     the step at which it was saved."""
 
 
+class TopLogprobs(NamedTuple):
+    """The likeliest tokens in the place of each token of a row, under the model itself."""
+
+    ids: "npt.NDArray[np.int32]"
+    """int32 `[tokens, k]`, the likeliest first. The row's own token may be another one."""
+    logprobs: "npt.NDArray[np.float32]"
+    """float32 `[tokens, k]`."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Sample:
     """One generated sample."""
@@ -49,6 +58,11 @@ class Sample:
     weights: tuple[WeightsSpan, ...] = ()
     """The weights that drew the tokens: one `WeightsSpan`, or several in order if weights were
     synced in flight."""
+    sampling_logprobs: "npt.NDArray[np.float32] | None" = None
+    """float32 `[tokens]`: logprob of each token under the policy that drew it, after temperature,
+    `top_k` and `top_p`; 0 at temperature 0. None: `SamplingParams` did not ask for it."""
+    top_logprobs: TopLogprobs | None = None
+    """Likeliest tokens in the place of each of `tokens`. None: not asked for."""
 
     @property
     def trainer_step(self) -> int:
@@ -81,6 +95,13 @@ class GenerateResult:
     budget) and `kv_cache_bytes_used_max` (largest use meanwhile, other generations included)."""
     trainer_step: int = 0
     """Optimizer steps of the trainer in the weights at the start, as `WeightsSpan.trainer_step`."""
+    prompt_logprobs: "list[npt.NDArray[np.float32]] | None" = None
+    """For each prompt float32 `[tokens]`: the logprob of every token given those before it, under
+    the model itself. Entry 0 is 0; NaN if all samples were interrupted before it was computed.
+    None: `SamplingParams` did not ask for it."""
+    prompt_top_logprobs: list[TopLogprobs] | None = None
+    """For each prompt the likeliest tokens in the place of every token, with entry 0, and entries
+    that were not computed, of ids -1. None: not asked for."""
 
     def __repr__(self) -> str:
         samples = [sample for group in self.samples for sample in group]
@@ -93,11 +114,17 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ForwardResult:
-    """Logprobs of a `forward`."""
+    """Logprobs of a `forward`, and what else it was asked for."""
 
     logprobs: "list[npt.NDArray[np.float32]]"
     """For each row of the batch, in order, float32 `[tokens]`: the logprob of every token given the
     tokens before it. Entry 0 is 0."""
+    entropy: "list[npt.NDArray[np.float32]] | None" = None
+    """For each row, float32 `[tokens]`: entropy in nats of the distribution that the token is
+    predicted from. Entry 0 is 0. None: not asked for."""
+    top_logprobs: list[TopLogprobs] | None = None
+    """For each row, the likeliest tokens in the place of every token. Entry 0 is not predicted, and
+    has no meaning. None: not asked for."""
 
     def __repr__(self) -> str:
         return f"ForwardResult({_shape(self.logprobs)})"
@@ -120,8 +147,9 @@ class TrainResult:
 
     metrics: dict[str, float]
     """`loss`, after its reduction; `tokens`, the sum of the mask; and means over these tokens:
-    `logprob`; for a policy loss `ratio` to the policy that drew them, `old_kl`, the k3 estimate of
-    the KL to it, and `clip_fraction`; with `kl_coef` also `ref_kl`. NaN: not finite."""
+    `logprob`; for a policy loss `entropy` of each one's distribution, `ratio` to the policy that
+    drew them, `old_kl`, the k3 estimate of the KL to it, and `clip_fraction`; with `kl_coef` also
+    `ref_kl`. NaN: not finite."""
     logprobs: "list[npt.NDArray[np.float32]]"
     """For each row of the batch, in order, float32 `[tokens]`: logprobs under the weights before
     the step. Entry 0 is 0."""
@@ -218,8 +246,8 @@ Decoder = Callable[[Mapping[str, Any], "Arrays"], Any]
 """Builds a result object from the JSON values and the arrays of a response."""
 
 
-def generate_decoder(samples_per_prompt: int) -> Decoder:
-    """Decodes a `generate` result."""
+def generate_decoder(samples_per_prompt: int, prompts: list[int]) -> Decoder:
+    """Decodes a `generate` result; `prompts` are the prompts' lengths."""
 
     def decode(result: Mapping[str, Any], arrays: "Arrays") -> GenerateResult:
         lengths = arrays["lengths"].tolist()
@@ -232,15 +260,31 @@ def generate_decoder(samples_per_prompt: int) -> Decoder:
         for row, start, seq, step in result.get("segments", ()):
             drawn.setdefault(row, []).append(WeightsSpan(start, seq, step))
         rows = zip(tokens, logprobs, arrays["finish"].tolist(), strict=True)
+        drawn_by = _split(arrays, "sampling_logprobs", lengths)
+        top = _split_top(arrays, "", lengths)
         flat = [
-            Sample(t.tolist(), p, FINISH_REASONS[code], tuple(drawn.get(row, whole)))
+            Sample(
+                t.tolist(),
+                p,
+                FINISH_REASONS[code],
+                tuple(drawn.get(row, whole)),
+                drawn_by[row] if drawn_by else None,
+                top[row] if top else None,
+            )
             for row, (t, p, code) in enumerate(rows)
         ]
         groups = [
             flat[start : start + samples_per_prompt]
             for start in range(0, len(flat), samples_per_prompt)
         ]
-        return GenerateResult(groups, weights_seq, dict(result.get("metrics", {})), trainer_step)
+        return GenerateResult(
+            groups,
+            weights_seq,
+            dict(result.get("metrics", {})),
+            trainer_step,
+            _split(arrays, "prompt_logprobs", prompts),
+            _split_top(arrays, "prompt_", prompts),
+        )
 
     return decode
 
@@ -250,9 +294,29 @@ def forward_decoder(lengths: list[int]) -> Decoder:
 
     def decode(result: Mapping[str, Any], arrays: "Arrays") -> ForwardResult:
         del result
-        return ForwardResult(split_rows(arrays["logprobs"], lengths))
+        return ForwardResult(
+            split_rows(arrays["logprobs"], lengths),
+            _split(arrays, "entropy", lengths),
+            _split_top(arrays, "", lengths),
+        )
 
     return decode
+
+
+def _split(
+    arrays: "Arrays", name: str, lengths: list[int]
+) -> "list[npt.NDArray[np.float32]] | None":
+    """An array by rows; None: there is none of this name."""
+    return split_rows(arrays[name], lengths) if name in arrays else None
+
+
+def _split_top(arrays: "Arrays", prefix: str, lengths: list[int]) -> list[TopLogprobs] | None:
+    """`<prefix>top_ids` and `<prefix>top_logprobs` by rows; None: there are none."""
+    if f"{prefix}top_ids" not in arrays:
+        return None
+    ids = split_rows(arrays[f"{prefix}top_ids"], lengths)
+    logprobs = split_rows(arrays[f"{prefix}top_logprobs"], lengths)
+    return [TopLogprobs(*row) for row in zip(ids, logprobs, strict=True)]
 
 
 def decode_scores(result: Mapping[str, Any], arrays: "Arrays") -> ScoreResult:

@@ -11,7 +11,11 @@ from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20
 from plexrl.rollout.policies.elastic import InstanceBounds
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.wire.operations import SamplingParams
-from plexrl.wire.parameter_checks import check_name, check_parameters, differing_settings
+from plexrl.wire.parameter_checks import (
+    check_name,
+    check_rollout_sampling,
+    differing_settings,
+)
 
 FAILED_PROMPTS_MIN = 8
 NUMBERS = ("prompts", "samples", "first_batch", "failed_prompts_max")
@@ -55,11 +59,9 @@ class RolloutOrder(PolicyFields):
             *(("deployment", instance) for instance in self.instances),
         ):
             check_name(what, name)
-        check_parameters(self.sampling)
+        check_rollout_sampling(self.sampling)
         if not self.instances or len(set(self.instances)) != len(self.instances):
             raise InvalidRequestError("instances: give the names of one or more deployments")
-        if self.sampling.seed is None:
-            raise InvalidRequestError("sampling.seed is missing: a trajectory's samples need one")
         check_numbers("rollout", {name: getattr(self, name) for name in NUMBERS})
         # Slots: `super()` would name the class before its decoration.
         PolicyFields.__post_init__(self)

@@ -14,6 +14,10 @@ from plexrl.wire.tensors import Array, Arrays
 
 ABORTED = 2
 """Value of `finish` for a row that has not ended by itself."""
+DRAWN = ("tokens", "logprobs", "sampling_logprobs", "top_ids", "top_logprobs")
+"""Arrays of a result with an entry for each drawn token."""
+OF_PROMPTS = ("prompt_logprobs", "prompt_top_ids", "prompt_top_logprobs")
+"""Arrays of a result with an entry for each token of the prompts."""
 
 
 class Continuation:
@@ -21,11 +25,13 @@ class Continuation:
 
     def __init__(self, params: GenerateParams, arrays: Arrays, partial: Arrays) -> None:
         sampling = params.sampling
-        drawn = _rows(partial["tokens"], partial["lengths"])
-        logprobs = _rows(partial["logprobs"], partial["lengths"])
+        names = [name for name in DRAWN if name in partial]
+        self._drawn = {name: _rows(partial[name], partial["lengths"]) for name in names}
+        self._of_prompts = {name: partial[name] for name in OF_PROMPTS if name in partial}
+        self._prompt_lengths = arrays["lengths"]
+        self._samples = params.samples_per_prompt
         self._finish = partial["finish"].copy()
         self.unfinished = np.flatnonzero(self._finish == ABORTED)
-        self._drawn, self._logprobs = drawn, logprobs
         self.params = replace(params, samples_per_prompt=1)
         self.arrays = self._prompts(params, sampling, arrays)
         """The prompts of the unfinished rows."""
@@ -34,9 +40,10 @@ class Continuation:
         each = params.samples_per_prompt
         prompts = _rows(arrays["tokens"], arrays["lengths"])
         rows = self.unfinished
-        kept = np.array([len(self._drawn[row]) for row in rows.tolist()], dtype=np.int64)
+        drawn = self._drawn["tokens"]
+        kept = np.array([len(drawn[row]) for row in rows.tolist()], dtype=np.int64)
         number = rows % each if "first_sample" in arrays else rows
-        longer = [np.concatenate([prompts[row // each], self._drawn[row]]) for row in rows.tolist()]
+        longer = [np.concatenate([prompts[row // each], drawn[row]]) for row in rows.tolist()]
         return {
             "tokens": np.concatenate(longer),
             "lengths": np.array([len(prompt) for prompt in longer], dtype=np.int32),
@@ -47,19 +54,32 @@ class Continuation:
 
     def joined(self, result: Arrays) -> Arrays:
         """All rows, with what the unfinished ones have drawn now."""
-        drawn, logprobs, finish = list(self._drawn), list(self._logprobs), self._finish.copy()
-        more = _rows(result["tokens"], result["lengths"])
-        more_logprobs = _rows(result["logprobs"], result["lengths"])
-        for index, row in enumerate(self.unfinished.tolist()):
-            drawn[row] = np.concatenate([drawn[row], more[index]])
-            logprobs[row] = np.concatenate([logprobs[row], more_logprobs[index]])
-            finish[row] = result["finish"][index]
+        rows = self.unfinished.tolist()
+        joined: dict[str, list[Array]] = {}
+        for name, before in self._drawn.items():
+            joined[name] = list(before)
+            for row, more in zip(rows, _rows(result[name], result["lengths"]), strict=True):
+                joined[name][row] = np.concatenate([before[row], more])
+        finish = self._finish.copy()
+        finish[self.unfinished] = result["finish"]
         return {
-            "tokens": np.concatenate(drawn),
-            "lengths": np.array([len(row) for row in drawn], dtype=np.int32),
-            "logprobs": np.concatenate(logprobs),
+            **{name: np.concatenate(each) for name, each in joined.items()},
+            "lengths": np.array([len(row) for row in joined["tokens"]], dtype=np.int32),
             "finish": finish,
+            **{name: self._joined_prompts(name, result) for name in self._of_prompts},
         }
+
+    def _joined_prompts(self, name: str, result: Arrays) -> Array:
+        """Values of the prompts' tokens: those of before, or of a prompt that was not computed as a
+        whole those of its last unfinished row, whose own prompt begins with it."""
+        known = _rows(self._of_prompts["prompt_logprobs"], self._prompt_lengths)
+        values = _rows(self._of_prompts[name], self._prompt_lengths)
+        again = _rows(result[name], self.arrays["lengths"])
+        for row, more in zip(self.unfinished.tolist(), again, strict=True):
+            prompt = row // self._samples
+            if np.isnan(known[prompt]).any():
+                values[prompt] = more[: len(values[prompt])]
+        return np.concatenate(values)
 
 
 def unfinished_rows(result: Arrays) -> int:

@@ -96,11 +96,12 @@ class DispatchPlan:
         ]
 
     def join(self, results: Mapping[int, Array]) -> Array:
-        """Join per-token results, by output rank, in the batch's order. float32 `[T]`.
+        """Join per-token results `[T, …]`, by output rank, in the batch's order.
 
         With context parallelism a row's first entry is 0: no token predicts it.
         """
-        joined = np.zeros(self.tokens, dtype=np.float32)
+        some = results[self.layout.output_ranks[0]]
+        joined = np.zeros((self.tokens, *some.shape[1:]), dtype=some.dtype)
         for rank in self.layout.output_ranks:
             coordinates = self.layout.coordinates(rank)
             shard = self.shards[coordinates.dp]

@@ -107,8 +107,8 @@ async def split_batch(
 
 
 async def join(plan: DispatchPlan, payloads: Sequence[bytearray]) -> Sequence[Body]:
-    """Join the ranks' results about the batch's tokens (`logprobs`) or rows (`scores`) into one
-    body, in parts."""
+    """Join the ranks' results about the batch's tokens (`logprobs`, `entropy` and so on) or rows
+    (`scores`) into one body, in parts."""
     if sum(len(payload) for payload in payloads) <= INLINE_BYTES_MAX:
         return _join(plan, payloads)
     return await asyncio.to_thread(_join, plan, payloads)
@@ -190,11 +190,13 @@ def _split(
 def _join(plan: DispatchPlan, payloads: Sequence[bytearray]) -> Sequence[Body]:
     ranks = plan.layout.output_ranks
     results = {rank: decode_body(payloads[rank])[1] for rank in ranks}
-    by_token = "logprobs" in results[ranks[0]]
-    name = "logprobs" if by_token else "scores"
-    per_rank = {rank: arrays[name] for rank, arrays in results.items()}
+    names = results[ranks[0]]
     if plan.is_whole:
-        wanted = plan.tokens if by_token else len(plan.lengths)
-        assert len(per_rank[ranks[0]]) == wanted, f"the rank returned {name} of some rows only"
+        wanted = len(plan.lengths) if "scores" in names else plan.tokens
+        for name, array in names.items():
+            assert len(array) == wanted, f"the rank returned {name} of some rows only"
         return (payloads[ranks[0]],)
-    return encode_parts({}, {name: (plan.join if by_token else plan.join_rows)(per_rank)})
+    join = plan.join_rows if "scores" in names else plan.join
+    return encode_parts(
+        {}, {name: join({rank: results[rank][name] for rank in ranks}) for name in names}
+    )

@@ -24,6 +24,7 @@ from plexrl.wire.operations import (
     PARAMS_BY_KIND,
     PROMPT_SAMPLING,
     USER_KINDS,
+    AdamParams,
     ForwardBackwardParams,
     ForwardParams,
     GenerateParams,
@@ -68,7 +69,10 @@ def check_operation(
             tokens = _check_batch(spec, arrays, _loss_arrays(typed.loss))
             if "mask" in arrays:
                 check_mask(arrays["mask"], arrays["lengths"])
+        case AdamParams() if typed.optimizer == "muon":
+            _check_muon(spec)
         case ForwardParams():
+            _check_distribution(spec, typed)
             tokens = _check_batch(spec, arrays, ())
         case GenerateParams() if spec.preemptible and typed.stream:
             raise InvalidRequestError(
@@ -121,9 +125,20 @@ def _check_paced(kind: OperationKind, params: OperationParams | None) -> None:
             f"a paced deployment has no {kind.value}: its model has no checkpoints; leave the "
             "checkpoint out, or create the deployment without a pace"
         )
+    if isinstance(params, ForwardParams) and (params.entropy or params.top_logprobs):
+        raise InvalidRequestError(
+            "a paced deployment has no distribution of tokens: leave entropy and top_logprobs out",
+            parameter="entropy" if params.entropy else "top_logprobs",
+        )
     if not isinstance(params, GenerateParams):
         return
     sampling = params.sampling
+    if sampling.details_tokens or sampling.scores_prompts:
+        raise InvalidRequestError(
+            "a paced deployment has no distribution of tokens: leave sampling_logprobs, "
+            "top_logprobs, prompt_logprobs and prompt_top_logprobs out",
+            parameter="sampling",
+        )
     if sampling.stop_token_ids or sampling.stop_sequences or sampling.stop_strings:
         raise InvalidRequestError(
             "a paced deployment draws the lengths of responses by the seed, and stops at no token "
@@ -224,6 +239,7 @@ def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays
             f"generate takes tokens, lengths, {', '.join(PROMPT_SAMPLING)} only: leave "
             f"{', '.join(unknown)} out"
         )
+    _check_details(spec, sampling)
     lengths = _check_rows(spec, arrays)
     for name in PROMPT_SAMPLING:
         if name in arrays:
@@ -244,6 +260,59 @@ def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays
         most = np.minimum(arrays["max_tokens"], spec.max_sequence_tokens)
         return params.samples_per_prompt * int(most.sum())
     return rows * min(sampling.max_tokens, spec.max_sequence_tokens)
+
+
+def _check_details(spec: DeploymentSpec, sampling: SamplingParams) -> None:
+    """Refuse numbers of tokens that the deployment does not compute."""
+    _check_top(spec, "top_logprobs", sampling.top_logprobs)
+    _check_top(spec, "prompt_top_logprobs", sampling.prompt_top_logprobs)
+    if spec.backend == "vllm" and (sampling.details_tokens or sampling.scores_prompts):
+        raise InvalidRequestError(
+            "backend 'vllm' returns the logprobs of drawn tokens only: leave sampling_logprobs, "
+            "top_logprobs, prompt_logprobs and prompt_top_logprobs out, or use backend torch",
+            parameter="sampling",
+        )
+    if spec.tp_sizes and sampling.scores_prompts:
+        raise InvalidRequestError(
+            "a deployment with tp_sizes computes a prompt in several groups, and returns no "
+            "logprobs of it: leave prompt_logprobs and prompt_top_logprobs out, or tp_sizes",
+            parameter="sampling",
+        )
+
+
+def _check_muon(spec: DeploymentSpec) -> None:
+    obstacles = {
+        f"backend {spec.backend!r}": spec.backend != "fsdp",
+        f"optimizer={spec.optimizer!r}": spec.optimizer != "device",
+        f"parallelism.tp={spec.layout.tp}": spec.layout.tp > 1,
+    }
+    found = [name for name, is_there in obstacles.items() if is_there]
+    if found and not spec.pace:
+        raise InvalidRequestError(
+            f"optimizer 'muon' steps whole matrices, which a deployment with {' and '.join(found)} "
+            "does not put together: use adamw or sgd, or create the deployment with backend fsdp, "
+            "its optimizer's state on the device, and dp alone",
+            parameter="optimizer",
+        )
+
+
+def _check_distribution(spec: DeploymentSpec, params: ForwardParams) -> None:
+    _check_top(spec, "top_logprobs", params.top_logprobs)
+    if spec.model.head != "causal" and (params.entropy or params.top_logprobs):
+        raise InvalidRequestError(
+            f"the deployment's model has head {spec.model.head!r}, which predicts no tokens: leave "
+            "entropy and top_logprobs out",
+            parameter="entropy" if params.entropy else "top_logprobs",
+        )
+
+
+def _check_top(spec: DeploymentSpec, name: str, count: int) -> None:
+    size = int(spec.model.config["vocab_size"])
+    if count > size:
+        raise InvalidRequestError(
+            f"{name} is {count} and the vocabulary has {size} tokens: ask for at most {size}",
+            parameter=name,
+        )
 
 
 def _check_setting(name: str, values: Array, prompts: int) -> None:

@@ -16,6 +16,9 @@ whole batch over all ranks, so the sum over ranks and micro-batches is the batch
     decoupled_ppo         ppo with ratio = exp(logprob - prox), times the constant w of `_weights`
                           (Hilton et al. 2021; Fu et al. 2025)
     custom                term = -logprob, weighted by the controller's own weights
+
+With `entropy_coef` each term of a policy's loss is less entropy_coef · H, the entropy of the
+token's distribution.
 """
 
 from collections.abc import Callable
@@ -40,9 +43,17 @@ class LossResult:
 
 
 def compute_loss(
-    spec: LossSpec, logprobs_BL: torch.Tensor, inputs: Tensors, denominator: float
+    spec: LossSpec,
+    logprobs_BL: torch.Tensor,
+    inputs: Tensors,
+    denominator: float,
+    *,
+    entropy_BL: torch.Tensor | None = None,
 ) -> LossResult:
     """The loss of `spec` on one micro-batch.
+
+    `entropy_BL` is that of each token's distribution: a statistic, and with `entropy_coef` a term,
+    for which it must have a graph.
 
     `inputs` holds float32 `[B, L]` tensors by the names in `LOSS_INPUTS`. If several ranks share
     rows, it also holds sums `[B]` over each whole row, over those ranks: `row_mask` of the mask,
@@ -61,6 +72,10 @@ def compute_loss(
     mask_BL = (weights_BL != 0).to(torch.float32) if is_custom else weights_BL
     sums = {"tokens": mask_BL.sum(), "logprob": (mask_BL * logprobs_BL).sum().detach()}
     terms_BL = terms(spec, logprobs_BL, inputs, mask_BL, sums)
+    if entropy_BL is not None:
+        sums["entropy"] = (mask_BL * entropy_BL).sum().detach()
+        if spec.entropy_coef > 0:
+            terms_BL = terms_BL - spec.entropy_coef * entropy_BL
     reduction = spec.reduction or DEFAULT_REDUCTION[spec.name]
     if reduction in ("sequence_mean", "sequence_sum") and not is_custom:
         row_mask_B = inputs.get("row_mask", mask_BL.sum(dim=1))

@@ -3,7 +3,7 @@
 Shapes: T tokens of all rows end to end, R rows, B rows of a micro-batch, L its longest row.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,13 +81,23 @@ def micro_batches(arrays: Arrays, count: int) -> list[MicroBatch]:
     ]
 
 
-def unpack(batches: list[MicroBatch], values: list[torch.Tensor], tokens: int) -> Array:
-    """Per-token values `[B, L]` of each micro-batch as one packed float32 `[T]` array."""
-    packed = np.zeros(tokens, dtype=np.float32)
+def unpack(batches: list[MicroBatch], values: Sequence[torch.Tensor], tokens: int) -> Array:
+    """Per-token values `[B, L, …]` of each micro-batch as one packed float32 `[T, …]` array."""
+    packed = np.zeros((tokens, *values[0].shape[2:]), dtype=np.float32)
     for batch, value_BL in zip(batches, values, strict=True):
         real = batch.index_BL >= 0
         packed[batch.index_BL[real]] = value_BL.numpy()[real]
     return packed
+
+
+def unpack_named(
+    batches: list[MicroBatch], values: Sequence[Mapping[str, torch.Tensor]], tokens: int
+) -> Arrays:
+    """As `unpack`, for values by name; token ids are int32 `[T, …]`."""
+    found = {name: unpack(batches, [each[name] for each in values], tokens) for name in values[0]}
+    if "top_ids" in found:
+        found["top_ids"] = found["top_ids"].astype(np.int32)
+    return found
 
 
 def unpack_rows(arrays: Arrays, values: list[torch.Tensor]) -> Array:

@@ -1,6 +1,6 @@
 """Results of a computation, brought from its device to the CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,3 +15,9 @@ def on_cpu(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         found.append(flat[first : first + result.numel()].view(result.shape))
         first += result.numel()
     return found
+
+
+def named_on_cpu(results: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """As `on_cpu`, for results by name. Ids of tokens are exact as float32."""
+    found = iter(on_cpu([value for each in results for value in each.values()]))
+    return [{name: next(found) for name in each} for each in results]

@@ -17,10 +17,10 @@ from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.layout.keys import StateSlice
-from plexrl.wire.operations import OperationKind
-from plexrl.worker.batches.logprobs import token_logprobs
-from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack, unpack_rows
-from plexrl.worker.batches.results import on_cpu
+from plexrl.wire.operations import ForwardParams, OperationKind
+from plexrl.worker.batches.logprobs import TokenValues, token_values, wanted_by_forward
+from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack_named, unpack_rows
+from plexrl.worker.batches.results import named_on_cpu, on_cpu
 from plexrl.worker.forward.hosted_layers import ModelMemory
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult
 from plexrl.worker.models import lay_out_model
@@ -94,12 +94,13 @@ class ForwardBackend(Backend):
             if self._spec.model.head == "reward":
                 scores = [self._scores(batch) for batch in batches]
                 return BackendResult(arrays={"scores": unpack_rows(call.arrays, on_cpu(scores))})
-            logprobs = [self._logprobs(batch) for batch in batches]
+            values = [self._values(batch, call.params) for batch in batches]
         tokens = len(call.arrays["tokens"]) if "tokens" in call.arrays else 0
-        return BackendResult(arrays={"logprobs": unpack(batches, on_cpu(logprobs), tokens)})
+        return BackendResult(arrays=unpack_named(batches, named_on_cpu(values), tokens))
 
-    def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        return token_logprobs(self._model(**batch.model_inputs).logits, batch)
+    def _values(self, batch: MicroBatch, params: ForwardParams) -> TokenValues:
+        logits_BLV = self._model(**batch.model_inputs).logits
+        return token_values(logits_BLV, batch, wanted_by_forward(params))
 
     def _scores(self, batch: MicroBatch) -> torch.Tensor:
         """The score of every row's last hidden state, float32 `[B]`.

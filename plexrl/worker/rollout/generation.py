@@ -43,6 +43,44 @@ class RowPlacement:
 
 
 @dataclass(slots=True)
+class TokenDetails:
+    """What the drawn tokens of a row have beside their logprobs, for a generation that wants it.
+    Lists have one entry per token, or are empty."""
+
+    sampling_logprobs: list[float] = field(default_factory=list)
+    top_ids: list[Array] = field(default_factory=list)
+    """int32 `[k]`, the likeliest first."""
+    top_logprobs: list[Array] = field(default_factory=list)
+    """float32 `[k]`."""
+
+
+class PromptScores:
+    """Logprobs of a prompt's tokens, each given those before it. NaN and -1: not computed."""
+
+    def __init__(self, tokens: int, top: int) -> None:
+        self.logprobs = np.full(tokens, np.nan, dtype=np.float32)
+        self.logprobs[:1] = 0.0
+        self.top_ids = np.full((tokens, top), -1, dtype=np.int32)
+        self.top_logprobs = np.full((tokens, top), np.nan, dtype=np.float32)
+
+    @property
+    def top(self) -> int:
+        """Alternatives of each token."""
+        return int(self.top_ids.shape[1])
+
+    def keep(self, position: int, logprob: float, ids: Array, logprobs: Array) -> None:
+        """Keep the numbers of the token at `position`; of the likeliest tokens the first ones."""
+        self.logprobs[position] = logprob
+        self.top_ids[position] = ids[: self.top]
+        self.top_logprobs[position] = logprobs[: self.top]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last token has its logprob: passes compute them in order."""
+        return not np.isnan(self.logprobs[-1])
+
+
+@dataclass(slots=True)
 class Generation:
     """One `generate` call. Lists have one entry per row, prompt-major."""
 
@@ -57,8 +95,11 @@ class Generation:
     """int32 `[drawn]`."""
     logprobs: list[Any] = field(default_factory=list)
     """float32 `[drawn]`."""
+    details: list[TokenDetails] = field(default_factory=list)
     finish: list[int] = field(default_factory=list)
     segments: list[list[Segment]] = field(default_factory=list)
+    prompt_scores: list[PromptScores] = field(default_factory=list)
+    """One entry per prompt, equal prompts share one; empty: not wanted."""
     unfinished: int = 0
     first_row: int = 0
     """Index of this part's first row in the whole call; random streams depend on it."""
@@ -79,9 +120,16 @@ class Generation:
         rows = len(self.prompts) * self.samples_per_prompt
         self.tokens = [np.empty(0, dtype=np.int32)] * rows
         self.logprobs = [np.empty(0, dtype=np.float32)] * rows
+        self.details = [TokenDetails() for _ in range(rows)]
         self.finish = [ABORT] * rows
         self.segments = [[] for _ in range(rows)]
         self.unfinished = rows if self.rows is None else len(self.rows)
+        self.prompt_scores = []
+        if self.sampling.scores_prompts:
+            top, scores = self.sampling.prompt_top_logprobs, dict[tuple[int, ...], PromptScores]()
+            for prompt in self.prompts:
+                found = scores.setdefault(tuple(prompt), PromptScores(len(prompt), top))
+                self.prompt_scores.append(found)
 
     def max_tokens(self, row: int) -> int:
         """Most tokens to draw for a row."""
@@ -114,7 +162,29 @@ class Generation:
             "lengths": np.array([len(row) for row in self.tokens], dtype=np.int32),
             "logprobs": np.concatenate([*self.logprobs, empty]).astype(np.float32),
             "finish": np.array(self.finish, dtype=np.uint8),
+            **self._detail_arrays(),
         }
+
+    def _detail_arrays(self) -> Arrays:
+        """What the parameters of sampling ask for beside tokens and logprobs."""
+        sampling, found = self.sampling, Arrays()
+        if sampling.sampling_logprobs:
+            values = [value for row in self.details for value in row.sampling_logprobs]
+            found["sampling_logprobs"] = np.array(values, dtype=np.float32)
+        if top := sampling.top_logprobs:
+            ids = [each for row in self.details for each in row.top_ids]
+            logprobs = [each for row in self.details for each in row.top_logprobs]
+            found["top_ids"] = np.array(ids, dtype=np.int32).reshape(-1, top)
+            found["top_logprobs"] = np.array(logprobs, dtype=np.float32).reshape(-1, top)
+        if self.prompt_scores:
+            scores = self.prompt_scores
+            found["prompt_logprobs"] = np.concatenate([each.logprobs for each in scores])
+            if sampling.prompt_top_logprobs:
+                found["prompt_top_ids"] = np.concatenate([each.top_ids for each in scores])
+                found["prompt_top_logprobs"] = np.concatenate(
+                    [each.top_logprobs for each in scores]
+                )
+        return found
 
     def mixed_segments(self) -> list[list[int]]:
         """`[row, start, weights_seq]` of every segment, for rows that another version than the
@@ -148,11 +218,20 @@ class Sample:
     """int32 `[drawn]`, and `logprobs` float32 `[drawn]`, while a preempted sample waits; None
     before its first run."""
     logprobs: Any = None
+    details: TokenDetails = field(default_factory=TokenDetails)
+    """Of all drawn tokens, also while it runs."""
 
     @property
     def group(self) -> tuple[str, int]:
         """Identifies the prompt: its samples have the same value."""
         return self.generation.name, self.prompt_number
+
+    @property
+    def scores(self) -> PromptScores | None:
+        """Where the logprobs of its prompt belong; None: they are there, or not wanted."""
+        scores = self.generation.prompt_scores
+        found = scores[self.prompt_number] if scores else None
+        return None if found is None or found.is_whole else found
 
     @property
     def is_fresh(self) -> bool:
@@ -180,6 +259,7 @@ class CarriedSample:
     tokens: Any
     """As `Sample.tokens`, and `logprobs`."""
     logprobs: Any
+    details: TokenDetails
     segments: tuple[Segment, ...]
     blocks: tuple[int, ...] = ()
     """The blocks that it held; empty: it has no keys and values."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from plexrl.wire.tensors import Array
 from plexrl.worker.rollout.generation import ODD_2, ODD_3
 
 _MANTISSA_BITS = 53
@@ -33,15 +34,38 @@ class RowSampling:
 def draw(logprobs_NV: torch.Tensor, rows: RowSampling, position_N: torch.Tensor) -> torch.Tensor:
     """One token for each row, int64 `[N]`; `position_N` counts the tokens drawn so far."""
     greedy_N = rows.temperature == 0
-    temperature_N = torch.where(greedy_N, 1.0, rows.temperature)
+    scores_NV = _scores(logprobs_NV, rows)
+    noise_NV = gumbel(rows.stream, position_N, logprobs_NV.shape[1])
+    noise_NV = torch.where(greedy_N[:, None], 0.0, noise_NV)
+    return (scores_NV + noise_NV).argmax(dim=-1)
+
+
+def sampling_logprobs(
+    logprobs_NV: torch.Tensor, rows: RowSampling, token_N: torch.Tensor
+) -> torch.Tensor:
+    """Logprob of each row's token under the distribution that `draw` draws from, float32 `[N]`; of
+    a greedy row 0, as it draws no other token."""
+    scores_NV = _scores(logprobs_NV, rows).log_softmax(dim=-1)
+    return torch.where(rows.temperature == 0, 0.0, scores_NV.gather(-1, token_N[:, None])[:, 0])
+
+
+def likeliest_tokens(logprobs_NV: torch.Tensor, count: int) -> tuple[Array, Array]:
+    """Ids int32 and logprobs float32 of each row's likeliest tokens, the likeliest first, both
+    `[N, count]`; `count` is at most V."""
+    found = logprobs_NV.topk(count, dim=-1)
+    return found.indices.int().cpu().numpy(), found.values.cpu().numpy()
+
+
+def _scores(logprobs_NV: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    """Logits of the distributions that tokens are drawn from; a greedy row's are of temperature
+    1."""
+    temperature_N = torch.where(rows.temperature == 0, 1.0, rows.temperature)
     scores_NV = logprobs_NV
     if bool((temperature_N != 1.0).any()):
         scores_NV = scores_NV / temperature_N[:, None]
     if bool((rows.top_k > 0).any()) or bool((rows.top_p < 1.0).any()):
         scores_NV = scores_NV.masked_fill(~allowed(scores_NV, rows.top_k, rows.top_p), -torch.inf)
-    noise_NV = gumbel(rows.stream, position_N, logprobs_NV.shape[1])
-    noise_NV = torch.where(greedy_N[:, None], 0.0, noise_NV)
-    return (scores_NV + noise_NV).argmax(dim=-1)
+    return scores_NV
 
 
 def allowed(scores_NV: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,11 @@ from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams, OperationKind
+from plexrl.worker.batches.logprobs import TokenValues, wanted_by_forward, wanted_by_loss
 from plexrl.worker.batches.losses import compute_loss
 from plexrl.worker.batches.packed_batches import packed_micro_batches
-from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack
-from plexrl.worker.batches.results import on_cpu
+from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack, unpack_named
+from plexrl.worker.batches.results import named_on_cpu, on_cpu
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult, SharedWeights
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.checkpoint_files import model_files, tokenizer_files
@@ -136,8 +137,8 @@ class TrainingBackend(Backend):
 
     def _forward(self, call: BackendCall) -> BackendResult:
         batches = self._micro_batches(call)
-        values = on_cpu(self.model.forward(batches))
-        return BackendResult(arrays={"logprobs": unpack(batches, values, _tokens(call))})
+        values = named_on_cpu(self.model.forward(batches, wanted_by_forward(call.params)))
+        return BackendResult(arrays=unpack_named(batches, values, _tokens(call)))
 
     def _forward_backward(self, call: BackendCall) -> BackendResult:
         batches = self._micro_batches(call)
@@ -145,14 +146,20 @@ class TrainingBackend(Backend):
         names: list[str] = []
         found_sums: list[torch.Tensor] = []
 
-        def loss(logprobs_BL: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-            found = compute_loss(call.params.loss, logprobs_BL, _inputs(batch), denominator)
+        def loss(values: TokenValues, batch: MicroBatch) -> torch.Tensor:
+            found = compute_loss(
+                call.params.loss,
+                values["logprobs"],
+                _inputs(batch),
+                denominator,
+                entropy_BL=values.get("entropy"),
+            )
             named = {"loss": found.loss.detach(), **found.sums}
             names.extend(named)
             found_sums.extend(torch.as_tensor(value) for value in named.values())
             return found.loss
 
-        values = self.model.forward_backward(batches, loss)
+        values = self.model.forward_backward(batches, loss, wanted_by_loss(call.params.loss))
         self._gradients_pending = True
         # One copy for everything that leaves the device.
         found = on_cpu([*values, *found_sums])

@@ -7,7 +7,7 @@ elementwise, so each rank steps its region as one flat tensor. The padding betwe
 zero.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, StateKey, StatePart
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.arena_tensors import ArenaLayout, ShardBox, span, view, whole_box
-from plexrl.worker.state.host.optimizer import AdamKernel, HostAdamW, adam_of_torch
+from plexrl.worker.state.host.optimizer import AdamKernel, HostAdamW, step_of_torch
 from plexrl.worker.state.host.transfer import Run
 
 NORM_CHUNK_ELEMENTS = 1 << 22
@@ -51,7 +51,7 @@ class FlatState:
         optimizer: str,
         make_arena: Callable[[int], WorkerArena] = Arena,
         lead: int = 0,
-        kernel: AdamKernel = adam_of_torch,
+        kernel: AdamKernel = step_of_torch,
     ) -> None:
         """`optimizer` is the location of the optimizer's state, `device` or `host`. `kernel` steps
         it. `lead` elements before the first parameter are the framework's padding. Only addresses
@@ -103,16 +103,27 @@ class FlatState:
         return view(self.arena, self._regions["grad"].slices[name])
 
     def step(self, params: AdamParams, gradient_factor: float) -> None:
-        """One AdamW step of all parameters. Raises as `TrainingModel.step`."""
+        """One step of all parameters, elementwise. Raises as `TrainingModel.step`."""
         if self.host_arena is not None:
             self._host_optimizer.step(params, gradient_factor)
             return
-        if gradient_factor != 1.0:
-            self.gradients.mul_(gradient_factor)
-        step_count = view(self.arena, self._step_slice)
-        step_count.add_(1)
+        step_count = self.begin_step(gradient_factor)
         moments = (self._flat(name) for name in MOMENTS)
         self._kernel(params, step_count, self.parameters, self.gradients, *moments)
+
+    def begin_step(self, gradient_factor: float) -> torch.Tensor:
+        """Scale the gradients and count a step of an optimizer on the device; returns the count,
+        with this one."""
+        if gradient_factor != 1.0:
+            self.gradients.mul_(gradient_factor)
+        return view(self.arena, self._step_slice).add_(1)
+
+    def shards(self) -> Iterator[tuple[StateSlice, tuple[torch.Tensor, ...]]]:
+        """Each parameter's slice, and views in the shape of its shard of parameter, gradient, first
+        and second moment. The moments are on the device."""
+        regions = [self._regions[name].slices for name in ("param", "grad", *MOMENTS)]
+        for name, piece in regions[0].items():
+            yield piece, tuple(view(self.arena, each[name]) for each in regions)
 
     def squared_gradients(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, a scalar."""

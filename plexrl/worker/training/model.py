@@ -18,6 +18,7 @@ from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import AdamParams
+from plexrl.worker.batches.logprobs import TokenValues, Wanted
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.state.device import CPU, WorkerDevice
 
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from plexrl.model.deployment_spec import DeploymentSpec
     from plexrl.worker.interface.backend import SharedWeights
 
-LossOfBatch = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-"""Maps logprobs float32 `[B, L]` of a micro-batch to its share of the batch's loss, a scalar.
-Called once for each micro-batch, in order, on the ranks that have the logprobs."""
+LossOfBatch = Callable[[TokenValues, MicroBatch], torch.Tensor]
+"""Maps the numbers of a micro-batch's tokens to its share of the batch's loss, a scalar. Called
+once for each micro-batch, in order, on the ranks that have the numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,17 +139,17 @@ class TrainingModel(ABC):
         `gradients_loaded`, set the gradients to zero."""
 
     @abstractmethod
-    def forward(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Logprob of every token given the tokens before it: float32 `[B, L]` for each micro-batch,
-        on its device, without a graph. Column 0 and padding are 0. Ranks without outputs return
-        zeros."""
+    def forward(self, batches: Sequence[MicroBatch], wanted: Wanted) -> list[TokenValues]:
+        """Logprob of every token given the tokens before it, and what is `wanted` beside it: for
+        each micro-batch, on its device, without a graph. Column 0 and padding are 0. Ranks without
+        outputs return zeros, and of the logprobs only."""
 
     @abstractmethod
     def forward_backward(
-        self, batches: Sequence[MicroBatch], loss: LossOfBatch
+        self, batches: Sequence[MicroBatch], loss: LossOfBatch, wanted: Wanted
     ) -> list[torch.Tensor]:
-        """As `forward`, and add the gradients of the sum of all losses, over micro-batches and data
-        ranks, to the present gradients.
+        """Logprobs as `forward`, and add the gradients of the sum of all losses, over micro-batches
+        and data ranks, to the present gradients. `wanted` is what the loss needs beside logprobs.
 
         All micro-batches are passed at once, because a pipeline interleaves them.
         """
@@ -162,7 +163,7 @@ class TrainingModel(ABC):
 
     @abstractmethod
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
-        """One AdamW step with the gradients times `gradient_factor`. It may overwrite gradients.
+        """One step with the gradients times `gradient_factor`. It may overwrite gradients.
 
         Raises:
             StateTierFullError: host memory has no space for the step; nothing has changed.

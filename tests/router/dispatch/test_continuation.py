@@ -45,8 +45,17 @@ def draw(params: GenerateParams, arrays: Arrays, steps: list[int] | None) -> Arr
         found["logprobs"] += [-float(token) for token in drawn]
         found["finish"].append(finish)
         found["lengths"].append(len(drawn))
+    tokens = np.array(found["tokens"], dtype=np.int32)
+    # A row that has drawn nothing may not have computed its prompt.
+    computed = np.add.reduceat(found["lengths"], np.arange(0, len(found["lengths"]), each)) > 0
+    scored = np.where(np.repeat(computed, arrays["lengths"]), arrays["tokens"], np.nan)
     return {
-        "tokens": np.array(found["tokens"], dtype=np.int32),
+        "tokens": tokens,
+        "sampling_logprobs": (tokens / 2).astype(np.float32),
+        "top_ids": np.stack([tokens, tokens + 1], axis=1),
+        "top_logprobs": np.stack([tokens, -tokens], axis=1).astype(np.float32),
+        "prompt_logprobs": scored.astype(np.float32),
+        "prompt_top_ids": np.stack([scored, scored], axis=1).astype(np.float32),
         "logprobs": np.array(found["logprobs"], dtype=np.float32),
         "finish": np.array(found["finish"], dtype=np.uint8),
         "lengths": np.array(found["lengths"], dtype=np.int32),

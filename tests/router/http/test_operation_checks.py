@@ -187,12 +187,16 @@ PACE = "h800:qwen2.5-7b@0.01"
         (ROLLOUT, "load_checkpoint", {"name": "c"}, "no load_checkpoint"),
         (ROLLOUT, "generate", {"sampling": {"stop_token_ids": [4]}}, "leave the stop parameters"),
         (ROLLOUT, "generate", {"sampling": {"stop_sequences": [[4]]}}, "leave the stop parameters"),
+        (ROLLOUT, "generate", {"sampling": {"top_logprobs": 2}}, "no distribution of tokens"),
+        (ROLLOUT, "generate", {"sampling": {"prompt_logprobs": True}}, "no distribution of tokens"),
+        (TRAIN, "forward", {"entropy": True}, "leave entropy and top_logprobs out"),
+        (TRAIN, "forward", {"top_logprobs": 1}, "leave entropy and top_logprobs out"),
     ],
 )
 def test_what_a_paced_deployment_cannot_do_is_refused_at_submission(
     spec: DeploymentSpec, kind: str, params: dict[str, Any], message: str
 ) -> None:
-    arrays = batch([4]) if kind == "generate" else {}
+    arrays = batch([4]) if kind in ("generate", "forward") else {}
     arrays = {name: arrays[name] for name in ("tokens", "lengths") if name in arrays}
     check_operation(spec, kind, params, arrays)
     with pytest.raises(InvalidRequestError, match=message):
@@ -207,3 +211,76 @@ def test_paced_and_computed_deployments_do_not_exchange_weights() -> None:
         check_source(paced_rollout, TRAIN)
     with pytest.raises(InvalidRequestError, match="the source is paced and has no model"):
         check_source(ROLLOUT, paced_train)
+
+
+NUMBERS = (
+    {"sampling_logprobs": True},
+    {"top_logprobs": 2},
+    {"prompt_logprobs": True},
+    {"prompt_top_logprobs": 2},
+)
+
+
+@pytest.mark.parametrize("sampling", NUMBERS, ids=str)
+def test_numbers_of_tokens_that_an_engine_does_not_compute_are_refused_by_name(
+    sampling: dict[str, Any],
+) -> None:
+    arrays = {name: batch([4])[name] for name in ("tokens", "lengths")}
+    params = {"sampling": sampling}
+    check_operation(ROLLOUT, "generate", params, arrays)
+    with pytest.raises(InvalidRequestError, match="backend 'vllm' returns"):
+        check_operation(replace(ROLLOUT, backend="vllm"), "generate", params, arrays)
+    groups = replace(ROLLOUT, workers=2, parallelism=Parallelism(tp=2), tp_sizes=(1, 2))
+    if next(iter(sampling)).startswith("prompt"):
+        with pytest.raises(InvalidRequestError, match="a deployment with tp_sizes"):
+            check_operation(groups, "generate", params, arrays)
+    else:
+        check_operation(groups, "generate", params, arrays)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("generate", {"sampling": {"top_logprobs": VOCABULARY_SIZE + 1}}),
+        ("generate", {"sampling": {"prompt_top_logprobs": VOCABULARY_SIZE + 1}}),
+        ("forward", {"top_logprobs": VOCABULARY_SIZE + 1}),
+    ],
+)
+def test_more_alternatives_than_tokens_are_refused(kind: str, params: dict[str, Any]) -> None:
+    arrays = {name: batch([4])[name] for name in ("tokens", "lengths")}
+    with pytest.raises(InvalidRequestError, match="ask for at most 13"):
+        check_operation(ROLLOUT if kind == "generate" else TRAIN, kind, params, arrays)
+
+
+def test_a_reward_model_has_no_distribution() -> None:
+    model = tiny_qwen2("0123456789", head="reward")
+    judge = replace(TRAIN, kind="forward", backend="torch", model=model)
+    arrays = {name: batch([4])[name] for name in ("tokens", "lengths")}
+    check_operation(judge, "forward", {}, arrays)
+    with pytest.raises(InvalidRequestError, match="predicts no tokens"):
+        check_operation(judge, "forward", {"entropy": True}, arrays)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"backend": "megatron"},
+        {"backend": "deepspeed"},
+        {"optimizer": "host"},
+        {"workers": 2, "parallelism": Parallelism(tp=2)},
+    ],
+    ids=str,
+)
+def test_muon_is_refused_where_no_rank_has_whole_matrices(changes: dict[str, Any]) -> None:
+    params = {"learning_rate": 0.1, "optimizer": "muon"}
+    check_operation(TRAIN, "optim_step", params, {})
+    with pytest.raises(InvalidRequestError, match="'muon' steps whole matrices") as refused:
+        check_operation(replace(TRAIN, **changes), "optim_step", params, {})
+    assert refused.value.details == {"parameter": "optimizer"}
+    check_operation(replace(TRAIN, **changes), "optim_step", {**params, "optimizer": "sgd"}, {})
+
+
+def test_adamw_has_no_momentum() -> None:
+    params = {"learning_rate": 0.1, "momentum": 0.9}
+    with pytest.raises(InvalidRequestError, match="AdamW has none: set beta1"):
+        check_operation(TRAIN, "optim_step", params, {})

@@ -1,6 +1,7 @@
 """The losses against their formulas written out token by token."""
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from plexrl import losses
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import DEFAULT_REDUCTION, LOSS_INPUTS, LossName, LossSpec
+from plexrl.wire.parameter_checks import check_loss
 from plexrl.worker.batches.losses import TERMS, compute_loss
 from tests.examples import examples
 
@@ -27,6 +29,17 @@ SPECS = [
     losses.ppo(reduction="sequence_sum"),
     losses.dapo(reduction="sum"),
     losses.dr_grpo(clip_low=0.1, clip_high=0.3),
+]
+WITH_ENTROPY = [
+    losses.importance_sampling(entropy_coef=0.2),
+    losses.ppo(entropy_coef=0.2, reduction="sequence_mean"),
+    losses.grpo(entropy_coef=0.2, kl_coef=0.3),
+    losses.dapo(entropy_coef=0.2),
+    losses.dr_grpo(entropy_coef=0.2),
+    losses.gspo(entropy_coef=0.2),
+    losses.cispo(entropy_coef=0.2),
+    losses.reinforce(entropy_coef=0.2),
+    losses.decoupled_ppo(entropy_coef=0.2),
 ]
 BY_GRADIENT = [
     losses.gspo(clip_low=0.1, clip_high=0.2, kl_coef=0.3),
@@ -295,3 +308,31 @@ def test_rows_that_are_no_pairs_are_refused() -> None:
     for rows in ([], [[0.0]], [[0.0], [0.0, 1.0]]):
         with pytest.raises(InvalidRequestError, match="give pairs of rows"):
             losses.dpo_weights(rows, [[0.0]] * len(rows), [[1.0]] * len(rows))
+
+
+@pytest.mark.parametrize("spec", WITH_ENTROPY, ids=lambda s: f"{s.name}-{s.reduction}")
+def test_the_entropy_is_subtracted_from_each_term(spec: LossSpec) -> None:
+    logprobs, inputs = some_inputs(3)
+    entropy = torch.rand((ROWS, TOKENS)).requires_grad_(True)
+    found = compute_loss(spec, logprobs, inputs, 3.0, entropy_BL=entropy)
+    plain = compute_loss(replace(spec, entropy_coef=0.0), logprobs, inputs, 3.0)
+    # A loss that is a constant for each token has the reduction's weights as its gradient.
+    weights = torch.autograd.grad(found.loss, entropy)[0] / -spec.entropy_coef
+    leaf = logprobs.clone().requires_grad_(True)
+    by_tokens = losses.cross_entropy(reduction=spec.reduction or DEFAULT_REDUCTION[spec.name])
+    compute_loss(by_tokens, leaf, inputs, 3.0).loss.backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    assert torch.allclose(weights, -leaf.grad, atol=1e-7)
+    total = spec.entropy_coef * float((weights * entropy).sum().detach())
+    assert float(found.loss.detach()) == pytest.approx(float(plain.loss) - total, abs=1e-6)
+    mask = inputs["mask"].clone()
+    mask[:, 0] = 0
+    assert float(found.sums["entropy"]) == pytest.approx(
+        float((mask * entropy).sum().detach()), rel=1e-6
+    )
+
+
+def test_a_loss_without_a_policy_has_no_entropy_term() -> None:
+    for name in ("cross_entropy", "custom"):
+        with pytest.raises(InvalidRequestError, match="no loss of a policy"):
+            check_loss(LossSpec(name=name, entropy_coef=0.1))

@@ -41,7 +41,8 @@ from tests.wire.runs import make_run
 from tests.worker.arena_memory import memory_of
 from tests.worker.training.cases import WRITER, Case
 
-LOSS = plexrl.losses.grpo(kl_coef=0.1)
+LOSS = plexrl.losses.grpo(kl_coef=0.1, entropy_coef=0.05)
+TOP = 3
 ADAM = AdamParams(learning_rate=1e-2, grad_clip_norm=0.05, weight_decay=0.1)
 """Clips: the gradients of these batches are larger."""
 MICRO_BATCH_TOKENS = 24
@@ -200,11 +201,13 @@ class _Run:
         self._switch()
         return found
 
-    def forward(self, arrays: Arrays) -> Array:
-        """Logprobs, which a switch does not change by one bit."""
+    def forward(self, arrays: Arrays) -> Arrays:
+        """What is known of tokens, which a switch does not change by one bit."""
         first = self._forward(arrays)
         self._switch()
-        assert np.array_equal(first, self._forward(arrays))
+        again = self._forward(arrays)
+        assert set(again) == set(first)
+        assert all(np.array_equal(first[name], again[name]) for name in first)
         return first
 
     def refuse_infinite_gradients(self) -> Any:
@@ -298,8 +301,9 @@ class _Run:
         assert (result["trainer_step"] > 0) == optimizer
         return self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
 
-    def _forward(self, arrays: Arrays) -> Array:
-        return self._split(OperationKind.FORWARD, ForwardParams(), arrays).arrays["logprobs"]
+    def _forward(self, arrays: Arrays) -> Arrays:
+        params = ForwardParams(entropy=True, top_logprobs=TOP)
+        return self._split(OperationKind.FORWARD, params, arrays).arrays
 
     def _forward_backward(self, arrays: Arrays, loss: LossSpec) -> BackendResult:
         params = ForwardBackwardParams(loss=loss)

@@ -14,7 +14,7 @@ from plexrl.router.dispatch.reductions import loss_denominator
 from plexrl.wire.operations import AdamParams, LossSpec
 from plexrl.wire.tensors import Array, Arrays
 from plexrl.worker.batches.losses import compute_loss
-from plexrl.worker.batches.packing import micro_batches, unpack
+from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack
 from plexrl.worker.models import build_model, named_parameters
 
 Tensors = dict[str, torch.Tensor]
@@ -44,12 +44,26 @@ def logprobs_of(
 ) -> tuple[torch.Tensor, Array]:
     """Logprobs of a whole batch as one padded micro-batch: `[B, L]` with its graph, packed
     `[T]`."""
+    batch, all_BPV = distributions_of(spec, arrays, compute_dtype)
+    chosen = all_BPV.gather(-1, batch.tokens_BL[:, 1:, None])[..., 0]
+    logprobs = torch.nn.functional.pad(chosen * batch.valid_BL[:, 1:], (1, 0))
+    return logprobs, unpack([batch], [logprobs.detach()], len(arrays["tokens"]))
+
+
+def distributions_of(
+    spec: ModelSpec, arrays: Arrays, compute_dtype: str = "float32"
+) -> tuple[MicroBatch, torch.Tensor]:
+    """A whole batch as one padded micro-batch, and the logprobs of all tokens of the vocabulary in
+    each place `[B, L - 1, V]`, with their graph."""
     (batch,) = micro_batches(arrays, 1)
     model = model_of(spec, compute_dtype)
     logits = model(input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long()).logits
-    chosen = logits[:, :-1].float().log_softmax(-1).gather(-1, batch.tokens_BL[:, 1:, None])[..., 0]
-    logprobs = torch.nn.functional.pad(chosen * batch.valid_BL[:, 1:], (1, 0))
-    return logprobs, unpack([batch], [logprobs.detach()], len(arrays["tokens"]))
+    return batch, logits[:, :-1].float().log_softmax(-1)
+
+
+def entropy_of(all_BPV: torch.Tensor) -> torch.Tensor:
+    """Entropy of each distribution, with a column 0 of zeros: `[B, L]`."""
+    return torch.nn.functional.pad(-(all_BPV.exp() * all_BPV).sum(-1), (1, 0))
 
 
 def gradients_of(
@@ -66,8 +80,14 @@ def gradients_of(
     packed, losses = [], []
     for each in arrays:
         logprobs, values = logprobs_of(spec, each, compute_dtype)
-        (batch,) = micro_batches(each, 1)
-        found = compute_loss(loss, logprobs, batch.per_token_BL, loss_denominator(loss, each))
+        batch, all_BPV = distributions_of(spec, each, compute_dtype)
+        found = compute_loss(
+            loss,
+            logprobs,
+            batch.per_token_BL,
+            loss_denominator(loss, each),
+            entropy_BL=entropy_of(all_BPV),
+        )
         found.loss.backward()  # type: ignore[no-untyped-call]
         packed.append(values)
         losses.append(float(found.loss.detach()))

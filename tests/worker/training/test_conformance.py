@@ -13,6 +13,7 @@ from plexrl.errors import NonFiniteGradientError, from_wire
 from plexrl.router.dispatch.reductions import gather_metrics
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.tensors import Array, Arrays
+from plexrl.worker.batches.packing import unpack
 from plexrl.worker.models import build_model, named_parameters
 from tests.statemanager.conftest import daemon_in
 from tests.worker.training import reference
@@ -21,6 +22,7 @@ from tests.worker.training.compiling import COMPILING
 from tests.worker.training.ranks import (
     ADAM,
     LOSS,
+    TOP,
     Kept,
     Step,
     assembled,
@@ -145,7 +147,42 @@ def test_forward_gives_logprobs_in_the_order_of_the_batch(case: Case, records: R
     reference.set_parameters(case.model, parameters, dtype)
     with torch.no_grad():
         _, wanted = reference.logprobs_of(case.model, batch(99), dtype)
-    near(joined(case, batch(99), [record["forward"] for record in records]), wanted, case)
+    found = joined(case, batch(99), [record["forward"]["logprobs"] for record in records])
+    near(found, wanted, case)
+
+
+def test_forward_gives_the_entropy_and_the_likeliest_tokens_of_each_place(
+    case: Case, records: Records
+) -> None:
+    parameters = whole(records, 1, "after", StatePart.PARAMETER)
+    dtype = case.spec.compute_dtype
+    reference.set_parameters(case.model, parameters, dtype)
+    arrays = batch(99)
+    with torch.no_grad():
+        rows, all_BPV = reference.distributions_of(case.model, arrays, dtype)
+    values = {}
+    for name in ("entropy", "top_ids", "top_logprobs"):
+        # Ranks without outputs return none.
+        some = records[case.layout.output_ranks[0]]["forward"][name]
+        own = [record["forward"].get(name, some) for record in records]
+        values[name] = joined(case, arrays, own)
+    count = len(arrays["tokens"])
+    # Predicted tokens; the others are 0.
+    real_BL = rows.valid_BL.clone()
+    real_BL[:, 0] = False
+    wanted = unpack([rows], [reference.entropy_of(all_BPV) * real_BL], count)
+    near(values["entropy"], wanted, case)
+    all_BLV = torch.nn.functional.pad(all_BPV, (0, 0, 1, 0)) * real_BL[..., None]
+    near(
+        values["top_logprobs"],
+        unpack([rows], [all_BLV.topk(TOP).values * real_BL[..., None]], count),
+        case,
+    )
+    # Rounding may exchange two tokens that are about as likely.
+    places = torch.from_numpy(values["top_ids"].astype(np.int64))
+    flat = torch.from_numpy(unpack([rows], [all_BLV], count))
+    near(flat.gather(-1, places).numpy(), values["top_logprobs"], case)
+    assert values["top_ids"].dtype == np.int32
 
 
 def test_a_model_that_computes_in_bf16_rounds_and_one_in_float32_does_not(
@@ -155,7 +192,7 @@ def test_a_model_that_computes_in_bf16_rounds_and_one_in_float32_does_not(
     reference.set_parameters(case.model, parameters)
     with torch.no_grad():
         _, wanted = reference.logprobs_of(case.model, batch(99))
-    found = joined(case, batch(99), [record["forward"] for record in records])
+    found = joined(case, batch(99), [record["forward"]["logprobs"] for record in records])
     rounds = float(np.abs(found - wanted).max()) > 1e-4
     assert rounds == (case.spec.compute_dtype == "bfloat16")
 

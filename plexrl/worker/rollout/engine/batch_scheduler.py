@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from plexrl.worker.rollout.engine.blocks import BlockPool, block_names
-from plexrl.worker.rollout.engine.slot_table import NO_LEADER, Ints, SlotTable
-from plexrl.worker.rollout.engine.step_batch import Work
+from plexrl.worker.rollout.engine.slot_table import NO_LEADER, SlotTable
+from plexrl.worker.rollout.engine.step_batch import Ints, Work
 from plexrl.worker.rollout.generation import CarriedSample, Generation, Sample
 
 RUNNING_PER_SPARE_BLOCK = 8
@@ -226,7 +226,8 @@ class BatchScheduler:
             whole = (len(tokens) - 1) // pool.block_tokens
             if len(sample.names) < whole:
                 sample.names = block_names(tokens, pool.block_tokens, sample.names)
-            found = pool.find(sample.names[:whole])
+            # Without a pass over a token there is no logprob of the next one.
+            found = [] if sample.scores is not None else pool.find(sample.names[:whole])
             need = -(-len(tokens) // pool.block_tokens) - len(found)
             following = int((rows.active & (rows.leader != NO_LEADER)).sum())
             spare = len(rows.samples) // RUNNING_PER_SPARE_BLOCK + following
@@ -297,5 +298,6 @@ def _carried(sample: Sample) -> CarriedSample:
         known=len(sample.prompt) + drawn,
         tokens=sample.tokens,
         logprobs=sample.logprobs,
+        details=sample.details,
         segments=tuple(sample.segments),
     )

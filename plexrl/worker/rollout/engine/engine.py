@@ -13,7 +13,7 @@ Shapes: N rows that draw, V vocabulary.
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,9 @@ from plexrl.worker.rollout.engine.forward.selection import (
     weight_device,
 )
 from plexrl.worker.rollout.engine.kv_pool import KvPool
-from plexrl.worker.rollout.engine.slot_table import Ints, SlotTable
+from plexrl.worker.rollout.engine.slot_table import SlotTable
 from plexrl.worker.rollout.engine.step_batch import (
+    Ints,
     StepBatch,
     Work,
     advance,
@@ -58,7 +59,7 @@ from plexrl.worker.rollout.rollout_engine import (
     RowLength,
     end_tokens,
 )
-from plexrl.worker.rollout.sampling import RowSampling, draw
+from plexrl.worker.rollout.sampling import draw
 from plexrl.worker.rollout.stops import is_at_stop
 from plexrl.worker.state.device import Capture
 
@@ -142,6 +143,7 @@ class Engine(RolloutEngine):
         # Names of generations whose rows a step must handle one by one, in Python.
         self._streaming: set[str] = set()
         self._with_stops: set[str] = set()
+        self._detailed: set[str] = set()
         self._steady: _Steady | None = None
         self._tokens_computed = 0
         self._prefill_s = 0.0
@@ -179,6 +181,8 @@ class Engine(RolloutEngine):
         sampling = generation.sampling
         if sampling.stop_token_ids or sampling.stop_sequences or sampling.stop_strings:
             self._with_stops.add(generation.name)
+        if sampling.details_tokens:
+            self._detailed.add(generation.name)
 
     def carry_out(self) -> list[CarriedSample]:
         """Remove all generations; returns their unfinished samples, oldest first. The memory of the
@@ -187,6 +191,7 @@ class Engine(RolloutEngine):
         self._ended.clear()
         self._streaming.clear()
         self._with_stops.clear()
+        self._detailed.clear()
         self._steady = None
         return self._scheduler.carry_out()
 
@@ -223,6 +228,7 @@ class Engine(RolloutEngine):
             sample = _sample(generation, numbered[each.generation], each.row, each.order)
             sample.segments = list(each.segments)
             sample.tokens, sample.logprobs = each.tokens, each.logprobs
+            sample.details = each.details
             sample.stream = generation.random_stream(each.row)
             if blocks is None:
                 self._scheduler.tokens_recomputed += each.computed
@@ -365,7 +371,12 @@ class Engine(RolloutEngine):
             device=self._device,
             dtype=self._dtype,
         )
+        if any(generation.prompt_scores for generation in self._generations.values()):
+            batch = replace(batch, scored=rows.scored(work, self._device))
         return work, batch
+
+    def _is_detailed(self, slot: int) -> bool:
+        return self._rows.samples[slot].generation.name in self._detailed
 
     def _fork(self, slots: Ints) -> tuple[Ints, Ints]:
         """The drawing slots with their followers, and the row of logits for each of them."""
@@ -382,15 +393,13 @@ class Engine(RolloutEngine):
         rows, device = self._rows, self._device
         drawn = rows.drawn(slots)
         if rows.temperature[slots].any():
-            sampling = RowSampling(
-                temperature=torch.from_numpy(rows.temperature[slots]).to(device),
-                top_p=torch.from_numpy(rows.top_p[slots]).to(device),
-                top_k=torch.from_numpy(rows.top_k[slots]).to(device),
-                stream=torch.from_numpy(rows.stream[slots]).to(device),
-            )
+            sampling = rows.sampling(slots, device)
             token_N = draw(logprobs_NV, sampling, torch.from_numpy(drawn).to(device))
         else:
             token_N = logprobs_NV.argmax(dim=-1)
+        if self._detailed:
+            own = [n for n, slot in enumerate(slots.tolist()) if self._is_detailed(slot)]
+            rows.note_details(logprobs_NV, token_N, slots, own)
         logprobs = logprobs_NV.gather(-1, token_N[:, None])[:, 0].cpu().numpy()
         tokens = token_N.cpu().numpy()
         rows.tokens[slots, rows.known[slots]] = tokens
@@ -438,6 +447,7 @@ class Engine(RolloutEngine):
         if sample.tokens is not None:
             generation.tokens[sample.row] = sample.tokens
             generation.logprobs[sample.row] = sample.logprobs
+            generation.details[sample.row] = sample.details
             drawn = len(sample.tokens)
             generation.segments[sample.row] = [s for s in sample.segments if s.start < drawn]
         self._end_row(generation, sample.row, code)
@@ -446,6 +456,7 @@ class Engine(RolloutEngine):
         super()._finish(generation)
         self._streaming.discard(generation.name)
         self._with_stops.discard(generation.name)
+        self._detailed.discard(generation.name)
 
 
 def _numbered_prompts(generation: Generation) -> list[tuple[int, Any]]:

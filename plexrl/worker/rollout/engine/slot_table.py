@@ -1,17 +1,19 @@
 """State of the running samples, as arrays over slots.
 
-A step does Python work only for rows that join, leave, stream, take a block or have their own stop
-sequences. Everything else is arithmetic on these arrays.
+A step does Python work only for rows that join, leave, stream, take a block, have their own stop
+sequences or want more numbers than logprobs. Everything else is arithmetic on these arrays.
+
+Shapes: N slots, V vocabulary, S tokens of prompts.
 """
 
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
-from plexrl.worker.rollout.generation import Sample
-
-Ints = npt.NDArray[np.int64]
+from plexrl.worker.rollout.engine.step_batch import Ints, Scored, Work
+from plexrl.worker.rollout.generation import PromptScores, Sample
+from plexrl.worker.rollout.sampling import RowSampling, likeliest_tokens, sampling_logprobs
 
 NO_LEADER = -1
 TEMPERATURE_MIN = 1e-20
@@ -124,3 +126,66 @@ class SlotTable:
         self.held[slot] = 0
         self._free.append(slot)
         return sample
+
+    def sampling(self, slots: Ints, device: torch.device) -> RowSampling:
+        """Sampling parameters of these slots, on the device."""
+        return RowSampling(
+            temperature=torch.from_numpy(self.temperature[slots]).to(device),
+            top_p=torch.from_numpy(self.top_p[slots]).to(device),
+            top_k=torch.from_numpy(self.top_k[slots]).to(device),
+            stream=torch.from_numpy(self.stream[slots]).to(device),
+        )
+
+    def note_details(
+        self, logprobs_NV: torch.Tensor, token_N: torch.Tensor, slots: Ints, which: list[int]
+    ) -> None:
+        """Keep what those of `slots` at the indices `which` want to know of the tokens drawn for
+        them, beside the logprobs."""
+        if not which:
+            return
+        index = torch.tensor(which, device=logprobs_NV.device)
+        logprobs_NV = logprobs_NV.index_select(0, index)
+        samples = [self.samples[slot] for slot in slots[which].tolist()]
+        wanted = [sample.generation.sampling for sample in samples]
+        drawn_by: list[float] = []
+        if any(each.sampling_logprobs for each in wanted):
+            sampling = self.sampling(slots[which], logprobs_NV.device)
+            drawn_by = sampling_logprobs(logprobs_NV, sampling, token_N[index]).tolist()
+        ids, logprobs = likeliest_tokens(logprobs_NV, max(each.top_logprobs for each in wanted))
+        for row, (sample, each) in enumerate(zip(samples, wanted, strict=True)):
+            if each.sampling_logprobs:
+                sample.details.sampling_logprobs.append(drawn_by[row])
+            if each.top_logprobs:
+                sample.details.top_ids.append(ids[row, : each.top_logprobs])
+                sample.details.top_logprobs.append(logprobs[row, : each.top_logprobs])
+
+    def scored(self, work: Work, device: torch.device) -> Scored | None:
+        """The tokens of prompts in `work` whose next tokens' logprobs are wanted."""
+        index: list[int] = []
+        targets: list[int] = []
+        places: list[tuple[PromptScores, int]] = []
+        first = 0
+        rows = zip(work.slots.tolist(), work.starts.tolist(), work.lengths.tolist(), strict=True)
+        for slot, start, length in rows:
+            scores = self.samples[slot].scores
+            # The last token of a prompt predicts one that is drawn.
+            end = start if scores is None else min(start + length, int(self.prompt[slot]) - 1)
+            for position in range(start, end):
+                assert scores is not None
+                index.append(first + position - start)
+                targets.append(int(self.tokens[slot, position + 1]))
+                places.append((scores, position + 1))
+            first += length
+        if not index:
+            return None
+        target_S = torch.tensor(targets, device=device)
+
+        def keep(start: int, logits_SV: torch.Tensor) -> None:
+            part = places[start : start + len(logits_SV)]
+            logprobs_SV = logits_SV.float().log_softmax(dim=-1)
+            own_S = logprobs_SV.gather(-1, target_S[start : start + len(part), None])[:, 0].cpu()
+            ids, logprobs = likeliest_tokens(logprobs_SV, max(scores.top for scores, _ in part))
+            for row, (scores, position) in enumerate(part):
+                scores.keep(position, float(own_S[row]), ids[row], logprobs[row])
+
+        return Scored(index=torch.tensor(index, device=device), keep=keep)

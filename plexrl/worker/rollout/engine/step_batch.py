@@ -8,7 +8,7 @@ longest context, L = W·S positions.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,26 @@ class Group:
     """Cells of the rectangle that hold tokens, in order. Absent: all do."""
 
 
+SCORED_TOKENS = 256
+"""Tokens of prompts whose logits exist at a time: 150 MB with the largest vocabularies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """Tokens of prompts whose next tokens' logprobs are wanted."""
+
+    index: torch.Tensor
+    """int64: their indices among the T."""
+    keep: Callable[[int, torch.Tensor], None]
+    """Takes the place in `index` from which on these logits `[S, V]` are, and the logits."""
+
+    def score(self, hidden_TX: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Compute the logits from the last layer's output, some tokens at a time."""
+        for first in range(0, len(self.index), SCORED_TOKENS):
+            part = self.index[first : first + SCORED_TOKENS]
+            self.keep(first, head(hidden_TX.index_select(0, part)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
     """The input of one pass."""
@@ -64,6 +84,8 @@ class StepBatch:
     groups: tuple[Group, ...]
     wanted: torch.Tensor | None
     """Tokens whose next token is predicted. None: all."""
+    scored: Scored | None = None
+    """Absent: no prompt of the pass is scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ AdamKernel = Callable[
 is the number of steps including this one, float32 `[]`."""
 
 
-def adam_of_torch(
+def step_of_torch(
     params: AdamParams,
     count: torch.Tensor,
     parameters: torch.Tensor,
@@ -35,7 +35,10 @@ def adam_of_torch(
     first_moment: torch.Tensor,
     second_moment: torch.Tensor,
 ) -> None:
-    """An `AdamKernel`: torch's fused AdamW."""
+    """An `AdamKernel`: torch's fused AdamW or SGD, as the parameters name it."""
+    if params.optimizer == "sgd":
+        sgd_of_torch(params, parameters, gradients, first_moment)
+        return
     torch._fused_adamw_(
         [parameters],
         [gradients],
@@ -53,6 +56,29 @@ def adam_of_torch(
     )
 
 
+def sgd_of_torch(
+    params: AdamParams,
+    parameters: torch.Tensor,
+    gradients: torch.Tensor,
+    momentum_buffer: torch.Tensor,
+) -> None:
+    """One step of torch's fused SGD, in place; the first moment is its momentum buffer, 0 before
+    the first step."""
+    momentum = params.momentum or 0.0
+    torch._fused_sgd_(
+        [parameters],
+        [gradients],
+        [momentum_buffer] if momentum else [],
+        weight_decay=params.weight_decay,
+        momentum=momentum,
+        lr=params.learning_rate,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )
+
+
 class HostAdamW:
     """The optimizer of one rank's parameters."""
 
@@ -63,7 +89,7 @@ class HostAdamW:
         *,
         moments: tuple[int, int],
         step: int,
-        kernel: AdamKernel = adam_of_torch,
+        kernel: AdamKernel = step_of_torch,
     ) -> None:
         """`moments` and `step` are the offsets of the first and second moments and of the step
         count in the arena, in elements; all float32."""

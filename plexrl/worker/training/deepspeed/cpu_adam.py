@@ -21,6 +21,7 @@ from torch import nn
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
+from plexrl.worker.state.host.optimizer import sgd_of_torch
 
 
 class CpuAdam:
@@ -56,7 +57,10 @@ class CpuAdam:
         first_moment: torch.Tensor,
         second_moment: torch.Tensor,
     ) -> None:
-        """As `plexrl.worker.state.host.optimizer.adam_of_torch`."""
+        """As `plexrl.worker.state.host.optimizer.step_of_torch`."""
+        if params.optimizer == "sgd":
+            sgd_of_torch(params, parameters, gradients, first_moment)
+            return
         kernel, name = self._adam.ds_opt_adam, self._adam.opt_id
         rates = (params.learning_rate, params.beta1, params.beta2, params.eps, params.weight_decay)
         kernel.create_adam(name, *rates, True, False)

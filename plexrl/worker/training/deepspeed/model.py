@@ -18,11 +18,11 @@ from torch import nn
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.batches.logprobs import token_logprobs
+from plexrl.worker.batches.logprobs import TokenValues, Wanted, token_values
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import lay_out_model, named_parameters
 from plexrl.worker.state.arena_tensors import ShardBox
-from plexrl.worker.state.host.optimizer import adam_of_torch
+from plexrl.worker.state.host.optimizer import step_of_torch
 from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.deepspeed.partitions import Partitions, partition
@@ -45,7 +45,7 @@ class DeepSpeedModel(TrainingModel):
         spec, dp_rank = self._rank.spec, self._rank.coordinates.dp
         self._library = _zero()
         self._library.connect(self._rank.device)
-        kernel = CpuAdam().update if spec.optimizer == "host" else adam_of_torch
+        kernel = CpuAdam().update if spec.optimizer == "host" else step_of_torch
         self._laid_out = lay_out_model(spec.model)
         self._model = self._keep_configuration(self._laid_out.model)
         if spec.activation_checkpointing:
@@ -87,28 +87,28 @@ class DeepSpeedModel(TrainingModel):
         if not gradients_loaded:
             self.zero_gradients()
 
-    def forward(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    def forward(self, batches: Sequence[MicroBatch], wanted: Wanted) -> list[TokenValues]:
         self._zero.gather()
         with torch.no_grad():
-            return [self._logprobs(batch) for batch in batches]
+            return [self._values(batch, wanted) for batch in batches]
 
     def forward_backward(
-        self, batches: Sequence[MicroBatch], loss: LossOfBatch
+        self, batches: Sequence[MicroBatch], loss: LossOfBatch, wanted: Wanted
     ) -> list[torch.Tensor]:
         self._zero.gather()
         values: list[torch.Tensor] = []
         for batch in batches:
             with self._zero.accumulating():
-                logprobs_BL = self._logprobs(batch)
-                loss(logprobs_BL, batch).backward()  # type: ignore[no-untyped-call]
-            values.append(logprobs_BL.detach())
+                found = self._values(batch, wanted)
+                loss(found, batch).backward()  # type: ignore[no-untyped-call]
+            values.append(found["logprobs"].detach())
         return values
 
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
         self._zero.step_by(lambda: self._state.step(params, gradient_factor))
 
-    def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        return token_logprobs(self._model(**batch.model_inputs).logits, batch)
+    def _values(self, batch: MicroBatch, wanted: Wanted) -> TokenValues:
+        return token_values(self._model(**batch.model_inputs).logits, batch, wanted)
 
     def _placeholder(self, *shape: int) -> torch.Tensor:
         """A parameter for DeepSpeed to move into its buffer: a single number takes memory."""

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -25,7 +24,7 @@ from plexrl.model.layout import check_tensor_parallel
 from plexrl.model.memory.state_terms import LAYERWISE_PARAMETERS
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.batches.logprobs import sharded_token_logprobs, token_logprobs
+from plexrl.worker.batches.logprobs import TokenValues, VocabularyShard, Wanted, token_values
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import lay_out_model, named_parameters
 from plexrl.worker.state.arena_tensors import ShardBox
@@ -33,6 +32,7 @@ from plexrl.worker.training.activation_checkpointing import checkpoint_activatio
 from plexrl.worker.training.flat_state import FlatState, sum_of_squares
 from plexrl.worker.training.fsdp.adapters import add_adapters, state_name
 from plexrl.worker.training.fsdp.frozen_base import FrozenBase, ModelFiles, model_files
+from plexrl.worker.training.fsdp.muon import step_by_muon
 from plexrl.worker.training.fsdp.sharded_parameter import ShardedParameter, sharded_parameters
 from plexrl.worker.training.fsdp.tensor_parallel import cut_parameters, local_box, parallelize
 from plexrl.worker.training.model import LossOfBatch, TrainingModel, TrainingRank
@@ -108,27 +108,30 @@ class FsdpModel(TrainingModel):
         if not gradients_loaded:
             self.zero_gradients()
 
-    def forward(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    def forward(self, batches: Sequence[MicroBatch], wanted: Wanted) -> list[TokenValues]:
         with torch.no_grad():
-            values = [self._logprobs(batch) for batch in batches]
+            values = [self._values(batch, wanted) for batch in batches]
         self._model.reshard()
         return values
 
     def forward_backward(
-        self, batches: Sequence[MicroBatch], loss: LossOfBatch
+        self, batches: Sequence[MicroBatch], loss: LossOfBatch, wanted: Wanted
     ) -> list[torch.Tensor]:
         values: list[torch.Tensor] = []
         for index, batch in enumerate(batches):
             if self._reduces_once:
                 self._model.set_requires_gradient_sync(index == len(batches) - 1)
-            logprobs_BL = self._logprobs(batch)
+            found = self._values(batch, wanted)
             # FSDP averages gradients over ranks; the loss is a sum over ranks.
-            (loss(logprobs_BL, batch) * self._rank.layout.dp).backward()  # type: ignore[no-untyped-call]
-            values.append(logprobs_BL.detach())
+            (loss(found, batch) * self._rank.layout.dp).backward()  # type: ignore[no-untyped-call]
+            values.append(found["logprobs"].detach())
         self._model.reshard()
         return values
 
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
+        if params.optimizer == "muon":
+            step_by_muon(self._state, params, gradient_factor, self._rank.layout.dp)
+            return
         self._state.step(params, gradient_factor)
 
     def _squared_gradients(self) -> torch.Tensor:
@@ -137,15 +140,13 @@ class FsdpModel(TrainingModel):
         # Only the first tensor rank counts parameters that every tensor rank has.
         return sum_of_squares(self._state.gradient(name).view(-1) for name in sorted(self._cut))
 
-    def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
+    def _values(self, batch: MicroBatch, wanted: Wanted) -> TokenValues:
         logits_BLV = self._model(**batch.model_inputs).logits
-        if self._vocabulary_shard is None:
-            return token_logprobs(logits_BLV, batch)
-        return sharded_token_logprobs(logits_BLV, batch, *self._vocabulary_shard)
+        return token_values(logits_BLV, batch, wanted, self._vocabulary_shard)
 
     def _cut_by_tensor_ranks(self, model: Any) -> DeviceMesh | None:
         """Cut the model along `tp`; returns the mesh of both axes, or None if `tp` is 1."""
-        self._vocabulary_shard: tuple[int, dist.ProcessGroup] | None = None
+        self._vocabulary_shard: VocabularyShard | None = None
         layout = self._rank.layout
         if layout.tp == 1:
             return None
@@ -155,7 +156,7 @@ class FsdpModel(TrainingModel):
         mesh = init_device_mesh(device, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
         parallelize(model, mesh["tp"])
         first_token = local_box(model.lm_head.weight).offset[0]
-        self._vocabulary_shard = (first_token, mesh["tp"].get_group())
+        self._vocabulary_shard = VocabularyShard(first_token, mesh["tp"].get_group())
         return mesh
 
     def _shard_by_data_ranks(self, model: Any, mesh: DeviceMesh | None) -> FSDPModule:

@@ -22,6 +22,7 @@ from megatron.core.distributed import (
 from plexrl.model.layout import check_cut, megatron_dimensions
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import AdamParams
+from plexrl.worker.batches.logprobs import TokenValues, Wanted
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import lay_out_model
 from plexrl.worker.state.arena_tensors import ParameterPiece, view
@@ -104,19 +105,19 @@ class MegatronModel(TrainingModel):
         if not gradients_loaded:
             self.zero_gradients()
 
-    def forward(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    def forward(self, batches: Sequence[MicroBatch], wanted: Wanted) -> list[TokenValues]:
         self._gather_after_load()
-        return self._pipeline.run(batches, None)
+        return self._pipeline.run(batches, None, wanted)
 
     def forward_backward(
-        self, batches: Sequence[MicroBatch], loss: LossOfBatch
+        self, batches: Sequence[MicroBatch], loss: LossOfBatch, wanted: Wanted
     ) -> list[torch.Tensor]:
         self._gather_after_load()
         self._state.start_backward()
-        found = self._pipeline.run(batches, loss)
+        found = self._pipeline.run(batches, loss, wanted)
         finalize_model_grads([self._chunk])
         self._state.take_reduced()
-        return found
+        return [each["logprobs"] for each in found]
 
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
         self._state.step(params, gradient_factor)

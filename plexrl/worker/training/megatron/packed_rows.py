@@ -92,9 +92,11 @@ class PackedRows:
         )
 
     def unpacked(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Results as `[B, L]`, 0 where there is none; with a graph."""
-        flat = values_T.new_zeros(self.shape_BL[0] * self.shape_BL[1])
-        return flat.index_copy(0, self.result_index, values_T[self.predicts]).view(self.shape_BL)
+        """Results `[T, …]` as `[B, L, …]`, 0 where there is none; with a graph."""
+        rest = values_T.shape[1:]
+        flat = values_T.new_zeros(self.shape_BL[0] * self.shape_BL[1], *rest)
+        found = flat.index_copy(0, self.result_index, values_T[self.predicts])
+        return found.view(*self.shape_BL, *rest)
 
 
 def pack_rows(batch: MicroBatch, context_rank: int = 0, context_ranks: int = 1) -> PackedRows:

@@ -8,10 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
+from plexrl.worker.batches.logprobs import (
+    TokenValues,
+    VocabularyShard,
+    Wanted,
+    distribution_values,
+)
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.training.megatron.packed_rows import PackedRows, pack_rows
 from plexrl.worker.training.model import LossOfBatch
@@ -38,12 +45,15 @@ class Pipeline:
         self._context_ranks = parallel_state.get_context_parallel_world_size()
         self._run = get_forward_backward_func()
 
-    def run(self, batches: Sequence[MicroBatch], loss: LossOfBatch | None) -> list[torch.Tensor]:
-        """Logprobs `[B, L]` of every micro-batch, on its device; zeros before the last stage.
+    def run(
+        self, batches: Sequence[MicroBatch], loss: LossOfBatch | None, wanted: Wanted
+    ) -> list[TokenValues]:
+        """Logprobs of every micro-batch and what is `wanted`, on its device; before the last stage
+        zeros, of the logprobs only.
 
         With `loss`, gradients are added to every parameter's `main_grad`.
         """
-        found: list[torch.Tensor] = []
+        found: list[TokenValues] = []
 
         def step(rows: Iterator[tuple[MicroBatch, PackedRows]], chunk: Any) -> Any:
             batch, packed_rows = next(rows)
@@ -56,10 +66,10 @@ class Pipeline:
                 return output, None
 
             def finish(logits_1TV: torch.Tensor) -> tuple[Any, torch.Tensor, None]:
-                logprobs_T = self._logprobs(logits_1TV[0], packed_rows.targets_T)
-                logprobs_BL = packed_rows.unpacked(logprobs_T)
-                found.append(logprobs_BL.detach())
-                value = logprobs_BL if loss is None else loss(logprobs_BL, batch)
+                by_token = self._values(logits_1TV[0], packed_rows.targets_T, wanted)
+                values = {name: packed_rows.unpacked(each) for name, each in by_token.items()}
+                found.append({name: each.detach() for name, each in values.items()})
+                value = values["logprobs"] if loss is None else loss(values, batch)
                 return value, torch.zeros((), dtype=torch.int, device=value.device), None
 
             return output, finish
@@ -82,18 +92,25 @@ class Pipeline:
                 forward_only=loss is None,
             )
         return found or [
-            batch.tokens_BL.new_zeros((), dtype=torch.float32).expand(batch.tokens_BL.shape)
-            for batch in batches
+            {"logprobs": batch.tokens_BL.new_zeros((), dtype=torch.float32).expand(shape)}
+            for batch, shape in ((each, each.tokens_BL.shape) for each in batches)
         ]
 
-    def _logprobs(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+    def _values(
+        self, logits_TV: torch.Tensor, targets_T: torch.Tensor, wanted: Wanted
+    ) -> TokenValues:
         first = parallel_state.get_tensor_model_parallel_rank() * logits_TV.shape[1]
         size = self._vocabulary - first
         if size < logits_TV.shape[1]:
             # Padding of the vocabulary gets probability 0.
             padding_V = torch.arange(logits_TV.shape[1], device=logits_TV.device) >= size
             logits_TV = logits_TV.masked_fill(padding_V, float("-inf"))
-        losses_1T: torch.Tensor = vocab_parallel_cross_entropy(
-            logits_TV[None].float(), targets_T[None]
-        )
-        return -losses_1T[0]
+        logits_TV = logits_TV.float()
+        group = parallel_state.get_tensor_model_parallel_group()
+        shard = VocabularyShard(first, group) if dist.get_world_size(group) > 1 else None
+        found = distribution_values(logits_TV, wanted, shard)
+        if wanted.entropy_gradient:
+            # The loss overwrites its logits, and the entropy keeps them for the backward pass.
+            logits_TV = logits_TV.clone()
+        losses_1T: torch.Tensor = vocab_parallel_cross_entropy(logits_TV[None], targets_T[None])
+        return {"logprobs": -losses_1T[0], **found}

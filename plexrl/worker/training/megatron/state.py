@@ -46,7 +46,7 @@ from plexrl.worker.state.arena_tensors import (
     whole,
     whole_box,
 )
-from plexrl.worker.state.host.optimizer import HostAdamW, adam_of_torch
+from plexrl.worker.state.host.optimizer import HostAdamW, step_of_torch
 from plexrl.worker.state.host.transfer import Run
 from plexrl.worker.training.flat_state import MOMENTS, STEP, sum_of_squares
 from plexrl.worker.training.megatron.parameter_pieces import cut
@@ -233,7 +233,7 @@ class MegatronState:
         count = view(self.arena, self._step_slice).add_(1)
         for share in self._shares:
             state = (self._owned[name][share.buffer][share.owned] for name in ("grad", *MOMENTS))
-            adam_of_torch(params, count, self._main(share), *state)
+            step_of_torch(params, count, self._main(share), *state)
 
     def zero_gradients(self) -> None:
         """Set the gradients of this rank's shares to zero."""

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.utils import cpp_extension
 
 from plexrl.errors import InvalidRequestError
+from plexrl.worker.batches.logprobs import Wanted
 from plexrl.worker.batches.packing import micro_batches
 from plexrl.worker.training.deepspeed import DeepSpeedModel
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
@@ -42,15 +43,15 @@ def without_a_compiler(_rank: int, folder: str) -> None:
 def frees_what_is_derived(model: DeepSpeedModel) -> None:
     """Between an offload and the next use the model's parameters take no memory."""
     batches = micro_batches(batch(0), 1)
-    (first,) = model.forward(batches)
+    (first,) = model.forward(batches, Wanted())
     weights = [parameter.untyped_storage() for parameter in model._model.parameters()]
     assert all(storage.size() for storage in weights)
     model.before_offload()
     assert not any(storage.size() for storage in weights)
     model.after_load(gradients_loaded=False)
     assert not any(storage.size() for storage in weights)
-    (second,) = model.forward(batches)
-    assert torch.equal(first, second)
+    (second,) = model.forward(batches, Wanted())
+    assert torch.equal(first["logprobs"], second["logprobs"])
 
 
 def after_a_killed_compilation(_rank: int) -> None:

@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.state.host.optimizer import adam_of_torch
+from plexrl.worker.state.host.optimizer import step_of_torch
 from plexrl.worker.training.deepspeed import DeepSpeedModel
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.model import TrainingRank
@@ -67,7 +67,7 @@ ELEMENTS = 4096 + 48
 def test_cpu_adam_is_adamw(cpu_adam: CpuAdam) -> None:
     found, wanted = _Optimizer(ELEMENTS), _Optimizer(ELEMENTS)
     for count in range(1, 6):
-        for update, each in ((cpu_adam.update, found), (adam_of_torch, wanted)):
+        for update, each in ((cpu_adam.update, found), (step_of_torch, wanted)):
             update(PARAMS, torch.tensor(float(count)), *each.chunk(0, ELEMENTS))
     assert torch.allclose(found.parameter, wanted.parameter, rtol=1e-5, atol=1e-7)
     for one, other in zip(found.moments, wanted.moments, strict=True):

@@ -56,8 +56,13 @@ class LlamaForward:
         shared = {kind: each.of(batch) for kind, each in self._positions.items()}
         for index, layer in enumerate(self._layers):
             layer.run(index, hidden_TX, shared[self._kinds[index]], batch, pool)
+        if batch.scored is not None:
+            batch.scored.score(hidden_TX, self._logits)
         if batch.wanted is not None:
             hidden_TX = hidden_TX.index_select(0, batch.wanted)
+        return self._logits(hidden_TX)
+
+    def _logits(self, hidden_TX: torch.Tensor) -> torch.Tensor:
         logits = F.linear(self._norm(hidden_TX), self._head)
         if self._softcap is not None:
             logits.div_(self._softcap).tanh_().mul_(self._softcap)

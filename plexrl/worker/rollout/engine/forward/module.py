@@ -28,6 +28,8 @@ class ModuleForward:
         """As `Forward`."""
         hidden = [self._run(group, batch, pool) for group in batch.groups]
         hidden_TX = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+        if batch.scored is not None:
+            batch.scored.score(hidden_TX, self._head)
         if batch.wanted is not None:
             hidden_TX = hidden_TX.index_select(0, batch.wanted)
         logits: torch.Tensor = self._head(hidden_TX)

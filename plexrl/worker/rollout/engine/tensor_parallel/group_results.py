@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from plexrl.worker.rollout.engine.tensor_parallel.switch_groups import SwitchGroups
-from plexrl.worker.rollout.generation import Generation, Segment
+from plexrl.worker.rollout.generation import Generation, Segment, TokenDetails
 
 STEPS_AHEAD = 4
 """Steps by which a group may be behind the first one; streamed tokens and ended rows are late by as
@@ -40,6 +40,7 @@ class EndedRow:
     row: int
     tokens: Any
     logprobs: Any
+    details: TokenDetails
     finish: int
     segments: list[Segment]
 
@@ -77,6 +78,7 @@ class Outbox:
                     row=row,
                     tokens=generation.tokens[row],
                     logprobs=generation.logprobs[row],
+                    details=generation.details[row],
                     finish=generation.finish[row],
                     segments=generation.segments[row],
                 )

@@ -234,6 +234,7 @@ def _without_results(generation: Generation) -> Generation:
         on_end=None,
         tokens=[],
         logprobs=[],
+        details=[],
         finish=[],
         segments=[],
         unfinished=0,

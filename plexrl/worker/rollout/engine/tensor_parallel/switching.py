@@ -411,6 +411,7 @@ class SwitchingEngine(RolloutEngine):
             case EndedRow():
                 generation.tokens[result.row] = result.tokens
                 generation.logprobs[result.row] = result.logprobs
+                generation.details[result.row] = result.details
                 generation.segments[result.row] = result.segments
                 self._loads[group] -= 1
                 self._end_row(generation, result.row, result.finish)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -176,7 +177,11 @@ def drive(
 ) -> dict[str, Any]:
     """Sampling, greedy decoding, streaming and an abort, with the switches of `schedule`. With
     `new_weights`, a function, version 1 comes in the middle, and rows keep their cache."""
-    made = {"one": generation("one", 4), "greedy": generation("greedy", 2, temperature=0.0)}
+    details = {"sampling_logprobs": True, "top_logprobs": 1}
+    made = {
+        "one": generation("one", 4, **details),
+        "greedy": generation("greedy", 2, temperature=0.0, **details),
+    }
     streamed: list[tuple[int, list[int]]] = []
     made["streams"] = generation("streams", 3, seed=7, max_tokens=15)
     made["streams"].emit = lambda row, tokens, _: streamed.append((row, tokens))
@@ -196,6 +201,12 @@ def drive(
         ended += [each.name for each in engine.step()]
         step += 1
     assert sorted(ended) == sorted(made)
+    # At temperature 1 the sampling policy is the model itself; a greedy one draws the likeliest.
+    one = made["one"].arrays()
+    assert np.allclose(one["sampling_logprobs"], one["logprobs"], atol=1e-5)
+    assert np.array_equal(
+        made["greedy"].arrays()["top_ids"][:, 0], made["greedy"].arrays()["tokens"]
+    )
     rows = {
         name: [
             (tokens.tolist(), logprobs, finish, each.segments[row])
