@@ -419,7 +419,7 @@ class Executor:
             result_bytes=sum(memoryview(part).nbytes for part in body),
             result=ref,
             result_json=json.dumps(result),
-            error_json="" if refusal is None or command.replay else json.dumps(refusal),
+            error=None if command.replay else refusal,
             moved=state_moved(command.kind, result),
             trainer_step=max(steps) if command.kind in COUNTED_STEPS and steps else None,
             unfinished_rows=unfinished,
@@ -466,7 +466,7 @@ class Executor:
         report = OperationFailed(
             operation=command.operation,
             token=command.token,
-            error_json=json.dumps(error),
+            error=error,
             state_intact=state_intact,
         )
         self._report(report)

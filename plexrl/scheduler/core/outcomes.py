@@ -136,7 +136,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     if operation is None or deployment is None:
         return
     meter_run(state, deployment, operation, now)
-    error = read_error(event.error_json)
+    error = read_error(event.error)
     if is_storage_held(error.code) and not event.state_intact:
         # Some ranks may have done a part of it: all ranks repeat it from the state before.
         if deployment.moving is not None and operation.kind == OperationKind.SNAPSHOT:

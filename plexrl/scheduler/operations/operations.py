@@ -2,8 +2,6 @@
 
 from typing import Final
 
-import msgspec
-
 from plexrl.errors import OperationCancelledError, PlexRLError
 from plexrl.ids import OperationId
 from plexrl.scheduler.accounting.profiler import next_began, run_began, run_ended, waits
@@ -28,7 +26,7 @@ from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.state.messages.runs import make_move, make_run
-from plexrl.scheduler.state.operation import Operation, change_operation
+from plexrl.scheduler.state.operation import Operation, change_operation, error_view
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.messages import AbortOperation, Run
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
@@ -274,7 +272,7 @@ def complete(
     kind = operation.kind
     if kind in MUTATING:
         waiting = gradients_after(kind, deployment.waiting_gradients)
-        deployment.waiting_gradients = 0 if event.error_json else waiting
+        deployment.waiting_gradients = waiting if event.error is None else 0
         if kind in SUPERSEDING:
             drop_log(state, effects, deployment)
             drop_past(state, effects, deployment)
@@ -292,7 +290,8 @@ def complete(
             dependent.source_step = deployment.trainer_step
     finish(state, effects, deployment, operation, event, now)
     if operation.state is _FAILED:
-        _halt(state, effects, deployment, operation, read_error(event.error_json), now)
+        assert event.error is not None
+        _halt(state, effects, deployment, operation, read_error(event.error), now)
 
 
 def _note_run(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
@@ -341,7 +340,7 @@ def fail(
     """
     is_cancelled = isinstance(error, OperationCancelledError)
     change_operation(operation, _CANCELLED if is_cancelled else _FAILS)
-    operation.error_json = msgspec.json.encode(error.to_wire()).decode()
+    operation.error = error_view(error)
     effects.discard(operation.payload)
     own = state.deployment(operation.deployment)
     _into_history(state, effects, own, operation, now)
@@ -425,13 +424,12 @@ def finish(
     now: float,
 ) -> None:
     """Record the end of an operation, and its measurements."""
-    if event.error_json:
+    if event.error is not None:
         change_operation(operation, _FAILS)
-        error = read_error(event.error_json)
-        operation.error_json = msgspec.json.encode(error.to_wire()).decode()
+        operation.error = error_view(read_error(event.error))
     else:
         change_operation(operation, _FINISHED)
-        operation.error_json = None
+        operation.error = None
     operation.result_json = event.result_json
     operation.compute_s = event.compute_s
     operation.transfer_s = event.transfer_s

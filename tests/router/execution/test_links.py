@@ -1,7 +1,6 @@
 """The router's connections survive faults of the scheduler and of workers."""
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -433,5 +432,5 @@ def test_a_lack_of_device_memory_is_the_cause_of_what_other_ranks_report(tmp_pat
             return report  # type: ignore[no-any-return]
 
     report = asyncio.run(run())
-    assert json.loads(report["error_json"])["details"] == {"rank": 1}
+    assert report["error"]["details"] == {"rank": 1}
     assert not report["state_intact"]
