@@ -17,12 +17,12 @@ from benchmarks.sizes import sized
 from benchmarks.state.baselines import MIB
 from benchmarks.state.rig import Daemon, Figures, Rank, Rows, daemon, row, tensors
 from plexrl.statemanager.checkpoint.requests import (
-    CheckpointReport,
     CheckpointState,
     CheckpointStatus,
     WriteCheckpoint,
 )
 from plexrl.statemanager.layout.keys import StateSlice
+from plexrl.wire.messages.node_queries import CheckpointView
 
 NODES = sized((1, 2, 4), quick=(1, 2))
 RATE = sized(50 * MIB, quick=4 * MIB)
@@ -100,8 +100,8 @@ def _write(asked: Rank, nodes: list[Daemon]) -> float:
     while True:
         status = CheckpointStatus(deployment=asked.deployment, name="one")
         (plain,) = asked.client.request(status)["checkpoints"]
-        found = msgspec.convert(plain, CheckpointReport)
-        if found.state.is_final:
-            assert found.state == CheckpointState.DURABLE, found
-            return found.bytes_total / found.seconds
+        found = msgspec.convert(plain, CheckpointView)
+        if CheckpointState(found["state"]).is_final:
+            assert found["state"] == CheckpointState.DURABLE, found
+            return found["bytes_total"] / found["seconds"]
         time.sleep(POLL_S)

@@ -21,13 +21,13 @@ from benchmarks.state.baselines import GB, MIB, Seconds, in_turns, timed
 from benchmarks.state.rig import Figures, Rank, Rows, daemon, row
 from plexrl.statemanager.checkpoint.requests import (
     CancelCheckpoint,
-    CheckpointReport,
     CheckpointState,
     CheckpointStatus,
     WriteCheckpoint,
 )
 from plexrl.statemanager.checkpoint.restore import Checkpoint
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.wire.messages.node_queries import CheckpointView
 
 TENSORS = sized(3 * 250, quick=6)
 TENSOR_BYTES = MIB
@@ -100,10 +100,10 @@ class _Trainer:
         while True:
             request = CheckpointStatus(deployment=self._rank.deployment, name=self.latest)
             (plain,) = self._rank.client.request(request)["checkpoints"]
-            found = msgspec.convert(plain, CheckpointReport)
-            if found.state.is_final:
-                assert found.state == CheckpointState.DURABLE, found
-                return found.seconds
+            found = msgspec.convert(plain, CheckpointView)
+            if CheckpointState(found["state"]).is_final:
+                assert found["state"] == CheckpointState.DURABLE, found
+                return found["seconds"]
             time.sleep(POLL_S)
 
     def stalls_ms(self, count: int, *, after_step: bool) -> list[float]:

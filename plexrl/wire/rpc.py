@@ -208,16 +208,37 @@ def read_message(params: Mapping[str, Any], kind: type[MessageT]) -> MessageT:
         raise InvalidRequestError(f"malformed parameters: {error}") from error
 
 
-def read_command(params: Mapping[str, Any], kind: type[MessageT]) -> MessageT:
-    """The command that a call carries as `command`.
+def on_message(
+    kind: type[MessageT], act: Callable[[MessageT], Awaitable[Mapping[str, Any] | None]]
+) -> Handler:
+    """The handler of a message: `act` gets it in its type."""
 
-    Raises:
-        InvalidRequestError: there is none, or it is malformed.
-    """
-    try:
-        return msgspec.convert(params.get("command"), kind)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"malformed command: {error}") from error
+    async def handle(_: Peer, params: dict[str, Any]) -> Mapping[str, Any] | None:
+        return await act(read_message(params, kind))
+
+    return handle
+
+
+def on_command(
+    read: Callable[[object], MessageT],
+    act: Callable[[MessageT], Awaitable[Mapping[str, Any] | None]],
+) -> Handler:
+    """The handler of calls that carry a command as `command`, which `read` types; it raises
+    `msgspec.ValidationError` of a malformed one."""
+
+    async def handle(_: Peer, params: dict[str, Any]) -> Mapping[str, Any] | None:
+        try:
+            command = read(params.get("command"))
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"malformed command: {error}") from error
+        return await act(command)
+
+    return handle
+
+
+def as_type(kind: type[MessageT]) -> Callable[[object], MessageT]:
+    """Reads plain values as `kind`; raises `msgspec.ValidationError`."""
+    return functools.partial(msgspec.convert, type=kind)
 
 
 def _call_id(header: dict[str, Any]) -> int | None:

@@ -415,7 +415,7 @@ class FakeCluster:
             ev.OperationFailed(
                 operation=run.operation,
                 token=run.token,
-                error_json=f'{{"code": "{code}", "message": "no room", "details": {{}}}}',
+                error={"code": code, "message": "no room", "details": {}},
                 state_intact=True,
             )
         )

@@ -264,8 +264,7 @@ class History:
             ev.OperationFailed(
                 operation=run.operation,
                 token=run.token,
-                error_json=self.memory.refusal(run)
-                or f'{{"code": "{code}", "message": "no", "details": {{}}}}',
+                error=self.memory.refusal(run) or {"code": code, "message": "no", "details": {}},
                 state_intact=is_intact,
             )
         )

@@ -2,11 +2,10 @@
 
 import random
 
-import msgspec
-
 from plexrl.errors import DeviceMemoryFullError
 from plexrl.model.memory.device_memory import DeviceMemory, MemoryTerm
 from plexrl.wire import messages as cmd
+from plexrl.wire.messages.cluster_views import ErrorView
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -24,7 +23,7 @@ class RandomMemory:
         """As `FakeCluster.deploy`, with a need of memory."""
         self._cluster.deploy(name, kind, workers, memory=self._draw(), **fields)
 
-    def refusal(self, run: cmd.Run) -> str | None:
+    def refusal(self, run: cmd.Run) -> ErrorView | None:
         """The error of a load whose rank 0 finds its GPU full, because of the processes of
         deployments or of one that is no worker; None: the load, or other run, fails otherwise."""
         chance = self._chance
@@ -41,7 +40,7 @@ class RandomMemory:
         ]
         strangers = {"4242": 1 << 40} if chance.random() < 0.5 else {}
         error = DeviceMemoryFullError("full", rank=0, holders=found, strangers=strangers)
-        return msgspec.json.encode(error.to_wire()).decode()
+        return error.to_wire()
 
     def _draw(self) -> DeviceMemory | None:
         """What a new deployment needs on GPUs of 1 GiB; some would not fit beside others."""

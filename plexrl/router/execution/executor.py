@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ from plexrl.wire.operations import (
     OperationKind,
     OperationParams,
 )
-from plexrl.wire.rpc import Peer, read_command, read_message
+from plexrl.wire.rpc import Handler, as_type, method_of, on_command, on_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,10 +138,18 @@ class Executor:
         self.specs: DeploymentSpecs | None = None
         self.checkpoint_quota: CheckpointQuota | None = None
 
-    async def on_run(self, peer: Peer, params: Mapping[str, Any]) -> None:
+    def handlers(self) -> dict[str, Handler]:
+        """The handlers of what the scheduler tells a router."""
+        return {
+            "run": on_command(read_run, self.on_run),
+            "abort": on_command(as_type(AbortOperation), self.on_abort),
+            "discard": on_command(as_type(DiscardBlobs), self._on_discard),
+            method_of(WorkersGone): on_message(WorkersGone, self.on_workers_gone),
+            method_of(LiveWorkers): on_message(LiveWorkers, self.on_live_workers),
+        }
+
+    async def on_run(self, command: AnyRun) -> None:
         """Handle the admission of a run."""
-        del peer
-        command = read_run(params.get("command"))
         # Tokens count from 1 in each group, and a WPG that loses its node moves to another group.
         grant: _Grant = (command.group, command.token, command.addresses)
         current = self._runs.get(command.operation)
@@ -156,10 +164,8 @@ class Executor:
         self._runs[command.operation] = _Run(grant, workers, task, sent)
         task.add_done_callback(lambda _: self._forget(command.operation, task))
 
-    async def on_abort(self, peer: Peer, params: Mapping[str, Any]) -> None:
+    async def on_abort(self, command: AbortOperation) -> None:
         """Handle the early end of a generation, or of some of its rows."""
-        del peer
-        command = read_command(params, AbortOperation)
         run = self._runs.get(command.operation)
         if run is not None:
             run.is_interrupted |= command.token == run.grant[1]
@@ -177,22 +183,19 @@ class Executor:
             # Nothing runs on this rank.
             LOG.info("%s did not receive the abort of %s: %s", worker, command.operation, error)
 
-    async def on_workers_gone(self, peer: Peer, params: Mapping[str, Any]) -> None:
+    async def on_workers_gone(self, told: WorkersGone) -> None:
         """Handle the end of a deployment's workers, up to an incarnation. Their runs end without a
         report; the scheduler orders them again when there are other workers."""
-        del peer
-        told = read_message(params, WorkersGone)
         deployment = told.deployment
         self._gone[deployment] = max(told.incarnation, self._gone.pop(deployment, 0))
         while len(self._gone) > GONE_MAX:
             self._gone.popitem(last=False)
         self._end({worker for worker in self._known(deployment) if self._is_gone(worker)})
 
-    async def on_live_workers(self, peer: Peer, params: Mapping[str, Any]) -> None:
+    async def on_live_workers(self, told: LiveWorkers) -> None:
         """Handle the list of all live incarnations, by deployment: what ended while no scheduler
         was connected is not reported otherwise."""
-        del peer
-        live = read_message(params, LiveWorkers).incarnations
+        live = told.incarnations
         found = {
             worker
             for worker in self._known()
@@ -225,10 +228,8 @@ class Executor:
             if run.workers in gone:
                 run.task.cancel()
 
-    async def on_discard(self, peer: Peer, params: Mapping[str, Any]) -> None:
+    async def _on_discard(self, command: DiscardBlobs) -> None:
         """Handle the deletion of blobs."""
-        del peer
-        command = read_command(params, DiscardBlobs)
         self._blobs.discard_all(command.blobs)
 
     @property
@@ -419,7 +420,7 @@ class Executor:
             result_bytes=sum(memoryview(part).nbytes for part in body),
             result=ref,
             result_json=json.dumps(result),
-            error_json="" if refusal is None or command.replay else json.dumps(refusal),
+            error=None if command.replay else refusal,
             moved=state_moved(command.kind, result),
             trainer_step=max(steps) if command.kind in COUNTED_STEPS and steps else None,
             unfinished_rows=unfinished,
@@ -466,7 +467,7 @@ class Executor:
         report = OperationFailed(
             operation=command.operation,
             token=command.token,
-            error_json=json.dumps(error),
+            error=error,
             state_intact=state_intact,
         )
         self._report(report)

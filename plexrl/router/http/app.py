@@ -150,11 +150,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
         config.scheduler,
         config.router,
         {
-            "run": executor.on_run,
-            "abort": executor.on_abort,
-            "discard": executor.on_discard,
-            "workers_gone": executor.on_workers_gone,
-            "live_workers": executor.on_live_workers,
+            **executor.handlers(),
             "forget_callers": keys.on_forget,
         },
         on_lost=keys.clear,

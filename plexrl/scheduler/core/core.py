@@ -8,8 +8,6 @@ An event is checked before anything changes, so a refused event has no effect.
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_held
 from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, TenantId
 from plexrl.scheduler.accounting.tenants import (
@@ -203,8 +201,8 @@ class SchedulerCore:
         check(self._cluster)
 
     def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
-        if event.settings_json:
-            self._take_settings(event.settings_json)
+        if event.settings:
+            self._take_settings(event.settings)
             for at in patience_ends(self._cluster):
                 self._effects.wake(at, timers.PLACEMENT)
             await_all_profiles(self._cluster, self._effects)
@@ -217,11 +215,7 @@ class SchedulerCore:
         excuse_silence(self._state, event, now)
         watch_all(self._state, self._effects, now)
 
-    def _take_settings(self, settings_json: str) -> None:
-        try:
-            settings = msgspec.json.decode(settings_json, type=dict[str, Any])
-        except ValueError as error:
-            raise InvalidRequestError(f"settings_json is no JSON object: {error}") from error
+    def _take_settings(self, settings: dict[str, Any]) -> None:
         learned = self.settings.learns
         self._cluster.reconfigure(with_core_settings(self.settings.config, settings))
         if self.settings.learns != learned:

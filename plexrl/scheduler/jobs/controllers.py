@@ -204,6 +204,6 @@ def job_finished(context: Context, event: JobFinished, now: float) -> None:
     failure = job_failure(context.state, job)
     if failure is not None and outcome == "completed":
         outcome = "failed"
-        message = read_error(failure.error_json).message
+        message = read_error(failure.error).message
         reason = f"its controller did not acknowledge that {failure.operation} failed: {message}"
     end_job(context, job, ENDINGS[outcome], reason, now)

@@ -11,7 +11,6 @@ A cancellation is no failure.
 """
 
 from collections.abc import Collection
-from typing import Any
 
 import msgspec
 
@@ -33,36 +32,32 @@ def failure_of(operation: Operation, error: PlexRLError, now: float) -> Failure:
             operation=OperationId(str(cause["operation"])),
             deployment=DeploymentId(str(cause["deployment"])),
             kind=OperationKind(str(cause["kind"])),
-            error_json=msgspec.json.encode(cause["cause"]).decode(),
+            error=msgspec.convert(cause["cause"], ErrorView),
             at=now,
         )
-    assert operation.error_json is not None, f"{operation.operation} has not failed"
+    assert operation.error is not None, f"{operation.operation} has not failed"
     return Failure(
         operation=operation.operation,
         deployment=operation.deployment,
         kind=operation.kind,
-        error_json=operation.error_json,
+        error=operation.error,
         at=now,
     )
 
 
-def read_error(error_json: str) -> PlexRLError:
-    """The error of a report. An unreadable report is in the journal too, and must not break
-    replays."""
-    try:
-        error = from_wire(msgspec.json.decode(error_json, type=dict[str, object]))
-    except (ValueError, RecursionError):
-        return ExecutionError(f"the run failed, and its report cannot be read: {error_json[:200]}")
+def read_error(view: ErrorView) -> PlexRLError:
+    """The error of a report."""
+    error = from_wire(view)
     # Only the scheduler decides that an operation failed because of another one.
     return ExecutionError(error.message) if isinstance(error, EarlierFailureError) else error
 
 
 def earlier_failure(failure: Failure) -> EarlierFailureError:
     """The error of operations that do not run because of `failure`."""
-    cause = msgspec.json.decode(failure.error_json, type=dict[str, Any])
+    cause = failure.error
     return EarlierFailureError(
         f"the {failure.kind.value} {failure.operation!r} of {failure.deployment!r} failed before: "
-        f"{cause.get('message')} ({cause.get('code')}). Operations that depend on it do not run "
+        f"{cause['message']} ({cause['code']}). Operations that depend on it do not run "
         "until its error is read from its future, or recover() is called",
         operation=failure.operation,
         deployment=failure.deployment,
@@ -103,10 +98,8 @@ def job_failure(state: State, job: Job) -> Failure | None:
 
 def root_of(operation: Operation) -> OperationId:
     """The operation whose failure made this one fail; itself if there is no other."""
-    if operation.error_json is None:
-        return operation.operation
-    error = msgspec.json.decode(operation.error_json, type=dict[str, Any])
-    if error.get("code") != CODE:
+    error = operation.error
+    if error is None or error["code"] != CODE:
         return operation.operation
     return OperationId(error["details"]["operation"])
 

@@ -64,9 +64,7 @@ def operation_view(
         "payload": operation.payload,
         "result": operation.result,
         "result_json": operation.result_json,
-        "error": None
-        if operation.error_json is None
-        else msgspec.json.decode(operation.error_json),
+        "error": operation.error,
         "explanation": None if explanation is None else msgspec.to_builtins(explanation),
     }
 

@@ -5,8 +5,6 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import msgspec
-
 from plexrl.errors import AuthenticationError, ConflictError, UnavailableError
 from plexrl.ids import NodeId, RouterId, TenantId
 from plexrl.scheduler.rules.config import SchedulerConfig, core_settings
@@ -47,7 +45,7 @@ class Service:
         self._former_lease_s = max(config.node_lease_s, shell.core.settings.config.node_lease_s)
         self._leases = NodeLeases(config.node_lease_s, config.lease_s)
         self._connections: dict[Connection, Peer] = {}
-        """Those of other machines' processes."""
+        """Connections of processes on other machines."""
         self._core = shell.core
         self._background: set[asyncio.Task[None]] = set()
         self._graces: dict[NodeId, asyncio.Task[None]] = {}
@@ -124,8 +122,7 @@ class Service:
                 await holding.hold(held)
 
     async def _begin(self) -> None:
-        settings = msgspec.json.encode(core_settings(self._config)).decode()
-        await self.shell.report(ev.SchedulerStarted(settings_json=settings))
+        await self.shell.report(ev.SchedulerStarted(settings=core_settings(self._config)))
         known = set(self._core.tenants())
         created = [(OPERATOR, self._config.operator_key_digest, True)] + [
             (TenantId(name), digest, False) for name, digest in self._config.tenants

@@ -10,8 +10,6 @@ The log and `plexrl status` report it to operators.
 import logging
 from typing import Any, Final
 
-import msgspec
-
 from plexrl.errors import LeaseLostError, NotFoundError, SchedulerFaultError, StorageError
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.core.advance import EVENT, Fault
@@ -92,11 +90,10 @@ def substitute_report(core: SchedulerCore, event: ev.Event, now: float) -> ev.Ev
                 name = core.operation_view(event.operation, now)["deployment"]
                 return _failed(core, name, reason, now)
             case ev.OperationFinished() | ev.OperationFailed():
-                error = SchedulerFaultError(reason).to_wire()
                 return ev.OperationFailed(
                     operation=event.operation,
                     token=event.token,
-                    error_json=msgspec.json.encode(error).decode(),
+                    error=SchedulerFaultError(reason).to_wire(),
                     state_intact=False,
                 )
             case ev.WorkerReady():

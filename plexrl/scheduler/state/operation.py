@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
+from plexrl.errors import PlexRLError
 from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, OperationId, TenantId
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger, next_state
+from plexrl.wire.messages.cluster_views import ErrorView
 from plexrl.wire.operations import OperationKind, OperationParams, OperationState
 
 _PENDING: Final = OperationState.PENDING
@@ -20,8 +24,7 @@ class Failure:
     deployment: DeploymentId
     """Deployment of the operation; for a sync whose source failed, the source."""
     kind: OperationKind
-    error_json: str
-    """`PlexRLError.to_wire()` as JSON."""
+    error: ErrorView
     at: float
 
     @property
@@ -110,7 +113,8 @@ class Operation:
     """It is the last operation of its cycle."""
     result: BlobRef | None = None
     result_json: str = "{}"
-    error_json: str | None = None
+    """As in `OperationFinished`."""
+    error: ErrorView | None = None
     index: int = 0
     """Index in the operation log, from 1."""
     is_logged: bool = False
@@ -176,10 +180,15 @@ class Operation:
         self.ends_burst = False
         self.result = None
         self.result_json = "{}"
-        self.error_json = None
+        self.error = None
         self.index = 0
         self.is_logged = False
         self.is_forgotten = False
+
+
+def error_view(error: PlexRLError) -> ErrorView:
+    """`error` as a journal or a snapshot gives it back: its details may hold what JSON does not."""
+    return msgspec.json.decode(msgspec.json.encode(error.to_wire()), type=ErrorView)
 
 
 def change_operation(operation: Operation, trigger: OperationTrigger) -> None:

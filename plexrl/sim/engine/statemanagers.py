@@ -1,6 +1,5 @@
 """Executes the scheduler's state commands on the simulated StateManagers and reports events."""
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
@@ -29,7 +28,7 @@ class Refusal(NamedTuple):
         return ev.OperationFailed(
             operation=command.operation,
             token=command.token,
-            error_json=json.dumps(self.error.to_wire()),
+            error=self.error.to_wire(),
             state_intact=True,
         )
 

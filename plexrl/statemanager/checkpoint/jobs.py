@@ -29,17 +29,19 @@ from plexrl.errors import (
     StorageFullError,
     StoreUnavailableError,
 )
+from plexrl.ids import JobId
 from plexrl.statemanager.checkpoint.announcement import RENEW_S, lost_to_a_load
 from plexrl.statemanager.checkpoint.folder import retain
 from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.checkpoint.places.choice import root_at
 from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, CheckpointRoot
-from plexrl.statemanager.checkpoint.requests import CheckpointReport, CheckpointState
+from plexrl.statemanager.checkpoint.requests import CheckpointState
 from plexrl.statemanager.checkpoint.write.other_nodes import OtherNodes
 from plexrl.statemanager.checkpoint.write.progress import CheckpointProgress
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.store.receiving.reader import StateReader
+from plexrl.wire.messages.node_queries import CheckpointView
 
 LOG = logging.getLogger(__name__)
 
@@ -100,7 +102,7 @@ class CheckpointJobs:
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()
 
-    def submit(self, task: Task) -> CheckpointReport:
+    def submit(self, task: Task) -> CheckpointView:
         """Accept a checkpoint; the writer then owns the task's resources.
 
         Raises:
@@ -130,7 +132,7 @@ class CheckpointJobs:
             self._queue.put(entry)
         return self._report(entry)
 
-    def find(self, target: CheckpointPlace) -> CheckpointReport | None:
+    def find(self, target: CheckpointPlace) -> CheckpointView | None:
         """The report of a checkpoint accepted since the start, if any."""
         with self._lock:
             entry = self._entries.get(target)
@@ -147,13 +149,13 @@ class CheckpointJobs:
                 and entry.task.wanted.asked_by == asked_by
             )
 
-    def reports(self) -> list[CheckpointReport]:
+    def reports(self) -> list[CheckpointView]:
         """Reports of all checkpoints in memory, the oldest first."""
         with self._lock:
             entries = list(self._entries.values())
         return [self._report(entry) for entry in entries]
 
-    def cancel(self, target: CheckpointPlace) -> CheckpointReport:
+    def cancel(self, target: CheckpointPlace) -> CheckpointView:
         """Cancel a checkpoint; returns when its writing has ended.
 
         Raises:
@@ -294,10 +296,10 @@ class CheckpointJobs:
             # The next attempt to write these checkpoints, or the collection of garbage, does it.
             LOG.warning("unfinished checkpoints stay for now: %s", error)
 
-    def _report(self, entry: _Entry) -> CheckpointReport:
+    def _report(self, entry: _Entry) -> CheckpointView:
         wanted, progress = entry.task.wanted, entry.progress
-        return CheckpointReport(
-            job=wanted.target.job,
+        return CheckpointView(
+            job=JobId(wanted.target.job),
             name=wanted.target.name,
             path=str(wanted.target),
             state=entry.state,

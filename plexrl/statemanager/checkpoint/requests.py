@@ -1,6 +1,5 @@
 """Requests about checkpoints over the StateManager's socket."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -110,23 +109,3 @@ class CancelCheckpoint(Request, frozen=True, kw_only=True):
 
     deployment: str
     name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointReport:
-    """State of one checkpoint at a StateManager."""
-
-    job: str
-    name: str
-    path: str
-    state: CheckpointState
-    seq: int
-    step: int
-    bytes_done: int
-    bytes_total: int
-    seconds: float
-    """Duration of writing."""
-    as_of: float
-    """Time of the request, or of the manifest, in seconds since the epoch. Among several nodes'
-    reports of one name, the newest is valid."""
-    error: ErrorView | None = None

@@ -10,6 +10,7 @@ import msgspec
 
 from plexrl.ids import BlobRef, DeploymentId, FencingToken, NodeId, OperationId, RouterId
 from plexrl.process.conditions import Condition
+from plexrl.wire.messages.cluster_views import ErrorView
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -134,16 +135,17 @@ class OperationFinished(Event, frozen=True, gc=False):
     """Seconds on the slowest rank."""
     result: BlobRef | None = None
     result_json: str = "{}"
-    """Small results and measurements; the core does not read them."""
+    """Small results and measurements as JSON text. The scheduler passes the text on to the router
+    that answers the controller, and reads nothing of it. It keeps tens of thousands of these, and
+    the garbage collector does not look into text."""
     moved: StateMoved | None = None
     """What a load or offload moved; None if the workers did not report it."""
     transfer_s: float = 0.0
     """Seconds in the router, without `compute_s`: splitting, sending, joining, storing."""
     result_bytes: int = 0
-    error_json: str = ""
-    """`PlexRLError.to_wire()` as JSON, of a mutation that changed the state in another way than
-    requested, such as a step that dropped its gradients. The mutation is replayed like any other.
-    Empty: it succeeded."""
+    error: ErrorView | None = None
+    """The error of a mutation that changed the state in another way than requested, such as a step
+    that dropped its gradients. The mutation is replayed like any other. None: it succeeded."""
     trainer_step: int | None = None
     """Optimizer steps in the weights after a step, checkpoint, sync or publish; None if the workers
     did not report it."""
@@ -160,8 +162,7 @@ class OperationFailed(Event, frozen=True, kw_only=True):
 
     operation: OperationId
     token: FencingToken
-    error_json: str
-    """`PlexRLError.to_wire()` as JSON."""
+    error: ErrorView
     state_intact: bool
     """True: the WPG's state did not change, and the caller gets the error. False: a rank's state
     may have changed, or a rank hangs; the WPG is restarted from its last complete version."""

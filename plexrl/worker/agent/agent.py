@@ -12,7 +12,6 @@ from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import time
-from typing import Any
 
 from plexrl.errors import (
     PlexRLError,
@@ -29,7 +28,7 @@ from plexrl.statemanager.store.disk_space import held_error
 from plexrl.wire.links.address import UNIX, TlsAddress, UnixAddress, parse_address
 from plexrl.wire.links.port_range import PortRange
 from plexrl.wire.messages import LaunchWorkers, RankPlacement, StopWorkers
-from plexrl.wire.messages.node_queries import ListCheckpoints, Logs, LogView, ReadLog
+from plexrl.wire.messages.node_queries import Logs, LogView, ReadLog
 from plexrl.wire.messages.reports import (
     HostMemoryReported,
     NodeConditionsReported,
@@ -39,7 +38,7 @@ from plexrl.wire.messages.reports import (
     WorkerReady,
     WorkerSeen,
 )
-from plexrl.wire.rpc import Peer, method_of, read_command, read_message
+from plexrl.wire.rpc import as_type, method_of, on_command, on_message
 from plexrl.worker.agent.launcher import Launcher, WorkerProcess
 from plexrl.worker.agent.node_conditions import (
     PART_STUCK,
@@ -56,7 +55,6 @@ from plexrl.worker.process.process_group import LOOPBACK, interface_of
 LOG = logging.getLogger(__name__)
 
 LOG_LINES_MAX = 10_000
-Plain = dict[str, Any]
 Key = tuple[str, int]
 """Deployment and rank."""
 
@@ -109,13 +107,10 @@ class Agent:
         self._scheduler = SchedulerConnection(
             config,
             {
-                "launch": self._launch,
-                "stop": self._stop,
-                "release_state": self._state.release,
-                "migrate_state": self._state.migrate,
-                "prefetch_state": self._state.prefetch,
-                method_of(ListCheckpoints): self._state.list_checkpoints,
-                method_of(ReadLog): self._read_log,
+                "launch": on_command(as_type(LaunchWorkers), self._launch),
+                "stop": on_command(as_type(StopWorkers), self._stop),
+                **self._state.handlers(),
+                method_of(ReadLog): on_message(ReadLog, self._read_log),
             },
             describe_node=self._node_description,
             session=self._begin_session,
@@ -267,9 +262,7 @@ class Agent:
 
     # Commands of the scheduler
 
-    async def _launch(self, peer: Peer, params: Plain) -> Plain:
-        del peer
-        command = read_command(params, LaunchWorkers)
+    async def _launch(self, command: LaunchWorkers) -> None:
         mine = [placed for placed in command.ranks if placed.node == self._config.node]
         configs = [self._worker_config(command, placed) for placed in mine]
         if len(mine) == len(command.ranks):
@@ -277,7 +270,6 @@ class Agent:
         await self._state.keep_ranks(command.deployment, [config.rank for config in configs])
         for config in configs:
             self._in_background(self._start_worker(config))
-        return {}
 
     def _clear_rendezvous(self, config: WorkerConfig) -> None:
         """Remove the rendezvous file before this agent's first launch of an incarnation. An earlier
@@ -287,20 +279,15 @@ class Agent:
             self._rendezvous[config.deployment] = config.incarnation
             Path(config.rendezvous).unlink(missing_ok=True)
 
-    async def _stop(self, peer: Peer, params: Plain) -> Plain:
-        del peer
-        command = read_command(params, StopWorkers)
+    async def _stop(self, command: StopWorkers) -> None:
         doomed = [
             key
             for key, worker in self._workers.items()
             if key[0] == command.deployment and worker.config.incarnation <= command.incarnation
         ]
         await asyncio.gather(*(self._stop_worker(key) for key in doomed))
-        return {}
 
-    async def _read_log(self, peer: Peer, params: Plain) -> Logs:
-        del peer
-        asked = read_message(params, ReadLog)
+    async def _read_log(self, asked: ReadLog) -> Logs:
         assert asked.deployment is not None, "the scheduler asks for each deployment"
         lines = max(1, min(asked.lines, LOG_LINES_MAX))
         found = []

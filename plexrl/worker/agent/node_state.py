@@ -26,7 +26,7 @@ from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims
 from plexrl.wire.messages import MigrateState, PrefetchState, ReleaseState
 from plexrl.wire.messages.node_queries import Checkpoints, ListCheckpoints
-from plexrl.wire.rpc import Peer, read_command, read_message
+from plexrl.wire.rpc import Handler, as_type, method_of, on_command, on_message, read_message
 from plexrl.worker.agent.state_watch import Changes, StateWatch
 
 LOG = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ HINTS_MAX = 16
 WATCH_S = 1.0
 """Interval of queries for the locations of state."""
 
-Plain = dict[str, Any]
 _Move = tuple[str, int, tuple[int, ...]]
 """Deployment, seq and ranks."""
 
@@ -74,6 +73,15 @@ class NodeState:
         self._watch = StateWatch(self._client)
         self._hints: set[asyncio.Task[None]] = set()
 
+    def handlers(self) -> dict[str, Handler]:
+        """The handlers of the scheduler's commands and questions about state."""
+        return {
+            "release_state": on_command(as_type(ReleaseState), self._release),
+            "migrate_state": on_command(as_type(MigrateState), self._migrate),
+            "prefetch_state": on_command(as_type(PrefetchState), self._prefetch),
+            method_of(ListCheckpoints): on_message(ListCheckpoints, self._list_checkpoints),
+        }
+
     async def deployments(self) -> list[str]:
         """The deployments of which the node holds some state."""
 
@@ -83,10 +91,9 @@ class NodeState:
 
         return await asyncio.to_thread(request)
 
-    async def release(self, peer: Peer, params: Plain) -> Plain:
+    async def _release(self, command: ReleaseState) -> None:
         """Drop a deployment's versions, including those that are migrating to this node."""
-        del peer
-        deployment = read_command(params, ReleaseState).deployment
+        deployment = command.deployment
         self._arrived.pop(deployment, None)
 
         def release() -> None:
@@ -97,7 +104,6 @@ class NodeState:
         if arriving:
             await asyncio.wait(arriving)
         await asyncio.to_thread(release)
-        return {}
 
     async def keep_ranks(self, deployment: str, ranks: Iterable[int]) -> None:
         """Drop the versions of ranks that ran on this node before a move and run on another now.
@@ -131,41 +137,36 @@ class NodeState:
                 report(changes)
             await asyncio.sleep(WATCH_S)
 
-    async def migrate(self, peer: Peer, params: Plain) -> Plain:
+    async def _migrate(self, command: MigrateState) -> dict[str, Any]:
         """Copy a version to this node from the StateManagers that the command names: the
         part of the ranks that will run here.
 
         Raises:
             PlexRLError: as `plexrl.statemanager.client.migration.migrate`.
         """
-        del peer
-        command = read_command(params, MigrateState)
         ranks = tuple(placed.rank for placed in command.ranks if placed.node == self._node)
         move = command.deployment, command.seq, ranks
         task = self._migrations.get(move)
         self._arrived.setdefault(command.deployment, set()).update(ranks)
         if task is None:
-            task = asyncio.create_task(self._migrate(move, command.sources))
+            task = asyncio.create_task(self._copy(move, command.sources))
             self._migrations[move] = task
             task.add_done_callback(lambda done: self._end(move, done))
         # The connection may end and cancel this handler, but not the migration.
         return asdict(await asyncio.shield(task))
 
-    async def prefetch(self, peer: Peer, params: Plain) -> Plain:
+    async def _prefetch(self, command: PrefetchState) -> None:
         """Pass on the hint that a version will be loaded soon. Returns at once and never fails."""
-        del peer
         if len(self._hints) >= HINTS_MAX:
             LOG.info("too many prefetch hints at once: one is dropped")
-            return {}
-        task = asyncio.create_task(self._hint(read_command(params, PrefetchState)))
+            return
+        task = asyncio.create_task(self._hint(command))
         self._hints.add(task)
         task.add_done_callback(self._hints.discard)
-        return {}
 
-    async def list_checkpoints(self, peer: Peer, params: Plain) -> Checkpoints:
+    async def _list_checkpoints(self, asked: ListCheckpoints) -> Checkpoints:
         """A job's checkpoints: those on disk, and those that are being written."""
-        del peer
-        status = CheckpointStatus(deployment=f"{read_message(params, ListCheckpoints).job}/")
+        status = CheckpointStatus(deployment=f"{asked.job}/")
 
         def request() -> Checkpoints:
             with closing(self._client()) as client:
@@ -189,7 +190,7 @@ class NodeState:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _migrate(self, move: _Move, sources: Sequence[str]) -> MoveReport:
+    async def _copy(self, move: _Move, sources: Sequence[str]) -> MoveReport:
         deployment, seq, ranks = move
         work = partial(
             migrate,

@@ -1,14 +1,12 @@
 """The router's connections survive faults of the scheduler and of workers."""
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from plexrl.errors import (
@@ -27,11 +25,11 @@ from plexrl.router.execution.worker_link import WorkerGoneError, WorkerLink
 from plexrl.wire.links.address import TlsAddress
 from plexrl.wire.links.credentials import Role
 from plexrl.wire.links.frame_socket import FrameSocket
-from plexrl.wire.messages import AbortOperation, WorkerName
-from plexrl.wire.messages.reports import OperationFinished
+from plexrl.wire.messages import AbortOperation, AnyRun, WorkerName
+from plexrl.wire.messages.reports import LiveWorkers, OperationFinished, WorkersGone
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.rpc import Handler, Peer
-from plexrl.worker.process.server.server import Server
+from plexrl.worker.process.server.server import WorkerServer
 from tests.certificates import TestAuthority
 from tests.small_disk import SmallDisk, small_disk
 from tests.wire.runs import make_run
@@ -62,14 +60,13 @@ async def nothing(peer: Peer, params: Plain) -> Plain:
     return {}
 
 
-def abort_of(*addresses: str) -> Plain:
-    command = AbortOperation(
+def abort_of(*addresses: str) -> AbortOperation:
+    return AbortOperation(
         operation=OperationId("o"),
         deployment=DeploymentId("j/a"),
         addresses=tuple(f"unix:{path}" for path in addresses),
         incarnation=INCARNATION,
     )
-    return {"command": msgspec.to_builtins(command)}
 
 
 @asynccontextmanager
@@ -107,7 +104,7 @@ def test_an_abort_reaches_the_remaining_workers(tmp_path: Path) -> None:
         (tmp_path / "w0").touch()
         abort = abort_of(*(str(tmp_path / name) for name in ("none", "w0", "w1")))
         async with worker_at(tmp_path / "w1") as (received, _):
-            await in_time(executor.on_abort(None, abort))  # type: ignore[arg-type]
+            await in_time(executor.on_abort(abort))
             found: Plain = await in_time(received.get())
             await executor.close()
         return found
@@ -142,19 +139,19 @@ def test_a_request_to_an_unreachable_worker_ends_by_the_schedulers_word_only(
         link = executor.link(worker(0), f"unix:{tmp_path}/none")
         running = asyncio.create_task(link.run(("o", 1), {"request": "run"}, ()))
         await asyncio.wait({running}, timeout=0.5)
-        older = {"deployment": "j/a", "incarnation": INCARNATION - 1}
-        await executor.on_workers_gone(None, older)  # type: ignore[arg-type]
-        live: dict[str, Any] = {"incarnations": {"j/a": INCARNATION}}
-        await executor.on_live_workers(None, live)  # type: ignore[arg-type]
+        older = WorkersGone(deployment=DeploymentId("j/a"), incarnation=INCARNATION - 1)
+        await executor.on_workers_gone(older)
+        live = LiveWorkers(incarnations={DeploymentId("j/a"): INCARNATION})
+        await executor.on_live_workers(live)
         await asyncio.sleep(0)
         assert not running.done(), "nobody has said that the worker is gone"
         if said == "gone":
-            gone = {"deployment": "j/a", "incarnation": INCARNATION}
-            await executor.on_workers_gone(None, gone)  # type: ignore[arg-type]
+            gone = WorkersGone(deployment=DeploymentId("j/a"), incarnation=INCARNATION)
+            await executor.on_workers_gone(gone)
             with pytest.raises(WorkerGoneError):
                 executor.link(worker(0), "unix:/anywhere")
         else:
-            await executor.on_live_workers(None, {"incarnations": {}})  # type: ignore[arg-type]
+            await executor.on_live_workers(LiveWorkers(incarnations={}))
         with pytest.raises(WorkerGoneError):
             await in_time(running)
         newer = WorkerName("j/a", 0, INCARNATION + 1)
@@ -184,7 +181,7 @@ def test_a_worker_at_a_reused_address_runs_nothing_for_the_former_one(tmp_path: 
     authority = TestAuthority(tmp_path)
     stranger = WorkerName("j/critic", 0, 9)
     listening = TlsAddress("127.0.0.1", 0, "n")
-    server = Server(listening, stranger, authority.credentials(Role.NODE, "n"))
+    server = WorkerServer(listening, stranger, authority.credentials(Role.NODE, "n"))
     router = authority.credentials(Role.ROUTER, "r")
 
     async def run() -> None:
@@ -213,10 +210,10 @@ def test_the_end_of_its_workers_ends_a_run_without_a_report(tmp_path: Path) -> N
             worker_at(tmp_path / "w") as (received, connections),
         ):
             command = run_of(OperationKind.BARRIER, str(tmp_path / "w"))
-            await executor.on_run(None, command)  # type: ignore[arg-type]
+            await executor.on_run(command)
             await in_time(received.get())
-            gone = {"deployment": "j/a", "incarnation": INCARNATION}
-            await executor.on_workers_gone(None, gone)  # type: ignore[arg-type]
+            gone = WorkersGone(deployment=DeploymentId("j/a"), incarnation=INCARNATION)
+            await executor.on_workers_gone(gone)
             async with asyncio.timeout(LIMIT_S):
                 while executor.runs_count:  # noqa: ASYNC110 (no event exists)
                     await asyncio.sleep(0.01)
@@ -316,10 +313,10 @@ def test_reports_go_together_and_those_that_a_stopping_scheduler_refused_again(
     assert numbers == [1, 2, 3, 1]
 
 
-def run_of(kind: OperationKind, *addresses: str) -> Plain:
+def run_of(kind: OperationKind, *addresses: str) -> AnyRun:
     at = tuple(f"unix:{path}" for path in addresses)
-    command = make_run(kind, deployment="j/a", addresses=at, incarnation=INCARNATION)
-    return {"command": msgspec.to_builtins(command)}
+    command: AnyRun = make_run(kind, deployment="j/a", addresses=at, incarnation=INCARNATION)
+    return command
 
 
 @asynccontextmanager
@@ -361,7 +358,7 @@ def test_a_result_waits_for_disk_space_and_is_not_computed_again(tmp_path: Path)
             worker_at(tmp_path / "w") as (received, connections),
         ):
             disk.fill()
-            await executor.on_run(None, run_of(OperationKind.BARRIER, str(tmp_path / "w")))  # type: ignore[arg-type]
+            await executor.on_run(run_of(OperationKind.BARRIER, str(tmp_path / "w")))
             await in_time(received.get())
             answer = {"reply": "finished", "operation": "o", "token": 1}
             answer |= {"result": {}, "compute_s": 0.1}
@@ -396,7 +393,7 @@ def test_partial_failure_keeps_state_intact_only_for_unchanging_kinds(
             worker_at(tmp_path / "w1") as (heard1, connections1),
         ):
             command = run_of(kind, str(tmp_path / "w0"), str(tmp_path / "w1"))
-            await executor.on_run(None, command)  # type: ignore[arg-type]
+            await executor.on_run(command)
             await in_time(heard0.get())
             await in_time(heard1.get())
             name: Plain = {"operation": "o", "token": 1}
@@ -420,7 +417,7 @@ def test_a_lack_of_device_memory_is_the_cause_of_what_other_ranks_report(tmp_pat
             worker_at(tmp_path / "w1") as (heard1, connections1),
         ):
             command = run_of(OperationKind.LOAD, str(tmp_path / "w0"), str(tmp_path / "w1"))
-            await executor.on_run(None, command)  # type: ignore[arg-type]
+            await executor.on_run(command)
             await in_time(heard0.get())
             await in_time(heard1.get())
             failed: Plain = {"operation": "o", "token": 1, "reply": "failed"}
@@ -433,5 +430,5 @@ def test_a_lack_of_device_memory_is_the_cause_of_what_other_ranks_report(tmp_pat
             return report  # type: ignore[no-any-return]
 
     report = asyncio.run(run())
-    assert json.loads(report["error_json"])["details"] == {"rank": 1}
+    assert report["error"]["details"] == {"rank": 1}
     assert not report["state_intact"]

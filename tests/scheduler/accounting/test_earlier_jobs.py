@@ -243,7 +243,7 @@ def one_cycle(cluster: FakeCluster, job: str, work_s: float) -> None:
 def learn(cluster: FakeCluster, *, learns: bool) -> None:
     """Restart the scheduler with this setting."""
     settings = core_settings(cluster.core.settings.config) | {"learns_from_jobs": learns}
-    cluster.send(ev.SchedulerStarted(settings_json=json.dumps(settings)))
+    cluster.send(ev.SchedulerStarted(settings=settings))
     for node, each in list(cluster.core.cluster.state.nodes.items()):
         cluster.join_node(each.gpus, node)
     cluster.join_router()

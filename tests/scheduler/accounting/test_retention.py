@@ -107,7 +107,8 @@ def test_a_report_of_a_forgotten_job_s_run_changes_nothing(is_taken: bool) -> No
     before = cluster.core.dump()
     late = {"operation": "slow", "token": slow.token}
     cluster.send(ev.OperationFinished(**late, compute_s=0.1))
-    cluster.send(ev.OperationFailed(**late, error_json="{}", state_intact=False))
+    error = errors.ExecutionError("no").to_wire()
+    cluster.send(ev.OperationFailed(**late, error=error, state_intact=False))
     assert cluster.core.dump() == before
 
 
@@ -236,7 +237,7 @@ def test_profiles_beyond_a_lowered_bound_are_forgotten_with_the_next_one() -> No
     cluster.start_node()
     for name in ("a", "b", "c", "d"):
         measure(cluster, name)
-    cluster.send(ev.SchedulerStarted(settings_json='{"profiles": 2}'))
+    cluster.send(ev.SchedulerStarted(settings={"profiles": 2}))
     cluster.join_node()
     cluster.join_router()
     measure(cluster, "e")

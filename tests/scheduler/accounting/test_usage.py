@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -115,7 +114,7 @@ class Metered(FakeCluster):
             ev.OperationFailed(
                 operation=run.operation,
                 token=run.token,
-                error_json=f'{{"code": "{code}", "message": "no"}}',
+                error={"code": code, "message": "no", "details": {}},
                 state_intact=intact,
             )
         )
@@ -154,7 +153,7 @@ def _is_worth_something(run: cmd.Run, event: ev.OperationFinished | ev.Operation
     """Whether a run that ends with this report is billed: the cluster did not make it worthless."""
     if isinstance(event, ev.OperationFinished):
         return True
-    code = msgspec.json.decode(event.error_json)["code"]
+    code = event.error["code"]
     if run.kind.value in MOVES:
         # It cannot be built as the tenant described it.
         return run.kind.value == "load" and code == "invalid_request"

@@ -218,7 +218,7 @@ def test_an_offload_that_finds_no_room_is_called_off_and_tried_again_later(
         ev.OperationFailed(
             operation=offload.operation,
             token=offload.token,
-            error_json='{"code": "state_tier_full", "message": "no room", "details": {}}',
+            error={"code": "state_tier_full", "message": "no room", "details": {}},
             state_intact=True,
         )
     )
@@ -244,7 +244,7 @@ def test_a_failed_operation_is_answered_and_its_place_in_the_order_used_again(
         ev.OperationFailed(
             operation="a:1",
             token=run.token,
-            error_json='{"code": "non_finite_gradient", "message": "inf", "details": {}}',
+            error={"code": "non_finite_gradient", "message": "inf", "details": {}},
             state_intact=True,
         )
     )
@@ -401,7 +401,7 @@ def test_a_snapshot_that_finds_no_room_does_not_hold_training_up(cluster: FakeCl
         ev.OperationFailed(
             operation=snapshot.operation,
             token=snapshot.token,
-            error_json='{"code": "state_tier_full", "message": "no room", "details": {}}',
+            error={"code": "state_tier_full", "message": "no room", "details": {}},
             state_intact=True,
         )
     )

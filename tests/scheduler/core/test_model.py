@@ -146,7 +146,7 @@ class Cluster(RuleBasedStateMachine):
             ev.OperationFailed(
                 operation=run.operation,
                 token=run.token,
-                error_json='{"code": "state_tier_full", "message": "no room", "details": {}}',
+                error={"code": "state_tier_full", "message": "no room", "details": {}},
                 state_intact=True,
             )
         )
@@ -162,7 +162,7 @@ class Cluster(RuleBasedStateMachine):
             ev.OperationFailed(
                 operation=run.operation,
                 token=run.token,
-                error_json='{"code": "corrupt_state", "message": "a block", "details": {}}',
+                error={"code": "corrupt_state", "message": "a block", "details": {}},
                 state_intact=True,
             )
         )

@@ -23,7 +23,7 @@ KINDS = {
     "a/actor": ("forward", "forward_backward", "optim_step", "zero_grad", "save_checkpoint"),
     "a/rollout": ("generate", "sync_weights", "sync_weights", "load_checkpoint"),
 }
-WRONG = '{"code": "execution_failed", "message": "no luck", "details": {}}'
+WRONG = errors.ExecutionError("no luck").to_wire()
 
 
 class Job(RuleBasedStateMachine):
@@ -77,7 +77,7 @@ class Job(RuleBasedStateMachine):
             ev.OperationFailed(
                 operation=run.operation,
                 token=run.token,
-                error_json=WRONG,
+                error=WRONG,
                 state_intact=state_intact,
             )
         )

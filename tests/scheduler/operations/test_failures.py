@@ -5,12 +5,13 @@ import pytest
 from plexrl import errors
 from plexrl.scheduler.queries.views import usage_view
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire.messages.cluster_views import ErrorView
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
-NO_LUCK = '{"code": "execution_failed", "message": "no luck", "details": {}}'
-SPOILT = '{"code": "non_finite_weights", "message": "w is nan", "details": {}}'
-DROPPED = '{"code": "non_finite_gradient", "message": "the norm is nan", "details": {}}'
+NO_LUCK = errors.ExecutionError("no luck").to_wire()
+SPOILT = errors.NonFiniteWeightsError("w is nan").to_wire()
+DROPPED = errors.NonFiniteGradientError("the norm is nan").to_wire()
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def cluster() -> FakeCluster:
 
 
 def fail(
-    cluster: FakeCluster, operation: str, *, state_intact: bool = True, error: str = NO_LUCK
+    cluster: FakeCluster, operation: str, *, state_intact: bool = True, error: ErrorView = NO_LUCK
 ) -> None:
     """The run in flight of an operation fails."""
     while not (found := [each for each in cluster.runs if each.operation == operation]):
@@ -34,7 +35,7 @@ def fail(
     cluster.runs.remove(run)
     cluster.send(
         ev.OperationFailed(
-            operation=operation, token=run.token, error_json=error, state_intact=state_intact
+            operation=operation, token=run.token, error=error, state_intact=state_intact
         )
     )
 
@@ -208,7 +209,7 @@ def test_a_step_that_dropped_its_gradients_has_failed_and_is_replayed(cluster: F
     cluster.execute(run, report=False)
     cluster.runs.remove(run)
     cluster.send(
-        ev.OperationFinished(operation="a:step", token=run.token, compute_s=0.1, error_json=DROPPED)
+        ev.OperationFinished(operation="a:step", token=run.token, compute_s=0.1, error=DROPPED)
     )
     assert outcome(cluster, "a:step") == "non_finite_gradient"
     assert outcome(cluster, "a:next") == "earlier_failure"

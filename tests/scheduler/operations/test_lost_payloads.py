@@ -1,6 +1,5 @@
 """A damaged payload is asked again, costs no worker, and fails its operation only at the end."""
 
-import json
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def lose(cluster: FakeCluster, run: Run, blob: str) -> None:
         ev.OperationFailed(
             operation=run.operation,
             token=run.token,
-            error_json=json.dumps(error.to_wire()),
+            error=error.to_wire(),
             state_intact=True,
         )
     )

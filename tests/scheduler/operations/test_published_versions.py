@@ -1,7 +1,6 @@
 """A sync of the newest published version does not wait for the trainer, and gets a version that is
 there."""
 
-import json
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ def refuse(cluster: FakeCluster, run: cmd.Run) -> None:
         ev.OperationFailed(
             operation=run.operation,
             token=run.token,
-            error_json=json.dumps(StateLostError("it is gone").to_wire()),
+            error=StateLostError("it is gone").to_wire(),
             state_intact=True,
         )
     )
@@ -152,7 +151,7 @@ def test_a_publish_after_a_failed_step_is_refused(cluster: FakeCluster) -> None:
         ev.OperationFailed(
             operation="b:1",
             token=run.token,
-            error_json=json.dumps(InvalidRequestError("no").to_wire()),
+            error=InvalidRequestError("no").to_wire(),
             state_intact=True,
         )
     )

@@ -1,6 +1,5 @@
 """A train deployment with a schedule saves checkpoints of itself, of exactly its steps' weights."""
 
-import json
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 
 from plexrl.errors import ConflictError, PlexRLError, QuotaExceededError, StorageFullError
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.operation import error_view
 from plexrl.wire.operations import CheckpointSchedule
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -49,7 +49,7 @@ def fail_the_checkpoint(cluster: FakeCluster, error: PlexRLError) -> None:
         ev.OperationFailed(
             operation=save.operation,
             token=save.token,
-            error_json=json.dumps(error.to_wire()),
+            error=error_view(error),
             state_intact=True,
         )
     )

@@ -1,7 +1,5 @@
 """Moves without capacity or with dependencies, and nodes that are lost or return smaller."""
 
-import json
-
 import pytest
 from msgspec.structs import replace
 
@@ -21,7 +19,7 @@ def refuse(cluster: FakeCluster, kind: str, error: PlexRLError | None = None) ->
         ev.OperationFailed(
             operation=run.operation,
             token=run.token,
-            error_json=json.dumps((error or StateTierFullError("no room")).to_wire()),
+            error=(error or StateTierFullError("no room")).to_wire(),
             state_intact=True,
         )
     )

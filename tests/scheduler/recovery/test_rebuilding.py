@@ -1,6 +1,5 @@
 """State that is lost with its node is recomputed from the operations that led to it."""
 
-import json
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def refuse(cluster: FakeCluster, run: Run, error: PlexRLError) -> None:
         ev.OperationFailed(
             operation=run.operation,
             token=run.token,
-            error_json=json.dumps(error.to_wire()),
+            error=error.to_wire(),
             state_intact=False,
         )
     )
@@ -405,12 +404,11 @@ def test_a_repeated_sync_is_retried_when_its_new_publish_fails(
     else:
         (publish,) = cluster.runs
         cluster.runs.remove(publish)
-        error_json = json.dumps(ExecutionError("no weights").to_wire())
         cluster.send(
             ev.OperationFailed(
                 operation=publish.operation,
                 token=publish.token,
-                error_json=error_json,
+                error=ExecutionError("no weights").to_wire(),
                 state_intact=True,
             )
         )

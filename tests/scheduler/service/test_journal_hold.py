@@ -108,8 +108,8 @@ async def held_then_taken_in(
 
 
 def failed(operation: str) -> dict[str, Any]:
-    error = '{"code": "internal", "message": "m", "details": {}}'
-    return {"operation": operation, "token": 1, "error_json": error, "state_intact": True}
+    error = {"code": "internal", "message": "m", "details": {}}
+    return {"operation": operation, "token": 1, "error": error, "state_intact": True}
 
 
 @pytest.mark.slow

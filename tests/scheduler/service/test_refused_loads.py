@@ -1,7 +1,6 @@
 """A load that the StateManager refuses, over the scheduler's socket."""
 
 import asyncio
-import json
 from pathlib import Path
 
 from plexrl.errors import DeviceMemoryFullError
@@ -54,7 +53,7 @@ def test_a_refusal_of_some_ranks_restarts_workers_and_names_the_foreign_process(
                         {
                             "operation": load["operation"],
                             "token": load["token"],
-                            "error_json": json.dumps(full.to_wire()),
+                            "error": full.to_wire(),
                             "state_intact": False,
                         },
                     )

@@ -27,13 +27,13 @@ from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.checkpoint.places.choice import place_at
 from plexrl.statemanager.checkpoint.requests import (
     CancelCheckpoint,
-    CheckpointReport,
     CheckpointState,
     CheckpointStatus,
     WriteCheckpoint,
 )
 from plexrl.statemanager.checkpoint.restore import Checkpoint
 from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.wire.messages.node_queries import CheckpointView
 from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon, wait_until
 
 DEPLOYMENT = "job/actor"
@@ -50,19 +50,19 @@ def usage_of(daemon: Daemon) -> dict[str, Any]:
         return agent.usage()
 
 
-def write(client: StateManagerClient, name: str, seq: int, **fields: Any) -> CheckpointReport:
+def write(client: StateManagerClient, name: str, seq: int, **fields: Any) -> CheckpointView:
     request = WriteCheckpoint(deployment=DEPLOYMENT, name=name, seq=seq, **fields)
-    return msgspec.convert(client.request(request), CheckpointReport)
+    return msgspec.convert(client.request(request), CheckpointView)
 
 
-def status(client: StateManagerClient, name: str) -> CheckpointReport:
+def status(client: StateManagerClient, name: str) -> CheckpointView:
     request = CheckpointStatus(deployment=DEPLOYMENT, name=name)
     (report,) = client.request(request)["checkpoints"]
-    return msgspec.convert(report, CheckpointReport)
+    return msgspec.convert(report, CheckpointView)
 
 
-def finished(client: StateManagerClient, name: str) -> CheckpointReport:
-    wait_until(lambda: status(client, name).state.is_final)
+def finished(client: StateManagerClient, name: str) -> CheckpointView:
+    wait_until(lambda: CheckpointState(status(client, name)["state"]).is_final)
     return status(client, name)
 
 
@@ -116,13 +116,13 @@ def test_what_was_pinned_is_written_whatever_training_does(
     shards = ranks(make_shard, daemon, 2)
     snapshot(shards, 1)
     report = write(shards[0].client, "one", 1)
-    assert not report.state.is_final
+    assert not CheckpointState(report["state"]).is_final
     # The next version replaces the one that is being written, and its name goes.
     snapshot(shards, 2)
     release(daemon)
     done = finished(shards[0].client, "one")
-    assert done.state == CheckpointState.DURABLE, done
-    assert done.bytes_done == done.bytes_total > 16 * MIB
+    assert done["state"] == CheckpointState.DURABLE, done
+    assert done["bytes_done"] == done["bytes_total"] > 16 * MIB
     assert weights(folder, "one") == weights_of(shards, 1)
     usage = usage_of(daemon)
     assert usage["host_bytes"] == 0
@@ -141,7 +141,7 @@ def test_ranks_on_two_daemons_make_one_checkpoint(
     with pytest.raises(StateLostError, match="rank 1"):
         write(shards[0].client, "one", 3)
     write(shards[0].client, "one", 3, sources=(daemons[1].config.listen,))
-    assert finished(shards[0].client, "one").state == CheckpointState.DURABLE
+    assert finished(shards[0].client, "one")["state"] == CheckpointState.DURABLE
     assert weights(folder, "one") == weights_of(shards, 3)
 
 
@@ -157,7 +157,7 @@ def test_a_spilled_version_is_written_from_where_it_lies(
     tiers = {d: v["versions"][0]["tier"] for d, v in usage_of(daemon)["deployments"].items()}
     assert tiers == {DEPLOYMENT: "nvme", "job/other": "host"}
     write(shards[0].client, "one", 1)
-    assert finished(shards[0].client, "one").state == CheckpointState.DURABLE
+    assert finished(shards[0].client, "one")["state"] == CheckpointState.DURABLE
     assert weights(folder, "one") == weights_of(shards, 1)
 
 
@@ -171,11 +171,11 @@ def test_asked_again_it_joins_and_then_finds_it_done(
     daemon.limit_files(MIB)
     first = write(shard.client, "one", 1)
     again = write(shard.client, "one", 1)
-    assert not first.state.is_final
-    assert not again.state.is_final
+    assert not CheckpointState(first["state"]).is_final
+    assert not CheckpointState(again["state"]).is_final
     daemon.limit_files_no_more()
-    assert finished(shard.client, "one").state == CheckpointState.DURABLE
-    assert write(shard.client, "one", 1).state == CheckpointState.DURABLE
+    assert finished(shard.client, "one")["state"] == CheckpointState.DURABLE
+    assert write(shard.client, "one", 1)["state"] == CheckpointState.DURABLE
     assert len(usage_of(daemon)["checkpoints"]) == 1
     with pytest.raises(CheckpointExistsError, match="overwrite"):
         write(shard.client, "one", 1, asked_by="another")
@@ -195,7 +195,7 @@ def test_the_queue_is_bounded_and_a_cancelled_one_leaves_nothing(
         write(shard.client, "three", 1)
     for name in ("one", "two"):
         shard.client.request(CancelCheckpoint(deployment=DEPLOYMENT, name=name))
-        assert status(shard.client, name).state == CheckpointState.CANCELLED
+        assert status(shard.client, name)["state"] == CheckpointState.CANCELLED
     assert list((folder / "job").iterdir()) == []
     release(slow)
     assert usage_of(slow)["host_bytes"] == 0
@@ -217,7 +217,7 @@ def test_pinned_versions_do_not_stand_in_the_way_of_offloads(
         shard.load(seq)
         assert np.array_equal(shard.contents, contents)
         other.load(seq)
-    assert finished(shard.client, "one").state == CheckpointState.DURABLE
+    assert finished(shard.client, "one")["state"] == CheckpointState.DURABLE
     assert weights(folder, "one") == weights_of([shard], 1)
 
 
@@ -227,7 +227,7 @@ def test_a_killed_daemon_leaves_nothing_and_the_request_is_repeated(
     (shard,) = ranks(make_shard, slow, 1)
     snapshot([shard], 1)
     write(shard.client, "one", 1)
-    wait_until(lambda: status(shard.client, "one").bytes_done > MIB)
+    wait_until(lambda: status(shard.client, "one")["bytes_done"] > MIB)
     slow.kill()
     assert [path.name for path in (folder / "job").iterdir()] == [".one.node0.part"]
     slow.start()
@@ -235,7 +235,7 @@ def test_a_killed_daemon_leaves_nothing_and_the_request_is_repeated(
         status(shard.client, "one")
     assert list((folder / "job").iterdir()) == []
     write(shard.client, "one", 1)
-    assert finished(shard.client, "one").state == CheckpointState.DURABLE
+    assert finished(shard.client, "one")["state"] == CheckpointState.DURABLE
     assert weights(folder, "one") == weights_of([shard], 1)
 
 
@@ -247,7 +247,7 @@ def test_a_checkpoint_stays_announced_when_an_earlier_one_of_its_name_ends(
     snapshot([shard], 1)
     for name in ("one", "two", "one"):
         write(shard.client, name, 1, overwrite=True, asked_by=name + random.randbytes(4).hex())
-    wait_until(lambda: status(shard.client, "two").bytes_done > 0)
+    wait_until(lambda: status(shard.client, "two")["bytes_done"] > 0)
     assert (folder / "job" / "one").exists()
     place = place_at(folder / "job" / "one")
     renewal = place.announced()["node0"]
@@ -273,29 +273,29 @@ def test_a_full_disk_delays_the_checkpoint_and_nothing_else(
     # The weights make 12 MiB, and half of that in another dtype.
     daemon.limit_files(9 * MIB)
     write(three[0].client, "large", 2)
-    wait_until(lambda: status(three[0].client, "large").error is not None)
+    wait_until(lambda: status(three[0].client, "large")["error"] is not None)
     waiting = status(three[0].client, "large")
-    assert not waiting.state.is_final
-    assert waiting.error is not None
-    error = from_wire(waiting.error)
+    assert not CheckpointState(waiting["state"]).is_final
+    assert waiting["error"] is not None
+    error = from_wire(waiting["error"])
     assert error.code == "storage_full"
     assert error.details["file"] == "model.safetensors"
     write(three[0].client, "fits", 2, format=CheckpointFormat.HF, model_dtype="BF16")
-    assert finished(three[0].client, "fits").state == CheckpointState.DURABLE
+    assert finished(three[0].client, "fits")["state"] == CheckpointState.DURABLE
     names = sorted(path.name for path in (folder / "job").iterdir())
     assert names == [".large.node0.part", "fits"], "a load waits for the one that is coming"
     assert three[0].load(2).bytes_moved == 2 * 4 * ELEMENTS
     expected = weights_of(three, 2)
     snapshot(three, 3)
     daemon.limit_files_no_more()
-    assert finished(three[0].client, "large").state == CheckpointState.DURABLE
+    assert finished(three[0].client, "large")["state"] == CheckpointState.DURABLE
     assert weights(folder, "large") == expected
     assert sorted(path.name for path in (folder / "job").iterdir()) == ["fits", "large"]
 
 
 def waits(shard: Shard, name: str) -> bool:
     """Whether a checkpoint that is not over tells of an error."""
-    return status(shard.client, name).error is not None
+    return status(shard.client, name)["error"] is not None
 
 
 def test_a_checkpoint_that_waits_for_room_can_be_given_up(
@@ -312,7 +312,7 @@ def test_a_checkpoint_that_waits_for_room_can_be_given_up(
         write(shards[0].client, "third", 2)
     shards[0].client.request(CancelCheckpoint(deployment=DEPLOYMENT, name="another"))
     shards[0].client.request(CancelCheckpoint(deployment=DEPLOYMENT, name="large"))
-    assert status(shards[0].client, "large").state == CheckpointState.CANCELLED
+    assert status(shards[0].client, "large")["state"] == CheckpointState.CANCELLED
     assert not list((folder / "job").iterdir())
 
 

@@ -10,7 +10,8 @@ from safetensors.numpy import load
 from plexrl.errors import CheckpointNotFoundError
 from plexrl.statemanager.checkpoint.announcement import RENEW_S, wait_until_written
 from plexrl.statemanager.checkpoint.places.choice import place_at, root_at
-from plexrl.statemanager.checkpoint.requests import CheckpointReport, CheckpointState
+from plexrl.statemanager.checkpoint.requests import CheckpointState
+from plexrl.wire.messages.node_queries import CheckpointView
 from tests.s3_server import S3Server, s3_server
 from tests.statemanager.checkpoint.test_checkpoint_daemon import (
     ELEMENTS,
@@ -63,12 +64,12 @@ def test_the_ranks_of_two_machines_make_one_checkpoint(
     snapshot(shards, 3)
     assert daemons[1].tcp.startswith("tcp://")
     write(shards[0].client, "one", 3, sources=(daemons[0].config.listen, daemons[1].tcp))
-    assert finished(shards[0].client, "one").state == CheckpointState.DURABLE
+    assert finished(shards[0].client, "one")["state"] == CheckpointState.DURABLE
     # Each node has written one of the two files.
     assert "1 files of checkpoint" in daemons[1].terminate()
     daemons[1].start()
     # Any node reports it.
-    assert status(shards[1].client, "one").state == CheckpointState.DURABLE
+    assert status(shards[1].client, "one")["state"] == CheckpointState.DURABLE
     assert weights(url, "one") == weights_of(shards, 3)
 
 
@@ -83,10 +84,10 @@ def test_a_load_waits_for_a_daemon_that_lives_and_not_for_a_killed_one(
     write(shard.client, "one", 1)
     wait_until_written(place, lost_s=4 * RENEW_S)
     assert place.read_record().seq == 1
-    assert finished(shard.client, "one").seconds > 4 * RENEW_S
+    assert finished(shard.client, "one")["seconds"] > 4 * RENEW_S
     for name in ("one", "two"):
         write(shard.client, name, 1, overwrite=True)
-    wait_until(lambda: status(shard.client, "one").bytes_done > MIB)
+    wait_until(lambda: status(shard.client, "one")["bytes_done"] > MIB)
     daemon.kill()
     with pytest.raises(CheckpointNotFoundError, match="node 'node0' was writing it"):
         wait_until_written(place_at(f"{url}/job/two"), lost_s=RENEW_S)
@@ -108,7 +109,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
     old = weights(url, "one")
     snapshot([shard], 2)
     write(shard.client, "one", 2, overwrite=True)
-    wait_until(lambda: status(shard.client, "one").bytes_done >= seed * 2 * MIB)
+    wait_until(lambda: status(shard.client, "one")["bytes_done"] >= seed * 2 * MIB)
     daemon.kill()
     new = weights_of([shard], 2)
     assert weights(url, "one") in (old, new)
@@ -121,12 +122,12 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
     attempts = {each for each in attempts if not each.startswith(".rclone")}
     assert attempts == {place.read_record().attempt}
     write(shard.client, "one", 2, overwrite=True)
-    assert finished(shard.client, "one").state == CheckpointState.DURABLE
+    assert finished(shard.client, "one")["state"] == CheckpointState.DURABLE
     assert weights(url, "one") == new
 
 
-def _code(report: CheckpointReport) -> str:
-    return "" if report.error is None else report.error["code"]
+def _code(report: CheckpointView) -> str:
+    return "" if report["error"] is None else report["error"]["code"]
 
 
 @pytest.mark.slow
@@ -137,14 +138,14 @@ def test_a_store_without_an_answer_delays_a_checkpoint_and_fails_none(
     (shard,) = ranks(make_shard, daemon, 1)
     snapshot([shard], 1)
     write(shard.client, "one", 1)
-    wait_until(lambda: status(shard.client, "one").bytes_done > MIB)
+    wait_until(lambda: status(shard.client, "one")["bytes_done"] > MIB)
     server.kill()
     wait_until(lambda: _code(status(shard.client, "one")) == "store_unavailable")
     report = status(shard.client, "one")
-    assert report.state == CheckpointState.WRITING
+    assert report["state"] == CheckpointState.WRITING
     snapshot([shard], 2)
     server.start()
-    assert finished(shard.client, "one").state == CheckpointState.DURABLE
+    assert finished(shard.client, "one")["state"] == CheckpointState.DURABLE
     expected = shard.version(10)[: ELEMENTS * 4].tobytes()
     assert weights(url, "one") == expected
     root_at(url).place("job", "one").delete("n")

@@ -128,8 +128,8 @@ def test_every_node_writes_a_part_of_one_checkpoint(
     shards = shards_of(make_shard, daemons)
     write(shards[0].client, "one", 1, sources=sources(daemons), shard_bytes_max=NODES * MIB)
     report = finished(shards[0].client, "one")
-    assert report.state == CheckpointState.DURABLE
-    assert report.bytes_done == report.bytes_total
+    assert report["state"] == CheckpointState.DURABLE
+    assert report["bytes_done"] == report["bytes_total"]
     check_contents(folder, shards)
     logs = [daemon.terminate() for daemon in daemons]
     assert "files of checkpoint" not in logs[0]
@@ -145,8 +145,8 @@ def test_the_asked_node_writes_what_others_cannot(
     shards = shards_of(make_shard, daemons)
     write(shards[0].client, "one", 1, sources=sources(daemons), shard_bytes_max=2 * MIB)
     report = finished(shards[0].client, "one")
-    assert report.state == CheckpointState.DURABLE
-    assert report.bytes_done == report.bytes_total
+    assert report["state"] == CheckpointState.DURABLE
+    assert report["bytes_done"] == report["bytes_total"]
     check_contents(folder, shards)
     assert "is a folder that nodes do not share" in asked.terminate()
 
@@ -158,7 +158,7 @@ def test_what_is_cancelled_is_written_nowhere_any_more(
     shards = shards_of(make_shard, daemons)
     client = shards[0].client
     write(client, "one", 1, sources=sources(daemons), shard_bytes_max=NODES * MIB)
-    wait_until(lambda: status(client, "one").bytes_done > 2 * MIB)
+    wait_until(lambda: status(client, "one")["bytes_done"] > 2 * MIB)
     client.request(CancelCheckpoint(deployment=DEPLOYMENT, name="one"))
     assert list((folder / "job").iterdir()) == []
     # The versions are held no longer, so they can be replaced.

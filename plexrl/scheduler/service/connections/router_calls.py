@@ -268,11 +268,11 @@ class RouterCalls:
         return {"operations": operation_log(self._core.cluster, scope, wanted, self._now())}
 
     async def _operation_finished(self, event: OperationFinished) -> Plain:
-        await self._shell.report(event)
+        await self._shell.report(calls.with_plain_error(event))
         return {}
 
     async def _operation_failed(self, event: OperationFailed) -> Plain:
-        await self._shell.report(calls.with_readable_error(event))
+        await self._shell.report(calls.with_plain_error(event))
         return {}
 
     # Queries to nodes

@@ -5,7 +5,6 @@ A router's call names the tenant whose objects it may use (`tenant`); null toget
 gives no privilege.
 """
 
-import json
 import math
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ import msgspec
 
 from plexrl.errors import InvalidRequestError, from_wire
 from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
-from plexrl.scheduler.state.messages.events import OperationFailed
+from plexrl.scheduler.state.messages.events import OperationFailed, OperationFinished
+from plexrl.scheduler.state.operation import error_view
 
 Plain = dict[str, Any]
 Answer = Mapping[str, Any]
@@ -229,18 +229,18 @@ def _field_names(kind: Hashable) -> tuple[str, ...]:
     return tuple(field.name for field in found.fields)
 
 
-def with_readable_error(event: OperationFailed) -> OperationFailed:
-    """`event` with its error as standard JSON.
+ReportT = TypeVar("ReportT", OperationFinished, OperationFailed)
+
+
+def with_plain_error(event: ReportT) -> ReportT:
+    """`event` with its error as the journal gives it back.
 
     Raises:
-        InvalidRequestError: the error is no JSON object.
+        InvalidRequestError: JSON does not carry the error.
     """
+    if event.error is None:
+        return event
     try:
-        # Unlike msgspec, this parser accepts NaN, which an error's details may hold.
-        found = json.loads(event.error_json)
-        if not isinstance(found, dict):
-            raise TypeError(f"it is of type {type(found).__name__}")
-        plain = msgspec.json.encode(from_wire(found).to_wire()).decode()
+        return msgspec.structs.replace(event, error=error_view(from_wire(event.error)))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise InvalidRequestError(f"error_json is no JSON object: {error}") from error
-    return msgspec.structs.replace(event, error_json=plain)
+        raise InvalidRequestError(f"JSON does not carry the error of a report: {error}") from error

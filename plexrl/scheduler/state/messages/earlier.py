@@ -1,8 +1,9 @@
 """Turns messages and records of data directories that an earlier version wrote into today's.
 
-Until snapshots of format 2, the parameters of an operation were JSON text in a field
-`params_json`, and one type was for the runs of all kinds. Each function changes plain values in
-place, before they are typed; the journal and the snapshots use nothing else.
+Until snapshots of format 4, errors and settings were JSON text in fields `error_json` and
+`settings_json`. Until format 2, the parameters of an operation were text in a field `params_json`,
+and one type was for the runs of all kinds. Each function changes plain values in place, before they
+are typed; the journal and the snapshots use nothing else.
 """
 
 import re
@@ -10,27 +11,40 @@ from typing import Any
 
 import msgspec
 
+from plexrl.errors import ExecutionError, PlexRLError, from_wire
+from plexrl.scheduler.state.operation import error_view
+from plexrl.wire.messages.cluster_views import ErrorView
 from plexrl.wire.operations import PARAMS_BY_KIND, OperationKind
 
-EARLIER_FIELDS = re.compile(rb'"params_json":')
+EARLIER_FIELDS = re.compile(rb'"(params|error|settings)_json":')
 """Matches a line of a journal that `upgrade_event` has to change."""
 
 Plain = dict[str, Any]
 
 TEXT_PARAMS = 2
 """The last format of snapshots with parameters as text."""
+ONE_GROUP = 3
+"""The last format in which a deployment had one group."""
 
 
 def upgrade_event(event: Plain) -> None:
     """An event of an earlier journal."""
     _type_params(event)
+    _type_error(event)
+    if (text := event.pop("settings_json", "")) != "":
+        event["settings"] = msgspec.json.decode(text, type=Plain)
 
 
 def upgrade_state(state: Plain, version: int) -> None:
-    """The state in a snapshot of this format, 2 or 3. Until format 3 a deployment had one group."""
+    """The state in a snapshot of a format from 2 to 4."""
+    for operation in state["operations"].values():
+        _type_error(operation)
     for deployment in state["deployments"].values():
-        group = deployment.pop("group", None)
-        deployment["groups"] = [] if group is None else [group]
+        for failure in deployment["unacknowledged"]:
+            _type_error(failure)
+        if version <= ONE_GROUP:
+            group = deployment.pop("group", None)
+            deployment["groups"] = [] if group is None else [group]
     if version > TEXT_PARAMS:
         return
     for operation in state["operations"].values():
@@ -41,6 +55,22 @@ def upgrade_state(state: Plain, version: int) -> None:
         if deployment["moving"] is not None:
             # Its kind is the tag of today's type.
             _type_params(deployment["moving"])
+
+
+def _type_error(message: Plain) -> None:
+    text = message.pop("error_json", None)
+    if text:
+        message["error"] = _read_error(text)
+
+
+def _read_error(text: str) -> ErrorView:
+    """The error of a report, which earlier versions journalled even if they could not read it."""
+    error: PlexRLError
+    try:
+        error = from_wire(msgspec.json.decode(text, type=Plain))
+    except (ValueError, RecursionError):
+        error = ExecutionError(f"the run failed, and its report cannot be read: {text[:200]}")
+    return error_view(error)
 
 
 def _type_params(message: Plain) -> None:

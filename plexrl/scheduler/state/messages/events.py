@@ -4,6 +4,10 @@ Each event round-trips through `CODEC`. A journal of (event, now) pairs, replaye
 gives the same state and the same commands.
 """
 
+from typing import Any
+
+import msgspec
+
 from plexrl.ids import (
     BlobRef,
     DeploymentId,
@@ -58,9 +62,10 @@ restore_annotations(DemandTrace)
 class SchedulerStarted(Event, frozen=True, kw_only=True):
     """A scheduler process took over this journal; it has no connections yet."""
 
-    settings_json: str = ""
-    """The core's settings from this event on, so that a replay makes the same decisions. Empty in
-    old journals: the present settings stay in force."""
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The core's settings from this event on, so that a replay makes the same decisions: fields of
+    `SchedulerConfig` as plain values, of which this version may not know all. Empty in old
+    journals: the present settings stay in force."""
 
 
 class NodeLost(Event, frozen=True, kw_only=True):

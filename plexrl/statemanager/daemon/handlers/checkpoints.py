@@ -4,8 +4,6 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import msgspec
-
 from plexrl.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -15,13 +13,13 @@ from plexrl.errors import (
     StateLostError,
     StoreUnavailableError,
 )
+from plexrl.ids import JobId
 from plexrl.statemanager.checkpoint.folder import checked_name, job_name
 from plexrl.statemanager.checkpoint.format.record import CheckpointRecord
 from plexrl.statemanager.checkpoint.jobs import Task
 from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, CheckpointRoot
 from plexrl.statemanager.checkpoint.requests import (
     CancelCheckpoint,
-    CheckpointReport,
     CheckpointState,
     CheckpointStatus,
     WriteCheckpoint,
@@ -42,6 +40,7 @@ from plexrl.statemanager.protocol.tickets import AGENT, TicketRole, job_of
 from plexrl.statemanager.store.receiving.reader import StateReader
 from plexrl.statemanager.store.versions.leasing import lease_states
 from plexrl.statemanager.transfer.transport.choice import open_elsewhere
+from plexrl.wire.messages.node_queries import CheckpointView
 
 
 def _write(caller: DaemonCaller, request: WriteCheckpoint, fds: Sequence[int]) -> DaemonReply:
@@ -60,7 +59,7 @@ def _write(caller: DaemonCaller, request: WriteCheckpoint, fds: Sequence[int]) -
         stamps = tuple(reader.stamp for reader in ranks)
         found = _find_same(caller, request, target, stamps)
         if found is not None:
-            return DaemonReply(msgspec.to_builtins(found))
+            return DaemonReply({**found})
         extras_fd = os.dup(fds[0]) if fds else None
         if extras_fd is not None:
             held.callback(os.close, extras_fd)
@@ -76,7 +75,7 @@ def _write(caller: DaemonCaller, request: WriteCheckpoint, fds: Sequence[int]) -
         )
         report = services.checkpoints.submit(task)
         guard.pop_all()
-        return DaemonReply(msgspec.to_builtins(report))
+        return DaemonReply({**report})
 
 
 def begin_files(services: Services, request: WriteFiles) -> FilesJob:
@@ -152,7 +151,9 @@ def _status(caller: DaemonCaller, request: CheckpointStatus, _: Sequence[int]) -
         report = caller.services.checkpoints.find(target)
         # A retention policy or a user may have deleted it.
         is_gone = (
-            report is not None and report.state == CheckpointState.DURABLE and not target.exists()
+            report is not None
+            and report["state"] == CheckpointState.DURABLE
+            and not target.exists()
         )
         if report is None or is_gone:
             record = _record(target)
@@ -173,16 +174,16 @@ def _status(caller: DaemonCaller, request: CheckpointStatus, _: Sequence[int]) -
         }
         for report in reports:
             # A durable checkpoint without a manifest was deleted.
-            is_gone = report.state == CheckpointState.DURABLE and report.name not in known
-            if report.job == job and not is_gone:
-                known[report.name] = report
+            is_gone = report["state"] == CheckpointState.DURABLE and report["name"] not in known
+            if report["job"] == job and not is_gone:
+                known[report["name"]] = report
         reports = [known[name] for name in sorted(known)]
-    return DaemonReply({"checkpoints": msgspec.to_builtins(reports)})
+    return DaemonReply({"checkpoints": reports})
 
 
 def _cancel(caller: DaemonCaller, request: CancelCheckpoint, _: Sequence[int]) -> DaemonReply:
     target = _target(caller, request.deployment, request.name)
-    return DaemonReply(msgspec.to_builtins(caller.services.checkpoints.cancel(target)))
+    return DaemonReply({**caller.services.checkpoints.cancel(target)})
 
 
 ENTRIES = (
@@ -240,7 +241,7 @@ def _one_reader_per_rank(
 
 def _find_same(
     caller: DaemonCaller, request: WriteCheckpoint, target: CheckpointPlace, stamps: tuple[str, ...]
-) -> CheckpointReport | None:
+) -> CheckpointView | None:
     """The report of the same checkpoint, if it is complete or being written.
 
     Raises:
@@ -250,7 +251,7 @@ def _find_same(
     if jobs.is_active(target, stamps, request.asked_by):
         return jobs.find(target)
     report = jobs.find(target)
-    is_active = report is not None and not report.state.is_final
+    is_active = report is not None and not CheckpointState(report["state"]).is_final
     # A damaged checkpoint also occupies the name, and may be replaced.
     record = _record(target)
     if (
@@ -276,10 +277,10 @@ def _record(target: CheckpointPlace) -> CheckpointRecord | None:
         return None
 
 
-def _complete(target: CheckpointPlace, record: CheckpointRecord) -> CheckpointReport:
+def _complete(target: CheckpointPlace, record: CheckpointRecord) -> CheckpointView:
     nbytes = sum(file.nbytes for file in record.files)
-    return CheckpointReport(
-        job=target.job,
+    return CheckpointView(
+        job=JobId(target.job),
         name=target.name,
         path=str(target),
         state=CheckpointState.DURABLE,
@@ -289,6 +290,7 @@ def _complete(target: CheckpointPlace, record: CheckpointRecord) -> CheckpointRe
         bytes_total=nbytes,
         seconds=0.0,
         as_of=target.written_ns() / 1e9,
+        error=None,
     )
 
 

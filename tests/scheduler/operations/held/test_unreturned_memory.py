@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import pytest
 
 from plexrl.errors import DeviceMemoryFullError
@@ -75,7 +74,7 @@ def refuse(
         ev.OperationFailed(
             operation=load.operation,
             token=load.token,
-            error_json=msgspec.json.encode(error.to_wire()).decode(),
+            error=error.to_wire(),
             state_intact=on_all_ranks,
         )
     )

@@ -135,8 +135,8 @@ def test_strange_requests_are_refused_before_the_journal(start: Start, journal_u
             endless = job_params("j", controller_timeout_s=float("inf"))
             with pytest.raises(InvalidRequestError, match="controller_timeout_s"):
                 await peer.call("submit_job", endless)
-            report = {"operation": "o", "token": 1, "error_json": "{", "state_intact": True}
-            with pytest.raises(InvalidRequestError, match="error_json"):
+            report = {"operation": "o", "token": 1, "error": "{", "state_intact": True}
+            with pytest.raises(InvalidRequestError, match="error"):
                 await peer.call("operation_failed", report)
 
     asyncio.run(ask())

@@ -1,6 +1,7 @@
 """A restarted scheduler decides as if it had never stopped."""
 
 import dataclasses
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from plexrl.errors import InvalidRequestError, PlexRLError, StorageError
+from plexrl.errors import ExecutionError, InvalidRequestError, PlexRLError, StorageError
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.core.snapshot import encode
@@ -78,22 +79,20 @@ class RecordedCluster(FakeCluster):
                 self.pass_time((0.01, 0.1, 5.0, 100.0)[rest % 4])
 
     def fail(self, run: cmd.Run, *, intact: bool) -> None:
-        """A run fails; its report may not be JSON."""
+        """A run fails."""
         self.runs.remove(run)
-        error_json = '{"code":"execution_failed","message":"no"}' if intact else "no JSON"
         self.send(
             ev.OperationFailed(
                 operation=run.operation,
                 token=run.token,
-                error_json=error_json,
+                error=ExecutionError("no").to_wire(),
                 state_intact=intact,
             )
         )
 
 
 def started(**changes: object) -> ev.SchedulerStarted:
-    text = msgspec.json.encode(core_settings(config(**changes))).decode()
-    return ev.SchedulerStarted(settings_json=text)
+    return ev.SchedulerStarted(settings=core_settings(config(**changes)))
 
 
 def history(choices: list[int]) -> RecordedCluster:
@@ -301,7 +300,7 @@ def test_forgotten_events_without_a_snapshot_are_an_error(journal: SqlJournal) -
         restore(cluster.config, journal)
 
 
-def test_a_failure_whose_report_is_no_json_fails_the_operation() -> None:
+def test_a_failure_that_an_earlier_version_could_not_read_fails_the_operation() -> None:
     cluster = RecordedCluster()
     cluster.start_node()
     cluster.job("a")
@@ -311,11 +310,8 @@ def test_a_failure_whose_report_is_no_json_fails_the_operation() -> None:
     while cluster.runs[0].kind.value != "forward":
         cluster.execute(cluster.runs[0])
     run = cluster.runs.pop()
-    cluster.send(
-        ev.OperationFailed(
-            operation="o1", token=run.token, error_json="{no JSON", state_intact=True
-        )
-    )
+    line = {"type": "OperationFailed", "operation": "o1", "token": run.token, "state_intact": True}
+    cluster.send(ev.CODEC.decode(json.dumps({**line, "error_json": "{no JSON"})))
     assert cluster.state_of("o1") == "failed"
     assert cluster.error_of("o1")["code"] == "execution_failed"
 
