@@ -2,8 +2,8 @@
 
 For each profiled number of rows there is a piecewise-linear curve over the context tokens `T` of a
 group. Between two numbers of rows it is interpolated linearly: l(B, T; TP). Beyond the profile, a
-curve goes on with its last slope, but does not fall; more rows than were profiled take
-proportionally longer; and nothing is faster than the smallest point of its curve.
+curve goes on with its last slope, but does not fall; so does the line through the two largest
+numbers of rows; and nothing is faster than the smallest point of its curve.
 """
 
 import math
@@ -75,7 +75,11 @@ class _RowCurves:
             return [(self._curves[0], 1.0)]
         low = self._rows[index - 1]
         if index == len(self._rows):
-            return [(self._curves[-1], rows / low)]
+            if index == 1:
+                return [(self._curves[0], rows / low)]
+            # A step has a constant part, which does not grow with the rows.
+            part = (rows - low) / (low - self._rows[-2])
+            return [(self._curves[-2], -part), (self._curves[-1], 1 + part)]
         part = (rows - low) / (self._rows[index] - low)
         below = (self._curves[index - 1], 1 - part)
         return [below, (self._curves[index], part)] if part else [below]
