@@ -68,7 +68,7 @@ class Rig:
         self.prompts = prompts
         self.added = self.first = 0
         for number in range(instances):
-            name = InstanceId(f"i{number}")
+            name = InstanceId(f"i{number:02d}")
             self.held[name], self.versions[name], self.orders[name] = [], 0, []
             self.completed[name] = 0
             self.tell(InstanceJoined(instance=name, version=0, kv_budget=kv_budget))
