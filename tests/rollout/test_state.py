@@ -69,7 +69,7 @@ def test_nothing_grows_with_what_was_trained_and_dropped(rounds: int) -> None:
     random = Random(1)
     # The tables of lengths are bounded; they are full from the start.
     led.core.trajectories.lengths.recent = [1] * RECENT_MAX
-    led.core.trajectories.lengths.ranked = [RankedLength(1, 1)] * RECENT_MAX
+    led.core.trajectories.lengths.ranked = [RankedLength(1, 1) for _ in range(RECENT_MAX)]
     sizes: list[int] = []
     held: list[int] = []
     for number in range(rounds):
