@@ -22,9 +22,9 @@ ranker that has learned from 70 % of the 1319 questions, on the others, and besi
 another model's solution to the same question, which is an example of what can be known of it.
 
 `gain_*_N`: seconds in which 32 simulated instances generate a batch of N samples for each that is
-dispatched at random, by those with StreamRL Alg. 2 and ranks of that kind (StreamRL Fig. 9).
-`gain_blind_N` has random ranks; `gain_order_N` keeps the random dispatch, and only begins with the
-longest on each instance. All of the same batches. Means over the batches.
+dispatched at random, by those with the division of a live rollout and ranks of that kind (StreamRL
+Fig. 9). `gain_blind_N` has random ranks; `gain_order_N` keeps the random dispatch, and only begins
+with the longest on each instance. All of the same batches. Means over the batches.
 """
 
 import json
@@ -43,8 +43,9 @@ from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.latency.costs import QWEN3_30B_A3B
 from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20
-from plexrl.rollout.policies.length_dispatch import LONG_PART, LengthSpread, divide
+from plexrl.rollout.policies.length_dispatch import LONG_PART, Batch, choose_division
 from plexrl.rollout.policies.length_ranker import LengthExample, LengthRanker, Tokens, fit
+from plexrl.rollout.trajectories.lengths import RECENT_MAX, RankedLength
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.traces.bundled import bundled
@@ -226,24 +227,31 @@ def at_random(rng: np.random.Generator, count: int) -> list[list[int]]:
     return [each.tolist() for each in np.array_split(rng.permutation(count), INSTANCES)]
 
 
-def by_ranks(expected: Floats, recent: Ints, prompt_tokens: float) -> list[list[int]]:
-    """StreamRL Alg. 2: the longest on instances of their own, longest first."""
+def misses(expected: Floats | Ints, lengths: Ints) -> list[RankedLength]:
+    """The latest responses with what was expected of them."""
+    pairs = zip(expected.tolist(), lengths.tolist(), strict=True)
+    return [RankedLength(max(1, int(each)), tokens) for each, tokens in pairs][-RECENT_MAX:]
+
+
+def by_ranks(
+    expected: Floats, past: Sequence[RankedLength], prompt_tokens: float
+) -> list[list[int]]:
+    """As a live rollout divides: the longest first, on instances of their own if that is sooner."""
     ordered = np.argsort(-expected, kind="stable").tolist()
-    long = ordered[: int(LONG_PART * len(ordered))]
-    division = divide(
-        QWEN3_30B_A3B_ON_H20,
-        long=len(long),
-        regular=len(ordered) - len(long),
+    batch = Batch(
+        expected=[max(1, int(expected[at])) for at in ordered],
+        samples=1,
         prompt_tokens=prompt_tokens,
-        spread=LengthSpread.of(recent.tolist()),
         instances=INSTANCES,
         kv_budget=QWEN3_30B_A3B.kv_tokens,
     )
-    assert division is not None
+    count = choose_division(QWEN3_30B_A3B_ON_H20, batch, past)
+    long = ordered[: int(LONG_PART * len(ordered))] if count else []
     regular = ordered[len(long) :]
+    rest = INSTANCES - count
     return [
-        *(long[at :: division.long] for at in range(division.long)),
-        *(regular[at :: division.regular] for at in range(division.regular)),
+        *(long[at::count] for at in range(count)),
+        *(regular[at::rest] for at in range(rest)),
     ]
 
 
@@ -254,7 +262,9 @@ def gains(seed: int, table: Floats, count: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for _ in range(BATCHES):
         batch = tasks(rng, count, VISIBLE)
-        lengths, recent = batch.lengths(rng, table), batch.lengths(rng, table)
+        lengths = batch.lengths(rng, table)
+        before = tasks(rng, count, VISIBLE)
+        recent = before.lengths(rng, table)
         tokens = fmean(len(each) for each in batch.prompts)
 
         def run(places: list[list[int]], batch: Tasks = batch, lengths: Ints = lengths) -> float:
@@ -279,9 +289,13 @@ def gains(seed: int, table: Floats, count: int) -> dict[str, list[float]]:
         kinds = {
             "random": shuffled,
             "order": [sorted(each, key=by_length) for each in shuffled],
-            "ranker": by_ranks(expected, recent, tokens),
-            "oracle": by_ranks(lengths.astype(float), recent, tokens),
-            "blind": by_ranks(rng.random(count), recent, tokens),
+            "ranker": by_ranks(expected, misses(expectations(ranker, before), recent), tokens),
+            "oracle": by_ranks(lengths.astype(float), misses(recent, recent), tokens),
+            "blind": by_ranks(
+                rng.permutation(lengths).astype(float),
+                misses(rng.permutation(recent), recent),
+                tokens,
+            ),
         }
         for kind, places in kinds.items():
             found.setdefault(kind, []).append(run(places))

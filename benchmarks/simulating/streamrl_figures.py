@@ -14,11 +14,13 @@ from plexrl.latency.models import (
     QWEN25_72B,
     Model,
 )
+from plexrl.rollout.policies.allocation import Stage, split
+from plexrl.sim.rollout.plan.allocation import batch_s
 from plexrl.sim.rollout.results.bound import throughput_bound
 from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.runs.split import Runner, best_splits
 from plexrl.sim.rollout.setting import FIXED_STALENESS, Setting, System, SystemName
-from plexrl.sim.rollout.workload import DEEPSCALER, R1, R1_LONG, RolloutWorkload
+from plexrl.sim.rollout.workload import DEEPSCALER, R1, R1_LONG, RolloutWorkload, earlier_batch
 
 Row = tuple[str, ...]
 Question = tuple[Setting, System]
@@ -205,6 +207,20 @@ def dispatch_rows(run: Runner, figures: dict[str, float]) -> list[Row]:
     return rows
 
 
+def alg_1(where: Setting, unit: int) -> int:
+    """GPUs for generation by StreamRL Alg. 1, a multiple of `unit`, without a run."""
+    batch = earlier_batch(where.workload, where.batch_groups)
+    tokens = sum(each.length + each.response_tokens for each in batch)
+    found = split(
+        Stage(
+            seconds=lambda units: batch_s(where, units * unit // where.costs.gpus), unit_gpus=unit
+        ),
+        Stage(seconds=lambda units: where.costs.train_s(tokens, units * unit), unit_gpus=unit),
+        where.gpus,
+    )
+    return found.instances * unit
+
+
 def allocation_rows(run: Runner, figures: dict[str, float]) -> list[Row]:
     """Fig. 10: Alg. 1, an even split, and the best of all splits, one step ahead."""
     rows: list[Row] = []
@@ -215,9 +231,10 @@ def allocation_rows(run: Runner, figures: dict[str, float]) -> list[Row]:
         unit = max(case.gpus // 16, size)
         splits = [system(name, rollout_gpus=gpus) for gpus in range(unit, case.gpus, unit)]
         even = system(name, rollout_gpus=case.gpus // 2 // size * size)
-        found = seeds_of(run, case, limit, dict.fromkeys([system(name), even, *splits], size))
+        planned = system(name, rollout_gpus=alg_1(setting(case, limit, SEEDS[0], size), unit))
+        found = seeds_of(run, case, limit, dict.fromkeys([planned, even, *splits], size))
         best = min(splits, key=lambda each: fmean(one.step_s for one in found[each]))
-        chosen = found[system(name)]
+        chosen = found[planned]
         gain, regret = ratios(found[even], chosen), ratios(chosen, found[best])
         gains.append(fmean(gain))
         regrets.append(fmean(regret) - 1.0)

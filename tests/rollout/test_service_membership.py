@@ -70,6 +70,8 @@ class ScriptedCluster(ClusterCalls):
         self.ended: set[str] = set()
         self.states: dict[str, str] = {}
         """States other than "ready"."""
+        self.groups: dict[str, list[str]] = {}
+        """Groups of deployments that share some."""
         self.job_states: list[PlexRLError] = []
         """Why the next questions for the job's state are not answered."""
         self.served = asyncio.Event()
@@ -111,7 +113,8 @@ class ScriptedCluster(ClusterCalls):
     async def deployment(self, name: str) -> Any:
         if name in self.ended:
             raise UnknownDeploymentError(f"there is no deployment {name}")
-        return {"state": self.states.get(name, "ready"), "workers": 1}
+        groups = self.groups.get(name, [f"g-{name}"])
+        return {"state": self.states.get(name, "ready"), "workers": 1, "groups": groups}
 
     async def engines(self, deployment: str) -> Any:
         rows = [
@@ -232,6 +235,21 @@ def test_a_failed_pull_is_acknowledged_and_tried_again(tmp_path: Path) -> None:
             assert cluster.acknowledged == failed
             assert rollout.is_joined
             assert rollout.steps == {0: 7}
+
+    asyncio.run(check())
+
+
+def test_it_is_known_which_instance_has_gpus_of_the_trainer(tmp_path: Path) -> None:
+    async def check() -> None:
+        cluster = ScriptedCluster()
+        cluster.groups = {"actor": ["g0", "g1"], "rollout-1": ["g1"]}
+        async with running(tmp_path, cluster) as rollout:
+            await reached(rollout, lambda: len(rollout.instances.work) == 2)
+            joined = rollout.core.assignments.instances
+            assert {name: each.is_with_trainer for name, each in joined.items()} == {
+                "rollout-0": False,
+                "rollout-1": True,
+            }
 
     asyncio.run(check())
 

@@ -12,6 +12,7 @@ from plexrl.rollout.coordinator.messages import StepMeasured, StepsMeasured
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.staleness.manager import StalenessSettings
+from plexrl.rollout.trajectories.lengths import RECENT_MAX, RankedLength
 from plexrl.rollout.trajectories.record import TrajectoryId
 from tests.rollout.fleet import Fleet
 from tests.rollout.history import History
@@ -66,6 +67,9 @@ def test_nothing_grows_with_what_was_trained_and_dropped(rounds: int) -> None:
     """With steps measured in each round, and instances that come and go."""
     led = fleet(extra_groups=1, extra_samples=1)
     random = Random(1)
+    # The tables of lengths are bounded; they are full from the start.
+    led.core.trajectories.lengths.recent = [1] * RECENT_MAX
+    led.core.trajectories.lengths.ranked = [RankedLength(1, 1) for _ in range(RECENT_MAX)]
     sizes: list[int] = []
     held: list[int] = []
     for number in range(rounds):

@@ -200,8 +200,29 @@ def test_an_older_instance_has_precedence_while_its_gain_is_large_enough() -> No
 
 
 def test_a_trajectory_does_not_run_on_weights_older_than_its_version() -> None:
-    loads = [load(0, 4, kv=0, running=0), load(1, 5, kv=90, running=9)]
+    loads = [load(0, 4, kv=0, running=0), load(1, 5, kv=100, running=9)]
     assert routed(loads, [candidate(0, 5), candidate(2, 4)], gain_part_min=0.3) == []
+
+
+def test_nothing_waits_while_an_instance_has_room() -> None:
+    """Gains of both are less than mu of an idle instance's; the second one's is the larger."""
+    loads = [load(0, 4, kv=40, running=4), load(1, 5, kv=30, running=3)]
+    assert routed(loads, [candidate(0, 4)], gain_part_min=0.9) == [(0, 1)]
+    # Nine short trajectories yield 9 / 0.199 = 45.2 tokens/s, and with this one 10 / 0.284 = 35.2.
+    assert routed([load(0, 5, kv=9, running=9)], [candidate(0, 5, length=85)]) == [(0, 0)]
+
+
+FEW = st.floats(0, 1, allow_subnormal=False)
+
+
+@given(FEW, FEW, FEW, FEW, st.integers(1, 99), st.integers(1, 99), FEW, FEW)
+def test_a_step_of_two_batches_together_is_no_longer_than_one_after_the_other(
+    k1: float, k2: float, k3: float, k4: float, one: int, other: int, kv: float, more: float
+) -> None:
+    """So to hold work back while an instance has room is never sooner."""
+    model = CostModel(k1=k1, k2=k2, k3=k3, k4=k4 + 1e-6, k5=1.0)
+    together = model.step_s(kv + more, one + other)
+    assert together <= (model.step_s(kv, one) + model.step_s(more, other)) * (1 + 1e-9)
 
 
 def test_nothing_overtakes_a_trajectory_that_no_instance_takes() -> None:

@@ -131,5 +131,5 @@ def show(job: "ProfiledJob", rows: "Sequence[PlannedMode]") -> None:
     for each in chosen:
         kind = "on-policy" if each.mode.is_on_policy else each.mode.trained
         print_line(f"Best, {kind}: {each.mode.name}, {each.gain:.2f} times the synchronous loop:")
-        for line in each.mode.python:
+        for line in each.python:
             print_line(f"    {line}")

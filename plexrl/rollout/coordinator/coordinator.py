@@ -51,6 +51,7 @@ from plexrl.rollout.coordinator.messages import (
 from plexrl.rollout.coordinator.settings import CoordinatorSettings, are_equal
 from plexrl.rollout.coordinator.state import CoordinatorState
 from plexrl.rollout.coordinator.strategies.cycle import CoordinatorCycle
+from plexrl.rollout.coordinator.strategies.length_aware import divide_instances
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.policies.adaptive_tp.engines import AdaptiveTp
 from plexrl.rollout.policies.freed_instances import FreedInstances
@@ -252,6 +253,13 @@ class RolloutCoordinator:
             return [ReportScaleDown(freed=tuple(freed)), *self.assignments.interrupt(freed)]
         budgets = {name: each.kv_budget for name, each in instances.items()}
         others = self.freed.others(snapshots)
+        if self.settings.routing == "length-aware":
+            divide_instances(
+                model,
+                self.trajectories,
+                [budgets[each.instance] for each in others if each.serves],
+                self.settings.staleness.group_size,
+            )
         cycle = CoordinatorCycle(
             self.settings, model, self.trajectories, self.manager.buffers, others, budgets
         )
@@ -363,8 +371,13 @@ class RolloutCoordinator:
                 f"instance {event.instance} has joined already: report its loss first"
             )
         self._check_version(event.version)
-        joined = event.instance, event.version, event.kv_budget, event.gpus
-        self.assignments.expected.joined(*joined)
+        self.assignments.expected.joined(
+            event.instance,
+            event.version,
+            event.kv_budget,
+            event.gpus,
+            is_with_trainer=event.is_with_trainer,
+        )
 
     def _on_lost(self, event: InstanceLost) -> None:
         if event.instance in self.assignments.instances:

@@ -41,6 +41,8 @@ class InstanceJoined(RolloutEvent):
     """KV cache that it has, in the unit of the snapshots."""
     gpus: int = 1
     """GPUs of all its tensor-parallel groups."""
+    is_with_trainer: bool = False
+    """The job's trainer has GPUs of it, too, in turns with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

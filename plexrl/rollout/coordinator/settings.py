@@ -36,7 +36,7 @@ class CoordinatorSettings:
     migration: Migration = "throughput"
     """`throughput`: StaleFlow Alg. 5. `none`: only a pull interrupts trajectories."""
     gain_part_min: float = 0.3
-    """μ: least part of the gain on an idle instance for which a trajectory is routed."""
+    """μ: least part of the gain on an idle instance for which an older version has precedence."""
     waiting_max: int = 3
     """φ_wait: trajectories that may wait in an engine's own queue."""
     throughput_ratio_max: float = 5.0

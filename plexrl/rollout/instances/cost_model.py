@@ -8,6 +8,7 @@ refuses it, which is reported and dropped in the end. Otherwise it would wait fo
 behind it.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,11 +60,11 @@ class CostModel:
 
     def gain(self, load: InstanceLoad, length: int) -> float:
         """Tokens per second gained by routing a trajectory of `length` tokens to the instance
-        (Eq. 3); 0 if it would wait there."""
+        (Eq. 3), which may be negative; -inf if it would wait there."""
         kv = load.kv_cache + self.k5 * length
         n = load.running
         if load.waiting or (n and kv > load.kv_budget):
-            return 0.0
+            return -math.inf
         k2, k3, k4 = self.k2, self.k3, self.k4
         work = k3 * (n + 1)
         after = (n + 1) / (self.k1 * kv + (work if work > k2 else k2) + k4)
@@ -78,7 +79,8 @@ class CostModel:
         more = running + 1
         after = more / (self.k1 * kv + np.maximum(self.k3 * more, self.k2) + self.k4)
         before = running / (self.k1 * kv_cache + np.maximum(self.k3 * running, self.k2) + self.k4)
-        gained: Floats = (after - before) * ((kv <= kv_budget) | (running == 0))
+        fits = (kv <= kv_budget) | (running == 0)
+        gained: Floats = np.where(fits, after - before, -np.inf)
         return gained
 
     def ideal_gain(self, length: int) -> float:

@@ -13,6 +13,8 @@ class ExpectedInstance:
     kv_budget: float
     version: int
     gpus: int = 1
+    is_with_trainer: bool = False
+    """As in `InstanceJoined`."""
     is_draining: bool = False
     """It gets nothing more, and returns what it has."""
     trajectories: int = 0

@@ -93,6 +93,7 @@ class FreedInstances:
                 instance=snapshot.instance,
                 gpus=expected[snapshot.instance].gpus,
                 kv_tokens=expected[snapshot.instance].kv_budget / model.k5,
+                is_with_trainer=expected[snapshot.instance].is_with_trainer,
             )
             for snapshot in snapshots
             if snapshot.serves

@@ -11,8 +11,9 @@ The projection takes the final length of a sample that has `n` tokens as the mea
 lengths beyond `n`, or as `response_tokens_max` if no past response was longer. All samples go on by
 one token at a time, also those that wait. The paper does not say how it projects.
 
-Of several halves, the one whose instances have the least KV cache is freed, and of these the one
-with the fewest tokens to be computed again; ties go by the order of instance ids.
+Of several halves, the one with the most GPUs that the job's own trainer also has is freed: only
+there does the trainer gain from it. Of these the one whose instances have the least KV cache, then
+the one with the fewest tokens to be computed again; ties go by the order of instance ids.
 """
 
 from bisect import bisect_right
@@ -57,6 +58,8 @@ class RoundInstance:
     """GPUs of all its tensor-parallel groups."""
     kv_tokens: float
     """Tokens for which it has KV cache."""
+    is_with_trainer: bool = False
+    """The job's trainer has its GPUs, too, in turns with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,17 +176,19 @@ def half_of(
         lost = sample.prompt_tokens + sample.response_tokens
         tokens[sample.instance] = tokens.get(sample.instance, 0) + lost
     ordered = sorted(instances, key=lambda each: each.instance)
-    # For each number of GPUs the best instances: KV cache, tokens, and their indices as bits.
-    best: dict[int, tuple[float, int, int]] = {0: (0.0, 0, 0)}
+    # For each number of GPUs the best instances: GPUs of the trainer (negative), KV cache, tokens,
+    # and their indices as bits.
+    best: dict[int, tuple[int, float, int, int]] = {0: (0, 0.0, 0, 0)}
     for index, each in enumerate(ordered):
-        for gpus, (kv, lost, chosen) in sorted(best.items(), reverse=True):
+        for gpus, (trainer, kv, lost, chosen) in sorted(best.items(), reverse=True):
             total = gpus + each.gpus
             with_it = (
+                trainer - each.gpus * each.is_with_trainer,
                 kv + each.kv_tokens,
                 lost + tokens.get(each.instance, 0),
                 chosen | 1 << index,
             )
             if total <= half and (total not in best or with_it < best[total]):
                 best[total] = with_it
-    _, _, chosen = best.get(half, (0.0, 0, 0))
+    *_, chosen = best.get(half, (0, 0.0, 0, 0))
     return tuple(each.instance for index, each in enumerate(ordered) if chosen >> index & 1)

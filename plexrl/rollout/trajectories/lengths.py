@@ -1,11 +1,32 @@
 """Lengths of responses: the expected ones by prompt, and the latest ones."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from plexrl.rollout.trajectories.record import SampleGroupId
 
 RECENT_MAX = 1024
 """Latest responses of which the lengths are kept."""
+
+
+class RankedLength(NamedTuple):
+    """A response whose length was predicted."""
+
+    expected: int
+    """Tokens that were expected, 1 or more."""
+    tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldDivision:
+    """The latest division of the instances between long prompts and the others."""
+
+    prompts: int = 0
+    """Number of prompts that had been added when it was chosen."""
+    instances: int = 0
+    """Number of instances then."""
+    long: int = 0
+    """Instances for long prompts; 0: all serve all."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -15,17 +36,24 @@ class Lengths:
     expected: dict[SampleGroupId, int] = field(default_factory=dict)
     """Tokens of a response to each prompt in flight for which they were predicted."""
     recent: list[int] = field(default_factory=list)
-    """Tokens of the latest complete responses, the latest one last."""
+    """Tokens of the latest trained responses, the latest one last."""
+    ranked: list[RankedLength] = field(default_factory=list)
+    """The latest trained responses whose lengths were predicted, the latest one last."""
+    division: HeldDivision = field(default_factory=HeldDivision)
 
     def expect(self, group: SampleGroupId, tokens: int) -> None:
         """A prompt has this expected length; 0: it is not known."""
         if tokens:
             self.expected[group] = tokens
 
-    def generated(self, tokens: int) -> None:
-        """A response is complete."""
+    def trained(self, group: SampleGroupId, tokens: int) -> None:
+        """A response to this prompt is trained. Those of a batch count together: the first ones
+        that end are the shortest, and would make all others seem short."""
         self.recent.append(tokens)
         del self.recent[:-RECENT_MAX]
+        if (expected := self.expected.get(group)) is not None:
+            self.ranked.append(RankedLength(expected, tokens))
+            del self.ranked[:-RECENT_MAX]
 
     def forget(self, group: SampleGroupId) -> None:
         """A prompt is not in flight any more."""

@@ -92,6 +92,11 @@ class TrajectoryServer:
                 self._to_be_routed(record)[record.id] = record
 
     @property
+    def prompts_added(self) -> int:
+        """Number of prompts that were ever made known."""
+        return self._next_group
+
+    @property
     def waiting(self) -> int:
         """Number of trajectories to be routed."""
         return len(self.initial) + len(self.returned)
@@ -229,7 +234,6 @@ class TrajectoryServer:
         instance = trajectory.instance
         trajectory.change(TrajectoryChange.GENERATE)
         trajectory.extend(segments)
-        self.lengths.generated(trajectory.response_tokens)
         self._leave(trajectory, instance)
 
     def rewarded(self, trajectory: Trajectory, reward: float) -> None:
@@ -265,6 +269,7 @@ class TrajectoryServer:
         records = [self._all[member] for member in members]
         for record in records:
             record.change(TrajectoryChange.CONSUME)
+            self.lengths.trained(group, record.response_tokens)
             self._end(record)
         self.forget_group(group)
         return records

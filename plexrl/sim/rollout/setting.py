@@ -25,21 +25,21 @@ class SystemName(StrEnum):
     FLEXES = "flexes"
     """As tail, with those of the other parts of Flexes that are on (`Parts`)."""
     STREAMRL_SKEW = "streamrl-skew"
-    """As sync, with skewness-aware dispatch (StreamRL §5)."""
+    """PlexRL's coordinator with `length_aware` on all GPUs, then training on them (StreamRL §5)."""
     STREAMRL_SYNC = "streamrl-sync"
-    """Prompts are trained as they are complete, while others of their batch are generated, on GPUs
-    of their own, with skewness-aware dispatch (StreamRL §4.1)."""
+    """The same with GPUs of their own for rollout and training. Prompts are trained as they are
+    complete, while others of their batch are generated (StreamRL §4.1)."""
     STREAMRL_ASYNC = "streamrl-async"
-    """The same one step ahead: neither the update nor its transfer is waited for."""
+    """The same one step ahead."""
 
     PAT = "pat"
     """As sync, with tensor-parallel groups whose size changes while a batch drains (PAT)."""
 
 
 STREAMED = (SystemName.STREAMRL_SYNC, SystemName.STREAMRL_ASYNC)
-"""Systems with stream generation, whose GPUs StreamRL Alg. 1 divides."""
+"""Systems with stream generation."""
 RANKED = (SystemName.STREAMRL_SKEW, *STREAMED)
-"""Systems with skewness-aware dispatch."""
+"""Systems with expected lengths."""
 SPLIT = (SystemName.STALEFLOW, *STREAMED)
 """Systems with separate GPUs for rollout and training."""
 COORDINATED = (SystemName.TAIL, SystemName.FLEXES)
@@ -146,6 +146,7 @@ class Parts:
 
 
 TAIL_ONLY = Parts(rewards=False, parallelism=False, stream=False)
+NO_PARTS = Parts(tail=False, rewards=False, parallelism=False, stream=False)
 
 
 class Ends(StrEnum):
@@ -196,7 +197,9 @@ class System:
     @property
     def active_parts(self) -> Parts:
         """The parts of Flexes that this system has."""
-        return TAIL_ONLY if self.name == SystemName.TAIL else self.parts
+        if self.name == SystemName.FLEXES:
+            return self.parts
+        return TAIL_ONLY if self.name == SystemName.TAIL else NO_PARTS
 
     @property
     def label(self) -> str:

@@ -32,6 +32,8 @@ most 24 576 tokens is 3 445 (3510.9 tokens/s for 125.6 s, §5.3). A lognormal on
 DEEPSCALER_TAIL = {8192: 0.1085, 16_384: 0.0218}
 LONG_TOKENS = 2767
 """The minimum between the modes: from here to 18 000 tokens lengths are log-uniform."""
+EARLIER = 1 << 24
+"""Number of the first prompt that was generated before the training."""
 EXTRA_MAX = 1 << 16
 """Most extra responses to a prompt."""
 POINTS = 4096
@@ -113,6 +115,13 @@ class Prompts:
         scores = (shared + own * normals(*draw)[0] for draw in draws)
         table = self._source.quantiles
         return [table[int(STANDARD.cdf(score) * (len(table) - 1e-9))] for score in scores]
+
+
+def earlier_batch(workload: RolloutWorkload, groups: int) -> list[SimulatedTrajectory]:
+    """A batch that the model has generated before the training."""
+    prompts = Prompts(workload)
+    numbers = range(EARLIER, EARLIER + groups)
+    return [each for prompt in numbers for each in prompts.group(prompt)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,9 @@ def settings(staleness: int = 0, **fields: Any) -> CoordinatorSettings:
 
 
 def fleet_of(instances: int, budget: int = 4096) -> Fleet:
-    """The samples of one prompt are long."""
+    """The samples of one prompt are long, as in the round before."""
     fleet = Fleet(settings())
+    fleet.core.trajectories.lengths.recent = [3] * 14 + [LONG] * 2
     for _ in range(instances):
         fleet.join(budget)
     fleet.add_groups()
@@ -95,6 +96,14 @@ def test_the_last_samples_of_a_round_get_all_ranks_and_the_next_round_begins_wit
     assert len(switches(fleet)) == 2
 
 
+def test_nothing_switches_in_the_first_round() -> None:
+    """The first responses that end are the shortest, and tell nothing of the others."""
+    fleet = fleet_of(1)
+    fleet.core.trajectories.lengths.recent = []
+    drain(fleet, until_switch=False)
+    assert not switches(fleet)
+
+
 def test_a_switch_is_issued_once_until_it_is_answered() -> None:
     fleet = fleet_of(1)
     drain(fleet)
@@ -117,6 +126,7 @@ def test_a_switch_is_issued_once_until_it_is_answered() -> None:
 
 def test_nothing_switches_while_samples_wait_or_are_to_come() -> None:
     fleet = Fleet(settings())
+    fleet.core.trajectories.lengths.recent = [3] * 14 + [LONG] * 2
     fleet.join(4096)
     for each in range(16):
         fleet.lengths[TrajectoryId(each)] = LONG if each < 2 else 3

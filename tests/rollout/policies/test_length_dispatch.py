@@ -1,14 +1,23 @@
-"""The division of instances between long samples and the others, against a simulated engine."""
+"""The division of instances between long samples and the others, against an engine step by step."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.errors import InvalidRequestError
 from plexrl.rollout.instances.cost_model import CostModel
-from plexrl.rollout.policies.length_dispatch import LengthSpread, divide, latency_s
+from plexrl.rollout.policies.length_dispatch import (
+    Batch,
+    LengthSpread,
+    choose_division,
+    generation_s,
+    latency_s,
+)
+from plexrl.rollout.trajectories.lengths import RankedLength
 
 MODELS = st.builds(
     CostModel,
@@ -17,9 +26,6 @@ MODELS = st.builds(
     k3=st.floats(0, 1e-3),
     k4=st.floats(0, 1e-2),
     k5=st.just(1.0),
-)
-SPREADS = st.tuples(st.integers(1, 20_000), st.integers(1, 20_000)).map(
-    lambda pair: LengthSpread(regular=float(min(pair)), long=float(max(pair)))
 )
 
 
@@ -49,91 +55,135 @@ def test_latency_is_that_of_rounds_that_fit_the_cache(
     assert found == pytest.approx(expected)
 
 
+def plainly_drained(
+    model: CostModel, lengths: Sequence[int], prompt_tokens: float, kv_budget: float
+) -> float:
+    """Seconds of one instance, step by step."""
+    waiting, running, seconds = list(lengths), list[tuple[int, int]](), 0.0
+    while waiting or running:
+        while waiting and (
+            not running
+            or sum(prompt_tokens + whole for whole, _ in running) + prompt_tokens + waiting[0]
+            <= kv_budget
+        ):
+            running.append((waiting.pop(0), 0))
+        kv = sum(prompt_tokens + done for _, done in running)
+        seconds += model.step_s(kv, len(running))
+        running = [(whole, done + 1) for whole, done in running if done + 1 < whole]
+    return seconds
+
+
 @given(
     MODELS,
-    st.integers(1, 60),
-    st.integers(1, 300),
-    SPREADS,
-    st.integers(2, 12),
-    st.integers(1, 10**6),
+    st.lists(st.lists(st.integers(1, 40), min_size=2, max_size=2), min_size=5, max_size=15),
+    st.integers(2, 5),
+    st.integers(0, 4),
+    st.integers(50, 400),
 )
-def test_no_division_ends_earlier(
-    model: CostModel, long: int, regular: int, spread: LengthSpread, instances: int, kv: int
+def test_the_time_of_a_batch_is_that_of_its_steps(
+    model: CostModel, lengths: list[list[int]], instances: int, long: int, kv: int
 ) -> None:
-    found = divide(
-        model,
-        long=long,
-        regular=regular,
-        prompt_tokens=100,
-        spread=spread,
+    long = min(long, instances - 1)
+    batch = Batch(
+        expected=[9] * len(lengths),
+        samples=2,
+        prompt_tokens=3,
         instances=instances,
         kv_budget=kv,
     )
-    assert found is not None
-    assert found.long >= 1
-    assert found.regular >= 1
-    assert found.long + found.regular == instances
-    for other in range(1, instances):
-        # The fullest instance of each side has its share, rounded up.
-        ends = max(
-            generated_in_rounds(model, math.ceil(long / other), 100, int(spread.long), kv),
-            generated_in_rounds(
-                model, math.ceil(regular / (instances - other)), 100, int(spread.regular), kv
-            ),
-        )
-        assert found.generation_s <= ends * (1 + 1e-9)
+    first = len(lengths) // 5
+    sides = [(lengths[:first], long), (lengths[first:], instances - long)]
+    if not long:
+        sides = [(lengths, instances)]
+    ends = []
+    for prompts, count in sides:
+        samples = [tokens for prompt in prompts for tokens in prompt]
+        ends += [plainly_drained(model, samples[at::count], 3, kv) for at in range(count)]
+    assert generation_s(model, batch, lengths, long) == pytest.approx(max(ends))
 
 
-@pytest.mark.parametrize(("long", "regular", "instances"), [(0, 8, 4), (8, 0, 4), (2, 8, 1)])
-def test_nothing_is_divided_when_a_side_would_be_empty(
-    long: int, regular: int, instances: int
+def ranked(expected: Sequence[int], noise: float, seed: int) -> list[RankedLength]:
+    random = Random(seed)
+    return [RankedLength(e, max(1, round(e * random.lognormvariate(0, noise)))) for e in expected]
+
+
+SLOW_IN_BATCHES = CostModel(k1=0, k2=1e-4, k3=1e-3, k4=0, k5=1)
+SKEWED = Batch(
+    expected=[4000] * 8 + [100] * 32, samples=1, prompt_tokens=1, instances=16, kv_budget=1e9
+)
+
+
+def test_long_samples_are_apart_if_that_is_sooner() -> None:
+    """A step is as long as its batch is large: short samples beside long ones slow them down."""
+    past = ranked([100] * 160 + [4000] * 40, 0.0, 1)
+    found = choose_division(SLOW_IN_BATCHES, SKEWED, past)
+    assert 1 <= found < SKEWED.instances
+    lengths = [[tokens] for tokens in SKEWED.expected]
+    undivided = generation_s(SLOW_IN_BATCHES, SKEWED, lengths, 0)
+    assert generation_s(SLOW_IN_BATCHES, SKEWED, lengths, found) < undivided
+
+
+def test_ranks_that_miss_divide_nothing() -> None:
+    """Of those that are expected to be short as many are long as of the others."""
+    past = [RankedLength(e, tokens) for e in (100, 4000) for tokens in (100, 100, 100, 4000)] * 20
+    assert choose_division(SLOW_IN_BATCHES, SKEWED, past) == 0
+
+
+@given(
+    MODELS,
+    st.lists(st.integers(0, 3000), min_size=5, max_size=40),
+    st.integers(1, 3),
+    st.integers(2, 8),
+    st.floats(0, 2),
+    st.integers(0, 1 << 30),
+)
+def test_a_division_is_chosen_only_if_it_is_expected_to_gain(
+    model: CostModel,
+    expected: list[int],
+    samples: int,
+    instances: int,
+    noise: float,
+    seed: int,
 ) -> None:
-    model = CostModel(k1=0, k2=1e-3, k3=1e-4, k4=0, k5=1)
-    spread = LengthSpread(regular=10, long=20)
-    assert (
-        divide(
-            model,
-            long=long,
-            regular=regular,
-            prompt_tokens=1,
-            spread=spread,
-            instances=instances,
-            kv_budget=1000,
-        )
-        is None
+    """With equal past responses there are no misses, and the choice is by the expected lengths."""
+    batch = Batch(
+        expected=sorted(expected, reverse=True),
+        samples=samples,
+        prompt_tokens=10,
+        instances=instances,
+        kv_budget=1e6,
     )
+    past = ranked([max(1, each) for each in expected] * 40, noise, seed)
+    found = choose_division(model, batch, past)
+    assert found == choose_division(model, batch, list(reversed(past)))
+    assert 0 <= found < instances
+    if found and not noise and all(expected):
+        lengths = [[tokens] * samples for tokens in batch.expected]
+        divided, undivided = (generation_s(model, batch, lengths, n) for n in (found, 0))
+        assert divided <= undivided
 
 
-def test_longer_long_samples_get_more_instances() -> None:
-    model = CostModel(k1=0, k2=1e-4, k3=1e-3, k4=0, k5=1)
-    counts = []
-    for long in (100, 200, 400, 1600):
-        found = divide(
-            model,
-            long=32,
-            regular=128,
-            prompt_tokens=1,
-            spread=LengthSpread(regular=100, long=long),
-            instances=16,
-            kv_budget=1e9,
-        )
-        assert found is not None
-        counts.append(found.long)
-    assert counts == sorted(counts)
-    assert counts[0] < counts[-1]
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [({"instances": 1}, 200), ({"expected": [0] * 40}, 200), ({"expected": [9] * 4}, 200), ({}, 9)],
+)
+def test_nothing_is_divided_without_sides_or_knowledge(
+    change: dict[str, object], count: int
+) -> None:
+    past = ranked([100] * count, 0.0, 1)
+    batch = replace(SKEWED, **change)  # type: ignore[arg-type]
+    assert choose_division(SLOW_IN_BATCHES, batch, past) == 0
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1))
 def test_a_spread_is_of_the_longest_fifth_and_the_others(lengths: list[int]) -> None:
-    spread = LengthSpread.of(lengths)
+    spread = LengthSpread.means(lengths)
     count = max(1, len(lengths) // 5)
     longest = sorted(lengths)[-count:]
     assert spread.long == pytest.approx(sum(longest) / count)
     total = spread.long * count + spread.regular * (len(lengths) - count)
     assert len(lengths) == 1 or total == pytest.approx(sum(lengths))
     assert spread.regular <= spread.long
-
-
-def test_no_lengths_have_no_spread() -> None:
-    with pytest.raises(InvalidRequestError, match="generate"):
-        LengthSpread.of([])
+    quantiles = LengthSpread.quantiles(lengths)
+    assert {quantiles.long, quantiles.regular} <= set(lengths)
+    assert quantiles.regular <= quantiles.long

@@ -36,6 +36,7 @@ fleets = st.lists(
         instance=st.sampled_from(NAMES),
         gpus=st.sampled_from((1, 2, 4, 8)),
         kv_tokens=st.sampled_from((30.0, 60.0, 200.0)),
+        is_with_trainer=st.booleans(),
     ),
     max_size=6,
     unique_by=lambda each: each.instance,
@@ -83,8 +84,9 @@ def best_half(fleet: list[RoundInstance], unfinished: list[UnfinishedSample]) ->
                 lost = [s for s in unfinished if s.instance in names]
                 tokens = sum(s.prompt_tokens + s.response_tokens for s in lost)
                 kv = sum(each.kv_tokens for each in chosen)
-                found.append((kv, tokens, sorted(names, reverse=True)))
-    return set(min(found)[2]) if found else None
+                others = sum(each.gpus for each in chosen if not each.is_with_trainer)
+                found.append((others, kv, tokens, sorted(names, reverse=True)))
+    return set(min(found)[3]) if found else None
 
 
 @given(fleets, left, past, st.integers(1, 200), st.integers(1, 200))

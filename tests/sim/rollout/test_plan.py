@@ -1,9 +1,13 @@
 """Plans from profiles: what is simulated, what is compared, and what is recommended."""
 
-from dataclasses import replace
+import inspect
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
+import plexrl
+from plexrl.client.data.rollout_policy import MODES, PolicyFields, policy_fields
 from plexrl.client.data.rollout_profile import (
     PromptLengths,
     RolloutProfile,
@@ -11,13 +15,18 @@ from plexrl.client.data.rollout_profile import (
 )
 from plexrl.errors import InvalidRequestError
 from plexrl.latency.models import QWEN25_7B
-from plexrl.sim.rollout.plan.modes import SYNC, modes
+from plexrl.rollout.service.order import RolloutOrder
+from plexrl.sim.rollout.plan.modes import SYNC, Mode, modes
 from plexrl.sim.rollout.plan.planning import PlannedMode, ProfiledJob, plan_modes, recommend
 from plexrl.sim.rollout.plan.profiled import profiled_setting
 from plexrl.sim.rollout.results.outcome import outcome
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.runs.split import runner
+from plexrl.sim.rollout.setting import ON_POLICY, SystemName
+from plexrl.sim.rollout.systems.coordinated import policy_of
+from plexrl.sim.rollout.systems.pat.profile import decode_profile
 from plexrl.sim.rollout.workload import Prompts
+from plexrl.wire.operations import SamplingParams
 
 PROFILE = RolloutProfile(
     prompts=4,
@@ -114,6 +123,67 @@ def test_a_model_adds_sizes_and_the_adaptive_ones() -> None:
     assert job.sizes() == [1, 2]
     assert "pat" in [each.name for each in modes([1], has_model=True)]
     assert job.setting(0, 2).costs == QWEN25_7B.costs(2)
+
+
+ON = {
+    "sync": set(),
+    "tail, prompts": {"over_launch"},
+    "tail": {"over_launch"},
+    "streamrl-skew": {"length_aware"},
+    "streamrl-sync": {"length_aware"},
+    "streamrl-async": {"length_aware", "staleness"},
+    "pat": {"adaptive_tp"},
+    "staleflow η=1": {"staleness"},
+    "staleflow η=2": {"staleness"},
+}
+"""The modes of a policy that each planned mode has on."""
+
+
+@pytest.mark.parametrize("mode", modes([1, 2], has_model=True), ids=lambda each: each.name)
+def test_what_is_printed_is_what_a_live_rollout_accepts_and_what_was_simulated(mode: Mode) -> None:
+    job = ProfiledJob(profile=PROFILE, gpus=8, model=QWEN25_7B)
+    for size in job.sizes_of(mode):
+        shares = mode.system.name in ON_POLICY
+        planned = replace(
+            row("sync", 1.0),
+            mode=mode,
+            tensor_parallel=size,
+            rollout_gpus=8 if shares else 4,
+            shares_gpus=shares,
+            tp_sizes=job.tp_sizes(size) if mode.system.name == SystemName.PAT else (),
+        )
+        lines = [line for line in planned.python if not line.startswith("for ")]
+        profile = decode_profile(job.setting(0, size), QWEN25_7B)
+        known = {"plexrl": plexrl, "profile": profile}
+        given = eval(f"dict({', '.join(lines)})", known)
+        # These are arguments of `job.rollout`.
+        assert given.keys() <= inspect.signature(plexrl.Job.rollout).parameters.keys()
+        order = RolloutOrder(
+            job="job",
+            name="rollout",
+            source="actor",
+            instances=tuple(f"rollout-{at}" for at in range(given["instances"])),
+            prompts=4,
+            samples=2,
+            sampling=SamplingParams(seed=1),
+            **vars_of(policy_fields(given["policy"])),
+        )
+        assert {name for name, is_on in MODES.items() if is_on(order)} == ON[mode.name]
+        instance_gpus = given["parallelism"].world_size
+        assert given["instances"] * instance_gpus == planned.rollout_gpus
+        assert given.get("shares_gpus", False) == shares
+        if mode.system.name == SystemName.PAT:
+            assert given["tp_sizes"] == profile.subject.tp_sizes
+            assert len(given["tp_sizes"]) > 1
+            assert given["parallelism"].tp == given["tp_sizes"][-1]
+            assert order.settings().adaptive_tp is not None
+        else:
+            assert given["policy"] == policy_of(mode.system)
+            assert instance_gpus == size
+
+
+def vars_of(found: PolicyFields) -> dict[str, Any]:
+    return {each.name: getattr(found, each.name) for each in fields(found)}
 
 
 def row(name: str, gain: float, spread: float = 0.0, staleness: int = 0) -> PlannedMode:

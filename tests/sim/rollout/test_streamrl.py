@@ -1,4 +1,4 @@
-"""StreamRL on the virtual clock: mini-batches, ranks, staleness, division of the GPUs."""
+"""StreamRL on the virtual clock: mini-batches, ranks, staleness, the split of the GPUs."""
 
 from dataclasses import replace
 
@@ -20,9 +20,13 @@ from plexrl.sim.rollout.setting import (
     System,
     SystemName,
 )
-from plexrl.sim.rollout.systems.streamrl.dynamic_batches import DynamicBatches
-from plexrl.sim.rollout.systems.streamrl.ranks import correlation, expected_ranks, recall_of
-from plexrl.sim.rollout.systems.streamrl.skewness import SkewnessAware
+from plexrl.sim.rollout.systems.dynamic_batches import DynamicBatches
+from plexrl.sim.rollout.systems.ranks import (
+    ExpectedLengths,
+    correlation,
+    expected_ranks,
+    recall_of,
+)
 from plexrl.sim.rollout.workload import Prompts, RolloutWorkload
 
 SETTING = Setting(
@@ -80,20 +84,14 @@ def test_ranks_find_their_recall(recall: float) -> None:
     assert sum(prompt >= 3200 for prompt in found) / 800 == pytest.approx(recall, abs=0.03)
 
 
-def test_every_trajectory_has_one_instance_and_the_longest_expected_begin() -> None:
+def test_prompts_are_expected_to_be_as_long_as_earlier_ones() -> None:
     prompts = Prompts(SETTING.workload)
-    batch = [each for prompt in range(40) for each in prompts.group(prompt)]
-    shares = SkewnessAware(SETTING, recall=1.0).shares(batch, 4, SETTING.costs)
-    assert sorted(each.number for share in shares for each in share) == sorted(
-        each.number for each in batch
-    )
-    means = {
-        prompt: sum(each.response_tokens for each in batch if each.group == prompt)
-        for prompt in range(40)
-    }
-    for share in shares:
-        found = [means[each.group] for each in share]
-        assert found == sorted(found, reverse=True)
+    groups = [prompts.group(prompt) for prompt in range(200)]
+    expected = ExpectedLengths(SETTING.workload, 200, 1.0)(groups)
+    means = [sum(each.response_tokens for each in group) / len(group) for group in groups]
+    by_mean = [tokens for _, tokens in sorted(zip(means, expected, strict=True))]
+    assert by_mean == sorted(by_mean)
+    assert sum(expected) == pytest.approx(sum(means), rel=0.1)
 
 
 @pytest.mark.parametrize("name", STREAMED)
@@ -101,15 +99,15 @@ def test_no_sample_is_older_than_the_bound(name: SystemName) -> None:
     recorder = simulate_rollout(SETTING, system(name, rollout_gpus=5))
     for step in recorder.steps:
         assert max(step.staleness) <= FIXED_STALENESS[name]
-    assert max(max(step.staleness) for step in recorder.steps) == FIXED_STALENESS[name]
 
 
 @pytest.mark.parametrize("name", RANKED)
-def test_batches_are_trained_whole_and_in_the_order_of_the_prompts(name: SystemName) -> None:
+def test_batches_are_trained_whole(name: SystemName) -> None:
     recorder = simulate_rollout(SETTING, system(name, rollout_gpus=5), with_history=True)
-    for lane in recorder.lanes:
-        assert lane.group // SETTING.batch_groups == lane.buffer
-        assert len({segment.version for segment in lane.segments}) == 1
+    if not FIXED_STALENESS[name]:
+        for lane in recorder.lanes:
+            assert lane.group // SETTING.batch_groups == lane.buffer
+            assert len({segment.version for segment in lane.segments}) == 1
     assert len(recorder.trained_numbers) == SETTING.steps * SETTING.batch_trajectories
 
 
@@ -133,10 +131,10 @@ def test_streaming_hides_training_and_one_step_hides_more() -> None:
 @pytest.mark.parametrize("name", RANKED)
 def test_equal_seeds_give_equal_runs(name: SystemName) -> None:
     first, again = (figures(SETTING, system(name, rollout_gpus=5)) for _ in range(2))
-    assert first == again
+    assert replace(first, decision_ms=None) == replace(again, decision_ms=None)
 
 
-def test_the_division_follows_the_costs_of_training() -> None:
+def test_the_split_follows_the_costs_of_training() -> None:
     """The more a token costs to train, the fewer GPUs generate."""
     found = []
     with runner(1) as run:

@@ -22,14 +22,24 @@ class SpeculativeState:
     def __init__(self) -> None:
         self.instances: dict[InstanceId, ExpectedInstance] = {}
 
-    def joined(self, instance: InstanceId, version: int, kv_budget: float, gpus: int) -> None:
+    def joined(
+        self,
+        instance: InstanceId,
+        version: int,
+        kv_budget: float,
+        gpus: int,
+        *,
+        is_with_trainer: bool = False,
+    ) -> None:
         """A new instance without work. Raises InvalidRequestError: it can run nothing."""
         if not kv_budget > 0 or gpus < 1:
             raise InvalidRequestError(
                 f"instance {instance} has a KV cache of {kv_budget} and {gpus} GPUs: it can run "
                 "nothing"
             )
-        self.instances[instance] = ExpectedInstance(version=version, kv_budget=kv_budget, gpus=gpus)
+        self.instances[instance] = ExpectedInstance(
+            version=version, kv_budget=kv_budget, gpus=gpus, is_with_trainer=is_with_trainer
+        )
 
     def lost(self, instance: InstanceId) -> None:
         """The instance ended."""

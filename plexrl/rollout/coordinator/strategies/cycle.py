@@ -60,7 +60,7 @@ class CoordinatorCycle:
             for index, each in enumerate(self._snapshots)
         ]
         is_length_aware = bool(self._loads) and settings.routing == "length-aware"
-        self._sides = sides(settings, model, self._loads, server) if is_length_aware else None
+        self._sides = sides(self._loads, server) if is_length_aware else None
         self._initial = longest_first(server) if is_length_aware else server.initial.values()
         self._work: dict[int, tuple[list[RoutingCandidate], list[RoutingCandidate]]] = {}
         self._assigned = [

@@ -1,10 +1,11 @@
 """Routing by expected lengths: long samples on instances of their own (StreamRL §5.3).
 
-In each cycle the longest part of the prompts in flight, by their expected lengths, is marked as
-long; `divide` says how many instances serve them, and these are the first ones by id. Within a side
-the longest come first, and go to the instance with the largest gain in throughput, as without
-expected lengths. An instance without work takes also what belongs to the other side, if nothing of
-its own side waits; the paper, whose batch is dispatched at once, leaves it idle.
+Whether instances are divided is chosen when prompts are added or the number of instances changes
+(`divide_instances`), and kept until then. If they are, the longest part of the prompts in flight,
+by their expected lengths, is marked as long in each cycle, and the first instances by id serve it.
+Within a side the longest come first, and go to the instance with the largest gain in throughput,
+as without expected lengths. An instance without work takes also what belongs to the other side, if
+nothing of its own side waits; the paper, whose batch is dispatched at once, leaves it idle.
 
 A prompt without an expected length, such as one of the first batch, is not long.
 """
@@ -22,7 +23,7 @@ from plexrl.rollout.coordinator.strategies.routing import (
 )
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.instances.snapshot import InstanceLoad
-from plexrl.rollout.policies.length_dispatch import LONG_PART, LengthSpread, divide
+from plexrl.rollout.policies.length_dispatch import LONG_PART, Batch, choose_division
 from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.trajectories.record import SampleGroupId, Trajectory
 from plexrl.rollout.trajectories.server import TrajectoryServer
@@ -40,31 +41,35 @@ class Sides:
     """Whether trajectories of prompts that are not long wait to be routed, and of long ones."""
 
 
-def sides(
-    settings: CoordinatorSettings,
-    model: CostModel,
-    loads: Sequence[InstanceLoad],
-    server: TrajectoryServer,
-) -> Sides | None:
-    """Divide the instances between long prompts and the others. None: all instances serve all
-    prompts, because no length is known yet or there is one instance only."""
-    expected, recent = server.lengths.expected, server.lengths.recent
+def divide_instances(
+    model: CostModel, server: TrajectoryServer, kv_budgets: Sequence[float], samples: int
+) -> None:
+    """Chooses the division anew, if prompts were added or other instances serve; it is part of the
+    server's state. `kv_budgets`: of the instances that serve."""
+    held = server.lengths.division
+    if (held.prompts, held.instances) == (server.prompts_added, len(kv_budgets)):
+        return
+    expected = server.lengths.expected
+    prompts = [each.prompt_tokens for each in server.groups.values()]
+    held.long = 0
+    if prompts and kv_budgets:
+        batch = Batch(
+            expected=sorted((expected.get(each, 0) for each in server.groups), reverse=True),
+            samples=samples,
+            prompt_tokens=sum(prompts) / len(prompts),
+            instances=len(kv_budgets),
+            kv_budget=min(kv_budgets),
+        )
+        held.long = choose_division(model, batch, server.lengths.ranked)
+    held.prompts, held.instances = server.prompts_added, len(kv_budgets)
+
+
+def sides(loads: Sequence[InstanceLoad], server: TrajectoryServer) -> Sides | None:
+    """How the instances are divided; None: all of them serve all prompts."""
+    expected, division = server.lengths.expected, server.lengths.division
     known = sorted((-expected[each], each) for each in server.groups if each in expected)
     long = frozenset(group for _, group in known[: int(LONG_PART * len(known))])
-    if not long or not recent:
-        return None
-    samples = settings.staleness.samples
-    prompts = [each.prompt_tokens for each in server.groups.values()]
-    division = divide(
-        model,
-        long=samples * len(long),
-        regular=samples * (len(server.groups) - len(long)),
-        prompt_tokens=sum(prompts) / len(prompts),
-        spread=LengthSpread.of(recent),
-        instances=len(loads),
-        kv_budget=min(load.kv_budget for load in loads),
-    )
-    if division is None:
+    if not long or not 0 < division.long < len(loads):
         return None
     waits = {each.group in long for each in (*server.initial.values(), *server.returned.values())}
     return Sides(long, division.long, (False in waits, True in waits))

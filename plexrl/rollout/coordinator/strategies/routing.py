@@ -3,10 +3,17 @@
 The trajectories are ordered by `V_traj`, the oldest first, and initial ones last. The first one
 that no instance can take ends the routing, so that no younger one overtakes it.
 
+In the paper a trajectory waits if every instance gains less than mu of an idle one's gain. By the
+cost model that is never sooner while an instance has room: a step of two batches together takes at
+most as long as a step of one and then of the other. So mu only says here how far older versions
+have precedence, and a trajectory that no version takes by mu goes to the instance with the largest
+gain. It waits only if it would wait in an engine, too: held, it goes where there is room first.
+
 The paper leaves the order within one version open. Here longer trajectories come first, since they
 complete last; of the initial ones, groups that have an entry come first, then older groups.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
@@ -39,6 +46,8 @@ class RoutingChoice:
     load: InstanceLoad
     score: float
     """The figure that the strategy compares; more is better."""
+    is_by_precedence: bool = True
+    """Instances of newer versions cannot replace it, whatever they score."""
 
 
 class Router(Protocol):
@@ -144,7 +153,8 @@ class _Level:
 
     def compare(self, model: CostModel, length: int) -> None:
         """Computes the gains for this length."""
-        self.gains = model.gains(self.kv_cache, self.running, self.budget, length) * self.free
+        gains = model.gains(self.kv_cache, self.running, self.budget, length)
+        self.gains = np.where(self.free, gains, -np.inf)
         self.length = length
 
     def took(self, model: CostModel, load: InstanceLoad) -> None:
@@ -156,7 +166,8 @@ class _Level:
 
 
 class ThroughputRouter:
-    """The instance with the largest gain in throughput, of the oldest version that gains enough."""
+    """The instance with the largest gain in throughput: of the oldest version that gains enough,
+    or of all versions if none does."""
 
     lanes = 1
 
@@ -187,6 +198,7 @@ class ThroughputRouter:
         """Goes through the versions from the oldest one on (the waterfall of Alg. 3)."""
         length = self.comparable_length(candidate.length)
         least = self._gain_part_min * self._model.ideal_gain(length)
+        found: RoutingChoice | None = None
         for version, level in self._levels.items():
             if not is_routable(self._buffers, candidate, version):
                 continue
@@ -196,23 +208,28 @@ class ThroughputRouter:
             gain = float(level.gains[best])
             if gain >= least:
                 return RoutingChoice(level.loads[best], gain)
-        return None
+            load = level.loads[best]
+            if gain > -math.inf and (
+                found is None or (gain, -load.index) > (found.score, -found.load.index)
+            ):
+                found = RoutingChoice(load, gain, is_by_precedence=False)
+        return found
 
     def comparable_length(self, length: int) -> int:
         """Rounded down, so that what fits into an idle instance is found to fit."""
         return max(length - length % self._length_step, 1)
 
     def score(self, load: InstanceLoad, length: int) -> float | None:
-        """The gain, if it is large enough."""
+        """The gain, if there is room."""
         gain = self._model.gain(load, length)
-        return gain if gain >= self._gain_part_min * self._model.ideal_gain(length) else None
+        return gain if gain > -math.inf else None
 
     def would_replace(self, version: int, choice: RoutingChoice | None) -> bool:
-        """Only against instances of its own version: older ones have precedence."""
-        return choice is None or choice.load.version == version
+        """Not against an instance of an older version that gains enough."""
+        return choice is None or choice.load.version == version or not choice.is_by_precedence
 
     def take(self, candidate: RoutingCandidate, choice: RoutingChoice) -> None:
-        """Adds one trajectory that runs at once, since its gain is positive."""
+        """Adds one trajectory that runs at once, since there is room."""
         load = choice.load
         load.kv_cache += self._model.k5 * candidate.length
         load.running += 1

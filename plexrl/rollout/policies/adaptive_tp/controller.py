@@ -6,6 +6,8 @@ may also come later here, and more than one: of all plans that switch at some ro
 with the least predicted time is found, and the engine switches if that plan begins with a switch.
 With `moments_max=1` a plan can switch only now: that is Alg. 1.
 
+The next round begins with groups of one size, so each plan also counts the switch back to it.
+
 A switch is never cheaper than its predicted cost: staying wins a tie.
 """
 
@@ -42,11 +44,11 @@ class SwitchController:
         self._predictor = predictor
         self._moments_max = moments_max
 
-    def decide(self, tp: int, groups: Groups) -> TpSwitch | None:
+    def decide(self, tp: int, groups: Groups, first_tp: int | None = None) -> TpSwitch | None:
         """The switch that pays now; None: none does.
 
         `tp` is the size of the engine's groups, `groups` their unfinished rows. Rows that end are
-        not replaced by others.
+        not replaced by others. `first_tp`: size with which the next round begins; None: any.
         """
         rows = [row for group in groups for row in group if row.left > 0]
         if not rows:
@@ -54,10 +56,12 @@ class SwitchController:
         now = GroupLoad(tp, [[row for row in group if row.left > 0] for group in groups])
         loads = {size: self._dealt(size, rows) for size in self._predictor.sizes}
         cuts = self._cuts(rows)
-        after = self._plan(loads, cuts)
+        switch_s = self._predictor.profile.switch_s
+        back_s = {size: 0.0 if first_tp in (None, size) else switch_s for size in loads}
+        after = self._plan(loads, cuts, back_s)
         stays = now.stretches_s(self._predictor, cuts)
         # Until its first switch the engine has its groups as they are.
-        best_s, stay_s = sum(stays), sum(stays)
+        best_s = stay_s = sum(stays) + back_s.get(tp, 0.0)
         for index in range(1, len(stays)):
             begin_s = sum(stays[:index])
             for size in loads:
@@ -88,11 +92,13 @@ class SwitchController:
         kept = between[::-1][::step][::-1] if self._moments_max > 1 and between else []
         return [0, *kept, ends[-1]]
 
-    def _plan(self, loads: dict[int, GroupLoad], cuts: Sequence[int]) -> list[dict[int, float]]:
-        """By moment and size: the least seconds until the end, with the groups of this size then.
-        Later switches are planned backwards from the end."""
+    def _plan(
+        self, loads: dict[int, GroupLoad], cuts: Sequence[int], back_s: dict[int, float]
+    ) -> list[dict[int, float]]:
+        """By moment and size: the least seconds until the end, with the groups of this size then,
+        and of the switch back. Later switches are planned backwards from the end."""
         stretches = {s: load.stretches_s(self._predictor, cuts) for s, load in loads.items()}
-        best: list[dict[int, float]] = [dict.fromkeys(loads, 0.0)]
+        best: list[dict[int, float]] = [back_s]
         for index in reversed(range(len(cuts) - 1)):
             # A switch at a moment is to the size that stays until the next one at least.
             stay = {size: stretches[size][index] + best[0][size] for size in loads}

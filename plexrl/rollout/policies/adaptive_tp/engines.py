@@ -1,7 +1,8 @@
 """Which engines of a round switch their tensor-parallel groups (PAT §4.2).
 
 An engine is looked at only while its rows just end: nothing of the round waits for an instance or
-is still to come, all that the engine has is running, and it has answered its last switch.
+is still to come, all that the engine has is running, and it has answered its last switch. In the
+first round nothing is known of lengths, and none switches.
 """
 
 from collections.abc import Iterable, Mapping
@@ -51,7 +52,7 @@ class AdaptiveTp:
         self, settings: AdaptiveTpSettings, server: TrajectoryServer, snapshot: InstanceSnapshot
     ) -> TpSwitch | None:
         sizes = settings.profile.subject.tp_sizes
-        if self._controller is None or snapshot.tp not in sizes:
+        if self._controller is None or snapshot.tp not in sizes or not server.lengths.recent:
             return None
         groups: list[list[DecodingRow]] = [[] for _ in range(sizes[-1] // snapshot.tp)]
         running = zip(snapshot.running, snapshot.running_tokens, strict=True)
@@ -64,4 +65,6 @@ class AdaptiveTp:
             groups[group].append(
                 DecodingRow(record.prompt_tokens + drawn, drawn, settings.response_tokens_max)
             )
-        return self._controller.decide(snapshot.tp, project(groups, server.lengths.recent))
+        projected = project(groups, server.lengths.recent)
+        # A round begins with the smallest groups.
+        return self._controller.decide(snapshot.tp, projected, first_tp=sizes[0])

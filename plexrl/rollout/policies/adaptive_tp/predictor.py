@@ -2,8 +2,8 @@
 
 For each profiled number of rows there is a piecewise-linear curve over the context tokens `T` of a
 group. Between two numbers of rows it is interpolated linearly: l(B, T; TP). Beyond the profile, a
-curve goes on with its last slope, but does not fall; more rows than were profiled take
-proportionally longer; and nothing is faster than the smallest point of its curve.
+curve goes on with its last slope, but does not fall; each further row takes what one takes between
+the two largest numbers of rows; and nothing is faster than the smallest point of its curve.
 """
 
 import math
@@ -68,6 +68,13 @@ class _RowCurves:
             Curve([(x, y) for rows, x, y in points if rows == row]) for row in self._rows
         ]
 
+        # A step has a constant part, which does not grow with the rows.
+        self._row = Curve([(0.0, 0.0)])
+        if len(self._rows) > 1:
+            (low, high), (one, other) = self._rows[-2:], self._curves[-2:]
+            slope = (other.at(0.0) - one.at(0.0)) / (high - low)
+            self._row = Curve([(0.0, max(0.0, slope))])
+
     def near(self, rows: float) -> list[tuple[Curve, float]]:
         """The curves that count at so many rows, with their weights."""
         index = bisect_right(self._rows, rows)
@@ -75,7 +82,9 @@ class _RowCurves:
             return [(self._curves[0], 1.0)]
         low = self._rows[index - 1]
         if index == len(self._rows):
-            return [(self._curves[-1], rows / low)]
+            if index == 1:
+                return [(self._curves[0], rows / low)]
+            return [(self._curves[-1], 1.0), (self._row, rows - low)]
         part = (rows - low) / (self._rows[index] - low)
         below = (self._curves[index - 1], 1 - part)
         return [below, (self._curves[index], part)] if part else [below]

@@ -138,6 +138,7 @@ class RolloutMember:
             operation += f".{self._attempts}"
         try:
             view = await rollout.calls.deployment(self.name)
+            trainer = await rollout.calls.deployment(order.source)
             report = await rollout.calls.pull(self.name, order.source, operation)
             step = int(report["trainer_step"])
         except PlexRLError as error:
@@ -168,8 +169,13 @@ class RolloutMember:
             return None
         budget = float(sum(engine["blocks"] * engine["block_tokens"] for engine in engines))
         self.instance, self.absence = instance, None
-        gpus = int(view["workers"])
-        joined = InstanceJoined(instance=instance, version=version, kv_budget=budget, gpus=gpus)
+        joined = InstanceJoined(
+            instance=instance,
+            version=version,
+            kv_budget=budget,
+            gpus=int(view["workers"]),
+            is_with_trainer=not set(view["groups"]).isdisjoint(trainer["groups"]),
+        )
         return rollout.joined(joined, step)
 
     async def _divided(self, layout: Parallelism) -> bool:

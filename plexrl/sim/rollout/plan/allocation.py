@@ -1,6 +1,7 @@
 """GPUs of generation and of training for a model, from simulated costs (StreamRL Alg. 1).
 
-Generation of a batch is simulated under skewness-aware dispatch; training is the cost model. Both
+Generation of a batch is simulated, with equally many requests for each instance; training is the
+cost model. Both
 run at the same time, so a step takes as long as the slower one. The transfer of weights is left
 out: it overlaps with both.
 """
@@ -22,9 +23,9 @@ from plexrl.rollout.policies.allocation import (
     shrink,
     split,
 )
-from plexrl.sim.rollout.setting import RECALL, Setting
-from plexrl.sim.rollout.systems.streamrl.allocation import batch_s
-from plexrl.sim.rollout.systems.streamrl.skewness import earlier_batch
+from plexrl.sim.rollout.engine.instance import Instance
+from plexrl.sim.rollout.setting import Setting
+from plexrl.sim.rollout.workload import earlier_batch
 
 PRICES = {H20.name.lower(): 1.0, H800.name.lower(): 2.85}
 """StreamRL Tab. 1: of a machine with 8 GPUs, and so of a GPU."""
@@ -90,6 +91,19 @@ def choices(
     return [AllocationChoice(way=way, found=each, samples=samples) for way, each in found]
 
 
+def batch_s(setting: Setting, instances: int) -> float:
+    """Seconds in which so many instances generate a batch."""
+    batch = earlier_batch(setting.workload, setting.batch_groups)
+    ends_s = []
+    for number in range(instances):
+        instance = Instance(number, setting.costs)
+        instance.route(batch[number::instances], 0.0)
+        while (due := instance.next_event_s()) is not None:
+            instance.advance(due)
+        ends_s.append(instance.at_s)
+    return max(ends_s)
+
+
 def _ways(
     kinds: Mapping[str, GpuKind], generation: Mapping[str, Stage], training: Mapping[str, Stage]
 ) -> Sequence[tuple[str, PricedAllocation]]:
@@ -130,13 +144,16 @@ def _on(setting: Setting, model: Model, pool: GpuPool, instance_gpus: int) -> Se
 def _generation(setting: Setting, instance_gpus: int) -> Stage:
     @cache
     def seconds(units: int) -> float:
-        return batch_s(setting, RECALL, units)
+        return batch_s(setting, units)
 
     return Stage(seconds=seconds, unit_gpus=instance_gpus)
 
 
 def _training(setting: Setting, trainer_gpus: int) -> Stage:
-    tokens = sum(each.prompt_tokens + each.response_tokens for each in earlier_batch(setting))
+    tokens = sum(
+        each.prompt_tokens + each.response_tokens
+        for each in earlier_batch(setting.workload, setting.batch_groups)
+    )
     return Stage(
         seconds=lambda units: setting.costs.train_s(tokens, units * trainer_gpus),
         unit_gpus=trainer_gpus,

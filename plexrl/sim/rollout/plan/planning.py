@@ -12,7 +12,8 @@ from plexrl.sim.rollout.plan.profiled import profiled_setting
 from plexrl.sim.rollout.results.gains import gain_over_sync
 from plexrl.sim.rollout.results.outcome import RolloutOutcome
 from plexrl.sim.rollout.runs.split import Runner, best_splits
-from plexrl.sim.rollout.setting import ON_POLICY, Setting, System
+from plexrl.sim.rollout.setting import ON_POLICY, Setting, System, SystemName
+from plexrl.sim.rollout.systems.pat.profile import switched_sizes
 
 OnRun = Callable[[RolloutOutcome], None]
 GAIN_MIN = 1.02
@@ -48,6 +49,18 @@ class ProfiledJob:
         )
         return [tp for tp in self.model.sizes(longest) if tp < total]
 
+    def sizes_of(self, mode: Mode) -> list[int]:
+        """Sizes that are tried for a mode. That of `pat` is the smallest of several."""
+        if mode.system.name != SystemName.PAT:
+            return self.sizes()
+        return [tp for tp in self.sizes() if len(self.tp_sizes(tp)) > 1]
+
+    def tp_sizes(self, tensor_parallel: int) -> tuple[int, ...]:
+        """Sizes between which `pat` switches that begins with this one."""
+        if self.model is None:
+            return ()
+        return switched_sizes(self.setting(0, tensor_parallel), self.model)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMode:
@@ -59,6 +72,8 @@ class PlannedMode:
     train_gpus: int
     shares_gpus: bool
     """All GPUs roll out, and then all train."""
+    tp_sizes: tuple[int, ...] = ()
+    """Sizes between which engines switch while they generate."""
     gain: float
     """Steps in the time of one step of the synchronous loop with its own best size; mean over
     seeds."""
@@ -72,12 +87,25 @@ class PlannedMode:
         """Whether it gains more than what is no difference."""
         return self.gain - self.spread >= GAIN_MIN
 
+    @property
+    def python(self) -> tuple[str, ...]:
+        """Arguments of `job.rollout`, one a line, and further lines of the controller."""
+        instance = self.tp_sizes[-1] if self.tp_sizes else self.tensor_parallel
+        lines = [
+            f"policy={self.mode.policy}",
+            f"instances={self.rollout_gpus // instance}",
+            f"parallelism=plexrl.Parallelism(tp={instance})",
+        ]
+        lines += [f"tp_sizes={self.tp_sizes}"] if self.tp_sizes else []
+        lines += ["shares_gpus=True"] if self.shares_gpus else []
+        return (*lines, *self.mode.calls)
+
     def values(self) -> dict[str, Any]:
         """As JSON values."""
         found = asdict(self) | {"pays": self.pays}
         found["mode"] = {
             "name": self.mode.name,
-            "python": list(self.mode.python),
+            "python": list(self.python),
             "trained": self.mode.trained,
             "is_on_policy": self.mode.is_on_policy,
             "system": asdict(self.mode.system),
@@ -92,14 +120,15 @@ def plan_modes(
     seeds: Sequence[int],
     on_run: OnRun | None = None,
 ) -> list[PlannedMode]:
-    """The modes, in their order; the first one is the synchronous loop.
+    """The modes that the job can have, in their order; the first one is the synchronous loop.
 
     Sizes and splits are those that are best for the first seed.
 
     Raises:
         InvariantError: a run breaks one of its own invariants.
     """
-    asked = [(mode, tp) for mode in modes for tp in job.sizes()]
+    modes = [mode for mode in modes if job.sizes_of(mode)]
+    asked = [(mode, tp) for mode in modes for tp in job.sizes_of(mode)]
     first = best_splits(
         run.outcome,
         [(job.setting(seeds[0], tp), mode.system) for mode, tp in asked],
@@ -122,7 +151,7 @@ def plan_modes(
     count = len(seeds)
     by_mode = [everything[at * count : (at + 1) * count] for at in range(len(modes))]
     return [
-        _row(mode, size, by_mode[0], found)
+        _row(job, mode, size, by_mode[0], found)
         for mode, (_, size), found in zip(modes, chosen, by_mode, strict=True)
     ]
 
@@ -133,7 +162,11 @@ def _duration_s(outcome: RolloutOutcome) -> float:
 
 
 def _row(
-    mode: Mode, size: int, base: Sequence[RolloutOutcome], found: Sequence[RolloutOutcome]
+    job: ProfiledJob,
+    mode: Mode,
+    size: int,
+    base: Sequence[RolloutOutcome],
+    found: Sequence[RolloutOutcome],
 ) -> PlannedMode:
     gains = []
     for sync, each in zip(base, found, strict=True):
@@ -147,6 +180,7 @@ def _row(
         rollout_gpus=found[0].system.rollout_gpus or found[0].train_gpus,
         train_gpus=found[0].train_gpus,
         shares_gpus=shares,
+        tp_sizes=job.tp_sizes(size) if mode.system.name == SystemName.PAT else (),
         gain=fmean(gains),
         spread=stdev(gains) if len(gains) > 1 else 0.0,
         staleness_max=max(each.staleness_max for each in found),

@@ -8,8 +8,7 @@ from plexrl.sim.rollout.setting import SPLIT, Setting, System, SystemName, check
 from plexrl.sim.rollout.systems.coordinated import Coordinated
 from plexrl.sim.rollout.systems.flexes.on_policy import OnPolicy
 from plexrl.sim.rollout.systems.pat.adaptive_tp import AdaptiveTpSystem
-from plexrl.sim.rollout.systems.streamrl.skewness import SkewnessAware
-from plexrl.sim.rollout.systems.streamrl.streamed import Streamed
+from plexrl.sim.rollout.systems.streamed import Streamed
 from plexrl.sim.rollout.systems.synchronous import Synchronous
 from plexrl.sim.rollout.world import Policy, World
 
@@ -48,12 +47,9 @@ def _policy(world: World, system: System) -> Policy:
             return Synchronous(world)
         case SystemName.STALEFLOW:
             return Coordinated(world, system)
-        case SystemName.TAIL | SystemName.FLEXES:
+        case SystemName.TAIL | SystemName.FLEXES | SystemName.STREAMRL_SKEW:
             return OnPolicy(world, system)
-        case SystemName.STREAMRL_SKEW:
-            return Synchronous(world, SkewnessAware(world.setting, system.recall))
         case SystemName.STREAMRL_SYNC | SystemName.STREAMRL_ASYNC:
-            skewness = SkewnessAware(world.setting, system.recall)
-            return Streamed(world, system.staleness, skewness)
+            return Streamed(world, system)
         case SystemName.PAT:
             return AdaptiveTpSystem(world, system)

@@ -1,7 +1,6 @@
 """Finds the split of GPUs between rollout and training with the highest throughput.
 
-Each system gets its own split, as in the paper (§6.1). Those of StreamRL get the one that its
-Alg. 1 predicts to be best, without a run. For others the search runs a coarse grid of whole
+Each system gets its own split, as in the paper (§6.1). The search runs a coarse grid of whole
 nodes, then the neighbours of the best until none is better. Runs go to processes; the answer does
 not depend on their number.
 """
@@ -20,8 +19,7 @@ from plexrl.process.lifeline import die_with_parent
 from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.runs.run import simulate_rollout
-from plexrl.sim.rollout.setting import SPLIT, STREAMED, Setting, System
-from plexrl.sim.rollout.systems.streamrl.allocation import rollout_gpus
+from plexrl.sim.rollout.setting import SPLIT, Setting, System
 
 Result = TypeVar("Result")
 
@@ -106,17 +104,14 @@ class _Search:
         self.setting = setting
         self.system = system
         self.found: dict[int, RolloutOutcome] = {}
-        is_split = system.name in SPLIT and not system.rollout_gpus
         unit = setting.costs.gpus
         if setting.gpus > NODE_GPUS:
             unit = max(NODE_GPUS, ceil(NODE_GPUS / unit) * unit)
         self._unit = min(unit, max(1, setting.gpus - 1))
-        self._is_searched = is_split and system.name not in STREAMED
+        self._is_searched = system.name in SPLIT and not system.rollout_gpus
         self._first = [system.rollout_gpus]
         if self._is_searched:
             self._first = sorted({self._rounded(part * setting.gpus) for part in COARSE})
-        elif is_split:
-            self._first = [rollout_gpus(setting, system.recall, self._unit)]
 
     def wanted(self) -> list[int]:
         """Splits to run next; empty if the best is found."""

@@ -49,7 +49,8 @@ from plexrl.rollout.trajectories.record import (
 )
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
-from plexrl.sim.rollout.setting import COORDINATED, Setting, System
+from plexrl.sim.rollout.setting import COORDINATED, RANKED, Setting, System
+from plexrl.sim.rollout.systems.ranks import ExpectedLengths
 from plexrl.sim.rollout.world import World
 
 
@@ -64,6 +65,11 @@ class Coordinated:
         self._trajectories: dict[int, SimulatedTrajectory] = {}
         """Trajectories that are not trained yet."""
         self._next_group = 0
+        self._expected = (
+            ExpectedLengths(world.setting.workload, world.setting.batch_groups, system.recall)
+            if system.name in RANKED
+            else None
+        )
 
     def start(self) -> None:
         """See `Policy`."""
@@ -195,14 +201,21 @@ class Coordinated:
 
     def _add_groups(self) -> None:
         """Fill the trajectory server with prompts."""
-        for _ in range(self._core.groups_wanted):
-            self._add_group()
+        self._add(self._core.groups_wanted)
 
-    def _add_group(self) -> None:
-        group = SampleGroupId(self._next_group)
-        members = self._draw(group)
-        self._tell(GroupAdded(group=group, prompt_tokens=members[0].prompt_tokens))
-        self._next_group += 1
+    def _add(self, count: int) -> None:
+        """Add the next prompts, with expected lengths if the system has ranks."""
+        first, self._next_group = self._next_group, self._next_group + count
+        drawn = [self._draw(group) for group in range(first, first + count)]
+        expected = [0] * count if self._expected is None else self._expected(drawn)
+        for at, members in enumerate(drawn):
+            self._tell(
+                GroupAdded(
+                    group=SampleGroupId(first + at),
+                    prompt_tokens=members[0].prompt_tokens,
+                    expected_tokens=expected[at],
+                )
+            )
 
     def _draw(self, group: int) -> list[SimulatedTrajectory]:
         """New trajectories for a prompt."""
@@ -225,7 +238,7 @@ class Coordinated:
 def _settings(setting: Setting, system: System) -> CoordinatorSettings:
     costs, strategies = setting.costs, system.strategies
     settings = coordinator_settings(
-        policy_fields(_policy(system)),
+        policy_fields(policy_of(system)),
         batch_groups=setting.batch_groups,
         group_size=setting.workload.group_size,
         response_tokens_max=setting.workload.limit,
@@ -233,21 +246,24 @@ def _settings(setting: Setting, system: System) -> CoordinatorSettings:
     )
     return replace(
         settings,
-        routing="throughput" if strategies.routing else "count",
+        routing=settings.routing if strategies.routing else "count",
         synchronisation="throughput" if strategies.synchronization else "greedy",
         migration="throughput" if strategies.migration else "none",
     )
 
 
-def _policy(system: System) -> RolloutPolicy:
-    """The policy that a live rollout would have."""
+def policy_of(system: System) -> RolloutPolicy:
+    """The policy that a live rollout has for what the system does, but for the profile of `pat`."""
     if system.name not in COORDINATED:
-        return BoundedStaleness(system.staleness)
+        return BoundedStaleness(system.staleness, length_aware=system.name in RANKED)
     parts = system.active_parts
+    prompts, responses = system.over_launch_prompts, system.over_launch_responses
+    if not parts.tail:
+        prompts = responses = 1.0
+    if prompts == responses:
+        return TailBatching(over_launch=prompts, scale_down=parts.stream)
     return TailBatching(
-        over_launch_prompts=system.over_launch_prompts if parts.tail else 1.0,
-        over_launch_responses=system.over_launch_responses if parts.tail else 1.0,
-        scale_down=parts.stream,
+        over_launch_prompts=prompts, over_launch_responses=responses, scale_down=parts.stream
     )
 
 

@@ -155,6 +155,9 @@ def test_beyond_its_last_point_a_curve_goes_on_but_does_not_fall() -> None:
     assert Curve([(0.0, 3.0), (2.0, 1.0)]).at(4.0) == 1.0
 
 
-def test_more_rows_than_were_profiled_take_proportionally_longer() -> None:
-    found = LatencyPredictor(profile(lambda _tp, rows, _tokens: float(rows), rows=(1, 2, 4)))
-    assert found.step_s(1, 12, 100.0) == pytest.approx(12.0)
+def test_more_rows_than_were_profiled_are_on_the_line_of_the_largest_numbers() -> None:
+    """The constant part of a step is not taken for one that grows with the rows."""
+    found = LatencyPredictor(profile(lambda _tp, rows, _tokens: 10.0 + rows, rows=(1, 2, 4)))
+    assert found.step_s(1, 12, 100.0) == pytest.approx(22.0)
+    one = LatencyPredictor(profile(lambda _tp, rows, _tokens: float(rows), rows=(4,)))
+    assert one.step_s(1, 12, 100.0) == pytest.approx(12.0)

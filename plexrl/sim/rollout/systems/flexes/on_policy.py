@@ -210,8 +210,7 @@ class OnPolicy(Coordinated):
         self._preemptions = preemptions
 
     def _add_groups(self) -> None:
-        for _ in range(min(self._core.groups_wanted, self._prompts - self._next_group)):
-            self._add_group()
+        self._add(min(self._core.groups_wanted, self._prompts - self._next_group))
         if self._next_group == self._prompts:
             self._tell(PromptsEnded())
 

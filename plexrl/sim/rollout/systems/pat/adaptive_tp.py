@@ -33,7 +33,9 @@ class AdaptiveTpSystem(Synchronous):
         self._predictor = LatencyPredictor(decode_profile(world.setting, model))
         self._ends = system.ends
         self._recent: list[int] = []
-        """Tokens of the latest complete responses, the latest one last."""
+        """Tokens of the latest trained responses, the latest one last."""
+        self._batch: list[int] = []
+        """Tokens of the complete responses of the present batch."""
         per_node = min(model.gpu.per_node, world.setting.gpus)
         self._nodes = [
             PatNode(world, self, model, self._predictor, self._unfinished)
@@ -43,8 +45,9 @@ class AdaptiveTpSystem(Synchronous):
     def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
         super().finished(trajectories)
-        self._recent += [trajectory.response_tokens for trajectory in trajectories]
-        del self._recent[:-RECENT_MAX]
+        self._batch += [trajectory.response_tokens for trajectory in trajectories]
+        if self._ends == Ends.PROJECTED and not self._recent:
+            return
         ended = {trajectory.segments[-1].instance for trajectory in trajectories}
         for node in self._nodes:
             if ended & {instance.number for instance in node.instances}:
@@ -53,6 +56,8 @@ class AdaptiveTpSystem(Synchronous):
     def trained(self) -> None:
         """See `Policy`. The engines return to the size of a whole batch."""
         world, costs = self._world, self._world.setting.costs
+        self._recent = [*self._recent, *self._batch][-RECENT_MAX:]
+        self._batch.clear()
         has_switched = any(instance.costs != costs for instance in world.instances)
         world.restart_instances(costs)
         switch_s = self._predictor.profile.switch_s if has_switched else 0.0

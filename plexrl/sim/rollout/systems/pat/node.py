@@ -49,7 +49,9 @@ class PatNode:
         )
         if not any(groups):
             return
-        switch = self._controller.decide(self.instances[0].costs.gpus, groups)
+        switch = self._controller.decide(
+            self.instances[0].costs.gpus, groups, first_tp=world.setting.costs.gpus
+        )
         if switch is not None:
             self._begin(switch)
 

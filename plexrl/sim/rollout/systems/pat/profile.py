@@ -8,10 +8,18 @@ ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256)
 LENGTHS = (8, 128, 512, 2048, 8192, 32_768)
 
 
-def decode_profile(setting: Setting, model: Model) -> DecodeProfile:
-    """Points of all sizes whose KV cache has room for the longest response."""
+def switched_sizes(setting: Setting, model: Model) -> tuple[int, ...]:
+    """Sizes between which an engine switches that begins with the size of the setting, the
+    smallest: each rank has the memory for it (`tp_sizes` of a deployment)."""
     longest = setting.workload.prompt_tokens + setting.workload.limit
-    sizes = tuple(tp for tp in model.sizes(longest) if not setting.gpus % tp)
+    return tuple(
+        tp for tp in model.sizes(longest) if tp >= setting.costs.gpus and not setting.gpus % tp
+    )
+
+
+def decode_profile(setting: Setting, model: Model) -> DecodeProfile:
+    """Points of the setting's size and of larger ones."""
+    sizes = switched_sizes(setting, model)
     points = []
     for tp in sizes:
         costs = model.costs(tp)

@@ -9,13 +9,37 @@ Tab. 4). The same r then finds of the longest 10 % and 5 % what the paper measur
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import sqrt
+from statistics import fmean
 
 from plexrl.rollout.policies.length_dispatch import LONG_PART
+from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
+from plexrl.sim.rollout.workload import RolloutWorkload, earlier_batch
 from plexrl.sim.workload.counter_rng import normals, stream
 from plexrl.traces.generate.distributions import STANDARD
 
 POINTS = 1024
 """Points of the numeric integral."""
+
+
+class ExpectedLengths:
+    """Expected tokens of a response to each prompt, as a live rollout's ranker gives them."""
+
+    def __init__(self, workload: RolloutWorkload, prompts: int, recall: float) -> None:
+        """`prompts`: of a batch."""
+        self._seed = workload.seed
+        self._recall = recall
+        means = mean_lengths(earlier_batch(workload, prompts))
+        self._typical = sorted(means.values())
+
+    def __call__(self, groups: Sequence[Sequence[SimulatedTrajectory]]) -> list[int]:
+        """By prompt; the prompts are ranked among each other."""
+        means = mean_lengths([each for group in groups for each in group])
+        scores = expected_ranks(means, self._recall, self._seed)
+        count = len(self._typical)
+        return [
+            max(1, round(self._typical[int(STANDARD.cdf(scores[group[0].group]) * (count - 1e-9))]))
+            for group in groups
+        ]
 
 
 def expected_ranks(lengths: Mapping[int, float], recall: float, seed: int) -> dict[int, float]:
@@ -56,9 +80,9 @@ def recall_of(shared: float, part: float = LONG_PART) -> float:
     return found / POINTS
 
 
-def mean_lengths(groups: Sequence[tuple[int, int]]) -> dict[int, float]:
-    """Mean response length by prompt, of pairs of a prompt and a length."""
+def mean_lengths(trajectories: Sequence[SimulatedTrajectory]) -> dict[int, float]:
+    """Mean response length by prompt."""
     found: dict[int, list[int]] = {}
-    for prompt, tokens in groups:
-        found.setdefault(prompt, []).append(tokens)
-    return {prompt: sum(tokens) / len(tokens) for prompt, tokens in found.items()}
+    for each in trajectories:
+        found.setdefault(each.group, []).append(each.response_tokens)
+    return {prompt: fmean(tokens) for prompt, tokens in found.items()}

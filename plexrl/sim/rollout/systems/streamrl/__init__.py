@@ -1,1 +1,0 @@
-"""StreamRL on the virtual clock: dispatch by ranks, streamed batches, division of the GPUs."""
