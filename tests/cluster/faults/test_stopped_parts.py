@@ -2,7 +2,6 @@
 a job whose rollout needs all of it trains the same weights. `test_pulse` has the same for a single
 part, `test_stuck_workers` for a worker and a StateManager."""
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -158,17 +157,3 @@ def test_what_is_stopped_is_named_and_replaced_and_the_weights_are_the_same(
             return not cluster.status()["conditions"]
 
     wait_until(is_well, "a condition stays")
-
-
-def test_a_removed_runtime_folder_is_made_again(
-    impatient: EmbeddedCluster, undisturbed: bytes
-) -> None:
-    folder = Folders.of(impatient.data_dir).run
-
-    def remove(_: plexrl.TrainDeployment) -> None:
-        # Parts make it again while it is being removed, if it is removed in place.
-        shutil.rmtree(folder.rename(folder.with_name("gone")))
-
-    weights, _ = trained(impatient, remove)
-    assert weights == undisturbed
-    assert folder.is_dir()

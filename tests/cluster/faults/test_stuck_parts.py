@@ -1,6 +1,6 @@
-"""A part or a worker that is stopped for ever is named, killed and replaced; no step is lost."""
+"""A stopped worker is named, killed and replaced, and a removed folder made again; no step is lost.
+`test_stopped_parts.py` stops everything, with a rollout."""
 
-import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import plexrl
-from plexrl import errors
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
-from plexrl.cluster.node.parts import rollout_address
 from plexrl.process.folders.folders import Folders
-from plexrl.router.execution.rollout_link import RolloutLink
 from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,
@@ -93,24 +90,6 @@ def test_a_stopped_worker_is_named_and_replaced(
     assert incarnation > 1, "it was not replaced"
 
 
-@pytest.mark.parametrize(
-    ("module", "named"),
-    [
-        ("plexrl.statemanager", "node0"),
-        pytest.param("plexrl.router", "", marks=pytest.mark.slow),
-        pytest.param("plexrl.scheduler", "", marks=pytest.mark.slow),
-        pytest.param("plexrl.worker", "agent-node0", marks=pytest.mark.slow),
-    ],
-)
-def test_a_stopped_part_is_replaced(
-    impatient: EmbeddedCluster, undisturbed: bytes, module: str, named: str
-) -> None:
-    before = process_of(impatient, module).pid
-    weights, _ = trained_through(impatient, module, named=named)
-    assert weights == undisturbed
-    assert process_of(impatient, module).pid != before, "it was not replaced"
-
-
 @pytest.mark.slow
 def test_a_removed_runtime_folder_is_made_again(
     impatient: EmbeddedCluster, undisturbed: bytes
@@ -119,34 +98,3 @@ def test_a_removed_runtime_folder_is_made_again(
     weights, _ = trained_through(impatient, "", folder=folders.run)
     assert weights == undisturbed
     assert folders.run.is_dir()
-
-
-async def refusal_code(impatient: EmbeddedCluster) -> str:
-    """The code with which the rollout service refuses an empty order; starts the service."""
-    link = RolloutLink(str(rollout_address(Folders.of(impatient.data_dir))), None)
-    try:
-        with pytest.raises(errors.PlexRLError) as refused:
-            await link.call("create", {"order": {}}, timeout_s=10)
-    finally:
-        await link.close()
-    return refused.value.code
-
-
-def serves(impatient: EmbeddedCluster) -> bool:
-    return asyncio.run(refusal_code(impatient)) == errors.InvalidRequestError.code
-
-
-@pytest.mark.slow
-def test_a_stopped_rollout_service_is_replaced(impatient: EmbeddedCluster) -> None:
-    wait_until(lambda: serves(impatient), "it does not start")
-    first = process_of(impatient, "plexrl.rollout")
-    # Until it serves it is not watched: a start has another limit.
-    log = impatient.data_dir / "logs" / "up.log"
-    running = f"rollout runs as process {first.pid}"
-    wait_until(lambda: running in log.read_text(), "it does not serve")
-    first.suspend()
-    wait_until(lambda: not first.is_running(), "it is not replaced")
-    second = process_of(impatient, "plexrl.rollout")
-    assert second.pid != first.pid
-    wait_until(lambda: serves(impatient), "its replacement does not start")
-    assert second.is_running(), "the replacement has ended"
