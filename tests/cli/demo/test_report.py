@@ -84,9 +84,11 @@ def test_isolated_groups_are_reserved_each_for_its_own_job() -> None:
 def test_all_gpus_count_from_their_first_job_to_their_last() -> None:
     shared, isolated = shared_phase(), isolated_phase()
     # Two for training over twelve seconds, and a rollout's for ten of each job.
-    assert (shared.gpus, shared.gpu_seconds_per_step) == (4, pytest.approx((24 + 20) / 20))
+    assert shared.gpus == 4
+    assert shared.gpu_seconds_per_step == pytest.approx((24 + 20) / 20)
     # Three for each job, though it ran alone.
-    assert (isolated.gpus, isolated.gpu_seconds_per_step) == (6, pytest.approx(48 / 20))
+    assert isolated.gpus == 6
+    assert isolated.gpu_seconds_per_step == pytest.approx(48 / 20)
     assert saving_of_all_gpus(shared, isolated) == pytest.approx(1 - 44 / 48)
 
 
