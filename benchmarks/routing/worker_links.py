@@ -24,7 +24,7 @@ from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
 from plexrl.wire.links.credentials import Credentials, Identity, Role, TlsFiles
 from plexrl.wire.links.frame_socket import FrameSocket
 from plexrl.wire.messages import WorkerName
-from plexrl.worker.process.server.server import Server
+from plexrl.worker.process.server.server import WorkerServer
 
 PAYLOAD_BYTES = sized(256 << 20, quick=8 << 20)
 PAYLOADS = sized(9, quick=1)
@@ -35,7 +35,7 @@ RUN = {"request": "run", "worker": WORKER}
 
 def serve(address: Address, files: TlsFiles | None, ready: Connection) -> None:
     """A worker that sends every payload back."""
-    server = Server(address, WORKER, None if files is None else Credentials(files))
+    server = WorkerServer(address, WORKER, None if files is None else Credentials(files))
     ready.send(server.address)
     while True:
         request = server.requests.get()

@@ -30,7 +30,7 @@ from plexrl.wire.messages import SaveRequest
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.arena_tensors import ArenaLayout, span, whole_box
 from plexrl.worker.state.host.optimizer import HostAdamW
-from plexrl.worker.state.host.transfer import Run
+from plexrl.worker.state.host.transfer import HostRun
 from plexrl.worker.training.flat_state import STEP
 
 ELEMENTS = sized(50_000_000 // 16 * 16, quick=1 << 16)
@@ -74,7 +74,7 @@ class Rank:
             places = tuple((at - start) // 4 for at in (*moments, step))
             self._host_step = HostAdamW(
                 self.host,
-                [Run(parameter, gradient, 0)],
+                [HostRun(parameter, gradient, 0)],
                 moments=(places[0], places[1]),
                 step=places[2],
             )

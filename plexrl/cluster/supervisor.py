@@ -55,7 +55,7 @@ HeadOf = Callable[[], "ClusterHead | None"]
 """Returns what lets other machines reach this cluster, once it is there."""
 
 
-class Nodes(Protocol):
+class SupervisedNodes(Protocol):
     """The source of a cluster's nodes."""
 
     @property
@@ -138,7 +138,7 @@ class Supervisor:
         self,
         options: ClusterOptions,
         settings: Mapping[str, Any] | None = None,
-        nodes: Callable[[Folders, PartRecord, HeadOf], Nodes] | None = None,
+        nodes: Callable[[Folders, PartRecord, HeadOf], SupervisedNodes] | None = None,
         lock: IO[str] | None = None,
     ) -> None:
         """`settings` override the scheduler's defaults; without `nodes` they are this machine's.

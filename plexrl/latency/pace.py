@@ -35,7 +35,7 @@ class Training(Protocol):
         ...
 
     def update_s(self, tokens: int) -> float:
-        """A `forward_backward` of a batch of so many tokens."""
+        """The gradients of a batch of so many tokens."""
         ...
 
     def step_s(self) -> float:

@@ -23,7 +23,7 @@ with rare_collections():
     )
     from plexrl.process.memory.numa import node_of
     from plexrl.statemanager.config import StateManagerConfig
-    from plexrl.statemanager.daemon.server import Server
+    from plexrl.statemanager.daemon.server import DaemonServer
     from plexrl.statemanager.daemon.service_manager import ServiceManager
     from plexrl.statemanager.daemon.tcp.server import TcpServer
     from plexrl.statemanager.device.backend import DeviceKind
@@ -77,7 +77,7 @@ def main() -> None:
 
     async def serve(stop: asyncio.Event) -> None:
         remove_socket(config.listen)
-        server = Server(config, store, devices)
+        server = DaemonServer(config, store, devices)
         accepting = threading.Thread(target=server.serve, daemon=True)
         accepting.start()
         manager = ServiceManager(os.environ)
@@ -114,7 +114,9 @@ def main() -> None:
     shutil.rmtree(config.host_dir, ignore_errors=True)
 
 
-def _observation(port: int, server: Server, accepting: Callable[[], bool]) -> ObservationServer:
+def _observation(
+    port: int, server: DaemonServer, accepting: Callable[[], bool]
+) -> ObservationServer:
     from plexrl.statemanager.daemon.metrics import DaemonCollector, exposition
 
     services = server.services

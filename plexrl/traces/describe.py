@@ -18,7 +18,7 @@ _GROWTH = math.log((1.0 + RELATIVE_ERROR) / (1.0 - RELATIVE_ERROR))
 
 
 @dataclass(slots=True)
-class Sketch:
+class ColumnSketch:
     """Quantiles of a stream, correct to 1 %, from counts in logarithmic bins."""
 
     count: int = 0
@@ -74,7 +74,7 @@ LARGEST = (128, "128 GPUs and more")
 def describe_jobs(jobs: Iterable[TraceJob]) -> dict[str, Any]:
     """Counts, sums and quantiles of a trace's jobs, as plain values."""
     quantities = ("gap_s", "duration_s", "gpus", "wait_s", "period_s", "duty", "state_bytes")
-    sketches = {name: Sketch() for name in quantities}
+    sketches = {name: ColumnSketch() for name in quantities}
     tenants: Counter[str] = Counter()
     models: Counter[str] = Counter()
     outcomes: Counter[str] = Counter()
@@ -123,7 +123,7 @@ def describe_jobs(jobs: Iterable[TraceJob]) -> dict[str, Any]:
 
 def describe_lengths(lengths: Iterable[ResponseLength]) -> dict[str, Any]:
     """Counts and quantiles of a table of response lengths, as plain values."""
-    sketches = {"output_tokens": Sketch(), "prompt_tokens": Sketch()}
+    sketches = {"output_tokens": ColumnSketch(), "prompt_tokens": ColumnSketch()}
     count = grouped = 0
     for length in lengths:
         count += 1

@@ -104,7 +104,7 @@ def _are_tokens(ids: object) -> bool:
 
 
 def check_loss(loss: object) -> None:
-    """Check the loss of a `forward_backward`; the message shows how to write the intended loss.
+    """Check the loss of a training batch; the message shows how to write the intended loss.
 
     Raises:
         InvalidRequestError: `details["parameter"]` names the invalid parameter.

@@ -11,13 +11,13 @@ from plexrl.traces import (
     describe_jobs,
     describe_lengths,
 )
-from plexrl.traces.describe import NAMES_MAX, Sketch, offered_load
+from plexrl.traces.describe import NAMES_MAX, ColumnSketch, offered_load
 
 
 @settings(max_examples=60)
 @given(st.lists(st.floats(1e-3, 1e9) | st.just(0.0), min_size=1), st.floats(0, 1))
 def test_a_quantile_is_within_one_part_in_a_hundred(values: list[float], part: float) -> None:
-    sketch = Sketch()
+    sketch = ColumnSketch()
     for value in values:
         sketch.add(value)
     ordered = sorted(values)

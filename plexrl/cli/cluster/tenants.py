@@ -97,7 +97,7 @@ def revoke_key(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class TenantFlags:
     """The settings of a tenant; absent ones stay unchanged."""
 
     weight: Annotated[
@@ -131,7 +131,7 @@ class Settings:
 @with_option_groups
 def set_tenant(
     name: Annotated[str, typer.Argument(help="The tenant.")],
-    given: Settings,
+    given: TenantFlags,
     access: Access,
     output: Output,
 ) -> None:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-Plain = dict[str, Any]
 Dtype = Literal["float32", "bfloat16"]
 Outcome = Literal["completed", "failed", "cancelled"]
 
@@ -486,7 +485,7 @@ class Job(JobReader):
     ) -> None:
         end_with_block(self, error)
 
-    def _deploy(self, name: str, kind: str, model: "ModelSpec", options: Plain) -> str:
+    def _deploy(self, name: str, kind: str, model: "ModelSpec", options: dict[str, Any]) -> str:
         self._control.check()
         call = requests.create_deployment(self.job, name, kind, model, options)
         LOG.info("deployment %s: once placed, its workers load torch and the model", name)

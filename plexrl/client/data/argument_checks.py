@@ -16,8 +16,6 @@ from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ModelSpec
 from plexrl.wire.parameter_checks import short
 
-Plain = dict[str, Any]
-
 
 def check_batch(batch: object) -> None:
     """Raises `BatchShapeError` if `batch` is not a `Batch`, or has a row without tokens."""
@@ -72,14 +70,14 @@ def with_reward_head(model: ModelSpec) -> ModelSpec:
     return replace(model, head="reward")
 
 
-def checked_layout(options: Mapping[str, Any]) -> Plain:
+def checked_layout(options: Mapping[str, Any]) -> dict[str, object]:
     """The layout, its group sizes and the adapters of a deployment's options, as JSON values.
 
     Raises:
         LayoutError: the layout is not a `Parallelism`, or `tp_sizes` are no sizes.
         InvalidRequestError: the adapters are not a `LoraSpec`.
     """
-    found: Plain = {}
+    found: dict[str, object] = {}
     layout, lora = options.get("parallelism"), options.get("lora")
     if layout is not None:
         if not isinstance(layout, Parallelism):

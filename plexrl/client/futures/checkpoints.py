@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 POLL_S_MIN = 0.05
 POLL_S_MAX = 1.0
 
-Plain = dict[str, Any]
-
 
 def list_call(job: str) -> Call:
     """The request that lists a job's checkpoints."""

@@ -51,7 +51,7 @@ class Token(msgspec.Struct, kw_only=True):
         return "used" if len(self.admitted) >= self.uses else ""
 
 
-class Member(msgspec.Struct, kw_only=True):
+class JoinedNode(msgspec.Struct, kw_only=True):
     """A node that has joined."""
 
     keys: list[str]
@@ -69,7 +69,7 @@ class Members(msgspec.Struct, kw_only=True):
     """Content of the file."""
 
     tokens: list[Token] = []
-    nodes: dict[str, Member] = {}
+    nodes: dict[str, JoinedNode] = {}
     revoked: dict[str, float] = {}
     """As `Member.certificates`: those that have been revoked and would still be valid."""
 

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from plexrl.cluster.join import messages
 from plexrl.cluster.join.attempts import FailedAttempts
 from plexrl.cluster.join.authority import LIFE, Authority
-from plexrl.cluster.join.ledger import Ledger, Member, Members, admit, valid
+from plexrl.cluster.join.ledger import JoinedNode, Ledger, Members, admit, valid
 from plexrl.cluster.join.tokens import secret_digest
 from plexrl.errors import (
     AuthenticationError,
@@ -234,7 +234,7 @@ class JoinService:
             former = members.nodes.get(node)
             own = former.certificates if former is not None and key in former.keys else {}
             is_replaced = not own and members.forget(node)
-            members.nodes[node] = Member(
+            members.nodes[node] = JoinedNode(
                 keys=[key],
                 joined_at=time.time(),
                 certified_until=time.time() + LIFE.total_seconds(),
@@ -297,7 +297,7 @@ class JoinService:
             raise ConflictError(f"{node!r} is a node of the head itself: choose another --name")
 
 
-def _member(members: Members, client: _Client) -> Member:
+def _member(members: Members, client: _Client) -> JoinedNode:
     """The client's membership. Raises `PermissionDeniedError`."""
     member = members.nodes.get(client.node)
     if member is None:

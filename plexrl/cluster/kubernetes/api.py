@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 30.0
 """Time limit of one request, as `_request_timeout`; watches have their own."""
-Plain = dict[str, Any]
+KubeObject = dict[str, Any]
+"""A Kubernetes object, or a part of one, as the API's JSON has it: the types are in its OpenAPI
+document, and the API server checks them."""
 
 
 def connect() -> "ApiClient":

@@ -32,10 +32,9 @@ STOP_TIMEOUT_S = 240.0
 PARTS = (("statemanager", "plexrl.statemanager"), ("agent", "plexrl.worker"))
 WORKERS = "plexrl.cluster.kubernetes.workers"
 """The agent whose workers are pods."""
-Plain = dict[str, Any]
 
 
-async def run_node(settings: Plain, stop: asyncio.Event) -> int:
+async def run_node(settings: dict[str, Any], stop: asyncio.Event) -> int:
     """Run both until one ends or until `stop`; returns the exit status.
 
     Raises:

@@ -9,10 +9,9 @@ from plexrl.errors import DeviceMemoryFullError, NonFiniteWeightsError
 from plexrl.wire.messages import Failed
 from plexrl.wire.messages.cluster_views import ErrorView
 from plexrl.wire.messages.reports import StateMoved
+from plexrl.wire.messages.workers import RunResult
 from plexrl.wire.operations import DEFAULT_REDUCTION, LossSpec, OperationKind
 from plexrl.wire.tensors import Array, Arrays, predicted
-
-Plain = dict[str, Any]
 
 TIERS = ("host", "nvme")
 """Tiers of model state, fastest first."""
@@ -39,7 +38,7 @@ def row_masks(mask: Array, lengths: Array) -> Array:
     return sums
 
 
-def gather_metrics(results: Sequence[Mapping[str, Any]]) -> Plain:
+def gather_metrics(results: Sequence[Mapping[str, Any]]) -> RunResult:
     """Combine the output ranks' `sums` and `maxes`: `{"metrics": {...}}`.
 
     `loss` is already a sum; every other sum becomes a mean over the tokens of the mask. Each rank
@@ -73,13 +72,13 @@ def non_finite_error(kind: OperationKind, arrays: Arrays) -> NonFiniteWeightsErr
     )
 
 
-def gather_moves(results: Sequence[Mapping[str, Any]]) -> Plain:
+def gather_moves(results: Sequence[Mapping[str, Any]]) -> RunResult:
     """Combine all ranks' state moves: bytes added, the longest time, every rank's memory.
 
     Every rank moves memory of its own, replicas too, so each rank counts once, also if its results
     do not.
     """
-    joined: Plain = dict(results[0])
+    joined: RunResult = dict(results[0])
     if "bytes_moved" in joined:
         joined["bytes_moved"] = sum(int(result["bytes_moved"]) for result in results)
         joined["seconds"] = max(float(result["seconds"]) for result in results)
@@ -99,7 +98,7 @@ def gather_moves(results: Sequence[Mapping[str, Any]]) -> Plain:
     return joined
 
 
-def _gathered_sync(results: Sequence[Mapping[str, Any]], moved: int) -> Plain:
+def _gathered_sync(results: Sequence[Mapping[str, Any]], moved: int) -> RunResult:
     """Combine the ranks' reports on a weight sync; each rank received weights of its own."""
     wanted = sum(int(result["bytes_wanted"]) for result in results)
     sources: dict[str, int] = {}
@@ -107,7 +106,7 @@ def _gathered_sync(results: Sequence[Mapping[str, Any]], moved: int) -> Plain:
         for transport, nbytes in result["sources"].items():
             sources[transport] = sources.get(transport, 0) + int(nbytes)
     ways = {str(result["way"]) for result in results}
-    joined: Plain = {
+    joined: RunResult = {
         "bytes_wanted": wanted,
         "fraction": moved / wanted if wanted else 1.0,
         "way": "delta" if "delta" in ways else "full",

@@ -38,7 +38,6 @@ from plexrl.model.spec import (
 )
 from plexrl.router.http.schemas import DeploymentRequest, LoraRequest
 
-Plain = dict[str, Any]
 SEQUENCE_TOKENS_DEFAULT = 8192
 """Most tokens of a row whose deployment names no bound. Models have up to a million positions, and
 a row of that length fits few GPUs."""

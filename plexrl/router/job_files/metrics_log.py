@@ -88,7 +88,7 @@ class MetricsFiles:
         return encode_page(rows)
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Release nothing: no file stays open, and no work runs in the background."""
 
     def _path(self, job: str) -> Path:
         return self._directory / f"{quote(job, safe='')}.jsonl"

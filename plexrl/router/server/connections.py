@@ -18,7 +18,7 @@ DESCRIPTORS_KEPT = 256
 """Least number of descriptors kept free for files, the scheduler and the workers."""
 
 
-class Connection(Protocol):
+class HttpConnection(Protocol):
     """A connection that can be closed."""
 
     def drop(self) -> None:
@@ -31,16 +31,16 @@ class _Held:
     """The connections of one address, or of all addresses."""
 
     count: int = 0
-    anonymous: "OrderedDict[Connection, None]" = field(default_factory=OrderedDict)
+    anonymous: "OrderedDict[HttpConnection, None]" = field(default_factory=OrderedDict)
     """Oldest first."""
-    idle: "OrderedDict[Connection, None]" = field(default_factory=OrderedDict)
+    idle: "OrderedDict[HttpConnection, None]" = field(default_factory=OrderedDict)
     """Connections with a key, longest idle first."""
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: HttpConnection) -> None:
         self.anonymous.pop(connection, None)
         self.idle.pop(connection, None)
 
-    def victim(self) -> Connection | None:
+    def victim(self) -> HttpConnection | None:
         return next(iter(self.anonymous), None) or next(iter(self.idle), None)
 
 
@@ -52,14 +52,14 @@ class Connections:
         self._address_connections_max = address_connections_max
         self._all = _Held()
         self._by_address: dict[str, _Held] = {}
-        self._addresses: dict[Connection, str] = {}
+        self._addresses: dict[HttpConnection, str] = {}
 
     @property
     def count(self) -> int:
         """Number of open connections."""
         return self._all.count
 
-    def admit(self, connection: Connection, address: str) -> bool:
+    def admit(self, connection: HttpConnection, address: str) -> bool:
         """Keep a new connection, if needed in place of another; False if it must be closed.
 
         `address` is the client's.
@@ -77,22 +77,22 @@ class Connections:
             held.anonymous[connection] = None
         return True
 
-    def authenticated(self, connection: Connection) -> None:
+    def authenticated(self, connection: HttpConnection) -> None:
         """Record that a request with a valid key is in progress on the connection."""
         for held in self._held(connection):
             held.forget(connection)
 
-    def became_idle(self, connection: Connection) -> None:
+    def became_idle(self, connection: HttpConnection) -> None:
         """Record that a request with a valid key has been answered on the connection."""
         for held in self._held(connection):
             held.idle[connection] = None
 
-    def became_busy(self, connection: Connection) -> None:
+    def became_busy(self, connection: HttpConnection) -> None:
         """Record that a request has begun on the connection; an anonymous one stays anonymous."""
         for held in self._held(connection):
             held.idle.pop(connection, None)
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: HttpConnection) -> None:
         """Forget a connection that has ended."""
         for held in self._held(connection):
             held.forget(connection)
@@ -113,7 +113,7 @@ class Connections:
         victim.drop()
         return True
 
-    def _held(self, connection: Connection) -> tuple[_Held, ...]:
+    def _held(self, connection: HttpConnection) -> tuple[_Held, ...]:
         network = self._addresses.get(connection)
         return () if network is None else (self._all, self._by_address[network])
 

@@ -25,7 +25,7 @@ from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_ove
 from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.held.holding import delay, hold, is_held, requeue
 from plexrl.scheduler.operations.held.unreturned_memory import keepers, named_holders
-from plexrl.scheduler.operations.operations import complete, fail, finish
+from plexrl.scheduler.operations.operations import Finishing
 from plexrl.scheduler.operations.replay import retire_log
 from plexrl.scheduler.operations.submission.lost_payloads import (
     draw_again,
@@ -98,7 +98,7 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
             # Only new work counts as progress. Else an operation that kills its worker would be
             # retried for ever, since loads and replays succeed.
             deployment.processes.succeed()
-            complete(state, effects, deployment, operation, event, now)
+            Finishing(state, effects, now).complete(deployment, operation, event)
         if not deployment.running:
             deployment.burst.pause(now)
         if operation.kind == _PUBLISH:
@@ -179,7 +179,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         if event.state_intact and publish_first(state, effects, deployment, operation, error, now):
             effects.touch_all(deployment.groups)
             return
-    fail(context.state, effects, operation, error, now)
+    Finishing(state, effects, now).fail(operation, error)
     if event.state_intact:
         deployment.processes.succeed()
         if not deployment.running:
@@ -276,7 +276,7 @@ def _move_finished(
     state, settings, effects = context.state, context.settings, context.effects
     deployment.moving = None
     began_at = operation.started_at if operation.started_at is not None else now
-    finish(state, effects, deployment, operation, event, now)
+    Finishing(state, effects, now).finish(deployment, operation, event)
     kind = operation.kind
     if kind == _LOAD:
         if deployment.backoff.code == DeviceMemoryFullError.code:

@@ -30,7 +30,7 @@ from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import launch
 from plexrl.scheduler.operations.deadlines.cancellation import interrupt_all
 from plexrl.scheduler.operations.held.holding import renew_token
-from plexrl.scheduler.operations.operations import start, start_move
+from plexrl.scheduler.operations.operations import Starting
 from plexrl.scheduler.operations.replay import has_much_to_replay, leans_on_its_source
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.recovery.evacuation import displace, leaving_fillers
@@ -432,7 +432,7 @@ class GroupStep:
                 if member.spans and member is not deployment and member.queue:
                     # What it has reserved on its other groups is free for longer now.
                     self._effects.touch_all(member.groups)
-        self._move(deployment, _LOAD, deployment.replay.durable_seq, cause=after)
+        self._starting().move(deployment, _LOAD, deployment.replay.durable_seq, cause=after)
 
     def _offload(self, holder: Deployment) -> None:
         """Offload the holder's state under a new token."""
@@ -445,17 +445,10 @@ class GroupStep:
         cause = None
         if incoming and not holder.preemptible:
             cause = state.deployments[incoming[0]]
-        self._move(holder, _OFFLOAD, holder.replay.completed_seq, cause=cause)
+        self._starting().move(holder, _OFFLOAD, holder.replay.completed_seq, cause=cause)
 
-    def _move(
-        self,
-        deployment: Deployment,
-        kind: OperationKind,
-        seq: int,
-        cause: Deployment | None = None,
-    ) -> None:
-        state, effects, now = self._state, self._effects, self._now
-        start_move(state, effects, deployment, kind, seq, now, cause=cause)
+    def _starting(self) -> Starting:
+        return Starting(self._state, self._effects, self._now)
 
     def _dispatch(self, holder: Deployment) -> None:
         """Start the operations that may run at the same time: one, or several generations with at
@@ -484,15 +477,15 @@ class GroupStep:
             go_on_with_burst(self._state, self._settings, holder, head, self._now)
             renew_token(self._state, holder, head)
             holder.queue.pop(0)
-            start(self._state, self._effects, holder, head, self._now)
+            self._starting().start(holder, head)
             if head.kind != _GENERATE:
                 return
 
     def _snapshot(self, holder: Deployment) -> None:
         holder.burst.forget_pause()
-        self._move(holder, OperationKind.SNAPSHOT, holder.replay.completed_seq)
+        self._starting().move(holder, OperationKind.SNAPSHOT, holder.replay.completed_seq)
 
     def _replay_next(self, holder: Deployment) -> None:
         operation = self._state.operations[holder.replay.replaying[0]]
         renew_token(self._state, holder, operation)
-        start(self._state, self._effects, holder, operation, self._now, replay=True)
+        self._starting().start(holder, operation, replay=True)

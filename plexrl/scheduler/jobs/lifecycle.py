@@ -22,7 +22,7 @@ from plexrl.scheduler.accounting.usage import discard, meter
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
-from plexrl.scheduler.operations.operations import abort, fail, interrupt
+from plexrl.scheduler.operations.operations import Finishing, abort, interrupt
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.queue_order import return_to_queue
 from plexrl.scheduler.placement.capacity.overlaps import follow
@@ -114,10 +114,11 @@ def end_deployment(
     deployment.running.clear()
     deployment.queue.clear()
     deployment.moving = None
+    finishing = Finishing(state, effects, now)
     for name in unfinished:
         operation = state.operations[name]
         if not operation.state.is_final:
-            fail(state, effects, operation, error, now)
+            finishing.fail(operation, error)
     drop_log(state, effects, deployment)
     drop_past(state, effects, deployment)
     nodes = deployment.nodes
@@ -308,7 +309,7 @@ def stop(
     over = [name for name in interrupted if is_over(state.operations[name], now)]
     for name in over:
         operation = state.operations[name]
-        fail(state, context.effects, operation, early_end(operation, now), now)
+        Finishing(state, context.effects, now).fail(operation, early_end(operation, now))
     for name in reversed(interrupted):
         if name not in over:
             return_to_queue(state, deployment, state.operations[name])

@@ -1,4 +1,4 @@
-"""Counts `forward_backward`s whose gradients wait for a step."""
+"""Counts the batches whose gradients wait for a step."""
 
 from typing import Final
 

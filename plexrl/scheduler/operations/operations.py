@@ -132,54 +132,93 @@ def _queue(effects: Effects, deployment: Deployment, operation: OperationId, now
         effects.touch_all(deployment.groups)
 
 
-def start(
-    state: State,
-    effects: Effects,
-    deployment: Deployment,
-    operation: Operation,
-    now: float,
-    *,
-    replay: bool = False,
-) -> None:
-    """Send `operation`, which is no move, to its WPG under the token of its groups."""
-    group = state.groups[deployment.groups[0]]
-    if deployment.running or deployment.moving is not None:
-        meter(state, deployment, now)
-    else:
-        deployment.metered_at = now
-    if replay:
-        deployment.replay.send(now)
-    else:
-        seq = deployment.replay.completed_seq
-        operation.seq = seq + 1 if operation.kind in MUTATING else seq
+class Starting:
+    """Starts operations in one step of the core: it lives no longer than the step."""
+
+    def __init__(self, state: State, effects: Effects, now: float) -> None:
+        self._state, self._effects, self._now = state, effects, now
+
+    def start(self, deployment: Deployment, operation: Operation, *, replay: bool = False) -> None:
+        """Send `operation`, which is no move, to its WPG under the token of its groups."""
+        group = self._state.groups[deployment.groups[0]]
+        if deployment.running or deployment.moving is not None:
+            meter(self._state, deployment, self._now)
+        else:
+            deployment.metered_at = self._now
+        if replay:
+            deployment.replay.send(self._now)
+        else:
+            seq = deployment.replay.completed_seq
+            operation.seq = seq + 1 if operation.kind in MUTATING else seq
+            change_operation(operation, _STARTED)
+            operation.started_at = self._now
+            note_start(deployment, operation, self._now)
+            if deployment.is_profiled:
+                if operation.after is not None:
+                    _wait_from_publish(self._state, deployment, operation.after)
+                if next_began(deployment, operation.kind, self._now):
+                    self._effects.cycles_over[deployment.deployment] = None
+                note_wait(self._state, deployment, self._now)
+                overlapped = waits(deployment, self._now) and _rollouts_generate(
+                    self._state, deployment
+                )
+                run_began(deployment, self._now, overlapped=overlapped)
+            if operation.expected_at is not None:
+                compare_start(self._state, group, operation, self._now)
+        operation.token = group.token
+        operation.group = group.group
+        source = operation.source
+        if operation.pulls_newest and not replay:
+            pull_newest(self._state, operation, deployment)
+        sources = () if source is None else statemanagers(self._state, source, operation.source_seq)
+        command = make_run(group, deployment, operation, sources, replay=replay)
+        operation.is_interrupted = False
+        deployment.running[operation.operation] = command
+        if not deployment.watch_at and self._state.overdue_s:
+            watch(self._state, self._effects, deployment, self._now)
+        if self._state.routers:
+            if operation.stopped_rows:
+                abort(self._effects, command, operation.stopped_rows)
+            self._effects.commands.append(command)
+
+    def move(
+        self, deployment: Deployment, kind: OperationKind, seq: int, cause: Deployment | None = None
+    ) -> None:
+        """Send the WPG a move of its whole state; no other operation runs at the same time.
+        `cause`: another deployment whose job is billed for it."""
+        group = self._state.groups[deployment.groups[0]]
+        token = group.token
+        number = f"{token}.{self._state.moves_made}"
+        name = OperationId(deployment.deployment + _OPENINGS[kind] + number)
+        self._state.moves_made += 1
+        operation = Operation(name, deployment.deployment, kind, self._now, internal=True)
         change_operation(operation, _STARTED)
-        operation.started_at = now
-        note_start(deployment, operation, now)
-        if deployment.is_profiled:
-            if operation.after is not None:
-                _wait_from_publish(state, deployment, operation.after)
-            if next_began(deployment, operation.kind, now):
-                effects.cycles_over[deployment.deployment] = None
-            note_wait(state, deployment, now)
-            overlapped = waits(deployment, now) and _rollouts_generate(state, deployment)
-            run_began(deployment, now, overlapped=overlapped)
-        if operation.expected_at is not None:
-            compare_start(state, group, operation, now)
-    operation.token = group.token
-    operation.group = group.group
-    source = operation.source
-    if operation.pulls_newest and not replay:
-        pull_newest(state, operation, deployment)
-    sources = () if source is None else statemanagers(state, source, operation.source_seq)
-    command = make_run(group, deployment, operation, sources, replay=replay)
-    operation.is_interrupted = False
-    deployment.running[operation.operation] = command
-    if not deployment.watch_at and state.overdue_s:
-        watch(state, effects, deployment, now)
-    if state.routers:
-        if operation.stopped_rows:
-            abort(effects, command, operation.stopped_rows)
-        effects.commands.append(command)
+        operation.seq = seq
+        operation.token = token
+        operation.group = group.group
+        operation.started_at = self._now
+        # The scheduler made it, so no caller waited.
+        operation.queue_s = 0.0
+        due_s: float | None = None
+        incoming: Deployment | None = None
+        if kind == _OFFLOAD:
+            due_s = next_use_s(deployment, self._now)
+            successor = None if group.incoming is None else self._state.deployments[group.incoming]
+            # Only on the same GPUs a load can follow the offload part by part.
+            has_same_gpus = successor is not None and successor.groups == deployment.groups
+            if successor is not None and has_same_gpus and successor.replay.durable_seq:
+                incoming = successor
+        if cause is not None:
+            operation.caused_by = cause.deployment
+            operation.paid_by = self._state.jobs[cause.job].tenant
+        self._state.operations[name] = operation
+        deployment.metered_at = self._now
+        command = make_move(group, deployment, operation, due_s, incoming)
+        deployment.moving = command
+        if not deployment.watch_at and self._state.overdue_s:
+            watch(self._state, self._effects, deployment, self._now)
+        if self._state.routers:
+            self._effects.commands.append(command)
 
 
 def abort(effects: Effects, command: Run, rows: tuple[int, ...] | None = None) -> None:
@@ -209,97 +248,136 @@ def interrupt(effects: Effects, command: Run) -> None:
     )
 
 
-def start_move(
-    state: State,
-    effects: Effects,
-    deployment: Deployment,
-    kind: OperationKind,
-    seq: int,
-    now: float,
-    cause: Deployment | None = None,
-) -> None:
-    """Send the WPG a move of its whole state; no other operation runs at the same time. `cause`:
-    another deployment whose job is billed for it."""
-    group = state.groups[deployment.groups[0]]
-    token = group.token
-    number = f"{token}.{state.moves_made}"
-    name = OperationId(deployment.deployment + _OPENINGS[kind] + number)
-    state.moves_made += 1
-    operation = Operation(name, deployment.deployment, kind, now, internal=True)
-    change_operation(operation, _STARTED)
-    operation.seq = seq
-    operation.token = token
-    operation.group = group.group
-    operation.started_at = now
-    # The scheduler made it, so no caller waited.
-    operation.queue_s = 0.0
-    due_s: float | None = None
-    incoming: Deployment | None = None
-    if kind == _OFFLOAD:
-        due_s = next_use_s(deployment, now)
-        successor = None if group.incoming is None else state.deployments[group.incoming]
-        # Only on the same GPUs a load can follow the offload part by part.
-        has_same_gpus = successor is not None and successor.groups == deployment.groups
-        if successor is not None and has_same_gpus and successor.replay.durable_seq:
-            incoming = successor
-    if cause is not None:
-        operation.caused_by = cause.deployment
-        operation.paid_by = state.jobs[cause.job].tenant
-    state.operations[name] = operation
-    deployment.metered_at = now
-    command = make_move(group, deployment, operation, due_s, incoming)
-    deployment.moving = command
-    if not deployment.watch_at and state.overdue_s:
-        watch(state, effects, deployment, now)
-    if state.routers:
-        effects.commands.append(command)
+class Finishing:
+    """Ends operations in one step of the core: it lives no longer than the step."""
 
+    def __init__(self, state: State, effects: Effects, now: float) -> None:
+        self._state, self._effects, self._now = state, effects, now
 
-def complete(
-    state: State,
-    effects: Effects,
-    deployment: Deployment,
-    operation: Operation,
-    event: OperationFinished,
-    now: float,
-) -> None:
-    """Record a completed user operation or publish, and keep what a recovery needs. A step or
-    a `forward_backward` that dropped the gradients completes, but its state is FAILED."""
-    if deployment.is_profiled:
-        _note_run(state, deployment, operation, now)
-    operation.result = event.result
-    operation.result_bytes = event.result_bytes
-    kind = operation.kind
-    if kind in MUTATING:
-        waiting = gradients_after(kind, deployment.waiting_gradients)
-        deployment.waiting_gradients = waiting if event.error is None else 0
-        if kind in SUPERSEDING:
-            drop_log(state, effects, deployment)
-            drop_past(state, effects, deployment)
-            deployment.replay.supersede()
-        deployment.replay.append(operation.operation, operation.seq)
-        operation.is_logged = True
-    elif operation.payload is not None:
-        effects.discards.append(operation.payload)
-    if kind == _PUBLISH:
-        if not operation.internal:
-            note_published(state, effects, deployment, operation)
-        dependent = _served(state, operation)
-        if dependent is not None:
-            dependent.source_seq = operation.seq
-            dependent.source_step = deployment.trainer_step
-    finish(state, effects, deployment, operation, event, now)
-    if operation.state is _FAILED:
-        assert event.error is not None
-        _halt(state, effects, deployment, operation, read_error(event.error), now)
+    def complete(
+        self, deployment: Deployment, operation: Operation, event: OperationFinished
+    ) -> None:
+        """Record a completed user operation or publish, and keep what a recovery needs. A
+        mutation that dropped the gradients completes, but its state is FAILED."""
+        if deployment.is_profiled:
+            self._note_run(deployment, operation)
+        operation.result = event.result
+        operation.result_bytes = event.result_bytes
+        kind = operation.kind
+        if kind in MUTATING:
+            waiting = gradients_after(kind, deployment.waiting_gradients)
+            deployment.waiting_gradients = waiting if event.error is None else 0
+            if kind in SUPERSEDING:
+                drop_log(self._state, self._effects, deployment)
+                drop_past(self._state, self._effects, deployment)
+                deployment.replay.supersede()
+            deployment.replay.append(operation.operation, operation.seq)
+            operation.is_logged = True
+        elif operation.payload is not None:
+            self._effects.discards.append(operation.payload)
+        if kind == _PUBLISH:
+            if not operation.internal:
+                note_published(self._state, self._effects, deployment, operation)
+            dependent = _served(self._state, operation)
+            if dependent is not None:
+                dependent.source_seq = operation.seq
+                dependent.source_step = deployment.trainer_step
+        self.finish(deployment, operation, event)
+        if operation.state is _FAILED:
+            assert event.error is not None
+            self._halt(deployment, operation, read_error(event.error))
 
+    def fail(self, operation: Operation, error: PlexRLError, *, place: int = 0) -> None:
+        """Record a failure; operations that depend on this one fail too.
 
-def _note_run(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
-    began_at = operation.started_at if operation.started_at is not None else now
-    overlapped = _rollouts_generate(state, deployment)
-    run_ended(deployment, operation.kind, began_at, now, overlapped=overlapped)
-    if deployment.queue:
-        deployment.burst.want(now)
+        `place` was its index in its deployment's queue; 0 if it was not queued.
+        """
+        is_cancelled = isinstance(error, OperationCancelledError)
+        change_operation(operation, _CANCELLED if is_cancelled else _FAILS)
+        operation.error = error_view(error)
+        self._effects.discard(operation.payload)
+        own = self._state.deployment(operation.deployment)
+        self._into_history(own, operation)
+        if not own.queue and not own.running and not own.replay.replaying:
+            own.backoff.clear()
+        if operation.state is _FAILED and operation.kind in _MISSED:
+            self._halt(own, operation, error, place)
+        dependent = _served(self._state, operation)
+        if dependent is None:
+            return
+        # A final dependent is a sync that is replayed: it is retried without this publish.
+        self._effects.touch_all(self._state.deployment(dependent.deployment).groups)
+        if dependent.state == OperationState.PENDING:
+            self.fail_queued(dependent, error)
+
+    def fail_queued(self, operation: Operation, error: PlexRLError) -> None:
+        """Fail an operation that is in its queue."""
+        deployment = self._state.deployment(operation.deployment)
+        place = position_in_queue(self._state, deployment, operation)
+        del deployment.queue[place]
+        self.fail(operation, error, place=place)
+        self._effects.touch_all(deployment.groups)
+
+    def finish(
+        self, deployment: Deployment, operation: Operation, event: OperationFinished
+    ) -> None:
+        """Record the end of an operation, and its measurements."""
+        if event.error is not None:
+            change_operation(operation, _FAILS)
+            operation.error = error_view(read_error(event.error))
+        else:
+            change_operation(operation, _FINISHED)
+            operation.error = None
+        operation.result_json = event.result_json
+        operation.compute_s = event.compute_s
+        operation.transfer_s = event.transfer_s
+        self._into_history(deployment, operation)
+
+    def _note_run(self, deployment: Deployment, operation: Operation) -> None:
+        began_at = operation.started_at if operation.started_at is not None else self._now
+        overlapped = _rollouts_generate(self._state, deployment)
+        run_ended(deployment, operation.kind, began_at, self._now, overlapped=overlapped)
+        if deployment.queue:
+            deployment.burst.want(self._now)
+
+    def _halt(
+        self, deployment: Deployment, operation: Operation, error: PlexRLError, place: int = 0
+    ) -> None:
+        """Fail the queued operations that depend on a failed one, until the controller acknowledges
+        the failure. Operations before `place` in the queue were submitted earlier, and do not
+        depend on it."""
+        if not self._state.job(deployment.job).halts_on_failure:
+            return
+        failure = failure_of(operation, error, self._now)
+        if any(each.operation == failure.operation for each in deployment.unacknowledged):
+            # This operation failed because of a failure that is recorded.
+            return
+        deployment.unacknowledged.append(failure)
+        if not failure.halts:
+            return
+        for name in deployment.queue[place:]:
+            if _is_halted(self._state, name):
+                self.fail_queued(self._state.operations[name], earlier_failure(failure))
+        self._effects.touch_all(deployment.groups)
+
+    def _into_history(self, deployment: Deployment, operation: Operation) -> None:
+        operation.finished_at = self._now
+        if operation.partial is not None:
+            self._effects.discards.append(operation.partial)
+            operation.partial = None
+        if operation.is_counted:
+            ended(self._state, deployment, operation, self._now)
+        if operation.source is not None:
+            # A move of the trainer may wait for it.
+            self._effects.touch_all(self._state.deployment(operation.source).groups)
+        if operation.started_at is not None or operation.interruptions:
+            bill(self._state, deployment, operation)
+        elif operation.state is _FAILED:
+            count_failure(self._state, deployment, operation)
+        index = self._state.finished_count + 1
+        self._state.finished_count = operation.index = index
+        self._state.finished[index] = operation.operation
+        forget_oldest(self._state, self._effects)
 
 
 def _wait_from_publish(state: State, deployment: Deployment, name: OperationId) -> None:
@@ -325,75 +403,6 @@ def _rollouts_generate(state: State, deployment: Deployment) -> bool:
     return False
 
 
-def fail(
-    state: State,
-    effects: Effects,
-    operation: Operation,
-    error: PlexRLError,
-    now: float,
-    *,
-    place: int = 0,
-) -> None:
-    """Record a failure; operations that depend on this one fail too.
-
-    `place` was its index in its deployment's queue; 0 if it was not queued.
-    """
-    is_cancelled = isinstance(error, OperationCancelledError)
-    change_operation(operation, _CANCELLED if is_cancelled else _FAILS)
-    operation.error = error_view(error)
-    effects.discard(operation.payload)
-    own = state.deployment(operation.deployment)
-    _into_history(state, effects, own, operation, now)
-    if not own.queue and not own.running and not own.replay.replaying:
-        own.backoff.clear()
-    if operation.state is _FAILED and operation.kind in _MISSED:
-        _halt(state, effects, own, operation, error, now, place)
-    dependent = _served(state, operation)
-    if dependent is None:
-        return
-    # A final dependent is a sync that is replayed: it is retried without this publish.
-    effects.touch_all(state.deployment(dependent.deployment).groups)
-    if dependent.state == OperationState.PENDING:
-        fail_queued(state, effects, dependent, error, now)
-
-
-def fail_queued(
-    state: State, effects: Effects, operation: Operation, error: PlexRLError, now: float
-) -> None:
-    """Fail an operation that is in its queue."""
-    deployment = state.deployment(operation.deployment)
-    place = position_in_queue(state, deployment, operation)
-    del deployment.queue[place]
-    fail(state, effects, operation, error, now, place=place)
-    effects.touch_all(deployment.groups)
-
-
-def _halt(
-    state: State,
-    effects: Effects,
-    deployment: Deployment,
-    operation: Operation,
-    error: PlexRLError,
-    now: float,
-    place: int = 0,
-) -> None:
-    """Fail the queued operations that depend on a failed one, until the controller acknowledges the
-    failure. Those before `place` in the queue were submitted earlier, and do not depend on it."""
-    if not state.job(deployment.job).halts_on_failure:
-        return
-    failure = failure_of(operation, error, now)
-    if any(each.operation == failure.operation for each in deployment.unacknowledged):
-        # This operation failed because of a failure that is recorded.
-        return
-    deployment.unacknowledged.append(failure)
-    if not failure.halts:
-        return
-    for name in deployment.queue[place:]:
-        if _is_halted(state, name):
-            fail_queued(state, effects, state.operations[name], earlier_failure(failure), now)
-    effects.touch_all(deployment.groups)
-
-
 def _is_halted(state: State, name: OperationId) -> bool:
     """Whether a queued operation depends on its deployment's state. A publish for a sync that is
     replayed does not: it publishes a state from before the failure."""
@@ -413,46 +422,3 @@ def _served(state: State, operation: Operation) -> Operation | None:
         # Another sync may have the same id, and wait for another publish.
         return None
     return served
-
-
-def finish(
-    state: State,
-    effects: Effects,
-    deployment: Deployment,
-    operation: Operation,
-    event: OperationFinished,
-    now: float,
-) -> None:
-    """Record the end of an operation, and its measurements."""
-    if event.error is not None:
-        change_operation(operation, _FAILS)
-        operation.error = error_view(read_error(event.error))
-    else:
-        change_operation(operation, _FINISHED)
-        operation.error = None
-    operation.result_json = event.result_json
-    operation.compute_s = event.compute_s
-    operation.transfer_s = event.transfer_s
-    _into_history(state, effects, deployment, operation, now)
-
-
-def _into_history(
-    state: State, effects: Effects, deployment: Deployment, operation: Operation, now: float
-) -> None:
-    operation.finished_at = now
-    if operation.partial is not None:
-        effects.discards.append(operation.partial)
-        operation.partial = None
-    if operation.is_counted:
-        ended(state, deployment, operation, now)
-    if operation.source is not None:
-        # A move of the trainer may wait for it.
-        effects.touch_all(state.deployment(operation.source).groups)
-    if operation.started_at is not None or operation.interruptions:
-        bill(state, deployment, operation)
-    elif operation.state is _FAILED:
-        count_failure(state, deployment, operation)
-    index = state.finished_count + 1
-    state.finished_count = operation.index = index
-    state.finished[index] = operation.operation
-    forget_oldest(state, effects)

@@ -45,7 +45,7 @@ class Service:
         self._former_lease_s = max(config.node_lease_s, shell.core.settings.config.node_lease_s)
         self._leases = NodeLeases(config.node_lease_s, config.lease_s)
         self._connections: dict[Connection, Peer] = {}
-        """Those of other machines' processes."""
+        """Connections of processes on other machines."""
         self._core = shell.core
         self._background: set[asyncio.Task[None]] = set()
         self._graces: dict[NodeId, asyncio.Task[None]] = {}

@@ -212,7 +212,7 @@ class Deployment:
     moving: AnyMove | None = None
     """The internal move (load, offload, snapshot) in flight."""
     waiting_gradients: int = 0
-    """Completed `forward_backward`s whose gradients wait for a step."""
+    """Batches whose gradients are computed and wait for a step."""
     unacknowledged: list[Failure] = field(default_factory=list)
     """Failures that halt its mutations, syncs and checkpoints until the controller acknowledges
     them, oldest first."""
@@ -376,7 +376,7 @@ class Job:
     deployments: list[DeploymentId] = field(default_factory=list)
     """Until the job ends, without those that were ended before."""
     ended_deployments: list[DeploymentId] = field(default_factory=list)
-    """Those that were ended before the job."""
+    """The deployments that were ended before the job."""
     usage: dict[OperationKind, UsageRow] = field(default_factory=dict)
     """Use by kind of operation."""
     sharing: Sharing = field(default_factory=Sharing)
@@ -458,7 +458,7 @@ class State:
     searches: dict[str, int] = field(default_factory=dict)
     """Number of failed searches of the groups' time since capacity became free, by size."""
     reservations: dict[DeploymentId, ReservedStart] = field(default_factory=dict)
-    """Those of deployments that still wait."""
+    """The reserved starts of deployments that still wait."""
     timers_swept: int = 0
     """Timers that were left after the last removal of pointless ones."""
     groups_made: int = 0

@@ -55,7 +55,7 @@ CHECKPOINTS_TIMEOUT_S = 60.0
 _REQUEST, _RESULT = Kind.REQUEST, Kind.RESULT
 
 
-class Server:
+class DaemonServer:
     """Listens from construction on; answers requests from `serve` until `close`."""
 
     def __init__(self, config: StateManagerConfig, store: Store, devices: DeviceBackend) -> None:

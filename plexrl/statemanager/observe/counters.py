@@ -11,7 +11,7 @@ BYTES_BOUNDS = tuple(float(1 << shift) for shift in range(12, 41, 4))
 
 
 @dataclass(slots=True)
-class Histogram:
+class CounterHistogram:
     """Counts of values per bucket; the last bucket has no upper bound."""
 
     bounds: tuple[float, ...]
@@ -42,8 +42,8 @@ class MoveKind:
 class MoveCounters:
     """Durations and sizes of the moves of one kind."""
 
-    seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS_BOUNDS))
-    nbytes: Histogram = field(default_factory=lambda: Histogram(BYTES_BOUNDS))
+    seconds: CounterHistogram = field(default_factory=lambda: CounterHistogram(SECONDS_BOUNDS))
+    nbytes: CounterHistogram = field(default_factory=lambda: CounterHistogram(BYTES_BOUNDS))
 
 
 class Counters:

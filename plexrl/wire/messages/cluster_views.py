@@ -164,7 +164,7 @@ class NodeView(TypedDict):
     gpus_reserved: int
     """GPUs that belong to groups."""
     gpu_memory_bytes: int
-    """Of each GPU."""
+    """Memory of each GPU."""
     gpu_kind: str
     host_memory_bytes: int
     host_ready_bytes: NotRequired[int]
@@ -175,7 +175,7 @@ class NodeView(TypedDict):
     """Capacity of its NVMe tier."""
     node_type: str
     speed: float
-    """Of training, relative to other nodes."""
+    """Speed of training, relative to other nodes."""
     block: str
     fabric: str
     """`trusted`: groups may span it and other trusted nodes."""
@@ -217,7 +217,7 @@ class ClusterView(ClusterTotals):
     deployments_waiting: int
     """Deployments that wait for GPUs."""
     deployments_impossible: int
-    """Those of them that can never get the GPUs they ask for."""
+    """The number of these that can never get the GPUs they ask for."""
     deployments_over_slo: int
     """Deployments that waited a greater part of their time than their job accepts."""
     operations_pending: int

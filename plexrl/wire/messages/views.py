@@ -40,7 +40,7 @@ class MemoryView(TypedDict):
     others_keep_bytes: int
     """What the others of its group keep on each GPU while it works."""
     gpu_memory_bytes: int | None
-    """Of each GPU of its group; None: it has none."""
+    """Memory of each GPU of its group; None: it has no group."""
     gpu_kind: str
     """Name of the GPUs; empty: they are virtual, and only states count."""
 
@@ -114,7 +114,7 @@ class LoggedOperationView(OperationView):
     internal: bool
     """The scheduler made it: a load, an offload, a snapshot or a publish."""
     interruptions: int
-    """Of a generation: runs that were interrupted for others, and continued."""
+    """Runs of a generation that were interrupted for others, and continued."""
 
 
 class RankView(TypedDict):
@@ -148,7 +148,7 @@ class DeploymentView(TypedDict):
     applied_seq: int
     """Number of its last completed mutation."""
     waiting_gradients: int
-    """Completed `forward_backward`s whose gradients wait for a step."""
+    """Batches whose gradients are computed and wait for a step."""
     trainer_step: int
     """Optimizer steps in its weights."""
     failure: ErrorView | None
@@ -211,7 +211,7 @@ class DeploymentStatus(DeploymentView):
     """One deployment, with its engines."""
 
     engines: list[EngineView]
-    """Of a rollout whose weights are on the device: one for each replica."""
+    """For a rollout whose weights are on the device: one for each replica."""
 
 
 class HeartbeatView(JobView):

@@ -97,6 +97,11 @@ AnyEngineRequest = EngineStatistics | EngineLoad | Pause | Resume | SetTp | Read
 AnyRequest = StartRun | Abort | AnyEngineRequest
 
 
+RunResult = dict[str, Any]
+"""Small results and measurements of a run, by name; they differ from kind to kind and loss to
+loss."""
+
+
 class EngineCounters(TypedDict):
     """An engine's present state and its counters since it was created. `EngineStats` of the workers
     explains the fields."""
@@ -141,7 +146,7 @@ class EngineSubject(TypedDict):
 
 
 EngineRow = tuple[str, int, int, bool]
-"""Of an unfinished row: operation, number of the row, tokens with its prompt, whether it runs."""
+"""An unfinished row: operation, number of the row, tokens with its prompt, whether it runs."""
 EngineStep = tuple[int, int, float, float, int, float]
 """Some decode steps, as `MeasuredSteps` of the workers: number, rows, tokens in the KV cache,
 seconds, size of the tensor-parallel groups, and other seconds."""
@@ -180,14 +185,13 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="reply", tag=Tr
     operation: str
     """The operation of the run, or the `ask` of an engine request."""
     token: int
-    """Of the run; 0: an engine request."""
+    """Fencing token of the run; 0: an engine request."""
 
 
 class Finished(Reply, frozen=True, kw_only=True, tag="finished"):
     """A run has ended well on this rank."""
 
-    result: dict[str, Any]
-    """Small results and measurements, by name; they differ from kind to kind and loss to loss."""
+    result: RunResult
     compute_s: float
     peak_bytes: int = 0
     """Most memory of torch's allocator during the run. 0: not measured."""

@@ -1,4 +1,4 @@
-"""The losses of `forward_backward`, as functions of per-token logprobs.
+"""The losses of a training batch, as functions of per-token logprobs.
 
 Shapes: B rows, L tokens of the longest row. Entry t is for token t given the tokens before it, so
 column 0 never counts. Every loss is Σ weight·term / denominator. The denominator is that of the

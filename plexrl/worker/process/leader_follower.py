@@ -15,7 +15,7 @@ from typing import Any
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.messages import Abort, AnyRun, Generate, RunName, StartRun
 from plexrl.worker.interface.backend import Backend
-from plexrl.worker.process.server.server import REQUESTS_MAX, Request
+from plexrl.worker.process.server.server import REQUESTS_MAX, ReceivedRequest
 from plexrl.worker.process.worker import Worker
 from plexrl.worker.rollout.engine.backend import EngineBackend
 from plexrl.worker.rollout.engine.tensor_parallel import (
@@ -33,7 +33,9 @@ LEADER_LOST = "leader_lost"
 """A follower puts this in its own inbox when it has lost the leader."""
 
 
-def make_worker(backend: Backend, mover: StateMover, requests: "queue.Queue[Request]") -> Worker:
+def make_worker(
+    backend: Backend, mover: StateMover, requests: "queue.Queue[ReceivedRequest]"
+) -> Worker:
     """The worker for this rank."""
     if isinstance(backend, EngineBackend) and backend.ranks is not None:
         if backend.calls is not None:
@@ -49,7 +51,7 @@ class LeadingWorker(Worker):
         self,
         backend: Backend,
         mover: StateMover,
-        requests: "queue.Queue[Request]",
+        requests: "queue.Queue[ReceivedRequest]",
         calls: EngineCalls,
     ) -> None:
         super().__init__(backend, mover, requests)
@@ -67,22 +69,22 @@ class FollowingWorker(Worker):
         self,
         backend: EngineBackend[Any],
         mover: StateMover,
-        requests: "queue.Queue[Request]",
+        requests: "queue.Queue[ReceivedRequest]",
         ranks: RankGroup,
     ) -> None:
         super().__init__(backend, mover, requests)
         self._rank_backend = backend
         self._ranks = ranks
-        self._inbox: queue.Queue[Request | list[EngineCall]] = queue.Queue(REQUESTS_MAX)
+        self._inbox: queue.Queue[ReceivedRequest | list[EngineCall]] = queue.Queue(REQUESTS_MAX)
         self._calls: deque[EngineCall] = deque()
-        self._arrived: dict[RunName, tuple[StartRun, Request]] = {}
+        self._arrived: dict[RunName, tuple[StartRun, ReceivedRequest]] = {}
         for receive in (self._receive_calls, self._receive_requests):
             threading.Thread(target=receive, daemon=True).start()
 
     def run_once(self, *, block: bool) -> None:
         """Take the next message, then make the leader's calls until one lacks its request."""
         found = self._inbox.get(block=block)
-        if isinstance(found, Request):
+        if isinstance(found, ReceivedRequest):
             self._arrive(found)
         else:
             self._calls.extend(found)
@@ -103,7 +105,7 @@ class FollowingWorker(Worker):
         while True:
             self._inbox.put(self._requests.get())
 
-    def _arrive(self, request: Request) -> None:
+    def _arrive(self, request: ReceivedRequest) -> None:
         message = self._read(request)
         match message:
             case None | Abort():

@@ -25,7 +25,7 @@ from plexrl.worker.interface.config import WorkerConfig
 from plexrl.worker.process.backend_factory import RefusedBackend
 from plexrl.worker.process.node_lease import end_with_lease
 from plexrl.worker.process.process_group import join_process_group
-from plexrl.worker.process.server.server import Request, Server
+from plexrl.worker.process.server.server import ReceivedRequest, WorkerServer
 from plexrl.worker.process.worker import Worker
 from plexrl.worker.rollout.paced.backend import PacedRolloutBackend
 from plexrl.worker.state.device import open_device
@@ -43,7 +43,7 @@ LOG = logging.getLogger(__name__)
 
 NICENESS = 10
 
-MakeWorker = Callable[[StateManagerClient, "queue.Queue[Request]"], Worker]
+MakeWorker = Callable[[StateManagerClient, "queue.Queue[ReceivedRequest]"], Worker]
 """Makes the worker of a rank whose backend exists."""
 
 
@@ -86,7 +86,7 @@ def run_worker(config: WorkerConfig, agent: Connection) -> None:
         network=Network.of(config.tls, config.fabric),
         address=announced(config.statemanager, config.statemanager_address),
     )
-    server = Server(
+    server = WorkerServer(
         parse_address(config.address),
         WorkerName(config.deployment, config.rank, config.incarnation),
         None if config.tls is None else Credentials(config.tls),
@@ -110,7 +110,7 @@ def _computing_rank(config: WorkerConfig, spec: DeploymentSpec) -> MakeWorker:
         join_process_group(config, device.collectives)
     backend = make_or_refuse(spec, config.rank, config.world_size, config.checkpoint_url, device)
 
-    def make(client: StateManagerClient, requests: "queue.Queue[Request]") -> Worker:
+    def make(client: StateManagerClient, requests: "queue.Queue[ReceivedRequest]") -> Worker:
         return make_worker(backend, StateMover(backend, client, config.group, device), requests)
 
     return make
@@ -134,7 +134,7 @@ def paced_rank(config: WorkerConfig, spec: DeploymentSpec) -> MakeWorker:
             refused, StateMover(refused, client, config.group), requests
         )
 
-    def make(client: StateManagerClient, requests: "queue.Queue[Request]") -> Worker:
+    def make(client: StateManagerClient, requests: "queue.Queue[ReceivedRequest]") -> Worker:
         mover = PacedMover(backend, client, config.group, spec=spec, pace=pace, pacer=pacer)
         return Worker(backend, mover, requests)
 

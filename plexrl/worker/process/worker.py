@@ -47,7 +47,7 @@ from plexrl.wire.tensors import decode_body, encode_body
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult, RolloutBackend
 from plexrl.worker.process.server.control_requests import ControlRequests
 from plexrl.worker.process.server.reply_cache import KeptReply, ReplyCache
-from plexrl.worker.process.server.server import Connection, Payload, Request
+from plexrl.worker.process.server.server import Payload, ReceivedRequest, WorkerConnection
 from plexrl.worker.process.server.token_streams import Log, RowLog, TokenLog, TokenStreams
 from plexrl.worker.state.state_mover import StateMover
 
@@ -61,17 +61,17 @@ class Worker:
     """Serves requests with one backend."""
 
     def __init__(
-        self, backend: Backend, mover: StateMover, requests: "queue.Queue[Request]"
+        self, backend: Backend, mover: StateMover, requests: "queue.Queue[ReceivedRequest]"
     ) -> None:
         self._backend = backend
         self._generator = backend if isinstance(backend, RolloutBackend) else None
         self._mover = mover
         self._requests = requests
         self._replies = ReplyCache()
-        self._listeners: dict[RunName, list[Connection]] = {}
+        self._listeners: dict[RunName, list[WorkerConnection]] = {}
         self._generations: dict[str, tuple[RunName, float]] = {}
         """Running generations, by operation: their run and start time."""
-        self._deferred: deque[tuple[Request, AnyRun]] = deque()
+        self._deferred: deque[tuple[ReceivedRequest, AnyRun]] = deque()
         """Requests that wait, in the order of arrival, and their commands."""
         self._streams = TokenStreams()
         self._controls = ControlRequests(backend, mover, self._streams, self._generations)
@@ -100,7 +100,7 @@ class Worker:
         if self._generator is not None and self._generator.has_work:
             self._step(self._generator)
 
-    def _handle(self, request: Request) -> None:
+    def _handle(self, request: ReceivedRequest) -> None:
         message = self._read(request)
         if message is None:
             return
@@ -120,7 +120,7 @@ class Worker:
         self._will_begin(command)
         self._begin(command, message.share, request.payload)
 
-    def _read(self, request: Request) -> AnyRequest | None:
+    def _read(self, request: ReceivedRequest) -> AnyRequest | None:
         """What a frame asks for. None: nothing that is known, and the router was told so."""
         try:
             return read_request(request.header)
@@ -141,7 +141,7 @@ class Worker:
     def _will_begin(self, command: AnyRun) -> None:
         """Hook before each run, for a worker whose peer ranks begin the same run."""
 
-    def _reply_or_listen(self, name: RunName, connection: Connection) -> None:
+    def _reply_or_listen(self, name: RunName, connection: WorkerConnection) -> None:
         """Send the kept reply of a known run, or send it to this connection when the run ends."""
         reply = self._replies.answer(name)
         if reply is None:

@@ -6,7 +6,6 @@ the first rank's StateManager pins all ranks' state and writes it while the rank
 """
 
 import os
-from typing import Any
 
 import msgspec
 
@@ -16,6 +15,7 @@ from plexrl.statemanager.checkpoint.requests import CheckpointState, WriteCheckp
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.wire.messages import SaveCheckpoint
 from plexrl.wire.messages.node_queries import CheckpointView
+from plexrl.wire.messages.workers import RunResult
 from plexrl.wire.operations import CheckpointParams
 from plexrl.worker.interface.backend import Backend
 from plexrl.worker.state.checkpoint_files import pack_files
@@ -23,10 +23,10 @@ from plexrl.worker.state.rank_agreement import on_all_ranks
 
 MODEL_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
 
-Plain = dict[str, Any]
 
-
-def save_checkpoint(backend: Backend, client: StateManagerClient, command: SaveCheckpoint) -> Plain:
+def save_checkpoint(
+    backend: Backend, client: StateManagerClient, command: SaveCheckpoint
+) -> RunResult:
     """Start to write version `command.seq`; returns when it is pinned. Every rank takes part.
 
     A repeated call with the same operation joins the write that it started.

@@ -3,7 +3,7 @@
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plexrl.errors import ConflictError
 from plexrl.process.garbage_collection import trim_heap
@@ -11,6 +11,7 @@ from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.reports import LoadReport, MoveReport
 from plexrl.statemanager.protocol.messages import DeviceUse, MakeRoom
 from plexrl.wire.messages import Load, Offload, Publish, SaveCheckpoint, Snapshot, Sync
+from plexrl.wire.messages.workers import RunResult
 from plexrl.worker.interface.backend import Backend
 from plexrl.worker.state.contents.replicas import ReplicaDigests
 from plexrl.worker.state.device import CPU, WorkerDevice
@@ -25,8 +26,6 @@ LOG = logging.getLogger(__name__)
 
 HEAP_KEPT_BYTES = 256 << 20
 """Free heap that a worker may keep after an offload, for activations."""
-
-Plain = dict[str, Any]
 
 
 class StateMover:
@@ -65,7 +64,7 @@ class StateMover:
         self._peak_bytes = max(self._peak_bytes, found)
         return found + self._outside_bytes
 
-    def move(self, command: Load | Offload | Snapshot | Publish | Sync) -> Plain:
+    def move(self, command: Load | Offload | Snapshot | Publish | Sync) -> RunResult:
         """Carry out a command that moves state; returns measurements.
 
         Raises:
@@ -107,20 +106,20 @@ class StateMover:
         """Record that an operation other than a move has written to the state."""
         self._client.forget_pulled()
 
-    def save_checkpoint(self, command: SaveCheckpoint) -> Plain:
+    def save_checkpoint(self, command: SaveCheckpoint) -> RunResult:
         """Save a checkpoint of the state on the device. Raises as `save_checkpoint`, and
         `NonFiniteWeightsError`."""
         self._backend.check_weights()
         self._device.wait()
         return save_checkpoint(self._backend, self._client, command)
 
-    def _load(self, command: Load) -> Plain:
+    def _load(self, command: Load) -> RunResult:
         if self.is_resident:
             return {}
         if not self._is_laid_out:
             self._lay_out(command.token)
         self._client.expect_use(self._use())
-        measured: Plain = {}
+        measured: RunResult = {}
         # Version 0 is not loaded: any process that materialises the model gets the same bits.
         is_stored = command.seq > 0 or self._was_offloaded
         base_bytes = None
@@ -226,7 +225,7 @@ class StateMover:
         )
         self._registered = slices
 
-    def _offload(self, command: Offload) -> Plain:
+    def _offload(self, command: Offload) -> RunResult:
         self._backend.before_offload()
         parts = self._backend.live_parts()
         digests = self._replicas.of_state(parts, command.seq)
@@ -257,7 +256,7 @@ def rss_bytes() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _plain(report: MoveReport) -> Plain:
+def _plain(report: MoveReport) -> RunResult:
     return {
         "bytes_moved": report.bytes_moved,
         "seconds": report.seconds,

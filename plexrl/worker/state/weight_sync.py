@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -15,11 +14,10 @@ from plexrl.statemanager.layout.state_digest import digest_of_slices
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
 from plexrl.statemanager.transfer.transport.choice import transport_of
 from plexrl.wire.messages import RunName, Sync
+from plexrl.wire.messages.workers import RunResult
 from plexrl.wire.operations import SyncWeightsParams
 from plexrl.wire.tensors import Array
 from plexrl.worker.interface.backend import Backend, RolloutBackend
-
-Plain = dict[str, Any]
 
 ASK_S = 0.02
 """Interval at which the StateManager is asked whether a version has arrived."""
@@ -34,7 +32,7 @@ class SplitVersionError(ExecutionError):
     """The ranks of one engine have weights of two versions, so the state is lost."""
 
 
-def sync_weights(backend: Backend, client: StateManagerClient, command: Sync) -> Plain:
+def sync_weights(backend: Backend, client: StateManagerClient, command: Sync) -> RunResult:
     """Carry out a `sync_weights`; returns measurements.
 
     Raises:
@@ -60,7 +58,7 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: Sync) ->
         # Users see transports; addresses are internal to the cluster.
         transport = transport_of(address)
         sources[transport] = sources.get(transport, 0) + nbytes
-    result: Plain = {
+    result: RunResult = {
         "bytes_moved": report.bytes_moved,
         "bytes_wanted": report.bytes_wanted,
         "fraction": report.fraction,

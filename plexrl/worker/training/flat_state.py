@@ -21,7 +21,7 @@ from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.arena_tensors import ArenaLayout, ShardBox, span, view, whole_box
 from plexrl.worker.state.host.optimizer import AdamKernel, HostAdamW, adam_of_torch
-from plexrl.worker.state.host.transfer import Run
+from plexrl.worker.state.host.transfer import HostRun
 
 NORM_CHUNK_ELEMENTS = 1 << 22
 """Elements whose squares are in memory at once."""
@@ -156,7 +156,7 @@ class FlatState:
             kernel=self._kernel,
         )
 
-    def _runs(self, moment: _Region) -> list[Run]:
+    def _runs(self, moment: _Region) -> list[HostRun]:
         """The runs of parameters that are contiguous among the moments too."""
         found: list[tuple[int, int, int]] = []
         for name, piece in self._regions["param"].slices.items():
@@ -172,7 +172,7 @@ class FlatState:
             if count:
                 found.append((first, offset, count))
         return [
-            Run(
+            HostRun(
                 self.parameters[first : first + count],
                 self.gradients[first : first + count],
                 offset,

@@ -29,7 +29,7 @@ from plexrl.wire.messages import AbortOperation, AnyRun, WorkerName
 from plexrl.wire.messages.reports import LiveWorkers, OperationFinished, WorkersGone
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.rpc import Handler, Peer
-from plexrl.worker.process.server.server import Server
+from plexrl.worker.process.server.server import WorkerServer
 from tests.certificates import TestAuthority
 from tests.small_disk import SmallDisk, small_disk
 from tests.wire.runs import make_run
@@ -181,7 +181,7 @@ def test_a_worker_at_a_reused_address_runs_nothing_for_the_former_one(tmp_path: 
     authority = TestAuthority(tmp_path)
     stranger = WorkerName("j/critic", 0, 9)
     listening = TlsAddress("127.0.0.1", 0, "n")
-    server = Server(listening, stranger, authority.credentials(Role.NODE, "n"))
+    server = WorkerServer(listening, stranger, authority.credentials(Role.NODE, "n"))
     router = authority.credentials(Role.ROUTER, "r")
 
     async def run() -> None:

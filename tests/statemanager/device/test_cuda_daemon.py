@@ -22,7 +22,7 @@ from plexrl.errors import DeviceMemoryFullError, InvalidRequestError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.daemon.server import Server
+from plexrl.statemanager.daemon.server import DaemonServer
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.cuda.device import CudaDevices
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
@@ -93,7 +93,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
         Path(config.host_dir).mkdir()
         devices = CudaDevices(drivers[0], idle_bytes_max=0, segment_bytes_max=MIB)
         store = Store(config, on_map=devices.register_host, on_unmap=devices.unregister_host)
-        server = Server(config, store, devices)
+        server = DaemonServer(config, store, devices)
         thread = threading.Thread(target=server.serve)
         thread.start()
         yield Node(config.listen, read_ticket_key(config.ticket_key_path), *drivers)

@@ -23,7 +23,7 @@ from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.memory.state_terms import state_terms
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.daemon.server import Server
+from plexrl.statemanager.daemon.server import DaemonServer
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.cuda.device import CudaDevices
 from plexrl.statemanager.layout.keys import StatePart
@@ -92,7 +92,7 @@ class Daemon:
         self._store = Store(
             self.config, on_map=devices.register_host, on_unmap=devices.unregister_host
         )
-        self._server = Server(self.config, self._store, devices)
+        self._server = DaemonServer(self.config, self._store, devices)
         self._thread = threading.Thread(target=self._server.serve)
         self._thread.start()
 

@@ -32,7 +32,14 @@ from plexrl.statemanager.layout.versions import Manifest, VersionKind
 from plexrl.statemanager.protocol.channel import close_all
 from plexrl.statemanager.protocol.connection import connect, exchange
 from plexrl.statemanager.protocol.delta_policy import DeltaPolicy
-from plexrl.statemanager.protocol.messages import Confirm, Hello, Register, Release, Request, Usage
+from plexrl.statemanager.protocol.messages import (
+    Confirm,
+    Hello,
+    Register,
+    Release,
+    Request,
+    Usage,
+)
 from plexrl.statemanager.protocol.ticket_key import KEY_FILE, make_ticket_key, read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims, TicketKey, TicketRole
 from plexrl.wire.messages import SaveRequest

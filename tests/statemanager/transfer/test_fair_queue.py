@@ -12,7 +12,7 @@ import pytest
 from plexrl.errors import OverloadedError
 from plexrl.statemanager.bytes.fair_queue import FairQueue
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.daemon.server import Server
+from plexrl.statemanager.daemon.server import DaemonServer
 from plexrl.statemanager.device.cpu.device import CpuDevice
 from plexrl.statemanager.protocol.channel import Kind
 from plexrl.statemanager.protocol.connection import connect
@@ -111,7 +111,7 @@ def test_a_move_whose_client_dies_in_line_is_taken_out_of_it(tmp_path: Path) -> 
         moves_max=1,
     )
     store = Store(config)
-    server = Server(config, store, CpuDevice())
+    server = DaemonServer(config, store, CpuDevice())
     accepting = threading.Thread(target=server.serve)
     accepting.start()
     daemon = Daemon(config)

@@ -13,7 +13,7 @@ from plexrl.wire.framing import recv_frame
 from plexrl.wire.messages import RankShare, StartRun, frame_header
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.interface.config import WorkerConfig
-from plexrl.worker.process.server.server import Connection, Request
+from plexrl.worker.process.server.server import ReceivedRequest, WorkerConnection
 from plexrl.worker.process.start import paced_rank
 from tests.wire.runs import make_run
 
@@ -55,13 +55,13 @@ def test_a_pace_that_is_no_longer_valid_is_the_reason_that_the_first_load_fails(
         log_path="",
         threads=1,
     )
-    requests: queue.Queue[Request] = queue.Queue()
+    requests: queue.Queue[ReceivedRequest] = queue.Queue()
     worker = paced_rank(config, spec)(cast("StateManagerClient", Unasked()), requests)
     here, there = socket.socketpair()
     with here, there:
         load = StartRun(run=make_run(OperationKind.LOAD), share=RankShare())
         header = msgspec.to_builtins(frame_header(load))
-        requests.put(Request(Connection(there), header, bytearray()))
+        requests.put(ReceivedRequest(WorkerConnection(there), header, bytearray()))
         worker.run_once(block=False)
         here.settimeout(10.0)
         reply, _ = recv_frame(here)

@@ -21,7 +21,7 @@ from plexrl.wire.messages import AnyRun, RankShare, StartRun, frame_header
 from plexrl.wire.operations import GenerateParams, OperationKind, SamplingParams, SyncWeightsParams
 from plexrl.wire.tensors import encode_body
 from plexrl.worker.interface.backend import BackendResult
-from plexrl.worker.process.server.server import Connection, Request
+from plexrl.worker.process.server.server import ReceivedRequest, WorkerConnection
 from plexrl.worker.process.worker import Worker
 from plexrl.worker.rollout.engine import TorchRolloutBackend
 from plexrl.worker.state.state_mover import StateMover
@@ -74,14 +74,14 @@ class Node:
         self.backend.materialise()
         mover = StateMover(self.backend, cast("StateManagerClient", self), "g")
         mover.is_resident = True
-        self.requests: queue.Queue[Request] = queue.Queue()
+        self.requests: queue.Queue[ReceivedRequest] = queue.Queue()
         self.worker = Worker(self.backend, mover, self.requests)
         self.has_come = False
         self.asked = 0
         self.drawn_at_pull: int | None = None
         self._socket, self._there = socket.socketpair()
         self._socket.settimeout(20.0)
-        self._connection = Connection(self._there)
+        self._connection = WorkerConnection(self._there)
 
     def has_arrived(self, **wanted: Any) -> bool:
         assert (wanted["source"], wanted["seq"]) == ("a", 3)
@@ -100,7 +100,7 @@ class Node:
     def ask(self, run: AnyRun, **arrays: Any) -> None:
         header = msgspec.to_builtins(frame_header(StartRun(run=run, share=RankShare())))
         payload = bytearray(encode_body({}, arrays)) if arrays else bytearray()
-        self.requests.put(Request(self._connection, header, payload))
+        self.requests.put(ReceivedRequest(self._connection, header, payload))
 
     def generate(self) -> None:
         sampling = SamplingParams(max_tokens=TOKENS, seed=1, ignore_eos=True)

@@ -28,7 +28,7 @@ def up(
     scheduling: options.Scheduling,
     topology: options.Topology,
     api: options.Api,
-    network: options.Network,
+    network: options.NetworkFlags,
     durability: options.Durability,
     on_ray: options.OnRay,
     routers: options.Routers,

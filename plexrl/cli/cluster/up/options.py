@@ -112,7 +112,7 @@ class Api:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
+class NetworkFlags:
     """Several machines."""
 
     tls: Annotated[

@@ -31,7 +31,7 @@ class UpOptions:
     scheduling: options.Scheduling
     topology: options.Topology
     api: options.Api
-    network: options.Network
+    network: options.NetworkFlags
     durability: options.Durability
     on_ray: options.OnRay
     routers: options.Routers
@@ -115,7 +115,7 @@ def is_given(context: typer.Context, option: str) -> bool:
 
 
 def _network(
-    context: typer.Context, given: options.Network, file: NetworkOptions | None
+    context: typer.Context, given: options.NetworkFlags, file: NetworkOptions | None
 ) -> NetworkOptions | None:
     values = asdict(given)
     is_on = values.pop("tls") or file is not None

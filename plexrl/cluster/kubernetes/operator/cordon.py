@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from plexrl.cluster.kubernetes.api import TIMEOUT_S
-from plexrl.cluster.kubernetes.operator.jobs import Jobs
+from plexrl.cluster.kubernetes.operator.jobs import JobsOfCluster
 from plexrl.cluster.kubernetes.operator.watching import WATCH_S, Key, Watched
 from plexrl.errors import PlexRLError
 
@@ -24,7 +24,12 @@ class CordonFollower:
     """Watches the Kubernetes nodes."""
 
     def __init__(
-        self, api: "ApiClient", jobs: Jobs, namespace: str, record: str, resync_s: float = 30.0
+        self,
+        api: "ApiClient",
+        jobs: JobsOfCluster,
+        namespace: str,
+        record: str,
+        resync_s: float = 30.0,
     ) -> None:
         """`record` is the ConfigMap, which the chart makes."""
         from kubernetes.client import CoreV1Api

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 FINAL = ("COMPLETED", "FAILED", "CANCELLED")
 
 
-class Jobs(Protocol):
+class JobsOfCluster(Protocol):
     """The PlexRL cluster, as the operator sees it. Every method raises `PlexRLError` if the cluster
     cannot be asked."""
 

@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-from typing import Any
 
-Plain = dict[str, Any]
+from plexrl.cluster.kubernetes.api import KubeObject
 
 GROUP = "plexrl.dev"
 VERSION = "v1alpha1"
@@ -19,34 +18,34 @@ MUTABLE = ("suspend",)
 """Fields of the spec that may change while the Job exists."""
 
 
-def job_id(rljob: Plain) -> str:
+def job_id(rljob: KubeObject) -> str:
     """Id of the RLJob's job in PlexRL: unique, and the same after a restart of the controller."""
     metadata = rljob["metadata"]
     return f"{metadata['name']}-{metadata['uid'].partition('-')[0]}"
 
 
-def spec_hash(rljob: Plain) -> str:
+def spec_hash(rljob: KubeObject) -> str:
     """Digest of what a Job cannot change once it exists."""
     fixed = {key: value for key, value in rljob["spec"].items() if key not in MUTABLE}
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def is_queued(rljob: Plain) -> bool:
+def is_queued(rljob: KubeObject) -> bool:
     """Whether Kueue suspends and starts the Job."""
     return QUEUE_LABEL in (rljob["spec"].get("labels") or {})
 
 
-def is_owned(job: Plain, rljob: Plain) -> bool:
+def is_owned(job: KubeObject, rljob: KubeObject) -> bool:
     """Whether a Job was made for this very RLJob."""
     owners = job["metadata"].get("ownerReferences") or []
     return any(owner["uid"] == rljob["metadata"]["uid"] for owner in owners)
 
 
-def job_manifest(rljob: Plain, *, url: str, image: str) -> Plain:
+def job_manifest(rljob: KubeObject, *, url: str, image: str) -> KubeObject:
     """The Job; `url` is the cluster's and `image` the one of an RLJob without an own."""
     metadata, spec = rljob["metadata"], rljob["spec"]
     labels = {**(spec.get("labels") or {}), LABEL: metadata["name"]}
-    body: Plain = {
+    body: KubeObject = {
         "backoffLimit": spec.get("retries", 3),
         "suspend": bool(spec.get("suspend", False)) or is_queued(rljob),
         "template": {"metadata": {"labels": labels}, "spec": _pod(rljob, url, image)},
@@ -76,17 +75,17 @@ def job_manifest(rljob: Plain, *, url: str, image: str) -> Plain:
     }
 
 
-def _pod(rljob: Plain, url: str, image: str) -> Plain:
+def _pod(rljob: KubeObject, url: str, image: str) -> KubeObject:
     spec = rljob["spec"]
     script = spec.get("script")
-    mounts: list[Plain] = [{"name": "tmp", "mountPath": "/tmp"}]
-    volumes: list[Plain] = [{"name": "tmp", "emptyDir": {}}]
+    mounts: list[KubeObject] = [{"name": "tmp", "mountPath": "/tmp"}]
+    volumes: list[KubeObject] = [{"name": "tmp", "emptyDir": {}}]
     command = spec.get("command")
     if script is not None:
         command = ["python", f"{SCRIPT_FOLDER}/{script['key']}"]
         mounts.append({"name": "script", "mountPath": SCRIPT_FOLDER, "readOnly": True})
         volumes.append({"name": "script", "configMap": {"name": script["configMap"]}})
-    container: Plain = {
+    container: KubeObject = {
         "name": "controller",
         "image": spec.get("image") or image,
         "command": command,
@@ -102,7 +101,7 @@ def _pod(rljob: Plain, url: str, image: str) -> Plain:
         container["args"] = spec["args"]
     if spec.get("resources"):
         container["resources"] = spec["resources"]
-    pod: Plain = {
+    pod: KubeObject = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "securityContext": {
@@ -123,7 +122,7 @@ def _pod(rljob: Plain, url: str, image: str) -> Plain:
     return pod
 
 
-def _environment(rljob: Plain, url: str) -> list[Plain]:
+def _environment(rljob: KubeObject, url: str) -> list[KubeObject]:
     secret = rljob["spec"]["apiKeySecret"]
     reference = {"name": secret["name"], "key": secret.get("key", "key")}
     return [

@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from plexrl.cluster.kubernetes.api import TIMEOUT_S, has_status
-from plexrl.cluster.kubernetes.operator.jobs import FINAL, Jobs
+from plexrl.cluster.kubernetes.api import TIMEOUT_S, KubeObject, has_status
+from plexrl.cluster.kubernetes.operator.jobs import FINAL, JobsOfCluster
 from plexrl.cluster.kubernetes.operator.manifest import (
     FINALIZER,
     GROUP,
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
 LOG = logging.getLogger(__name__)
-
-Plain = dict[str, Any]
 _WHERE = (GROUP, VERSION)
 
 
@@ -44,7 +42,7 @@ class Reconciler:
     def __init__(
         self,
         api: "ApiClient",
-        jobs: Jobs,
+        jobs: JobsOfCluster,
         *,
         url: str,
         image: str,
@@ -57,7 +55,7 @@ class Reconciler:
         self._objects = CustomObjectsApi(api)
         self._jobs, self._url, self._image, self._clock = jobs, url, image, clock
 
-    def reconcile(self, rljob: Plain, job: Plain | None) -> None:
+    def reconcile(self, rljob: KubeObject, job: KubeObject | None) -> None:
         """One step for an RLJob and the Job of its name, as last seen.
 
         Raises:
@@ -90,7 +88,7 @@ class Reconciler:
                 _request_timeout=TIMEOUT_S,
             )
 
-    def _seen(self, rljob: Plain, job: Plain | None, *, is_final: bool) -> Seen:
+    def _seen(self, rljob: KubeObject, job: KubeObject | None, *, is_final: bool) -> Seen:
         if is_final and rljob["status"].get("jobState") in FINAL:
             # Nothing about it changes any more.
             return Seen(job, None)
@@ -99,7 +97,7 @@ class Reconciler:
         except PlexRLError as error:
             return Seen(job, None, f"PlexRL could not be asked: {error.code}")
 
-    def _create(self, rljob: Plain) -> Plain | None:
+    def _create(self, rljob: KubeObject) -> KubeObject | None:
         from kubernetes.client import ApiException
 
         manifest = job_manifest(rljob, url=self._url, image=self._image)
@@ -114,10 +112,10 @@ class Reconciler:
                 return None
             raise
         LOG.info("created the Job %s/%s", namespace, manifest["metadata"]["name"])
-        found: Plain = self._batch.api_client.sanitize_for_serialization(made)
+        found: KubeObject = self._batch.api_client.sanitize_for_serialization(made)
         return found
 
-    def _follow_suspend(self, rljob: Plain, job: Plain) -> None:
+    def _follow_suspend(self, rljob: KubeObject, job: KubeObject) -> None:
         wanted = bool(rljob["spec"].get("suspend", False))
         if is_queued(rljob) or bool(job["spec"].get("suspend", False)) == wanted:
             return
@@ -128,7 +126,7 @@ class Reconciler:
             _request_timeout=TIMEOUT_S,
         )
 
-    def _clean_up(self, rljob: Plain, job: Plain | None) -> None:
+    def _clean_up(self, rljob: KubeObject, job: KubeObject | None) -> None:
         from kubernetes.client import ApiException
 
         finalizers = list(rljob["metadata"].get("finalizers") or ())
@@ -150,10 +148,10 @@ class Reconciler:
         finalizers.remove(FINALIZER)
         self._patch(rljob, {"metadata": {"finalizers": finalizers}})
 
-    def _patch(self, rljob: Plain, body: Plain) -> Plain:
+    def _patch(self, rljob: KubeObject, body: KubeObject) -> KubeObject:
         body["metadata"].update(_version(rljob))
         metadata = rljob["metadata"]
-        found: Plain = self._objects.patch_namespaced_custom_object(
+        found: KubeObject = self._objects.patch_namespaced_custom_object(
             *_WHERE,
             metadata["namespace"],
             PLURAL,
@@ -164,6 +162,6 @@ class Reconciler:
         return found
 
 
-def _version(found: Plain) -> Plain:
+def _version(found: KubeObject) -> KubeObject:
     """Refuses the patch with 409 if the object has changed since it was seen."""
     return {"resourceVersion": found["metadata"]["resourceVersion"]}

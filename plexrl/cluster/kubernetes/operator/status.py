@@ -6,11 +6,9 @@ Job's conditions and the scheduler's explanation.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
+from plexrl.cluster.kubernetes.api import KubeObject
 from plexrl.cluster.kubernetes.operator.manifest import SPEC_HASH, is_owned, job_id, spec_hash
-
-Plain = dict[str, Any]
 
 MESSAGE_MAX = 1024
 QUEUED = "QUEUED"
@@ -47,7 +45,7 @@ class SeenJob:
 class Seen:
     """The parts of an RLJob as last seen."""
 
-    job: Plain | None
+    job: KubeObject | None
     """The Job of its name; None: there is none."""
     view: SeenJob | None
     """Its job in PlexRL; None: PlexRL does not know it."""
@@ -55,7 +53,7 @@ class Seen:
     """Why PlexRL could not be asked."""
 
 
-def status_of(rljob: Plain, seen: Seen, now: str) -> Plain:
+def status_of(rljob: KubeObject, seen: Seen, now: str) -> KubeObject:
     """The new status. Conditions keep their time while their status stays the same."""
     previous = rljob.get("status") or {}
     phase = _phase(rljob, seen)
@@ -78,7 +76,7 @@ def status_of(rljob: Plain, seen: Seen, now: str) -> Plain:
                 "lastTransitionTime": known["lastTransitionTime"] if known and is_same else now,
             }
         )
-    status: Plain = {
+    status: KubeObject = {
         "observedGeneration": generation,
         "phase": phase.value,
         "job": job_id(rljob),
@@ -94,7 +92,7 @@ def status_of(rljob: Plain, seen: Seen, now: str) -> Plain:
     return status
 
 
-def _phase(rljob: Plain, seen: Seen) -> Phase:
+def _phase(rljob: KubeObject, seen: Seen) -> Phase:
     job = seen.job
     if job is None or not is_owned(job, rljob):
         return Phase.PENDING
@@ -112,7 +110,7 @@ def _phase(rljob: Plain, seen: Seen) -> Phase:
     return Phase.RUNNING
 
 
-def _why(rljob: Plain, seen: Seen, phase: Phase, previous: Plain) -> str:
+def _why(rljob: KubeObject, seen: Seen, phase: Phase, previous: KubeObject) -> str:
     job = seen.job
     if job is not None and not is_owned(job, rljob):
         return "a Job of this name exists and does not belong to it: delete or rename one of them"
@@ -133,7 +131,7 @@ def _why(rljob: Plain, seen: Seen, phase: Phase, previous: Plain) -> str:
 
 
 def _conditions(
-    rljob: Plain, seen: Seen, phase: Phase, former: Plain
+    rljob: KubeObject, seen: Seen, phase: Phase, former: KubeObject
 ) -> list[tuple[str, str, str, str]]:
     job, found = seen.job, []
     if job is None and phase.is_final:
@@ -163,7 +161,7 @@ def _conditions(
     return found
 
 
-def _condition(job: Plain, kind: str) -> Plain | None:
+def _condition(job: KubeObject, kind: str) -> KubeObject | None:
     for each in (job.get("status") or {}).get("conditions") or ():
         if each["type"] == kind and each["status"] == "True":
             return dict(each)

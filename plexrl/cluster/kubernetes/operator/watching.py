@@ -13,14 +13,12 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from plexrl.cluster.kubernetes.api import TIMEOUT_S, has_status
+from plexrl.cluster.kubernetes.api import TIMEOUT_S, KubeObject, has_status
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
 LOG = logging.getLogger(__name__)
-
-Plain = dict[str, Any]
 Key = tuple[str, str]
 """Namespace (empty: none) and name."""
 
@@ -44,19 +42,19 @@ class Watched:
         is called with the key of each object that appeared, changed or went."""
         self._api, self._listing, self._options = api, listing, options
         self._on_change = on_change
-        self._objects: dict[Key, Plain] = {}
+        self._objects: dict[Key, KubeObject] = {}
         self._lock = threading.Lock()
         self.is_listed = threading.Event()
         """Set once the copy is complete for the first time."""
         self.active_at = time.monotonic()
         """When the server last answered."""
 
-    def get(self, key: Key) -> Plain | None:
+    def get(self, key: Key) -> KubeObject | None:
         """A copy of the object, as last seen."""
         with self._lock:
             return self._objects.get(key)
 
-    def all(self) -> dict[Key, Plain]:
+    def all(self) -> dict[Key, KubeObject]:
         """All objects, as last seen."""
         with self._lock:
             return dict(self._objects)
@@ -133,9 +131,9 @@ class Watched:
         return version
 
 
-def _key(found: Plain) -> Key:
+def _key(found: KubeObject) -> Key:
     return found["metadata"].get("namespace", ""), found["metadata"]["name"]
 
 
-def _version(found: Plain | None) -> str:
+def _version(found: KubeObject | None) -> str:
     return "" if found is None else str(found["metadata"]["resourceVersion"])

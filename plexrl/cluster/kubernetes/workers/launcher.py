@@ -62,7 +62,7 @@ class PodLauncher:
             LOG.warning("the API server has no PodGroups: workers are bound to the node directly")
 
     def warm_up(self) -> None:
-        """Nothing: workers use the image that the node's own pod runs."""
+        """Fetch no image in advance: workers use the one that the node's own pod runs."""
 
     def start(self, config: WorkerConfig) -> "PodWorker":
         """Start a worker.

@@ -12,10 +12,9 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
+from plexrl.cluster.kubernetes.api import KubeObject
 from plexrl.errors import InvalidRequestError
 from plexrl.worker.interface.config import WorkerConfig
-
-Plain = dict[str, Any]
 
 GROUP = "scheduling.k8s.io"
 LABEL = "plexrl.dev/deployment"
@@ -51,8 +50,13 @@ def group_name(worker: WorkerConfig) -> str:
 
 
 def worker_pod(
-    config: PodsConfig, worker: WorkerConfig, socket: str, environment: Plain, *, in_group: bool
-) -> Plain:
+    config: PodsConfig,
+    worker: WorkerConfig,
+    socket: str,
+    environment: KubeObject,
+    *,
+    in_group: bool,
+) -> KubeObject:
     """The pod that connects to the agent's Unix socket. The worker's configuration, which has its
     ticket, goes through the socket and is in no object of the API server."""
     name = f"{group_name(worker)}-{worker.rank}-{secrets.token_hex(3)}"
@@ -70,7 +74,7 @@ def worker_pod(
         spec["affinity"] = _only(config.node)
     else:
         spec["nodeName"] = config.node
-    metadata: Plain = {
+    metadata: KubeObject = {
         "name": name,
         "namespace": config.namespace,
         "labels": {**config.labels, LABEL: _label(worker.deployment)},
@@ -84,9 +88,9 @@ def worker_pod(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def pod_group(config: PodsConfig, worker: WorkerConfig, version: str) -> Plain:
+def pod_group(config: PodsConfig, worker: WorkerConfig, version: str) -> KubeObject:
     """All ranks of the worker's incarnation, or none."""
-    metadata: Plain = {"name": group_name(worker), "namespace": config.namespace}
+    metadata: KubeObject = {"name": group_name(worker), "namespace": config.namespace}
     if owners := _owners(config):
         metadata["ownerReferences"] = owners
     return {
@@ -97,7 +101,7 @@ def pod_group(config: PodsConfig, worker: WorkerConfig, version: str) -> Plain:
     }
 
 
-def _owners(config: PodsConfig) -> list[Plain]:
+def _owners(config: PodsConfig) -> list[KubeObject]:
     if not config.owner_uid:
         return []
     return [
@@ -111,7 +115,7 @@ def _owners(config: PodsConfig) -> list[Plain]:
     ]
 
 
-def _only(node: str) -> Plain:
+def _only(node: str) -> KubeObject:
     field = {"key": "metadata.name", "operator": "In", "values": [node]}
     terms = {"nodeSelectorTerms": [{"matchFields": [field]}]}
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}

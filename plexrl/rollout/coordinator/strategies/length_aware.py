@@ -46,8 +46,8 @@ def sides(
     loads: Sequence[InstanceLoad],
     server: TrajectoryServer,
 ) -> Sides | None:
-    """None: all instances serve all prompts, since nothing is known of lengths yet, or there is one
-    instance only."""
+    """Divide the instances between long prompts and the others. None: all instances serve all
+    prompts, because no length is known yet or there is one instance only."""
     expected, recent = server.lengths.expected, server.lengths.recent
     known = sorted((-expected[each], each) for each in server.groups if each in expected)
     long = frozenset(group for _, group in known[: int(LONG_PART * len(known))])

@@ -41,7 +41,7 @@ REPLICAS = "~"
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class StreamPosition:
     """A position in one replica's stream of one run of a generation."""
 
     stream: str = ""
@@ -56,14 +56,14 @@ class Position:
 class Cursor:
     """A position in the stream of each replica."""
 
-    def __init__(self, positions: Sequence[Position] = ()) -> None:
+    def __init__(self, positions: Sequence[StreamPosition] = ()) -> None:
         self._positions = list(positions)
 
     def __str__(self) -> str:
         return REPLICAS.join(map(str, self._positions))
 
-    def __getitem__(self, replica: int) -> Position:
-        return self._positions[replica] if replica < len(self._positions) else Position()
+    def __getitem__(self, replica: int) -> StreamPosition:
+        return self._positions[replica] if replica < len(self._positions) else StreamPosition()
 
     def is_void(self, replica: int, stream: str) -> bool:
         """Whether the replica has another stream than the reader has seen: the generation has
@@ -74,10 +74,10 @@ class Cursor:
         """Begin anew."""
         self._positions = []
 
-    def move(self, replica: int, position: Position) -> None:
+    def move(self, replica: int, position: StreamPosition) -> None:
         """Set the position in a replica's stream."""
         missing = replica + 1 - len(self._positions)
-        self._positions += [Position()] * missing
+        self._positions += [StreamPosition()] * missing
         self._positions[replica] = position
 
 
@@ -86,9 +86,9 @@ def read_cursor(text: str) -> Cursor:
     return Cursor([_read_position(part, text) for part in text.split(REPLICAS)] if text else ())
 
 
-def _read_position(part: str, text: str) -> Position:
+def _read_position(part: str, text: str) -> StreamPosition:
     if not part:
-        return Position()
+        return StreamPosition()
     stream, dot, offset = part.rpartition(".")
     if not (dot and stream.isalnum() and stream.isascii() and offset.isdecimal()):
         raise InvalidRequestError(
@@ -96,7 +96,7 @@ def _read_position(part: str, text: str) -> Position:
             "unchanged"
         )
     # A number of more digits than any stream has tokens is behind the end, too.
-    return Position(stream, int(offset[:18]))
+    return StreamPosition(stream, int(offset[:18]))
 
 
 def tokens_event(cursor: Cursor, rows: list[Any]) -> StreamEvent:
@@ -139,7 +139,7 @@ def result_events(
         part = order[first:last]
         read = _rows if "row_order" in arrays else _tokens
         for offset, rows in read(part, min(cursor[replica].offset, len(part)), result, arrays):
-            cursor.move(replica, Position(stream, offset))
+            cursor.move(replica, StreamPosition(stream, offset))
             yield tokens_event(cursor, rows)
 
 

@@ -19,8 +19,8 @@ from plexrl.router.http.streams.events import (
     RESTART,
     WAITING,
     Cursor,
-    Position,
     StreamEvent,
+    StreamPosition,
     error_event,
     result_events,
     tokens_event,
@@ -135,13 +135,13 @@ class TokenReader:
         if self._cursor.is_void(replica, found["stream"]):
             self._cursor.reset()
             yield RESTART
-        self._cursor.move(replica, Position(found["stream"], found["next"]))
+        self._cursor.move(replica, StreamPosition(found["stream"], found["next"]))
         yield tokens_event(self._cursor, found["rows"])
 
     def _read(self, replica: int, engine: Engine) -> "asyncio.Task[StreamView]":
         return asyncio.create_task(self._reply(engine, self._cursor[replica]))
 
-    async def _reply(self, engine: Engine, position: Position) -> StreamView:
+    async def _reply(self, engine: Engine, position: StreamPosition) -> StreamView:
         """A worker's reply: `rows`, `ended`, or nothing."""
         try:
             found: StreamView = await self._services.engines.request(

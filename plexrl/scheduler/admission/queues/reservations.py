@@ -91,7 +91,7 @@ class Reservations:
         self._gangs: list[list[Deployment]] = []
         """The gangs of the first deployments that starve."""
         self.coming: list[Reservation] = []
-        """Those whose time is still to come."""
+        """The reservations whose time is still to come."""
         settings = cluster.settings
         self._is_on = settings.config.reservations and settings.policy.backfills
 

@@ -34,7 +34,7 @@ def group_free_s(state: State, group: Group, now: float) -> float:
 
 
 def last_free_group(state: State, deployment: Deployment, now: float) -> Group | None:
-    """Of its groups the one that is expected to be free last; None: it has none."""
+    """The group of the deployment that is expected to be free last; None: it has no group."""
     groups = state.groups_of(deployment)
     if len(groups) < 2:
         return groups[0] if groups else None

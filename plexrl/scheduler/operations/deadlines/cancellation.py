@@ -12,7 +12,7 @@ from plexrl.errors import (
     PlexRLError,
 )
 from plexrl.ids import OperationId
-from plexrl.scheduler.operations.operations import abort, fail_queued, interrupt
+from plexrl.scheduler.operations.operations import Finishing, abort, interrupt
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation
@@ -29,7 +29,7 @@ def cancel(state: State, effects: Effects, operation: Operation, now: float) -> 
     if operation.state.is_final:
         return
     if operation.state == OperationState.PENDING:
-        fail_queued(state, effects, operation, early_end(operation, now), now)
+        Finishing(state, effects, now).fail_queued(operation, early_end(operation, now))
         return
     if operation.kind != OperationKind.GENERATE:
         raise ConflictError(
@@ -89,7 +89,7 @@ def deadline_passed(state: State, effects: Effects, name: OperationId, now: floa
         # Another operation with the same id, after the first one left the history.
         return
     if operation.state == OperationState.PENDING:
-        fail_queued(state, effects, operation, early_end(operation, now), now)
+        Finishing(state, effects, now).fail_queued(operation, early_end(operation, now))
     elif operation.kind == OperationKind.GENERATE and not operation.is_aborted:
         _end_run(state, effects, operation)
 

@@ -42,7 +42,7 @@ class Burst:
         self.served_at = now
 
     def pause(self, now: float) -> None:
-        """Nothing runs, and more may follow."""
+        """Note that no operation runs now, and that more may follow."""
         self.idle_since = now
 
     def forget_pause(self) -> None:

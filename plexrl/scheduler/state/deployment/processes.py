@@ -29,7 +29,7 @@ class Processes:
     ended_because: str = ""
     """Why the last incarnation was ended."""
     overruns: int = 0
-    """Those of them that were ended because a run had missed its bound."""
+    """How many of these followed an end of the workers because a run had missed its bound."""
     launch_at: float | None = None
     """When the processes are started: their last start found no free disk space, or there was no
     port at which they could meet. None: they are being started, or run."""

@@ -15,7 +15,7 @@ class LockState(StrEnum):
     SWITCHING = "switching"
     """The holder is being offloaded for another member."""
     AWAITED = "awaited"
-    """Nobody has it: the incoming member awaits the offloads on its other groups."""
+    """No member holds it: the incoming member waits for the offloads on its other groups."""
 
 
 class LockTrigger(StrEnum):

@@ -117,7 +117,7 @@ class DirectoryRoot:
         return [str(left) for folder in folders for left in publish.sweep(folder, node)]
 
     def collect_garbage(self, job: str) -> None:
-        """Nothing: a checkpoint is one directory."""
+        """Delete nothing: a checkpoint is one directory, which its own deletion removes."""
 
     def use(self, jobs: Iterable[str], but: tuple[str, str] | None) -> tuple[int, int]:
         if not self._folder.exists():
@@ -186,7 +186,7 @@ class LocalFiles:
         return buffer[:filled]
 
     def prefetch(self, ranges: Sequence[Range], arrived: Arrived) -> None:
-        """Nothing: the kernel reads ahead."""
+        """Start no read: the kernel reads ahead."""
 
     def close(self) -> None:
         self._open.close()

@@ -46,7 +46,7 @@ class RayLauncher:
         self._run_dir = run_dir
 
     def warm_up(self) -> None:
-        """Nothing: Ray itself keeps idle processes."""
+        """Start no process in advance: Ray itself keeps idle ones."""
 
     def start(self, config: WorkerConfig) -> "RayWorker":
         """Start a worker.

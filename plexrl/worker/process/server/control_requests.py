@@ -25,7 +25,7 @@ from plexrl.wire.messages import (
     SetTp,
 )
 from plexrl.worker.interface.backend import Backend, RolloutBackend
-from plexrl.worker.process.server.server import Connection
+from plexrl.worker.process.server.server import WorkerConnection
 from plexrl.worker.process.server.token_streams import TokenStreams
 from plexrl.worker.state.state_mover import StateMover
 
@@ -33,8 +33,6 @@ LOG = logging.getLogger(__name__)
 
 ABORTED_MAX = 1024
 """Aborts that are remembered, because an abort may arrive before its generation."""
-
-Plain = dict[str, Any]
 
 
 class ControlRequests:
@@ -59,7 +57,7 @@ class ControlRequests:
         self._resume_at: float | None = None
         """Time at which a pause ends, on the monotonic clock; absent: not paused."""
 
-    def handle(self, message: Abort | AnyEngineRequest, connection: Connection) -> None:
+    def handle(self, message: Abort | AnyEngineRequest, connection: WorkerConnection) -> None:
         """Carry out a control request, and answer what is answered."""
         if isinstance(message, Abort):
             abort = message.abort
@@ -122,7 +120,7 @@ class ControlRequests:
             LOG.info("the pause is over")
             self._generator.resume()
 
-    def _answer(self, message: AnyEngineRequest) -> Plain:
+    def _answer(self, message: AnyEngineRequest) -> dict[str, Any]:
         engine = self._engine()
         match message:
             case Pause():

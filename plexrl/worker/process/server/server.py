@@ -30,7 +30,7 @@ REQUESTS_MAX = 1024
 ACCEPT_RETRY_S = 0.1
 
 
-class Connection:
+class WorkerConnection:
     """The connection of one router. A router that is gone is no error: another one retries."""
 
     def __init__(self, sock: BlockingSocket) -> None:
@@ -55,10 +55,10 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ReceivedRequest:
     """One frame and the connection that it came from."""
 
-    connection: Connection
+    connection: WorkerConnection
     header: dict[str, Any]
     payload: Payload
 
@@ -96,7 +96,7 @@ class StagedPayload:
         return payload
 
 
-class Server:
+class WorkerServer:
     """Listens until the process ends; over TLS for routers only."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Server:
         """Raises:
         OSError: the address cannot be listened on.
         """
-        self.requests: queue.Queue[Request] = queue.Queue(REQUESTS_MAX)
+        self.requests: queue.Queue[ReceivedRequest] = queue.Queue(REQUESTS_MAX)
         self._worker = worker
         self._listener = listen_blocking(address, credentials, roles=(Role.ROUTER,))
         self.address = self._listener.address
@@ -138,7 +138,7 @@ class Server:
         self._read(sock)
 
     def _read(self, sock: BlockingSocket) -> None:
-        connection = Connection(sock)
+        connection = WorkerConnection(sock)
         staged = StagedPayload()
         try:
             while True:
@@ -148,7 +148,7 @@ class Server:
                     return
                 own = staged.payload_of(header, payload)
                 if own is not None:
-                    self.requests.put(Request(connection, header, own))
+                    self.requests.put(ReceivedRequest(connection, header, own))
         except (PlexRLError, OSError) as error:
             LOG.info("a router's connection ended: %s", error)
         finally:

@@ -15,8 +15,9 @@ import numpy as np
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.messages import ReadStream
+from plexrl.wire.messages.workers import StreamView
 from plexrl.wire.tensors import Array
-from plexrl.worker.process.server.server import Connection
+from plexrl.worker.process.server.server import WorkerConnection
 
 TOKENS_MAX = 4096
 """Most tokens in one reply."""
@@ -24,8 +25,6 @@ READERS_MAX = 1024
 """Most waiting readers. Beyond it the oldest get an empty reply, and request again."""
 ENDED_MAX = 1024
 """Ended generations that are remembered, for readers whose requests arrive late."""
-
-Plain = dict[str, Any]
 
 
 class TokenLog:
@@ -52,7 +51,7 @@ class TokenLog:
         self._tokens.extend(tokens)
         self._logprobs.extend(logprobs)
 
-    def read(self, after: int) -> Plain:
+    def read(self, after: int) -> StreamView:
         """At most `TOKENS_MAX` tokens from offset `after` on, by row; `next` is the offset behind
         them."""
         end = min(len(self), after + TOKENS_MAX)
@@ -93,7 +92,7 @@ class RowLog:
         if all(map(math.isfinite, logprobs)):
             self._rows.append([row, tokens, logprobs, finish, weights])
 
-    def read(self, after: int) -> Plain:
+    def read(self, after: int) -> StreamView:
         """As `TokenLog.read`, for whole rows; offsets count rows."""
         rows: list[list[Any]] = []
         tokens = 0
@@ -119,7 +118,7 @@ class TokenStreams:
         self._logs: dict[str, Log | None] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         # By the reader's name: a new request replaces the reader's earlier one.
-        self._waiting: OrderedDict[str, tuple[Connection, ReadStream]] = OrderedDict()
+        self._waiting: OrderedDict[str, tuple[WorkerConnection, ReadStream]] = OrderedDict()
 
     def begin(self, operation: str, stream: "bool | Literal['rows']") -> Log | None:
         """Register a generation; returns its log if it is streamed, as `GenerateParams.stream`."""
@@ -143,7 +142,7 @@ class TokenStreams:
                 connection.answer(asked.ask, {"ended": True})
         return log
 
-    def read(self, connection: Connection, asked: ReadStream) -> None:
+    def read(self, connection: WorkerConnection, asked: ReadStream) -> None:
         """Reply to a reader now or when there are new tokens. The generation may begin later.
 
         Raises:
@@ -173,4 +172,4 @@ class TokenStreams:
             after = asked.after if asked.stream == log.name else 0
             if after < len(log):
                 del self._waiting[reader]
-                connection.answer(asked.ask, log.read(after))
+                connection.answer(asked.ask, {**log.read(after)})

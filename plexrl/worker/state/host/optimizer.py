@@ -16,7 +16,7 @@ import torch
 
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.state.host.transfer import Run, chunks_on_cpu
+from plexrl.worker.state.host.transfer import HostRun, chunks_on_cpu
 
 FLOAT_BYTES = 4
 
@@ -59,7 +59,7 @@ class HostAdamW:
     def __init__(
         self,
         arena: HostArena,
-        runs: Sequence[Run],
+        runs: Sequence[HostRun],
         *,
         moments: tuple[int, int],
         step: int,

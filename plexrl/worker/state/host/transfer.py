@@ -14,7 +14,7 @@ CHUNK_ELEMENTS = 512 << 10
 """Elements of a chunk: four arrays of this many floats stay in a core's cache from copy to step."""
 
 
-class Run(NamedTuple):
+class HostRun(NamedTuple):
     """Elements that are contiguous both in the arena and in host memory.
 
     Their number is a multiple of 16, except in the last run, so that chunks change no bit of a
@@ -29,7 +29,7 @@ class Run(NamedTuple):
     """Offset of the first element in each moment, in elements."""
 
 
-class Chunk(NamedTuple):
+class HostChunk(NamedTuple):
     """Part of a run, on the CPU."""
 
     parameter: torch.Tensor
@@ -37,11 +37,11 @@ class Chunk(NamedTuple):
     offset: int
 
 
-def chunks_on_cpu(runs: Sequence[Run]) -> Iterator[Chunk]:
+def chunks_on_cpu(runs: Sequence[HostRun]) -> Iterator[HostChunk]:
     """Every chunk in turn. The caller steps a chunk before it requests the next one. Changes of the
     parameters reach the arena in the order of the caller's stream."""
     parts = [
-        Chunk(run.parameter[first:end], run.gradient[first:end], run.offset + first)
+        HostChunk(run.parameter[first:end], run.gradient[first:end], run.offset + first)
         for run in runs
         for first in range(0, len(run.parameter), CHUNK_ELEMENTS)
         for end in (min(first + CHUNK_ELEMENTS, len(run.parameter)),)
@@ -62,7 +62,7 @@ class _Slot:
     written_back: torch.cuda.Event
 
 
-def _over_pinned_memory(parts: Sequence[Chunk]) -> Iterator[Chunk]:
+def _over_pinned_memory(parts: Sequence[HostChunk]) -> Iterator[HostChunk]:
     device = parts[0].parameter.device
     used = torch.cuda.current_stream(device)
     down, up = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -95,7 +95,7 @@ def _over_pinned_memory(parts: Sequence[Chunk]) -> Iterator[Chunk]:
             fetch(index + 1)
         slot, count = slots[index % 2], len(part.parameter)
         slot.fetched.synchronize()
-        yield Chunk(slot.parameter[:count], slot.gradient[:count], part.offset)
+        yield HostChunk(slot.parameter[:count], slot.gradient[:count], part.offset)
         with torch.cuda.stream(up):
             part.parameter.copy_(slot.parameter[:count], non_blocking=True)
             slot.written_back.record(up)

@@ -129,8 +129,8 @@ class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deeps
         return torch.empty(self._elements, dtype=dtype, device=device)
 
     def initialize_optimizer_states(self) -> None:
-        """Nothing: gradients and moments are on the arena. DeepSpeed would allocate gradients of
-        the partition."""
+        """Allocate nothing: the arena holds gradients and moments. DeepSpeed would allocate the
+        gradients of the partition."""
 
     def _use_compact_grad_partition_buffer(self, _group_idx: int) -> bool:
         """Keep the gradients of this rank's partition in one flat buffer. DeepSpeed does so for

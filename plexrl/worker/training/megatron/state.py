@@ -47,7 +47,7 @@ from plexrl.worker.state.arena_tensors import (
     whole_box,
 )
 from plexrl.worker.state.host.optimizer import HostAdamW, adam_of_torch
-from plexrl.worker.state.host.transfer import Run
+from plexrl.worker.state.host.transfer import HostRun
 from plexrl.worker.training.flat_state import MOMENTS, STEP, sum_of_squares
 from plexrl.worker.training.megatron.parameter_pieces import cut
 
@@ -263,7 +263,7 @@ class MegatronState:
         for part in self._host_parts:
             own = slice(part.at, part.at + part.room)
             gradient = self.gradients[part.share.buffer][part.share.owned]
-            runs.append(Run(self._main(part.share)[own], gradient[own], part.offset))
+            runs.append(HostRun(self._main(part.share)[own], gradient[own], part.offset))
         return HostAdamW(
             self.host_arena,
             runs,

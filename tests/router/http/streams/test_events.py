@@ -14,7 +14,7 @@ from plexrl.router.dispatch.generate_plan import plan_generate
 from plexrl.router.http.streams import events as stream_events
 from plexrl.router.http.streams.events import (
     Cursor,
-    Position,
+    StreamPosition,
     read_cursor,
     result_events,
     server_sent,
@@ -27,7 +27,7 @@ Rows = dict[int, list[int]]
 
 
 def at(stream: str, offset: int) -> Cursor:
-    return Cursor([Position(stream, offset)])
+    return Cursor([StreamPosition(stream, offset)])
 
 
 def drawn(order: list[int]) -> tuple[TokenLog, Arrays]:
@@ -154,8 +154,8 @@ def test_a_malformed_cursor_is_refused(text: str) -> None:
 def test_a_cursor_survives_a_round_trip() -> None:
     for text in ("", "a1.20", "~b.3", "a.1~~c.2"):
         assert str(read_cursor(text)) == text
-    assert read_cursor("a1.20")[0] == Position("a1", 20)
-    assert read_cursor("a1.20")[1] == read_cursor("~b.3")[0] == Position()
+    assert read_cursor("a1.20")[0] == StreamPosition("a1", 20)
+    assert read_cursor("a1.20")[1] == read_cursor("~b.3")[0] == StreamPosition()
     assert read_cursor("a." + "9" * 5000)[0].offset > 10**17
 
 

@@ -18,7 +18,7 @@ from plexrl.wire.messages import Abort, AbortOperation, AnyEngineRequest
 from plexrl.wire.operations import GenerateParams, OperationKind, SamplingParams
 from plexrl.worker.interface.backend import BackendCall
 from plexrl.worker.process.server.control_requests import ControlRequests
-from plexrl.worker.process.server.server import Connection
+from plexrl.worker.process.server.server import WorkerConnection
 from plexrl.worker.process.server.token_streams import TokenStreams
 from plexrl.worker.rollout.engine import TorchRolloutBackend
 from plexrl.worker.state.state_mover import StateMover
@@ -37,7 +37,7 @@ class Router:
         self.controls = ControlRequests(backend, self.mover, TokenStreams(), self.generations)
         self._socket, self._there = socket.socketpair()
         self._socket.settimeout(20.0)
-        self._connection = Connection(self._there)
+        self._connection = WorkerConnection(self._there)
 
     def began(self, operation: str, token: int) -> None:
         self.generations[operation] = ((operation, token), 0.0)

@@ -18,7 +18,7 @@ from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
 from plexrl.wire.links.credentials import Credentials, Role
 from plexrl.wire.links.dial import BLOCKING_HANDSHAKES_MAX, connect_blocking
 from plexrl.wire.messages import WorkerName
-from plexrl.worker.process.server.server import Server
+from plexrl.worker.process.server.server import WorkerServer
 from tests.certificates import TestAuthority
 from tests.half_open import half_open, is_ended
 
@@ -47,7 +47,7 @@ def test_a_malformed_frame_ends_its_own_connection_only(
         authority = TestAuthority(tmp_path)
         address = TlsAddress("127.0.0.1", 0, "n1")
         node, router = authority.credentials(Role.NODE, "n1"), authority.credentials(Role.ROUTER)
-    server = Server(address, WORKER, node)
+    server = WorkerServer(address, WORKER, node)
     bad, good = (
         connect_blocking(server.address, router, role=Role.NODE, timeout_s=20.0)[0] for _ in "12"
     )
@@ -64,7 +64,7 @@ def test_a_connection_without_a_thread_is_refused_and_the_next_one_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority = TestAuthority(tmp_path)
-    server = Server(
+    server = WorkerServer(
         TlsAddress("127.0.0.1", 0, "n1"), WORKER, authority.credentials(Role.NODE, "n1")
     )
     router = authority.credentials(Role.ROUTER)
@@ -93,7 +93,7 @@ def test_a_request_for_another_worker_is_refused_and_not_run(
     tmp_path: Path, worker: object
 ) -> None:
     address = str(tmp_path / "w.sock")
-    server = Server(UnixAddress(address), WORKER)
+    server = WorkerServer(UnixAddress(address), WORKER)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(20.0)
         sock.connect(address)
@@ -106,7 +106,7 @@ def test_a_request_for_another_worker_is_refused_and_not_run(
 
 def test_a_payload_that_comes_before_its_run_waits_for_it(tmp_path: Path) -> None:
     address = UnixAddress(str(tmp_path / "w.sock"))
-    server = Server(address, WORKER)
+    server = WorkerServer(address, WORKER)
     sock, _ = connect_blocking(address, None, role=Role.NODE, timeout_s=20.0)
     stage = {**RUN, "request": "stage", "payload": "p"}
     send_frame(sock, stage, b"staged")
@@ -127,7 +127,7 @@ def test_a_payload_that_comes_before_its_run_waits_for_it(tmp_path: Path) -> Non
 def test_over_tls_a_router_is_served_while_another_client_never_greets(tmp_path: Path) -> None:
     authority = TestAuthority(tmp_path)
     listening = TlsAddress("127.0.0.1", 0, "n1")
-    server = Server(listening, WORKER, authority.credentials(Role.NODE, "n1"))
+    server = WorkerServer(listening, WORKER, authority.credentials(Role.NODE, "n1"))
     assert isinstance(server.address, TlsAddress)
     silent = socket.create_connection((server.address.host, server.address.port))
     router = authority.credentials(Role.ROUTER, "r")
@@ -150,7 +150,9 @@ def test_over_tls_a_worker_refuses_clients_without_a_valid_certificate(
     tmp_path: Path, kind: str
 ) -> None:
     authority = TestAuthority(tmp_path / "ours")
-    server = Server(TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1"))
+    server = WorkerServer(
+        TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1")
+    )
     assert isinstance(server.address, TlsAddress)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -179,7 +181,9 @@ def test_over_tls_a_worker_refuses_clients_without_a_valid_certificate(
 def test_over_tls_noise_ends_its_connection_and_nothing_else(tmp_path: Path) -> None:
     """Before the handshake, and in place of frames after it."""
     authority, chance = TestAuthority(tmp_path), random.Random(5)
-    server = Server(TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1"))
+    server = WorkerServer(
+        TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1")
+    )
     assert isinstance(server.address, TlsAddress)
     router = authority.credentials(Role.ROUTER, "r")
     witness, _ = connect_blocking(server.address, router, role=Role.NODE)
@@ -200,7 +204,9 @@ def test_over_tls_noise_ends_its_connection_and_nothing_else(tmp_path: Path) -> 
 
 def test_half_open_handshakes_do_not_keep_a_router_out(tmp_path: Path) -> None:
     authority = TestAuthority(tmp_path)
-    server = Server(TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1"))
+    server = WorkerServer(
+        TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1")
+    )
     assert isinstance(server.address, TlsAddress)
     with half_open(server.address, BLOCKING_HANDSHAKES_MAX + 50) as flood:
         assert all(is_ended(raw) for raw in flood[:50]), "the oldest are replaced"
@@ -214,7 +220,9 @@ def test_half_open_handshakes_do_not_keep_a_router_out(tmp_path: Path) -> None:
 
 def test_over_tls_a_worker_refuses_a_revoked_router(tmp_path: Path) -> None:
     authority = TestAuthority(tmp_path)
-    server = Server(TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1"))
+    server = WorkerServer(
+        TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1")
+    )
     stolen = authority.files(Role.ROUTER, "stolen")
     thief = Credentials(replace(stolen, crl=""))
     sock, _ = connect_blocking(server.address, thief, role=Role.NODE)
@@ -234,6 +242,6 @@ def test_over_tls_a_worker_refuses_a_revoked_router(tmp_path: Path) -> None:
 def test_over_tls_a_worker_refuses_all_but_routers(tmp_path: Path, role: Role, name: str) -> None:
     authority = TestAuthority(tmp_path)
     listening = TlsAddress("127.0.0.1", 0, "n1")
-    server = Server(listening, WORKER, authority.credentials(Role.NODE, "n1"))
+    server = WorkerServer(listening, WORKER, authority.credentials(Role.NODE, "n1"))
     with pytest.raises(PermissionDeniedError):
         connect_blocking(server.address, authority.credentials(role, name), role=Role.NODE)

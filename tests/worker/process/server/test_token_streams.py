@@ -11,7 +11,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.wire.framing import recv_frame
 from plexrl.wire.messages import ReadStream
 from plexrl.worker.process.server import token_streams
-from plexrl.worker.process.server.server import Connection
+from plexrl.worker.process.server.server import WorkerConnection
 from plexrl.worker.process.server.token_streams import RowLog, TokenLog, TokenStreams
 
 
@@ -22,7 +22,7 @@ class Reader:
         self._socket, there = socket.socketpair()
         self._socket.setblocking(False)
         self._there = there
-        self.connection = Connection(there)
+        self.connection = WorkerConnection(there)
 
     def question(self, reader: str, after: int = 0, stream: str = "") -> ReadStream:
         return ReadStream(

@@ -113,7 +113,7 @@ class _Positions:
         self._cos_P1D, self._sin_P1D = cos[0][:, None], sin[0][:, None]
 
     def of(self, batch: StepBatch) -> _Shared:
-        """Those of the tokens of a pass."""
+        """The rotary factors and masks for the tokens of one pass."""
         return _Shared(
             self._cos_P1D.index_select(0, batch.position_T),
             self._sin_P1D.index_select(0, batch.position_T),

@@ -75,7 +75,7 @@ class _GroupLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         return all_keys.transpose(0, 1), all_values.transpose(0, 1)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the pool has the memory."""
+        """Allocate nothing: the pool holds the memory."""
         del args, kwargs
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
