@@ -1,5 +1,6 @@
 """Messages arrive as they were sent, one type for each."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -42,7 +43,7 @@ from plexrl.wire.operations import (
     SamplingParams,
     SyncWeightsParams,
 )
-from plexrl.wire.rpc import read_command
+from plexrl.wire.rpc import as_type, on_command
 from tests.wire.runs import make_run
 
 PARAMS: dict[OperationKind, Any] = {
@@ -131,12 +132,21 @@ def test_a_malformed_command_is_refused_with_the_place_of_the_fault() -> None:
         spec_json="{}",
     )
     params = over_the_wire({"command": launch})
-    assert read_command(params, LaunchWorkers) == launch
+    taken: list[LaunchWorkers] = []
+
+    async def take(command: LaunchWorkers) -> None:
+        taken.append(command)
+
+    handle = on_command(as_type(LaunchWorkers), take)
+    peer: Any = None
+    asyncio.run(handle(peer, params))
+    assert taken == [launch]
     params["command"]["ranks"][0]["gpu"] = "first"
     with pytest.raises(InvalidRequestError, match=r"ranks\[0\]\.gpu"):
-        read_command(params, LaunchWorkers)
+        asyncio.run(handle(peer, params))
     with pytest.raises(InvalidRequestError, match="malformed command"):
-        read_command({}, LaunchWorkers)
+        asyncio.run(handle(peer, {}))
+    assert taken == [launch]
 
 
 @pytest.mark.parametrize("plain", [None, [], {}, {"kind": "prune"}, {"kind": 3}])

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,8 @@ from plexrl.cluster.embedded.start import EmbeddedCluster
 from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=6)
-DIVERGING = {"learning_rate": 1.0, "beta2": 0.0, "eps": 1e-20, "divide_by": 1e18}
+DIVERGING: dict[str, Any] = {"learning_rate": 1.0, "beta2": 0.0, "eps": 1e-20, "divide_by": 1e18}
 """After a step with a `beta2` of 0: divides the first moment by gradients of almost 0."""
-"""A learning rate whose step overflows float32."""
 
 UNREAD = """
 import sys
