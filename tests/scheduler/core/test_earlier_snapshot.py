@@ -6,11 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from plexrl.errors import PlexRLError
+from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.ids import JobId
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.operation import error_view
 from tests.scheduler.fake_cluster import FakeCluster, config
 
 FIXTURE = Path(__file__).parent / "earlier_snapshot.msgpack.zlib"
@@ -58,3 +59,31 @@ def test_deployments_of_a_pass_that_an_earlier_version_interrupted_get_their_tur
     assert "two/a" in core._context.cluster.waiting
     core.handle(ev.TimerFired(), cluster.now)
     assert "two/a" not in core._context.cluster.waiting
+
+
+def test_errors_that_earlier_versions_kept_as_text_are_read() -> None:
+    cluster = FakeCluster()
+    cluster.start_node(2)
+    cluster.job("a", halts_on_failure=True)
+    cluster.deploy("a/actor")
+    cluster.submit("a:s", "a/actor", "optim_step")
+    while not any(run.operation == "a:s" for run in cluster.runs):
+        if cluster.launches:
+            cluster.launch(cluster.launches[0])
+        else:
+            cluster.execute(cluster.runs[0])
+    run = cluster.runs.pop()
+    error = error_view(InvalidRequestError("it cannot be done", parameter="x"))
+    cluster.send(
+        ev.OperationFailed(operation="a:s", token=run.token, error=error, state_intact=True)
+    )
+    plain = msgspec.msgpack.decode(cluster.core.dump())
+    plain["version"] = 4
+    state = plain["state"]
+    failures = [each for d in state["deployments"].values() for each in d["unacknowledged"]]
+    assert len(failures) == 1
+    for each in (*state["operations"].values(), *failures):
+        found = each.pop("error")
+        each["error_json"] = None if found is None else msgspec.json.encode(found).decode()
+    core = SchedulerCore.restore(cluster.config, msgspec.msgpack.encode(plain))
+    assert core.dump() == cluster.core.dump()

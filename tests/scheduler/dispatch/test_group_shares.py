@@ -186,3 +186,25 @@ def test_a_newcomer_begins_with_the_least_share_of_those_who_contend() -> None:
     # Once a tenant is alone, the shares of before mean nothing.
     settle_shares(context.state, context.settings, group, members[:1], cluster.now)
     assert not group.shares
+
+
+def test_time_in_which_nobody_else_waited_takes_nothing_from_others() -> None:
+    cluster = FakeCluster(load_max=100.0)
+    cluster.start_node(2)
+    for tenant in "ab":
+        cluster.job(tenant, tenant=tenant)
+        cluster.deploy(f"{tenant}/actor")
+    cluster.settle()
+    context = cluster.core._context
+    (group,) = context.state.groups.values()
+    holder, other = (context.state.deployments[name] for name in group.members)
+    now = cluster.now + 100.0
+    group.holder, group.shared_at = holder.deployment, now - 50.0
+    group.shares = {TenantId("a"): 0.0, TenantId("b"): 0.0}
+    # The other one came in the middle of what the holder had since the last settlement.
+    holder.burst.wants_since, other.burst.wants_since = now, now - 20.0
+    settle_shares(context.state, context.settings, group, [holder, other], now)
+    assert group.shares == {"a": 20.0, "b": 0.0}
+    # It has waited for longer than since that settlement.
+    settle_shares(context.state, context.settings, group, [holder, other], now + 5.0)
+    assert group.shares == {"a": 25.0, "b": 0.0}
