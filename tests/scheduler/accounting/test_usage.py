@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from plexrl.errors import PlexRLError, QuotaExceededError
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.accounting.usage import meter
 from plexrl.scheduler.queries.views import usage_view
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
@@ -490,18 +489,3 @@ def test_a_switch_is_not_billed_to_a_later_job_of_the_same_name() -> None:
     used = {str(each["tenant"]): each["gpu_seconds"] for each in tenants}
     assert used["u"] == 0.0
     assert used["t"] >= 20.0
-
-
-def test_a_move_that_is_looked_at_several_times_is_billed_whole() -> None:
-    cluster = FakeCluster()
-    cluster.start_node(2)
-    cluster.job("a")
-    cluster.deploy("a/actor")
-    cluster.submit("a:s", "a/actor", "optim_step")
-    cluster.launch(cluster.launches[0])
-    (load,) = cluster.runs
-    state = cluster.core._context.state
-    for seconds in (1.0, 2.0):
-        cluster.now += seconds
-        meter(state, state.deployments["a/actor"], cluster.now)
-    assert state.operations[load.operation].gpu_seconds == 2 * 3.0
