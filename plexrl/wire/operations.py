@@ -335,8 +335,8 @@ class CheckpointParams(Params, frozen=True, kw_only=True):
     keep_every: int | None = None
     """For a save: as `keep_last`, but keep the checkpoints whose step is a multiple of this."""
     keep_prefix: str = ""
-    """For a save: `keep_last` and `keep_every` count and delete only checkpoints whose names begin
-    with this."""
+    """For a save: `keep_last` and `keep_every` count and delete only checkpoints whose names are
+    this and a number, the newest being those that were written last. Empty: all."""
     job: str | None = None
     """For a load: the job that saved the checkpoint, of the same tenant. Absent: this job."""
     optimizer: bool = True

@@ -190,7 +190,7 @@ class TrainDeployment(Deployment):
         `step` orders checkpoints (absent: the count of operations that changed the state). Once
         this checkpoint is whole, `keep_last` deletes the job's others except the newest so many,
         and `keep_every` those except at a multiple of so many steps; without both, none is deleted.
-        Both count and delete only checkpoints whose names begin with `keep_prefix`.
+        With a `keep_prefix` both count and delete only checkpoints whose names are it and a number.
         `keep` protects this checkpoint from later deletions of this kind.
 
         Raises, from the future:

@@ -39,6 +39,8 @@ from plexrl.model.spec import (
 from plexrl.router.http.schemas import DeploymentRequest, LoraRequest
 
 SEQUENCE_TOKENS_DEFAULT = 8192
+SCHEDULED_NAME_MAX = 80
+"""A checkpoint's name has at most 100 characters; `-step-` and a number follow."""
 """Most tokens of a row whose deployment names no bound. Models have up to a million positions, and
 a row of that length fits few GPUs."""
 
@@ -127,6 +129,12 @@ def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) 
             f"{'paced' if body.pace else body.kind} deployment has no weights to save: "
             "leave it out",
             parameter="checkpoint_every",
+        )
+    if body.checkpoint_every is not None and len(body.name) > SCHEDULED_NAME_MAX:
+        raise InvalidRequestError(
+            f"checkpoints of {body.name!r} would have names that are too long: with "
+            f"checkpoint_every, a deployment's name has at most {SCHEDULED_NAME_MAX} characters",
+            parameter="name",
         )
     if body.checkpoint_every is None and body.checkpoint_keep is not None:
         raise InvalidRequestError(

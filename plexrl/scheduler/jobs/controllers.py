@@ -15,7 +15,7 @@ from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach, detach_or_cancel, end_job
 from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_error, root_of
 from plexrl.scheduler.operations.gradients import gradients_to_come
-from plexrl.scheduler.operations.operations import enqueue_zero_grad
+from plexrl.scheduler.operations.operations import check_saved, enqueue_zero_grad
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.rules.lookups import find_deployment, find_job, find_live_job, find_operation
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -186,7 +186,11 @@ def failure_acknowledged(state: State, event: FailureAcknowledged, now: float) -
 
 def job_finished(context: Context, event: JobFinished, now: float) -> None:
     """End or detach a job. A job with an unacknowledged failure does not end as completed but as
-    failed. A detached job continues as if its controller had timed out."""
+    failed. A detached job continues as if its controller had timed out.
+
+    Raises:
+        OverloadedError: a scheduled checkpoint of a job to complete is not pinned yet.
+    """
     job = find_job(context.state, event.job)
     if event.outcome not in OUTCOMES:
         known = ", ".join(sorted(OUTCOMES))
@@ -206,4 +210,6 @@ def job_finished(context: Context, event: JobFinished, now: float) -> None:
         outcome = "failed"
         message = read_error(failure.error).message
         reason = f"its controller did not acknowledge that {failure.operation} failed: {message}"
+    if outcome == "completed":
+        check_saved(context.state, map(context.state.deployment, job.deployments))
     end_job(context, job, ENDINGS[outcome], reason, now)

@@ -29,6 +29,7 @@ from plexrl.scheduler.jobs.lifecycle import (
     relayout,
     restart,
 )
+from plexrl.scheduler.operations.operations import check_saved
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.rules.lookups import find_deployment, find_job, find_live_job
 from plexrl.scheduler.state.demand.estimates import Estimates
@@ -62,12 +63,13 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
         spec_json = known.created_spec_json or known.spec_json
         names = ("job", "kind", "workers", "node_type", "preemptible")
         same = {name: getattr(known, name) for name in names} | _scheduled(known.checkpoints)
-        same |= {"shares": not known.exclusive, "shares_if_scarce": known.shares_if_scarce}
         asked = {name: getattr(event, name) for name in names} | _scheduled(event.checkpoints)
-        asked |= {"shares": not exclusive, "shares_if_scarce": shares_if_scarce}
-        if shares_if_scarce:
-            # It may have begun to share.
-            asked["shares"] = same["shares"]
+        if event.kind != "rollout" or known.preemptible:
+            same["exclusive"], asked["exclusive"] = known.exclusive, exclusive
+        elif not shares_if_scarce:
+            # Who leaves it to the scheduler takes what was decided, by an earlier version too.
+            same["shares_gpus"] = None if known.shares_if_scarce else not known.exclusive
+            asked["shares_gpus"] = not exclusive
         if same != asked or spec_json != event.spec_json:
             # The specification repeats some of them, and tells a reference from a training.
             same, asked = same | json.loads(spec_json), asked | json.loads(event.spec_json)
@@ -158,6 +160,7 @@ def deployment_ended(context: Context, event: DeploymentEnded, now: float) -> No
 
     Raises:
         ConflictError: another deployment of the job needs its weights.
+        OverloadedError: a scheduled checkpoint of it is not pinned yet.
         UnknownDeploymentError: there is none.
     """
     state = context.state
@@ -167,6 +170,7 @@ def deployment_ended(context: Context, event: DeploymentEnded, now: float) -> No
     if deployment.state == WpgState.STOPPED:
         return
     _check_unused(state, job, deployment)
+    check_saved(state, [deployment])
     if deployment.groups and deployment.queue:
         note_wait(state, deployment, now)
     error = OperationCancelledError(

@@ -1,8 +1,9 @@
 """Life of an operation in the core: queue, run, history."""
 
+from collections.abc import Iterable
 from typing import Final
 
-from plexrl.errors import OperationCancelledError, PlexRLError
+from plexrl.errors import OperationCancelledError, OverloadedError, PlexRLError
 from plexrl.ids import OperationId
 from plexrl.scheduler.accounting.profiler import next_began, run_began, run_ended, waits
 from plexrl.scheduler.accounting.retention import forget_oldest
@@ -30,6 +31,9 @@ from plexrl.scheduler.state.operation import Operation, change_operation, error_
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.messages import AbortOperation, Run
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
+
+SAVING_S = 0.2
+"""When who waits for a scheduled checkpoint asks again."""
 
 OWN_MARK = "#"
 """Only ids of the scheduler's own operations contain it."""
@@ -123,6 +127,20 @@ def enqueue_zero_grad(state: State, effects: Effects, deployment: Deployment, no
     operation = Operation(name, deployment.deployment, OperationKind.ZERO_GRAD, now, internal=True)
     state.operations[name] = operation
     _queue(effects, deployment, name, now)
+
+
+def check_saved(state: State, deployments: Iterable[Deployment]) -> None:
+    """Raises `OverloadedError` while a scheduled checkpoint of one of them is not pinned: only the
+    cluster knows of it, so nobody else waits for it."""
+    for deployment in deployments:
+        for name in (*deployment.running, *deployment.queue):
+            operation = state.operations[name]
+            if operation.internal and operation.kind is _SAVE_CHECKPOINT:
+                raise OverloadedError(
+                    f"the scheduled checkpoint of {deployment.deployment!r} is not pinned yet: try "
+                    "again, or end the job as cancelled",
+                    retry_after_s=SAVING_S,
+                )
 
 
 def _save_if_due(

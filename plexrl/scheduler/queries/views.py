@@ -36,7 +36,14 @@ from plexrl.wire.messages.cluster_views import (
     TenantView,
     UsageView,
 )
-from plexrl.wire.messages.views import DeploymentView, JobView, LoggedOperationView, OperationView
+from plexrl.wire.messages.views import (
+    CheckpointScheduleView,
+    DeploymentView,
+    JobView,
+    LoggedOperationView,
+    OperationView,
+)
+from plexrl.wire.operations import CheckpointSchedule
 
 STARTS_NAMED = 5
 """After more starts of its workers without a completed operation a deployment is named."""
@@ -126,7 +133,14 @@ def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
         "spec_json": deployment.spec_json,
         "node_type": deployment.node_type,
         "pace": deployment.pace,
+        "checkpoints": _schedule_view(deployment.checkpoints),
     }
+
+
+def _schedule_view(schedule: CheckpointSchedule | None) -> CheckpointScheduleView | None:
+    if schedule is None:
+        return None
+    return {"every": schedule.every, "keep_last": schedule.keep_last}
 
 
 def job_view(state: State, settings: Settings, job: Job) -> JobView:

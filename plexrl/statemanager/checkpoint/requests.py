@@ -84,6 +84,9 @@ class WriteFiles(msgspec.Struct, frozen=True, kw_only=True, tag="write_files"):
 class AskFiles(msgspec.Struct, frozen=True, kw_only=True, tag="ask_files"):
     """How far is what the last `WriteFiles` of this connection asked for?"""
 
+    stop: bool = False
+    """Write nothing more; answered when nothing is written any more."""
+
 
 class FilesReport(msgspec.Struct, frozen=True, kw_only=True):
     """How far a `WriteFiles` is."""

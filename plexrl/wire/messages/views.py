@@ -128,6 +128,13 @@ class RankView(TypedDict):
     """None: its worker is not ready."""
 
 
+class CheckpointScheduleView(TypedDict):
+    """As `CheckpointSchedule`."""
+
+    every: int
+    keep_last: int | None
+
+
 class DeploymentView(TypedDict):
     """One deployment and its WPG."""
 
@@ -176,6 +183,8 @@ class DeploymentView(TypedDict):
     pace: str
     """The modelled GPU and model that its workers keep the time of: its GPUs compute nothing.
     Empty: they compute."""
+    checkpoints: CheckpointScheduleView | None
+    """When it saves checkpoints of itself; None: when it is told to."""
 
 
 class JobView(TypedDict):

@@ -2,8 +2,14 @@
 
 import pytest
 
-from plexrl.errors import CapacityError
-from plexrl.ids import DeploymentId
+from plexrl.errors import CapacityError, ConflictError
+from plexrl.ids import DeploymentId, JobId
+from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.placement.fit.feasibility import is_possible
+from plexrl.scheduler.rules.switch_cost import _path
+from plexrl.scheduler.state.demand.estimates import MoveLaw
+from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.placement.test_shared_rollouts import (
     PLANNED,
@@ -185,3 +191,70 @@ def test_a_tenant_is_not_told_which_other_tenants_job_waited() -> None:
     rollout(cluster, "a/rollout", 1, trace=busy(0.6))
     seen = cluster.core.explain_job("a", cluster.now, sees_all=False)["deployments"][1]["sharing"]
     assert seen.startswith("shares GPUs: another tenant's job waits for 2 GPUs"), seen
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_who_leaves_it_open_accepts_what_was_said_before(shares: bool) -> None:
+    """A job that an earlier version began is resumed by a controller that leaves it open."""
+    cluster = FakeCluster(policy=PLANNED)
+    cluster.start_node(gpus=4)
+    cluster.job("a")
+    cluster.deploy("a/rollout", "rollout", workers=1, shares=shares)
+    rollout(cluster, "a/rollout", 1)
+    with pytest.raises(ConflictError, match=f"shares_gpus \\({shares}, not {not shares}\\)"):
+        cluster.deploy("a/rollout", "rollout", workers=1, shares=not shares)
+
+
+def test_a_restored_core_names_the_same_deployment_that_waits() -> None:
+    cluster = FakeCluster(policy=PLANNED)
+    cluster.start_node(gpus=4)
+    cluster.join_node(gpus=3, node="m")
+    for name, workers in (("o/actor", 3), ("a/actor", 1), ("f/x", 3), ("w/actor", 2)):
+        cluster.job(name[0])
+        trace = busy(0.3) if name == "a/actor" else None
+        cluster.deploy(name, workers=workers, exclusive=name != "a/actor", trace=trace)
+    while cluster.launches:
+        cluster.launch(cluster.launches[0])
+    # The oldest is displaced, and waits in a queue that was made after those of younger ones.
+    cluster.lose_node("m")
+    cluster.pass_time(4000.0)
+    restored = SchedulerCore.restore(cluster.config, cluster.core.dump())
+    created = ev.DeploymentCreated(
+        deployment=DeploymentId("a/rollout"),
+        job=JobId("a"),
+        kind="rollout",
+        workers=1,
+        spec_json="{}",
+        exclusive=False,
+        state_bytes=1000,
+        shares_if_scarce=True,
+        trace=busy(0.6),
+    )
+    for core in (cluster.core, restored):
+        core.handle(created, cluster.now)
+    assert restored.dump() == cluster.core.dump()
+    assert cluster.core.cluster.state.deployments[DeploymentId("a/rollout")].shares_for
+
+
+def test_whether_a_gang_is_possible_follows_measured_moves_as_in_a_restored_core() -> None:
+    cluster = FakeCluster(policy=PLANNED, mixed_sizes=True)
+    cluster.start_node(gpus=4)
+    cluster.job("z")
+    cluster.deploy("z/actor", workers=4, exclusive=True)
+    cluster.job("a", gang=2, slo=0.2)
+    cluster.deploy("a/actor", workers=4, trace=busy(0.3), state_bytes=1 << 28)
+    cluster.deploy(
+        "a/rollout", "rollout", workers=2, shares=True, trace=busy(0.5), state_bytes=1 << 28
+    )
+    state = cluster.core.cluster.state
+    actor = state.deployments[DeploymentId("a/actor")]
+    assert is_possible(cluster.core.cluster, actor)
+    # Moves on such nodes turn out to take minutes, more than the job accepts.
+    holder = state.deployments[DeploymentId("z/actor")]
+    for kind in (OperationKind.LOAD, OperationKind.OFFLOAD):
+        law = state.move_laws.setdefault(_path(state, holder.ranks, kind, "host"), MoveLaw())
+        for count in range(1, 6):
+            law.observe(count << 28, count * 100.0)
+    restored = SchedulerCore.restore(cluster.config, cluster.core.dump()).cluster
+    assert not is_possible(restored, restored.state.deployments[DeploymentId("a/actor")])
+    assert not is_possible(cluster.core.cluster, actor)

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.errors import ConflictError, PlexRLError, QuotaExceededError, StorageFullError
+from plexrl.errors import (
+    ConflictError,
+    OverloadedError,
+    PlexRLError,
+    QuotaExceededError,
+    StorageFullError,
+)
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.operation import error_view
 from plexrl.wire.operations import CheckpointSchedule
@@ -151,6 +157,40 @@ def test_one_that_meets_a_full_disk_is_retried_before_the_next_step() -> None:
     done = run_all(cluster, first_step=2)
     assert [run.kind.value for run in done] == ["save_checkpoint", "optim_step", "save_checkpoint"]
     assert [run.seq for run in done] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("end", ["job", "deployment"])
+def test_what_is_ended_waits_for_the_checkpoint_of_its_last_step(end: str) -> None:
+    cluster = trainer(CheckpointSchedule(every=1))
+    cluster.submit("a:s1", "a/actor", "optim_step")
+
+    def finish() -> None:
+        if end == "job":
+            cluster.send(ev.JobFinished(job="a", outcome="completed"))
+        else:
+            cluster.end("a/actor")
+
+    while not any(run.kind.value == "save_checkpoint" for run in cluster.runs):
+        while cluster.launches:
+            cluster.launch(cluster.launches[0])
+        cluster.execute(cluster.runs[0], trainer_step=1)
+    with pytest.raises(OverloadedError, match="not pinned yet"):
+        finish()
+    assert [run.kind.value for run in cluster.runs] == ["save_checkpoint"]
+    cluster.execute(cluster.runs[0])
+    finish()
+    assert cluster.core.deployment_view("a/actor", cluster.now)["state"] == "stopped"
+
+
+def test_a_cancelled_job_waits_for_no_checkpoint() -> None:
+    cluster = trainer(CheckpointSchedule(every=1))
+    cluster.submit("a:s1", "a/actor", "optim_step")
+    while cluster.launches:
+        cluster.launch(cluster.launches[0])
+    while cluster.runs and cluster.runs[0].kind.value != "save_checkpoint":
+        cluster.execute(cluster.runs[0], trainer_step=1)
+    cluster.send(ev.JobFinished(job="a", outcome="cancelled"))
+    assert cluster.core.job_view("a", cluster.now)["state"] == "CANCELLED"
 
 
 def test_another_schedule_is_another_deployment() -> None:

@@ -10,7 +10,7 @@ from safetensors.numpy import load
 from plexrl.errors import CheckpointNotFoundError
 from plexrl.statemanager.checkpoint.announcement import RENEW_S, wait_until_written
 from plexrl.statemanager.checkpoint.places.choice import place_at, root_at
-from plexrl.statemanager.checkpoint.requests import CheckpointState
+from plexrl.statemanager.checkpoint.requests import CancelCheckpoint, CheckpointState
 from plexrl.wire.messages.node_queries import CheckpointView
 from tests.s3_server import S3Server, s3_server
 from tests.statemanager.checkpoint.test_checkpoint_daemon import (
@@ -71,6 +71,24 @@ def test_the_ranks_of_two_machines_make_one_checkpoint(
     # Any node reports it.
     assert status(shards[1].client, "one")["state"] == CheckpointState.DURABLE
     assert weights(url, "one") == weights_of(shards, 3)
+
+
+def test_a_cancelled_one_leaves_no_object_of_another_machine(
+    start: StartDaemon, make_shard: MakeShard, url: str
+) -> None:
+    fields = {"serve_tcp": "127.0.0.1:0", "fabric": "trusted", "checkpoint_bytes_per_s": MIB}
+    daemons = [start(**fields) for _ in range(2)]
+    shards = [
+        make_shard(daemon, rank=rank, world_size=2, elements=ELEMENTS)
+        for rank, daemon in enumerate(daemons)
+    ]
+    snapshot(shards, 3)
+    client = shards[0].client
+    write(client, "one", 3, sources=(daemons[0].config.listen, daemons[1].tcp))
+    wait_until(lambda: status(client, "one")["bytes_done"] > MIB)
+    client.request(CancelCheckpoint(deployment="job/actor", name="one"))
+    daemons[1].terminate()
+    assert root_at(url).use(["job"], None) == (0, 0)
 
 
 @pytest.mark.slow

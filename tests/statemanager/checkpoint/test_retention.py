@@ -53,9 +53,19 @@ def test_keeping_nothing_is_no_policy() -> None:
 
 
 def test_a_policy_of_some_names_keeps_all_others() -> None:
-    ages = [*named(1, 2, 3), CheckpointAge(step=0, written_ns=0, name="by-hand")]
-    gone = deletable(ages, RetentionPolicy(keep_last=1, prefix="c"))
+    others = [CheckpointAge(step=0, written_ns=0, name=name) for name in ("by-hand", "c-best", "c")]
+    gone = deletable([*named(1, 2, 3), *others], RetentionPolicy(keep_last=1, prefix="c"))
     assert [age.name for age in gone] == ["c1", "c2"]
+
+
+def test_of_a_series_those_that_were_written_last_are_kept() -> None:
+    """The training went back to an earlier step, whose numbers are lower than those of before."""
+    ages = [
+        CheckpointAge(step=step, written_ns=written, name=f"c{step}")
+        for step, written in ((350, 1), (400, 2), (250, 3), (300, 4))
+    ]
+    gone = deletable(ages, RetentionPolicy(keep_last=2, prefix="c"))
+    assert [age.name for age in gone] == ["c350", "c400"]
 
 
 @given(ages=AGES, policy=POLICIES)

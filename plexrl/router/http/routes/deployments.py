@@ -126,6 +126,7 @@ async def copy(
         spec_json=view["spec_json"],
         node_type=view["node_type"],
         pace=view["pace"],
+        checkpoints=view["checkpoints"],
         preemptible=view["preemptible"],
         memory=msgspec.to_builtins(device_memory(deployment_spec_from_json(view["spec_json"]))),
     )

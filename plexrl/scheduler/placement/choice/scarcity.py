@@ -7,7 +7,7 @@ from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.fit.feasibility import is_possible
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator
 
     from plexrl.scheduler.placement.cluster import Cluster
     from plexrl.scheduler.placement.waiting.units import Size
@@ -21,13 +21,20 @@ remainder that large deployments leave. Each job that need not share for that ha
 
 def is_scarce(cluster: "Cluster", deployment: "Deployment") -> bool:
     """Whether another eligible deployment needs more GPUs than are free."""
-    return scarce_for(cluster, deployment) is not None
+    return any(True for _ in _waiting_for_gpus(cluster, deployment))
 
 
 def scarce_for(cluster: "Cluster", deployment: "Deployment") -> "Deployment | None":
-    """Another eligible deployment that needs more GPUs than are free; if `deployment` has none
-    yet, more than would be free after it got a group of its own. Deployments that need `SMALL`
-    times as many GPUs do not count."""
+    """The oldest of the first of each queue that are eligible and need more GPUs than are free:
+    whatever the order in which the queues came to be, which a restart changes."""
+    found = _waiting_for_gpus(cluster, deployment)
+    return min(found, key=lambda each: each.serial, default=None)
+
+
+def _waiting_for_gpus(cluster: "Cluster", deployment: "Deployment") -> "Iterator[Deployment]":
+    """Other eligible deployments that need more GPUs than are free; if `deployment` has none yet,
+    more than would be free after it got a group of its own. Deployments that need `SMALL` times as
+    many GPUs do not count. One stands for its queue."""
     taken = deployment.workers if deployment.group is None else 0
     waiting, node_type, pool = cluster.waiting, deployment.node_type, cluster.inventory.pool
     for size, tenants in waiting.pending_by_tenant.items():
@@ -38,14 +45,14 @@ def scarce_for(cluster: "Cluster", deployment: "Deployment") -> "Deployment | No
         if size.workers <= pool.free_gpus(size.node_type) - taken:
             continue
         for queue in tenants.values():
-            # One deployment stands for its queue: the first that is not `deployment` itself.
+            # The first that is not `deployment` itself.
             other = cluster.state.deployment(queue[0][2])
             if other is deployment:
                 if len(queue) == 1:
                     continue
                 other = cluster.state.deployment(queue[1][2])
             if _is_eligible(cluster, other):
-                return other
+                yield other
     for name in waiting.of_partial_jobs:
         other = cluster.state.deployment(name)
         if (
@@ -54,8 +61,7 @@ def scarce_for(cluster: "Cluster", deployment: "Deployment") -> "Deployment | No
             and other.workers > pool.free_gpus(other.node_type) - taken
             and _is_eligible(cluster, other)
         ):
-            return other
-    return None
+            yield other
 
 
 def _is_eligible(cluster: "Cluster", deployment: "Deployment") -> bool:

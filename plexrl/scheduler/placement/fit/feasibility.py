@@ -114,12 +114,16 @@ def _holds_gang(
     cluster: Cluster, gang: Sequence[Deployment], members: Sequence[Deployment]
 ) -> bool:
     """Whether the nodes in service hold a gang of a job without GPUs. A pass asks so for each gang
-    that starves, and the answer changes with the nodes only: it is kept."""
+    that starves. Whether they hold it as it is placed changes with the nodes only, and is kept;
+    whether a training fits on its rollouts' GPUs follows from measured moves, too."""
     inventory = cluster.inventory
     key = (
         *[each.deployment for each in gang],
         *[
-            (each.deployment, each.workers, each.state_bytes, each.trace, each.memory)
+            (
+                *(each.deployment, each.workers, each.state_bytes),
+                *(each.trace, each.memory, each.shares),
+            )
             for each in members
         ],
     )
@@ -127,9 +131,9 @@ def _holds_gang(
     if known is None:
         if len(inventory.holds_gangs) >= HELD_GANGS_MAX:
             inventory.holds_gangs.clear()
-        known = _fit_on_rollouts(cluster, inventory.in_service(), gang)
+        known = fit_as_placed(cluster, inventory.in_service(), gang)
         inventory.holds_gangs[key] = known
-    return known
+    return known or _fit_spanning(cluster, inventory.in_service(), gang)
 
 
 def why_impossible(cluster: Cluster, deployment: Deployment) -> str | None:
@@ -182,8 +186,13 @@ def _fit_on_rollouts(
     """As `fit_as_placed`; a training may also be on the GPUs of its smaller rollouts, once these
     are placed. Reservations do not count on it: they would be earlier, and leave others less room
     than they need (3.5 % of the drain of a simulated backlog)."""
-    if fit_as_placed(cluster, free, deployments):
-        return True
+    return fit_as_placed(cluster, free, deployments) or _fit_spanning(cluster, free, deployments)
+
+
+def _fit_spanning(
+    cluster: Cluster, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
+) -> bool:
+    """Whether all fit if trainings are on the GPUs of their smaller rollouts."""
     order = in_placement_order(deployments)
     if not cluster.settings.divides_groups or not any(map(_is_shared_rollout, order)):
         return False

@@ -27,6 +27,7 @@ from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.state.messages import calls
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import Answer, Ask, Plain, Report
+from plexrl.scheduler.state.messages.earlier import upgrade_report
 from plexrl.wire.links.credentials import LOCAL, Identity, Role
 from plexrl.wire.messages.reports import (
     HELLOS,
@@ -227,6 +228,6 @@ class Connection:
         async def handler(_: Peer, params: Plain) -> Answer:
             self._check_role(name, role)
             await self._shell.wait_until_consistent()
-            return await take(calls.parse(kind, params))
+            return await take(calls.parse(kind, upgrade_report(params)))
 
         return handler

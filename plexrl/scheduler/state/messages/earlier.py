@@ -7,6 +7,7 @@ are typed; the journal and the snapshots use nothing else.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -33,6 +34,14 @@ def upgrade_event(event: Plain) -> None:
     _type_error(event)
     if (text := event.pop("settings_json", "")) != "":
         event["settings"] = msgspec.json.decode(text, type=Plain)
+
+
+def upgrade_report(params: Mapping[str, Any]) -> Plain:
+    """The parameters of a report; a router of an earlier version is about to be replaced, and what
+    its workers have done must not be lost."""
+    found = dict(params)
+    _type_error(found)
+    return found
 
 
 def upgrade_state(state: Plain, version: int) -> None:

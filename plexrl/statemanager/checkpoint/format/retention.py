@@ -15,7 +15,9 @@ class RetentionPolicy:
     keep_every: int | None = None
     """Keep the checkpoints at multiples of this number of steps."""
     prefix: str = ""
-    """The policy is for checkpoints whose names begin with this; it keeps all others."""
+    """The policy is for checkpoints whose names are this and a number, the newest of which are
+    those that were written last: after a step back, the numbers begin again. It keeps all others.
+    Empty: it is for all, and the newest have the highest steps."""
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every"):
@@ -42,7 +44,11 @@ def deletable(
     """The checkpoints that the policy deletes, the oldest first; never the newest one."""
     if policy.keep_last is None and policy.keep_every is None:
         return ()
-    by_age = sorted(each for each in checkpoints if each.name.startswith(policy.prefix))
+    if policy.prefix:
+        series = [each for each in checkpoints if _is_of(each.name, policy.prefix)]
+        by_age = sorted(series, key=lambda each: (each.written_ns, each.step))
+    else:
+        by_age = sorted(checkpoints)
     newest = by_age[-max(1, policy.keep_last or 0) :]
     return tuple(
         checkpoint
@@ -50,3 +56,7 @@ def deletable(
         if not checkpoint.is_pinned
         and (policy.keep_every is None or checkpoint.step % policy.keep_every != 0)
     )
+
+
+def _is_of(name: str, prefix: str) -> bool:
+    return name.startswith(prefix) and name[len(prefix) :].isdecimal()

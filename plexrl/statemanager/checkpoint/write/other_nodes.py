@@ -3,8 +3,8 @@
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -27,6 +27,8 @@ LOG = logging.getLogger(__name__)
 POLL_S = 0.2
 TIMEOUT_S = 30.0
 """Longest wait for one answer."""
+STOP_S = 5.0
+"""Longest wait until the others have stopped, before their connections are cut."""
 HERE = ""
 """Address of this node's StateManager, as its readers have it."""
 
@@ -45,7 +47,7 @@ class OtherNodes:
         self._request = request
         self._lock = threading.Lock()
         self._connections: set[TcpConnection] = set()
-        self._is_stopped = False
+        self._stopped = threading.Event()
 
     @contextmanager
     def writing(
@@ -53,8 +55,7 @@ class OtherNodes:
     ) -> "Iterator[tuple[Sequence[PlannedFile], Sequence[Future[list[TensorRecord]]]]]":
         """Have them write their parts while the block runs, at whose end they stop. Gives the part
         of this node, and what they write. `held_by` has the address of each reader."""
-        with self._lock:
-            self._is_stopped = False
+        self._stopped.clear()
         own, *parts = divide(files, held_by, (HERE, *self._addresses))
         with ThreadPoolExecutor(len(self._addresses)) as pool:
             futures = [
@@ -65,7 +66,10 @@ class OtherNodes:
             try:
                 yield own, futures
             finally:
-                self._stop()
+                self._stopped.set()
+                # Each tells its node to stop, so that no file comes after those are deleted.
+                if wait(futures, STOP_S).not_done:
+                    self._cut()
 
     def _write(
         self, address: str, files: Sequence[str], progress: CheckpointProgress
@@ -76,10 +80,8 @@ class OtherNodes:
         try:
             connection = TcpConnection(self._network, address, self._ticket, TIMEOUT_S)
             with self._lock:
-                if self._is_stopped:
-                    return []
                 self._connections.add(connection)
-            return self._written(connection, files, progress)
+            return [] if self._stopped.is_set() else self._written(connection, files, progress)
         except OperationCancelledError:
             raise
         except (PlexRLError, OSError) as error:
@@ -87,6 +89,8 @@ class OtherNodes:
             return []
         finally:
             if connection is not None:
+                with self._lock:
+                    self._connections.discard(connection)
                 connection.close()
 
     def _written(
@@ -106,19 +110,23 @@ class OtherNodes:
                     raise from_wire(report.error)
                 if report.is_over:
                     return found
-                progress.wait(POLL_S)
+                if self._stopped.wait(POLL_S):
+                    connection.ask(_plain(AskFiles(stop=True)))
+                    return []
+                progress.wait(0.0)
+        except OperationCancelledError:
+            connection.ask(_plain(AskFiles(stop=True)))
+            raise
         except BaseException:
             # This node writes them again.
             progress.add_elsewhere(-done)
             raise
 
-    def _stop(self) -> None:
+    def _cut(self) -> None:
         with self._lock:
-            self._is_stopped = True
-            connections, self._connections = self._connections, set()
+            connections = list(self._connections)
         for connection in connections:
-            with suppress(OSError):
-                connection.close()
+            connection.cut()
 
 
 def _plain(request: msgspec.Struct) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class Requests:
                 case WriteFiles():
                     self._write_files(request)
                 case AskFiles():
-                    result = self._ask_files()
+                    result = self._ask_files(request)
                 case _Confirm():
                     pass
             send_frame(connection, {"result": result})
@@ -236,9 +236,11 @@ class Requests:
         self._files = begin_files(self._services, request)
         self._leases.callback(self._files.end)
 
-    def _ask_files(self) -> dict[str, Any]:
+    def _ask_files(self, request: AskFiles) -> dict[str, Any]:
         if self._files is None:
             raise InvalidRequestError("nothing is written: send write_files first")
+        if request.stop:
+            self._files.end()
         report: dict[str, Any] = msgspec.to_builtins(self._files.report())
         return report
 

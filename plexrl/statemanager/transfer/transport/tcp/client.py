@@ -1,9 +1,10 @@
 """Transport to a StateManager on another node, over TLS or TCP."""
 
+import socket
 import threading
 from collections import deque
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -138,6 +139,11 @@ class TcpConnection:
                     # The answer to the other request would be taken for that to a later one.
                     self._socket.close()
                 raise
+
+    def cut(self) -> None:
+        """End the connection while another thread waits for an answer, which raises there."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection, which releases the versions."""
