@@ -115,9 +115,12 @@ class Daemon:
         return log, status
 
     def clean_up(self) -> None:
-        """Leave nothing behind."""
+        """Leave nothing behind. Its log is in the report of a test that fails."""
         if self.process is not None:
-            self.kill()
+            found = self.process.poll()
+            log, _ = self._end(signal.SIGKILL)
+            print(f"{self.config.node} {'lived' if found is None else f'ended with {found}'}:")
+            print(log)
         shutil.rmtree(self.config.host_dir, ignore_errors=True)
 
     def descriptors(self) -> int:

@@ -361,7 +361,12 @@ def test_a_tenant_sees_only_its_own_jobs_and_cannot_operate(
             {"trace": {"segments": [{"offset_s": 9, "duration_s": 1}] * 2}},
             "out of order",
         ),
-        ("POST", "jobs/careless/deployments", {"kind": "rollout", "trace": {}}, "leave the trace"),
+        (
+            "POST",
+            "jobs/careless/deployments",
+            {"kind": "rollout", "shares_gpus": False, "trace": {}},
+            "needs no demand trace",
+        ),
         ("POST", "jobs/careless/deployments", {"node_type": 5}, "body.node_type"),
     ],
 )
