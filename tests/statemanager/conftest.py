@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import resource
 import shutil
@@ -119,8 +120,8 @@ class Daemon:
         if self.process is not None:
             found = self.process.poll()
             log, _ = self._end(signal.SIGKILL)
-            print(f"{self.config.node} {'lived' if found is None else f'ended with {found}'}:")
-            print(log)
+            state = "lived" if found is None else f"ended with {found}"
+            logging.getLogger(__name__).warning("%s %s:\n%s", self.config.node, state, log)
         shutil.rmtree(self.config.host_dir, ignore_errors=True)
 
     def descriptors(self) -> int:
