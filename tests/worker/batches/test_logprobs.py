@@ -29,11 +29,11 @@ def test_entropy_and_its_gradient_are_those_of_torch(
     assert torch.allclose(own.grad, plain.grad, atol=1e-6)
 
 
-class AllocationSizes(TorchDispatchMode):
+class AllocationSizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the elements of each tensor that an operation allocates."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.elements: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
