@@ -268,7 +268,7 @@ class ModelDoesNotFitError(PlexRLError):
 
 
 class PayloadTooLargeError(PlexRLError):
-    """The request's payload is too large."""
+    """The payload of a request or of a result is too large."""
 
     code = "payload_too_large"
     status = 413

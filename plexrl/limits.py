@@ -23,6 +23,9 @@ SAMPLES_MAX = 65_536
 RANKS_MAX = 65_536
 TOP_LOGPROBS_MAX = 128
 """Most alternatives of a token: a result has 8 bytes for each."""
+RESULT_BYTES_MAX = 8 << 30
+"""Largest result of a `generate` or `forward` call. At its end a worker holds it three times: in
+rows, in arrays and as a payload, half as large as a frame may carry."""
 SECONDS_MAX = 1e12
 """Added to a clock of this century, a float still resolves a millisecond."""
 WAIT_S_MAX = 1e6

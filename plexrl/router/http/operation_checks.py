@@ -16,7 +16,7 @@ from plexrl.errors import (
     NonFiniteInputError,
     TokenRangeError,
 )
-from plexrl.limits import LIMITS, SAMPLES_MAX
+from plexrl.limits import LIMITS, RESULT_BYTES_MAX, SAMPLES_MAX
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.lora import LoraSpec
 from plexrl.wire.operations import (
@@ -74,6 +74,10 @@ def check_operation(
         case ForwardParams():
             _check_distribution(spec, typed)
             tokens = _check_batch(spec, arrays, ())
+            _check_result(
+                tokens * (4 + 4 * typed.entropy + 8 * typed.top_logprobs),
+                "send fewer rows at once, or lower top_logprobs",
+            )
         case GenerateParams() if spec.preemptible and typed.stream:
             raise InvalidRequestError(
                 "a preemptible deployment does not stream, because its generations are "
@@ -258,8 +262,25 @@ def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays
     # No completion is longer than the deployment's limit on a sequence.
     if "max_tokens" in arrays:
         most = np.minimum(arrays["max_tokens"], spec.max_sequence_tokens)
-        return params.samples_per_prompt * int(most.sum())
-    return rows * min(sampling.max_tokens, spec.max_sequence_tokens)
+        drawn = params.samples_per_prompt * int(most.sum())
+    else:
+        drawn = rows * min(sampling.max_tokens, spec.max_sequence_tokens)
+    of_drawn = 8 + 4 * sampling.sampling_logprobs + 8 * sampling.top_logprobs
+    of_prompts = (4 + 8 * sampling.prompt_top_logprobs) * sampling.scores_prompts
+    _check_result(
+        drawn * of_drawn + len(arrays["tokens"]) * of_prompts,
+        "split the prompts, or lower max_tokens, top_logprobs or prompt_top_logprobs",
+    )
+    return drawn
+
+
+def _check_result(size: int, mend: str) -> None:
+    """Refuse work whose result may have more bytes than workers hold and send."""
+    if size > RESULT_BYTES_MAX:
+        raise BatchShapeError(
+            f"the result may have {size} bytes; at most {RESULT_BYTES_MAX}: {mend}",
+            bytes=size,
+        )
 
 
 def _check_details(spec: DeploymentSpec, sampling: SamplingParams) -> None:

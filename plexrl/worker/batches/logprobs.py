@@ -171,13 +171,23 @@ class _Entropy(torch.autograd.Function):
 
 
 def _chunks(logits: torch.Tensor, less: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Parts of the rows of logits, each with its values less those of `less`; finite."""
-    flat_NV, less_N1 = logits.reshape(-1, logits.shape[-1]), less.reshape(-1, 1)
-    rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
-    for first in range(0, len(flat_NV), rows):
-        part = slice(first, first + rows)
-        # The product of exp(-inf) and -inf is no number.
-        yield part, (flat_NV[part] - less_N1[part]).clamp_(min=-1e30)
+    """Parts of the distributions, counted over all rows, each with its logits less the values of
+    `less` `[C, V]`; finite.
+
+    Logits that leave the last token out are a view with gaps between the rows. To flatten it would
+    copy all of it, so each part is cut out of the view.
+    """
+    shape = (logits.shape[:-2].numel(), logits.shape[-2] if logits.dim() > 1 else 1)
+    logits_BPV, less_BP1 = logits.reshape(*shape, logits.shape[-1]), less.reshape(*shape, 1)
+    tokens = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    rows = max(1, tokens // max(1, shape[1]))
+    for row in range(0, shape[0], rows):
+        for token in range(0, shape[1], tokens):
+            index = slice(row, row + rows), slice(token, token + tokens)
+            x_CV = (logits_BPV[index] - less_BP1[index]).flatten(0, 1)
+            first = row * shape[1] + token
+            # The product of exp(-inf) and -inf is no number.
+            yield slice(first, first + len(x_CV)), x_CV.clamp_(min=-1e30)
 
 
 class _ShardedLogprobs(torch.autograd.Function):

@@ -19,9 +19,11 @@ from plexrl.errors import (
     ExecutionError,
     InvalidRequestError,
     NonFiniteWeightsError,
+    PayloadTooLargeError,
     PlexRLError,
 )
 from plexrl.statemanager.store.disk_space import held_error
+from plexrl.wire.framing import encode_head
 from plexrl.wire.messages import (
     AnyCompute,
     AnyRequest,
@@ -255,6 +257,7 @@ class Worker:
     def _finish(
         self, name: RunName, result: BackendResult, started: float, *, replay: bool = False
     ) -> None:
+        """Reply with a result, or with an error if no frame can carry it."""
         payload = encode_body({}, result.arrays) if result.arrays and not replay else b""
         finished = Finished(
             operation=name[0],
@@ -263,7 +266,14 @@ class Worker:
             compute_s=time.perf_counter() - started,
             peak_bytes=self._mover.take_peak_bytes(),
         )
-        self._reply(name, KeptReply(frame_header(finished), payload))
+        header = frame_header(finished)
+        try:
+            encode_head(header, len(payload))
+        except PayloadTooLargeError as error:
+            # Mutations return less than they are sent, so no state depends on this result.
+            self._fail(name, error, state_intact=True)
+            return
+        self._reply(name, KeptReply(header, payload))
 
     def _fail(self, name: RunName, error: PlexRLError, *, state_intact: bool) -> None:
         failed = Failed(

@@ -42,16 +42,41 @@ class RowPlacement:
     """Tokens are returned as they are drawn, and not with the row."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDetails:
-    """What the drawn tokens of a row have beside their logprobs, for a generation that wants it.
-    Lists have one entry per token, or are empty."""
+    """What the drawn tokens of a row have beside their logprobs, for a generation that wants it:
+    arrays with one entry per token, k 0 and no `sampling_logprobs` if these are not wanted."""
 
-    sampling_logprobs: list[float] = field(default_factory=list)
-    top_ids: list[Array] = field(default_factory=list)
-    """int32 `[k]`, the likeliest first."""
-    top_logprobs: list[Array] = field(default_factory=list)
-    """float32 `[k]`."""
+    sampling_logprobs: Array
+    """float32 `[tokens]`, or `[0]`."""
+    top_ids: Array
+    """int32 `[tokens, k]`, the likeliest first."""
+    top_logprobs: Array
+    """float32 `[tokens, k]`."""
+
+    @classmethod
+    def room(cls, sampling: SamplingParams, tokens: int) -> "TokenDetails":
+        """Arrays for so many tokens, not filled in: the system gives them memory as they fill."""
+        shape = (tokens, sampling.top_logprobs)
+        return cls(
+            sampling_logprobs=np.empty(tokens * sampling.sampling_logprobs, dtype=np.float32),
+            top_ids=np.empty(shape, dtype=np.int32),
+            top_logprobs=np.empty(shape, dtype=np.float32),
+        )
+
+    def fill(self, first: "TokenDetails") -> None:
+        """Copy the numbers of the first tokens."""
+        self.sampling_logprobs[: len(first.sampling_logprobs)] = first.sampling_logprobs
+        self.top_ids[: len(first.top_ids)] = first.top_ids
+        self.top_logprobs[: len(first.top_logprobs)] = first.top_logprobs
+
+    def first(self, tokens: int) -> "TokenDetails":
+        """A copy for the first tokens, which keeps no memory of the others."""
+        return TokenDetails(
+            sampling_logprobs=self.sampling_logprobs[:tokens].copy(),
+            top_ids=self.top_ids[:tokens].copy(),
+            top_logprobs=self.top_logprobs[:tokens].copy(),
+        )
 
 
 class PromptScores:
@@ -95,7 +120,8 @@ class Generation:
     """int32 `[drawn]`."""
     logprobs: list[Any] = field(default_factory=list)
     """float32 `[drawn]`."""
-    details: list[TokenDetails] = field(default_factory=list)
+    details: list[TokenDetails | None] = field(default_factory=list)
+    """None: no token was drawn, or nothing is wanted."""
     finish: list[int] = field(default_factory=list)
     segments: list[list[Segment]] = field(default_factory=list)
     prompt_scores: list[PromptScores] = field(default_factory=list)
@@ -120,7 +146,7 @@ class Generation:
         rows = len(self.prompts) * self.samples_per_prompt
         self.tokens = [np.empty(0, dtype=np.int32)] * rows
         self.logprobs = [np.empty(0, dtype=np.float32)] * rows
-        self.details = [TokenDetails() for _ in range(rows)]
+        self.details = [None] * rows
         self.finish = [ABORT] * rows
         self.segments = [[] for _ in range(rows)]
         self.unfinished = rows if self.rows is None else len(self.rows)
@@ -168,14 +194,13 @@ class Generation:
     def _detail_arrays(self) -> Arrays:
         """What the parameters of sampling ask for beside tokens and logprobs."""
         sampling, found = self.sampling, Arrays()
+        details = [each for each in self.details if each is not None]
+        details.append(TokenDetails.room(sampling, 0))
         if sampling.sampling_logprobs:
-            values = [value for row in self.details for value in row.sampling_logprobs]
-            found["sampling_logprobs"] = np.array(values, dtype=np.float32)
-        if top := sampling.top_logprobs:
-            ids = [each for row in self.details for each in row.top_ids]
-            logprobs = [each for row in self.details for each in row.top_logprobs]
-            found["top_ids"] = np.array(ids, dtype=np.int32).reshape(-1, top)
-            found["top_logprobs"] = np.array(logprobs, dtype=np.float32).reshape(-1, top)
+            found["sampling_logprobs"] = np.concatenate([row.sampling_logprobs for row in details])
+        if sampling.top_logprobs:
+            found["top_ids"] = np.concatenate([row.top_ids for row in details])
+            found["top_logprobs"] = np.concatenate([row.top_logprobs for row in details])
         if self.prompt_scores:
             scores = self.prompt_scores
             found["prompt_logprobs"] = np.concatenate([each.logprobs for each in scores])
@@ -218,8 +243,8 @@ class Sample:
     """int32 `[drawn]`, and `logprobs` float32 `[drawn]`, while a preempted sample waits; None
     before its first run."""
     logprobs: Any = None
-    details: TokenDetails = field(default_factory=TokenDetails)
-    """Of all drawn tokens, also while it runs."""
+    details: TokenDetails | None = None
+    """Of the drawn tokens, as `tokens`; None: nothing is wanted."""
 
     @property
     def group(self) -> tuple[str, int]:
@@ -259,7 +284,7 @@ class CarriedSample:
     tokens: Any
     """As `Sample.tokens`, and `logprobs`."""
     logprobs: Any
-    details: TokenDetails
+    details: TokenDetails | None
     segments: tuple[Segment, ...]
     blocks: tuple[int, ...] = ()
     """The blocks that it held; empty: it has no keys and values."""

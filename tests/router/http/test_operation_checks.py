@@ -15,9 +15,11 @@ from plexrl.errors import (
     NoTokenCountsError,
     TokenRangeError,
 )
+from plexrl.limits import RESULT_BYTES_MAX
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import tiny_qwen2
+from plexrl.router.http import operation_checks
 from plexrl.router.http.operation_checks import check_operation, check_source
 from plexrl.wire.tensors import Arrays
 
@@ -250,6 +252,55 @@ def test_more_alternatives_than_tokens_are_refused(kind: str, params: dict[str, 
     arrays = {name: batch([4])[name] for name in ("tokens", "lengths")}
     with pytest.raises(InvalidRequestError, match="ask for at most 13"):
         check_operation(ROLLOUT if kind == "generate" else TRAIN, kind, params, arrays)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "bytes_of_a_token"),
+    [
+        ({}, 8),
+        ({"sampling_logprobs": True}, 12),
+        ({"top_logprobs": 7}, 64),
+        ({"top_logprobs": 7, "sampling_logprobs": True}, 68),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("in_array", [False, True], ids=["max_tokens", "max_tokens by prompt"])
+def test_a_generation_whose_result_may_be_too_large_is_refused(
+    sampling: dict[str, Any], bytes_of_a_token: int, in_array: bool
+) -> None:
+    samples, arrays = 32_768, {name: batch([4])[name] for name in ("tokens", "lengths")}
+    rollout = replace(ROLLOUT, max_sequence_tokens=1 << 20)
+
+    def check(most: int) -> None:
+        wanted = {**sampling, "max_tokens": 1 if in_array else most}
+        by_prompt = {"max_tokens": np.array([most])} if in_array else {}
+        params = {"sampling": wanted, "samples_per_prompt": samples}
+        check_operation(rollout, "generate", params, {**arrays, **by_prompt})
+
+    largest = RESULT_BYTES_MAX // (samples * bytes_of_a_token)
+    check(largest)
+    with pytest.raises(BatchShapeError, match=f"at most {RESULT_BYTES_MAX}: split the prompts"):
+        check(largest + 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "params"),
+    [
+        (TRAIN, "forward", {"top_logprobs": 13, "entropy": True}),
+        (ROLLOUT, "generate", {"sampling": {"prompt_top_logprobs": 13, "max_tokens": 1}}),
+    ],
+)
+def test_alternatives_of_more_tokens_than_a_result_may_have_are_refused(
+    spec: DeploymentSpec, kind: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A batch that meets the real bound has 300 MB.
+    monkeypatch.setattr(operation_checks, "RESULT_BYTES_MAX", 40 * (8 + 8 * 13))
+    few, many = (
+        {name: batch([20] * rows)[name] for name in ("tokens", "lengths")} for rows in (2, 3)
+    )
+    check_operation(spec, kind, params, few)
+    with pytest.raises(BatchShapeError, match="the result may have"):
+        check_operation(spec, kind, params, many)
 
 
 def test_a_reward_model_has_no_distribution() -> None:

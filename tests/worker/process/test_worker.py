@@ -12,10 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from plexrl.errors import ExecutionError, StaleWeightsError
+from plexrl.errors import ExecutionError, PayloadTooLargeError, StaleWeightsError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import tiny_qwen2
 from plexrl.statemanager.transfer.pull import PullMode
+from plexrl.wire import framing
 from plexrl.wire.framing import recv_frame
 from plexrl.wire.messages import AnyRun, RankShare, StartRun, frame_header
 from plexrl.wire.operations import GenerateParams, OperationKind, SamplingParams, SyncWeightsParams
@@ -207,3 +208,17 @@ def test_a_step_that_fails_ends_the_worker_and_its_generations_say_why(
     with pytest.raises(SystemExit):
         node.worker.run_once(block=False)
     assert node.error()["code"] == code
+
+
+def test_a_result_that_no_frame_carries_fails_its_operation_and_not_the_worker(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.generate()
+    with monkeypatch.context() as patch:
+        patch.setattr(framing, "PAYLOAD_BYTES_MAX", 8 * TOKENS)
+        node.until(lambda: node.drawn == TOKENS)
+    assert node.error()["code"] == PayloadTooLargeError.code
+    # The worker goes on.
+    node.sync()
+    node.until(lambda: node.drawn_at_pull is not None)
+    assert node.result("s")["transfer_s"] == 2.0

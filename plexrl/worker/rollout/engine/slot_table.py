@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from plexrl.worker.rollout.engine.step_batch import Ints, Scored, Work
-from plexrl.worker.rollout.generation import PromptScores, Sample
+from plexrl.worker.rollout.generation import PromptScores, Sample, TokenDetails
 from plexrl.worker.rollout.sampling import RowSampling, likeliest_tokens, sampling_logprobs
 
 NO_LEADER = -1
@@ -57,6 +57,8 @@ class SlotTable:
         self.tokens = np.zeros((slots, sequence_tokens_max), dtype=np.int32)
         self.logprobs = np.zeros((slots, sequence_tokens_max), dtype=np.float32)
         """Logprobs of the drawn tokens, from index 0."""
+        self._details: dict[int, TokenDetails] = {}
+        """Of slots whose generations want them: room for every token that may be drawn."""
 
     @property
     def free(self) -> int:
@@ -103,6 +105,10 @@ class SlotTable:
         self.computed[slot] = self.held[slot] = 0
         most = sample.generation.max_tokens(sample.row)
         self.limit[slot] = max(1, min(most, self.sequence_max - prompt))
+        if sampling.details_tokens:
+            self._details[slot] = TokenDetails.room(sampling, int(self.limit[slot]))
+            if sample.details is not None:
+                self._details[slot].fill(sample.details)
         self.ignore_eos[slot] = sampling.ignore_eos
         temperature = sampling.temperature
         self.temperature[slot] = max(TEMPERATURE_MIN, temperature) if temperature else 0.0
@@ -121,6 +127,8 @@ class SlotTable:
         prompt = int(self.prompt[slot])
         sample.tokens = self.tokens[slot, prompt : prompt + drawn].copy()
         sample.logprobs = self.logprobs[slot, :drawn].copy()
+        details = self._details.pop(slot, None)
+        sample.details = None if details is None else details.first(drawn)
         self.active[slot] = False
         self.leader[slot] = NO_LEADER
         self.held[slot] = 0
@@ -145,19 +153,21 @@ class SlotTable:
             return
         index = torch.tensor(which, device=logprobs_NV.device)
         logprobs_NV = logprobs_NV.index_select(0, index)
-        samples = [self.samples[slot] for slot in slots[which].tolist()]
-        wanted = [sample.generation.sampling for sample in samples]
+        own = slots[which]
+        wanted = [self.samples[slot].generation.sampling for slot in own.tolist()]
         drawn_by: list[float] = []
         if any(each.sampling_logprobs for each in wanted):
-            sampling = self.sampling(slots[which], logprobs_NV.device)
+            sampling = self.sampling(own, logprobs_NV.device)
             drawn_by = sampling_logprobs(logprobs_NV, sampling, token_N[index]).tolist()
         ids, logprobs = likeliest_tokens(logprobs_NV, max(each.top_logprobs for each in wanted))
-        for row, (sample, each) in enumerate(zip(samples, wanted, strict=True)):
+        rows = zip(own.tolist(), self.drawn(own).tolist(), wanted, strict=True)
+        for row, (slot, position, each) in enumerate(rows):
+            details, top = self._details[slot], each.top_logprobs
             if each.sampling_logprobs:
-                sample.details.sampling_logprobs.append(drawn_by[row])
-            if each.top_logprobs:
-                sample.details.top_ids.append(ids[row, : each.top_logprobs])
-                sample.details.top_logprobs.append(logprobs[row, : each.top_logprobs])
+                details.sampling_logprobs[position] = drawn_by[row]
+            if top:
+                details.top_ids[position] = ids[row, :top]
+                details.top_logprobs[position] = logprobs[row, :top]
 
     def scored(self, work: Work, device: torch.device) -> Scored | None:
         """The tokens of prompts in `work` whose next tokens' logprobs are wanted."""

@@ -1,6 +1,8 @@
 """Logprobs of the sampling policy, likeliest tokens and logprobs of prompts, against
 `transformers` and plain torch."""
 
+import gc
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -91,12 +93,13 @@ def test_sampling_logprobs_are_those_of_the_distribution_that_drew_the_token(
     assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
     assert set(plain.arrays()) == {"tokens", "lengths", "logprobs", "finish"}
     for row, tokens in enumerate(found.tokens):
-        prompt = PROMPTS[row // 2]
+        prompt, details = PROMPTS[row // 2], found.details[row]
+        assert details is not None
         places = all_logprobs(model, [*prompt, *tokens.tolist()])[len(prompt) - 1 :]
         for place, token, value, own in zip(
             places,
             tokens,
-            found.details[row].sampling_logprobs,
+            details.sampling_logprobs,
             found.logprobs[row],
             strict=True,
         ):
@@ -130,6 +133,39 @@ def test_top_logprobs_are_the_likeliest_tokens_of_the_model_itself(
         if temperature == 0.0:
             assert np.array_equal(arrays["top_ids"][own, 0], tokens)
         start = own.stop
+
+
+def test_a_preempted_sample_keeps_the_numbers_of_its_tokens() -> None:
+    model = build_model(TIED)
+    wanted = {"max_tokens": 24, "sampling_logprobs": True, "top_logprobs": TOP, "temperature": 0.7}
+    whole, parts = (generation(name, PROMPTS, 3, **wanted) for name in ("whole", "parts"))
+    run(model, whole)
+    block = Engine(model, slots=1, sequence_tokens_max=64, block_tokens=4).stats().block_bytes
+    engine = run(model, parts, slots=6, block_tokens=4, kv_bytes_max=17 * block)
+    assert engine.stats().preemptions
+    one, other = whole.arrays(), parts.arrays()
+    for name in ("tokens", "top_ids"):
+        assert np.array_equal(one[name], other[name]), name
+    for name in ("logprobs", "sampling_logprobs", "top_logprobs"):
+        assert np.allclose(one[name], other[name], atol=2e-4), name
+
+
+def test_rows_hold_little_more_memory_than_their_result_has() -> None:
+    model = build_model(TIED)
+    made = generation("g", [[3]] * 8, 2, max_tokens=200, top_logprobs=1, sampling_logprobs=True)
+    # A generation in the same steps that wants more adds nothing to the rows of the first one.
+    other = generation("other", [[4]], max_tokens=200, top_logprobs=13)
+    run(model, generation("warm", [[3]], top_logprobs=1))
+    gc.collect()
+    tracemalloc.start()
+    try:
+        run(model, made, other, slots=32, sequence_tokens_max=256)
+        other.details.clear()
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 2 * sum(array.nbytes for array in made.arrays().values())
 
 
 @pytest.mark.parametrize("spec", [TIED, LLAMA, GEMMA3], ids=lambda s: str(s.architecture))

@@ -40,7 +40,7 @@ class EndedRow:
     row: int
     tokens: Any
     logprobs: Any
-    details: TokenDetails
+    details: TokenDetails | None
     finish: int
     segments: list[Segment]
 

@@ -10,7 +10,7 @@ from plexrl.worker.rollout.engine.kv_pool import KvPool
 from plexrl.worker.rollout.engine.tensor_parallel.kv_exchange import KvExchange, Switch
 from plexrl.worker.rollout.engine.tensor_parallel.redistribution import NewGroup, redistribute
 from plexrl.worker.rollout.engine.tensor_parallel.switch_groups import SwitchGroups
-from plexrl.worker.rollout.generation import CarriedSample, TokenDetails
+from plexrl.worker.rollout.generation import CarriedSample
 
 WORLD = 4
 CHANGES = ((1, 2), (2, 4), (1, 4), (4, 1), (4, 2), (2, 1))
@@ -61,7 +61,7 @@ def samples(chance: random.Random, size: int) -> list[list[CarriedSample]]:
                     known=computed + 1,
                     tokens=None,
                     logprobs=None,
-                    details=TokenDetails(),
+                    details=None,
                     segments=(),
                     blocks=tuple(blocks),
                     computed=computed,
@@ -163,7 +163,7 @@ def peak_of_large_exchange(groups: SwitchGroups) -> dict[str, int]:
                 known=len(held) * BLOCK_TOKENS,
                 tokens=None,
                 logprobs=None,
-                details=TokenDetails(),
+                details=None,
                 segments=(),
                 blocks=held,
                 computed=len(held) * BLOCK_TOKENS,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plexrl.errors import InvalidRequestError
 from plexrl.worker.rollout.engine.tensor_parallel.redistribution import place_rows, redistribute
 from plexrl.worker.rollout.engine.tensor_parallel.switch_groups import SwitchGroups, member
-from plexrl.worker.rollout.generation import CarriedSample, TokenDetails
+from plexrl.worker.rollout.generation import CarriedSample
 
 BLOCK_TOKENS = 4
 
@@ -81,7 +81,7 @@ def carried(draw: st.DrawFn) -> list[list[CarriedSample]]:
                         known=computed + draw(st.integers(1, 9)),
                         tokens=None,
                         logprobs=None,
-                        details=TokenDetails(),
+                        details=None,
                         segments=(),
                         blocks=blocks if computed else (),
                         computed=computed,
