@@ -21,6 +21,7 @@ from plexrl.rollout.coordinator.messages import (
     GroupFiltered,
     PolicyChanged,
     PromptsEnded,
+    SharingChanged,
     StepMeasured,
     StepsMeasured,
 )
@@ -56,6 +57,7 @@ ACTIONS = {
     "restart": 1,
     "end_prompts": 1,
     "change_policy": 1,
+    "share": 1,
 }
 """Methods of `History`, and how likely each is."""
 HISTORY_ACTIONS = 32
@@ -234,6 +236,13 @@ class History:
         left = [each for each in fleet.engines if each not in fleet.drained]
         if len(left) > 1:
             fleet.drain(self.random.choice(left), left)
+
+    def share(self) -> None:
+        """The trainer moves to GPUs of an instance, or away from them."""
+        if engine := self.engine():
+            is_with_trainer = self.random.random() < 0.5
+            event = SharingChanged(instance=engine.name, is_with_trainer=is_with_trainer)
+            self.fleet.handle(event)
 
     def come_back(self) -> None:
         """A lost instance comes back, or one is lost and comes back at once."""

@@ -250,6 +250,10 @@ def test_it_is_known_which_instance_has_gpus_of_the_trainer(tmp_path: Path) -> N
                 "rollout-0": False,
                 "rollout-1": True,
             }
+            # The trainer moves.
+            cluster.groups["actor"] = ["g0", "g-rollout-0"]
+            await reached(rollout, lambda: joined[InstanceId("rollout-0")].is_with_trainer)
+            await reached(rollout, lambda: not joined[InstanceId("rollout-1")].is_with_trainer)
 
     asyncio.run(check())
 

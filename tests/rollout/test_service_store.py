@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from plexrl.errors import InvalidRequestError, StorageError
+from plexrl.errors import CorruptStateError, InvalidRequestError, StorageError
 from plexrl.rollout.coordinator.messages import (
     Generated,
     GroupAdded,
@@ -89,7 +89,7 @@ def test_a_restored_rollout_is_as_if_all_events_were_replayed(seed: int, tmp_pat
         if is_changed:
             order = order_of(state.core.settings)
         snapshot = state.plain() if is_changed or random.random() < 0.1 else None
-        queue.append(JournalEntry(seq=seq, event=event, snapshot=snapshot))
+        queue.append(JournalEntry(seq=seq, event=event, commands=commands, snapshot=snapshot))
         if random.random() < 0.3:
             store.write(queue)
             queue.clear()
@@ -105,6 +105,73 @@ def test_a_restored_rollout_is_as_if_all_events_were_replayed(seed: int, tmp_pat
             assert work.begun <= work.routed
             for number, routed in work.routes.items():
                 assert work.unended[number] == sum(work.held.get(t) == number for t in routed)
+    store.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_event_that_is_not_stored_changes_no_state(seed: int, tmp_path: Path) -> None:
+    history = played(seed)
+    store = RolloutStore(tmp_path / "rollout.sqlite")
+    state = RolloutState.new(order_of(history.fleet.settings))
+    plain = msgspec.json.encode(state.plain())
+    for event, _ in history.fleet.log:
+        taken = state.take(event, store)
+        before, plain = plain, msgspec.json.encode(state.plain())
+        assert taken is not None or plain == before
+    store.close()
+
+
+def write_tail(seed: int, store: RolloutStore) -> CoordinatorSettings:
+    """Stores the events of a history, whose policy stays the same, without a state."""
+    history = played(seed)
+    store.begin(ORDER)
+    state = RolloutState.new(order_of(history.fleet.settings))
+    entries = []
+    for event, _ in history.fleet.log:
+        if isinstance(event, PolicyChanged):
+            break
+        taken = state.take(event, store)
+        if taken is not None:
+            entries.append(replace(taken[0], snapshot=None))
+    store.write(entries)
+    return history.fleet.settings
+
+
+def test_events_are_not_replayed_to_other_commands(tmp_path: Path) -> None:
+    """Another way to route is what another version may have."""
+    refused = 0
+    for seed in range(8):
+        store = RolloutStore(tmp_path / f"{seed}.sqlite")
+        settings = write_tail(seed, store)
+        other = replace(
+            settings,
+            routing="count" if settings.routing != "count" else "throughput",
+            synchronisation="greedy",
+            migration="none",
+        )
+        stopped = RolloutState.stored(order_of(settings), store)
+        try:
+            state = RolloutState.stored(order_of(other), store)
+        except CorruptStateError as error:
+            refused += "stop it with SIGTERM" in str(error)
+        else:
+            assert state.instances.work == stopped.instances.work
+        # Without events there is nothing that may be decided in another way.
+        store.write_snapshot(stopped.seq, stopped.plain())
+        assert RolloutState.stored(order_of(other), store).plain() == stopped.plain()
+        store.close()
+    assert refused > 3
+
+
+def test_snapshots_of_versions_that_did_not_store_decisions_are_refused(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path / "rollout.sqlite")
+    settings = write_tail(3, store)
+    store.close()
+    with closing(sqlite3.connect(store.path, isolation_level=None)) as database:
+        database.execute("DROP TABLE decided")
+    store = RolloutStore(store.path)
+    with pytest.raises(CorruptStateError, match="was written by an earlier version"):
+        RolloutState.stored(order_of(settings), store)
     store.close()
 
 
@@ -236,11 +303,11 @@ def test_parts_of_a_trajectory_are_joined_in_the_order_of_events(tmp_path: Path)
     group, trajectory = SampleGroupId(0), TrajectoryId(1)
     prompt = np.array([3, 4], dtype=np.int32)
     event = GroupAdded(group=group, prompt_tokens=2)
-    entries = [JournalEntry(seq=1, event=event, prompt=(group, prompt), step=(0, 11))]
+    entries = [JournalEntry(seq=1, event=event, commands=(), prompt=(group, prompt), step=(0, 11))]
     for seq, (tokens, finish) in enumerate((([5, 6], "abort"), ([7], "stop")), 2):
         logprobs = -np.array(tokens, dtype=np.float32)
         part = GeneratedPart(trajectory, np.array(tokens, dtype=np.int32), logprobs, finish)
-        entries.append(JournalEntry(seq=seq, event=event, parts=[part]))
+        entries.append(JournalEntry(seq=seq, event=event, commands=(), parts=[part]))
     store.write(entries)
     store.close()
     store = RolloutStore(tmp_path / "a" / "rollout.sqlite")
@@ -250,7 +317,8 @@ def test_parts_of_a_trajectory_are_joined_in_the_order_of_events(tmp_path: Path)
     found = store.response(trajectory)
     assert (found.tokens.tolist(), found.logprobs.tolist()) == ([5, 6, 7], [-5.0, -6.0, -7.0])
     assert found.finish == "stop"
-    store.write([JournalEntry(seq=4, event=event, forgotten=[Forgotten(group, (trajectory,))])])
+    gone = Forgotten(group, (trajectory,))
+    store.write([JournalEntry(seq=4, event=event, commands=(), forgotten=[gone])])
     assert len(store.response(trajectory).tokens) == 0
     assert store.read([(group, trajectory)], 1000) == [None]
     store.delete()

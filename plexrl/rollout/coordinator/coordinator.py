@@ -40,6 +40,7 @@ from plexrl.rollout.coordinator.messages import (
     Rewarded,
     RolloutCommand,
     RolloutEvent,
+    SharingChanged,
     SnapshotTaken,
     StepsMeasured,
     Stopped,
@@ -189,6 +190,11 @@ class RolloutCoordinator:
                 return []
             case InstanceJoined():
                 self._on_joined(event)
+                return []
+            case SharingChanged():
+                if event.instance in self.assignments.instances:
+                    instance = self.assignments.instances[event.instance]
+                    instance.is_with_trainer = event.is_with_trainer
                 return []
             case InstanceLost():
                 self._on_lost(event)

@@ -46,6 +46,15 @@ class InstanceJoined(RolloutEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharingChanged(RolloutEvent):
+    """An instance has GPUs of the job's trainer from now on, or has none any more."""
+
+    instance: InstanceId
+    is_with_trainer: bool
+    """As in `InstanceJoined`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceLost(RolloutEvent):
     """An instance ended; what it generated and did not return is lost."""
 

@@ -14,7 +14,7 @@ class ExpectedInstance:
     version: int
     gpus: int = 1
     is_with_trainer: bool = False
-    """As in `InstanceJoined`."""
+    """As in `InstanceJoined`, until a `SharingChanged`."""
     is_draining: bool = False
     """It gets nothing more, and returns what it has."""
     trajectories: int = 0

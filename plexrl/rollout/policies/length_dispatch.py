@@ -23,7 +23,7 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from plexrl.rollout.instances.cost_model import CostModel
@@ -35,6 +35,10 @@ GAIN_MIN = 1.03
 """Least expected gain of a division over none: the simulated time is not the true one."""
 DRAWS = 4
 """Draws of the misses."""
+SAMPLES_MAX = 2048
+"""Most samples that are simulated; in a larger batch one stands for several."""
+SAMPLES_KEPT = 8
+"""So many samples of a prompt, or all, are simulated before prompts are left out."""
 RANKED_MIN = 32
 """Past responses with an expected length, from which on misses are known."""
 NEAR_PART = 0.05
@@ -91,7 +95,7 @@ def choose_division(model: CostModel, batch: Batch, past: Sequence[RankedLength]
     """Number of instances that serve only long prompts; 0: all instances serve all prompts.
 
     `past`: responses with what was expected of them, in any order. Without enough of them nothing
-    is divided. It takes 2 µs for each sample, draw and way.
+    is divided. It takes about 2 µs for each simulated sample (`SAMPLES_MAX`), draw and way.
     """
     if batch.instances < 2 or not batch.long or len(past) < RANKED_MIN:
         return 0
@@ -100,6 +104,7 @@ def choose_division(model: CostModel, batch: Batch, past: Sequence[RankedLength]
         _division(model, batch, LengthSpread.quantiles(lengths), sum),
         _division(model, batch, LengthSpread.means(lengths), max),
     }
+    batch, model = thin(batch, model)
     draws = [_draw(batch, sorted(past), draw) for draw in range(DRAWS)]
     undivided = [generation_s(model, batch, lengths, 0) for lengths in draws]
     best, least_s = 0, fmean(undivided) / GAIN_MIN
@@ -142,6 +147,25 @@ def generation_s(
     rest = batch.instances - long
     shares += [others[at::rest] for at in range(rest)]
     return max(_drain_s(model, share, batch.prompt_tokens, batch.kv_budget) for share in shares)
+
+
+def thin(batch: Batch, model: CostModel) -> tuple[Batch, CostModel]:
+    """At most `SAMPLES_MAX` samples for the batch, and a model in which each of them loads its
+    instance as all those for which it stands."""
+    prompts = len(batch.expected)
+    if prompts * batch.samples <= SAMPLES_MAX:
+        return batch, model
+    samples = min(batch.samples, max(SAMPLES_KEPT, SAMPLES_MAX // prompts))
+    kept = min(prompts, SAMPLES_MAX // samples)
+    weight = prompts * batch.samples / (kept * samples)
+    thinned = replace(
+        batch,
+        # The longest one of equal parts: the longest of all may run alone for long.
+        expected=[batch.expected[at * prompts // kept] for at in range(kept)],
+        samples=samples,
+        kv_budget=batch.kv_budget / weight,
+    )
+    return thinned, replace(model, k1=model.k1 * weight, k3=model.k3 * weight)
 
 
 def _division(

@@ -253,6 +253,12 @@ class LiveRollout:
             entry, orders = taken
             self.writer.add(entry, lambda: self._release(orders))
 
+    def store_state(self) -> None:
+        """Replace the stored events by the state, when nothing is left to write. Raises as
+        `RolloutStore.write`."""
+        if self.store.tail_events:
+            self.store.write_snapshot(self._state.seq, self._state.plain())
+
     async def settled(self) -> None:
         """Wait until what was decided before is durable."""
         await self.writer.settled()

@@ -116,6 +116,11 @@ class RolloutService:
         await self._transport.close()
         for rollout in self._rollouts.values():
             await rollout.writer.idle()
+            # Another version may decide in another way on the events, which it need not replay.
+            try:
+                rollout.store_state()
+            except sqlite3.Error as error:
+                LOG.error("the state of %s is not stored: %s", rollout.store.path, error)
             rollout.store.close()
 
     async def _on_link(self, link: Link) -> None:

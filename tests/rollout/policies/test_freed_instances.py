@@ -87,8 +87,8 @@ def played(seed: int, actions: int) -> StreamedHistory:
 
 
 def test_freed_instances_get_nothing_until_the_next_round_and_nothing_is_lost() -> None:
-    times = sum(check_log(played(seed, 50).fleet.log) for seed in range(600))
-    assert times > 60
+    times = sum(check_log(played(seed, 50).fleet.log) for seed in range(720))
+    assert times > 80
 
 
 @pytest.mark.slow

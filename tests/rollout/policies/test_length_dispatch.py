@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.policies.length_dispatch import (
+    SAMPLES_MAX,
     Batch,
     LengthSpread,
     choose_division,
     generation_s,
     latency_s,
+    thin,
 )
 from plexrl.rollout.trajectories.lengths import RankedLength
 
@@ -187,3 +189,42 @@ def test_a_spread_is_of_the_longest_fifth_and_the_others(lengths: list[int]) -> 
     quantiles = LengthSpread.quantiles(lengths)
     assert {quantiles.long, quantiles.regular} <= set(lengths)
     assert quantiles.regular <= quantiles.long
+
+
+@given(MODELS, st.integers(1, 20_000), st.integers(1, 3000), st.integers(0, 1 << 30))
+def test_what_is_simulated_of_a_batch_is_bounded(
+    model: CostModel, prompts: int, samples: int, seed: int
+) -> None:
+    random = Random(seed)
+    batch = Batch(
+        expected=sorted((random.randint(0, 5000) for _ in range(prompts)), reverse=True),
+        samples=samples,
+        prompt_tokens=10,
+        instances=8,
+        kv_budget=1e6,
+    )
+    thinned, _ = thin(batch, model)
+    assert len(thinned.expected) * thinned.samples <= SAMPLES_MAX
+    assert list(thinned.expected) == sorted(thinned.expected, reverse=True)
+    assert set(thinned.expected) <= set(batch.expected)
+    assert thin(thinned, model) == (thinned, model)
+
+
+@pytest.mark.parametrize(("prompts", "samples"), [(512, 16), (16, 512), (8192, 1)])
+@pytest.mark.parametrize("long", [0, 3])
+@pytest.mark.parametrize("kv", [1e9, 4e5])
+def test_a_thinned_batch_takes_about_as_long(
+    prompts: int, samples: int, long: int, kv: float
+) -> None:
+    """Also where the cache has room for a part of it only."""
+    model = CostModel(k1=1e-8, k2=5e-3, k3=1e-4, k4=1e-3, k5=1.0)
+    random = Random(5)
+    expected = sorted((round(random.lognormvariate(6, 1)) for _ in range(prompts)), reverse=True)
+    batch = Batch(expected=expected, samples=samples, prompt_tokens=100, instances=8, kv_budget=kv)
+    thinned, scaled = thin(batch, model)
+    assert len(thinned.expected) * thinned.samples < prompts * samples
+    found, wanted = (
+        generation_s(each, of, [[max(1, n)] * of.samples for n in of.expected], long)
+        for each, of in ((scaled, thinned), (model, batch))
+    )
+    assert found == pytest.approx(wanted, rel=0.15)

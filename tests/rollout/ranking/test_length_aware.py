@@ -73,8 +73,11 @@ class Rig:
             self.completed[name] = 0
             self.tell(InstanceJoined(instance=name, version=0, kv_budget=kv_budget))
 
+    def decide(self, event: object) -> list[RolloutCommand]:
+        return self.core.handle(event)  # type: ignore[arg-type]
+
     def tell(self, event: object) -> list[RolloutCommand]:
-        commands = self.core.handle(event)  # type: ignore[arg-type]
+        commands = self.decide(event)
         for each in commands:
             if isinstance(each, Route):
                 self.held[each.instance] += each.trajectories

@@ -3,7 +3,8 @@
 For each profiled number of rows there is a piecewise-linear curve over the context tokens `T` of a
 group. Between two numbers of rows it is interpolated linearly: l(B, T; TP). Beyond the profile, a
 curve goes on with its last slope, but does not fall; each further row takes what one takes between
-the two largest numbers of rows; and nothing is faster than the smallest point of its curve.
+the two largest numbers of rows, in a decode step with an empty context and in a prefill with the
+length of the rows; and nothing is faster than the smallest point of its curve.
 """
 
 import math
@@ -68,15 +69,9 @@ class _RowCurves:
             Curve([(x, y) for rows, x, y in points if rows == row]) for row in self._rows
         ]
 
-        # A step has a constant part, which does not grow with the rows.
-        self._row = Curve([(0.0, 0.0)])
-        if len(self._rows) > 1:
-            (low, high), (one, other) = self._rows[-2:], self._curves[-2:]
-            slope = (other.at(0.0) - one.at(0.0)) / (high - low)
-            self._row = Curve([(0.0, max(0.0, slope))])
-
-    def near(self, rows: float) -> list[tuple[Curve, float]]:
-        """The curves that count at so many rows, with their weights."""
+    def near(self, rows: float, x: float = 0.0) -> list[tuple[Curve, float]]:
+        """The curves that count at so many rows, with their weights. Beyond the profile a further
+        row takes as long as at `x`."""
         index = bisect_right(self._rows, rows)
         if index == 0:
             return [(self._curves[0], 1.0)]
@@ -84,10 +79,16 @@ class _RowCurves:
         if index == len(self._rows):
             if index == 1:
                 return [(self._curves[0], rows / low)]
-            return [(self._curves[-1], 1.0), (self._row, rows - low)]
+            return [(self._curves[-1], 1.0), (self._further_row(x), rows - low)]
         part = (rows - low) / (self._rows[index] - low)
         below = (self._curves[index - 1], 1 - part)
         return [below, (self._curves[index], part)] if part else [below]
+
+    def _further_row(self, x: float) -> Curve:
+        """What a row takes beyond two or more profiled numbers of rows. It is not the time by row:
+        a step has a constant part, which does not grow with the rows."""
+        (low, high), (one, other) = self._rows[-2:], self._curves[-2:]
+        return Curve([(0.0, max(0.0, (other.at(x) - one.at(x)) / (high - low)))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,8 @@ class LatencyPredictor:
     def prefill_s(self, tp: int, rows: int, rms_tokens: float) -> float:
         """The KV cache of so many rows is computed (PAT Eq. 4); `rms_tokens` is the root mean
         square of their lengths (Eq. 3)."""
-        near = self._prefills[tp].near(rows)
+        # The length is that of each row, and so of a further one; `tokens` of a step are of all.
+        near = self._prefills[tp].near(rows, rms_tokens)
         return math.fsum(part * each.at(rms_tokens) for each, part in near)
 
     def move_s(self, tp: int, new: int, tokens: float) -> float:

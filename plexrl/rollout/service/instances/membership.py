@@ -8,10 +8,10 @@ new id, once its deployment serves and has taken new weights.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from plexrl.errors import (
     InvalidRequestError,
@@ -21,7 +21,13 @@ from plexrl.errors import (
     UnknownDeploymentError,
 )
 from plexrl.model.parallelism import Parallelism
-from plexrl.rollout.coordinator.messages import InstanceJoined, InstanceLost
+from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
+from plexrl.rollout.coordinator.messages import (
+    InstanceJoined,
+    InstanceLost,
+    RolloutEvent,
+    SharingChanged,
+)
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.instances.driver import InstanceDriver
 from plexrl.rollout.service.instances.switching import check_engines
@@ -51,8 +57,13 @@ class JoiningInstance(Protocol):
     order: RolloutOrder
     store: RolloutStore
     calls: ClusterCalls
+    core: RolloutCoordinator
     instances: Instances
     progress: RolloutProgress
+
+    def handle(self, event: RolloutEvent) -> None:
+        """Takes another event."""
+        ...
 
     def joined(self, event: InstanceJoined, trainer_step: int) -> InstanceDriver:
         """Takes the event, and makes the driver of the instance."""
@@ -174,7 +185,7 @@ class RolloutMember:
             version=version,
             kv_budget=budget,
             gpus=int(view["workers"]),
-            is_with_trainer=not set(view["groups"]).isdisjoint(trainer["groups"]),
+            is_with_trainer=_share_gpus(view, trainer),
         )
         return rollout.joined(joined, step)
 
@@ -199,11 +210,13 @@ class RolloutMember:
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(self._pause_s)
-            state = await self._state()
-            if state is None:
+            view = await self._view()
+            if view is None:
                 continue
+            state = str(view["state"])
             if state == SERVING:
                 out_since = None
+                await self._note_sharing(view)
                 continue
             out_since = clock() if out_since is None else out_since
             if state == STOPPED:
@@ -211,12 +224,28 @@ class RolloutMember:
             elif clock() - out_since >= self._lost_s:
                 self._leave(f"it has been {state} for {self._lost_s:g} s", has_failed=False)
 
-    async def _state(self) -> str | None:
-        """The deployment's state; None: it is not known now."""
+    async def _note_sharing(self, view: Mapping[str, Any]) -> None:
+        """Tells the coordinator if the trainer has moved to GPUs of the instance, or away from
+        them."""
+        rollout = self._rollout
         try:
-            return str((await self._rollout.calls.deployment(self.name))["state"])
+            trainer = await rollout.calls.deployment(rollout.order.source)
+        except PlexRLError as error:
+            LOG.warning("the GPUs of %s are not known: %s", rollout.order.source, error)
+            return
+        held = rollout.core.assignments.instances
+        if self.instance not in held or not view["groups"] or not trainer["groups"]:
+            return  # it is lost, or one of them has no GPUs now
+        is_with_trainer = _share_gpus(view, trainer)
+        if held[self.instance].is_with_trainer != is_with_trainer:
+            rollout.handle(SharingChanged(instance=self.instance, is_with_trainer=is_with_trainer))
+
+    async def _view(self) -> Mapping[str, Any] | None:
+        """The deployment's view, in which its state is; None: it is not known now."""
+        try:
+            return await self._rollout.calls.deployment(self.name)
         except UnknownDeploymentError:
-            return STOPPED
+            return {"state": STOPPED}
         except PlexRLError as error:
             LOG.warning("the state of %s is not known: %s", self.name, error)
             return None
@@ -228,7 +257,8 @@ class RolloutMember:
 
     async def is_gone(self) -> bool:
         """Whether the deployment has ended, as far as is known; it is lost then."""
-        if self.instance is not None and await self._state() == STOPPED:
+        view = None if self.instance is None else await self._view()
+        if view is not None and view["state"] == STOPPED:
             self._leave(ENDED, has_failed=True)
         return self.instance is None
 
@@ -250,6 +280,10 @@ class RolloutMember:
         LOG.warning("instance %s is not in the rollout: %s", self.name, reason)
         self.absence = Absence(reason, has_failed)
         self._changed()
+
+
+def _share_gpus(view: Mapping[str, Any], trainer: Mapping[str, Any]) -> bool:
+    return not set(view["groups"]).isdisjoint(trainer["groups"])
 
 
 def check_members(order: RolloutOrder, members: list[RolloutMember]) -> None:

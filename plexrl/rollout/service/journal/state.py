@@ -1,7 +1,7 @@
 """The state of a rollout as plain data, for the journal."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
 
 import msgspec
@@ -29,6 +29,7 @@ from plexrl.rollout.service.journal.store import (
     GeneratedPart,
     JournalEntry,
     RolloutStore,
+    decision_checksum,
 )
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.trajectories.record import (
@@ -70,13 +71,18 @@ class RolloutState:
         """After the latest stored event.
 
         Raises:
-            CorruptStateError: what is stored cannot have been written by a rollout service.
+            CorruptStateError: what is stored cannot have been written by a rollout service, or
+                another version decided on the events in another way.
         """
         try:
             found = store.snapshot()
             state = cls.new(order) if found is None else cls.restored(order, *found)
-            for seq, event in store.events():
-                state.note(seq, event, state.core.handle(event))
+            for seq, event, checksum in store.events():
+                commands = state.core.handle(event)
+                _check_decision(store, seq, event, commands, checksum)
+                state.note(seq, event, commands)
+        except CorruptStateError:
+            raise
         except (PlexRLError, msgspec.MsgspecError, LookupError, TypeError) as error:
             raise CorruptStateError(
                 f"{store.path} cannot be read: {error}: restore the file from a backup, or delete "
@@ -115,8 +121,10 @@ class RolloutState:
         """Decides on an event: what is to be stored, and the commands for instances after that.
         None: it changed nothing. Raises as `RolloutCoordinator.handle`; nothing has changed
         then."""
+        division = replace(self.core.trajectories.lengths.division)
         commands = self.core.handle(event)
-        if isinstance(event, SnapshotTaken) and not commands:
+        is_divided = division != self.core.trajectories.lengths.division
+        if isinstance(event, SnapshotTaken) and not commands and not is_divided:
             return None
         last_batch = self.progress.batch
         orders = self.note(self.seq + 1, event, commands)
@@ -128,6 +136,7 @@ class RolloutState:
         entry = JournalEntry(
             seq=self.seq,
             event=event,
+            commands=commands,
             parts=parts,
             prompt=prompt,
             step=step,
@@ -158,6 +167,31 @@ class RolloutState:
             *(Forgotten(group, trajectory_ids(group, size)) for group in groups),
             *(Forgotten(each, trajectory_ids(each, size), keeps_prompt=True) for each in queued),
         ]
+
+
+def _check_decision(
+    store: RolloutStore,
+    seq: int,
+    event: RolloutEvent,
+    commands: Sequence[RolloutCommand],
+    checksum: int | None,
+) -> None:
+    """Raises CorruptStateError: these are not, or may not be, the commands that were given."""
+    if checksum is None:
+        # Versions that stored no checksum differ from this one in what they decide on snapshots.
+        if isinstance(event, SnapshotTaken):
+            raise CorruptStateError(
+                f"{store.path} was written by an earlier version, which did not store what it "
+                f"decided on event {seq} ({type(event).__name__}): end its job with the version "
+                "that wrote it, or delete the file to end its rollout"
+            )
+    elif checksum != decision_checksum(commands):
+        raise CorruptStateError(
+            f"{store.path}: this version decides in another way on event {seq} "
+            f"({type(event).__name__}) than the one that wrote it, and does not know what the "
+            "instances were told: start that version again and stop it with SIGTERM, which stores "
+            "the state without events; or delete the file to end its rollout"
+        )
 
 
 def _plain_instances(instances: Instances) -> Plain:

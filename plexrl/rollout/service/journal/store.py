@@ -9,6 +9,9 @@ size of the file is bounded by what is in flight.
     identity a random text, which operation ids contain; none in stores of earlier versions
     snapshot the state after an event, as JSON; none before the first one
     events   the events after the snapshot that changed the state, in order
+    decided  a checksum of the commands that were decided on each of them; none in stores of earlier
+             versions. By it a replay finds out that it decides in another way, as another version
+             may: then the store does not say what the instances were told.
     prompts  tokens int32 by group
     parts    tokens int32 and logprobs float32 of each generated part, by the event that brought it
     steps    the trainer's step of each of the latest versions
@@ -16,6 +19,7 @@ size of the file is bounded by what is in flight.
 
 import secrets
 import sqlite3
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -27,7 +31,7 @@ import numpy as np
 
 from plexrl.errors import NotFoundError, StorageError
 from plexrl.process.folders.private_folder import make_private_folder
-from plexrl.rollout.coordinator.messages import RolloutEvent
+from plexrl.rollout.coordinator.messages import RolloutCommand, RolloutEvent
 from plexrl.rollout.policies.length_ranker import EXAMPLES_MAX, LengthExample
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
@@ -55,6 +59,7 @@ CREATE TABLE IF NOT EXISTS snapshot (seq INTEGER NOT NULL, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS events (
     seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS decided (event INTEGER PRIMARY KEY, checksum INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS prompts (sample_group INTEGER PRIMARY KEY, tokens BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS parts (
     trajectory INTEGER NOT NULL, event INTEGER NOT NULL, tokens BLOB NOT NULL,
@@ -102,6 +107,8 @@ class JournalEntry:
 
     seq: int
     event: RolloutEvent
+    commands: Sequence[RolloutCommand]
+    """What was decided on it."""
     parts: Sequence[GeneratedPart] = ()
     prompt: tuple[SampleGroupId, Array] | None = None
     step: tuple[int, int] | None = None
@@ -203,6 +210,13 @@ class RolloutStore:
                 self._write_event(entry)
                 self._write_tokens(entry)
 
+    def write_snapshot(self, seq: int, snapshot: Plain) -> None:
+        """Replaces the stored events, of which `seq` is the latest one, by the state after them.
+        Raises as `write`."""
+        with self._writer as database:
+            database.execute("BEGIN IMMEDIATE")
+            self._write_snapshot(seq, snapshot)
+
     def _write_event(self, entry: JournalEntry) -> None:
         database = self._writer
         if entry.step is not None:
@@ -211,21 +225,27 @@ class RolloutStore:
             changed = msgspec.json.encode(entry.order).decode()
             database.execute("UPDATE about SET rollout = ?", (changed,))
         if entry.snapshot is not None:
-            body = msgspec.json.encode(entry.snapshot)
-            database.execute("DELETE FROM snapshot")
-            database.execute("INSERT INTO snapshot VALUES (?, ?)", (entry.seq, body))
-            database.execute("DELETE FROM events")
-            database.execute(
-                "DELETE FROM steps WHERE version <= (SELECT max(version) FROM steps) - ?",
-                (STEPS_KEPT,),
-            )
-            self.snapshot_bytes, self.tail_events, self.tail_bytes = len(body), 0, 0
+            self._write_snapshot(entry.seq, entry.snapshot)
             return
         text = msgspec.json.encode(entry.event).decode()
         kind = type(entry.event).__name__
         database.execute("INSERT INTO events VALUES (?, ?, ?)", (entry.seq, kind, text))
+        row = (entry.seq, decision_checksum(entry.commands))
+        database.execute("INSERT INTO decided VALUES (?, ?)", row)
         self.tail_events += 1
         self.tail_bytes += len(text)
+
+    def _write_snapshot(self, seq: int, snapshot: Plain) -> None:
+        database, body = self._writer, msgspec.json.encode(snapshot)
+        database.execute("DELETE FROM snapshot")
+        database.execute("INSERT INTO snapshot VALUES (?, ?)", (seq, body))
+        database.execute("DELETE FROM events")
+        database.execute("DELETE FROM decided")
+        database.execute(
+            "DELETE FROM steps WHERE version <= (SELECT max(version) FROM steps) - ?",
+            (STEPS_KEPT,),
+        )
+        self.snapshot_bytes, self.tail_events, self.tail_bytes = len(body), 0, 0
 
     def _write_tokens(self, entry: JournalEntry) -> None:
         database = self._writer
@@ -290,11 +310,15 @@ class RolloutStore:
         self.snapshot_bytes = len(found[1])
         return found[0], msgspec.json.decode(found[1], type=Plain)
 
-    def events(self) -> Iterator[tuple[int, RolloutEvent]]:
-        """The events after the snapshot with their numbers, in order."""
-        rows = self._reader.execute("SELECT seq, kind, body FROM events ORDER BY seq")
-        for seq, kind, body in rows:
-            yield seq, msgspec.json.decode(body, type=KINDS[kind])
+    def events(self) -> Iterator[tuple[int, RolloutEvent, int | None]]:
+        """The events after the snapshot in order, each with its number and the checksum of what was
+        decided on it; None: a version that stored none wrote it."""
+        rows = self._reader.execute(
+            "SELECT seq, kind, body, checksum FROM events "
+            "LEFT JOIN decided ON decided.event = events.seq ORDER BY seq"
+        )
+        for seq, kind, body, checksum in rows:
+            yield seq, msgspec.json.decode(body, type=KINDS[kind]), checksum
 
     def steps(self) -> dict[int, int]:
         """The trainer's step of each version, by version ascending."""
@@ -346,6 +370,12 @@ class RolloutStore:
         self.close()
         for suffix in ("", "-wal", "-shm"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+
+
+def decision_checksum(commands: Sequence[RolloutCommand]) -> int:
+    """A checksum of kinds, fields and order of commands."""
+    named = [(type(command).__name__, command) for command in commands]
+    return zlib.crc32(msgspec.json.encode(named))
 
 
 def _prompt(database: sqlite3.Connection, group: SampleGroupId) -> Array | None:

@@ -161,3 +161,12 @@ def test_more_rows_than_were_profiled_are_on_the_line_of_the_largest_numbers() -
     assert found.step_s(1, 12, 100.0) == pytest.approx(22.0)
     one = LatencyPredictor(profile(lambda _tp, rows, _tokens: float(rows), rows=(4,)))
     assert one.step_s(1, 12, 100.0) == pytest.approx(12.0)
+
+
+@given(st.integers(33, 500), st.integers(8, 4096), st.sampled_from([1, 2, 4]))
+def test_a_prefill_beyond_the_profile_takes_as_long_for_each_row(
+    rows: int, length: int, tp: int
+) -> None:
+    """The rows of the profile end at 32, and its prefill is linear in rows and length."""
+    found = LatencyPredictor(profile()).prefill_s(tp, rows, length)
+    assert found == pytest.approx(1e-3 * rows * length / tp)
