@@ -14,7 +14,7 @@ from plexrl.statemanager.daemon.handlers.moves import DIGESTED_BYTES_MIN
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.statemanager.protocol.messages import ListReplicated
 from plexrl.wire.operations import OperationKind
-from tests.statemanager.conftest import run_together
+from tests.statemanager.conftest import run_together, wait_until
 from tests.statemanager.device.test_emulated_workers import Daemon
 from tests.statemanager.emulated_cuda import EmulatedCuda
 from tests.statemanager.emulated_gpu import EmulatedArena, EmulatedGpu
@@ -176,4 +176,5 @@ def test_only_what_others_hold_and_is_large_gets_a_digest(ranks: list[Replica]) 
     assert replicated(StatePart.OPTIMIZER, StatePart.PARAMETER) == [COMMON_BYTES]
     assert replicated(StatePart.OPTIMIZER) == []
     ranks[1].close()
-    assert replicated(StatePart.OPTIMIZER, StatePart.PARAMETER) == []
+    # The daemon notices that it has gone a moment later.
+    wait_until(lambda: replicated(StatePart.OPTIMIZER, StatePart.PARAMETER) == [])

@@ -27,6 +27,9 @@ from plexrl.scheduler.state.demand.trace import DemandTrace, Footprint, project,
 from plexrl.scheduler.state.records import Deployment, Group, Node, State
 from plexrl.wire.messages import RankPlacement
 
+Turns = Sequence[tuple[tuple[Deployment, ...], bool]]
+"""Deployments of a job, and whether it is worthwhile that they take turns."""
+
 
 class Inventory:
     """The capacity index, the pool of free GPUs, and the state kept on each node."""
@@ -44,8 +47,8 @@ class Inventory:
         """Nodes that deployments may have to leave: lost, drained, or with less than before."""
         self.holds: dict[Need, bool] = {}
         """Whether the nodes in service have these GPUs."""
-        self.holds_gangs: dict[tuple[object, ...], bool] = {}
-        """The same for gangs of jobs without GPUs."""
+        self.holds_gangs: dict[tuple[object, ...], tuple[bool, Turns]] = {}
+        """The same for gangs of jobs without GPUs, with the turns on which it rests."""
         self._sizes: dict[NodeKind, tuple[int, int]] | None = None
         self._speeds: dict[tuple[str, int, str], float] | None = None
         self._in_service: dict[NodeKind, int] | None = None

@@ -10,6 +10,7 @@ block others from free GPUs, so in doubt the answer is no.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from plexrl.scheduler.placement.capacity.inventory import Turns
 from plexrl.scheduler.placement.capacity.needs import (
     Need,
     fits_as_placed,
@@ -18,6 +19,7 @@ from plexrl.scheduler.placement.capacity.needs import (
 )
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind, fabric_note
 from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.contention.colocation import is_worthwhile
 from plexrl.scheduler.placement.fit import backtracking
 from plexrl.scheduler.placement.fit.rehearsal import Rehearsal, in_placement_order
 from plexrl.scheduler.rules.settings import Settings
@@ -107,15 +109,15 @@ def is_possible(cluster: Cluster, deployment: Deployment) -> bool:
     for group in groups:
         for kind, gpus in inventory.gpus_in_service(cluster.state.groups[group]).items():
             free[kind] -= gpus
-    return _fit_on_rollouts(cluster, free, gang)
+    return _fit_on_rollouts(cluster, free, gang)[0]
 
 
 def _holds_gang(
     cluster: Cluster, gang: Sequence[Deployment], members: Sequence[Deployment]
 ) -> bool:
     """Whether the nodes in service hold a gang of a job without GPUs. A pass asks so for each gang
-    that starves. Whether they hold it as it is placed changes with the nodes only, and is kept;
-    whether a training fits on its rollouts' GPUs follows from measured moves, too."""
+    that starves. The answer is kept while the nodes are the same, and the same turns are
+    worthwhile: that follows from measured moves."""
     inventory = cluster.inventory
     key = (
         *[each.deployment for each in gang],
@@ -128,12 +130,14 @@ def _holds_gang(
         ],
     )
     known = inventory.holds_gangs.get(key)
-    if known is None:
+    if known is None or any(
+        is_worthwhile(cluster, members) is not found for members, found in known[1]
+    ):
         if len(inventory.holds_gangs) >= HELD_GANGS_MAX:
             inventory.holds_gangs.clear()
-        known = fit_as_placed(cluster, inventory.in_service(), gang)
+        known = _fit_on_rollouts(cluster, inventory.in_service(), gang)
         inventory.holds_gangs[key] = known
-    return known or _fit_spanning(cluster, inventory.in_service(), gang)
+    return known[0]
 
 
 def why_impossible(cluster: Cluster, deployment: Deployment) -> str | None:
@@ -182,23 +186,20 @@ def fit_as_placed(
 
 def _fit_on_rollouts(
     cluster: Cluster, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
-) -> bool:
+) -> tuple[bool, Turns]:
     """As `fit_as_placed`; a training may also be on the GPUs of its smaller rollouts, once these
-    are placed. Reservations do not count on it: they would be earlier, and leave others less room
-    than they need (3.5 % of the drain of a simulated backlog)."""
-    return fit_as_placed(cluster, free, deployments) or _fit_spanning(cluster, free, deployments)
-
-
-def _fit_spanning(
-    cluster: Cluster, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
-) -> bool:
-    """Whether all fit if trainings are on the GPUs of their smaller rollouts."""
+    are placed. Also returns the turns on which the answer rests. Reservations do not count on it:
+    they would be earlier, and leave others less room than they need (3.5 % of the drain of a
+    simulated backlog)."""
+    if fit_as_placed(cluster, free, deployments):
+        return True, ()
     order = in_placement_order(deployments)
     if not cluster.settings.divides_groups or not any(map(_is_shared_rollout, order)):
-        return False
+        return False, ()
     rehearsal = Rehearsal(cluster, free, turns_first=True)
     rollouts_first = sorted(order, key=lambda each: not _is_shared_rollout(each))
-    return all(rehearsal.span(each) or rehearsal.place(each) for each in rollouts_first)
+    fits = all(rehearsal.span(each) or rehearsal.place(each) for each in rollouts_first)
+    return fits, rehearsal.asked
 
 
 def _is_shared_rollout(deployment: Deployment) -> bool:

@@ -45,6 +45,8 @@ class Rehearsal:
         self._left = dict(free)
         self._turns_first = turns_first
         self._groups: list[_Group] = []
+        self.asked: list[tuple[tuple[Deployment, ...], bool]] = []
+        """Whether turns were worthwhile, which follows from measured moves."""
         nodes = [each for each in cluster.state.nodes.values() if is_in_service(each)]
         self._tier_bytes = min((n.host_memory_bytes + n.nvme_bytes for n in nodes), default=0)
         policy = cluster.settings.policy
@@ -82,7 +84,7 @@ class Rehearsal:
                 and joining.node_type in ("", group.kind.node_type)
                 and least_memory(group.kind.gpu_kind, (*group.members, joining))
                 <= group.kind.gpu_memory_bytes
-                and is_worthwhile(self._cluster, (*group.members, joining))
+                and self._is_worthwhile((*group.members, joining))
             ):
                 hosts.append(group)
                 rest -= group.members[0].workers
@@ -92,6 +94,11 @@ class Rehearsal:
         for group in hosts:
             group.members.append(joining)
         return True
+
+    def _is_worthwhile(self, members: tuple[Deployment, ...]) -> bool:
+        found = is_worthwhile(self._cluster, members)
+        self.asked.append((members, found))
+        return found
 
     def _found(self, deployment: Deployment) -> bool:
         """Give it a group of its own."""
