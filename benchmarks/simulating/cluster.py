@@ -128,18 +128,31 @@ def with_spread(values: Sequence[float], scale: float = 100.0, unit: str = " %")
     return f"{scale * fmean(values):.1f}{spread}{unit}"
 
 
-def row(name: str, runs: Runs, baseline: Runs, pool: tuple[Runs, Runs] | None) -> tuple[str, ...]:
-    """A row of the table."""
+def gpu_hours_a_step(runs: Runs) -> str:
+    """GPU-hours of training and rollouts for each step, as held; the mean of the runs."""
     hours = [
         (each.training_gpu_hours + each.rollout_gpu_hours) / max(1, each.cycles) for each in runs
     ]
+    return f"{fmean(hours):.2f}"
+
+
+def slowdown_cells(runs: Runs) -> tuple[str, ...]:
+    """Median, mean and p95 of the slowdown of cycles, each with its spread over the runs."""
+    slowdowns = [each.cycle_slowdown for each in runs]
+    return tuple(
+        with_spread([getattr(each, by) for each in slowdowns]) for by in ("median", "mean", "p95")
+    )
+
+
+def row(name: str, runs: Runs, baseline: Runs, pool: tuple[Runs, Runs] | None) -> tuple[str, ...]:
+    """A row of the table."""
     return (
         name,
         with_spread(ratios(runs, baseline)),
         "" if pool is None else with_spread(ratios(*pool)),
         with_spread([each.cycle_slowdown.mean for each in runs]),
         with_spread([each.cycle_slowdown.p95 for each in runs]),
-        f"{fmean(hours):.2f}",
+        gpu_hours_a_step(runs),
         f"{fmean(each.worst_tenant for each in runs):.2f}",
     )
 

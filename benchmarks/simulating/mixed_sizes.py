@@ -16,20 +16,34 @@ on its own rollouts' GPUs and others. *drain*: relative to `isolated+backfill` i
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from benchmarks.report import Part, report
-from benchmarks.simulating.cluster import ALONE, SHARED, SWITCH_S, by_policy, ratios, with_spread
+from benchmarks.simulating.cluster import (
+    ALONE,
+    SHARED,
+    SWITCH_S,
+    by_policy,
+    gpu_hours_a_step,
+    ratios,
+    slowdown_cells,
+    with_spread,
+)
 from benchmarks.simulating.drain import Sample
 from benchmarks.sizes import sized
 from plexrl.sim.workload.scenario import Pool, RolloutGpus, Scenario
 from plexrl.traces import Shape, TraceJob, generate_jobs
 from plexrl.traces.convert.shaping import shaped
-from plexrl.traces.generate.daily_rate import Rhythm
-from plexrl.traces.generate.distributions import Choice, Exponential
+from plexrl.traces.generate.distributions import Choice
 from plexrl.traces.generate.published import MODEL_CLASSES
-from plexrl.traces.generate.workload import CAP_S, PHILLY_DURATIONS, SizeClass, Workload
+from plexrl.traces.generate.workload import (
+    CAP_S,
+    PHILLY_DURATIONS,
+    SizeClass,
+    Workload,
+    published_workload,
+)
 
 SEEDS = sized((1, 2, 3), quick=(1,))
 NODES = 100
@@ -60,12 +74,8 @@ class Jobs:
 def workload() -> Workload:
     """Sizes by their share of the GPU-hours: with the same durations, a job of twice the GPUs has
     twice the hours."""
-    return Workload(
-        gap=Exponential(mean=3600.0),
-        rhythm=Rhythm(),
-        sizes=tuple(size_class(gpus, hours / gpus) for gpus, hours in GPU_HOURS.items()),
-        tenants=tuple((f"tenant{index}", 1.0 / (index + 1)) for index in range(8)),
-    )
+    sizes = tuple(size_class(gpus, hours / gpus) for gpus, hours in GPU_HOURS.items())
+    return replace(published_workload(), sizes=sizes)
 
 
 def size_class(gpus: int, weight: float) -> SizeClass:
@@ -133,22 +143,8 @@ def measure(*, full: bool) -> Part:
     part = Part(title=title, columns=COLUMNS)
     for name, case in CASES.items():
         found = runs[case]
-        hours = [
-            (each.training_gpu_hours + each.rollout_gpu_hours) / max(1, each.cycles)
-            for each in found
-        ]
-        slowdowns = [each.cycle_slowdown for each in found]
-        part.rows.append(
-            (
-                name,
-                with_spread(ratios(found, runs[BASELINE])),
-                *(
-                    with_spread([getattr(each, by) for each in slowdowns])
-                    for by in ("median", "mean", "p95")
-                ),
-                f"{fmean(hours):.2f}",
-            )
-        )
+        drain = with_spread(ratios(found, runs[BASELINE]))
+        part.rows.append((name, drain, *slowdown_cells(found), gpu_hours_a_step(found)))
     for figure, name in FIGURES.items():
         part.figures[figure] = fmean(ratios(runs[CASES[name]], runs[BASELINE]))
     return part

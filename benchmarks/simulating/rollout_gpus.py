@@ -29,7 +29,16 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from benchmarks.report import Part, report
-from benchmarks.simulating.cluster import ALONE, SHARED, by_policy, ratios, whole, with_spread
+from benchmarks.simulating.cluster import (
+    ALONE,
+    SHARED,
+    by_policy,
+    gpu_hours_a_step,
+    ratios,
+    slowdown_cells,
+    whole,
+    with_spread,
+)
 from benchmarks.simulating.drain import Sample
 from benchmarks.sizes import sized
 from plexrl.sim.results.result import SimResult
@@ -170,20 +179,13 @@ def _row(name: str, case: Case, runs: Mapping[Case, Sequence[SimResult]]) -> tup
     found = runs[case]
     first = runs[case.alone_on_fewest()]
     floors = [each.bounds.bound_s / alone.drain_s for each, alone in zip(found, first, strict=True)]
-    slowdowns = [each.cycle_slowdown for each in found]
-    hours = [
-        (each.training_gpu_hours + each.rollout_gpu_hours) / max(1, each.cycles) for each in found
-    ]
     return (
         name,
         with_spread(ratios(found, first)),
         with_spread(ratios(found, runs[case.alone()])),
         f"{100 * fmean(floors):.1f} %",
-        *(
-            with_spread([getattr(each, by) for each in slowdowns])
-            for by in ("median", "mean", "p95")
-        ),
-        f"{fmean(hours):.2f}",
+        *slowdown_cells(found),
+        gpu_hours_a_step(found),
     )
 
 
