@@ -199,7 +199,7 @@ def group_view(cluster: Cluster, group: Group) -> GroupView:
 
 
 def _why_members_share(cluster: Cluster, group: Group) -> list[str]:
-    """Of each member for which the scheduler decides it."""
+    """Why each member shares its GPUs for which the scheduler decides that."""
     reasons = {
         name: why_it_shares(cluster, cluster.state.deployment(name), sees_all=True)
         for name in group.members

@@ -48,7 +48,7 @@ def free_gpus_needed(size: Size, sizes: Iterable[Size], *, divides: bool) -> int
 
 
 def _by_workers(each: tuple[bool, Size]) -> tuple[int, bool]:
-    """Those of a size that may take free GPUs come first."""
+    """Sorts by size; of one size, deployments that may take free GPUs come first."""
     return each[1].workers, not each[0]
 
 
