@@ -152,11 +152,14 @@ def leave(
     deployment: Deployment,
     now: float,
     alone_since: Mapping[GroupId, float] | None = None,
+    *,
+    unites: bool = True,
 ) -> tuple[GroupId, ...]:
     """Remove `deployment` from its groups; an empty group frees its GPUs, and borders that nobody
     needs any more go. Returns the groups that have grown.
 
-    `alone_since`: that of each group, if the placement is undone.
+    `alone_since`: that of each group, if the placement is undone. `unites`: False leaves the
+    borders to the caller, which has chosen among the groups that they divide.
     """
     state = cluster.state
     groups, names = state.groups_of(deployment), deployment.groups
@@ -178,7 +181,7 @@ def leave(
             cluster.inventory.remove_group(group)
             state.former_switches += group.switches
             del state.groups[group.group]
-    return unite_all(cluster, names, now)
+    return unite_all(cluster, names, now) if unites else ()
 
 
 def release_lock(state: State, deployment: Deployment) -> tuple[GroupId, ...]:
@@ -188,11 +191,13 @@ def release_lock(state: State, deployment: Deployment) -> tuple[GroupId, ...]:
     return deployment.groups
 
 
-def vacate(cluster: Cluster, deployment: Deployment, now: float) -> tuple[GroupId, ...]:
+def vacate(
+    cluster: Cluster, deployment: Deployment, now: float, *, unites: bool = True
+) -> tuple[GroupId, ...]:
     """Take a WPG with stopped processes off its groups; the caller sets its next state. Returns the
-    groups, whose next steps must be decided."""
+    groups, whose next steps must be decided. `unites`: as for `leave`."""
     groups = release_lock(cluster.state, deployment)
-    united = leave(cluster, deployment, now)
+    united = leave(cluster, deployment, now, unites=unites)
     lose_processes(deployment)
     deployment.moves.cancel()
     cluster.relocating.pop(deployment.deployment, None)

@@ -19,6 +19,7 @@ from plexrl.scheduler.accounting.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.accounting.sharing import note_wait
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.operations.replay import forget_previous
+from plexrl.scheduler.placement.borders import unite_all
 from plexrl.scheduler.placement.capacity.overlaps import overlap_s
 from plexrl.scheduler.placement.choice.scarcity import is_scarce
 from plexrl.scheduler.placement.choice.search import Choice, find, nearest
@@ -225,12 +226,15 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     forget_open_cycle(deployment)
     if deployment.queue:
         deployment.burst.want(now)
-    context.effects.touch_all(vacate(cluster, deployment, now))
+    # The borders of its old groups may be those of the destination, so they go only afterwards.
+    old_groups = deployment.groups
+    context.effects.touch_all(vacate(cluster, deployment, now, unites=False))
     if choice.mode == PlacementMode.DEDICATED:
         joined = place(cluster, deployment, now, only=(PlacementMode.DEDICATED,))
         assert joined is not None, "the destination search found free GPUs"
     else:
         join(cluster, deployment, choice, now)
+    context.effects.touch_all(unite_all(cluster, old_groups, now))
     deployment.moves.done(relocation.reason, now)
     cluster.waiting.retry_all()
     settle(state, context.effects, deployment)
