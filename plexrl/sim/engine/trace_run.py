@@ -131,12 +131,7 @@ class TraceRun:
             job_over=self._job_over,
         )
         self._fillers = Fillers(
-            self.shell,
-            self._states,
-            self._collector,
-            self._send,
-            launch_s=scenario.launch_s,
-            control_s=scenario.control_s,
+            self.shell, self._states, self._collector, self._groups, self._send, scenario
         )
         self._stopped: list[Workers] = []
         """Deployments whose workers the core has stopped: they either end or move."""

@@ -96,7 +96,7 @@ class Collector:
         self._last_placed_at = 0.0
         self._rollout_work_gpu_s = 0.0
         self._used_gpu_s = {True: 0.0, False: 0.0}
-        """GPU-seconds of runs and moves in groups of rollouts and in others."""
+        """GPU-seconds of runs, moves and fillers in groups of rollouts and in others."""
         self._grouped_gpu_s = 0.0
         """GPU-seconds of the training groups that have ended."""
         self._held_nodes = HeldNodes()
@@ -275,9 +275,12 @@ class Collector:
             self._grouped_gpu_s += gpus * (now - since)
         self._grouped.add(since, now, gpus)
 
-    def filled(self, gpu_s: float) -> None:
-        """Record useful generation in idle time."""
+    def filled(self, gpu_s: float, rollout_part: float) -> None:
+        """Record useful generation in idle time, on GPUs of which rollouts took the part
+        `rollout_part` first."""
         self._filled_gpu_s += gpu_s
+        self._used_gpu_s[True] += rollout_part * gpu_s
+        self._used_gpu_s[False] += gpu_s - rollout_part * gpu_s
 
     def failed(self) -> None:
         """Record the loss of a node or a worker."""
@@ -351,7 +354,7 @@ class Collector:
         placed_gpu_s = self._rollout_gpu_s if self._scenario.places_rollouts else 0.0
         total_gpu_s = self._scenario.gpus * self._drain_s
         unallocated = (total_gpu_s - self._grouped_gpu_s - placed_gpu_s) / HOUR_S
-        training_idle_gpu_s = self._grouped_gpu_s - self._used_gpu_s[False] - self._filled_gpu_s
+        training_idle_gpu_s = self._grouped_gpu_s - self._used_gpu_s[False]
         kept_gpu_s = 0.0 if self._kept is None else self._kept.gpu_seconds(self._drain_s)
         in_tail = (1.0 - tail.held) * self._scenario.gpus * tail.seconds / HOUR_S
         return GpuHours(

@@ -29,9 +29,12 @@ NOW = 50.0
 class Gangs:
     """Makes gangs of jobs without GPUs on a small cluster."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.small = SmallCluster(self.rng)
+    def __init__(self, seed: int, *node_types: str) -> None:
+        """`node_types`: those of the three nodes, which deployments then ask for at random."""
+        self.rng, self._types = random.Random(seed), random.Random(seed)
+        self.asked = ("", *node_types)
+        first, second, third = node_types or ("h", "h", "h")
+        self.small = SmallCluster(self.rng, (first, second, third))
         self.cluster = self.small.context.cluster
 
     def make(self, name: str) -> list[Deployment]:
@@ -62,6 +65,7 @@ class Gangs:
             created_at=0.0,
             serial=1000 + len(self.small.context.state.deployments),
             estimates=Estimates(1 << 20),
+            node_type=self._types.choice(self.asked),
             trace=trace if rng.random() < 0.85 else None,
         )
         self.small.context.state.deployments[found.deployment] = found
@@ -116,11 +120,11 @@ def test_what_fits_is_neither_left_out_nor_refused(seed: int) -> None:
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(st.integers(0, 1 << 30))
-@example(31)
-@example(480)
-def test_what_fits_an_empty_cluster_is_accepted(seed: int) -> None:
-    gangs = Gangs(seed)
+@given(st.integers(0, 1 << 30), st.sampled_from([(), ("h", "o", "h"), ("o", "h", "o")]))
+@example(31, ())
+@example(480, ())
+def test_what_fits_an_empty_cluster_is_accepted(seed: int, node_types: tuple[str, ...]) -> None:
+    gangs = Gangs(seed, *node_types)
     cluster, state = gangs.cluster, gangs.small.context.state
     for name in [name for name in state.deployments if state.deployments[name].groups]:
         leave(cluster, state.deployments[name], NOW)

@@ -15,9 +15,6 @@ from tests.examples import examples
 from tests.sim.engine.test_run_properties import Jobs, scenarios
 
 
-# Some random traces end with training GPUs that are held idle for a fraction of a second less than
-# nothing, and some do not end: a quick run would fail at times.
-@pytest.mark.slow
 @settings(max_examples=examples(12), deadline=None)
 @given(
     scenarios(),

@@ -154,7 +154,12 @@ def _fit_in_parts(
     ]
     rollouts = [each for each in known if each.kind == "rollout"]
     needs = [Need(each.workers, each.node_type, 0) for each in rollouts]
-    beyond = max(sizes, default=0) - sum(each.workers for each in rollouts)
+    for node_type in sorted({each.node_type for each in known} - {""}):
+        largest = max(each.workers for each in known if each.node_type == node_type)
+        there = sum(each.workers for each in rollouts if each.node_type in ("", node_type))
+        if largest > there:
+            needs.append(Need(largest - there, node_type, 0))
+    beyond = max(sizes, default=0) - sum(need.workers for need in needs)
     if beyond > 0:
         needs.append(Need(beyond, "", 0))
     return fits(free, [*least_needs(settings, others), *needs])

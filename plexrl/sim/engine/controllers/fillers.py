@@ -13,7 +13,9 @@ from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.shell import FOREVER_S, VirtualShell, worker_ready_events
 from plexrl.sim.engine.statemanagers import NodeStates, Refusal
 from plexrl.sim.metrics.collector import Collector, RunKind
+from plexrl.sim.metrics.group_members import GroupMembers
 from plexrl.sim.workload.job_run import WEIGHTS_PART, Filler, JobRun
+from plexrl.sim.workload.scenario import Scenario
 from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
 
@@ -34,19 +36,18 @@ class Fillers:
         shell: VirtualShell,
         states: NodeStates,
         collector: Collector,
+        groups: GroupMembers,
         send: Callable[[ev.Event], None],
-        *,
-        launch_s: float,
-        control_s: float,
+        scenario: Scenario,
     ) -> None:
-        """`send` passes an event to the core. `launch_s`: start of a deployment's workers.
-        `control_s`: time of each operation that its workers do not measure."""
+        """`send` passes an event to the core."""
         self._shell = shell
         self._states = states
         self._collector = collector
+        self._groups = groups
         self._send = send
-        self._launch_s = launch_s
-        self._control_s = control_s
+        self._launch_s = scenario.launch_s
+        self._control_s = scenario.control_s
         self._all: dict[str, Filler] = {}
         self._sizes: dict[int, int] = {}
         """Number of fillers by GPUs."""
@@ -71,6 +72,8 @@ class Fillers:
             case cmd.LaunchWorkers():
                 self._states.launched(command, filler.state_bytes)
                 filler.incarnation = command.incarnation
+                gpus = tuple((str(rank.node), rank.gpu) for rank in command.ranks)
+                self._groups.put(filler, command.group, gpus, self._shell.now)
                 self._shell.at(self._shell.now + self._launch_s, self._launched, command)
             case cmd.Run():
                 self._run(filler, command)
@@ -80,6 +83,7 @@ class Fillers:
                     self._shell.at(self._shell.now + GIVE_WAY_S, self._interrupted, run)
             case cmd.StopWorkers():
                 filler.run = None
+                self._groups.remove(filler, self._shell.now)
             case cmd.ReleaseState():
                 self._states.release(command)
             case cmd.MigrateState():
@@ -152,7 +156,8 @@ class Fillers:
         assert move is not None, f"{command.operation} ends that never began"
         began_at, now = filler.run_began_at, self._shell.now
         kind: RunKind = "load" if command.kind is OperationKind.LOAD else "offload"
-        self._collector.ran(command.group, filler.job, filler.gpus, kind, began_at, now)
+        ran, part = self._collector.ran, filler.rollout_part
+        ran(command.group, filler.job, filler.gpus, kind, began_at, now, part)
         if isinstance(move, Refusal):
             self._send(move.answer(command))
             return
@@ -173,7 +178,8 @@ class Fillers:
         took_s = self._shell.now - filler.run_began_at
         is_first = not isinstance(command, cmd.Generate) or command.partial is None
         lost_s = 0.0 if is_first else RECOMPUTE_S
-        self._collector.filled(filler.gpus * max(0.0, took_s - lost_s))
+        useful_gpu_s = filler.gpus * max(0.0, took_s - lost_s)
+        self._collector.filled(useful_gpu_s, filler.rollout_part)
         self._send(
             ev.OperationFinished(
                 command.operation,

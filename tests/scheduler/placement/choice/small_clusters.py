@@ -66,6 +66,7 @@ class SmallCluster:
     """At most eight GPUs on one to three nodes, and what a random history left on them."""
 
     rng: random.Random
+    node_types: tuple[str, str, str] = ("h", "h", "h")
     context: Context = field(init=False)
     made: int = 0
 
@@ -93,7 +94,7 @@ class SmallCluster:
                 host_memory_bytes=rng.choice((4, 64, 64)) * GIB * gpus,
                 nvme_bytes=rng.choice((4, 64, 64)) * GIB * gpus,
                 statemanager=f"sm{number}",
-                node_type="h",
+                node_type=self.node_types[number],
             )
             node_joined(self.context, node, 0.0)
             left -= gpus

@@ -10,6 +10,7 @@ from plexrl.scheduler.placement.capacity.needs import Need
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind
 from plexrl.scheduler.placement.fit.feasibility import fits, is_possible
 from plexrl.scheduler.rules.policies import POLICIES
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
@@ -71,6 +72,22 @@ def test_deployments_that_may_share_gpus_are_not_refused(policy: str) -> None:
     cluster.deploy("g/two", workers=6)
     with pytest.raises(errors.CapacityError):
         cluster.deploy("g/three", workers=4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_job_with_too_few_gpus_of_its_node_type_is_refused_whatever_others_are_there(
+    policy: str,
+) -> None:
+    cluster = cluster_of(8, policy=policy)
+    cluster.join_node(8, "other", node_type="other")
+    cluster.join_node(8, "wanted", node_type="wanted")
+    trace = DemandTrace(period_s=100.0, segments=(Segment(offset_s=60.0, duration_s=20.0),))
+    cluster.job("g", gang=2)
+    cluster.deploy("g/actor", workers=8, node_type="wanted", trace=trace)
+    with pytest.raises(errors.CapacityError, match="12 GPUs at once"):
+        cluster.deploy(
+            "g/rollout", "rollout", workers=4, node_type="wanted", exclusive=True, shares=False
+        )
 
 
 def test_a_gang_that_fits_no_combination_of_node_kinds_is_refused() -> None:
