@@ -436,7 +436,7 @@ class FakeCluster:
             return
         if isinstance(run, cmd.Offload | cmd.Snapshot):
             if wpg.device is not None:
-                kept = (run.keep_seq, run.previous_seq)
+                kept = (run.keep_seq, run.previous_seq, run.base_seq)
                 wpg.versions = {
                     seq: version for seq, version in wpg.versions.items() if seq in kept
                 }

@@ -243,6 +243,43 @@ def test_a_hint_does_not_fail_where_the_daemon_is_gone(
     run_with_agent(run_dir, daemon, work)
 
 
+def residency(deployment: str, host_bytes: int, nvme_bytes: int, *on_nvme: int) -> Plain:
+    sizes = {"host_bytes": host_bytes, "nvme_bytes": nvme_bytes}
+    return {"deployment": deployment, **sizes, "on_nvme": list(on_nvme)}
+
+
+def test_the_scheduler_hears_of_an_earlier_version_that_would_survive_a_power_cut(
+    daemon: Daemon, make_shard: MakeShard, run_dir: Path
+) -> None:
+    shard = make_shard(daemon)
+    reports: list[Plain] = []
+
+    async def work() -> None:
+        async with (
+            scheduler_of_agent(run_dir, daemon, reports) as peers,
+            asyncio.timeout(DEADLINE_S),
+        ):
+            await peers.get()
+            for seq, previous_seq, base_seq in (
+                (1, 0, 0),
+                (2, 0, 0),
+                (3, 1, 0),
+                (4, 1, 0),
+                (5, 3, 1),
+            ):
+                shard.fill(seq)
+                keep_seq = max(0, seq - 1)
+                save = {"previous_seq": previous_seq, "base_seq": base_seq}
+                await asyncio.to_thread(shard.snapshot, seq, keep_seq=keep_seq, **save)
+            stored = residency("job/actor", STATE, 0, 1, 3)
+            await asyncio.to_thread(wait_until, lambda: stored in reports)
+            await asyncio.to_thread(shard.snapshot, 6, keep_seq=5, previous_seq=3)
+            only = residency("job/actor", STATE, 0, 3)
+            await asyncio.to_thread(wait_until, lambda: reports[-1] == only)
+
+    asyncio.run(work())
+
+
 def test_the_scheduler_hears_of_state_that_had_to_leave_host_memory(
     start_daemon: StartDaemon, make_shard: MakeShard, run_dir: Path
 ) -> None:
@@ -252,7 +289,7 @@ def test_the_scheduler_hears_of_state_that_had_to_leave_host_memory(
     reports: list[Plain] = []
 
     async def heard(deployment: str, host_bytes: int, nvme_bytes: int) -> None:
-        wanted = {"deployment": deployment, "host_bytes": host_bytes, "nvme_bytes": nvme_bytes}
+        wanted = residency(deployment, host_bytes, nvme_bytes, 1)
         await asyncio.to_thread(wait_until, lambda: wanted in reports)
         reports.clear()
 

@@ -148,18 +148,20 @@ def _check_replay_log(state: State, deployment: Deployment, *, is_placed: bool) 
     assert all(seq <= replay.durable_seq for seq in past), f"{name}: {past} is not past"
     nbytes = sum(state.operations[each].payload_bytes for each in replay.past)
     assert replay.past_payload_bytes == nbytes, f"{name}: {replay.past_payload_bytes} bytes"
-    previous = replay.previous_seq
-    if previous:
-        assert previous < replay.durable_seq, f"{name}: {previous} is no earlier version"
-        behind = [each for each in replay.past if state.operations[each].seq > previous]
+    previous, base = replay.previous_seq, replay.base_seq
+    assert base < previous or not base, f"{name}: {base} is no base of {previous}"
+    for earlier in filter(None, (base, previous)):
+        assert earlier < replay.durable_seq, f"{name}: {earlier} is no earlier version"
+        behind = [each for each in replay.past if state.operations[each].seq > earlier]
         first_behind = state.operations[behind[0]] if behind else None
         # A mutation that overwrites the whole state follows any version.
         leads_on = first_behind is not None and (
-            first_behind.seq == previous + 1 or first_behind.kind in SUPERSEDING
+            first_behind.seq == earlier + 1 or first_behind.kind in SUPERSEDING
         )
-        assert leads_on, f"{name}: nothing leads on from version {previous}"
+        assert leads_on, f"{name}: nothing leads on from version {earlier}"
     if past:
-        assert replay.past_is_whole or previous + 1 == past[0], f"{name}: {past} is of no use"
+        begins_at = base or previous
+        assert replay.past_is_whole or begins_at + 1 == past[0], f"{name}: {past} is of no use"
         assert past[-1] == replay.durable_seq, f"{name}: what led to its version lacks its end"
     elif replay.durable_seq and replay.past_is_whole:
         first = state.operations[replay.log[0]] if replay.log else None

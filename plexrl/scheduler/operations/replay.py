@@ -2,6 +2,7 @@
 
 from plexrl.ids import OperationId
 from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.state.deployment.replay_log import ReplayLog
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, State
 
@@ -22,32 +23,55 @@ def retire_log(
     """The durable version includes the replay log: a recovery needs the log only if that version is
     damaged or lost, so the log is kept as far as the bounds allow.
 
-    `former_seq` is the previous durable version. If the bounds allow no more, it is the
-    earlier version from which the newest can be computed again.
+    `former_seq` is the previous durable version. Once half of the bounds is used, it becomes the
+    earlier version from which the newest can be computed again, and moves to NVMe. What led to it
+    is dropped only when it is there, or when twice the bounds are used: a power cut takes what is
+    in host memory.
     """
     replay = deployment.replay
-    past, log = replay.past, replay.log
-    log_bytes = payload_bytes(state, log)
-    if not _is_kept(settings, len(past) + len(log), replay.past_payload_bytes + log_bytes):
-        drop_past(state, effects, deployment)
-        if not former_seq or not _is_kept(settings, len(log), log_bytes):
-            drop_log(state, effects, deployment)
-            return
-        replay.reach_back_to(former_seq)
-    elif replay.past_is_whole:
-        replay.reach_back_to(replay.previous_seq or former_seq)
-    elif not replay.previous_seq:
-        # Nothing that leads to `former_seq` is kept, so `past` begins there.
-        if not former_seq:
+    log_bytes = payload_bytes(state, replay.log)
+    if replay.base_seq and deployment.stored.is_on_nvme(replay.previous_seq):
+        _begin_at_previous(state, effects, deployment)
+    if not _is_kept(settings, *_sizes(replay, log_bytes)):
+        if deployment.stored.is_on_nvme(replay.previous_seq):
+            _begin_at_previous(state, effects, deployment)
+        if not _is_kept(settings, *_sizes(replay, log_bytes), bounds=2):
+            drop_past(state, effects, deployment)
+    if not replay.past:
+        lost = not former_seq and not replay.past_is_whole
+        if lost or not _is_kept(settings, len(replay.log), log_bytes, bounds=2):
             drop_past(state, effects, deployment)
             drop_log(state, effects, deployment)
             return
+    if not replay.previous_seq:
         replay.reach_back_to(former_seq)
+    elif not replay.base_seq and replay.previous_seq < former_seq:
+        since = _after_previous(state, deployment) + replay.log
+        if not _is_kept(settings, 2 * len(since), 2 * payload_bytes(state, since)):
+            replay.prepare(former_seq)
     replay.retire(log_bytes)
 
 
+def _sizes(replay: ReplayLog, log_bytes: int) -> tuple[int, int]:
+    """Number and payload bytes of the operations that are kept, those of the log included."""
+    return len(replay.past) + len(replay.log), replay.past_payload_bytes + log_bytes
+
+
+def _after_previous(state: State, deployment: Deployment) -> list[OperationId]:
+    operations, previous_seq = state.operations, deployment.replay.previous_seq
+    return [name for name in deployment.replay.past if operations[name].seq > previous_seq]
+
+
+def _begin_at_previous(state: State, effects: Effects, deployment: Deployment) -> None:
+    """Drop what led to the earlier version."""
+    replay = deployment.replay
+    count = len(replay.past) - len(_after_previous(state, deployment))
+    nbytes = payload_bytes(state, replay.past[:count])
+    _forget(state, effects, replay.begin_at_previous(count, nbytes))
+
+
 def forget_previous(state: State, effects: Effects, deployment: Deployment) -> None:
-    """Forget the earlier version: nodes that hold the durable one do not have it."""
+    """Forget the earlier versions: nodes that hold the durable one do not have them."""
     if not deployment.replay.past_is_whole:
         drop_past(state, effects, deployment)
     deployment.replay.forget_previous()
@@ -59,11 +83,14 @@ def payload_bytes(state: State, names: list[OperationId]) -> int:
     return sum([operations[name].payload_bytes for name in names])
 
 
-def _is_kept(settings: Settings, count: int, nbytes: int) -> bool:
+def _is_kept(settings: Settings, count: int, nbytes: int, bounds: int = 1) -> bool:
     """Whether so many operations, with payloads of so many bytes, are kept to compute a version
-    again."""
+    again, within so many times the bounds."""
     config = settings.config
-    return count <= config.rebuild_operations and nbytes <= config.rebuild_payload_bytes_max
+    return (
+        count <= bounds * config.rebuild_operations
+        and nbytes <= bounds * config.rebuild_payload_bytes_max
+    )
 
 
 def _forget(state: State, effects: Effects, names: list[OperationId]) -> None:

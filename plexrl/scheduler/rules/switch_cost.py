@@ -144,8 +144,13 @@ def state_reported(state: "State", effects: "Effects", event: "StateReported", n
         deployment = state.deployments.get(report.deployment)
         if deployment is None or event.node not in deployment.nodes:
             continue
-        deployment.stored.report(event.node, bounded_bytes(report.nvme_bytes))
+        nvme_bytes = bounded_bytes(report.nvme_bytes)
+        deployment.stored.report(event.node, nvme_bytes, report.on_nvme[-VERSIONS_MAX:])
         effects.touch_all(deployment.groups)
+
+
+VERSIONS_MAX: Final = 8
+"""Versions of a WPG on a node's NVMe that are looked at; it keeps four at most."""
 
 
 def _by_model(

@@ -175,8 +175,8 @@ class StateManagerClient:
         not copied again.
 
         Versions other than `order.seq` and `order.keep_seq` are dropped when this one is complete;
-        `order.previous_seq` is dropped only when space is short. An arena that was loaded from or
-        saved as version `order.seq` counts as unchanged, so nothing is copied.
+        `order.previous_seq` and `order.base_seq` only when space is short. An arena that was loaded
+        from or saved as version `order.seq` counts as unchanged, so nothing is copied.
 
         Raises:
             StateTierFullError: no tier has free space; the arena is unchanged.
@@ -220,12 +220,13 @@ class StateManagerClient:
         seq: int,
         token: int,
         previous_seq: int = 0,
+        base_seq: int = 0,
     ) -> LoadReport:
         """Load version `seq` of this shard into the arena; it also stays stored.
 
         A version saved under another layout (of data, tensor, pipeline or expert parallelism) is
-        converted: each byte is read once. From now on `previous_seq` is kept only while there is
-        free space.
+        converted: each byte is read once. From now on `previous_seq` and `base_seq` are kept
+        only while there is free space.
 
         Raises:
             StateLostError: the version does not exist or is incomplete.
@@ -244,6 +245,7 @@ class StateManagerClient:
                 seq=seq,
                 token=token,
                 previous_seq=previous_seq,
+                base_seq=base_seq,
                 use=self._link.use,
             )
             answer = self._link.borrow_device(request, keep_contents=False)

@@ -124,7 +124,8 @@ class Load(Request, frozen=True, kw_only=True):
     seq: int
     token: int
     previous_seq: int = 0
-    """As in `Save`."""
+    """As in `SaveRequest`, like `base_seq`."""
+    base_seq: int = 0
     use: DeviceUse = DeviceUse()
 
 

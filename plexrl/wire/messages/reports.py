@@ -101,6 +101,8 @@ class StateResidency(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int
     nvme_bytes: int
     """Bytes that only NVMe holds, not host memory."""
+    on_nvme: tuple[int, ...] = ()
+    """All versions that are whole on NVMe, of the ranks on this node."""
 
 
 class StateReported(Event, frozen=True, kw_only=True):

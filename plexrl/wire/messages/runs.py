@@ -36,6 +36,8 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The last complete version, kept until this one is complete; 0: none."""
     previous_seq: int = 0
     """An earlier complete version that is kept while there is free space; 0: none."""
+    base_seq: int = 0
+    """A still earlier one, kept likewise until `previous_seq` is on NVMe; 0: none."""
     next_use_s: float | None = None
     """Expected time until the state is needed again. None: unknown."""
     successor: str = ""
@@ -77,7 +79,8 @@ class Load(Run, frozen=True, gc=False, tag="load"):
 
     kind: ClassVar = OperationKind.LOAD
     previous_seq: int
-    """As in `SaveRequest`."""
+    """As in `SaveRequest`, like `base_seq`."""
+    base_seq: int = 0
 
 
 class Offload(Run, frozen=True, gc=False, tag="offload"):
@@ -89,6 +92,7 @@ class Offload(Run, frozen=True, gc=False, tag="offload"):
     next_use_s: float | None = None
     successor: DeploymentId | None = None
     successor_seq: int = 0
+    base_seq: int = 0
 
     @property
     def save(self) -> SaveRequest:
@@ -98,6 +102,7 @@ class Offload(Run, frozen=True, gc=False, tag="offload"):
             token=self.token,
             keep_seq=self.keep_seq,
             previous_seq=self.previous_seq,
+            base_seq=self.base_seq,
             next_use_s=self.next_use_s,
             successor=self.successor or "",
             successor_seq=self.successor_seq,
@@ -110,6 +115,7 @@ class Snapshot(Run, frozen=True, gc=False, tag="snapshot"):
     kind: ClassVar = OperationKind.SNAPSHOT
     keep_seq: int
     previous_seq: int
+    base_seq: int = 0
 
     @property
     def save(self) -> SaveRequest:
@@ -193,12 +199,13 @@ class LoadCheckpoint(Compute, frozen=True, gc=False, tag="load_checkpoint"):
 
 
 class SaveCheckpoint(Run, frozen=True, gc=False, tag="save_checkpoint"):
-    """Write a checkpoint. The last two fields are explained in `SaveRequest`."""
+    """Write a checkpoint. The last three fields are explained in `SaveRequest`."""
 
     kind: ClassVar = OperationKind.SAVE_CHECKPOINT
     params: CheckpointParams | None
     keep_seq: int
     previous_seq: int
+    base_seq: int = 0
 
     @property
     def save(self) -> SaveRequest:
@@ -209,7 +216,11 @@ class SaveCheckpoint(Run, frozen=True, gc=False, tag="save_checkpoint"):
 def _kept_on_device(run: Snapshot | SaveCheckpoint) -> SaveRequest:
     """The request to store a state that nobody loads soon, because it stays on the device."""
     return SaveRequest(
-        seq=run.seq, token=run.token, keep_seq=run.keep_seq, previous_seq=run.previous_seq
+        seq=run.seq,
+        token=run.token,
+        keep_seq=run.keep_seq,
+        previous_seq=run.previous_seq,
+        base_seq=run.base_seq,
     )
 
 

@@ -52,8 +52,10 @@ class StateWatch:
         self._connect = connect
         self._lock = threading.Lock()
         self._life, self._serial = "", 0
-        self._on_nvme: set[str] = set()
-        """Deployments that were reported to have state on NVMe."""
+        self._on_nvme: dict[str, tuple[int, ...]] = {}
+        """The versions that NVMe was reported to have, by deployment."""
+        self._spilled: set[str] = set()
+        """Deployments of which NVMe was reported to have the newest version."""
         self._steps = READY_STEPS
         """How far the host tier was reported to be."""
 
@@ -70,23 +72,15 @@ class StateWatch:
             self._life, self._serial = answer["life"], answer["serial"]
             if is_all:
                 # A deployment that was reported before and is missing now has no state here.
-                gone = self._on_nvme - {state.deployment for state in states}
+                before = self._spilled | set(self._on_nvme)
+                gone = before - {state.deployment for state in states}
                 states += [
                     StateResidency(deployment=DeploymentId(name), host_bytes=0, nvme_bytes=0)
                     for name in sorted(gone)
                 ]
-            # The scheduler assumes that a new version is in one tier. So deployments on NVMe are
-            # reported at every change, and once more when they have left NVMe.
-            reported = tuple(
-                state
-                for state in states
-                if is_all or state.nvme_bytes or state.deployment in self._on_nvme
-            )
+            reported = tuple(state for state in states if is_all or self._is_news(state))
             for state in states:
-                if state.nvme_bytes:
-                    self._on_nvme.add(state.deployment)
-                else:
-                    self._on_nvme.discard(state.deployment)
+                self._note(state)
             return Changes(
                 states=reported,
                 host_memory=self._readiness(answer),
@@ -98,6 +92,22 @@ class StateWatch:
         with self._lock:
             self._life, self._serial = "", 0
             self._steps = READY_STEPS
+
+    def _is_news(self, state: StateResidency) -> bool:
+        """The scheduler assumes that a new version is in one tier. So deployments on NVMe are
+        reported at every change, and once more when they have left NVMe."""
+        name = state.deployment
+        is_other = state.on_nvme != self._on_nvme.get(name, ())
+        return bool(state.nvme_bytes) or name in self._spilled or is_other
+
+    def _note(self, state: StateResidency) -> None:
+        name = state.deployment
+        self._spilled.discard(name)
+        if state.nvme_bytes:
+            self._spilled.add(name)
+        self._on_nvme.pop(name, None)
+        if state.on_nvme:
+            self._on_nvme[name] = state.on_nvme
 
     def _readiness(self, answer: Mapping[str, Any]) -> HostMemory | None:
         found = HostMemory(

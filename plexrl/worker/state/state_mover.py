@@ -204,14 +204,21 @@ class StateMover:
     def _load_version(self, command: Load) -> LoadReport:
         """Load into the arena. The arena is registered once per process; with host memory, at every
         load."""
-        seq, token, previous_seq = command.seq, command.token, command.previous_seq
         if self._backend.host_arena is None and self._backend.slices() == self._registered:
             try:
-                return self._client.load(seq=seq, token=token, previous_seq=previous_seq)
+                return self._load(command)
             except ConflictError as error:
                 LOG.info("registering the arena again: %s", error)
-        self._register(token)
-        return self._client.load(seq=seq, token=token, previous_seq=previous_seq)
+        self._register(command.token)
+        return self._load(command)
+
+    def _load(self, command: Load) -> LoadReport:
+        return self._client.load(
+            seq=command.seq,
+            token=command.token,
+            previous_seq=command.previous_seq,
+            base_seq=command.base_seq,
+        )
 
     def _register(self, token: int) -> None:
         slices = self._backend.slices()

@@ -11,9 +11,8 @@ from plexrl.errors import (
     PlexRLError,
     StateLostError,
 )
-from plexrl.ids import BlobRef
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.wire.messages import Command, DiscardBlobs, Run
+from plexrl.wire.messages import Run
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster, config
 from tests.scheduler.recovery.test_relocation import cluster_of, drain, explained, with_jobs
@@ -158,53 +157,9 @@ def test_an_incomplete_copy_from_a_lost_node_is_recomputed() -> None:
     assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", "a:3"]
 
 
-class Discards(FakeCluster):
-    """Records the payloads that the core discards."""
-
-    def __init__(self, **changes: object) -> None:
-        self.discarded: list[str] = []
-        super().__init__(**changes)
-
-    def take(self, commands: list[Command]) -> None:
-        for command in commands:
-            if isinstance(command, DiscardBlobs):
-                self.discarded += command.blobs
-        super().take(commands)
-
-
-def test_payloads_are_kept_up_to_the_bound_or_an_earlier_version() -> None:
-    assert discards(rebuild_operations=3) == [0, 0, 0, 0, 3, 3, 3]
-    assert discards(rebuild_payload_bytes_max=300) == [0, 0, 0, 0, 3, 3, 3]
-    assert discards(rebuild_operations=0) == [0, 1, 2, 3, 4, 5, 6]
-
-
-def discards(**changes: object) -> list[int]:
-    """The payloads discarded after each of seven operations of 100 bytes."""
-    cluster = Discards(snapshot_operations=1, **changes)
-    cluster.start_node()
-    with_jobs(cluster, "a")
-    lost = []
-    for index in range(7):
-        event = ev.OperationSubmitted(
-            operation=f"a:{index}",
-            deployment="a/actor",
-            kind=OperationKind.FORWARD_BACKWARD,
-            params=None,
-            payload=BlobRef(f"blob:{index}"),
-            payload_bytes=100,
-        )
-        cluster.send(event)
-        cluster.settle()
-        lost.append(len(cluster.discarded))
-    # The version of the first n is made when the next one is about to run.
-    cluster.send(ev.JobFinished(job="a", outcome="completed"))
-    assert sorted(cluster.discarded) == [f"blob:{index}" for index in range(7)]
-    return lost
-
-
 def offloaded_after(steps: int, **changes: object) -> FakeCluster:
     """`a` has trained, with a version after every step, and has been offloaded for `b`."""
-    cluster = Discards(**{"snapshot_operations": 1, "rebuild_operations": 4, **changes})
+    cluster = FakeCluster(**{"snapshot_operations": 1, "rebuild_operations": 4, **changes})
     cluster.start_node(gpus=2)
     with_jobs(cluster, "a", "b")
     train(cluster, *range(steps))
@@ -310,20 +265,21 @@ def test_an_offload_of_lost_state_restarts_the_workers() -> None:
 
 @pytest.mark.parametrize("rebuild_operations", [0, 2])
 def test_beyond_the_bound_the_node_is_awaited_or_the_job_ends(rebuild_operations: int) -> None:
-    waiting = trained(5, rebuild_operations=rebuild_operations)
+    steps = 2 * rebuild_operations + 2
+    waiting = trained(steps, rebuild_operations=rebuild_operations)
     waiting.lose_node("n0")
     waiting.pass_time(1000.0)
     assert not waiting.launches
     assert job(waiting)["state"] not in ("FAILED", "COMPLETED")
-    ending = trained(5, rebuild_operations=rebuild_operations, lost_nodes_return=False)
-    ending.submit("a:5", "a/actor", "forward_backward")
+    ending = trained(steps, rebuild_operations=rebuild_operations, lost_nodes_return=False)
+    ending.submit("a:last", "a/actor", "forward_backward")
     ending.lose_node("n0")
     assert job(ending)["state"] != "FAILED"
     ending.pass_time(GONE_S)
     assert job(ending)["state"] == "FAILED"
     assert "n0" in str(job(ending)["reason"])
     assert "checkpoint" in str(job(ending)["reason"])
-    assert ending.state_of("a:5") == "cancelled"
+    assert ending.state_of("a:last") == "cancelled"
 
 
 def synced(*, shares: bool = False, **changes: object) -> FakeCluster:

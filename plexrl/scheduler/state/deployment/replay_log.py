@@ -20,15 +20,19 @@ class ReplayLog:
     """Completed mutations after `durable_seq`, oldest first."""
     past: list[OperationId] = field(default_factory=list)
     """Mutations that led to `durable_seq`, oldest first, in case that version is damaged or lost.
-    They begin at the initial weights, or else at version `previous_seq`."""
+    They begin at the initial weights, or else at version `base_seq` or, without it, at
+    `previous_seq`."""
     past_payload_bytes: int = 0
     """Payload bytes of the operations in `past`."""
     past_is_whole: bool = False
     """`past` and `log` together lead from the initial weights to the present state. False: there
     were too many, and some were dropped."""
     previous_seq: int = 0
-    """An earlier complete version, which the same StateManagers keep while they have free space;
-    `past` leads from it to `durable_seq`. 0: there is none."""
+    """An earlier complete version, which the same StateManagers keep while they have free space,
+    and move to NVMe; `past` leads from it to `durable_seq`. 0: there is none."""
+    base_seq: int = 0
+    """A still earlier one, which takes its place until `previous_seq` is on NVMe: what is in host
+    memory only does not survive a power cut. 0: there is none."""
     replaying: list[OperationId] = field(default_factory=list)
     """The part of `log` that the state on the GPUs still lacks."""
     sent_at: float = 0.0
@@ -77,9 +81,14 @@ class ReplayLog:
         """`past` begins at version `seq`, or at the initial weights."""
         self.previous_seq = seq
 
+    def prepare(self, seq: int) -> None:
+        """Version `seq` is the earlier one from now on, and the former one its base."""
+        self.base_seq = 0 if self.past_is_whole else self.previous_seq
+        self.previous_seq = seq
+
     def forget_previous(self) -> None:
-        """No StateManager holds version `previous_seq`."""
-        self.previous_seq = 0
+        """No StateManager holds earlier versions."""
+        self.previous_seq = self.base_seq = 0
 
     def retire(self, payload_bytes: int) -> None:
         """The durable version includes the log, which has payloads of so many bytes."""
@@ -99,7 +108,17 @@ class ReplayLog:
         taken, self.past = self.past, []
         self.past_payload_bytes = 0
         self.past_is_whole = False
-        self.previous_seq = 0
+        self.forget_previous()
+        return taken
+
+    def begin_at_previous(self, count: int, payload_bytes: int) -> list[OperationId]:
+        """`past` begins at version `previous_seq`: take its first `count` operations, which have
+        payloads of so many bytes."""
+        taken = self.past[:count]
+        del self.past[:count]
+        self.past_payload_bytes -= payload_bytes
+        self.past_is_whole = False
+        self.base_seq = 0
         return taken
 
     def fall_back(self, count: int, payload_bytes: int) -> None:
@@ -110,7 +129,7 @@ class ReplayLog:
         del self.past[at:]
         self.past_payload_bytes -= payload_bytes
         self.durable_seq = self.previous_seq
-        self.previous_seq = 0
+        self.previous_seq, self.base_seq = self.base_seq, 0
 
     def begin_again(self) -> None:
         """The initial weights are the durable version: all of `past` is to be repeated."""
@@ -118,4 +137,4 @@ class ReplayLog:
         self.past.clear()
         self.past_payload_bytes = 0
         self.durable_seq = 0
-        self.previous_seq = 0
+        self.forget_previous()

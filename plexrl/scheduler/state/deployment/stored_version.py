@@ -28,6 +28,8 @@ class StoredVersion:
     nvme_bytes: int = 0
     """Bytes on NVMe alone, on the node that has most there; 0: all is in host memory."""
     nvme_bytes_by_node: dict[NodeId, int] = field(default_factory=dict)
+    on_nvme: dict[NodeId, tuple[int, ...]] = field(default_factory=dict)
+    """All versions of this WPG that are on NVMe, by node: they survive a power cut."""
 
     def move_to(self, nodes: Iterable[NodeId]) -> None:
         """These nodes hold the version, and no others."""
@@ -40,6 +42,7 @@ class StoredVersion:
     def lose(self) -> None:
         """No node holds the version."""
         self.nodes = []
+        self.on_nvme.clear()
         self.forget_tier()
 
     def forget_tier(self) -> None:
@@ -55,9 +58,15 @@ class StoredVersion:
             self.nvme_bytes_by_node.clear()
         self.nvme_bytes = nvme_bytes
 
-    def report(self, node: NodeId, nvme_bytes: int) -> None:
-        """A node reported how many bytes of the version it holds on NVMe alone."""
+    def is_on_nvme(self, seq: int) -> bool:
+        """Whether NVMe has version `seq` on all nodes."""
+        return bool(self.nodes) and all(seq in self.on_nvme.get(node, ()) for node in self.nodes)
+
+    def report(self, node: NodeId, nvme_bytes: int, on_nvme: tuple[int, ...]) -> None:
+        """A node reported how many bytes of the version it holds on NVMe alone, and all versions
+        that it has there."""
         self.nvme_bytes_by_node[node] = nvme_bytes
+        self.on_nvme[node] = on_nvme
         self.nvme_bytes = max(self.nvme_bytes_by_node.values())
 
     def await_copies(self, nodes: list[NodeId]) -> None:

@@ -75,7 +75,7 @@ def make_run(
         return Sync(*head, params, source, operation.source_seq, sources, operation.source_step)
     if kind is _SAVE_CHECKPOINT:
         log = deployment.replay
-        return SaveCheckpoint(*head, params, log.durable_seq, log.previous_seq)
+        return SaveCheckpoint(*head, params, log.durable_seq, log.previous_seq, log.base_seq)
     return Barrier(*head) if kind is OperationKind.BARRIER else Publish(*head)
 
 
@@ -101,12 +101,12 @@ def make_move(
         False,
     )
     # The former version becomes the earlier one, unless the limits allow an older one.
-    previous_seq = log.previous_seq
+    previous_seq, base_seq = log.previous_seq, log.base_seq
     if operation.kind is _LOAD:
-        return Load(*head, previous_seq)
+        return Load(*head, previous_seq, base_seq)
     if operation.kind is not _OFFLOAD:
-        return Snapshot(*head, log.durable_seq, previous_seq)
-    if incoming is None:
-        return Offload(*head, log.durable_seq, previous_seq, next_use_s)
-    successor, successor_seq = incoming.deployment, incoming.replay.durable_seq
-    return Offload(*head, log.durable_seq, previous_seq, next_use_s, successor, successor_seq)
+        return Snapshot(*head, log.durable_seq, previous_seq, base_seq)
+    successor = None if incoming is None else incoming.deployment
+    successor_seq = 0 if incoming is None else incoming.replay.durable_seq
+    to_keep = log.durable_seq, previous_seq
+    return Offload(*head, *to_keep, next_use_s, successor, successor_seq, base_seq)

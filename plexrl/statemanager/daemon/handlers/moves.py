@@ -62,7 +62,8 @@ def _save(caller: DaemonCaller, request: Save, _: Sequence[int]) -> DaemonReply:
         versions = _versions(caller, rank, VersionKind.STATE)
         others = [v for v in versions if v.manifest.seq not in keep]
         superseded = names_of(others)
-        earlier = names_of([v for v in others if v.manifest.seq == order.previous_seq])
+        kept = {order.previous_seq, order.base_seq}
+        earlier = names_of([v for v in others if v.manifest.seq in kept])
         same_size = [v for v in versions if v.manifest.world_size == rank.world_size]
         stored = _find_unchanged(rank, request, same_size)
         moved = 0
@@ -116,7 +117,8 @@ def _load(caller: DaemonCaller, request: Load, _: Sequence[int]) -> DaemonReply:
         [loaded] = results
         manifest = loaded.manifest
         versions = _versions(caller, rank, VersionKind.STATE)
-        earlier = [v for v in versions if v.manifest.seq == request.previous_seq != request.seq]
+        kept = {request.previous_seq, request.base_seq} - {request.seq}
+        earlier = [v for v in versions if v.manifest.seq in kept]
         caller.services.earlier_versions.keep(names_of(earlier))
         seconds = time.perf_counter() - started
         fds = (*allocated.fds, *open_host(rank))

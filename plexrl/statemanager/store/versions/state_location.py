@@ -1,5 +1,7 @@
-"""Tiers of each deployment's newest state: the bytes that a context switch has to read."""
+"""Tiers of each deployment's newest state: the bytes that a context switch has to read, and the
+versions that survive a power cut."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from plexrl.statemanager.layout.versions import VersionKind
@@ -18,6 +20,8 @@ class StateLocation:
     host_bytes: int
     nvme_bytes: int
     """Bytes that are on NVMe only."""
+    on_nvme: tuple[int, ...]
+    """Versions of which NVMe has all shards: as many as there are of any version."""
 
 
 def state_locations(catalog: Catalog, since: int) -> list[StateLocation]:
@@ -38,6 +42,9 @@ def state_locations(catalog: Catalog, since: int) -> list[StateLocation]:
 def _newest(deployment: str, versions: list[Version]) -> StateLocation:
     seq = max((version.manifest.seq for version in versions), default=0)
     tiers: dict[TierName, dict[str, int]] = {tier: {} for tier in TierName}
+    shards = Counter(version.manifest.seq for version in versions)
+    whole = max(shards.values(), default=0)
+    stored = Counter(v.manifest.seq for v in versions if TierName.NVME in v.header_bytes)
     for version in versions:
         if version.manifest.seq == seq:
             # Objects that ranks share are read once.
@@ -47,4 +54,5 @@ def _newest(deployment: str, versions: list[Version]) -> StateLocation:
         seq=seq,
         host_bytes=sum(tiers[TierName.HOST].values()),
         nvme_bytes=sum(tiers[TierName.NVME].values()),
+        on_nvme=tuple(sorted(each for each in stored if stored[each] == whole)),
     )
