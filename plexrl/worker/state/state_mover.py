@@ -76,7 +76,7 @@ class StateMover:
         self._device.wait()
         match command:
             case Load():
-                return self._load(command)
+                return self._load_stored(command)
             case Offload():
                 return self._offload(command)
             case Snapshot():
@@ -206,13 +206,13 @@ class StateMover:
         load."""
         if self._backend.host_arena is None and self._backend.slices() == self._registered:
             try:
-                return self._load(command)
+                return self._load_stored(command)
             except ConflictError as error:
                 LOG.info("registering the arena again: %s", error)
         self._register(command.token)
-        return self._load(command)
+        return self._load_stored(command)
 
-    def _load(self, command: Load) -> LoadReport:
+    def _load_stored(self, command: Load) -> LoadReport:
         return self._client.load(
             seq=command.seq,
             token=command.token,
