@@ -76,7 +76,7 @@ class StateMover:
         self._device.wait()
         match command:
             case Load():
-                return self._load_stored(command)
+                return self._load(command)
             case Offload():
                 return self._offload(command)
             case Snapshot():
