@@ -11,8 +11,14 @@ from typer.testing import CliRunner
 
 import plexrl
 from plexrl.cli.app import app
+from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.embedded.start import start_embedded
+from plexrl.cluster.node.gpus import Gpus
+from plexrl.cluster.node.parts import NodeConfig, node_parts
 from plexrl.errors import InvalidRequestError
+from plexrl.process.children.startup import parse_config
+from plexrl.process.folders.folders import Folders
+from plexrl.worker.interface.config import AgentConfig
 from tests.cluster.tools import VOCABULARY, process_of, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
@@ -24,6 +30,26 @@ def wait_for_place(deployment: plexrl.TrainDeployment) -> set[str]:
     return {rank["node"] for rank in deployment.status()["ranks"]}
 
 
+@pytest.mark.parametrize("speeds", [(0.5, 2.0, 1.0), (0.3,), ()])
+def test_the_agent_of_each_node_is_told_the_nodes_speed(
+    tmp_path: Path, speeds: tuple[float, ...]
+) -> None:
+    options = ClusterOptions(data_dir=tmp_path, nodes=3, virtual_gpus=1, node_speeds=speeds)
+    folders = Folders.of(tmp_path)
+    folders.make()
+    told = []
+    try:
+        for index in range(3):
+            node = NodeConfig.local(options, index, Gpus(count=1, memory_bytes=1))
+            _, agent = node_parts(options, folders, node)
+            told.append(parse_config(json.dumps(agent.config), AgentConfig, "agent").node_speed)
+    finally:
+        folders.remove()
+    assert tuple(told) == {3: speeds, 1: speeds * 3, 0: (0.0,) * 3}[len(speeds)]
+
+
+# `tests/worker/agent/test_agent.py` has what a node says of itself, `tests/scheduler/placement`
+# what the scheduler makes of it.
 @pytest.mark.slow
 def test_training_goes_to_the_node_with_the_highest_speed_also_after_a_restart(
     tmp_path: Path,

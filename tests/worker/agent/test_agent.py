@@ -90,9 +90,11 @@ class Scheduler:
         ready: "asyncio.Queue[int]",
         exits: "asyncio.Queue[Plain]",
         conditions: "asyncio.Queue[list[Plain]]",
+        hello: Plain,
     ) -> None:
-        """`exits`: reports of workers that have ended; `conditions`: of what is wrong."""
-        self._peer, self._ready = peer, ready
+        """`exits`: reports of workers that have ended; `conditions`: of what is wrong; `hello`:
+        what the agent said of its node when it connected."""
+        self._peer, self._ready, self.hello = peer, ready, hello
         self.exits, self.conditions = exits, conditions
 
     async def launch(self, incarnation: int, nodes: Sequence[str] = ("node0",)) -> None:
@@ -127,13 +129,13 @@ async def agent_of(
     **changes: Any,
 ) -> AsyncIterator[Scheduler]:
     """A connected agent; `changes` of its configuration."""
-    peers: asyncio.Queue[Peer] = asyncio.Queue()
+    peers: asyncio.Queue[tuple[Peer, Plain]] = asyncio.Queue()
     ready: asyncio.Queue[int] = asyncio.Queue()
     exits: asyncio.Queue[Plain] = asyncio.Queue()
     conditions: asyncio.Queue[list[Plain]] = asyncio.Queue()
 
-    async def hello(peer: Peer, _: Plain) -> Plain:
-        peers.put_nowait(peer)
+    async def hello(peer: Peer, params: Plain) -> Plain:
+        peers.put_nowait((peer, params))
         return {}
 
     async def worker_ready(_: Peer, params: Plain) -> Plain:
@@ -178,13 +180,27 @@ async def agent_of(
     running = asyncio.create_task(Agent(config, launcher).run(stop, asyncio.Event()))
     try:
         async with asyncio.timeout(DEADLINE_S):
-            yield Scheduler(await peers.get(), ready, exits, conditions)
+            peer, said = await peers.get()
+            yield Scheduler(peer, ready, exits, conditions, said)
     finally:
         stop.set()
         await asyncio.wait({running}, timeout=DEADLINE_S)
         server.close()
         for worker in launcher.workers:
             worker.close()
+
+
+def test_a_node_says_how_fast_it_is_and_what_it_has(run_dir: Path, daemon: Daemon) -> None:
+    async def work() -> None:
+        async with agent_of(run_dir, daemon, FakeLauncher(), node_speed=0.3) as scheduler:
+            found = scheduler.hello
+            assert {name: found[name] for name in ("node", "gpus", "speed")} == {
+                "node": "node0",
+                "gpus": 1,
+                "speed": 0.3,
+            }
+
+    asyncio.run(work())
 
 
 def test_a_launch_that_comes_twice_or_late_starts_no_second_worker(
