@@ -1,11 +1,12 @@
 """A job moves among the groups into which a wider one is divided."""
 
+from plexrl.ids import NodeId
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 
-def nodes_of(cluster: FakeCluster, job: str) -> list[str]:
+def nodes_of(cluster: FakeCluster, job: str) -> list[NodeId]:
     return cluster.core.explain_job(job, cluster.now)["deployments"][0]["nodes"]
 
 
