@@ -196,9 +196,10 @@ class SchedulerConfig:
     """Mutations of a WPG before its durable version that are kept with their payloads, so that the
     version can be recomputed if it is damaged or lost; 0: none. They reach back to the initial
     weights or the last loaded checkpoint, or, if these would be too many, to an earlier version
-    that the StateManagers keep. Twice `snapshot_operations`, so that they reach that version."""
+    that the StateManagers keep. Twice `snapshot_operations`, so that they reach that version. Up to
+    twice as many are kept until that version is on NVMe."""
     rebuild_payload_bytes_max: int = 1 << 30
-    """Maximum bytes of their payloads in the blob store, for each WPG."""
+    """Maximum bytes of their payloads in the blob store, for each WPG; twice that until then."""
     lost_nodes_return: bool = True
     """Whether a lost node may come back with its state. If so, WPGs that need the state wait
     without a limit; otherwise their job ends as FAILED after `node_replace_s`."""
