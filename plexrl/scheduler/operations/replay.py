@@ -30,9 +30,7 @@ def retire_log(
     """
     replay = deployment.replay
     log_bytes = payload_bytes(state, replay.log)
-    if replay.base_seq and deployment.stored.is_on_nvme(replay.previous_seq):
-        _begin_at_previous(state, effects, deployment)
-    if not _is_kept(settings, *_sizes(replay, log_bytes)):
+    if replay.base_seq or not _is_kept(settings, *_sizes(replay, log_bytes)):
         if deployment.stored.is_on_nvme(replay.previous_seq):
             _begin_at_previous(state, effects, deployment)
         if not _is_kept(settings, *_sizes(replay, log_bytes), bounds=2):
@@ -46,7 +44,7 @@ def retire_log(
     if not replay.previous_seq:
         replay.reach_back_to(former_seq)
     elif not replay.base_seq and replay.previous_seq < former_seq:
-        since = _after_previous(state, deployment) + replay.log
+        since = after_previous(state, deployment) + replay.log
         if not _is_kept(settings, 2 * len(since), 2 * payload_bytes(state, since)):
             replay.prepare(former_seq)
     replay.retire(log_bytes)
@@ -57,7 +55,8 @@ def _sizes(replay: ReplayLog, log_bytes: int) -> tuple[int, int]:
     return len(replay.past) + len(replay.log), replay.past_payload_bytes + log_bytes
 
 
-def _after_previous(state: State, deployment: Deployment) -> list[OperationId]:
+def after_previous(state: State, deployment: Deployment) -> list[OperationId]:
+    """The operations of `past` that lead from the earlier version to the durable one."""
     operations, previous_seq = state.operations, deployment.replay.previous_seq
     return [name for name in deployment.replay.past if operations[name].seq > previous_seq]
 
@@ -65,7 +64,7 @@ def _after_previous(state: State, deployment: Deployment) -> list[OperationId]:
 def _begin_at_previous(state: State, effects: Effects, deployment: Deployment) -> None:
     """Drop what led to the earlier version."""
     replay = deployment.replay
-    count = len(replay.past) - len(_after_previous(state, deployment))
+    count = len(replay.past) - len(after_previous(state, deployment))
     nbytes = payload_bytes(state, replay.past[:count])
     _forget(state, effects, replay.begin_at_previous(count, nbytes))
 

@@ -11,7 +11,7 @@ from plexrl.errors import PlexRLError
 from plexrl.scheduler.accounting.usage import discard
 from plexrl.scheduler.operations.held.holding import requeue
 from plexrl.scheduler.operations.operations import enqueue_publish, publish_name
-from plexrl.scheduler.operations.replay import payload_bytes
+from plexrl.scheduler.operations.replay import after_previous, payload_bytes
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.effects import Effects
@@ -62,8 +62,7 @@ def fall_back(state: State, deployment: Deployment) -> bool:
     replay = deployment.replay
     if not replay.previous_seq:
         return _restart_from_initial(deployment)
-    operations = state.operations
-    behind = [name for name in replay.past if operations[name].seq > replay.previous_seq]
+    behind = after_previous(state, deployment)
     replay.fall_back(len(behind), payload_bytes(state, behind))
     deployment.stored.forget_tier()
     return True

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 HOST: Final = "host"
 NVME: Final = "nvme"
 
+VERSIONS_MAX: Final = 8
+"""Versions of a WPG on a node's NVMe that are looked at; it keeps four at most."""
+
 _LOAD: Final = OperationKind.LOAD
 _OFFLOAD: Final = OperationKind.OFFLOAD
 _PREFIXES: dict[OperationKind, str] = {kind: f"{kind.value}/" for kind in OperationKind}
@@ -147,10 +150,6 @@ def state_reported(state: "State", effects: "Effects", event: "StateReported", n
         nvme_bytes = bounded_bytes(report.nvme_bytes)
         deployment.stored.report(event.node, nvme_bytes, report.on_nvme[-VERSIONS_MAX:])
         effects.touch_all(deployment.groups)
-
-
-VERSIONS_MAX: Final = 8
-"""Versions of a WPG on a node's NVMe that are looked at; it keeps four at most."""
 
 
 def _by_model(

@@ -218,8 +218,7 @@ class Collector:
         itself if there is none. Runs of a job that has ended are billed to nobody.
         """
         held = gpus * (end_s - start_s)
-        self._used_gpu_s[True] += rollout_part * held
-        self._used_gpu_s[False] += held - rollout_part * held
+        self._use(held, rollout_part)
         job = self._jobs.get(job_id)
         if job is not None and job.details is not None:
             job.details.ran(group)
@@ -279,8 +278,7 @@ class Collector:
         """Record useful generation in idle time, on GPUs of which rollouts took the part
         `rollout_part` first."""
         self._filled_gpu_s += gpu_s
-        self._used_gpu_s[True] += rollout_part * gpu_s
-        self._used_gpu_s[False] += gpu_s - rollout_part * gpu_s
+        self._use(gpu_s, rollout_part)
 
     def failed(self) -> None:
         """Record the loss of a node or a worker."""
@@ -347,6 +345,10 @@ class Collector:
             failures=self._failures,
             speed=speed,
         )
+
+    def _use(self, gpu_s: float, rollout_part: float) -> None:
+        self._used_gpu_s[True] += rollout_part * gpu_s
+        self._used_gpu_s[False] += gpu_s - rollout_part * gpu_s
 
     def _where(self, tail: Tail) -> GpuHours:
         """Where the GPU-hours went. What is held and does not work is idle, and what is not held is

@@ -52,10 +52,8 @@ class StateWatch:
         self._connect = connect
         self._lock = threading.Lock()
         self._life, self._serial = "", 0
-        self._on_nvme: dict[str, tuple[int, ...]] = {}
-        """The versions that NVMe was reported to have, by deployment."""
-        self._spilled: set[str] = set()
-        """Deployments of which NVMe was reported to have the newest version."""
+        self._on_nvme: dict[str, StateResidency] = {}
+        """The deployments with state on NVMe, as it was at the last look."""
         self._steps = READY_STEPS
         """How far the host tier was reported to be."""
 
@@ -72,15 +70,16 @@ class StateWatch:
             self._life, self._serial = answer["life"], answer["serial"]
             if is_all:
                 # A deployment that was reported before and is missing now has no state here.
-                before = self._spilled | set(self._on_nvme)
-                gone = before - {state.deployment for state in states}
+                gone = set(self._on_nvme) - {state.deployment for state in states}
                 states += [
                     StateResidency(deployment=DeploymentId(name), host_bytes=0, nvme_bytes=0)
                     for name in sorted(gone)
                 ]
             reported = tuple(state for state in states if is_all or self._is_news(state))
             for state in states:
-                self._note(state)
+                self._on_nvme.pop(state.deployment, None)
+                if state.nvme_bytes or state.on_nvme:
+                    self._on_nvme[state.deployment] = state
             return Changes(
                 states=reported,
                 host_memory=self._readiness(answer),
@@ -96,18 +95,10 @@ class StateWatch:
     def _is_news(self, state: StateResidency) -> bool:
         """The scheduler assumes that a new version is in one tier. So deployments on NVMe are
         reported at every change, and once more when they have left NVMe."""
-        name = state.deployment
-        is_other = state.on_nvme != self._on_nvme.get(name, ())
-        return bool(state.nvme_bytes) or name in self._spilled or is_other
-
-    def _note(self, state: StateResidency) -> None:
-        name = state.deployment
-        self._spilled.discard(name)
-        if state.nvme_bytes:
-            self._spilled.add(name)
-        self._on_nvme.pop(name, None)
-        if state.on_nvme:
-            self._on_nvme[name] = state.on_nvme
+        before = self._on_nvme.get(state.deployment)
+        if before is None:
+            return bool(state.nvme_bytes or state.on_nvme)
+        return bool(state.nvme_bytes or before.nvme_bytes) or state.on_nvme != before.on_nvme
 
     def _readiness(self, answer: Mapping[str, Any]) -> HostMemory | None:
         found = HostMemory(

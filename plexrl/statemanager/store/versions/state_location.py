@@ -34,12 +34,12 @@ def state_locations(catalog: Catalog, since: int) -> list[StateLocation]:
             manifest = version.manifest
             if manifest.kind == VersionKind.STATE and manifest.deployment in versions:
                 versions[manifest.deployment].append(version)
-    found = [_newest(name, versions[name]) for name in sorted(changed)]
+    found = [_location(name, versions[name]) for name in sorted(changed)]
     catalog.changes.forget([name for name in changed if not versions[name]])
     return found
 
 
-def _newest(deployment: str, versions: list[Version]) -> StateLocation:
+def _location(deployment: str, versions: list[Version]) -> StateLocation:
     seq = max((version.manifest.seq for version in versions), default=0)
     tiers: dict[TierName, dict[str, int]] = {tier: {} for tier in TierName}
     shards = Counter(version.manifest.seq for version in versions)
