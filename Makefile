@@ -20,6 +20,8 @@ TEST_LIMIT ?= 60m
 LIMITED := timeout --foreground --kill-after=1m
 # Power cuts of one machine, and of three hosts.
 FAULT_CUTS ?= 5
+# Benchmarks of `make bench`, such as faults.py; all if empty.
+BENCH ?=
 # Options of the demo on three hosts, such as --steps 50.
 DEMO_HOSTS ?=
 STAMP := $(VENV)/.plexrl-setup
@@ -42,7 +44,7 @@ help:
 	@echo "make docs-check   run every command and snippet of README.md, docs/ and CONTRIBUTING.md"
 	@echo "make lint         check formatting, style and types"
 	@echo "make format       format the code and apply safe fixes"
-	@echo "make bench        run every benchmark on a clean tree; writes benchmarks/RESULTS.md and results/"
+	@echo "make bench        run every benchmark, or BENCH=\"faults.py engine.py\", on a clean tree; writes benchmarks/RESULTS.md and results/"
 	@echo "make compiled     build scheduler core and simulator loop as C extensions; needs gcc"
 	@echo "make pure         delete the C extensions"
 	@echo "make gpu-kit      pack wheels for scripts/gpu_check.sh on a GPU machine without internet"
@@ -111,7 +113,7 @@ pure:
 	rm -f *__mypyc.*.so
 
 bench: setup
-	$(BIN)/python -m benchmarks.run_all
+	$(BIN)/python -m benchmarks.run_all $(BENCH)
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -1,17 +1,18 @@
-"""Runs every benchmark on one commit, and writes what they found and whether it reaches the bars.
+"""Runs benchmarks on one commit, and writes what they found and whether it reaches the bars.
 
-    python -m benchmarks.run_all [--quick]
+    python -m benchmarks.run_all [--quick] [BENCHMARK …]
 
-Writes `benchmarks/RESULTS.md`: a table of all bars with figure and verdict, then the output of each
-benchmark; and `benchmarks/results/`: tables and figures of each as JSON. A tree with changes that
-are not committed is refused. A benchmark is a module whose docstring has a command line with
-`[--quick]`. One that fails does not stop the others. A run that was interrupted goes on where it
-stood, if the commit is still the same: what has ended lies in `out/bench/COMMIT/`. With `--quick`
-the output goes to the terminal and no file is written.
+Without names, such as `faults.py`, it runs all. It writes `benchmarks/results/`: output, tables and
+figures of each as JSON, with the commit; and from all of these `benchmarks/RESULTS.md`: a table of
+the bars with figure, commit and verdict, then the output of each benchmark. A tree with changes
+that are not committed is refused. A benchmark is a module whose docstring has a command line with
+`[--quick]`. One that fails does not stop the others, and keeps its earlier results. A run that was
+interrupted goes on where it stood, if the commit is still the same: what has ended lies in
+`out/bench/COMMIT/`. With `--quick` the output goes to the terminal and no file is written.
 """
 
+import argparse
 import ast
-import datetime
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.bars import bars
-from benchmarks.report import ROOT, commit, machine
+from benchmarks.report import ROOT, commit
 from benchmarks.sizes import QUICK
 
 HERE = Path(__file__).parent
@@ -142,11 +143,12 @@ def run_all(names: Sequence[str], run_one: Callable[[str], Output]) -> dict[str,
 
 
 def verdicts(outputs: Mapping[str, Output]) -> list[tuple[str, ...]]:
-    """A row for each bar: benchmark, figure, value, bar, aim, verdict."""
+    """A row for each bar: benchmark, figure, value, bar, aim, verdict, commit."""
     rows: list[tuple[str, ...]] = []
     for name, wanted in bars().items():
+        found = outputs[name].found if name in outputs else {"figures": {}}
         for each in wanted:
-            value = outputs[name].found["figures"].get(each.figure) if name in outputs else None
+            value = found["figures"].get(each.figure)
             verdict = each.verdict(value)
             rows.append(
                 (
@@ -156,6 +158,7 @@ def verdicts(outputs: Mapping[str, Output]) -> list[tuple[str, ...]]:
                     each.bar,
                     each.aim,
                     verdict if verdict == "met" else f"**{verdict}**",
+                    "" if value is None else found.get("commit", ""),
                 )
             )
     return rows
@@ -163,11 +166,11 @@ def verdicts(outputs: Mapping[str, Output]) -> list[tuple[str, ...]]:
 
 def results_page(outputs: Mapping[str, Output]) -> str:
     """The text of RESULTS.md."""
-    today = datetime.datetime.now(tz=datetime.UTC).date()
     lines = [
-        f"# Results\n\nCommit {commit()}, {today}, {machine()}. All but `benchmarks/gpu` uses CPUs "
-        "alone. Tables and figures as JSON: [results](results).\n",
-        "| benchmark | figure | value | bar | aim | verdict |\n|---|---|---|---|---|---|",
+        "# Results\n\nAll but `benchmarks/gpu` uses CPUs alone. Tables and figures as JSON: "
+        "[results](results). Each figure names the commit that it was measured at.\n",
+        "| benchmark | figure | value | bar | aim | verdict | commit |",
+        "|---|---|---|---|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in verdicts(outputs)),
     ]
     lines += [
@@ -176,8 +179,33 @@ def results_page(outputs: Mapping[str, Output]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def recorded() -> dict[str, Output]:
+    """The last results of every benchmark of `make bench` that has any."""
+    outputs: dict[str, Output] = {}
+    for name in chosen(()):
+        if (path := results_file(name)).exists():
+            found = json.loads(path.read_text())
+            printed = found.pop("printed")
+            outputs[name] = Output(printed=printed, found=found, failed=False)
+    return outputs
+
+
+def chosen(names: Sequence[str]) -> dict[str, list[str]]:
+    """Commands of the benchmarks to run: those named, or all but `NOT_RUN`."""
+    known = commands()
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(known)}")
+    if names:
+        return {name: known[name] for name in names}
+    return {name: words for name, words in known.items() if name not in NOT_RUN}
+
+
 def main() -> None:
-    """Run all; exit 1 if the tree is dirty, or if one failed."""
+    """Run all, or those named; exit 1 if the tree is dirty, or if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("names", nargs="*", metavar="BENCHMARK", help="such as faults.py")
+    parser.add_argument("--quick", action="store_true", help="smallest sizes; write no file")
+    wanted = chosen(parser.parse_args().names)
     changed = subprocess.run(
         ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -185,21 +213,20 @@ def main() -> None:
         sys.exit(
             f"commit these changes first, so that the results are those of a commit:\n{changed}"
         )
-    wanted = {name: words for name, words in commands().items() if name not in NOT_RUN}
     ended = ENDED / commit()
     outputs = run_all(
         list(wanted),
         lambda name: run(wanted[name]) if QUICK else run_once(name, wanted[name], ended),
     )
-    page = results_page(outputs)
     if QUICK:
-        sys.stdout.write(page)
+        sys.stdout.write(results_page(outputs))
     else:
         RESULTS.mkdir(exist_ok=True)
         for name, output in outputs.items():
             if not output.failed:
-                results_file(name).write_text(json.dumps(output.found, indent=1) + "\n")
-        (HERE / "RESULTS.md").write_text(page)
+                found = {**output.found, "printed": output.printed}
+                results_file(name).write_text(json.dumps(found, indent=1) + "\n")
+        (HERE / "RESULTS.md").write_text(results_page(recorded()))
     failed = [name for name, output in outputs.items() if output.failed]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

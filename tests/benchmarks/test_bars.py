@@ -38,11 +38,27 @@ def test_a_bar_that_is_no_comparison_is_refused(
 
 def test_the_page_names_what_is_missed_and_what_was_not_measured() -> None:
     rows = verdicts({"execution.py": output(added_p50_ms=9.5, payload_ratio=0.8)})
-    found = {figure: (value, verdict) for _, figure, value, *_, verdict in rows}
+    found = {figure: (value, verdict) for _, figure, value, _, _, verdict, _ in rows}
     assert found["added_p50_ms"] == ("9.5", "**missed**")
     assert found["payload_ratio"] == ("0.8", "met")
     assert found["events_per_s"] == ("", "**not measured**")
     assert "| **missed** |" in results_page({"execution.py": output(added_p50_ms=9.5)})
+
+
+def test_a_benchmark_that_is_run_alone_keeps_the_results_of_the_others() -> None:
+    outputs = run_all.recorded()
+    page = results_page(outputs)
+    assert len(outputs) > 30
+    for name, each in outputs.items():
+        assert f"## `benchmarks/{name}`\n\n```\n{each.printed}\n```" in page
+        assert each.found.get("commit") or name.startswith("gpu/")
+
+
+def test_a_benchmark_that_does_not_exist_is_named_with_those_that_do() -> None:
+    with pytest.raises(SystemExit, match=r"no such benchmark: fault\.py; there are .*faults\.py"):
+        run_all.chosen(["fault.py"])
+    assert list(run_all.chosen(["faults.py"])) == ["faults.py"]
+    assert "simulating/drain.py" not in run_all.chosen([])
 
 
 def test_results_of_a_tree_with_changes_are_refused(
@@ -52,6 +68,7 @@ def test_results_of_a_tree_with_changes_are_refused(
     (tmp_path / "changed.py").touch()
     monkeypatch.setattr(run_all, "QUICK", False)
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["run_all"])
     with pytest.raises(SystemExit, match=r"commit these changes first.*\n.*changed\.py"):
         run_all.main()
 
