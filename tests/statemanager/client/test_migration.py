@@ -148,6 +148,28 @@ def test_a_version_that_is_there_is_not_moved_again(
     check_loads(target, make_shard, expected)
 
 
+def test_a_power_cut_after_a_move_loses_nothing(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    source, target = start_daemon(), start_daemon()
+    expected = offloaded(source, make_shard, ranks=2)
+    move(source, target)
+    with observer(source) as client:
+        client.release(NAME)
+    target.kill()
+    for path in target.host_files():
+        path.unlink()
+    target.start()
+    check_loads(target, make_shard, expected, tier="nvme")
+
+
+def test_a_move_needs_no_space_on_nvme(start_daemon: StartDaemon, make_shard: MakeShard) -> None:
+    source, target = start_daemon(), start_daemon(nvme_bytes=1)
+    expected = offloaded(source, make_shard, ranks=2)
+    assert move(source, target).bytes_moved == 2 * STATE
+    check_loads(target, make_shard, expected, tier="host")
+
+
 def test_a_version_goes_there_and_back_and_its_later_one_too(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:

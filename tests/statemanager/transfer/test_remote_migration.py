@@ -166,6 +166,20 @@ def test_a_version_loads_bit_for_bit_where_it_was_fetched_to(
     check_empty_after_release(target)
 
 
+def test_a_power_cut_after_a_fetch_loses_nothing(
+    start_daemon: StartDaemon, make_shard: MakeShard, source: Daemon
+) -> None:
+    target = start_daemon()
+    expected = offloaded(source, make_shard, ranks=2)
+    move(source.tcp, target)
+    source.kill()
+    target.kill()
+    for path in target.host_files():
+        path.unlink()
+    target.start()
+    check_loads(target, make_shard, expected, tier="nvme")
+
+
 def test_only_the_block_under_way_is_asked_for_again_when_the_network_breaks(
     start_daemon: StartDaemon, make_shard: MakeShard, source: Daemon, proxy: Proxy
 ) -> None:

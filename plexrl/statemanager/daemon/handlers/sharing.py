@@ -1,5 +1,6 @@
 """Versions that other processes read, or that this node takes from another node."""
 
+import logging
 import os
 import sys
 import time
@@ -9,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from plexrl.errors import InvalidRequestError, StateLostError
+from plexrl.errors import InvalidRequestError, StateLostError, StorageError
 from plexrl.statemanager.bytes.file_data import FileData
 from plexrl.statemanager.bytes.mapped_memory import Region
 from plexrl.statemanager.daemon.handlers.caller import (
@@ -40,8 +41,11 @@ from plexrl.statemanager.protocol.messages import (
     regions_of,
 )
 from plexrl.statemanager.protocol.tickets import AGENT
+from plexrl.statemanager.store.store import Store, TieredVersion
 from plexrl.statemanager.store.versions.leasing import lease_published, lease_states, offer
 from plexrl.statemanager.transfer.transport.tcp.state import ReconnectingReader
+
+LOG = logging.getLogger(__name__)
 
 
 def _open_published(caller: DaemonCaller, request: OpenPublished, _: Sequence[int]) -> DaemonReply:
@@ -96,10 +100,9 @@ def _adopt(caller: DaemonCaller, request: Adopt, fds: Sequence[int]) -> DaemonRe
     store = caller.services.store
     for stored in store.find(lambda m: m.name == manifest.name):
         if stored.manifest.stamp == manifest.stamp:
-            return DaemonReply(move_report(0, time.perf_counter() - started, stored.tier))
+            return _moved(store, stored, 0, started)
     data = FileData(regions_of(request.regions, fds), manifest.description)
-    stored = store.adopt(manifest, data)
-    return DaemonReply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
+    return _moved(store, store.adopt(manifest, data), manifest.nbytes, started)
 
 
 def _fetch(caller: DaemonCaller, request: Fetch, _: Sequence[int]) -> DaemonReply:
@@ -111,7 +114,7 @@ def _fetch(caller: DaemonCaller, request: Fetch, _: Sequence[int]) -> DaemonRepl
     network, store = caller.services.network, caller.services.store
     wanted = (request.deployment, request.seq, request.rank, request.stamp)
     for stored in store.find(lambda m: (m.deployment, m.seq, m.rank, m.stamp) == wanted):
-        return DaemonReply(move_report(0, time.perf_counter() - started, stored.tier))
+        return _moved(store, stored, 0, started)
     ticket = caller.services.key.mint(AGENT)
     with closing(ReconnectingReader(network, request.source, ticket, wanted)) as reader:
         manifest = reader.manifest
@@ -119,7 +122,17 @@ def _fetch(caller: DaemonCaller, request: Fetch, _: Sequence[int]) -> DaemonRepl
         if (manifest.deployment, manifest.seq, manifest.rank) != wanted[:3]:
             raise InvalidRequestError(f"{request.source} answered with {manifest.description}")
         version, moved = store.receive(manifest, reader.blocks, reader)
-    return DaemonReply(move_report(moved, time.perf_counter() - started, version.tier))
+    return _moved(store, version, moved, started)
+
+
+def _moved(store: Store, version: TieredVersion, nbytes: int, started: float) -> DaemonReply:
+    """The answer to a migration, after which the other nodes forget the version. So it goes to NVMe
+    first, where there is space."""
+    try:
+        store.allocator.secure(version.manifest.name)
+    except StorageError as error:
+        LOG.info("%s is in host memory only: %s", version.manifest.description, error)
+    return DaemonReply(move_report(nbytes, time.perf_counter() - started, version.tier))
 
 
 def _replicate(caller: DaemonCaller, request: Replicate, _: Sequence[int]) -> DaemonReply:

@@ -187,6 +187,18 @@ class TierAllocator:
                 self._copy_to_nvme(version, move.cancelled)
             return True
 
+    def secure(self, name: str) -> None:
+        """Copy a version from the host tier to NVMe now: other nodes will forget it, and a power
+        cut takes what is in host memory only.
+
+        Raises:
+            StorageError: NVMe is full or the copy failed; the version is in the host tier only.
+        """
+        with self._referenced_in_host(name) as version:
+            if version is not None:
+                self.cancel_background()
+                self._copy_to_nvme(version, None)
+
     def move_to_nvme(self, name: str) -> None:
         """Move a version from the host tier to NVMe, in the background.
 
