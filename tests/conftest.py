@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from plexrl.process.garbage_collection import rare_collections
+from tests import warm_forks
 from tests.core_files import pytest_ignore_collect, pytest_pycollect_makemodule
 from tests.examples import examples
 from tests.lost_workers import (
@@ -20,8 +21,10 @@ from tests.lost_workers import (
     pytest_runtest_setup,
     pytest_xdist_make_scheduler,
 )
+from tests.warm_forks import own_fork_servers
 
 __all__ = [
+    "own_fork_servers",
     "pytest_collection_modifyitems",
     "pytest_ignore_collect",
     "pytest_pycollect_makemodule",
@@ -102,6 +105,12 @@ def _nothing_is_written_to_the_users_data_directory() -> Iterator[None]:
     """Scripts and commands that name no data directory get one that goes with the run."""
     with tempfile.TemporaryDirectory(prefix="plexrl-tests-") as folder:
         os.environ["PLEXRL_DATA_DIR"] = f"{folder}/data"
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _clusters_do_not_load_torch_anew() -> Iterator[None]:
+    with warm_forks.offered():
         yield
 
 

@@ -21,6 +21,7 @@ from tests.cluster.tools import (
     checkpoint_weights,
     kill_worker,
     process_of,
+    rank_process,
     train,
     wait_until,
     weights_after,
@@ -187,7 +188,7 @@ def test_workers_die_with_their_agent_and_a_checkpoint_is_awaited_while_it_resta
         actor = job.train_deployment("actor", MODEL, workers=2)
         actor.barrier().result()
         agent = process_of(embedded, "plexrl.worker")
-        below = agent.children(recursive=True)
+        below = [*agent.children(), *(rank_process(actor, rank) for rank in range(2))]
         assert len(below) >= 3, "the fork server and two workers"
         saving = actor.save_checkpoint("kept")
         seq = saving.pinned(60)["seq"]

@@ -27,6 +27,8 @@ from tests.small_disk import small_disk
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
 
+pytestmark = pytest.mark.usefixtures("own_fork_servers")
+
 
 @pytest.mark.parametrize(
     "sig",
