@@ -62,7 +62,7 @@ def own_fork_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _start_when_asked(listener: socket.socket, end: int) -> None:
-    if end in select.select([listener, end], [], [])[0]:
+    if end in select.select([listener.fileno(), end], [], [])[0]:
         return
     context = multiprocessing.get_context("forkserver")
     server = context.Process(target=_serve, args=(listener,), daemon=True)
