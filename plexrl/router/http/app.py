@@ -104,7 +104,7 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, RouterServices]:
         router=config.router,
         bytes_max=config.audit_bytes_max,
     )
-    if find_spec("google.protobuf") is not None:
+    if find_spec("google") is not None and find_spec("google.protobuf") is not None:
         from plexrl.router.tinker.app import TinkerApi
 
         # The outermost, so that what it asks of the API is logged as the client's requests.

@@ -271,7 +271,7 @@ class Sessions:
         below = " or ".join(roots) or "any directory, since the cluster has no model_roots"
         raise NotFoundError(
             f"there is no base model {name!r} below {below}: give the name of a Hugging Face "
-            "directory there, or ask an operator to add one (plexrl up --model-roots)"
+            "directory there, or ask an operator to add one (plexrl tenants set --model-roots)"
         )
 
     async def roots(self, caller: Caller) -> tuple[str, ...]:

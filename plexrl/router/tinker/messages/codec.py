@@ -25,7 +25,11 @@ from plexrl.wire.tensors import Array
 PROTOBUF = "application/x-protobuf"
 FLOAT32, INT64 = 1, 2
 """Numbers of dtypes."""
-DTYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), 3: np.dtype("<i4")}
+DTYPES: Mapping[int, np.dtype[Any]] = {
+    FLOAT32: np.dtype("<f4"),
+    INT64: np.dtype("<i8"),
+    3: np.dtype("<i4"),
+}
 STOP, LENGTH = 0, 1
 """Numbers of the reasons for which a sample ended."""
 NO_LOGPROB = -99999.0
@@ -209,7 +213,8 @@ def _array(row: int, name: str, message: Any) -> Array:
         )
     if dtype is None:
         raise InvalidRequestError(f"{name} of row {row} is neither float32 nor int64")
-    return np.frombuffer(message.dense, dtype)
+    found: Array = np.frombuffer(bytes(message.dense), dtype)
+    return found
 
 
 def train_output(rows: Sequence[Array], metrics: Mapping[str, float]) -> bytes:

@@ -52,7 +52,7 @@ class FinishSession(JsonRequest):
 class LoraConfig(_Part):
     """Adapters of a model. Rank 0: all parameters are trained."""
 
-    rank: int = Field(32, ge=0)
+    rank: int = Field(default=32, ge=0)
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -179,7 +179,7 @@ class Prompt(_Part):
 class Sampling(_Part):
     """How tokens are drawn."""
 
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
     temperature: float = 1.0

@@ -2,7 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
@@ -60,7 +60,7 @@ class Client:
         self.session(found.session)
         return found
 
-    def answered(self, id: str, session: str, result: dict[str, object]) -> dict[str, object]:
+    def answered(self, id: str, session: str, result: dict[str, Any]) -> dict[str, Any]:
         """A future that has its answer already."""
         record = FutureRecord(id=id, session=session, kind="answered", result=result)
         self.sessions.records.put(record)
