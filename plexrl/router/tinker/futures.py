@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plexrl.errors import ConflictError, NotFoundError, PlexRLError, UnknownOperationError
+from plexrl.client.futures.checkpoints import is_durable
+from plexrl.errors import (
+    ConflictError,
+    NotFoundError,
+    PlexRLError,
+    UnknownOperationError,
+)
 from plexrl.router.services.error_responses import RETRIABLE
 from plexrl.router.tinker.api import ClusterApi, Polled
 from plexrl.router.tinker.messages.batches import sample_result, train_result
@@ -158,6 +164,11 @@ class Futures:
                     polled = await self._poll_operations(key, future, left)
                     if polled.view is not None:
                         return _try_again(future, polled.view)
+                    if "weights_record" in future.result:
+                        polled = await self._written(key, polled, deadline)
+                    if polled.view is not None:
+                        reason = "the weights are being written"
+                        break
                     return await self._answer(key, future, polled)
             except UnknownOperationError as error:
                 raise NotFoundError(f"{future.id} is lost: send the request again") from error
@@ -179,6 +190,24 @@ class Futures:
             self._loaded.add(future.after)
         return await self._api.poll(key, future.operation, wait_s)
 
+    async def _written(self, key: str, polled: Polled, deadline: float) -> Polled:
+        """The same, once saved weights are on the disk; why they are not; or, at the deadline, an
+        empty view."""
+        saved = polled.result
+        if saved is None or saved["durable"]:
+            return polled
+        pause_s = RETRY_S / 10
+        while time.monotonic() < deadline:
+            listed = await self._api.call(key, "GET", f"/v1/jobs/{saved['job']}/checkpoints")
+            try:
+                if is_durable(listed, saved["name"], saved["seq"]):
+                    return polled
+            except PlexRLError as error:
+                return Polled(error=error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(RETRY_S, 2 * pause_s)
+        return Polled(view={})
+
     async def _forget_load(self, key: str, load: str) -> None:
         for each in self._records.all(RolloutRecord):
             if each.load == load:
@@ -192,7 +221,8 @@ class Futures:
                 # The client has its failure with this answer, and decides what comes next.
                 await self._acknowledge(key, future.operation)
             return Answer(json=error_answer(polled.error))
-        assert polled.result is not None and polled.arrays is not None
+        assert polled.result is not None
+        assert polled.arrays is not None
         result = polled.result
         if result.get("error") is not None:
             return Answer(json={"error": result["error"]["message"], "category": "user"})

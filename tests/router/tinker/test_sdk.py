@@ -16,7 +16,7 @@ from plexrl.cluster.embedded.start import EmbeddedCluster
 from tests.router.tinker.clients import LIMIT_S, ROWS, Tenant, datum, prompt, supervised
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
-STEP = types.AdamParams(learning_rate=0.5, eps=1.0, weight_decay=0.1)
+STEP = types.AdamParams(learning_rate=0.05, eps=1.0, weight_decay=0.1)
 """With an `eps` like this, the size of a gradient matters also in the first step."""
 LOSSES: dict[str, dict[str, float]] = {
     "cross_entropy": {},
@@ -109,7 +109,7 @@ def test_gradients_of_each_loss_and_steps_with_all_parameters_are_those_of_plain
     assert trainer.get_info().is_lora is False
     model: Any = AutoModelForCausalLM.from_pretrained(roots / "tiny", dtype=torch.float32)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=0.5, betas=(0.9, 0.95), eps=1.0, weight_decay=0.1
+        model.parameters(), lr=0.05, betas=(0.9, 0.95), eps=1.0, weight_decay=0.1
     )
     rng = np.random.default_rng(0)
     for name, settings in LOSSES.items():
@@ -131,7 +131,7 @@ def test_gradients_of_each_loss_and_steps_with_all_parameters_are_those_of_plain
         loss = trainer.forward_backward(data, name, settings)  # type: ignore[arg-type]
         step = trainer.optim_step(STEP).result(LIMIT_S)
         assert loss.result(LIMIT_S).metrics["loss:sum"] == pytest.approx(
-            float(total.detach()), abs=1e-4
+            float(total.detach()), rel=1e-4, abs=1e-4
         )
         assert step.metrics is not None
         assert step.metrics["grad_norm:mean"] == pytest.approx(norm, rel=1e-4), name
