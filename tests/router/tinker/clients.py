@@ -53,9 +53,10 @@ class Tenant:
 
 def datum(row: Sequence[int], **inputs: Any) -> types.Datum:
     """A row and its targets, the row shifted by one token."""
+    given: dict[str, Any] = {"target_tokens": list(row[1:]), **inputs}
     return types.Datum(
         model_input=types.ModelInput.from_ints(list(row[:-1])),
-        loss_fn_inputs={"target_tokens": list(row[1:]), **inputs},
+        loss_fn_inputs=given,
     )
 
 

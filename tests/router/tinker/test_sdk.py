@@ -64,8 +64,8 @@ def test_a_supervised_loop_lowers_the_loss_and_is_sampled_from_and_resumed(
         losses.append(result.metrics["loss:sum"])
         if len(losses) == 1:
             wanted = model_logprobs(roots / "tiny", ROWS)
-            for output, row in zip(result.loss_fn_outputs, wanted, strict=True):
-                assert np.allclose(output["logprobs"].to_numpy(), row, atol=1e-5)
+            for found, row in zip(result.loss_fn_outputs, wanted, strict=True):
+                assert np.allclose(found["logprobs"].to_numpy(), row, atol=1e-5)
             assert losses[0] == pytest.approx(-sum(row.sum() for row in wanted), rel=1e-5)
     assert losses[-1] < losses[0] - 1
 

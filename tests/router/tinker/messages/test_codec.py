@@ -1,5 +1,7 @@
 """PlexRL's messages, against those of the SDK's own generated module."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tinker import types
@@ -17,9 +19,10 @@ from plexrl.router.tinker.messages.codec import (
 )
 from plexrl.router.tinker.messages.requests import CreateModel, LoadWeights, OptimStep, Sample
 
+INPUTS: dict[str, Any] = {"target_tokens": [4, 5, 6], "weights": [0.0, 1.0, -0.5]}
 DATUM = types.Datum(
     model_input=types.ModelInput.from_ints([3, 4]).append_int(5),
-    loss_fn_inputs={"target_tokens": [4, 5, 6], "weights": [0.0, 1.0, -0.5]},
+    loss_fn_inputs=INPUTS,
 )
 
 
