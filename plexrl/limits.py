@@ -150,6 +150,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "clip_high": _CLIP,
         "kl_coef": Bounds(0, 1e6),
         "entropy_coef": Bounds(0, 1e6),
+        "beta": Bounds(0, 1e6),
         "weight_cap": _maybe(Bounds(1e-6, 1e6)),
         "token_range": Bounds(0, 1e6),
         "sequence_range": Bounds(0, 1e6),

@@ -188,6 +188,19 @@ def cispo(
     )
 
 
+def dro(
+    *, beta: float = 0.05, entropy_coef: float = 0.0, reduction: Reduction | None = None
+) -> LossSpec:
+    """Policy gradient without a ratio, with a quadratic penalty on the distance to the policy that
+    drew the tokens: -(A · logprob - beta / 2 · (logprob - `logprobs`)²) (after DRO, Richemond et
+    al. 2024, arXiv:2405.19107).
+
+    Needs `mask`, `logprobs` and `advantages`. `reduction` defaults to `token_mean`.
+    `entropy_coef` weighs the entropy, which is subtracted.
+    """
+    return LossSpec(name="dro", beta=beta, entropy_coef=entropy_coef, reduction=reduction)
+
+
 def reinforce(
     *,
     kl_coef: float = 0.0,

@@ -118,6 +118,7 @@ GROUP_OF: dict[str, str] = {
     "decoupled_ppo": "loss",
     "dpo_weights": "preference",
     "dr_grpo": "loss",
+    "dro": "loss",
     "grpo": "loss",
     "gspo": "loss",
     "last_number": "answers",

@@ -71,8 +71,8 @@ LAYERS = {
         *("trajectories",),
     ),
     "router": (
-        *("http", "services", "job_files", "observe", "execution", "dispatch", "blobs"),
-        *("server", "config"),
+        *("http", "tinker", "services", "job_files", "observe", "execution", "dispatch", "blobs"),
+        *("server",),
     ),
     "scheduler": (
         *("service", "core", "queries", "dispatch", "recovery", "jobs", "admission"),

@@ -19,8 +19,8 @@ with rare_collections():
         print_refused,
         run_until_signal,
     )
-    from plexrl.router.config import RouterConfig
     from plexrl.router.http.app import make_app
+    from plexrl.router.server.config import RouterConfig
     from plexrl.router.server.connection_limits import (
         AcceptErrorHandler,
         RateLimitedWarnings,

@@ -195,6 +195,7 @@ LossName = Literal[
     "dapo",
     "gspo",
     "cispo",
+    "dro",
     "decoupled_ppo",
     "custom",
 ]
@@ -214,6 +215,7 @@ class LossSpec:
     importance_sampling    mask, logprobs, advantages
     ppo, grpo, dapo        mask, logprobs, advantages; `ref_logprobs` as above
     gspo, cispo            as ppo
+    dro                    mask, logprobs, advantages
     decoupled_ppo          mask, logprobs, prox_logprobs, advantages; `ref_logprobs` as above
     custom                 weights: the loss is -Σ weights·logprob, so `weights` is the negative
                            gradient of the controller's own loss by each token's logprob
@@ -231,6 +233,8 @@ class LossSpec:
     entropy_coef: float = 0.0
     """Weight of the entropy of each token's distribution, which is subtracted: a positive weight
     keeps the policy from becoming deterministic. Losses with advantages only."""
+    beta: float = 0.05
+    """dro: weight of half the squared distance of logprob and `logprobs`."""
     weight_cap: float | None = None
     """decoupled_ppo: largest importance weight of a token. Absent: no bound."""
     token_range: tuple[float, float] | None = None
@@ -254,6 +258,7 @@ LOSS_INPUTS: dict[str, tuple[str, ...]] = {
     "dapo": ("mask", "logprobs", "advantages"),
     "gspo": ("mask", "logprobs", "advantages"),
     "cispo": ("mask", "logprobs", "advantages"),
+    "dro": ("mask", "logprobs", "advantages"),
     "decoupled_ppo": ("mask", "logprobs", "prox_logprobs", "advantages"),
     "custom": ("weights",),
 }
@@ -268,6 +273,7 @@ DEFAULT_REDUCTION: dict[str, Reduction] = {
     "dapo": "token_mean",
     "gspo": "sequence_mean",
     "cispo": "token_mean",
+    "dro": "token_mean",
     "decoupled_ppo": "token_mean",
     "custom": "sum",
 }

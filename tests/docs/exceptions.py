@@ -26,6 +26,7 @@ TYPED = {
     "steps=100, tokens_min=16384):": "takes a hundred steps; tests/cluster/rollouts",
     "Parallelism(dp=4)": "12 ranks take minutes to start; tests/cluster/sharing",
     'backend="megatron"': "four ranks take minutes to start; tests/cluster/training",
+    "tinker.ServiceClient(": "needs Hugging Face models on disk; tests/router/tinker",
     "# fails, and nobody reads its future": "shows an error; tests/cluster/faults",
     'cluster.drain("node3")': "three keys and a node that must be there; tests/cluster",
     'plexrl.ModelSpec(path="/models': "needs Hugging Face models on disk;"

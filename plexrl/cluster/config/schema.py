@@ -18,7 +18,7 @@ from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.config.ray_options import RayOptions
 from plexrl.events.config import BrokerConfig
 from plexrl.rollout.service.config import RolloutConfig
-from plexrl.router.config import RouterConfig
+from plexrl.router.server.config import RouterConfig
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.worker.interface.config import AgentConfig

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,7 +20,6 @@ from plexrl.router.blobs.local_cache import LocalCache
 from plexrl.router.blobs.objects import ObjectBlobStore
 from plexrl.router.blobs.store import BlobStore
 from plexrl.router.blobs.upload_admission import UploadAdmission
-from plexrl.router.config import RouterConfig
 from plexrl.router.execution.deployment_specs import DeploymentSpecs
 from plexrl.router.execution.engines import Engines
 from plexrl.router.execution.executor import Executor
@@ -44,6 +44,7 @@ from plexrl.router.observe.audit_log import AuditLog
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.rollouts import RolloutViews
 from plexrl.router.observe.spans import SpanSender
+from plexrl.router.server.config import RouterConfig
 from plexrl.router.server.refused_keys import RefusedKeys
 from plexrl.router.server.request_limits import BodyRefusedError, RequestLimits, close_after
 from plexrl.router.services.authentication import KeyCache
@@ -103,6 +104,11 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, RouterServices]:
         router=config.router,
         bytes_max=config.audit_bytes_max,
     )
+    if find_spec("google") is not None and find_spec("google.protobuf") is not None:
+        from plexrl.router.tinker.app import TinkerApi
+
+        # The outermost, so that what it asks of the API is logged as the client's requests.
+        app.add_middleware(TinkerApi, services=services, timeout_s=config.body_timeout_s)
     # Starlette tries routes in this order. An operation's id may contain slashes, so longer paths
     # come before the path that ends with the id. After that the busiest come first.
     subjects = (

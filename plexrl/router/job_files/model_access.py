@@ -64,8 +64,7 @@ class ModelAccess:
             folder = None
         if caller.is_operator:
             return
-        reply = await self._scheduler.call("model_roots", {"name": caller.tenant})
-        roots = (*self._roots, *reply["model_roots"])
+        roots = await self.roots(caller)
         # Processes resolve a relative path from different directories. Nothing in a directory is
         # read before the directory itself is known to be the caller's.
         if (
@@ -77,6 +76,14 @@ class ModelAccess:
             if files and await self._are_readable(files, roots, caller):
                 return
         raise _no_such_model(path, caller, roots)
+
+    async def roots(self, caller: "Caller") -> tuple[str, ...]:
+        """The directories below which the caller may load models: the cluster's, then its own. An
+        operator may load others too."""
+        if caller.is_operator:
+            return self._roots
+        reply = await self._scheduler.call("model_roots", {"name": caller.tenant})
+        return (*self._roots, *reply["model_roots"])
 
     async def _are_readable(
         self, files: list[Path], roots: tuple[str, ...], caller: "Caller"

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from plexrl.process.children.startup import raise_descriptor_limit
-from plexrl.router.config import RouterConfig
+from plexrl.router.server.config import RouterConfig
 from plexrl.router.server.connections import (
     CONNECTIONS_MAX,
     Connections,

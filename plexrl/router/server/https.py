@@ -12,7 +12,7 @@ from asyncio.sslproto import SSLProtocol
 from typing import Any, cast
 
 from plexrl.errors import InvalidRequestError
-from plexrl.router.config import HttpsFiles
+from plexrl.router.server.config import HttpsFiles
 from plexrl.router.server.connections import Connections
 from plexrl.router.server.guarded_protocol import GuardedProtocol
 from plexrl.wire.links.followed_files import FollowedFiles

@@ -12,6 +12,7 @@ whole batch over all ranks, so the sum over ranks and micro-batches is the batch
     gspo                  ppo with the ratio of the row: exp of its mean log ratio, of whose
                           gradient every token has its share (Zheng et al. 2025)
     cispo                 term = -clip(ratio)·A·logprob, the ratio a constant (MiniMax 2025)
+    dro                   term = -A·logprob + beta/2·(logprob - old)²  (Richemond et al. 2024)
     reinforce             term = -A·logprob                      (Williams 1992)
     decoupled_ppo         ppo with ratio = exp(logprob - prox), times the constant w of `_weights`
                           (Hilton et al. 2021; Fu et al. 2025)
@@ -106,6 +107,19 @@ def _gradient_terms(
         _note_ratio(ratio_BL, change_BL, mask_BL, sums)
         weights_BL = clipped_BL * weights_BL
     return _with_reference(spec, -weights_BL * logprobs_BL, logprobs_BL, inputs, mask_BL, sums)
+
+
+def _penalised_terms(
+    spec: LossSpec,
+    logprobs_BL: torch.Tensor,
+    inputs: Tensors,
+    mask_BL: torch.Tensor,
+    sums: Tensors,
+) -> torch.Tensor:
+    change_BL = torch.where(mask_BL > 0, logprobs_BL - inputs["logprobs"], 0.0)
+    detached_BL = change_BL.detach()
+    _note_ratio(torch.exp(detached_BL), detached_BL, mask_BL, sums)
+    return spec.beta / 2 * change_BL.square() - inputs["advantages"] * logprobs_BL
 
 
 def _policy_terms(
@@ -209,6 +223,7 @@ TERMS: dict[str, Terms] = {
     "dapo": _policy_terms,
     "gspo": _policy_terms,
     "cispo": _gradient_terms,
+    "dro": _penalised_terms,
     "decoupled_ppo": _policy_terms,
     "custom": _likelihood_terms,
 }

@@ -11,7 +11,7 @@ import yaml
 from plexrl.cluster.kubernetes.settings import fill
 from plexrl.process.children.startup import parse_config
 from plexrl.rollout.service.config import RolloutConfig
-from plexrl.router.config import RouterConfig
+from plexrl.router.server.config import RouterConfig
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.worker.interface.config import AgentConfig

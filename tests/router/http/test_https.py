@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import plexrl
 from plexrl import errors
 from plexrl.cli.app import app
-from plexrl.router.config import HttpsFiles
+from plexrl.router.server.config import HttpsFiles
 from plexrl.router.server.https import server_certificate
 from plexrl.wire.links.credentials import Role, TlsFiles
 from tests.certificates import TestAuthority

@@ -46,6 +46,8 @@ BY_GRADIENT = [
     losses.gspo(reduction="token_mean"),
     losses.cispo(clip_low=0.4, kl_coef=0.3),
     losses.cispo(),
+    losses.dro(beta=0.7),
+    losses.dro(reduction="sum"),
     losses.reinforce(),
     losses.reinforce(kl_coef=0.3, reduction="sequence_mean"),
 ]
@@ -250,6 +252,8 @@ def written_out(
             terms = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
         elif spec.name == "cispo":
             terms = -change.exp().clamp(low, high).detach() * advantages * new
+        elif spec.name == "dro":
+            terms = 0.5 * spec.beta * change**2 - advantages * new
         else:
             terms = -advantages * new
         gap = inputs["ref_logprobs"][row][used] - new

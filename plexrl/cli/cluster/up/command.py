@@ -84,12 +84,18 @@ def _print_endpoint(endpoint: "Endpoint", *, as_json: bool, has_docs: bool) -> N
     ca = f"  export PLEXRL_CA_FILE={endpoint.ca}\n" if endpoint.ca else ""
     # The output of a service is kept in the system's log, which others may read.
     is_private = sys.stdout.isatty()
-    key = endpoint.api_key if is_private else f'"$(cat {shlex.quote(str(endpoint.key_file))})"'
+    file = f"$(cat {shlex.quote(str(endpoint.key_file))})"
+    key, tinker_key = endpoint.api_key, f"tml-{endpoint.api_key}"
+    if not is_private:
+        key, tinker_key = f'"{file}"', f'"tml-{file}"'
+    url = endpoint.public_url or endpoint.url
     write_text(
         f"PlexRL is up. Ctrl-C ends it.\n\n"
-        f"  export PLEXRL_URL={endpoint.public_url or endpoint.url}\n"
+        f"  export PLEXRL_URL={url}\n"
         f"{ca}"
-        f"  export PLEXRL_API_KEY={key}   # the operator's\n\n"
+        f"  export PLEXRL_API_KEY={key}   # the operator's\n"
+        f"  export TINKER_BASE_URL={url.partition(',')[0]}   # for the Tinker SDK\n"
+        f"  export TINKER_API_KEY={tinker_key}\n\n"
         f"{docs if has_docs else ''}"
         f"  logs and state:    {endpoint.data_dir}\n"
         f"{gpus}"

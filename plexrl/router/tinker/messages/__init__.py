@@ -1,0 +1,1 @@
+"""Bodies of requests and answers, and what they mean to PlexRL."""

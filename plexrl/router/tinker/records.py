@@ -1,0 +1,144 @@
+"""What the router remembers of Tinker clients, in a file that outlives the router.
+
+Sessions, models, samplers, saved weights and futures are records; operations and their results are
+the scheduler's. A record is written before the answer that depends on it is sent. The file is not
+synced to the disk: a killed router loses nothing, a machine that loses power may lose the last
+records.
+"""
+
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """Base of the records. `id` is unique among those of its class."""
+
+    id: str
+    session: str
+    made_at: float = msgspec.field(default_factory=time.time)
+    """Seconds since the epoch."""
+
+
+class SessionRecord(Record, kw_only=True):
+    """A client of the SDK. Its id is that of its job."""
+
+    tenant: str
+    name: str = ""
+    metadata: dict[str, Any] = {}
+    is_finished: bool = False
+
+
+class ModelRecord(Record, kw_only=True):
+    """A model that is trained: a train deployment of its session's job."""
+
+    deployment: str
+    base_model: str
+    """The name that the client used."""
+    folder: str
+    """The base model's directory."""
+    lora: dict[str, Any] | None
+    """`LoraSpec`'s fields; None: all parameters are trained."""
+    trains_attention: bool = True
+    trains_mlp: bool = True
+    next_seq: int = 1
+    metadata: dict[str, Any] = {}
+
+
+class WeightsRecord(Record, kw_only=True):
+    """Saved weights. Its id is their path, `tinker://MODEL/weights/NAME`."""
+
+    model: str
+    checkpoint: str
+    """Name of the checkpoint in the session's job."""
+    expires_at: float | None = None
+    metadata: dict[str, str] = {}
+
+
+class SamplerRecord(Record, kw_only=True):
+    """A client that samples."""
+
+    deployment: str
+    base_model: str
+    path: str | None = None
+    """Path of saved weights that are kept."""
+    checkpoint: tuple[str, str] | None = None
+    """Job and name of the checkpoint; None: the base model's weights."""
+
+
+class RolloutRecord(Record, kw_only=True):
+    """A rollout deployment of samplers. Its id is the deployment's."""
+
+    loaded: tuple[str, str] | None = None
+    """Checkpoint that was loaded last."""
+    load: str = ""
+    """Operation that loads it; empty: nothing was loaded."""
+
+
+class FutureRecord(Record, kw_only=True):
+    """A request whose result the client polls for."""
+
+    kind: str
+    operation: str = ""
+    """Empty: there is none, and `result` has the answer."""
+    result: dict[str, Any] = {}
+    """The answer, or what it takes to make it of the operation's result."""
+    error: dict[str, Any] | None = None
+    """Why the request was refused."""
+    after: str = ""
+    """Operation that must have succeeded before: the load of the weights. Empty: none."""
+
+
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+class RecordFile:
+    """All records, in one SQLite file."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = sqlite3.connect(path, isolation_level=None)
+        self._file.execute("PRAGMA journal_mode=WAL")
+        self._file.execute("PRAGMA synchronous=OFF")
+        self._file.execute(
+            "CREATE TABLE IF NOT EXISTS records (kind TEXT, id TEXT, session TEXT, body BLOB, "
+            "PRIMARY KEY (kind, id)) WITHOUT ROWID"
+        )
+        self._file.execute("CREATE INDEX IF NOT EXISTS by_session ON records (session, kind)")
+
+    def put(self, record: Record) -> None:
+        """Add or replace a record."""
+        row = (type(record).__name__, record.id, record.session, msgspec.json.encode(record))
+        self._file.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
+
+    def find(self, kind: type[RecordT], id: str) -> RecordT | None:
+        """A record; None: there is none."""
+        query = "SELECT body FROM records WHERE kind = ? AND id = ?"
+        row = self._file.execute(query, (kind.__name__, id)).fetchone()
+        return None if row is None else msgspec.json.decode(row[0], type=kind)
+
+    def all(self, kind: type[RecordT], session: str | None = None) -> list[RecordT]:
+        """All records of a class, or those of a session, oldest first."""
+        query, arguments = "SELECT body FROM records WHERE kind = ?", [kind.__name__]
+        if session is not None:
+            query, arguments = f"{query} AND session = ?", [*arguments, session]
+        rows = self._file.execute(query, arguments)
+        found = [msgspec.json.decode(row[0], type=kind) for row in rows]
+        return sorted(found, key=lambda each: each.made_at)
+
+    def drop(self, record: Record) -> None:
+        """Remove a record."""
+        query = "DELETE FROM records WHERE kind = ? AND id = ?"
+        self._file.execute(query, (type(record).__name__, record.id))
+
+    def drop_all(self, kind: type[Record], session: str) -> None:
+        """Remove a session's records of a class."""
+        query = "DELETE FROM records WHERE kind = ? AND session = ?"
+        self._file.execute(query, (kind.__name__, session))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

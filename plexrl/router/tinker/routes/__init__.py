@@ -1,0 +1,1 @@
+"""Routes of the Tinker API, by subject."""
