@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ def offered() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
+    # It is made at its first use, and then a test may have named another folder for its files.
+    util.get_temp_dir()
     name = f"plexrl-tests-{os.getpid()}-{secrets.token_hex(4)}"
     namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("mnt", "pid", "user")]
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
