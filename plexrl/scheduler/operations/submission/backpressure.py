@@ -8,9 +8,10 @@ import math
 
 from plexrl.errors import OverloadedError
 from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.state.deployment.work import InFlight
 from plexrl.scheduler.state.messages.events import OperationSubmitted
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, InFlight, State
+from plexrl.scheduler.state.records import Deployment, State
 
 RETRY_AFTER_S = 1.0
 """Used before an operation has ended: there is no rate yet."""
@@ -46,7 +47,7 @@ def check_room(
         _check_bytes(
             repr(deployment.deployment),
             "deployment_payload_bytes_max",
-            deployment.in_flight,
+            deployment.work.in_flight,
             event.payload_bytes,
             config.deployment_payload_bytes_max,
         )
@@ -72,7 +73,7 @@ def taken_in(state: State, deployment: Deployment, operation: Operation) -> None
     """Count an accepted operation."""
     operation.is_counted = True
     payload_bytes = operation.payload_bytes
-    of_deployment, of_tenant = deployment.in_flight, _of_tenant(state, deployment)
+    of_deployment, of_tenant = deployment.work.in_flight, _of_tenant(state, deployment)
     of_deployment.operations += 1
     of_deployment.payload_bytes += payload_bytes
     of_tenant.operations += 1
@@ -82,7 +83,7 @@ def taken_in(state: State, deployment: Deployment, operation: Operation) -> None
 def ended(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
     """Remove an ended operation from the counts."""
     operation.is_counted = False
-    _note_end(deployment.in_flight, operation, now)
+    _note_end(deployment.work.in_flight, operation, now)
     _note_end(_of_tenant(state, deployment), operation, now)
 
 
@@ -125,11 +126,12 @@ def _note_end(in_flight: InFlight, operation: Operation, now: float) -> None:
 
 
 def _check_queue(deployment: Deployment, bound: int) -> None:
-    if len(deployment.queue) >= bound:
+    if len(deployment.work.queue) >= bound:
         raise _refusal(
-            f"{deployment.deployment!r} has {len(deployment.queue)} operations waiting, its bound",
+            f"{deployment.deployment!r} has {len(deployment.work.queue)} operations waiting, "
+            "its bound",
             "pending_operations_max",
-            deployment.in_flight,
+            deployment.work.in_flight,
             0,
         )
 
