@@ -14,6 +14,7 @@ from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
+from tests.scheduler.flat_deployments import flatten
 from tests.scheduler.liveness import stuck
 from tests.scheduler.placement.test_shared_rollouts import busy
 
@@ -227,6 +228,7 @@ def test_a_snapshot_of_one_group_each_becomes_one_of_several() -> None:
     body = encode(cluster.core._context)
     plain = msgspec.msgpack.decode(body)
     plain["version"] = 3
+    flatten(plain["state"])
     for deployment in plain["state"]["deployments"].values():
         groups = deployment.pop("groups")
         deployment["group"] = groups[0] if groups else None
