@@ -126,7 +126,7 @@ def remember(state: State, settings: Settings, deployment: Deployment) -> bool:
 def begin_with_known(state: State, settings: Settings, deployment: Deployment) -> None:
     """Give a new deployment of unknown demand that of its predecessor, or else the prior."""
     assert deployment.demand.trace is None, f"the demand of {deployment.deployment} is known"
-    deployment.demand.trace = state.profiles.get(profile_key(state, deployment))
+    deployment.demand.know(state.profiles.get(profile_key(state, deployment)))
     if (
         deployment.demand.trace is None
         and deployment.spec.may_share
@@ -143,7 +143,7 @@ def prior_of(state: State, settings: Settings, shape: str) -> DemandTrace | None
 
 def take_prior(deployment: Deployment, prior: DemandTrace | None) -> None:
     """Plan a deployment without a profile by this prior; None: its demand is unknown."""
-    deployment.demand.trace, deployment.demand.has_prior = prior, prior is not None
+    deployment.demand.suppose(prior)
 
 
 def is_complete(settings: Settings, trace: DemandTrace) -> bool:

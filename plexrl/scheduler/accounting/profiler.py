@@ -193,10 +193,10 @@ def refresh(deployment: Deployment, config: ProfilerConfig) -> bool:
     if trace is None or not trace.cycles or is_begun:
         if len(cycles) < _least_cycles(trace, config):
             return False
-        deployment.demand.trace = profile(cycles) or trace
-        if deployment.demand.trace is trace:
+        measured = profile(cycles)
+        if measured is None:
             return False
-        deployment.demand.has_prior = False
+        deployment.demand.know(measured)
         return True
     if len(cycles) < DRIFT_CYCLES or _fits(trace, cycles[-1], config.drift_tolerance):
         # The usual case: the older cycles need no check.
@@ -206,7 +206,7 @@ def refresh(deployment: Deployment, config: ProfilerConfig) -> bool:
     renewed = profile(cycles[-DRIFT_CYCLES:])
     if renewed is None:
         return False
-    deployment.demand.trace = renewed
+    deployment.demand.know(renewed)
     return True
 
 

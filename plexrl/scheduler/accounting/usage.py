@@ -27,8 +27,7 @@ _FAILED: Final = OperationState.FAILED
 
 def meter(state: State, deployment: Deployment, now: float) -> None:
     """Divide the GPU time since the last call among the runs in flight."""
-    since = deployment.demand.metered_at
-    deployment.demand.metered_at = now
+    since = deployment.demand.meter(now)
     moving, running = deployment.wpg.moving, deployment.work.running
     if since is None or now <= since or (moving is None and not running):
         return
@@ -47,8 +46,7 @@ def meter_run(state: State, deployment: Deployment, operation: Operation, now: f
     if others:
         meter(state, deployment, now)
         return
-    since = deployment.demand.metered_at
-    deployment.demand.metered_at = now
+    since = deployment.demand.meter(now)
     if since is not None and now > since:
         operation.gpu_seconds += (now - since) * deployment.spec.workers
 

@@ -49,12 +49,12 @@ def check_it_can_share(
         if not undecided or not cluster.settings.anybody_shares:
             raise
         for each in undecided:
-            each.spec.exclusive = False
+            each.spec.suppose(exclusive=False)
         try:
             check_it_can_fit(cluster, job, deployment)
         finally:
             for each in undecided:
-                each.spec.exclusive = True
+                each.spec.suppose(exclusive=True)
         for each in undecided:
             _begin(cluster, effects, each, deployment.deployment)
 
@@ -129,7 +129,7 @@ def _begin(cluster: Cluster, effects: Effects, rollout: Deployment, waiting: Dep
     for group in groups:
         cluster.inventory.leave(group)
         group.shared = True
-    rollout.spec.exclusive, rollout.spec.shares_for = False, waiting
+    rollout.spec.begin_to_share(waiting)
     cluster.inventory.enter_again(groups)
     if rollout.placement.reservation is not None:
         # Until now all of the time was its own.

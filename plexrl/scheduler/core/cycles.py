@@ -118,7 +118,7 @@ def _use_peak(cluster: Cluster, deployment: Deployment, *, is_renewed: bool) -> 
     found = memory.measured(deployment.demand.peak_bytes, group.gpu_memory_bytes)
     if memory.is_measured and found.activations <= memory.activations:
         return
-    deployment.demand.memory = found
+    deployment.demand.need(found)
     for each in cluster.state.groups_of(deployment):
         cluster.inventory.refresh(each)
     cluster.waiting.retry_all_if_any()

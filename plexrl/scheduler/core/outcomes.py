@@ -77,22 +77,21 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
     meter_run(state, deployment, operation, now)
     operation.payload_lost_at = None
     if event.trainer_step is not None:
-        deployment.work.trainer_step = event.trainer_step
-    command = deployment.work.running.pop(name, None)
+        deployment.work.advance_to(event.trainer_step)
+    command = deployment.work.end_run(name)
     if command is None:
         _move_finished(context, deployment, operation, event, now)
     elif event.unfinished_rows and operation.is_interrupted and not is_over(operation, now):
         _interrupted(state, effects, deployment, operation, event, now)
     else:
         deployment.demand.estimates.observe(operation.kind, operation.tokens, event.compute_s)
-        if event.peak_bytes > deployment.demand.peak_bytes:
-            deployment.demand.peak_bytes = event.peak_bytes
+        deployment.demand.observe_peak(event.peak_bytes)
         deployment.wpg.backoff.clear()
         if command.replay:
             deployment.work.replay.replayed(name)
             if deployment.wpg.no_snapshot_until:
                 # The last snapshot found no free space: new work runs before the next attempt.
-                deployment.wpg.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
+                deployment.wpg.delay_snapshots(now + SNAPSHOT_BACK_OFF_S)
         else:
             # Only new work counts as progress. Else an operation that kills its worker would be
             # retried for ever, since loads and replays succeed.
@@ -139,7 +138,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     if is_storage_held(error.code) and not event.state_intact:
         # Some ranks may have done a part of it: all ranks repeat it from the state before.
         if deployment.wpg.moving is not None and operation.kind == OperationKind.SNAPSHOT:
-            deployment.wpg.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
+            deployment.wpg.delay_snapshots(now + SNAPSHOT_BACK_OFF_S)
         restart_when_there_is_room(context, deployment, error.message, now)
         return
     if deployment.wpg.moving is not None and deployment.wpg.moving.operation == event.operation:
@@ -155,7 +154,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         if is_held(error, state_intact=event.state_intact) or is_awaited(
             state, operation, error, now
         ):
-            del deployment.work.running[event.operation]
+            deployment.work.end_run(event.operation)
             hold(context.state, effects, deployment, operation, error, now)
             return
         if isinstance(error, PayloadLostError):
@@ -166,7 +165,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     if draw_again(state, effects, deployment, operation, error, now):
         return
-    del deployment.work.running[event.operation]
+    deployment.work.end_run(event.operation)
     if is_held(error, state_intact=event.state_intact) or is_awaited(state, operation, error, now):
         if not is_over(operation, now):
             hold(context.state, effects, deployment, operation, error, now)
@@ -273,7 +272,7 @@ def _move_finished(
     now: float,
 ) -> None:
     state, settings, effects = context.state, context.settings, context.effects
-    deployment.wpg.moving = None
+    deployment.wpg.end_move()
     began_at = operation.started_at if operation.started_at is not None else now
     Finishing(state, effects, now).finish(deployment, operation, event)
     kind = operation.kind
@@ -302,7 +301,7 @@ def _move_finished(
     else:
         deployment.demand.estimates.observe(kind, operation.tokens, event.compute_s)
         _version_made(state, settings, effects, deployment, event)
-        deployment.wpg.no_snapshot_until = 0.0
+        deployment.wpg.allow_snapshots()
         deployment.demand.burst.pause(now)
 
 
@@ -365,7 +364,7 @@ def _move_called_off(
     """A move changed nothing. The deployment that needed it waits for a back-off."""
     state = cluster.state
     group = _group_of(state, deployment)
-    deployment.wpg.moving = None
+    deployment.wpg.end_move()
     change_operation(operation, OperationTrigger.FAILED)
     del state.operations[operation.operation]
     held_back = deployment
@@ -386,7 +385,7 @@ def _move_called_off(
                     effects.touch_all(held_back.placement.groups)
     effects.touch_all(deployment.placement.groups)
     if operation.kind == OperationKind.SNAPSHOT:
-        deployment.wpg.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
+        deployment.wpg.delay_snapshots(now + SNAPSHOT_BACK_OFF_S)
         return
     if deployment.wpg.moves.planned is not None:
         cancel_move(cluster, deployment, now)

@@ -478,7 +478,7 @@ class GroupStep:
                 return
             go_on_with_burst(self._state, self._settings, holder, head, self._now)
             renew_token(self._state, holder, head)
-            holder.work.queue.pop(0)
+            holder.work.take_head()
             self._starting().start(holder, head)
             if head.kind != _GENERATE:
                 return

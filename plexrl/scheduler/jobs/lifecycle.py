@@ -110,9 +110,8 @@ def end_deployment(
     unfinished = [*deployment.work.running, *deployment.work.queue]
     if deployment.wpg.moving is not None:
         unfinished.append(deployment.wpg.moving.operation)
-    deployment.work.running.clear()
-    deployment.work.queue.clear()
-    deployment.wpg.moving = None
+    deployment.work.drop()
+    deployment.wpg.end_move()
     finishing = Finishing(state, effects, now)
     for name in unfinished:
         operation = state.operations[name]
@@ -250,13 +249,9 @@ def relayout(cluster: Cluster, deployment: Deployment, event: DeploymentRelaid) 
     if deployment.spec.spec_json == event.spec_json:
         return False
     cluster.unmeasured.remove(deployment)
-    deployment.spec.created_spec_json = (
-        deployment.spec.created_spec_json or deployment.spec.spec_json
-    )
-    deployment.spec.spec_json = event.spec_json
-    deployment.demand.memory, deployment.demand.peak_bytes = event.memory, 0
+    deployment.spec.change_layout(event.spec_json)
+    deployment.demand.relayout(event.memory, event.state_bytes)
     cluster.inventory.resize(deployment, event.state_bytes)
-    deployment.demand.estimates.state_bytes = event.state_bytes
     _change_prior(cluster, deployment)
     return deployment.wpg.state in (WpgState.LAUNCHING, WpgState.READY, WpgState.RECOVERING)
 
@@ -302,7 +297,7 @@ def stop(
     if counts:
         deployment.wpg.processes.fail(deployment.work.running)
     interrupted = [name for name, command in deployment.work.running.items() if not command.replay]
-    deployment.work.running.clear()
+    deployment.work.end_runs()
     for name in interrupted:
         operation = state.operations[name]
         change_operation(operation, OperationTrigger.REQUEUED)
@@ -319,7 +314,7 @@ def stop(
     if deployment.wpg.moving is not None:
         # A new move, with a new name, is made when it is needed.
         del state.operations[deployment.wpg.moving.operation]
-        deployment.wpg.moving = None
+        deployment.wpg.end_move()
     losses = _too_many_losses(context.settings, deployment)
     if losses is not None:
         end_job(context, job, JobTrigger.FAILED, f"{losses}; the last time: {reason}", now)

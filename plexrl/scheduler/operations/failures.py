@@ -107,5 +107,4 @@ def root_of(operation: Operation) -> OperationId:
 def acknowledge(state: State, job: Job, operations: Collection[OperationId]) -> None:
     """Acknowledge the failures of these operations: deployments that only they halted continue."""
     for name in job.deployments:
-        halting = state.deployments[name].work.unacknowledged
-        halting[:] = [failure for failure in halting if failure.operation not in operations]
+        state.deployments[name].work.acknowledge(operations)

@@ -172,8 +172,9 @@ def _queue(
         deployment.demand.burst.wants_since is None or not deployment.work.queue
     ):
         deployment.demand.burst.want(now)
-    deployment.work.queue.insert(len(deployment.work.queue) if place is None else place, operation)
-    if deployment.work.queue[0] == operation:
+    work = deployment.work
+    work.enqueue(len(work.queue) if place is None else place, operation)
+    if work.queue[0] == operation:
         # Only the head of a queue affects the order of members.
         effects.touch_all(deployment.placement.groups)
 
@@ -190,7 +191,7 @@ class Starting:
         if deployment.work.running or deployment.wpg.moving is not None:
             meter(self._state, deployment, self._now)
         else:
-            deployment.demand.metered_at = self._now
+            deployment.demand.meter(self._now)
         if replay:
             deployment.work.replay.send(self._now)
         else:
@@ -219,7 +220,7 @@ class Starting:
         sources = () if source is None else statemanagers(self._state, source, operation.source_seq)
         command = make_run(group, deployment, operation, sources, replay=replay)
         operation.is_interrupted = False
-        deployment.work.running[operation.operation] = command
+        deployment.work.begin_run(command)
         if not deployment.work.watch_at and self._state.overdue_s:
             watch(self._state, self._effects, deployment, self._now)
         if self._state.routers:
@@ -260,9 +261,9 @@ class Starting:
             operation.caused_by = cause.deployment
             operation.paid_by = self._state.jobs[cause.job].tenant
         self._state.operations[name] = operation
-        deployment.demand.metered_at = self._now
+        deployment.demand.meter(self._now)
         command = make_move(group, deployment, operation, due_s, incoming)
-        deployment.wpg.moving = command
+        deployment.wpg.begin_move(command)
         if not deployment.work.watch_at and self._state.overdue_s:
             watch(self._state, self._effects, deployment, self._now)
         if self._state.routers:
@@ -314,7 +315,7 @@ class Finishing:
         kind = operation.kind
         if kind in MUTATING:
             waiting = gradients_after(kind, deployment.work.waiting_gradients)
-            deployment.work.waiting_gradients = waiting if event.error is None else 0
+            deployment.work.count_gradients(waiting if event.error is None else 0)
             if kind in SUPERSEDING:
                 drop_log(self._state, self._effects, deployment)
                 drop_past(self._state, self._effects, deployment)
@@ -364,7 +365,7 @@ class Finishing:
         """Fail an operation that is in its queue."""
         deployment = self._state.deployment(operation.deployment)
         place = position_in_queue(self._state, deployment, operation)
-        del deployment.work.queue[place]
+        deployment.work.remove(place)
         self.fail(operation, error, place=place)
         self._effects.touch_all(deployment.placement.groups)
 
@@ -402,7 +403,7 @@ class Finishing:
         if any(each.operation == failure.operation for each in deployment.work.unacknowledged):
             # This operation failed because of a failure that is recorded.
             return
-        deployment.work.unacknowledged.append(failure)
+        deployment.work.fail(failure)
         if not failure.halts:
             return
         for name in deployment.work.queue[place:]:

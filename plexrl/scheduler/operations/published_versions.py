@@ -19,11 +19,9 @@ def note_published(
     state: State, effects: Effects, deployment: Deployment, operation: Operation
 ) -> None:
     """Record what a `publish` made, and have the nodes that pulled earlier versions prefetch it."""
-    deployment.wpg.published = PublishedVersion(
-        seq=operation.seq,
-        trainer_step=deployment.work.trainer_step,
-        nodes=deployment.placement.nodes,
-    )
+    step, nodes = deployment.work.trainer_step, deployment.placement.nodes
+    version = PublishedVersion(seq=operation.seq, trainer_step=step, nodes=nodes)
+    deployment.wpg.publish(version)
     readers = tuple(
         node for node in deployment.wpg.reader_nodes if node not in deployment.placement.nodes
     )
@@ -48,7 +46,7 @@ def pull_newest(state: State, sync: Operation, reader: Deployment) -> None:
     sync.source_seq, sync.source_step = version.seq, version.trainer_step
     for node in reader.placement.nodes:
         if node not in version.nodes and node not in trainer.wpg.reader_nodes:
-            trainer.wpg.reader_nodes.append(node)
+            trainer.wpg.add_reader(node)
 
 
 def statemanagers(state: State, trainer: DeploymentId, seq: int) -> tuple[str, ...]:

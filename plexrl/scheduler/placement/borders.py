@@ -56,7 +56,7 @@ def divide(cluster: "Cluster", group: Group, count: int, now: float) -> Group:
     group.gpus = _numbered(group.gpus[:border])
     state.groups[second.group] = second
     for name in group.members:
-        _replace(state, name, (group.group,), (group.group, second.group))
+        state.deployments[name].placement.replace((group.group,), (group.group, second.group))
     cluster.inventory.enter_again([group, second])
     return group if is_first else second
 
@@ -109,7 +109,7 @@ def _unite(cluster: "Cluster", one: Group, other: Group, now: float) -> Group:
         settle_group(state, each, now)
         cluster.inventory.leave(each)
     for name in first.members:
-        _replace(state, name, (first.group, second.group), (first.group,))
+        state.deployments[name].placement.replace((first.group, second.group), (first.group,))
     first.gpus = _numbered(first.gpus + second.gpus)
     first.is_closed = first.is_closed or second.is_closed
     first.alone_since = max(first.alone_since, second.alone_since)
@@ -117,18 +117,6 @@ def _unite(cluster: "Cluster", one: Group, other: Group, now: float) -> Group:
     del state.groups[second.group]
     cluster.inventory.enter_again([first])
     return first
-
-
-def _replace(
-    state: State, name: DeploymentId, before: tuple[GroupId, ...], after: tuple[GroupId, ...]
-) -> None:
-    member = state.deployments[name]
-    at = member.placement.groups.index(before[0])
-    member.placement.groups = (
-        *member.placement.groups[:at],
-        *after,
-        *member.placement.groups[at + len(before) :],
-    )
 
 
 def _numbered(gpus: tuple[RankPlacement, ...]) -> tuple[RankPlacement, ...]:

@@ -24,7 +24,6 @@ from plexrl.scheduler.state.demand.reservation import Reservation
 from plexrl.scheduler.state.deployment.placement import PlacementRecord
 from plexrl.scheduler.state.group_lock import withdraw
 from plexrl.scheduler.state.records import Deployment, Group, State
-from plexrl.wire.messages import RankPlacement
 
 
 def place(
@@ -68,8 +67,10 @@ def join(cluster: Cluster, deployment: Deployment, choice: Choice, now: float) -
     group = groups[0]
     trace = deployment.demand.trace if deployment.spec.shares else None
     start_slot = int(now) % cluster.settings.config.horizon_slots
-    deployment.placement.reservation = Reservation(
-        shift=float(start_slot + choice.shift_slots), trace=trace, overlap_s=choice.overlap_s
+    deployment.placement.reserve(
+        Reservation(
+            shift=float(start_slot + choice.shift_slots), trace=trace, overlap_s=choice.overlap_s
+        )
     )
     try:
         cluster.inventory.reserve(deployment, strict=choice.mode == PlacementMode.STRICT)
@@ -77,25 +78,27 @@ def join(cluster: Cluster, deployment: Deployment, choice: Choice, now: float) -
         names = deployment.placement.groups
         for each in groups:
             each.members.remove(deployment.deployment)
-        deployment.placement.reservation = None
+        deployment.placement.leave()
         put_on(deployment, ())
         unite_all(cluster, names, now)
         raise
-    deployment.placement.record = PlacementRecord(
-        at=now,
-        way=choice.mode.value,
-        group=group.group,
-        members=len(group.members),
-        shift_s=float(choice.shift_slots),
-        setup_s=load_s(cluster.state, deployment),
-        overlap_s=choice.overlap_s,
-        interference_s=choice.interference_s,
-        contention=choice.contention,
-        by_prior=any(
-            cluster.state.deployment(name).demand.has_prior
-            for each in groups
-            for name in each.members
-        ),
+    deployment.placement.note(
+        PlacementRecord(
+            at=now,
+            way=choice.mode.value,
+            group=group.group,
+            members=len(group.members),
+            shift_s=float(choice.shift_slots),
+            setup_s=load_s(cluster.state, deployment),
+            overlap_s=choice.overlap_s,
+            interference_s=choice.interference_s,
+            contention=choice.contention,
+            by_prior=any(
+                cluster.state.deployment(name).demand.has_prior
+                for each in groups
+                for name in each.members
+            ),
+        )
     )
     return group
 
@@ -121,12 +124,8 @@ def _groups_for(
 
 def put_on(deployment: Deployment, groups: tuple[Group, ...]) -> None:
     """Put the deployment's ranks on these groups, which have as many GPUs."""
-    deployment.placement.groups = tuple(group.group for group in groups)
     gpus = [gpu for group in groups for gpu in group.gpus]
-    deployment.placement.ranks = tuple(
-        RankPlacement(rank=rank, node=gpu.node, gpu=gpu.gpu) for rank, gpu in enumerate(gpus)
-    )
-    deployment.placement.nodes = tuple(sorted({gpu.node for gpu in gpus}))
+    deployment.placement.put_on(tuple(group.group for group in groups), gpus)
 
 
 def modes(cluster: Cluster, deployment: Deployment, now: float) -> tuple[PlacementMode, ...]:
@@ -176,7 +175,7 @@ def leave(
         elif len(group.members) == 1:
             group.alone_since = now
     cluster.inventory.release(deployment)
-    deployment.placement.groups, deployment.placement.reservation = (), None
+    deployment.placement.leave()
     for group in groups:
         refresh_overlap_flags(cluster, group)
         if not group.members and not group.fillers:

@@ -96,7 +96,7 @@ def republish(
     if deployment.wpg.processes.losses >= settings.config.launch_attempts:
         return False
     deployment.wpg.processes.fail((operation.operation,))
-    del deployment.work.running[operation.operation]
+    deployment.work.end_run(operation.operation)
     trainer = state.deployment(operation.source)
     name = publish_name(state, operation.operation, str(deployment.wpg.processes.losses))
     operation.after = name

@@ -51,13 +51,15 @@ def _join(cluster: Cluster, group: Group, deployment: Deployment, now: float) ->
     put_on(deployment, (group,))
     cluster.hold(deployment, +1, now)
     cluster.inventory.reserve(deployment, strict=False)
-    deployment.placement.record = PlacementRecord(
-        at=now,
-        way=WAY,
-        group=group.group,
-        members=len(group.members),
-        shift_s=0.0,
-        setup_s=load_s(cluster.state, deployment),
-        overlap_s=0.0,
-        interference_s=0.0,
+    deployment.placement.note(
+        PlacementRecord(
+            at=now,
+            way=WAY,
+            group=group.group,
+            members=len(group.members),
+            shift_s=0.0,
+            setup_s=load_s(cluster.state, deployment),
+            overlap_s=0.0,
+            interference_s=0.0,
+        )
     )

@@ -69,7 +69,7 @@ class BoundedRun:
 def watch(state: "State", effects: "Effects", deployment: "Deployment", now: float) -> None:
     """Look at the deployment's runs from now on. No bound is shorter than the time until then, so
     one timer serves all of them."""
-    deployment.work.watch_at = now + state.overdue_s
+    deployment.work.watch(now + state.overdue_s)
     effects.wake(deployment.work.watch_at, timers.overdue(deployment.deployment))
 
 

@@ -48,7 +48,7 @@ def find_overrun(
     deployment = state.deployments.get(name)
     if deployment is None or now < deployment.work.watch_at:
         return None
-    deployment.work.watch_at = 0.0
+    deployment.work.watch(0.0)
     found = [*runs(state, settings, deployment)]
     if not found or not state.overdue_s:
         # The next start sets a timer.
@@ -60,7 +60,7 @@ def find_overrun(
     # Without a router no report can arrive, and the next one gets all runs again. A run that begins
     # meanwhile is due no earlier than after the least bound.
     latest = now + state.overdue_s
-    deployment.work.watch_at = latest if missed else min(latest, *[each.due_at for each in found])
+    deployment.work.watch(latest if missed else min(latest, *[each.due_at for each in found]))
     effects.wake(deployment.work.watch_at, timers.overdue(name))
     return None
 

@@ -56,7 +56,7 @@ def draw_again(
     effects.discard(operation.partial)
     operation.partial = None
     discard(operation)
-    del deployment.work.running[operation.operation]
+    deployment.work.end_run(operation.operation)
     requeue(state, deployment, operation, now)
     effects.touch_all(deployment.placement.groups)
     return True

@@ -12,7 +12,7 @@ from plexrl.scheduler.state.records import Deployment, State
 def return_to_queue(state: State, deployment: Deployment, operation: Operation) -> None:
     """Put an operation back into its queue, after all that were submitted before it."""
     place = _place(state, deployment, operation)
-    deployment.work.queue.insert(place, operation.operation)
+    deployment.work.enqueue(place, operation.operation)
 
 
 def position_in_queue(state: State, deployment: Deployment, operation: Operation) -> int:

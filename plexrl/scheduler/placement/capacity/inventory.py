@@ -211,7 +211,7 @@ class Inventory:
         groups = self._state.groups_of(deployment)
         for group in groups:
             self._keep(group, deployment, -1)
-        deployment.spec.state_bytes = state_bytes
+        deployment.spec.resize(state_bytes)
         for group in groups:
             self._keep(group, deployment, +1)
         for group in groups:

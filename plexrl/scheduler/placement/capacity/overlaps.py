@@ -28,7 +28,8 @@ def update_reservation(cluster: "Cluster", deployment: Deployment, shift: float)
     cluster.inventory.replace_reservation(deployment, trace, shift)
     overlaps = trace is not None and _overlaps_any(cluster, deployment)
     overlap_s = UNCOUNTED_S if overlaps else 0.0
-    deployment.placement.reservation = Reservation(shift=shift, trace=trace, overlap_s=overlap_s)
+    reservation = Reservation(shift=shift, trace=trace, overlap_s=overlap_s)
+    deployment.placement.reserve(reservation)
     groups = cluster.state.groups_of(deployment)
     for group in groups:
         if trace is None or before is None or before.trace is None:
@@ -62,9 +63,7 @@ def refresh_overlap_flags(cluster: "Cluster", group: Group) -> None:
             and reservation.trace is not None
             and not _overlaps_any(cluster, member)
         ):
-            member.placement.reservation = Reservation(
-                shift=reservation.shift, trace=reservation.trace
-            )
+            member.placement.reserve(Reservation(shift=reservation.shift, trace=reservation.trace))
 
 
 def overlap_s(cluster: "Cluster", deployment: Deployment) -> float:

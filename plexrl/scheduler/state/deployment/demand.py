@@ -34,3 +34,35 @@ class Demand:
     def has_own_trace(self) -> bool:
         """Whether its demand was measured or declared."""
         return self.trace is not None and not self.has_prior
+
+    def know(self, trace: DemandTrace | None) -> None:
+        """The demand was measured, now or for an earlier deployment of the job's name; None: it is
+        unknown."""
+        self.trace = trace
+        self.has_prior = False
+
+    def suppose(self, prior: DemandTrace | None) -> None:
+        """The demand is planned by this prior; None: it is unknown."""
+        self.trace = prior
+        self.has_prior = prior is not None
+
+    def meter(self, now: float) -> float | None:
+        """Count GPU time from now on. Returns since when it was not counted yet."""
+        since = self.metered_at
+        self.metered_at = now
+        return since
+
+    def relayout(self, memory: DeviceMemory | None, state_bytes: int) -> None:
+        """It has another layout, with other needs."""
+        self.memory = memory
+        self.peak_bytes = 0
+        self.estimates.resize(state_bytes)
+
+    def need(self, memory: DeviceMemory) -> None:
+        """It needs this memory on each GPU, as measured."""
+        self.memory = memory
+
+    def observe_peak(self, nbytes: int) -> None:
+        """A run reported the peak of torch's allocator."""
+        if nbytes > self.peak_bytes:
+            self.peak_bytes = nbytes

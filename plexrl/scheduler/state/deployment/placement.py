@@ -1,5 +1,6 @@
 """Where a deployment is: its groups, ranks and nodes, and the time that is reserved for it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plexrl.ids import GroupId, NodeId
@@ -53,8 +54,34 @@ class Placement:
         """Whether it is on several groups."""
         return len(self.groups) > 1
 
+    def put_on(self, groups: tuple[GroupId, ...], gpus: Sequence[RankPlacement]) -> None:
+        """It is on these groups, with a rank on each of their GPUs."""
+        self.groups = groups
+        self.ranks = tuple(
+            RankPlacement(rank=rank, node=gpu.node, gpu=gpu.gpu) for rank, gpu in enumerate(gpus)
+        )
+        self.nodes = tuple(sorted({gpu.node for gpu in gpus}))
+
+    def replace(self, before: tuple[GroupId, ...], after: tuple[GroupId, ...]) -> None:
+        """Borders have moved: its adjacent groups `before` are now `after`, with the same GPUs."""
+        at = self.groups.index(before[0])
+        self.groups = (*self.groups[:at], *after, *self.groups[at + len(before) :])
+
+    def reserve(self, reservation: Reservation) -> None:
+        """This time of its groups is reserved for it."""
+        self.reservation = reservation
+
+    def note(self, record: PlacementRecord) -> None:
+        """Keep how it was placed."""
+        self.record = record
+
+    def leave(self) -> None:
+        """It is on no group; its processes may still run on the GPUs of its ranks."""
+        self.groups = ()
+        self.reservation = None
+
     def clear(self) -> None:
-        """It has left its groups."""
+        """Its processes have left the GPUs."""
         self.ranks = ()
         self.nodes = ()
         self.record = None

@@ -44,3 +44,21 @@ class RequestedSpec:
     def may_share(self) -> bool:
         """Whether it shares, or will if GPUs are scarce: its demand matters."""
         return not self.exclusive or self.shares_if_scarce
+
+    def change_layout(self, spec_json: str) -> None:
+        """A rollout's GPUs are divided in another way."""
+        self.created_spec_json = self.created_spec_json or self.spec_json
+        self.spec_json = spec_json
+
+    def resize(self, state_bytes: int) -> None:
+        """Its state has another size."""
+        self.state_bytes = state_bytes
+
+    def suppose(self, *, exclusive: bool) -> None:
+        """For a rehearsal, which sets it back: whether the deployment shares its groups."""
+        self.exclusive = exclusive
+
+    def begin_to_share(self, waiting: DeploymentId) -> None:
+        """From now on it shares its groups; `waiting` waits for GPUs."""
+        self.exclusive = False
+        self.shares_for = waiting

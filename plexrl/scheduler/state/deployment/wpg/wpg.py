@@ -61,7 +61,7 @@ class Wpg:
     def connect(self, now: float) -> None:
         """All its processes are ready."""
         self._change(WpgTrigger.CONNECTED)
-        self.processes.ready_at = now
+        self.processes.note_ready(now)
 
     def interrupt(self) -> None:
         """Its processes are given up; others are to be started."""
@@ -108,6 +108,30 @@ class Wpg:
     def refuse_offload(self) -> None:
         """An offload ended and changed nothing."""
         self._change_residency(ResidencyTrigger.OFFLOAD_REFUSED)
+
+    def begin_move(self, command: AnyMove) -> None:
+        """A move of its whole state was sent to its workers."""
+        self.moving = command
+
+    def end_move(self) -> None:
+        """The move has ended, or was called off."""
+        self.moving = None
+
+    def delay_snapshots(self, until: float) -> None:
+        """A snapshot found no free space."""
+        self.no_snapshot_until = until
+
+    def allow_snapshots(self) -> None:
+        """A snapshot succeeded."""
+        self.no_snapshot_until = 0.0
+
+    def publish(self, version: PublishedVersion) -> None:
+        """This version was published."""
+        self.published = version
+
+    def add_reader(self, node: NodeId) -> None:
+        """A node pulls what was published."""
+        self.reader_nodes.append(node)
 
     def _change(self, trigger: WpgTrigger) -> None:
         self.state = next_state(self.state, trigger)
