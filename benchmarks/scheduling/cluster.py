@@ -12,6 +12,8 @@ from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.deployment.demand import Demand
+from plexrl.scheduler.state.deployment.spec import RequestedSpec
 from plexrl.scheduler.state.messages.events import NodeJoined
 from plexrl.scheduler.state.records import Deployment, Job
 
@@ -83,14 +85,18 @@ class Population:
         deployment = Deployment(
             deployment=f"{name}/actor",  # type: ignore[arg-type]
             job=name,  # type: ignore[arg-type]
-            kind="train",
-            workers=GPUS * self.rng.choice(NODES_OF_A_JOB),
-            state_bytes=100 * GIB,
-            exclusive=False,
-            spec_json="{}",
             created_at=0.0,
-            estimates=Estimates(100 * GIB),
-            trace=demand(self.rng),
+            spec=RequestedSpec(
+                kind="train",
+                workers=GPUS * self.rng.choice(NODES_OF_A_JOB),
+                state_bytes=100 * GIB,
+                exclusive=False,
+                spec_json="{}",
+            ),
+            demand=Demand(
+                estimates=Estimates(100 * GIB),
+                trace=demand(self.rng),
+            ),
         )
         self.context.state.deployments[deployment.deployment] = deployment
         return deployment

@@ -35,7 +35,9 @@ class Rings:
         self._horizon = cluster.settings.config.horizon_slots
         state = cluster.state
         places: list[tuple[GroupId, ...]] = [(name,) for name in state.groups]
-        places += {each.groups for each in state.deployments.values() if each.spans}
+        places += {
+            each.placement.groups for each in state.deployments.values() if each.placement.spans
+        }
         self._rows = {names: row for row, names in enumerate(places)}
         self._sums: Sums = np.zeros((len(places), 2 * self._horizon + 1), dtype=np.int32)
         for row, names in enumerate(places):
@@ -49,7 +51,7 @@ class Rings:
     def best_cost(self, deployment: Deployment, now: float) -> float:
         """The least cost of a strict fit; infinite if there is none. The job's period divides the
         horizon."""
-        cluster, trace = self._cluster, deployment.trace
+        cluster, trace = self._cluster, deployment.demand.trace
         assert trace is not None
         config, index = cluster.settings.config, cluster.inventory.index
         footprint = project(trace, self._horizon, config.period_tolerance)
@@ -57,12 +59,14 @@ class Rings:
         rows: list[int] = []
         setup_s: list[float] = []
         larger = cluster.settings.divides_groups
-        for shape in index.shapes(deployment.workers, deployment.node_type, or_larger=larger):
+        for shape in index.shapes(
+            deployment.spec.workers, deployment.spec.node_type, or_larger=larger
+        ):
             table = index.table(shape)
             takes = can_take(cluster.settings, table, deployment, trace.duty)
             found = [table.groups[row] for row in np.flatnonzero(takes)]
             rows += [self._rows[(name,)] for name in found if name is not None]
-            setup_s += [BORDER_S if shape.gpus > deployment.workers else 0.0] * len(found)
+            setup_s += [BORDER_S if shape.gpus > deployment.spec.workers else 0.0] * len(found)
         unions = self._unions(deployment, trace.duty)
         rows += unions
         setup_s += [0.0] * len(unions)
@@ -86,7 +90,7 @@ class Rings:
         masks: dict[Shape, NDArray[np.bool_]] = {}
         for names, row in self._rows.items():
             slots = [cluster.inventory.index.slots(name) for name in names]
-            if len(slots) < 2 or sum(each.shape.gpus for each in slots) != deployment.workers:
+            if len(slots) < 2 or sum(each.shape.gpus for each in slots) != deployment.spec.workers:
                 continue
             for each in slots:
                 if each.shape not in masks:

@@ -91,8 +91,8 @@ def _place(population: Population) -> tuple[list[float], float]:
         group = place(population.context.cluster, deployment, now)
         samples.append((time.perf_counter() - began) * 1e3)
         if group is not None:
-            assert deployment.placement is not None
-            strict += deployment.placement.way == "strict"
+            assert deployment.placement.record is not None
+            strict += deployment.placement.record.way == "strict"
             leave(population.context.cluster, deployment, now)
         del population.context.state.deployments[deployment.deployment]
     return samples, strict / ROUNDS
@@ -110,7 +110,7 @@ def _search(population: Population) -> Searches:
     found = Searches()
     for number in range(SEARCHES + 1):
         deployment = population.deployment()
-        deployment.trace = _with_whole_cycles(deployment.trace, cluster)
+        deployment.demand.trace = _with_whole_cycles(deployment.demand.trace, cluster)
         now = population.rng.uniform(0, 28_800)
         began = time.perf_counter()
         fits = fitting(cluster, deployment, now, strict=True, count=1)
@@ -135,12 +135,12 @@ def _search(population: Population) -> Searches:
 
 def _count(found: Searches, cluster: Cluster, deployment: Deployment) -> None:
     """Count the groups that the deployment could be on, and those with capacity for it."""
-    assert deployment.trace is not None
+    assert deployment.demand.trace is not None
     index, larger = cluster.inventory.index, cluster.settings.divides_groups
-    for shape in index.shapes(deployment.workers, deployment.node_type, or_larger=larger):
+    for shape in index.shapes(deployment.spec.workers, deployment.spec.node_type, or_larger=larger):
         table = index.table(shape)
         found.groups += sum(name is not None for name in table.groups)
-        takes = can_take(cluster.settings, table, deployment, deployment.trace.duty)
+        takes = can_take(cluster.settings, table, deployment, deployment.demand.trace.duty)
         found.with_capacity += int(takes.sum())
 
 

@@ -50,12 +50,17 @@ class _Look:
                 yield f"{name} ({operation.kind}, {operation.state}) on {self._tell(deployment)}"
 
     def _tell(self, deployment: Deployment) -> str:
-        group = self._state.groups.get(deployment.group) if deployment.group else None
+        group = (
+            self._state.groups.get(deployment.placement.group)
+            if deployment.placement.group
+            else None
+        )
         return (
-            f"{deployment.deployment} {deployment.state} {deployment.residency} queue="
-            f"{deployment.queue[:4]} running={list(deployment.running)} moving="
-            f"{deployment.moving and deployment.moving.operation} replaying="
-            f"{deployment.replay.replaying[:3]} relocation={deployment.moves.planned} group={group}"
+            f"{deployment.deployment} {deployment.wpg.state} {deployment.wpg.residency} queue="
+            f"{deployment.work.queue[:4]} running={list(deployment.work.running)} moving="
+            f"{deployment.wpg.moving and deployment.wpg.moving.operation} replaying="
+            f"{deployment.work.replay.replaying[:3]} "
+            f"relocation={deployment.wpg.moves.planned} group={group}"
         )
 
     def _has_cause(
@@ -67,14 +72,14 @@ class _Look:
         seen = seen | {operation.operation}
         if operation.state == OperationState.RUNNING:
             return self._is_in_flight(deployment, operation.operation)
-        if operation.operation not in deployment.queue:
+        if operation.operation not in deployment.work.queue:
             return False
         return self._goes_on(deployment, seen)
 
     def _is_in_flight(self, deployment: Deployment, name: OperationId) -> bool:
-        command = deployment.running.get(name)
-        if command is None and deployment.moving is not None:
-            command = deployment.moving if deployment.moving.operation == name else None
+        command = deployment.work.running.get(name)
+        if command is None and deployment.wpg.moving is not None:
+            command = deployment.wpg.moving if deployment.wpg.moving.operation == name else None
         if command is None:
             return False
         # A worker that hangs never reports: only its deadline ends its run.
@@ -84,13 +89,13 @@ class _Look:
 
     def _goes_on(self, deployment: Deployment, seen: set[OperationId]) -> bool:
         """Whether something will happen after which the deployment's queue is looked at."""
-        match deployment.state:
+        match deployment.wpg.state:
             case WpgState.WAITING:
                 cluster = self._cluster.core._context.cluster
                 name = deployment.deployment
                 return name in cluster.waiting or name in cluster.fillers
             case WpgState.LAUNCHING | WpgState.RECOVERING:
-                key = (deployment.deployment, deployment.processes.incarnation)
+                key = (deployment.deployment, deployment.wpg.processes.incarnation)
                 has_deadline = timers.overdue(deployment.deployment) in self._timers
                 return (
                     (key in self._launches and has_deadline)
@@ -110,10 +115,14 @@ class _Look:
 
     def _misses_a_node(self, deployment: Deployment) -> bool:
         nodes = self._state.nodes
-        names = {*deployment.nodes, *deployment.stored.nodes, *deployment.stored.awaited_nodes}
+        names = {
+            *deployment.placement.nodes,
+            *deployment.wpg.stored.nodes,
+            *deployment.wpg.stored.awaited_nodes,
+        }
         if any(not nodes[name].alive for name in names):
             return True
-        return any(rank.gpu >= nodes[rank.node].gpus for rank in deployment.ranks)
+        return any(rank.gpu >= nodes[rank.node].gpus for rank in deployment.placement.ranks)
 
     def _has_a_turn(self, deployment: Deployment, seen: set[OperationId]) -> bool:
         if self._is_busy(deployment):
@@ -129,29 +138,31 @@ class _Look:
 
     def _reserved(self, deployment: Deployment) -> list[Group]:
         """Its groups, and those that a member waits for that may have reserved one of them."""
-        found, left = dict[str, Group](), list(deployment.groups)
+        found, left = dict[str, Group](), list(deployment.placement.groups)
         while left:
             group = self._state.groups[left.pop()]
             if group.group not in found:
                 found[group.group] = group
                 members = [self._state.deployments[name] for name in group.members]
-                left += [name for each in members if each.queue for name in each.groups]
+                left += [
+                    name for each in members if each.work.queue for name in each.placement.groups
+                ]
         return list(found.values())
 
     def _is_busy(self, deployment: Deployment) -> bool:
-        names = list(deployment.running)
-        if deployment.moving is not None:
-            names.append(deployment.moving.operation)
+        names = list(deployment.work.running)
+        if deployment.wpg.moving is not None:
+            names.append(deployment.wpg.moving.operation)
         return any(self._is_in_flight(deployment, name) for name in names)
 
     def _dependency(self, deployment: Deployment) -> Operation | None:
         """The publish that the deployment's next operation waits for, if it has not ended."""
-        group = self._state.groups[deployment.group or ""]  # type: ignore[index]
+        group = self._state.groups[deployment.placement.group or ""]  # type: ignore[index]
         names: list[OperationId] = []
-        if group.holder == deployment.deployment and deployment.replay.replaying:
-            names = deployment.replay.replaying[:1]
-        elif deployment.queue:
-            names = deployment.queue[:1]
+        if group.holder == deployment.deployment and deployment.work.replay.replaying:
+            names = deployment.work.replay.replaying[:1]
+        elif deployment.work.queue:
+            names = deployment.work.queue[:1]
         for name in names:
             after = self._state.operations[name].after
             found = None if after is None else self._state.operations.get(after)
@@ -166,7 +177,7 @@ class _Look:
         members = [self._state.deployments[name] for name in (*group.members, *group.fillers)]
         if any(self._is_busy(member) for member in members):
             return True
-        if deployment.moves.planned is None:
+        if deployment.wpg.moves.planned is None:
             return False
         # It stops for a move: that waits for a pull of its weights, which has a cause or has not.
         return any(self._pulls(other, deployment.deployment) for other in self._of_job(deployment))
@@ -177,5 +188,6 @@ class _Look:
 
     def _pulls(self, other: Deployment, source: DeploymentId) -> bool:
         return any(
-            self._state.operations[name].source == source for name in (*other.queue, *other.running)
+            self._state.operations[name].source == source
+            for name in (*other.work.queue, *other.work.running)
         )

@@ -443,14 +443,15 @@ class History:
             each = state.deployments[name]
             owner = state.jobs[each.job]
             # No group of its size, or no other member of its gang, needs to come.
-            if (each.preemptible and not each.groups) or len(owner.deployments) < owner.gang:
+            is_filler = each.spec.preemptible and not each.placement.groups
+            if is_filler or len(owner.deployments) < owner.gang:
                 self._end(owner.job, "completed")
                 return
-        lasting = (each for each in state.deployments.values() if not each.preemptible)
-        of_waiting = [each for each in lasting if each.state == WpgState.WAITING]
+        lasting = (each for each in state.deployments.values() if not each.spec.preemptible)
+        of_waiting = [each for each in lasting if each.wpg.state == WpgState.WAITING]
         waiting = {each.job for each in of_waiting}
         busy = {state.deployments[name].job for name in unfinished.values()}
-        needs = {job: sum(e.workers for e in of_waiting if e.job == job) for job in waiting}
+        needs = {job: sum(e.spec.workers for e in of_waiting if e.job == job) for job in waiting}
         free = len(NODES) * GPUS - sum(len(group.gpus) for group in state.groups.values())
         # All nodes are there and nobody is at a quota: who is first of all may have them.
         assert free < max(needs.values(), default=free + 1), f"{free} GPUs are free for {needs}"

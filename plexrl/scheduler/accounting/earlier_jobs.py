@@ -61,10 +61,10 @@ class Unmeasured:
     def add(self, deployment: Deployment) -> None:
         """Add the deployment if a prior may plan it."""
         if (
-            deployment.may_share
-            and not deployment.preemptible
-            and not deployment.has_own_trace
-            and deployment.state != WpgState.STOPPED
+            deployment.spec.may_share
+            and not deployment.spec.preemptible
+            and not deployment.demand.has_own_trace
+            and deployment.wpg.state != WpgState.STOPPED
         ):
             alike = self._of.setdefault(shape_key(deployment), {})
             alike[deployment.deployment] = deployment.serial
@@ -100,7 +100,7 @@ class Unmeasured:
 
 def remember(state: State, settings: Settings, deployment: Deployment) -> bool:
     """Store the profile for later jobs. True: the prior of its shape has changed."""
-    trace = deployment.trace
+    trace = deployment.demand.trace
     assert trace is not None
     if is_complete(settings, trace):
         profiles = state.profiles
@@ -125,9 +125,13 @@ def remember(state: State, settings: Settings, deployment: Deployment) -> bool:
 
 def begin_with_known(state: State, settings: Settings, deployment: Deployment) -> None:
     """Give a new deployment of unknown demand that of its predecessor, or else the prior."""
-    assert deployment.trace is None, f"the demand of {deployment.deployment} is known"
-    deployment.trace = state.profiles.get(profile_key(state, deployment))
-    if deployment.trace is None and deployment.may_share and not deployment.preemptible:
+    assert deployment.demand.trace is None, f"the demand of {deployment.deployment} is known"
+    deployment.demand.know(state.profiles.get(profile_key(state, deployment)))
+    if (
+        deployment.demand.trace is None
+        and deployment.spec.may_share
+        and not deployment.spec.preemptible
+    ):
         take_prior(deployment, prior_of(state, settings, shape_key(deployment)))
 
 
@@ -139,7 +143,7 @@ def prior_of(state: State, settings: Settings, shape: str) -> DemandTrace | None
 
 def take_prior(deployment: Deployment, prior: DemandTrace | None) -> None:
     """Plan a deployment without a profile by this prior; None: its demand is unknown."""
-    deployment.trace, deployment.has_prior = prior, prior is not None
+    deployment.demand.suppose(prior)
 
 
 def is_complete(settings: Settings, trace: DemandTrace) -> bool:
@@ -152,7 +156,7 @@ def remember_length(state: State, settings: Settings, job: Job, now: float) -> N
     """Store how long a completed job took, unless it was paced."""
     if job.placed_at is None or not settings.config.learns_from_jobs:
         return
-    if any(state.deployments[each].pace for each in job.deployments):
+    if any(state.deployments[each].spec.pace for each in job.deployments):
         return
     lengths, key = state.lengths, _name_key(job.tenant, job.name)
     before, took_s = lengths.pop(key, None), now - job.placed_at
@@ -179,15 +183,23 @@ def profile_key(state: State, deployment: Deployment) -> str:
     """Key of the profile: a later deployment with the same key starts with it."""
     job = state.job(deployment.job)
     name = deployment.deployment.rsplit("/", 1)[-1]
-    parts = [job.tenant, job.name, name, str(deployment.workers), str(deployment.state_bytes)]
+    parts = [
+        job.tenant,
+        job.name,
+        name,
+        str(deployment.spec.workers),
+        str(deployment.spec.state_bytes),
+    ]
     # The specification, and so the prior's key, has the pace.
-    return "/".join([*parts, deployment.pace] if deployment.pace else parts)
+    return "/".join([*parts, deployment.spec.pace] if deployment.spec.pace else parts)
 
 
 def shape_key(deployment: Deployment) -> str:
     """Key of the prior."""
-    size = f"{deployment.workers}/{deployment.state_bytes:.1e}/{deployment.node_type}"
-    return f"{deployment.kind}/{size}/{_digest_of_limits(deployment.spec_json)}"
+    size = (
+        f"{deployment.spec.workers}/{deployment.spec.state_bytes:.1e}/{deployment.spec.node_type}"
+    )
+    return f"{deployment.spec.kind}/{size}/{_digest_of_limits(deployment.spec.spec_json)}"
 
 
 @lru_cache(maxsize=4096)

@@ -33,7 +33,7 @@ class Holdings:
                 if not job.attached and not job.is_set_aside:
                     self.detached[job.job] = None
         for deployment in self.state.deployments.values():
-            if deployment.group is not None:
+            if deployment.placement.group is not None:
                 tenant = self.state.job(deployment.job).tenant
                 self._note_placed(tenant, deployment, +1)
                 if deployment.has_gpus:
@@ -44,7 +44,7 @@ class Holdings:
         filler holds none."""
         tenant = self.state.job(deployment.job).tenant
         self._note_placed(tenant, deployment, sign)
-        if deployment.preemptible:
+        if deployment.spec.preemptible:
             return
         held = self.state.held.get(tenant)
         if held is None:
@@ -92,7 +92,7 @@ class Holdings:
         else:
             jobs.pop(deployment.job, None)
         if jobs:
-            self._held[tenant] = gpus + sign * deployment.workers, jobs
+            self._held[tenant] = gpus + sign * deployment.spec.workers, jobs
         else:
             del self._held[tenant]
 

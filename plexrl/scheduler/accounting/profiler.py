@@ -54,18 +54,22 @@ _OPTIM_STEP: Final = OperationKind.OPTIM_STEP
 
 def waits(deployment: Deployment, now: float) -> bool:
     """Whether an operation that starts now has waited for the group."""
-    since = deployment.burst.wants_since
+    since = deployment.demand.burst.wants_since
     return since is not None and since < now
 
 
 def run_began(deployment: Deployment, now: float, *, overlapped: bool) -> None:
     """An operation starts on the group: record its wait, and the start of a cycle. `overlapped`: a
     rollout of the job generates, as it did during the wait."""
-    since = deployment.burst.wants_since if deployment.burst.wants_since is not None else now
-    deployment.burst.stop_wanting()
-    cycle = deployment.cycles.open
+    since = (
+        deployment.demand.burst.wants_since
+        if deployment.demand.burst.wants_since is not None
+        else now
+    )
+    deployment.demand.burst.stop_wanting()
+    cycle = deployment.demand.cycles.open
     if cycle is None:
-        cycle = deployment.cycles.begin(since)
+        cycle = deployment.demand.cycles.begin(since)
     if now > since:
         cycle.waited_s += now - since
         if overlapped:
@@ -77,7 +81,7 @@ def run_ended(
 ) -> None:
     """An operation has ended. `overlapped`: a rollout of the job was running at that time, so the
     operations that follow may not depend on this one."""
-    cycle = deployment.cycles.open
+    cycle = deployment.demand.cycles.open
     if cycle is None:
         return
     offset_s = began_at - cycle.started_at - cycle.waited_s
@@ -97,7 +101,7 @@ def run_ended(
     elif len(spans) < SPANS_MAX:
         spans.append(BusySpan(offset_s, now - began_at, overlapped))
     if kind in (_OPTIM_STEP, _GENERATE):
-        deployment.cycles.step()
+        deployment.demand.cycles.step()
     if not cycle.ends:
         cycle.ends = _is_end(deployment, cycle, kind)
 
@@ -105,18 +109,22 @@ def run_ended(
 def next_began(deployment: Deployment, kind: OperationKind, now: float) -> bool:
     """An operation is about to start. If the cycle has ended, the next one began when this
     operation could first have run. True if a cycle has ended."""
-    cycle = deployment.cycles.open
-    if deployment.kind == "rollout":
+    cycle = deployment.demand.cycles.open
+    if deployment.spec.kind == "rollout":
         if kind == _SYNC:
-            deployment.cycles.divide_by_publish()
-        first = _SYNC if deployment.cycles.publishes else _GENERATE
-        if cycle is None or not cycle.has_step or kind != first or deployment.running:
+            deployment.demand.cycles.divide_by_publish()
+        first = _SYNC if deployment.demand.cycles.publishes else _GENERATE
+        if cycle is None or not cycle.has_step or kind != first or deployment.work.running:
             return False
     elif cycle is None or not cycle.ends or kind == _PUBLISH:
         return False
-    since = deployment.burst.wants_since if deployment.burst.wants_since is not None else now
-    deployment.cycles.begin(since)
-    if deployment.cycles.count():
+    since = (
+        deployment.demand.burst.wants_since
+        if deployment.demand.burst.wants_since is not None
+        else now
+    )
+    deployment.demand.cycles.begin(since)
+    if deployment.demand.cycles.count():
         length_s = max(1e-6, since - cycle.started_at)
         busy_s = 0.0
         for span in cycle.spans:
@@ -127,7 +135,7 @@ def next_began(deployment: Deployment, kind: OperationKind, now: float) -> bool:
             idle_s = length_s - waited_s - last.offset_s - last.duration_s
             if idle_s > MERGE_PART * length_s:
                 waited_s = max(0.0, waited_s - cycle.hidden_s)
-        deployment.cycles.add(
+        deployment.demand.cycles.add(
             Cycle(cycle.started_at, length_s, waited_s, busy_s, tuple(cycle.spans))
         )
     return True
@@ -135,8 +143,8 @@ def next_began(deployment: Deployment, kind: OperationKind, now: float) -> bool:
 
 def forget_open_cycle(deployment: Deployment) -> None:
     """Drop the open cycle: its workers were lost or moved."""
-    deployment.cycles.restart()
-    deployment.burst.stop_wanting()
+    deployment.demand.cycles.restart()
+    deployment.demand.burst.stop_wanting()
 
 
 def profile(cycles: Sequence[Cycle]) -> DemandTrace | None:
@@ -179,16 +187,16 @@ def profile(cycles: Sequence[Cycle]) -> DemandTrace | None:
 
 def refresh(deployment: Deployment, config: ProfilerConfig) -> bool:
     """Measure the deployment's trace, or renew it after a drift. True if the trace changed."""
-    cycles = deployment.cycles.measured
-    trace = deployment.trace
+    cycles = deployment.demand.cycles.measured
+    trace = deployment.demand.trace
     is_begun = trace is not None and config.first <= trace.cycles < config.cycles
     if trace is None or not trace.cycles or is_begun:
         if len(cycles) < _least_cycles(trace, config):
             return False
-        deployment.trace = profile(cycles) or trace
-        if deployment.trace is trace:
+        measured = profile(cycles)
+        if measured is None:
             return False
-        deployment.has_prior = False
+        deployment.demand.know(measured)
         return True
     if len(cycles) < DRIFT_CYCLES or _fits(trace, cycles[-1], config.drift_tolerance):
         # The usual case: the older cycles need no check.
@@ -198,7 +206,7 @@ def refresh(deployment: Deployment, config: ProfilerConfig) -> bool:
     renewed = profile(cycles[-DRIFT_CYCLES:])
     if renewed is None:
         return False
-    deployment.trace = renewed
+    deployment.demand.know(renewed)
     return True
 
 
@@ -240,23 +248,25 @@ def waiting_part(cycles: Sequence[Cycle]) -> float | None:
 
 def measured_waiting_part(deployment: Deployment) -> float | None:
     """`waiting_part` of its last cycles, also after its end; None: there are none."""
-    cycles = deployment.cycles
+    cycles = deployment.demand.cycles
     return waiting_part(cycles.measured) if cycles.measured else cycles.waiting_part
 
 
 def _is_end(deployment: Deployment, cycle: OpenCycle, kind: OperationKind) -> bool:
     if kind == _PUBLISH:
         # The first publish ends a cycle in any case: a sync before the first step.
-        is_end = cycle.has_step or not (deployment.cycles.steps and deployment.cycles.publishes)
-        deployment.cycles.divide_by_publish()
+        is_end = cycle.has_step or not (
+            deployment.demand.cycles.steps and deployment.demand.cycles.publishes
+        )
+        deployment.demand.cycles.divide_by_publish()
         return is_end
-    if deployment.kind == "rollout":
+    if deployment.spec.kind == "rollout":
         # Only its next operation tells.
         return False
-    if deployment.kind == "forward":
+    if deployment.spec.kind == "forward":
         # It has no steps; it runs one `forward` in each step of its job.
         return kind == _FORWARD
-    return kind == _OPTIM_STEP and not deployment.cycles.publishes
+    return kind == _OPTIM_STEP and not deployment.demand.cycles.publishes
 
 
 def _merge(spans: Sequence[BusySpan], gap_s: float) -> list[BusySpan]:

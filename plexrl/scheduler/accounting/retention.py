@@ -23,8 +23,8 @@ def forget_ended(state: State, settings: Settings) -> None:
         job = state.jobs.pop(name)
         for deployment in (*job.deployments, *job.ended_deployments):
             gone = state.deployments.pop(deployment)
-            if gone.processes.incarnation:
-                retire(state, deployment, gone.processes.incarnation)
+            if gone.wpg.processes.incarnation:
+                retire(state, deployment, gone.wpg.processes.incarnation)
         totals = state.forgotten.setdefault(job.tenant, ForgottenJobs())
         totals.jobs += 1
         totals.operations += sum(row.operations for row in job.usage.values())

@@ -61,7 +61,7 @@ def sharing_view(state: State, tenant: TenantId | None, now: float) -> list[Shar
             open_parts[name] = before[0] + reserved, before[1] + held
         for member in group.members:
             deployment = state.deployments[member]
-            span = _wait(state, deployment, now) if deployment.queue else None
+            span = _wait(state, deployment, now) if deployment.work.queue else None
             if span is not None:
                 job = state.jobs[deployment.job]
                 waited = _fresh_s(job, span) * _gpus(state, job)
@@ -112,14 +112,16 @@ def _parts_since(state: State, group: Group, now: float) -> list[tuple[JobId, fl
 
 def _wait(state: State, deployment: Deployment, now: float) -> _Span | None:
     """The time span in which `deployment` has waited for other members."""
-    since = deployment.burst.wants_since
-    if since is None or now <= since or deployment.state != WpgState.READY:
+    since = deployment.demand.burst.wants_since
+    if since is None or now <= since or deployment.wpg.state != WpgState.READY:
         return None
-    switched_at = deployment.switch_times.ended_at
-    if deployment.residency == Residency.DEVICE and (switched_at is None or switched_at <= since):
+    switched_at = deployment.demand.switch_times.ended_at
+    if deployment.wpg.residency == Residency.DEVICE and (
+        switched_at is None or switched_at <= since
+    ):
         # It had the group all the time, and waited for its own work.
         return None
-    since = max(since, deployment.processes.ready_at)
+    since = max(since, deployment.wpg.processes.ready_at)
     groups = state.groups_of(deployment)
     is_shared = any(len(group.members) > 1 for group in groups)
     until = now if is_shared else max([group.alone_since for group in groups])
@@ -141,5 +143,5 @@ def _gpus(state: State, job: Job) -> int:
     for name in job.deployments:
         deployment = deployments[name]
         if deployment.has_gpus:
-            gpus += deployment.workers
+            gpus += deployment.spec.workers
     return gpus

@@ -192,7 +192,7 @@ def check_gpus(state: State, job: Job, workers: int) -> None:
     """
     tenant = state.tenants.get(job.tenant)
     others = map(state.deployment, job.deployments)
-    workers += sum(each.workers for each in others if not each.preemptible)
+    workers += sum(each.spec.workers for each in others if not each.spec.preemptible)
     if tenant is None or tenant.gpus_max is None or workers <= tenant.gpus_max:
         return
     raise QuotaExceededError(

@@ -27,12 +27,11 @@ _FAILED: Final = OperationState.FAILED
 
 def meter(state: State, deployment: Deployment, now: float) -> None:
     """Divide the GPU time since the last call among the runs in flight."""
-    since = deployment.metered_at
-    deployment.metered_at = now
-    moving, running = deployment.moving, deployment.running
+    since = deployment.demand.meter(now)
+    moving, running = deployment.wpg.moving, deployment.work.running
     if since is None or now <= since or (moving is None and not running):
         return
-    held = (now - since) * deployment.workers
+    held = (now - since) * deployment.spec.workers
     if moving is not None:
         part = held / (1 + len(running))
         state.operations[moving.operation].gpu_seconds += part
@@ -43,14 +42,13 @@ def meter(state: State, deployment: Deployment, now: float) -> None:
 
 def meter_run(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
     """As `meter`, for a deployment that runs `operation`, nearly always alone."""
-    others = len(deployment.running) - (deployment.moving is None)
+    others = len(deployment.work.running) - (deployment.wpg.moving is None)
     if others:
         meter(state, deployment, now)
         return
-    since = deployment.metered_at
-    deployment.metered_at = now
+    since = deployment.demand.meter(now)
     if since is not None and now > since:
-        operation.gpu_seconds += (now - since) * deployment.workers
+        operation.gpu_seconds += (now - since) * deployment.spec.workers
 
 
 def bill(state: State, deployment: Deployment, operation: Operation) -> None:
@@ -87,8 +85,8 @@ def bill_run(state: State, deployment: Deployment, operation: Operation) -> Usag
 def bill_cut_off(state: State, deployment: Deployment, now: float) -> None:
     """Bill what is in flight, which the deployment's controller cuts off: that is no fault."""
     meter(state, deployment, now)
-    moving = [] if deployment.moving is None else [deployment.moving]
-    for command in (*deployment.running.values(), *moving):
+    moving = [] if deployment.wpg.moving is None else [deployment.wpg.moving]
+    for command in (*deployment.work.running.values(), *moving):
         if not command.replay:
             bill_run(state, deployment, state.operations[command.operation])
 
@@ -114,7 +112,7 @@ def used_gpu_seconds(holdings: Holdings, name: TenantId, now: float) -> float:
     state = holdings.state
     tenant = state.tenants.get(name)
     placed = [state.deployments[each] for each in holdings.placed(name)]
-    groups = dict.fromkeys([group for each in placed for group in each.groups])
+    groups = dict.fromkeys([group for each in placed for group in each.placement.groups])
     holders = dict.fromkeys([state.groups[each].holder for each in groups])
     under_way = []
     for holder in holders:
@@ -126,13 +124,13 @@ def used_gpu_seconds(holdings: Holdings, name: TenantId, now: float) -> float:
 
 def _under_way(state: State, holder: Deployment, name: TenantId, now: float) -> list[float]:
     """GPU time so far of each run of the holder that the tenant pays."""
-    commands = [command for command in holder.running.values() if not command.replay]
-    count = len(holder.running)
-    if holder.moving is not None:
-        commands.append(holder.moving)
+    commands = [command for command in holder.work.running.values() if not command.replay]
+    count = len(holder.work.running)
+    if holder.wpg.moving is not None:
+        commands.append(holder.wpg.moving)
         count += 1
-    since = now if holder.metered_at is None else holder.metered_at
-    open_s = max(0.0, now - since) * holder.workers
+    since = now if holder.demand.metered_at is None else holder.demand.metered_at
+    open_s = max(0.0, now - since) * holder.spec.workers
     found = []
     for command in commands:
         operation = state.operations[command.operation]

@@ -21,7 +21,7 @@ from plexrl.scheduler.state.records import Deployment
 
 def enqueue_deployment(cluster: Cluster, effects: Effects, deployment: Deployment) -> None:
     """Enqueue a new deployment; it is considered at the end of this event."""
-    if not deployment.preemptible:
+    if not deployment.spec.preemptible:
         begin_to_wait(
             cluster.holdings,
             cluster.waiting.by_tenant,
@@ -47,7 +47,7 @@ def patience_ends(cluster: Cluster) -> list[float]:
 
 def _has_patience(settings: Settings, deployment: Deployment) -> bool:
     """Whether the deployment may share a group once its patience has ended."""
-    return settings.policy.repacks and deployment.shares and not deployment.preemptible
+    return settings.policy.repacks and deployment.spec.shares and not deployment.spec.preemptible
 
 
 def admit(cluster: Cluster, effects: Effects, now: float) -> list[Deployment]:

@@ -45,23 +45,23 @@ def check_it_can_share(
         check_it_can_fit(cluster, job, deployment)
     except CapacityError:
         others = map(cluster.state.deployment, job.deployments)
-        undecided = [each for each in (*others, deployment) if each.is_undecided]
+        undecided = [each for each in (*others, deployment) if each.spec.is_undecided]
         if not undecided or not cluster.settings.anybody_shares:
             raise
         for each in undecided:
-            each.exclusive = False
+            each.spec.suppose(exclusive=False)
         try:
             check_it_can_fit(cluster, job, deployment)
         finally:
             for each in undecided:
-                each.exclusive = True
+                each.spec.suppose(exclusive=True)
         for each in undecided:
             _begin(cluster, effects, each, deployment.deployment)
 
 
 def share_if_scarce(cluster: Cluster, effects: Effects, rollout: Deployment) -> None:
     """Let an undecided rollout of known demand share if another deployment waits for GPUs."""
-    if not rollout.is_undecided or not cluster.settings.policy.repacks or not cluster.waiting:
+    if not rollout.spec.is_undecided or not cluster.settings.policy.repacks or not cluster.waiting:
         return
     if any(takes_turns_with(cluster, rollout, each) for each in partners(cluster, rollout)):
         other = scarce_for(cluster, rollout)
@@ -79,11 +79,11 @@ def share_if_refused(
         return []
     for name in newcomers:
         newcomer = cluster.state.deployment(name)
-        if name in found or newcomer.preemptible or why_not_yet(cluster, newcomer) is not None:
+        if name in found or newcomer.spec.preemptible or why_not_yet(cluster, newcomer) is not None:
             continue
         others = cluster.state.job(newcomer.job).deployments
         for rollout in map(cluster.state.deployment, others):
-            if rollout.is_undecided and any(
+            if rollout.spec.is_undecided and any(
                 _may_turn(cluster, rollout, each) for each in partners(cluster, rollout)
             ):
                 _begin(cluster, effects, rollout, name)
@@ -98,12 +98,12 @@ def partners(cluster: Cluster, rollout: Deployment) -> list[Deployment]:
     return [
         other
         for other in others
-        if other.kind != "rollout"
-        and other.shares
-        and node_types_compatible(other.node_type, rollout.node_type)
+        if other.spec.kind != "rollout"
+        and other.spec.shares
+        and node_types_compatible(other.spec.node_type, rollout.spec.node_type)
         and (
-            other.workers == rollout.workers
-            or (other.workers > rollout.workers and cluster.settings.divides_groups)
+            other.spec.workers == rollout.spec.workers
+            or (other.spec.workers > rollout.spec.workers and cluster.settings.divides_groups)
         )
     ]
 
@@ -111,14 +111,14 @@ def partners(cluster: Cluster, rollout: Deployment) -> list[Deployment]:
 def takes_turns_with(cluster: Cluster, rollout: Deployment, other: Deployment) -> bool:
     """Whether both are known to work in turns, at a cost of switches that their job accepts."""
     members = (rollout, other)
-    is_guess = is_tight(cluster, rollout) and any(each.has_prior for each in members)
+    is_guess = is_tight(cluster, rollout) and any(each.demand.has_prior for each in members)
     return not is_guess and is_worthwhile(cluster, members)
 
 
 def _may_turn(cluster: Cluster, rollout: Deployment, other: Deployment) -> bool:
     """As `takes_turns_with`, or their demand is unknown."""
     members = (rollout, other)
-    if all(each.trace is not None for each in members):
+    if all(each.demand.trace is not None for each in members):
         return takes_turns_with(cluster, rollout, other)
     return may_take_turns(members) and not is_tight(cluster, rollout)
 
@@ -129,9 +129,9 @@ def _begin(cluster: Cluster, effects: Effects, rollout: Deployment, waiting: Dep
     for group in groups:
         cluster.inventory.leave(group)
         group.shared = True
-    rollout.exclusive, rollout.shares_for = False, waiting
+    rollout.spec.begin_to_share(waiting)
     cluster.inventory.enter_again(groups)
-    if rollout.reservation is not None:
+    if rollout.placement.reservation is not None:
         # Until now all of the time was its own.
         follow(cluster, rollout)
         await_profile(cluster.settings, effects, rollout)

@@ -344,12 +344,12 @@ class AdmissionWalk:
     def _block(self, gang: Sequence[Deployment], deployment: Deployment) -> None:
         """If the gang blocks others, reserve its GPUs or keep free GPUs for it."""
         cluster, now = self._cluster, self._now
-        if self._reservations.cover([each.node_type for each in gang]):
+        if self._reservations.cover([each.spec.node_type for each in gang]):
             return
         if not blocks_others(cluster, deployment, now):
             return
         if not self._reservations.add(deployment, now):
-            self._blocking.update(dict.fromkeys([(d.node_type, d.workers) for d in gang]))
+            self._blocking.update(dict.fromkeys([(d.spec.node_type, d.spec.workers) for d in gang]))
         self._covered.clear()
         self._drop_candidates()
 
@@ -401,10 +401,10 @@ class AdmissionWalk:
             self._gang_searches += 1
         else:
             size, searches = size_of(gang[0]), self._cluster.state.searches
-            if PlacementMode.DEDICATED in allowed and gang[0].memory is None:
+            if PlacementMode.DEDICATED in allowed and gang[0].demand.memory is None:
                 # With a known need a smaller state may need more of a GPU than a larger one.
-                self._bounds.note_refusal(size, gang[0].state_bytes)
-            if gang[0].trace is not None:
+                self._bounds.note_refusal(size, gang[0].spec.state_bytes)
+            if gang[0].demand.trace is not None:
                 searches[size_key(size)] = searches.get(size_key(size), 0) + 1
         self._drop_candidates()
 
@@ -442,9 +442,9 @@ class AdmissionWalk:
         return False
 
     def _may_try_partial(self, gang: Sequence[Deployment]) -> bool:
-        if len(gang) > 1 or gang[0].trace is None or self._may_search(size_of(gang[0])):
+        if len(gang) > 1 or gang[0].demand.trace is None or self._may_search(size_of(gang[0])):
             return True
-        return gang[0].state_bytes <= self._bounds.free_state_bytes(size_of(gang[0]))
+        return gang[0].spec.state_bytes <= self._bounds.free_state_bytes(size_of(gang[0]))
 
 
 def _is_new(group: Group) -> bool:

@@ -213,7 +213,7 @@ def _look_again(context: Context, what: Subject, now: float) -> None:
             launch_if_due(state, effects, state.deployment(DeploymentId(name)), now)
         case TimerKind.MIGRATION:
             deployment = state.deployments.get(DeploymentId(name))
-            if deployment is not None and deployment.state == WpgState.MIGRATING:
+            if deployment is not None and deployment.wpg.state == WpgState.MIGRATING:
                 send_migration(state, effects, deployment)
         case TimerKind.JOB if (job := state.jobs.get(JobId(name))) is not None:
             detach_or_cancel(context, job, now)

@@ -228,9 +228,9 @@ class SchedulerCore:
 
     def _worker_ready(self, event: ev.WorkerReady, now: float) -> None:
         deployment = self._current(event.deployment, event.incarnation)
-        if deployment is None or not 0 <= event.rank < len(deployment.ranks):
+        if deployment is None or not 0 <= event.rank < len(deployment.placement.ranks):
             return
-        if has_gpu(self._state, deployment.ranks[event.rank]):
+        if has_gpu(self._state, deployment.placement.ranks[event.rank]):
             # Else its node was lost: a node that comes back reports its workers.
             worker_ready(self._effects, deployment, event.rank, event.address, now)
 
@@ -247,12 +247,12 @@ class SchedulerCore:
     def _current(self, name: DeploymentId, incarnation: int) -> Deployment | None:
         """The deployment, if that incarnation of its workers is the present one."""
         deployment = self._state.deployments.get(name)
-        if deployment is None or deployment.processes.incarnation != incarnation:
+        if deployment is None or deployment.wpg.processes.incarnation != incarnation:
             return None
         gone = (WpgState.STOPPED, WpgState.MIGRATING, WpgState.WAITING)
         # While a launch waits for free space, the former processes are stopped.
-        waits = deployment.processes.launch_at is not None
-        return None if waits or deployment.state in gone else deployment
+        waits = deployment.wpg.processes.launch_at is not None
+        return None if waits or deployment.wpg.state in gone else deployment
 
     def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
         context, state = self._context, self._state
@@ -271,11 +271,11 @@ class SchedulerCore:
         check_live(job)
         check_not_ended(deployment)
         check_budget(self._cluster.holdings, job.tenant, now, event.kind)
-        if event.kind not in USER_KINDS[deployment.kind]:
+        if event.kind not in USER_KINDS[deployment.spec.kind]:
             raise InvalidRequestError(
-                f"{event.kind.value} is no operation of a {deployment.kind} deployment: "
+                f"{event.kind.value} is no operation of a {deployment.spec.kind} deployment: "
                 f"{deployment.deployment!r} takes "
-                + ", ".join(sorted(kind.value for kind in USER_KINDS[deployment.kind]))
+                + ", ".join(sorted(kind.value for kind in USER_KINDS[deployment.spec.kind]))
             )
         source = None if event.source is None else find_deployment(state, event.source)
         check_source(event, deployment, source)

@@ -27,18 +27,18 @@ from plexrl.scheduler.state.records import Deployment, State
 def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     """Use the deployment's newest cycle."""
     settings, cluster = context.settings, context.cluster
-    if not deployment.groups or not deployment.may_share:
+    if not deployment.placement.groups or not deployment.spec.may_share:
         return
     is_renewed = refresh(deployment, settings.profiler)
     _use_peak(cluster, deployment, is_renewed=is_renewed)
     if is_renewed:
         cluster.unmeasured.remove(deployment)
-        deployment.cycles.have_profile()
+        deployment.demand.cycles.have_profile()
         _expect_cycles(context.state, deployment)
         if remember(context.state, settings, deployment):
             plan_by_prior(cluster, shape_key(deployment))
     share_if_scarce(cluster, context.effects, deployment)
-    if not deployment.shares:
+    if not deployment.spec.shares:
         return
     if is_renewed:
         if settings.policy.repacks:
@@ -57,7 +57,7 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
             if holds_up_others(cluster, deployment):
                 moves = consider_repacking(cluster, deployment, now)
     if consider_relief(cluster, deployment, now) or moves:
-        context.effects.touch_all(deployment.groups)
+        context.effects.touch_all(deployment.placement.groups)
 
 
 def plan_by_prior(cluster: Cluster, shape: str) -> None:
@@ -66,14 +66,14 @@ def plan_by_prior(cluster: Cluster, shape: str) -> None:
     prior = prior_of(cluster.state, cluster.settings, shape)
     for name in cluster.unmeasured.of(shape):
         deployment = cluster.state.deployment(name)
-        if deployment.reservation is None:
+        if deployment.placement.reservation is None:
             take_prior(deployment, prior)
             if name in cluster.waiting:
                 cluster.demand_changed(deployment)
-        elif deployment.trace is None:
+        elif deployment.demand.trace is None:
             take_prior(deployment, prior)
-            deployment.cycles.have_profile()
-            if deployment.shares:
+            deployment.demand.cycles.have_profile()
+            if deployment.spec.shares:
                 follow(cluster, deployment)
 
 
@@ -85,13 +85,13 @@ def learning_changed(cluster: Cluster) -> None:
         if not job.state.is_final:
             job.usual_s = usual_length(state, settings, job.tenant, job.name)
     for deployment in state.deployments.values():
-        trace = deployment.trace
-        if trace is None or deployment.state == WpgState.STOPPED:
+        trace = deployment.demand.trace
+        if trace is None or deployment.wpg.state == WpgState.STOPPED:
             continue
-        if deployment.has_prior or 0 < trace.cycles < settings.profiler.first:
+        if deployment.demand.has_prior or 0 < trace.cycles < settings.profiler.first:
             take_prior(deployment, None)
             cluster.unmeasured.add(deployment)
-            if deployment.reservation is not None and deployment.shares:
+            if deployment.placement.reservation is not None and deployment.spec.shares:
                 follow(cluster, deployment)
     for shape in cluster.unmeasured.shapes():
         if prior_of(state, settings, shape) is not None:
@@ -102,33 +102,35 @@ def learning_changed(cluster: Cluster) -> None:
 
 
 def _expect_cycles(state: State, deployment: Deployment) -> None:
-    assert deployment.trace is not None
+    assert deployment.demand.trace is not None
     expected_s = state.job(deployment.job).expected_s
-    deployment.cycles.expect(expected_s, deployment.trace.period_s)
+    deployment.demand.cycles.expect(expected_s, deployment.demand.trace.period_s)
 
 
 def _use_peak(cluster: Cluster, deployment: Deployment, *, is_renewed: bool) -> None:
     """Replace the estimate of activations by the measured peak once there is a profile, and later
     if a higher one was measured."""
-    memory, group = deployment.memory, cluster.state.group_of(deployment)
-    if memory is None or group is None or not deployment.peak_bytes:
+    memory, group = deployment.demand.memory, cluster.state.group_of(deployment)
+    if memory is None or group is None or not deployment.demand.peak_bytes:
         return
     if not (memory.is_measured or is_renewed):
         return
-    found = memory.measured(deployment.peak_bytes, group.gpu_memory_bytes)
+    found = memory.measured(deployment.demand.peak_bytes, group.gpu_memory_bytes)
     if memory.is_measured and found.activations <= memory.activations:
         return
-    deployment.memory = found
+    deployment.demand.need(found)
     for each in cluster.state.groups_of(deployment):
         cluster.inventory.refresh(each)
     cluster.waiting.retry_all_if_any()
 
 
 def _is_beside_plan(cluster: Cluster, deployment: Deployment) -> bool:
-    reservation, cycle = deployment.reservation, deployment.cycles.open
+    reservation, cycle = deployment.placement.reservation, deployment.demand.cycles.open
     if reservation is None or reservation.trace is None or cycle is None:
         return False
-    assert deployment.group is not None, f"{deployment.deployment} has a plan and no group"
-    footprint = cluster.inventory.index.footprint(deployment.group, deployment.deployment)
+    assert deployment.placement.group is not None, (
+        f"{deployment.deployment} has a plan and no group"
+    )
+    footprint = cluster.inventory.index.footprint(deployment.placement.group, deployment.deployment)
     started_at = cycle.started_at % cluster.settings.config.horizon_slots
     return is_off_plan(started_at, reservation.shift, footprint.period)

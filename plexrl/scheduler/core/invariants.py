@@ -18,12 +18,14 @@ def check(cluster: Cluster) -> None:
         residents = (*group.members, *group.fillers)
         assert residents, f"{group.group} has no members"
         for filler in group.fillers:
-            assert state.deployments[filler].preemptible, f"{filler} is no filler"
+            assert state.deployments[filler].spec.preemptible, f"{filler} is no filler"
         for gpu in group.gpus:
             other = taken.setdefault((gpu.node, gpu.gpu), group.group)
             assert other == group.group, f"{gpu} is in {group.group} and in {other}"
         for member in residents:
-            assert group.group in state.deployments[member].groups, f"{member} is elsewhere"
+            assert group.group in state.deployments[member].placement.groups, (
+                f"{member} is elsewhere"
+            )
         if group.holder is not None:
             assert group.holder in residents, f"{group.group} is held by a stranger"
         if group.incoming is not None:
@@ -31,15 +33,19 @@ def check(cluster: Cluster) -> None:
         for member in residents:
             deployment = state.deployments[member]
             if member != group.holder:
-                busy = deployment.running or deployment.moving or deployment.replay.replaying
+                busy = (
+                    deployment.work.running
+                    or deployment.wpg.moving
+                    or deployment.work.replay.replaying
+                )
                 assert not busy, f"{member} runs without the lock of {group.group}"
-                assert deployment.residency in (Residency.NONE, Residency.OFFLOADED), member
+                assert deployment.wpg.residency in (Residency.NONE, Residency.OFFLOADED), member
     ports: dict[tuple[str, int], str] = {}
     for deployment in state.deployments.values():
         _check_deployment(cluster.state, deployment)
         _check_groups(cluster.state, deployment)
-        if deployment.processes.port and deployment.group is not None:
-            here = deployment.ranks[0].node, deployment.processes.port
+        if deployment.wpg.processes.port and deployment.placement.group is not None:
+            here = deployment.placement.ranks[0].node, deployment.wpg.processes.port
             other = ports.setdefault(here, deployment.deployment)
             assert other == deployment.deployment, f"{other} meets at {here} too"
     _check_in_flight(cluster.state)
@@ -62,7 +68,9 @@ def _check_groups(state: State, deployment: Deployment) -> None:
     if not groups:
         return
     gpus = [(gpu.node, gpu.gpu) for group in groups for gpu in group.gpus]
-    assert [(rank.node, rank.gpu) for rank in deployment.ranks] == gpus, f"{name}: its ranks"
+    assert [(rank.node, rank.gpu) for rank in deployment.placement.ranks] == gpus, (
+        f"{name}: its ranks"
+    )
     is_there = [name in each.members or name in each.fillers for each in groups]
     assert all(is_there), f"{name} is no member"
     held = [each for each in groups if each.holder == name]
@@ -73,7 +81,7 @@ def _check_groups(state: State, deployment: Deployment) -> None:
 def _check_placed(cluster: Cluster) -> None:
     """Check that budgets see every deployment that is on a group."""
     state = cluster.state
-    placed = [each for each in state.deployments.values() if each.group is not None]
+    placed = [each for each in state.deployments.values() if each.placement.group is not None]
     tenants = {each.deployment: state.jobs[each.job].tenant for each in placed}
     for tenant in {job.tenant for job in state.jobs.values()}:
         expected = {name for name, owner in tenants.items() if owner == tenant}
@@ -91,7 +99,7 @@ def _check_in_flight(state: State) -> None:
             for name in (f"d:{deployment.deployment}", f"t:{state.jobs[deployment.job].tenant}"):
                 counted.setdefault(name, []).append(operation.payload_bytes)
     kept = {f"t:{name}": in_flight for name, in_flight in state.in_flight.items()}
-    kept |= {f"d:{name}": each.in_flight for name, each in state.deployments.items()}
+    kept |= {f"d:{name}": each.work.in_flight for name, each in state.deployments.items()}
     for name, in_flight in kept.items():
         sizes = counted.pop(name, [])
         found = (in_flight.operations, in_flight.payload_bytes)
@@ -101,31 +109,31 @@ def _check_in_flight(state: State) -> None:
 
 def _check_deployment(state: State, deployment: Deployment) -> None:
     name = deployment.deployment
-    placed = deployment.state not in (WpgState.WAITING, WpgState.STOPPED)
-    assert placed == (deployment.group is not None), f"{name}: placed and group disagree"
-    assert len(set(deployment.queue)) == len(deployment.queue), f"{name}: queued twice"
-    submitted = [state.operations[queued].submitted_at for queued in deployment.queue]
+    placed = deployment.wpg.state not in (WpgState.WAITING, WpgState.STOPPED)
+    assert placed == (deployment.placement.group is not None), f"{name}: placed and group disagree"
+    assert len(set(deployment.work.queue)) == len(deployment.work.queue), f"{name}: queued twice"
+    submitted = [state.operations[queued].submitted_at for queued in deployment.work.queue]
     assert submitted == sorted(submitted), f"{name}: the queue is not in the order of submission"
-    for queued in deployment.queue:
+    for queued in deployment.work.queue:
         operation = state.operations[queued]
         assert operation.state == OperationState.PENDING, f"{queued} is queued as {operation.state}"
-        assert queued not in deployment.running, f"{queued} waits and runs"
-    for running, command in deployment.running.items():
+        assert queued not in deployment.work.running, f"{queued} waits and runs"
+    for running, command in deployment.work.running.items():
         if not command.replay:
             assert state.operations[running].state == OperationState.RUNNING, running
     others = [
         state.operations[running]
-        for running, command in deployment.running.items()
+        for running, command in deployment.work.running.items()
         if command.kind != OperationKind.GENERATE
     ]
-    if len(deployment.running) > 1 and others:
+    if len(deployment.work.running) > 1 and others:
         kinds = sorted(other.kind.value for other in others)
         assert len(others) == 1, f"{name} runs {kinds} at once"
         assert others[0].in_flight, f"{name} runs {kinds} beside generations"
-    halting = [failure for failure in deployment.unacknowledged if failure.halts]
+    halting = [failure for failure in deployment.work.unacknowledged if failure.halts]
     if halting:
         failed_at = halting[0].at
-        for queued in deployment.queue:
+        for queued in deployment.work.queue:
             operation = state.operations[queued]
             halted = operation.kind in MUTATING and not operation.internal
             assert not halted or operation.submitted_at <= failed_at, f"{queued} is not halted"
@@ -134,7 +142,7 @@ def _check_deployment(state: State, deployment: Deployment) -> None:
 
 def _check_replay_log(state: State, deployment: Deployment, *, is_placed: bool) -> None:
     """Check that what a recovery would repeat leads to the present state."""
-    name, replay = deployment.deployment, deployment.replay
+    name, replay = deployment.deployment, deployment.work.replay
     assert replay.durable_seq <= replay.completed_seq, f"{name}: durable is ahead"
     seqs = [state.operations[logged].seq for logged in replay.log]
     assert seqs == sorted(set(seqs)), f"{name}: the replay log is out of order: {seqs}"

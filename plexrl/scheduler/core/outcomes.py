@@ -39,8 +39,7 @@ from plexrl.scheduler.rules.lookups import owner_of
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.rules.switch_cost import HOST, observe_move, record_tier, round_trip_s
 from plexrl.scheduler.state import group_lock
-from plexrl.scheduler.state.deployment import wpg
-from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
+from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
@@ -78,34 +77,33 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
     meter_run(state, deployment, operation, now)
     operation.payload_lost_at = None
     if event.trainer_step is not None:
-        deployment.trainer_step = event.trainer_step
-    command = deployment.running.pop(name, None)
+        deployment.work.advance_to(event.trainer_step)
+    command = deployment.work.end_run(name)
     if command is None:
         _move_finished(context, deployment, operation, event, now)
     elif event.unfinished_rows and operation.is_interrupted and not is_over(operation, now):
         _interrupted(state, effects, deployment, operation, event, now)
     else:
-        deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
-        if event.peak_bytes > deployment.peak_bytes:
-            deployment.peak_bytes = event.peak_bytes
-        deployment.backoff.clear()
+        deployment.demand.estimates.observe(operation.kind, operation.tokens, event.compute_s)
+        deployment.demand.observe_peak(event.peak_bytes)
+        deployment.wpg.backoff.clear()
         if command.replay:
-            deployment.replay.replayed(name)
-            if deployment.no_snapshot_until:
+            deployment.work.replay.replayed(name)
+            if deployment.wpg.no_snapshot_until:
                 # The last snapshot found no free space: new work runs before the next attempt.
-                deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
+                deployment.wpg.delay_snapshots(now + SNAPSHOT_BACK_OFF_S)
         else:
             # Only new work counts as progress. Else an operation that kills its worker would be
             # retried for ever, since loads and replays succeed.
-            deployment.processes.succeed()
+            deployment.wpg.processes.succeed()
             Finishing(state, effects, now).complete(deployment, operation, event)
-        if not deployment.running:
-            deployment.burst.pause(now)
+        if not deployment.work.running:
+            deployment.demand.burst.pause(now)
         if operation.kind == _PUBLISH:
             _published(state, settings, effects, deployment, now)
         elif operation.ends_burst and not command.replay:
             _burst_over(state, settings, deployment, now)
-    for group in deployment.groups:
+    for group in deployment.placement.groups:
         effects.dirty[group] = None
 
 
@@ -122,8 +120,8 @@ def _interrupted(
     operation.partial = event.result
     operation.interruptions += 1
     bill_run(state, deployment, operation)
-    deployment.processes.succeed()
-    deployment.backoff.clear()
+    deployment.wpg.processes.succeed()
+    deployment.wpg.backoff.clear()
     requeue(state, deployment, operation, now)
 
 
@@ -139,24 +137,24 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     error = read_error(event.error)
     if is_storage_held(error.code) and not event.state_intact:
         # Some ranks may have done a part of it: all ranks repeat it from the state before.
-        if deployment.moving is not None and operation.kind == OperationKind.SNAPSHOT:
-            deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
+        if deployment.wpg.moving is not None and operation.kind == OperationKind.SNAPSHOT:
+            deployment.wpg.delay_snapshots(now + SNAPSHOT_BACK_OFF_S)
         restart_when_there_is_room(context, deployment, error.message, now)
         return
-    if deployment.moving is not None and deployment.moving.operation == event.operation:
+    if deployment.wpg.moving is not None and deployment.wpg.moving.operation == event.operation:
         _move_failed(context, deployment, operation, error, now, is_intact=event.state_intact)
         return
     if isinstance(error, PayloadLostError) and may_have_run(state, deployment, operation):
         restart(context, deployment, error.message, now, counts=False)
         return
-    if deployment.running[event.operation].replay:
+    if deployment.work.running[event.operation].replay:
         if republish(context.state, context.settings, effects, deployment, operation, error, now):
-            effects.touch_all(deployment.groups)
+            effects.touch_all(deployment.placement.groups)
             return
         if is_held(error, state_intact=event.state_intact) or is_awaited(
             state, operation, error, now
         ):
-            del deployment.running[event.operation]
+            deployment.work.end_run(event.operation)
             hold(context.state, effects, deployment, operation, error, now)
             return
         if isinstance(error, PayloadLostError):
@@ -167,7 +165,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     if draw_again(state, effects, deployment, operation, error, now):
         return
-    del deployment.running[event.operation]
+    deployment.work.end_run(event.operation)
     if is_held(error, state_intact=event.state_intact) or is_awaited(state, operation, error, now):
         if not is_over(operation, now):
             hold(context.state, effects, deployment, operation, error, now)
@@ -175,16 +173,16 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         discard(operation)
         error = early_end(operation, now)
     else:
-        deployment.backoff.clear()
+        deployment.wpg.backoff.clear()
         if event.state_intact and publish_first(state, effects, deployment, operation, error, now):
-            effects.touch_all(deployment.groups)
+            effects.touch_all(deployment.placement.groups)
             return
     Finishing(state, effects, now).fail(operation, error)
     if event.state_intact:
-        deployment.processes.succeed()
-        if not deployment.running:
-            deployment.burst.pause(now)
-        effects.touch_all(deployment.groups)
+        deployment.wpg.processes.succeed()
+        if not deployment.work.running:
+            deployment.demand.burst.pause(now)
+        effects.touch_all(deployment.placement.groups)
     else:
         # Workers that report non-finite weights are intact; only their state is not.
         counts = not isinstance(error, NonFiniteWeightsError)
@@ -251,19 +249,19 @@ def _at_work(state: State, operation: Operation, token: FencingToken) -> Deploym
     deployment = owner_of(state, operation)
     if deployment is None:
         return None
-    name, moving = operation.operation, deployment.moving
+    name, moving = operation.operation, deployment.wpg.moving
     if moving is None:
-        if name not in deployment.running:
+        if name not in deployment.work.running:
             return None
-    elif moving.operation != name and name not in deployment.running:
+    elif moving.operation != name and name not in deployment.work.running:
         return None
-    assert deployment.group is not None, f"{name} is in flight without a group"
+    assert deployment.placement.group is not None, f"{name} is in flight without a group"
     return deployment
 
 
 def _group_of(state: State, deployment: Deployment) -> Group:
-    assert deployment.group is not None, f"{deployment.deployment} moves without a group"
-    return state.groups[deployment.group]
+    assert deployment.placement.group is not None, f"{deployment.deployment} moves without a group"
+    return state.groups[deployment.placement.group]
 
 
 def _move_finished(
@@ -274,37 +272,37 @@ def _move_finished(
     now: float,
 ) -> None:
     state, settings, effects = context.state, context.settings, context.effects
-    deployment.moving = None
+    deployment.wpg.end_move()
     began_at = operation.started_at if operation.started_at is not None else now
     Finishing(state, effects, now).finish(deployment, operation, event)
     kind = operation.kind
     if kind == _LOAD:
-        if deployment.backoff.code == DeviceMemoryFullError.code:
-            deployment.backoff.clear()
+        if deployment.wpg.backoff.code == DeviceMemoryFullError.code:
+            deployment.wpg.backoff.clear()
         observe_move(state, deployment, operation, event)
-        wpg.end_load(deployment)
-        deployment.switch_times.end(now)
-        deployment.replay.begin_replay()
+        deployment.wpg.end_load()
+        deployment.demand.switch_times.end(now)
+        deployment.work.replay.begin_replay()
         # Without work the load was made in anticipation, and no burst begins.
-        if deployment.queue or deployment.replay.replaying:
-            deployment.burst.begin_loaded(now)
+        if deployment.work.queue or deployment.work.replay.replaying:
+            deployment.demand.burst.begin_loaded(now)
         else:
-            deployment.burst.stay_over()
+            deployment.demand.burst.stay_over()
         group_lock.count_load(state, deployment, now - began_at)
         granted(state, settings, deployment)
     elif kind == _OFFLOAD:
         observe_move(state, deployment, operation, event)
         _version_made(state, settings, effects, deployment, event)
-        wpg.end_offload(deployment)
+        deployment.wpg.end_offload()
         group_lock.count_offload(state, deployment, now - began_at)
-        if deployment.kind == "train":
+        if deployment.spec.kind == "train":
             change_job(state.jobs[deployment.job], _SUSPENDS)
         _hand_over(context, deployment, now)
     else:
-        deployment.estimates.observe(kind, operation.tokens, event.compute_s)
+        deployment.demand.estimates.observe(kind, operation.tokens, event.compute_s)
         _version_made(state, settings, effects, deployment, event)
-        deployment.no_snapshot_until = 0.0
-        deployment.burst.pause(now)
+        deployment.wpg.allow_snapshots()
+        deployment.demand.burst.pause(now)
 
 
 def _version_made(
@@ -314,11 +312,11 @@ def _version_made(
     deployment: Deployment,
     event: OperationFinished,
 ) -> None:
-    former_seq = deployment.replay.store()
-    deployment.stored.move_to(deployment.nodes)
+    former_seq = deployment.work.replay.store()
+    deployment.wpg.stored.move_to(deployment.placement.nodes)
     moved = event.moved
     record_tier(deployment, HOST if moved is None else moved.tier)
-    if former_seq < deployment.replay.durable_seq:
+    if former_seq < deployment.work.replay.durable_seq:
         retire_log(state, settings, effects, deployment, former_seq)
 
 
@@ -337,14 +335,14 @@ def _hand_over(context: Context, former: Deployment, now: float) -> None:
         if incoming.deployment != group.incoming:
             # Another one takes its place.
             group_lock.begin_switch(state, incoming)
-        if incoming.spans:
+        if incoming.placement.spans:
             group_lock.vacate(group)
             if any(each.holder is not None for each in state.groups_of(incoming)):
                 continue
         group_lock.hand_over(state, incoming)
-        if former.spans and not incoming.spans:
+        if former.placement.spans and not incoming.placement.spans:
             group_lock.fence(state, [group])
-        step.load(incoming, former if former.preemptible else None)
+        step.load(incoming, former if former.spec.preemptible else None)
 
 
 def _end_switch(context: Context, group: Group) -> None:
@@ -352,7 +350,7 @@ def _end_switch(context: Context, group: Group) -> None:
     if group.incoming is not None:
         incoming = context.state.deployments[group.incoming]
         group_lock.end_switch(context.state, incoming)
-        context.effects.touch_all(incoming.groups)
+        context.effects.touch_all(incoming.placement.groups)
 
 
 def _move_called_off(
@@ -366,42 +364,42 @@ def _move_called_off(
     """A move changed nothing. The deployment that needed it waits for a back-off."""
     state = cluster.state
     group = _group_of(state, deployment)
-    deployment.moving = None
+    deployment.wpg.end_move()
     change_operation(operation, OperationTrigger.FAILED)
     del state.operations[operation.operation]
     held_back = deployment
     if operation.kind == OperationKind.LOAD:
-        deployment.switch_times.end(now)
-        wpg.refuse_load(deployment)
+        deployment.demand.switch_times.end(now)
+        deployment.wpg.refuse_load(is_first=not deployment.work.replay.durable_seq)
         for each in state.groups_of(deployment):
             group_lock.release(each)
     else:
-        deployment.burst.pause(now)
+        deployment.demand.burst.pause(now)
         if operation.kind == OperationKind.OFFLOAD:
-            wpg.refuse_offload(deployment)
+            deployment.wpg.refuse_offload()
             for each in state.groups_of(deployment):
                 if each.incoming is not None:
                     held_back = state.deployments[each.incoming]
-                    held_back.switch_times.end(now)
+                    held_back.demand.switch_times.end(now)
                     group_lock.end_switch(state, held_back)
-                    effects.touch_all(held_back.groups)
-    effects.touch_all(deployment.groups)
+                    effects.touch_all(held_back.placement.groups)
+    effects.touch_all(deployment.placement.groups)
     if operation.kind == OperationKind.SNAPSHOT:
-        deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
+        deployment.wpg.delay_snapshots(now + SNAPSHOT_BACK_OFF_S)
         return
-    if deployment.moves.planned is not None:
+    if deployment.wpg.moves.planned is not None:
         cancel_move(cluster, deployment, now)
-        for node in deployment.nodes:
-            effects.wake(deployment.moves.not_before, timers.node_check(node))
+        for node in deployment.placement.nodes:
+            effects.wake(deployment.wpg.moves.not_before, timers.node_check(node))
         if operation.kind == OperationKind.OFFLOAD and held_back is deployment:
             # No member waits for the group: the holder continues.
             return
-    if held_back.queue and is_held(error, state_intact=True):
+    if held_back.work.queue and is_held(error, state_intact=True):
         delay(held_back, error, now, _longest_pause_s(state, group, held_back, operation.kind))
     else:
         named = named_holders(held_back, error)
-        held_back.backoff.wait(now + BACK_OFF_S, error.message, named)
-    effects.wake(held_back.backoff.until, timers.group_step(held_back.groups[0]))
+        held_back.wpg.backoff.wait(now + BACK_OFF_S, error.message, named)
+    effects.wake(held_back.wpg.backoff.until, timers.group_step(held_back.placement.groups[0]))
 
 
 def _published(
@@ -413,14 +411,14 @@ def _published(
 ) -> None:
     """A publish ended a training cycle: wake the sync that waits, and end the burst."""
     for name in state.job(deployment.job).deployments:
-        effects.touch_all(state.deployment(name).groups)
+        effects.touch_all(state.deployment(name).placement.groups)
     _burst_over(state, settings, deployment, now)
 
 
 def _burst_over(state: State, settings: Settings, deployment: Deployment, now: float) -> None:
     """The last operation of a cycle has run: if no more work waits, the burst ends."""
-    if not deployment.queue:
+    if not deployment.work.queue:
         end_burst(deployment, now)
-        deployment.burst.forget_pause()
-        if not settings.policy.repacks or deployment.has_own_trace:
+        deployment.demand.burst.forget_pause()
+        if not settings.policy.repacks or deployment.demand.has_own_trace:
             change_job(state.job(deployment.job), JobTrigger.CYCLE_ENDED)

@@ -6,7 +6,6 @@ from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import all_placed, has_all_gpus, launch
 from plexrl.scheduler.placement.capacity.awaited_profiles import await_profile
 from plexrl.scheduler.recovery.relocation import drain, settle
-from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 
 
@@ -17,14 +16,14 @@ def place_waiting(context: Context, now: float) -> None:
         *admit(context.cluster, effects, now),
         *place_fillers(context.cluster, now),
     ):
-        effects.touch_all(deployment.groups)
+        effects.touch_all(deployment.placement.groups)
         job = state.job(deployment.job)
-        if deployment.processes.incarnation:
+        if deployment.wpg.processes.incarnation:
             # It had GPUs before, and lost them.
             settle(state, effects, deployment)
         else:
-            wpg.launch_first(deployment)
-        if deployment.state != WpgState.MIGRATING:
+            deployment.wpg.launch_first()
+        if deployment.wpg.state != WpgState.MIGRATING:
             launch(state, effects, deployment, now)
         await_profile(context.settings, effects, deployment)
         if has_all_gpus(state, job):

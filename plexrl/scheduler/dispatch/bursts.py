@@ -13,15 +13,15 @@ def go_on_with_burst(
     state: State, settings: Settings, holder: Deployment, head: Operation, now: float
 ) -> None:
     """Add `head` to the holder's burst, or to a new one after a long pause."""
-    started_at, idle_since = holder.burst.started_at, holder.burst.idle_since
+    started_at, idle_since = holder.demand.burst.started_at, holder.demand.burst.idle_since
     if started_at is not None and idle_since is not None and now > idle_since:
         if is_after_burst(state, settings, holder, now - idle_since):
             end_burst(holder, now)
         elif head.submitted_at > idle_since:
             # An operation queued before the pause says nothing about the controller's pauses.
-            holder.estimates.observe_gap(now - idle_since)
+            holder.demand.estimates.observe_gap(now - idle_since)
     _observe_pause(state, settings, holder, head)
-    holder.burst.serve(head.tokens, now)
+    holder.demand.burst.serve(head.tokens, now)
 
 
 def is_after_burst(
@@ -36,16 +36,16 @@ def is_after_burst(
 def hold_s(state: State, settings: Settings, holder: Deployment) -> float:
     """Maximum wait for the next operation of a burst: at most the time of a switch away and
     back."""
-    usual_s = GAP_MARGIN * (holder.estimates.gap_seconds or 0.0)
+    usual_s = GAP_MARGIN * (holder.demand.estimates.gap_seconds or 0.0)
     return min(max(settings.config.burst_hold_s, usual_s), round_trip_s(state, holder))
 
 
 def end_burst(holder: Deployment, now: float) -> None:
     """End the holder's burst, and measure it if it ran something."""
-    tokens = holder.burst.tokens
-    length_s = holder.burst.end(now)
+    tokens = holder.demand.burst.tokens
+    length_s = holder.demand.burst.end(now)
     if length_s is not None:
-        holder.estimates.observe_burst(length_s, tokens)
+        holder.demand.estimates.observe_burst(length_s, tokens)
 
 
 def _observe_pause(state: State, settings: Settings, holder: Deployment, head: Operation) -> None:
@@ -54,11 +54,15 @@ def _observe_pause(state: State, settings: Settings, holder: Deployment, head: O
     A pause shorter than an offload and a load counts as a gap inside one burst: a switch split it
     because the controller's usual gap was unknown.
     """
-    ended_at = holder.burst.ended_at
-    if ended_at is None or holder.burst.served_at > ended_at or head.submitted_at <= ended_at:
+    ended_at = holder.demand.burst.ended_at
+    if (
+        ended_at is None
+        or holder.demand.burst.served_at > ended_at
+        or head.submitted_at <= ended_at
+    ):
         return
     pause_s = head.submitted_at - ended_at
     if is_after_burst(state, settings, holder, pause_s):
-        holder.estimates.observe_think(pause_s)
+        holder.demand.estimates.observe_think(pause_s)
     else:
-        holder.estimates.observe_gap(pause_s)
+        holder.demand.estimates.observe_gap(pause_s)

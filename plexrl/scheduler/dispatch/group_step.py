@@ -39,7 +39,6 @@ from plexrl.scheduler.recovery.relocation import finish as finish_relocation
 from plexrl.scheduler.recovery.relocation import is_due, is_stopping
 from plexrl.scheduler.rules.ordering import first
 from plexrl.scheduler.state import group_lock
-from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
@@ -61,7 +60,8 @@ class GroupStep:
     def __init__(self, context: Context, group: Group, now: float) -> None:
         self._context = context
         holder = None if group.holder is None else context.state.deployments[group.holder]
-        self._groups = context.state.groups_of(holder) if holder and holder.spans else [group]
+        spans = holder is not None and holder.placement.spans
+        self._groups = context.state.groups_of(holder) if holder and spans else [group]
         """The group, or all groups of its holder."""
         self._state = context.state
         self._settings = context.settings
@@ -90,28 +90,28 @@ class GroupStep:
                 self._give_to(chosen)
             return
         holder = self._state.deployments[self._group.holder]
-        if holder.moving is not None or holder.state is not _READY:
+        if holder.wpg.moving is not None or holder.wpg.state is not _READY:
             return
-        if holder.replay.replaying:
-            held = self._now < holder.backoff.until
-            if not holder.running and not held and may_replay(self._state, holder):
+        if holder.work.replay.replaying:
+            held = self._now < holder.wpg.backoff.until
+            if not holder.work.running and not held and may_replay(self._state, holder):
                 self._replay_next(holder)
             return
-        if holder.moves.planned is not None and is_stopping(self._state, holder):
+        if holder.wpg.moves.planned is not None and is_stopping(self._state, holder):
             return
-        if holder.preemptible and self._gives_way(holder):
+        if holder.spec.preemptible and self._gives_way(holder):
             return
-        if holder.kind == "forward" and leans_on_its_source(holder, self._now):
+        if holder.spec.kind == "forward" and leans_on_its_source(holder, self._now):
             self._snapshot(holder)
             return
-        if not holder.running and not self._goes_on(holder):
+        if not holder.work.running and not self._goes_on(holder):
             waiting = self._waiting(besides=holder)
             if waiting and self._may_be_relieved(holder, waiting):
                 chosen = self._first_to_start(waiting)
                 if chosen is not None:
                     self._give_to(chosen)
                     return
-                if not holder.queue:
+                if not holder.work.queue:
                     # All waiting members are held back from a critical segment; the holder is idle.
                     end_burst(holder, self._now)
                     self._anticipate(holder, held_back=True)
@@ -121,17 +121,17 @@ class GroupStep:
                 if filler is not None and self._may_be_relieved(holder, [filler]):
                     self._give_to(filler)
                     return
-            if not waiting and not holder.queue:
+            if not waiting and not holder.work.queue:
                 self._anticipate(holder)
                 return
-        if holder.queue:
+        if holder.work.queue:
             guards = self._settings.policy.guards_slack
             if guards and self._keeps_out(holder):
                 return
-            if not holder.running and self._yields(holder):
+            if not holder.work.running and self._yields(holder):
                 return
             self._dispatch(holder)
-        if holder.running and self._context.cluster.inventory.spills(self._group):
+        if holder.work.running and self._context.cluster.inventory.spills(self._group):
             hint = self._look_ahead(holder)
             if hint is not None:
                 self._effects.emit(hint)
@@ -150,10 +150,10 @@ class GroupStep:
         """Whether the filler that holds the group starts nothing more. If so, it is interrupted, or
         the group is switched."""
         waiting = self._waiting()
-        goes_on = not waiting and (filler.running or self._wants(filler))
+        goes_on = not waiting and (filler.work.running or self._wants(filler))
         if goes_on and not must_leave(self._state, self._effects, self._group, filler, self._now):
             return False
-        if filler.running:
+        if filler.work.running:
             interrupt_all(self._effects, self._state, filler)
             return True
         end_burst(filler, self._now)
@@ -193,7 +193,7 @@ class GroupStep:
             chosen = self._first(left)
             if not (guards and self._held_back(chosen)):
                 wait_s = 0.0
-                if chosen.spans:
+                if chosen.placement.spans:
                     wait_s = self._free_in_s(chosen, is_first=reserved_s == math.inf)
                 if wait_s > 0.0:
                     reserved_s = min(reserved_s, wait_s)
@@ -205,10 +205,10 @@ class GroupStep:
     def _yields(self, holder: Deployment) -> bool:
         """Whether the holder's next burst does not begin because a member that spans several groups
         goes before it, and gets the groups or has reserved them."""
-        if holder.preemptible or self._is_in_burst(holder) or not self._wants(holder):
+        if holder.spec.preemptible or self._is_in_burst(holder) or not self._wants(holder):
             return False
         waiting = self._waiting(besides=holder)
-        if not any(each.spans for each in waiting):
+        if not any(each.placement.spans for each in waiting):
             return False
         chosen = self._first_to_start([holder, *waiting])
         if chosen is not None and chosen is not holder:
@@ -237,8 +237,9 @@ class GroupStep:
             holder = self._state.deployments[group.holder]
             if holder is member:
                 return 0.0
-            busy = holder.moving is not None or holder.state is not _READY or holder.running
-            stays = holder.replay.replaying or holder.moves.planned is not None
+            wpg = holder.wpg
+            busy = wpg.moving is not None or wpg.state is not _READY or holder.work.running
+            stays = holder.work.replay.replaying or holder.wpg.moves.planned is not None
             if busy or stays or self._is_in_burst(holder):
                 return later_s
         guards = self._settings.policy.guards_slack
@@ -246,12 +247,12 @@ class GroupStep:
             each
             for each in self._waiting(besides=holder)
             if each is not member
-            and group.group in each.groups
+            and group.group in each.placement.groups
             and not (guards and self._held_back(each))
         ]
         goes_first = not rivals or self._first([member, *rivals]) is member
         if goes_first and (
-            holder is None or holder.preemptible or self._may_be_relieved(holder, [member])
+            holder is None or holder.spec.preemptible or self._may_be_relieved(holder, [member])
         ):
             return 0.0
         if is_first:
@@ -274,9 +275,9 @@ class GroupStep:
     def _keeps_out(self, holder: Deployment) -> bool:
         """Whether a resident guest must not begin its next burst: the group goes to who is
         expected."""
-        if holder.running or holder.preemptible or not self._wants(holder):
+        if holder.work.running or holder.spec.preemptible or not self._wants(holder):
             return False
-        started_at, idle_since = holder.burst.started_at, holder.burst.idle_since
+        started_at, idle_since = holder.demand.burst.started_at, holder.demand.burst.idle_since
         pause_s = 0.0 if idle_since is None else self._now - idle_since
         state, settings = self._state, self._settings
         if started_at is not None and not is_after_burst(state, settings, holder, pause_s):
@@ -294,29 +295,30 @@ class GroupStep:
             member = self._state.deployment(name)
             if not is_due(self._state, member):
                 continue
-            if member.residency == Residency.DEVICE and self._group.holder == name:
+            if member.wpg.residency == Residency.DEVICE and self._group.holder == name:
                 self._offload(member)
                 return True
-            if member.residency == Residency.DEVICE:
+            if member.wpg.residency == Residency.DEVICE:
                 continue
             if finish_relocation(self._context, member, self._now):
-                if member.state == WpgState.RECOVERING:
+                if member.wpg.state == WpgState.RECOVERING:
                     launch(self._state, self._effects, member, self._now)
-                self._effects.touch_all(member.groups)
+                self._effects.touch_all(member.placement.groups)
         return self._group.group not in self._state.groups
 
     def _goes_on(self, holder: Deployment) -> bool:
         """Whether the holder's burst continues, even if others wait."""
-        if not holder.queue or not self._settings.ordering.holds_bursts:
+        if not holder.work.queue or not self._settings.ordering.holds_bursts:
             return False
         if not self._wants(holder):
             return False
-        started_at = holder.burst.started_at if holder.burst.started_at is not None else self._now
+        began_at = holder.demand.burst.started_at
+        started_at = began_at if began_at is not None else self._now
         return self._now - started_at < self._settings.config.burst_max_s
 
     def _is_in_burst(self, holder: Deployment) -> bool:
         """Whether a burst of the holder is under way, and continues."""
-        return holder.burst.started_at is not None and self._goes_on(holder)
+        return holder.demand.burst.started_at is not None and self._goes_on(holder)
 
     def _ends_its_generations(self, holder: Deployment) -> bool:
         """Whether a rollout's burst has reached its bound and others wait: the generations that run
@@ -335,10 +337,10 @@ class GroupStep:
             if self._first([holder, *waiting]) is not holder:
                 return True
             if ordering.holds_bursts:
-                holder.burst.begin(self._now)
+                holder.demand.burst.begin(self._now)
             return False
-        if holder.burst.idle_since is not None and ordering.holds_bursts:
-            until = holder.burst.idle_since + hold_s(self._state, self._settings, holder)
+        if holder.demand.burst.idle_since is not None and ordering.holds_bursts:
+            until = holder.demand.burst.idle_since + hold_s(self._state, self._settings, holder)
             if self._now < until:
                 self._effects.wake(until, timers.group_step(self._group.group))
                 return False
@@ -353,7 +355,7 @@ class GroupStep:
         `held_back`, waiting members are held back for one with exclusive slots, and only such a
         member is chosen.
         """
-        burst = holder.burst
+        burst = holder.demand.burst
         if not self._settings.anticipates or burst.started_at is not None or burst.ended_at is None:
             return
         expected = self._expected_next(critical=held_back)
@@ -363,7 +365,7 @@ class GroupStep:
     def _expected_next(self, *, critical: bool = False) -> Deployment | None:
         """The member whose next burst is due first, if the locks of all its groups are idle."""
         expected = expected_next(self._state, self._group, self._now, critical=critical)
-        if expected is None or not (expected.spans or len(self._groups) > 1):
+        if expected is None or not (expected.placement.spans or len(self._groups) > 1):
             return expected
         for group in self._state.groups_of(expected):
             if group not in self._groups:
@@ -390,21 +392,21 @@ class GroupStep:
         if self._group.incoming is None:
             return None
         incoming = self._state.deployments[self._group.incoming]
-        if incoming.state is not _READY:
+        if incoming.wpg.state is not _READY:
             return None
         if not self._wants(incoming):
             waiting = self._waiting()
             if waiting:
                 chosen = self._first_to_start(waiting) or incoming
                 # One that spans groups, or of several groups, is left to their next steps.
-                return None if chosen.spans or len(self._groups) > 1 else chosen
+                return None if chosen.placement.spans or len(self._groups) > 1 else chosen
         return incoming
 
     def _give_to(self, chosen: Deployment) -> None:
         """Give the locks of its groups to `chosen`, after the offloads of their holders, and load
         its state."""
         state = self._state
-        if chosen.spans:
+        if chosen.placement.spans:
             found = [group.holder for group in state.groups_of(chosen) if group.holder is not None]
             holders = list(dict.fromkeys(found))
         else:
@@ -414,25 +416,25 @@ class GroupStep:
             self.load(chosen)
             return
         group_lock.begin_switch(state, chosen)
-        chosen.switch_times.begin(self._now)
+        chosen.demand.switch_times.begin(self._now)
         for holder in holders:
             self._offload(state.deployments[holder])
 
     def load(self, deployment: Deployment, after: Deployment | None = None) -> None:
         """Start the load of the holder's last complete version. `after`: a filler that had the lock
         before, and whose job is billed."""
-        deployment.switch_times.begin(self._now)
-        wpg.begin_load(deployment)
+        deployment.demand.switch_times.begin(self._now)
+        deployment.wpg.begin_load()
         for group in self._state.groups_of(deployment):
             if group.prefetched == deployment.deployment:
                 # After the next offload its state may lie on NVMe.
                 group.prefetched = None
             for name in group.members:
                 member = self._state.deployments[name]
-                if member.spans and member is not deployment and member.queue:
+                if member.placement.spans and member is not deployment and member.work.queue:
                     # What it has reserved on its other groups is free for longer now.
-                    self._effects.touch_all(member.groups)
-        self._starting().move(deployment, _LOAD, deployment.replay.durable_seq, cause=after)
+                    self._effects.touch_all(member.placement.groups)
+        self._starting().move(deployment, _LOAD, deployment.work.replay.durable_seq, cause=after)
 
     def _offload(self, holder: Deployment) -> None:
         """Offload the holder's state under a new token."""
@@ -440,12 +442,12 @@ class GroupStep:
         end_burst(holder, self._now)
         groups = state.groups_of(holder)
         group_lock.fence(state, groups)
-        wpg.begin_offload(holder)
+        holder.wpg.begin_offload()
         incoming = [group.incoming for group in groups if group.incoming is not None]
         cause = None
-        if incoming and not holder.preemptible:
+        if incoming and not holder.spec.preemptible:
             cause = state.deployments[incoming[0]]
-        self._starting().move(holder, _OFFLOAD, holder.replay.completed_seq, cause=cause)
+        self._starting().move(holder, _OFFLOAD, holder.work.replay.completed_seq, cause=cause)
 
     def _starting(self) -> Starting:
         return Starting(self._state, self._effects, self._now)
@@ -455,37 +457,37 @@ class GroupStep:
         most one in-flight sync."""
         while True:
             head = next_operation(self._state, holder)
-            if head is None or self._now < holder.backoff.until:
+            if head is None or self._now < holder.wpg.backoff.until:
                 return
-            if holder.running:
+            if holder.work.running:
                 if head.token == self._group.token:
                     # A retry needs a new token, so it waits for the runs under this one.
                     return
                 if head.kind != _GENERATE and not head.in_flight:
                     return
-                if any(each.kind != _GENERATE for each in holder.running.values()):
+                if any(each.kind != _GENERATE for each in holder.work.running.values()):
                     return
                 if head.kind == _GENERATE and self._ends_its_generations(holder):
                     return
             elif (
-                holder.replay.log
-                and self._now >= holder.no_snapshot_until
+                holder.work.replay.log
+                and self._now >= holder.wpg.no_snapshot_until
                 and has_much_to_replay(self._state, self._settings, holder)
             ):
                 self._snapshot(holder)
                 return
             go_on_with_burst(self._state, self._settings, holder, head, self._now)
             renew_token(self._state, holder, head)
-            holder.queue.pop(0)
+            holder.work.take_head()
             self._starting().start(holder, head)
             if head.kind != _GENERATE:
                 return
 
     def _snapshot(self, holder: Deployment) -> None:
-        holder.burst.forget_pause()
-        self._starting().move(holder, OperationKind.SNAPSHOT, holder.replay.completed_seq)
+        holder.demand.burst.forget_pause()
+        self._starting().move(holder, OperationKind.SNAPSHOT, holder.work.replay.completed_seq)
 
     def _replay_next(self, holder: Deployment) -> None:
-        operation = self._state.operations[holder.replay.replaying[0]]
+        operation = self._state.operations[holder.work.replay.replaying[0]]
         renew_token(self._state, holder, operation)
         self._starting().start(holder, operation, replay=True)

@@ -39,16 +39,16 @@ def expected_next(
     due_at = 0.0
     for name in group.members:
         member = deployments[name]
-        ended_at = member.burst.ended_at
-        if ended_at is None or member.state is not _READY:
+        ended_at = member.demand.burst.ended_at
+        if ended_at is None or member.wpg.state is not _READY:
             continue
         pause_s = usual_pause_s(member)
-        if pause_s is None or now < member.backoff.until:
+        if pause_s is None or now < member.wpg.backoff.until:
             continue
         if now > ended_at + EXPECTED_PAUSES * pause_s:
             # It may have stopped for good.
             continue
-        if critical and (member.queue or not has_exclusive_slots(member)):
+        if critical and (member.work.queue or not has_exclusive_slots(member)):
             continue
         at = ended_at + pause_s
         if first_due is None or at < due_at or (at == due_at and name < first_due.deployment):
@@ -89,20 +89,20 @@ def _until(state: State, group: Group, filler: Deployment, now: float) -> tuple[
     give_way_s = offload_s(state, filler)
     for name in group.members:
         member = state.deployments[name]
-        if member.state is not _READY:
+        if member.wpg.state is not _READY:
             # Nobody knows when its processes are ready; it gets the lock then.
             continue
-        if now < member.backoff.until:
-            return now, member.backoff.until
+        if now < member.wpg.backoff.until:
+            return now, member.wpg.backoff.until
         pause_s, ended_at = usual_pause_s(member), worked_until(member)
-        if member.queue or pause_s is None or ended_at is None:
+        if member.work.queue or pause_s is None or ended_at is None:
             # Its operation waits for one of another deployment, or nothing is known of it.
             continue
         over_at = math.nextafter(ended_at + EXPECTED_PAUSES * pause_s, math.inf)
         if now >= over_at:
             # It may have stopped for good.
             continue
-        early_s = EARLY_FACTOR * member.estimates.think_deviation
+        early_s = EARLY_FACTOR * member.demand.estimates.think_deviation
         due_at = ended_at + max(0.0, pause_s - early_s)
         leave_at = min(leave_at, due_at - give_way_s - load_s(state, member))
         again_at = min(again_at, over_at)

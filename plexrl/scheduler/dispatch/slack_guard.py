@@ -32,13 +32,13 @@ def next_critical_s(state: State, guest: Deployment, now: float) -> float | None
     soonest: float | None = None
     for name in [name for group in state.groups_of(guest) for name in group.members]:
         member = state.deployments[name]
-        if member is guest or not has_exclusive_slots(member) or not member.is_ready:
+        if member is guest or not has_exclusive_slots(member) or not member.wpg.is_ready:
             continue
         if is_partner(member, guest):
             # Its next burst follows that of its partner.
             continue
         pause_s, ended_at = usual_pause_s(member), worked_until(member)
-        if pause_s is None or ended_at is None or member.queue or member.running:
+        if pause_s is None or ended_at is None or member.work.queue or member.work.running:
             continue
         due_s = ended_at + pause_s - now
         if is_overdue(due_s, pause_s):
@@ -77,12 +77,12 @@ def holds_back(
 def prefetch(group: Group, deployment: Deployment, now: float) -> PrefetchState | None:
     """The prefetch hint for the member that is likely to be loaded next; None if it was the last
     one prefetched, or has no state yet."""
-    if group.prefetched == deployment.deployment or not deployment.replay.durable_seq:
+    if group.prefetched == deployment.deployment or not deployment.work.replay.durable_seq:
         return None
     group.prefetched = deployment.deployment
     return PrefetchState(
         deployment=deployment.deployment,
-        seq=deployment.replay.durable_seq,
-        nodes=deployment.nodes,
+        seq=deployment.work.replay.durable_seq,
+        nodes=deployment.placement.nodes,
         next_use_s=next_use_s(deployment, now),
     )

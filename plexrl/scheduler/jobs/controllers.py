@@ -111,9 +111,9 @@ def resume(context: Context, job: Job, now: float) -> None:
     job.is_set_aside = False
     begin_to_wait(context.cluster.holdings, context.cluster.waiting.by_tenant, job.tenant, now)
     for deployment in map(context.state.deployment, job.deployments):
-        if deployment.state == WpgState.WAITING:
+        if deployment.wpg.state == WpgState.WAITING:
             context.cluster.wait(deployment)
-            for node in deployment.stored.nodes:
+            for node in deployment.wpg.stored.nodes:
                 # A node may have been lost in the meantime.
                 context.effects.wake(now, timers.node_check(node))
     context.cluster.waiting.retry_all()
@@ -176,7 +176,7 @@ def failure_acknowledged(state: State, event: FailureAcknowledged, now: float) -
         failed.append(root_of(operation))
     elif event.deployment is not None:
         deployment = find_deployment(state, event.deployment)
-        failed += [failure.operation for failure in deployment.unacknowledged]
+        failed += [failure.operation for failure in deployment.work.unacknowledged]
     else:
         raise InvalidRequestError("name the operation that failed, or the deployment it halts")
     job = find_job(state, deployment.job)

@@ -33,7 +33,10 @@ from plexrl.scheduler.operations.operations import check_saved
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.rules.lookups import find_deployment, find_job, find_live_job
 from plexrl.scheduler.state.demand.estimates import Estimates
+from plexrl.scheduler.state.deployment.demand import Demand
 from plexrl.scheduler.state.deployment.replay_log import ReplayLog
+from plexrl.scheduler.state.deployment.spec import RequestedSpec
+from plexrl.scheduler.state.deployment.work import Workload
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages.events import (
     DeploymentCreated,
@@ -60,15 +63,17 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     exclusive = event.exclusive or (owns_group and not event.preemptible)
     shares_if_scarce = event.shares_if_scarce and event.kind == "rollout" and job.slo != 0.0
     if known is not None:
-        spec_json = known.created_spec_json or known.spec_json
-        names = ("job", "kind", "workers", "node_type", "preemptible")
-        same = {name: getattr(known, name) for name in names} | _scheduled(known.checkpoints)
-        asked = {name: getattr(event, name) for name in names} | _scheduled(event.checkpoints)
-        if event.kind != "rollout" or known.preemptible:
-            same["exclusive"], asked["exclusive"] = known.exclusive, exclusive
+        spec_json = known.spec.created_spec_json or known.spec.spec_json
+        names = ("kind", "workers", "node_type", "preemptible")
+        same = {"job": known.job} | {name: getattr(known.spec, name) for name in names}
+        same |= _scheduled(known.spec.checkpoints)
+        asked = {name: getattr(event, name) for name in ("job", *names)}
+        asked |= _scheduled(event.checkpoints)
+        if event.kind != "rollout" or known.spec.preemptible:
+            same["exclusive"], asked["exclusive"] = known.spec.exclusive, exclusive
         elif not shares_if_scarce:
             # Who leaves it to the scheduler takes what was decided, by an earlier version too.
-            same["shares_gpus"] = None if known.shares_if_scarce else not known.exclusive
+            same["shares_gpus"] = None if known.spec.shares_if_scarce else not known.spec.exclusive
             asked["shares_gpus"] = not exclusive
         if same != asked or spec_json != event.spec_json:
             # The specification repeats some of them, and tells a reference from a training.
@@ -85,21 +90,27 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     deployment = Deployment(
         deployment=event.deployment,
         job=event.job,
-        kind=event.kind,
-        workers=event.workers,
-        state_bytes=event.state_bytes,
-        exclusive=exclusive,
-        spec_json=event.spec_json,
         created_at=now,
-        replay=ReplayLog(past_is_whole=True),
-        estimates=Estimates(event.state_bytes),
-        node_type=event.node_type,
-        trace=event.trace,
-        preemptible=event.preemptible,
-        memory=event.memory,
-        pace=event.pace,
-        checkpoints=event.checkpoints,
-        shares_if_scarce=shares_if_scarce,
+        spec=RequestedSpec(
+            kind=event.kind,
+            workers=event.workers,
+            state_bytes=event.state_bytes,
+            exclusive=exclusive,
+            spec_json=event.spec_json,
+            node_type=event.node_type,
+            preemptible=event.preemptible,
+            pace=event.pace,
+            checkpoints=event.checkpoints,
+            shares_if_scarce=shares_if_scarce,
+        ),
+        work=Workload(
+            replay=ReplayLog(past_is_whole=True),
+        ),
+        demand=Demand(
+            estimates=Estimates(event.state_bytes),
+            trace=event.trace,
+            memory=event.memory,
+        ),
     )
     if not event.preemptible:
         check_gpus(context.state, job, event.workers)
@@ -108,11 +119,11 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     deployment.serial = context.state.deployments_made
     context.state.deployments[event.deployment] = deployment
     job.deployments.append(event.deployment)
-    if deployment.trace is None:
+    if deployment.demand.trace is None:
         begin_with_known(context.state, context.settings, deployment)
     context.cluster.unmeasured.add(deployment)
-    if deployment.trace is not None and not deployment.has_prior:
-        deployment.cycles.expect(job.expected_s, deployment.trace.period_s)
+    if deployment.demand.trace is not None and not deployment.demand.has_prior:
+        deployment.demand.cycles.expect(job.expected_s, deployment.demand.trace.period_s)
     seen(context, job, now)
     share_if_scarce(context.cluster, context.effects, deployment)
     enqueue_deployment(context.cluster, context.effects, deployment)
@@ -167,11 +178,11 @@ def deployment_ended(context: Context, event: DeploymentEnded, now: float) -> No
     deployment = find_deployment(state, event.deployment)
     job = find_job(state, deployment.job)
     check_controller(job, event.controller)
-    if deployment.state == WpgState.STOPPED:
+    if deployment.wpg.state == WpgState.STOPPED:
         return
     _check_unused(state, job, deployment)
     check_saved(state, [deployment])
-    if deployment.groups and deployment.queue:
+    if deployment.placement.groups and deployment.work.queue:
         note_wait(state, deployment, now)
     error = OperationCancelledError(
         f"deployment {deployment.deployment!r} was ended before this operation was carried out",
@@ -185,7 +196,7 @@ def deployment_ended(context: Context, event: DeploymentEnded, now: float) -> No
 
 def check_not_ended(deployment: Deployment) -> None:
     """Raises `UnknownDeploymentError` if the deployment of a live job has ended."""
-    if deployment.state == WpgState.STOPPED:
+    if deployment.wpg.state == WpgState.STOPPED:
         raise UnknownDeploymentError(
             f"deployment {deployment.deployment!r} was ended: create one of another name"
         )
@@ -197,7 +208,12 @@ def _check_unused(state: State, job: Job, deployment: Deployment) -> None:
     for name in job.deployments:
         other = state.deployment(name)
         # A sync that waits is in the queue of the deployment that receives the weights.
-        pulls = (*other.queue, *other.running, *other.replay.log, *other.replay.past)
+        pulls = (
+            *other.work.queue,
+            *other.work.running,
+            *other.work.replay.log,
+            *other.work.replay.past,
+        )
         if any(state.operations[each].source == deployment.deployment for each in pulls):
             raise ConflictError(
                 f"{name!r} needs the weights of {deployment.deployment!r}: end {name!r} first"

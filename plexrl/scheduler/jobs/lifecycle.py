@@ -36,7 +36,6 @@ from plexrl.scheduler.placement.rendezvous import (
     take_port,
 )
 from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobState, JobTrigger
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
@@ -90,7 +89,7 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
     context.cluster.holdings.detached.pop(job.job, None)
     for name in job.deployments:
         deployment = state.deployment(name)
-        if deployment.groups and deployment.queue:
+        if deployment.placement.groups and deployment.work.queue:
             note_wait(state, deployment, now)
     why = f": {job.reason}" if job.reason else ""
     error = OperationCancelledError(
@@ -108,12 +107,11 @@ def end_deployment(
     """Release everything that a deployment holds; what it has not done fails with `error`."""
     state = cluster.state
     meter(state, deployment, now)
-    unfinished = [*deployment.running, *deployment.queue]
-    if deployment.moving is not None:
-        unfinished.append(deployment.moving.operation)
-    deployment.running.clear()
-    deployment.queue.clear()
-    deployment.moving = None
+    unfinished = [*deployment.work.running, *deployment.work.queue]
+    if deployment.wpg.moving is not None:
+        unfinished.append(deployment.wpg.moving.operation)
+    deployment.work.drop()
+    deployment.wpg.end_move()
     finishing = Finishing(state, effects, now)
     for name in unfinished:
         operation = state.operations[name]
@@ -121,32 +119,32 @@ def end_deployment(
             finishing.fail(operation, error)
     drop_log(state, effects, deployment)
     drop_past(state, effects, deployment)
-    nodes = deployment.nodes
-    if deployment.processes.incarnation:
+    nodes = deployment.placement.nodes
+    if deployment.wpg.processes.incarnation:
         effects.emit(
             StopWorkers(
                 deployment=deployment.deployment,
-                incarnation=deployment.processes.incarnation,
+                incarnation=deployment.wpg.processes.incarnation,
                 nodes=nodes,
             )
         )
-        kept = tuple(sorted({*nodes, *deployment.stored.nodes, *deployment.reader_nodes}))
+        kept = tuple(sorted({*nodes, *deployment.wpg.stored.nodes, *deployment.wpg.reader_nodes}))
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
     cluster.stop_waiting(deployment.deployment)
     cluster.unmeasured.remove(deployment)
-    if deployment.groups:
+    if deployment.placement.groups:
         cluster.hold(deployment, -1, now)
         effects.touch_all(vacate(cluster, deployment, now))
-    wpg.end(deployment)
+    deployment.wpg.end()
     # What no query needs would be part of every snapshot.
     forget_open_cycle(deployment)
-    deployment.cycles.end(waiting_part(deployment.cycles.measured))
+    deployment.demand.cycles.end(waiting_part(deployment.demand.cycles.measured))
 
 
 def has_all_gpus(state: State, job: Job) -> bool:
     """Whether all deployments of the job have GPUs. Fillers need none of their own."""
     deployments = map(state.deployment, job.deployments)
-    return all(each.preemptible or each.group is not None for each in deployments)
+    return all(each.spec.preemptible or each.placement.group is not None for each in deployments)
 
 
 def all_placed(state: State, settings: Settings, job: Job) -> None:
@@ -155,7 +153,7 @@ def all_placed(state: State, settings: Settings, job: Job) -> None:
     if job.state is _ADMITTED:
         for name in job.deployments:
             deployment = state.deployment(name)
-            if deployment.residency is _DEVICE:
+            if deployment.wpg.residency is _DEVICE:
                 # It was loaded while another deployment of the job waited for GPUs.
                 granted(state, settings, deployment)
 
@@ -164,12 +162,12 @@ def granted(state: State, settings: Settings, deployment: Deployment) -> None:
     """The state of a WPG is on the GPUs: its job runs, if this is the WPG that the job's state
     follows. A job that has been profiled before is not profiled again."""
     job = state.jobs[deployment.job]
-    if deployment.kind == "train" or all(
-        state.deployment(name).kind != "train" for name in job.deployments
+    if deployment.spec.kind == "train" or all(
+        state.deployment(name).spec.kind != "train" for name in job.deployments
     ):
         change_job(job, JobTrigger.GRANTED)
-        had_a_cycle = not settings.policy.repacks and deployment.burst.ended_at is not None
-        if deployment.has_own_trace or had_a_cycle:
+        had_a_cycle = not settings.policy.repacks and deployment.demand.burst.ended_at is not None
+        if deployment.demand.has_own_trace or had_a_cycle:
             change_job(job, JobTrigger.CYCLE_ENDED)
 
 
@@ -180,17 +178,19 @@ def launch(state: State, effects: Effects, deployment: Deployment, now: float) -
     if meets_at_port(state, deployment):
         port = take_port(state, deployment)
         if not port:
-            deployment.backoff.report(CapacityError.code, no_port_reason(state, deployment), now)
+            deployment.wpg.backoff.report(
+                CapacityError.code, no_port_reason(state, deployment), now
+            )
             _launch_later(effects, deployment, now)
             return
-    before = deployment.processes.incarnation or last_incarnation(state, deployment.deployment)
-    deployment.processes.begin_launch(before, port)
+    before = deployment.wpg.processes.incarnation or last_incarnation(state, deployment.deployment)
+    deployment.wpg.processes.begin_launch(before, port)
     send_launch(state, effects, deployment, now)
 
 
 def _launch_later(effects: Effects, deployment: Deployment, now: float) -> None:
     launch_at = now + RETRY_LAUNCH_S
-    deployment.processes.delay_launch(launch_at)
+    deployment.wpg.processes.delay_launch(launch_at)
     effects.wake(launch_at, timers.launch(deployment.deployment))
 
 
@@ -202,25 +202,25 @@ def has_gpu(state: State, rank: RankPlacement) -> bool:
 
 def send_launch(state: State, effects: Effects, deployment: Deployment, now: float) -> None:
     """Send, or send again, the launch of the present incarnation; nothing while a launch waits."""
-    if deployment.processes.launch_at is not None:
+    if deployment.wpg.processes.launch_at is not None:
         return
-    if not all(has_gpu(state, rank) for rank in deployment.ranks):
+    if not all(has_gpu(state, rank) for rank in deployment.placement.ranks):
         return
     if not may_span(state, deployment):
         return
-    assert deployment.group is not None, f"{deployment.deployment} launches without GPUs"
-    deployment.processes.order_launch(now)
-    if not deployment.watch_at and state.overdue_s:
+    assert deployment.placement.group is not None, f"{deployment.deployment} launches without GPUs"
+    deployment.wpg.processes.order_launch(now)
+    if not deployment.work.watch_at and state.overdue_s:
         watch(state, effects, deployment, now)
     effects.emit(
         LaunchWorkers(
             deployment=deployment.deployment,
             tenant=state.job(deployment.job).tenant,
-            kind=deployment.kind,
-            incarnation=deployment.processes.incarnation,
-            group=deployment.group,
-            ranks=deployment.ranks,
-            spec_json=deployment.spec_json,
+            kind=deployment.spec.kind,
+            incarnation=deployment.wpg.processes.incarnation,
+            group=deployment.placement.group,
+            ranks=deployment.placement.ranks,
+            spec_json=deployment.spec.spec_json,
             rendezvous=rendezvous(state, deployment),
         )
     )
@@ -241,21 +241,19 @@ def relayout(cluster: Cluster, deployment: Deployment, event: DeploymentRelaid) 
     Raises:
         InvalidRequestError: it is no rollout deployment.
     """
-    if deployment.kind != "rollout":
+    if deployment.spec.kind != "rollout":
         raise InvalidRequestError(
-            f"{deployment.deployment!r} is a {deployment.kind} deployment: only the layout of a "
-            "rollout deployment can change"
+            f"{deployment.deployment!r} is a {deployment.spec.kind} deployment: only the layout of "
+            "a rollout deployment can change"
         )
-    if deployment.spec_json == event.spec_json:
+    if deployment.spec.spec_json == event.spec_json:
         return False
     cluster.unmeasured.remove(deployment)
-    deployment.created_spec_json = deployment.created_spec_json or deployment.spec_json
-    deployment.spec_json = event.spec_json
-    deployment.memory, deployment.peak_bytes = event.memory, 0
+    deployment.spec.change_layout(event.spec_json)
+    deployment.demand.relayout(event.memory, event.state_bytes)
     cluster.inventory.resize(deployment, event.state_bytes)
-    deployment.estimates.state_bytes = event.state_bytes
     _change_prior(cluster, deployment)
-    return deployment.state in (WpgState.LAUNCHING, WpgState.READY, WpgState.RECOVERING)
+    return deployment.wpg.state in (WpgState.LAUNCHING, WpgState.READY, WpgState.RECOVERING)
 
 
 def _change_prior(cluster: Cluster, deployment: Deployment) -> None:
@@ -266,7 +264,7 @@ def _change_prior(cluster: Cluster, deployment: Deployment) -> None:
     take_prior(deployment, prior_of(cluster.state, cluster.settings, shape_key(deployment)))
     if deployment.deployment in cluster.waiting:
         cluster.demand_changed(deployment)
-    elif deployment.reservation is not None:
+    elif deployment.placement.reservation is not None:
         follow(cluster, deployment)
 
 
@@ -276,14 +274,14 @@ def restart_when_there_is_room(
     """As `restart`, for processes that ended because a file system was full. It counts as no
     failure of the WPG, and is retried without limit."""
     if stop(context, deployment, reason, now, counts=False):
-        deployment.backoff.report(StorageFullError.code, reason, now)
+        deployment.wpg.backoff.report(StorageFullError.code, reason, now)
         _launch_later(context.effects, deployment, now)
 
 
 def launch_if_due(state: State, effects: Effects, deployment: Deployment, now: float) -> None:
     """Start the processes that waited for free disk space, or for a port."""
-    at = deployment.processes.launch_at
-    starts = deployment.state in (WpgState.LAUNCHING, WpgState.RECOVERING)
+    at = deployment.wpg.processes.launch_at
+    starts = deployment.wpg.state in (WpgState.LAUNCHING, WpgState.RECOVERING)
     if at is not None and now >= at and starts:
         launch(state, effects, deployment, now)
 
@@ -295,11 +293,11 @@ def stop(
     WPG. False: there were too many failures, and the job has ended."""
     state = context.state
     job = state.job(deployment.job)
-    deployment.processes.end(reason)
+    deployment.wpg.processes.end(reason)
     if counts:
-        deployment.processes.fail(deployment.running)
-    interrupted = [name for name, command in deployment.running.items() if not command.replay]
-    deployment.running.clear()
+        deployment.wpg.processes.fail(deployment.work.running)
+    interrupted = [name for name, command in deployment.work.running.items() if not command.replay]
+    deployment.work.end_runs()
     for name in interrupted:
         operation = state.operations[name]
         change_operation(operation, OperationTrigger.REQUEUED)
@@ -313,34 +311,34 @@ def stop(
     for name in reversed(interrupted):
         if name not in over:
             return_to_queue(state, deployment, state.operations[name])
-    if deployment.moving is not None:
+    if deployment.wpg.moving is not None:
         # A new move, with a new name, is made when it is needed.
-        del state.operations[deployment.moving.operation]
-        deployment.moving = None
+        del state.operations[deployment.wpg.moving.operation]
+        deployment.wpg.end_move()
     losses = _too_many_losses(context.settings, deployment)
     if losses is not None:
         end_job(context, job, JobTrigger.FAILED, f"{losses}; the last time: {reason}", now)
         return False
-    deployment.replay.end_replay()
+    deployment.work.replay.end_replay()
     forget_open_cycle(deployment)
-    if deployment.queue:
-        deployment.burst.want(now)
-    deployment.burst.interrupt()
+    if deployment.work.queue:
+        deployment.demand.burst.want(now)
+    deployment.demand.burst.interrupt()
     context.effects.touch_all(release_lock(state, deployment))
     context.effects.emit(
         StopWorkers(
             deployment=deployment.deployment,
-            incarnation=deployment.processes.incarnation,
-            nodes=deployment.nodes,
+            incarnation=deployment.wpg.processes.incarnation,
+            nodes=deployment.placement.nodes,
         )
     )
-    wpg.interrupt(deployment)
+    deployment.wpg.interrupt()
     return True
 
 
 def _too_many_losses(settings: Settings, deployment: Deployment) -> str | None:
     """Why the WPG is not launched again; None: it is."""
-    processes, attempts = deployment.processes, settings.config.launch_attempts
+    processes, attempts = deployment.wpg.processes, settings.config.launch_attempts
     lost = f"the workers of {deployment.deployment!r} were lost"
     if processes.failures > attempts:
         found = ", ".join(repr(name) for name in processes.suspects[:3])
@@ -355,17 +353,19 @@ def worker_ready(
     effects: Effects, deployment: Deployment, rank: int, address: str, now: float
 ) -> None:
     """A worker of the present incarnation is ready."""
-    if deployment.processes.add(rank, address) < deployment.workers:
+    if deployment.wpg.processes.add(rank, address) < deployment.spec.workers:
         return
-    deployment.processes.connect()
-    if not deployment.is_ready:
-        wpg.connect(deployment, now)
-        effects.touch_all(deployment.groups)
-        if not deployment.queue and not deployment.replay.log:
-            deployment.backoff.clear()
-        if now < deployment.backoff.until and deployment.group is not None:
+    deployment.wpg.processes.connect()
+    if not deployment.wpg.is_ready:
+        deployment.wpg.connect(now)
+        effects.touch_all(deployment.placement.groups)
+        if not deployment.work.queue and not deployment.work.replay.log:
+            deployment.wpg.backoff.clear()
+        if now < deployment.wpg.backoff.until and deployment.placement.group is not None:
             # The timer that was set may name another group.
-            effects.wake(deployment.backoff.until, timers.group_step(deployment.group))
+            effects.wake(
+                deployment.wpg.backoff.until, timers.group_step(deployment.placement.group)
+            )
 
 
 def router_joined(state: State, effects: Effects, event: RouterJoined, now: float) -> None:
@@ -435,9 +435,9 @@ def issue_again(state: State, effects: Effects, now: float) -> None:
     """Send all runs in flight again: the router that had them may be gone."""
     state.issued_at = now
     for deployment in state.deployments.values():
-        if deployment.moving is not None:
-            effects.emit(deployment.moving)
-        for command in deployment.running.values():
+        if deployment.wpg.moving is not None:
+            effects.emit(deployment.wpg.moving)
+        for command in deployment.work.running.values():
             operation = state.operations[command.operation]
             if operation.stopped_rows:
                 abort(effects, command, operation.stopped_rows)

@@ -76,12 +76,12 @@ def failure_view(failure: Failure | None) -> ErrorView | None:
 
 def halting_failure(deployment: Deployment) -> Failure | None:
     """The first unacknowledged failure of a deployment."""
-    return deployment.unacknowledged[0] if deployment.unacknowledged else None
+    return deployment.work.unacknowledged[0] if deployment.work.unacknowledged else None
 
 
 def check_not_halted(deployment: Deployment) -> None:
     """Raises `EarlierFailureError` if it has an unacknowledged failure that halts."""
-    for failure in deployment.unacknowledged:
+    for failure in deployment.work.unacknowledged:
         if failure.halts:
             raise earlier_failure(failure)
 
@@ -90,7 +90,7 @@ def job_failure(state: State, job: Job) -> Failure | None:
     """The first unacknowledged failure of a job."""
     found: Failure | None = None
     for name in job.deployments:
-        for failure in state.deployments[name].unacknowledged[:1]:
+        for failure in state.deployments[name].work.unacknowledged[:1]:
             if found is None or failure.at < found.at:
                 found = failure
     return found
@@ -107,5 +107,4 @@ def root_of(operation: Operation) -> OperationId:
 def acknowledge(state: State, job: Job, operations: Collection[OperationId]) -> None:
     """Acknowledge the failures of these operations: deployments that only they halted continue."""
     for name in job.deployments:
-        halting = state.deployments[name].unacknowledged
-        halting[:] = [failure for failure in halting if failure.operation not in operations]
+        state.deployments[name].work.acknowledge(operations)

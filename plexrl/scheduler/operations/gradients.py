@@ -20,8 +20,8 @@ def gradients_after(kind: OperationKind, count: int) -> int:
 
 def gradients_to_come(state: State, deployment: Deployment) -> int:
     """The count after all accepted operations."""
-    count = deployment.waiting_gradients
-    for name in (*deployment.running, *deployment.queue):
+    count = deployment.work.waiting_gradients
+    for name in (*deployment.work.running, *deployment.work.queue):
         operation = state.operations[name]
         # An operation that is replayed was counted before.
         if not operation.state.is_final:

@@ -15,7 +15,7 @@ from plexrl.scheduler.state.records import RATIO_BOUNDS, Deployment, Group, Stat
 def note_start(deployment: Deployment, operation: Operation, now: float) -> None:
     """Split the waiting time of an operation that starts now."""
     submitted_at = operation.submitted_at
-    switch_s = deployment.switch_times.seconds_since(submitted_at)
+    switch_s = deployment.demand.switch_times.seconds_since(submitted_at)
     operation.switch_s = switch_s
     queue_s = now - submitted_at - switch_s
     operation.queue_s = queue_s if queue_s > 0.0 else 0.0

@@ -133,7 +133,7 @@ def check_saved(state: State, deployments: Iterable[Deployment]) -> None:
     """Raises `OverloadedError` while a scheduled checkpoint of one of them is not pinned: only the
     cluster knows of it, so nobody else waits for it."""
     for deployment in deployments:
-        for name in (*deployment.running, *deployment.queue):
+        for name in (*deployment.work.running, *deployment.work.queue):
             operation = state.operations[name]
             if operation.internal and operation.kind is _SAVE_CHECKPOINT:
                 raise OverloadedError(
@@ -148,7 +148,7 @@ def _save_if_due(
 ) -> None:
     """After the step `done`: queue the scheduled checkpoint of exactly its weights, before all that
     was submitted after it."""
-    schedule, step = deployment.checkpoints, deployment.trainer_step
+    schedule, step = deployment.spec.checkpoints, deployment.work.trainer_step
     if schedule is None or not schedule.is_due(step):
         return
     name = OperationId(f"{deployment.deployment}{OWN_MARK}checkpoint.{state.moves_made}")
@@ -168,12 +168,15 @@ def _queue(
     now: float,
     place: int | None = None,
 ) -> None:
-    if not deployment.running and (deployment.burst.wants_since is None or not deployment.queue):
-        deployment.burst.want(now)
-    deployment.queue.insert(len(deployment.queue) if place is None else place, operation)
-    if deployment.queue[0] == operation:
+    if not deployment.work.running and (
+        deployment.demand.burst.wants_since is None or not deployment.work.queue
+    ):
+        deployment.demand.burst.want(now)
+    work = deployment.work
+    work.enqueue(len(work.queue) if place is None else place, operation)
+    if work.queue[0] == operation:
         # Only the head of a queue affects the order of members.
-        effects.touch_all(deployment.groups)
+        effects.touch_all(deployment.placement.groups)
 
 
 class Starting:
@@ -184,15 +187,15 @@ class Starting:
 
     def start(self, deployment: Deployment, operation: Operation, *, replay: bool = False) -> None:
         """Send `operation`, which is no move, to its WPG under the token of its groups."""
-        group = self._state.groups[deployment.groups[0]]
-        if deployment.running or deployment.moving is not None:
+        group = self._state.groups[deployment.placement.groups[0]]
+        if deployment.work.running or deployment.wpg.moving is not None:
             meter(self._state, deployment, self._now)
         else:
-            deployment.metered_at = self._now
+            deployment.demand.meter(self._now)
         if replay:
-            deployment.replay.send(self._now)
+            deployment.work.replay.send(self._now)
         else:
-            seq = deployment.replay.completed_seq
+            seq = deployment.work.replay.completed_seq
             operation.seq = seq + 1 if operation.kind in MUTATING else seq
             change_operation(operation, _STARTED)
             operation.started_at = self._now
@@ -217,8 +220,8 @@ class Starting:
         sources = () if source is None else statemanagers(self._state, source, operation.source_seq)
         command = make_run(group, deployment, operation, sources, replay=replay)
         operation.is_interrupted = False
-        deployment.running[operation.operation] = command
-        if not deployment.watch_at and self._state.overdue_s:
+        deployment.work.begin_run(command)
+        if not deployment.work.watch_at and self._state.overdue_s:
             watch(self._state, self._effects, deployment, self._now)
         if self._state.routers:
             if operation.stopped_rows:
@@ -230,7 +233,7 @@ class Starting:
     ) -> None:
         """Send the WPG a move of its whole state; no other operation runs at the same time.
         `cause`: another deployment whose job is billed for it."""
-        group = self._state.groups[deployment.groups[0]]
+        group = self._state.groups[deployment.placement.groups[0]]
         token = group.token
         number = f"{token}.{self._state.moves_made}"
         name = OperationId(deployment.deployment + _OPENINGS[kind] + number)
@@ -249,17 +252,19 @@ class Starting:
             due_s = next_use_s(deployment, self._now)
             successor = None if group.incoming is None else self._state.deployments[group.incoming]
             # Only on the same GPUs a load can follow the offload part by part.
-            has_same_gpus = successor is not None and successor.groups == deployment.groups
-            if successor is not None and has_same_gpus and successor.replay.durable_seq:
+            has_same_gpus = (
+                successor is not None and successor.placement.groups == deployment.placement.groups
+            )
+            if successor is not None and has_same_gpus and successor.work.replay.durable_seq:
                 incoming = successor
         if cause is not None:
             operation.caused_by = cause.deployment
             operation.paid_by = self._state.jobs[cause.job].tenant
         self._state.operations[name] = operation
-        deployment.metered_at = self._now
+        deployment.demand.meter(self._now)
         command = make_move(group, deployment, operation, due_s, incoming)
-        deployment.moving = command
-        if not deployment.watch_at and self._state.overdue_s:
+        deployment.wpg.begin_move(command)
+        if not deployment.work.watch_at and self._state.overdue_s:
             watch(self._state, self._effects, deployment, self._now)
         if self._state.routers:
             self._effects.commands.append(command)
@@ -309,13 +314,13 @@ class Finishing:
         operation.result_bytes = event.result_bytes
         kind = operation.kind
         if kind in MUTATING:
-            waiting = gradients_after(kind, deployment.waiting_gradients)
-            deployment.waiting_gradients = waiting if event.error is None else 0
+            waiting = gradients_after(kind, deployment.work.waiting_gradients)
+            deployment.work.count_gradients(waiting if event.error is None else 0)
             if kind in SUPERSEDING:
                 drop_log(self._state, self._effects, deployment)
                 drop_past(self._state, self._effects, deployment)
-                deployment.replay.supersede()
-            deployment.replay.append(operation.operation, operation.seq)
+                deployment.work.replay.supersede()
+            deployment.work.replay.append(operation.operation, operation.seq)
             operation.is_logged = True
         elif operation.payload is not None:
             self._effects.discards.append(operation.payload)
@@ -325,7 +330,7 @@ class Finishing:
             dependent = _served(self._state, operation)
             if dependent is not None:
                 dependent.source_seq = operation.seq
-                dependent.source_step = deployment.trainer_step
+                dependent.source_step = deployment.work.trainer_step
         self.finish(deployment, operation, event)
         if kind is _OPTIM_STEP and event.error is None:
             _save_if_due(self._state, self._effects, deployment, operation, self._now)
@@ -344,15 +349,15 @@ class Finishing:
         self._effects.discard(operation.payload)
         own = self._state.deployment(operation.deployment)
         self._into_history(own, operation)
-        if not own.queue and not own.running and not own.replay.replaying:
-            own.backoff.clear()
+        if not own.work.queue and not own.work.running and not own.work.replay.replaying:
+            own.wpg.backoff.clear()
         if operation.state is _FAILED and operation.kind in _MISSED:
             self._halt(own, operation, error, place)
         dependent = _served(self._state, operation)
         if dependent is None:
             return
         # A final dependent is a sync that is replayed: it is retried without this publish.
-        self._effects.touch_all(self._state.deployment(dependent.deployment).groups)
+        self._effects.touch_all(self._state.deployment(dependent.deployment).placement.groups)
         if dependent.state == OperationState.PENDING:
             self.fail_queued(dependent, error)
 
@@ -360,9 +365,9 @@ class Finishing:
         """Fail an operation that is in its queue."""
         deployment = self._state.deployment(operation.deployment)
         place = position_in_queue(self._state, deployment, operation)
-        del deployment.queue[place]
+        deployment.work.remove(place)
         self.fail(operation, error, place=place)
-        self._effects.touch_all(deployment.groups)
+        self._effects.touch_all(deployment.placement.groups)
 
     def finish(
         self, deployment: Deployment, operation: Operation, event: OperationFinished
@@ -383,8 +388,8 @@ class Finishing:
         began_at = operation.started_at if operation.started_at is not None else self._now
         overlapped = _rollouts_generate(self._state, deployment)
         run_ended(deployment, operation.kind, began_at, self._now, overlapped=overlapped)
-        if deployment.queue:
-            deployment.burst.want(self._now)
+        if deployment.work.queue:
+            deployment.demand.burst.want(self._now)
 
     def _halt(
         self, deployment: Deployment, operation: Operation, error: PlexRLError, place: int = 0
@@ -395,16 +400,16 @@ class Finishing:
         if not self._state.job(deployment.job).halts_on_failure:
             return
         failure = failure_of(operation, error, self._now)
-        if any(each.operation == failure.operation for each in deployment.unacknowledged):
+        if any(each.operation == failure.operation for each in deployment.work.unacknowledged):
             # This operation failed because of a failure that is recorded.
             return
-        deployment.unacknowledged.append(failure)
+        deployment.work.fail(failure)
         if not failure.halts:
             return
-        for name in deployment.queue[place:]:
+        for name in deployment.work.queue[place:]:
             if _is_halted(self._state, name):
                 self.fail_queued(self._state.operations[name], earlier_failure(failure))
-        self._effects.touch_all(deployment.groups)
+        self._effects.touch_all(deployment.placement.groups)
 
     def _into_history(self, deployment: Deployment, operation: Operation) -> None:
         operation.finished_at = self._now
@@ -415,7 +420,7 @@ class Finishing:
             ended(self._state, deployment, operation, self._now)
         if operation.source is not None:
             # A move of the trainer may wait for it.
-            self._effects.touch_all(self._state.deployment(operation.source).groups)
+            self._effects.touch_all(self._state.deployment(operation.source).placement.groups)
         if operation.started_at is not None or operation.interruptions:
             bill(self._state, deployment, operation)
         elif operation.state is _FAILED:
@@ -429,21 +434,21 @@ class Finishing:
 def _wait_from_publish(state: State, deployment: Deployment, name: OperationId) -> None:
     """A sync could not run before its trainer had published."""
     publish = state.operations.get(name)
-    since = deployment.burst.wants_since
+    since = deployment.demand.burst.wants_since
     if publish is not None and since is not None and publish.finished_at is not None:
-        deployment.burst.want(max(since, publish.finished_at))
+        deployment.demand.burst.want(max(since, publish.finished_at))
 
 
 def _rollouts_generate(state: State, deployment: Deployment) -> bool:
     """Whether a rollout of the deployment's job generates, and the deployment is none itself."""
     names = state.jobs[deployment.job].deployments
-    if len(names) == 1 or deployment.kind == "rollout":
+    if len(names) == 1 or deployment.spec.kind == "rollout":
         return False
     deployments = state.deployments
     for name in names:
         other = deployments[name]
-        if other.kind == "rollout" and not other.preemptible:
-            for run in other.running.values():
+        if other.spec.kind == "rollout" and not other.spec.preemptible:
+            for run in other.work.running.values():
                 if run.kind is _GENERATE:
                     return True
     return False

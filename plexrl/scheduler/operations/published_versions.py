@@ -1,7 +1,7 @@
 """Published versions of a trainer's weights: which one a sync pulls, and from where."""
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.state.deployment.stored_version import PublishedVersion
+from plexrl.scheduler.state.deployment.wpg.stored_version import PublishedVersion
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, State
@@ -11,18 +11,20 @@ from plexrl.wire.messages import PrefetchState
 def has_published(state: State, trainer: DeploymentId) -> bool:
     """Whether a `publish` of the trainer made a version, which the nodes that it is on hold."""
     deployment = state.deployment(trainer)
-    version = deployment.published
-    return version is not None and version.nodes == deployment.nodes
+    version = deployment.wpg.published
+    return version is not None and version.nodes == deployment.placement.nodes
 
 
 def note_published(
     state: State, effects: Effects, deployment: Deployment, operation: Operation
 ) -> None:
     """Record what a `publish` made, and have the nodes that pulled earlier versions prefetch it."""
-    deployment.published = PublishedVersion(
-        seq=operation.seq, trainer_step=deployment.trainer_step, nodes=deployment.nodes
+    step, nodes = deployment.work.trainer_step, deployment.placement.nodes
+    version = PublishedVersion(seq=operation.seq, trainer_step=step, nodes=nodes)
+    deployment.wpg.publish(version)
+    readers = tuple(
+        node for node in deployment.wpg.reader_nodes if node not in deployment.placement.nodes
     )
-    readers = tuple(node for node in deployment.reader_nodes if node not in deployment.nodes)
     if readers:
         effects.emit(
             PrefetchState(
@@ -38,18 +40,20 @@ def pull_newest(state: State, sync: Operation, reader: Deployment) -> None:
     """Choose the version that a sync pulls: the newest at its start, which is kept longest."""
     assert sync.source is not None
     trainer = state.deployment(sync.source)
-    version = trainer.published
+    version = trainer.wpg.published
     if version is None:
         return
     sync.source_seq, sync.source_step = version.seq, version.trainer_step
-    for node in reader.nodes:
-        if node not in version.nodes and node not in trainer.reader_nodes:
-            trainer.reader_nodes.append(node)
+    for node in reader.placement.nodes:
+        if node not in version.nodes and node not in trainer.wpg.reader_nodes:
+            trainer.wpg.add_reader(node)
 
 
 def statemanagers(state: State, trainer: DeploymentId, seq: int) -> tuple[str, ...]:
     """StateManagers of the nodes that hold a trainer's published version."""
     nodes, deployment = state.nodes, state.deployment(trainer)
-    version = deployment.published
-    holders = version.nodes if version is not None and version.seq == seq else deployment.nodes
+    version = deployment.wpg.published
+    holders = (
+        version.nodes if version is not None and version.seq == seq else deployment.placement.nodes
+    )
     return tuple(nodes[node].statemanager for node in holders if node in nodes)

@@ -9,12 +9,12 @@ from plexrl.scheduler.state.records import Deployment, State
 
 def drop_log(state: State, effects: Effects, deployment: Deployment) -> None:
     """Drop the replay log: a recovery needs none of it."""
-    _forget(state, effects, deployment.replay.take_log())
+    _forget(state, effects, deployment.work.replay.take_log())
 
 
 def drop_past(state: State, effects: Effects, deployment: Deployment) -> None:
     """Drop what led to the durable version: a recovery needs none of it, or it is too much."""
-    _forget(state, effects, deployment.replay.take_past())
+    _forget(state, effects, deployment.work.replay.take_past())
 
 
 def retire_log(
@@ -28,10 +28,10 @@ def retire_log(
     is dropped only when it is there, or when twice the bounds are used: a power cut takes what is
     in host memory.
     """
-    replay = deployment.replay
+    replay = deployment.work.replay
     log_bytes = payload_bytes(state, replay.log)
     if replay.base_seq or not _is_kept(settings, *_sizes(replay, log_bytes)):
-        if deployment.stored.is_on_nvme(replay.previous_seq):
+        if deployment.wpg.stored.is_on_nvme(replay.previous_seq):
             _begin_at_previous(state, effects, deployment)
         if not _is_kept(settings, *_sizes(replay, log_bytes), bounds=2):
             drop_past(state, effects, deployment)
@@ -57,13 +57,13 @@ def _sizes(replay: ReplayLog, log_bytes: int) -> tuple[int, int]:
 
 def after_previous(state: State, deployment: Deployment) -> list[OperationId]:
     """The operations of `past` that lead from the earlier version to the durable one."""
-    operations, previous_seq = state.operations, deployment.replay.previous_seq
-    return [name for name in deployment.replay.past if operations[name].seq > previous_seq]
+    operations, previous_seq = state.operations, deployment.work.replay.previous_seq
+    return [name for name in deployment.work.replay.past if operations[name].seq > previous_seq]
 
 
 def _begin_at_previous(state: State, effects: Effects, deployment: Deployment) -> None:
     """Drop what led to the earlier version."""
-    replay = deployment.replay
+    replay = deployment.work.replay
     count = len(replay.past) - len(after_previous(state, deployment))
     nbytes = payload_bytes(state, replay.past[:count])
     _forget(state, effects, replay.begin_at_previous(count, nbytes))
@@ -71,9 +71,9 @@ def _begin_at_previous(state: State, effects: Effects, deployment: Deployment) -
 
 def forget_previous(state: State, effects: Effects, deployment: Deployment) -> None:
     """Forget the earlier versions: nodes that hold the durable one do not have them."""
-    if not deployment.replay.past_is_whole:
+    if not deployment.work.replay.past_is_whole:
         drop_past(state, effects, deployment)
-    deployment.replay.forget_previous()
+    deployment.work.replay.forget_previous()
 
 
 def payload_bytes(state: State, names: list[OperationId]) -> int:
@@ -105,7 +105,7 @@ def _forget(state: State, effects: Effects, names: list[OperationId]) -> None:
 
 def has_much_to_replay(state: State, settings: Settings, holder: Deployment) -> bool:
     """Whether a recovery would replay the maximum number of mutations or compute time."""
-    log, config = holder.replay.log, settings.config
+    log, config = holder.work.replay.log, settings.config
     if len(log) >= config.snapshot_operations:
         return True
     operations, work_s = state.operations, 0.0
@@ -117,4 +117,8 @@ def has_much_to_replay(state: State, settings: Settings, holder: Deployment) -> 
 def leans_on_its_source(holder: Deployment, now: float) -> bool:
     """Whether the replay log of a forward deployment needs weights of a sync or load: these may be
     gone later, so it needs a snapshot now."""
-    return not holder.running and now >= holder.no_snapshot_until and bool(holder.replay.log)
+    return (
+        not holder.work.running
+        and now >= holder.wpg.no_snapshot_until
+        and bool(holder.work.replay.log)
+    )

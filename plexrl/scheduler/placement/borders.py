@@ -27,7 +27,7 @@ def may_divide(state: State, group: Group) -> bool:
     """Whether the group may be divided. A filler uses a group as a whole."""
     if group.fillers:
         return False
-    return all(len(state.deployments[name].groups) < SPAN_MAX for name in group.members)
+    return all(len(state.deployments[name].placement.groups) < SPAN_MAX for name in group.members)
 
 
 def divide(cluster: "Cluster", group: Group, count: int, now: float) -> Group:
@@ -56,7 +56,7 @@ def divide(cluster: "Cluster", group: Group, count: int, now: float) -> Group:
     group.gpus = _numbered(group.gpus[:border])
     state.groups[second.group] = second
     for name in group.members:
-        _replace(state, name, (group.group,), (group.group, second.group))
+        state.deployments[name].placement.replace((group.group,), (group.group, second.group))
     cluster.inventory.enter_again([group, second])
     return group if is_first else second
 
@@ -77,7 +77,7 @@ def _neighbour(state: State, group: Group) -> Group | None:
     """A group with the same members, next to this one in the ranks of each of them."""
     if not group.members or group.fillers:
         return None
-    on = state.deployments[group.members[0]].groups
+    on = state.deployments[group.members[0]].placement.groups
     at = on.index(group.group)
     for name in (*on[max(0, at - 1) : at], *on[at + 1 : at + 2]):
         other = state.groups[name]
@@ -93,20 +93,23 @@ def _neighbour(state: State, group: Group) -> Group | None:
 
 def _are_next(state: State, member: DeploymentId, one: Group, other: Group) -> bool:
     """Whether the ranks of both groups follow each other, as in the first member."""
-    first, here = state.deployments[one.members[0]].groups, state.deployments[member].groups
+    first, here = (
+        state.deployments[one.members[0]].placement.groups,
+        state.deployments[member].placement.groups,
+    )
     apart = here.index(other.group) - here.index(one.group)
     return apart == first.index(other.group) - first.index(one.group)
 
 
 def _unite(cluster: "Cluster", one: Group, other: Group, now: float) -> Group:
     state = cluster.state
-    on = state.deployments[one.members[0]].groups
+    on = state.deployments[one.members[0]].placement.groups
     first, second = (one, other) if on.index(one.group) < on.index(other.group) else (other, one)
     for each in (one, other):
         settle_group(state, each, now)
         cluster.inventory.leave(each)
     for name in first.members:
-        _replace(state, name, (first.group, second.group), (first.group,))
+        state.deployments[name].placement.replace((first.group, second.group), (first.group,))
     first.gpus = _numbered(first.gpus + second.gpus)
     first.is_closed = first.is_closed or second.is_closed
     first.alone_since = max(first.alone_since, second.alone_since)
@@ -114,14 +117,6 @@ def _unite(cluster: "Cluster", one: Group, other: Group, now: float) -> Group:
     del state.groups[second.group]
     cluster.inventory.enter_again([first])
     return first
-
-
-def _replace(
-    state: State, name: DeploymentId, before: tuple[GroupId, ...], after: tuple[GroupId, ...]
-) -> None:
-    member = state.deployments[name]
-    at = member.groups.index(before[0])
-    member.groups = (*member.groups[:at], *after, *member.groups[at + len(before) :])
 
 
 def _numbered(gpus: tuple[RankPlacement, ...]) -> tuple[RankPlacement, ...]:

@@ -52,16 +52,16 @@ class Cluster:
         self.unmeasured.clear()
         for deployment in self.state.deployments.values():
             self.unmeasured.add(deployment)
-            if deployment.moves.planned is not None:
+            if deployment.wpg.moves.planned is not None:
                 self.relocating[deployment.deployment] = None
             is_set_aside = self.state.job(deployment.job).is_set_aside
-            if deployment.state == WpgState.WAITING and not is_set_aside:
+            if deployment.wpg.state == WpgState.WAITING and not is_set_aside:
                 self.wait(deployment)
 
     def wait(self, deployment: Deployment) -> None:
         """Put the deployment into the queues for GPUs, after all others."""
         job = self.state.job(deployment.job)
-        if deployment.preemptible:
+        if deployment.spec.preemptible:
             if not job.is_set_aside:
                 self.fillers[deployment.deployment] = None
             return
@@ -99,7 +99,7 @@ class Cluster:
         """Add the deployment's GPUs to those that its tenant holds, or subtract them. A
         filler holds none."""
         self.holdings.hold(deployment, sign, now)
-        if not deployment.preemptible:
+        if not deployment.spec.preemptible:
             for name in self.state.job(deployment.job).deployments:
                 if name in self.waiting:
                     self.waiting.mark_partial(name)

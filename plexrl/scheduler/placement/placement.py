@@ -21,10 +21,9 @@ from plexrl.scheduler.rules.policies import PlacementMode, attempts
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.rules.switch_cost import load_s
 from plexrl.scheduler.state.demand.reservation import Reservation
-from plexrl.scheduler.state.deployment.wpg import lose_processes
+from plexrl.scheduler.state.deployment.placement import PlacementRecord
 from plexrl.scheduler.state.group_lock import withdraw
-from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, State
-from plexrl.wire.messages import RankPlacement
+from plexrl.scheduler.state.records import Deployment, Group, State
 
 
 def place(
@@ -66,34 +65,40 @@ def join(cluster: Cluster, deployment: Deployment, choice: Choice, now: float) -
         each.members.append(deployment.deployment)
     put_on(deployment, groups)
     group = groups[0]
-    trace = deployment.trace if deployment.shares else None
+    trace = deployment.demand.trace if deployment.spec.shares else None
     start_slot = int(now) % cluster.settings.config.horizon_slots
-    deployment.reservation = Reservation(
-        shift=float(start_slot + choice.shift_slots), trace=trace, overlap_s=choice.overlap_s
+    deployment.placement.reserve(
+        Reservation(
+            shift=float(start_slot + choice.shift_slots), trace=trace, overlap_s=choice.overlap_s
+        )
     )
     try:
         cluster.inventory.reserve(deployment, strict=choice.mode == PlacementMode.STRICT)
     except CapacityError:
-        names = deployment.groups
+        names = deployment.placement.groups
         for each in groups:
             each.members.remove(deployment.deployment)
-        deployment.reservation = None
+        deployment.placement.leave()
         put_on(deployment, ())
         unite_all(cluster, names, now)
         raise
-    deployment.placement = PlacementRecord(
-        at=now,
-        way=choice.mode.value,
-        group=group.group,
-        members=len(group.members),
-        shift_s=float(choice.shift_slots),
-        setup_s=load_s(cluster.state, deployment),
-        overlap_s=choice.overlap_s,
-        interference_s=choice.interference_s,
-        contention=choice.contention,
-        by_prior=any(
-            cluster.state.deployment(name).has_prior for each in groups for name in each.members
-        ),
+    deployment.placement.note(
+        PlacementRecord(
+            at=now,
+            way=choice.mode.value,
+            group=group.group,
+            members=len(group.members),
+            shift_s=float(choice.shift_slots),
+            setup_s=load_s(cluster.state, deployment),
+            overlap_s=choice.overlap_s,
+            interference_s=choice.interference_s,
+            contention=choice.contention,
+            by_prior=any(
+                cluster.state.deployment(name).demand.has_prior
+                for each in groups
+                for name in each.members
+            ),
+        )
     )
     return group
 
@@ -103,7 +108,7 @@ def _groups_for(
 ) -> tuple[Group, ...]:
     """The groups of a choice: the last is divided if it has more GPUs than are left to place, and
     free GPUs become a new one if it has fewer."""
-    found, left = [], deployment.workers
+    found, left = [], deployment.spec.workers
     for name in (choice.group, *choice.beside):
         group = cluster.state.groups[name]
         if len(group.gpus) > left:
@@ -119,19 +124,15 @@ def _groups_for(
 
 def put_on(deployment: Deployment, groups: tuple[Group, ...]) -> None:
     """Put the deployment's ranks on these groups, which have as many GPUs."""
-    deployment.groups = tuple(group.group for group in groups)
     gpus = [gpu for group in groups for gpu in group.gpus]
-    deployment.ranks = tuple(
-        RankPlacement(rank=rank, node=gpu.node, gpu=gpu.gpu) for rank, gpu in enumerate(gpus)
-    )
-    deployment.nodes = tuple(sorted({gpu.node for gpu in gpus}))
+    deployment.placement.put_on(tuple(group.group for group in groups), gpus)
 
 
 def modes(cluster: Cluster, deployment: Deployment, now: float) -> tuple[PlacementMode, ...]:
     """The placement modes to try for `deployment`, best first."""
-    if not deployment.shares:
+    if not deployment.spec.shares:
         return (PlacementMode.DEDICATED,)
-    has_profile = deployment.trace is not None
+    has_profile = deployment.demand.trace is not None
     found = cluster.settings.policy.modes(
         has_profile=has_profile,
         is_patience_over=now >= patience_ends_at(cluster.settings, deployment),
@@ -162,9 +163,9 @@ def leave(
     borders to the caller, which has chosen among the groups that they divide.
     """
     state = cluster.state
-    groups, names = state.groups_of(deployment), deployment.groups
+    groups, names = state.groups_of(deployment), deployment.placement.groups
     for group in groups:
-        if deployment.preemptible:
+        if deployment.spec.preemptible:
             group.fillers.remove(deployment.deployment)
             continue
         settle_group(state, group, now)
@@ -174,7 +175,7 @@ def leave(
         elif len(group.members) == 1:
             group.alone_since = now
     cluster.inventory.release(deployment)
-    deployment.groups, deployment.reservation = (), None
+    deployment.placement.leave()
     for group in groups:
         refresh_overlap_flags(cluster, group)
         if not group.members and not group.fillers:
@@ -188,7 +189,7 @@ def release_lock(state: State, deployment: Deployment) -> tuple[GroupId, ...]:
     """Free the locks of its groups if the WPG holds them; end the switch if it is the incoming one.
     Returns the groups, whose next steps must be decided."""
     withdraw(state, deployment)
-    return deployment.groups
+    return deployment.placement.groups
 
 
 def vacate(
@@ -198,8 +199,8 @@ def vacate(
     groups, whose next steps must be decided. `unites`: as for `leave`."""
     groups = release_lock(cluster.state, deployment)
     united = leave(cluster, deployment, now, unites=unites)
-    lose_processes(deployment)
-    deployment.moves.cancel()
+    deployment.wpg.lose_processes()
+    deployment.wpg.moves.cancel()
     cluster.relocating.pop(deployment.deployment, None)
     return groups + united
 
@@ -221,7 +222,7 @@ def _new_group(
         group=GroupId(f"g{state.groups_made}"),
         serial=state.groups_made,
         gpus=gpus,
-        shared=not deployment.exclusive,
+        shared=not deployment.spec.exclusive,
         node_type=node.node_type,
         gpu_memory_bytes=node.gpu_memory_bytes,
         gpu_kind=node.gpu_kind,

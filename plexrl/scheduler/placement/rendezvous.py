@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 def meets_at_port(state: "State", deployment: "Deployment") -> bool:
     """Whether the ranks are on several machines."""
-    return len(deployment.nodes) > 1 and bool(_meeting_node(state, deployment).host)
+    return len(deployment.placement.nodes) > 1 and bool(_meeting_node(state, deployment).host)
 
 
 def may_span(state: "State", deployment: "Deployment") -> bool:
     """Whether the ranks' network is still allowed to carry their collectives, as far as the nodes
     that are connected say: a node may have come back with another configuration."""
-    if len(deployment.nodes) < 2:
+    if len(deployment.placement.nodes) < 2:
         return True
-    alive = [node for name in deployment.nodes if (node := state.nodes[name]).alive]
+    alive = [node for name in deployment.placement.nodes if (node := state.nodes[name]).alive]
     return len({kind_of(node).fabric for node in alive}) < 2
 
 
 def rendezvous(state: "State", deployment: "Deployment") -> str:
     """`host:port` at which the ranks of the present incarnation meet; empty: at a file."""
-    port = deployment.processes.port
+    port = deployment.wpg.processes.port
     if not port:
         return ""
     return host_port(_meeting_node(state, deployment).host, port)
@@ -63,8 +63,8 @@ def ports_taken(state: "State", node: "NodeId") -> set[int]:
     for group in state.groups.values():
         for name in group.members:
             deployment = state.deployments[name]
-            if deployment.processes.port and deployment.ranks[0].node == node:
-                found.add(deployment.processes.port)
+            if deployment.wpg.processes.port and deployment.placement.ranks[0].node == node:
+                found.add(deployment.wpg.processes.port)
     return found
 
 
@@ -84,4 +84,4 @@ def no_port_reason(state: "State", deployment: "Deployment") -> str:
 
 
 def _meeting_node(state: "State", deployment: "Deployment") -> "Node":
-    return state.nodes[deployment.ranks[0].node]
+    return state.nodes[deployment.placement.ranks[0].node]

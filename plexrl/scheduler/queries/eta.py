@@ -47,7 +47,7 @@ def _before(
     own = sort_key(ordering, burst, now, bound_s)
     found: list[tuple[SortKey, Candidate]] = []
     names = group.members
-    if deployment.spans:
+    if deployment.placement.spans:
         # Of all its groups: it gets them together.
         groups = state.groups_of(deployment)
         names = list(dict.fromkeys([name for each in groups for name in each.members]))
@@ -55,7 +55,7 @@ def _before(
         if name in (deployment.deployment, group.holder):
             continue
         rival = state.deployment(name)
-        if not rival.queue or not wants_the_group(state, rival, now):
+        if not rival.work.queue or not wants_the_group(state, rival, now):
             continue
         other = candidate(state, rival)
         key = sort_key(ordering, other, now, bound_s)
@@ -83,7 +83,7 @@ def start_s(
     # What goes before it on one of its groups runs beside what does on another.
     free_s = {each.group: group_free_s(state, each, now) for each in state.groups_of(deployment)}
     for rival in rivals:
-        for name in state.deployments[DeploymentId(rival.name)].groups:
+        for name in state.deployments[DeploymentId(rival.name)].placement.groups:
             if name in free_s:
                 free_s[name] += rival.service_s + rival.setup_s
     return max(free_s.values()) + own.setup_s
@@ -94,11 +94,11 @@ def record_estimate(
 ) -> None:
     """Record the estimated start of an operation that has to wait for its group."""
     group = state.group_of(deployment)
-    if group is None or group.holder == deployment.deployment or len(deployment.queue) > 1:
+    if group is None or group.holder == deployment.deployment or len(deployment.work.queue) > 1:
         return
     groups = state.groups_of(deployment)
     alone = all(len(each.members) == 1 and not each.fillers for each in groups)
-    if alone or deployment.preemptible or not deployment.is_ready or deployment.pace:
+    if alone or deployment.spec.preemptible or not deployment.wpg.is_ready or deployment.spec.pace:
         # Waits for paced deployments are of modelled times, and say nothing of computed ones.
         return
     errors = state.eta_errors

@@ -136,11 +136,11 @@ def _job(state: State, job: Job) -> JobRecord:
         deployments=tuple(
             DeploymentRecord(
                 deployment=each.deployment,
-                kind=each.kind,
-                state=each.state.value,
-                residency=each.residency.value,
-                group=each.group,
-                nodes=tuple(each.nodes),
+                kind=each.spec.kind,
+                state=each.wpg.state.value,
+                residency=each.wpg.residency.value,
+                group=each.placement.group,
+                nodes=tuple(each.placement.nodes),
             )
             for each in deployments
         ),
@@ -157,10 +157,12 @@ def _why(state: State, job: Job, deployments: list[Deployment]) -> str:
     if job.state is JobState.QUEUED and not deployments:
         return "it has no deployments yet"
     for deployment in deployments:
-        if deployment.state is WpgState.WAITING:
-            why = deployment.moves.last_reason or reason_for(state, deployment, sees_all=False)
+        if deployment.wpg.state is WpgState.WAITING:
+            why = deployment.wpg.moves.last_reason or reason_for(state, deployment, sees_all=False)
             return f"{deployment.deployment} waits for GPUs{f': {why}' if why else ''}"
-        if deployment.backoff.code or (not deployment.is_ready and deployment.backoff.reason):
+        if deployment.wpg.backoff.code or (
+            not deployment.wpg.is_ready and deployment.wpg.backoff.reason
+        ):
             why = reason_for(state, deployment, sees_all=False)
             return f"{deployment.deployment}: {why}"
     if not job.attached:

@@ -57,7 +57,7 @@ def holders(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> list[H
     waiting = [
         each
         for each in map(cluster.state.deployment, job.deployments)
-        if each.state == WpgState.WAITING
+        if each.wpg.state == WpgState.WAITING
     ]
     gpus: dict[JobId, int] = {}
     for deployment in waiting:
@@ -85,20 +85,22 @@ def _suitable(cluster: Cluster, waiting: Deployment, now: float) -> dict[JobId, 
     tenant = state.job(waiting.job).tenant
     found: dict[JobId, int] = {}
     for group in state.groups.values():
-        if rule != "quota" and waiting.node_type not in ("", group.node_type):
+        if rule != "quota" and waiting.spec.node_type not in ("", group.node_type):
             continue
         for name in group.members:
             member = state.deployment(name)
             if member.job == waiting.job:
                 continue
             if rule != "quota" or state.job(member.job).tenant == tenant:
-                found[member.job] = found.get(member.job, 0) + member.workers
+                found[member.job] = found.get(member.job, 0) + member.spec.workers
     return found
 
 
 def _holder(state: State, job: Job, gpus: int, now: float) -> Holder:
     deployments = [state.deployment(name) for name in job.deployments]
-    works = any(bool(each.queue or each.running or each.moving) for each in deployments)
+    works = any(
+        bool(each.work.queue or each.work.running or each.wpg.moving) for each in deployments
+    )
     silent_s = now - (heard_at(state, job) if job.attached else job.seen_at)
     if not job.attached:
         condition = Condition.DETACHED
@@ -125,9 +127,12 @@ def _holder(state: State, job: Job, gpus: int, now: float) -> Holder:
 
 def _worked_at(deployment: Deployment) -> float:
     """When the deployment last worked, or could first have worked."""
-    metered_at = deployment.metered_at if deployment.metered_at is not None else 0.0
+    metered_at = deployment.demand.metered_at if deployment.demand.metered_at is not None else 0.0
     return max(
-        deployment.created_at, deployment.processes.ready_at, deployment.burst.served_at, metered_at
+        deployment.created_at,
+        deployment.wpg.processes.ready_at,
+        deployment.demand.burst.served_at,
+        metered_at,
     )
 
 

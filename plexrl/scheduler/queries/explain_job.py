@@ -12,8 +12,9 @@ from plexrl.scheduler.queries.explain_holders import holders
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import attempts, near_groups, why_no_gpus
 from plexrl.scheduler.queries.explain_sharing import why_it_shares
+from plexrl.scheduler.state.deployment.placement import PlacementRecord
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.records import Deployment, Job, PlacementRecord
+from plexrl.scheduler.state.records import Deployment, Job
 from plexrl.wire.messages.views import (
     ExplainedJobView,
     ExplanationView,
@@ -60,14 +61,14 @@ def _summary(
     if failure is not None:
         return f"its controller has not acknowledged a failure: {earlier_failure(failure).message}"
     for deployment in deployments:
-        if deployment.state == WpgState.WAITING:
+        if deployment.wpg.state == WpgState.WAITING:
             reason, _, _ = why_no_gpus(cluster, deployment, now, sees_all=sees_all)
             return f"{deployment.deployment} waits for GPUs: {reason}"
     for deployment in deployments:
         for row in _operations(cluster, deployment, now, sees_all, most=1):
             if row["rule"] != "running":
                 return f"{row['operation']} waits: {row['reason']}"
-    if any(each.running for each in deployments):
+    if any(each.work.running for each in deployments):
         return "it runs"
     return "it waits for its controller's next operation"
 
@@ -75,27 +76,27 @@ def _summary(
 def _deployment(
     cluster: Cluster, deployment: Deployment, now: float, sees_all: bool
 ) -> PlacedDeploymentView:
-    record = deployment.placement
-    trace = deployment.trace
+    record = deployment.placement.record
+    trace = deployment.demand.trace
     view: PlacedDeploymentView = {
         "deployment": deployment.deployment,
-        "state": deployment.state.value,
-        "group": deployment.group,
-        "groups": list(deployment.groups),
-        "nodes": list(deployment.nodes),
+        "state": deployment.wpg.state.value,
+        "group": deployment.placement.group,
+        "groups": list(deployment.placement.groups),
+        "nodes": list(deployment.placement.nodes),
         "topology": _topology(cluster, deployment),
         "placement": None if record is None else _placement(record, sees_all),
-        "moves": deployment.moves.count,
-        "moved_because": deployment.moves.last_reason,
+        "moves": deployment.wpg.moves.count,
+        "moved_because": deployment.wpg.moves.last_reason,
         "waiting_part": measured_waiting_part(deployment),
         "profile": None,
         "attempts": [],
         "near": [],
         "memory": _memory_view(cluster, deployment),
-        "pace": deployment.pace,
+        "pace": deployment.spec.pace,
         "sharing": why_it_shares(cluster, deployment, sees_all=sees_all),
     }
-    if trace is not None and (sees_all or not deployment.has_prior):
+    if trace is not None and (sees_all or not deployment.demand.has_prior):
         # A prior is the demand of other tenants.
         view["profile"] = {
             "period_s": trace.period_s,
@@ -105,10 +106,15 @@ def _deployment(
             "segments": msgspec.to_builtins(trace.segments),
             "cycles": trace.cycles,
         }
-    if deployment.state == WpgState.WAITING:
+    if deployment.wpg.state == WpgState.WAITING:
         view["attempts"] = attempts(cluster, deployment, now, searches=True)
-    may_see = sees_all or not deployment.has_prior
-    if deployment.shares and trace is not None and may_see and deployment.state != WpgState.STOPPED:
+    may_see = sees_all or not deployment.demand.has_prior
+    if (
+        deployment.spec.shares
+        and trace is not None
+        and may_see
+        and deployment.wpg.state != WpgState.STOPPED
+    ):
         view["near"] = near_groups(cluster, deployment, now, sees_all=sees_all)
     return view
 
@@ -122,9 +128,9 @@ def _placement(record: PlacementRecord, sees_all: bool) -> PlacementView:
 
 
 def _topology(cluster: Cluster, deployment: Deployment) -> str:
-    if not deployment.nodes:
+    if not deployment.placement.nodes:
         return ""
-    nodes = [cluster.state.nodes[name] for name in deployment.nodes]
+    nodes = [cluster.state.nodes[name] for name in deployment.placement.nodes]
     blocks = sorted({node.block for node in nodes}, key=natural_order)
     count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
     if len(blocks) == 1:
@@ -143,7 +149,7 @@ def _operations(
     most: int = OPERATIONS_MAX,
 ) -> list[WaitingOperationView]:
     rows: list[WaitingOperationView] = []
-    for name in [*deployment.running, *deployment.queue][:most]:
+    for name in [*deployment.work.running, *deployment.work.queue][:most]:
         operation = cluster.state.operations[name]
         found = explain(cluster, operation, now, sees_all=sees_all)
         if found is not None:
@@ -162,7 +168,7 @@ def _operations(
 
 def _memory_view(cluster: Cluster, deployment: Deployment) -> MemoryView | None:
     """The sum of a deployment's memory on each GPU; None: its need is unknown."""
-    memory, group = deployment.memory, cluster.state.group_of(deployment)
+    memory, group = deployment.demand.memory, cluster.state.group_of(deployment)
     if memory is None:
         return None
     others = 0

@@ -85,7 +85,7 @@ def _reason(
     sees_all: bool,
 ) -> tuple[str, str, float | None]:
     state = cluster.state
-    estimates = deployment.estimates
+    estimates = deployment.demand.estimates
     if operation.state == OperationState.RUNNING:
         if not state.routers:
             return "no router is connected; it is sent again once one connects", "router", None
@@ -95,31 +95,35 @@ def _reason(
             return f"it is running, expected to take {expected_s:.1f} s, {late}", "running", None
         left = expected_s - (now - began_at)
         return "it is running", "running", max(0.0, left)
-    if deployment.state == WpgState.WAITING or group is None:
+    if deployment.wpg.state == WpgState.WAITING or group is None:
         return why_no_gpus(cluster, deployment, now, sees_all=sees_all)
-    if deployment.state == WpgState.LAUNCHING:
+    if deployment.wpg.state == WpgState.LAUNCHING:
         return "its workers are starting", "launching", None
-    if deployment.state in (WpgState.RECOVERING, WpgState.MIGRATING):
+    if deployment.wpg.state in (WpgState.RECOVERING, WpgState.MIGRATING):
         nodes = ", ".join(awaited(state, deployment))
         if nodes:
             return f"it waits for {nodes} to return with its GPUs and state", "recovering", None
-    if deployment.processes.launch_at is not None:
+    if deployment.wpg.processes.launch_at is not None:
         why = reason_for(state, deployment, sees_all=sees_all)
         return (
             f"its workers had not enough memory to start, and are started again: {why}",
             "no room",
             None,
         )
-    if deployment.state == WpgState.RECOVERING:
-        why = f"moved ({deployment.moves.last_reason})" if deployment.moves.last_reason else "lost"
-        if deployment.backoff.code:
+    if deployment.wpg.state == WpgState.RECOVERING:
+        why = (
+            f"moved ({deployment.wpg.moves.last_reason})"
+            if deployment.wpg.moves.last_reason
+            else "lost"
+        )
+        if deployment.wpg.backoff.code:
             why = f"stopped ({reason_for(state, deployment, sees_all=sees_all)})"
         return f"its workers were {why} and are starting again", "recovering", None
-    if deployment.state == WpgState.MIGRATING:
-        nodes = ", ".join(deployment.stored.awaited_nodes)
+    if deployment.wpg.state == WpgState.MIGRATING:
+        nodes = ", ".join(deployment.wpg.stored.awaited_nodes)
         return f"its state is being copied to {nodes}", "migrating", None
-    if deployment.moves.planned is not None and is_stopping(state, deployment):
-        return f"it is about to be moved: {deployment.moves.planned.reason}", "relocation", None
+    if deployment.wpg.moves.planned is not None and is_stopping(state, deployment):
+        return f"it is about to be moved: {deployment.wpg.moves.planned.reason}", "relocation", None
     ahead = queued_s(state, deployment, _position(state, deployment, operation))
     if operation.after is not None:
         dependency = state.operations.get(operation.after)
@@ -128,21 +132,21 @@ def _reason(
             eta_s = None if found is None else found.eta_s
             why = "" if found is None else f": {found.reason}"
             return f"the weights it pulls are not published yet{why}", "dependency", eta_s
-    if now < deployment.backoff.until:
-        wait_s = deployment.backoff.until - now
+    if now < deployment.wpg.backoff.until:
+        wait_s = deployment.wpg.backoff.until - now
         why = reason_for(state, deployment, sees_all=sees_all)
-        if deployment.backoff.code:
+        if deployment.wpg.backoff.code:
             return f"it is held and will be tried again: {why}", "held", wait_s + ahead
         return f"a switch to it failed ({why})", "backoff", wait_s + ahead
     if group.holder == deployment.deployment:
         if late := _overdue(state, cluster.settings, deployment, now):
             return f"an operation of its deployment before it is {late}", "overdue", None
         eta_s = start_s(state, cluster.settings, group, deployment, now) + ahead
-        if deployment.moving is not None or deployment.replay.replaying:
+        if deployment.wpg.moving is not None or deployment.work.replay.replaying:
             return "its model's state is being moved", "switch", eta_s
-        if not deployment.preemptible or deployment.queue[0] != operation.operation:
+        if not deployment.spec.preemptible or deployment.work.queue[0] != operation.operation:
             return "operations of its deployment that were submitted before it", "order", eta_s
-    if deployment.preemptible:
+    if deployment.spec.preemptible:
         return _why_no_idle_time(state, group)
     return _why_another_holds(state, cluster.settings, deployment, group, now, ahead, sees_all)
 
@@ -168,12 +172,12 @@ def _why_another_holds(
         return "the group's lock is about to be granted", rule, eta_s
     holder = state.deployment(group.holder)
     who = name_for(state, holder.deployment, deployment, sees_all=sees_all)
-    if holder.preemptible and holder.moving is None:
+    if holder.spec.preemptible and holder.wpg.moving is None:
         # It is interrupted at once, however long its run was expected to take.
         return f"{who} used the idle time of the group, and gives way", "preemptible", eta_s
     if late := _overdue(state, settings, holder, now):
         return f"{who} has the group, and what it does there is {late}", "overdue", None
-    if holder.moving is not None:
+    if holder.wpg.moving is not None:
         return "the group is being switched", "switch", eta_s
     before = goes_before(state, settings, group, deployment, now)
     if before:
@@ -205,7 +209,7 @@ def _overdue(state: State, settings: Settings, deployment: Deployment, now: floa
 def _why_no_idle_time(state: State, group: Group) -> tuple[str, str, float | None]:
     """Why a filler does not have the lock: it is unknown when it gets it."""
     deployments = map(state.deployment, group.members)
-    if any(each.queue or each.running or each.moving for each in deployments):
+    if any(each.work.queue or each.work.running or each.wpg.moving for each in deployments):
         return (
             f"members of group {group.group} work; it is preemptible, and uses their idle time",
             "preemptible",

@@ -46,10 +46,10 @@ def why_no_gpus(
     cluster: Cluster, deployment: Deployment, now: float, *, sees_all: bool
 ) -> tuple[str, str, float | None]:
     """(reason, rule, seconds until it may get GPUs) of a deployment without GPUs."""
-    if deployment.preemptible:
+    if deployment.spec.preemptible:
         return (
-            f"it is preemptible, and no shared group of {deployment.workers} GPUs has memory for "
-            "its state and no other preemptible deployment",
+            f"it is preemptible, and no shared group of {deployment.spec.workers} GPUs has memory "
+            "for its state and no other preemptible deployment",
             "preemptible",
             None,
         )
@@ -60,9 +60,9 @@ def why_no_gpus(
     if why_never is not None:
         return why_never, "impossible", None
     eta_s = _capacity_eta_s(cluster, deployment, now)
-    what = f"{deployment.workers} GPUs"
-    if deployment.node_type:
-        what += f" of type {deployment.node_type!r}"
+    what = f"{deployment.spec.workers} GPUs"
+    if deployment.spec.node_type:
+        what += f" of type {deployment.spec.node_type!r}"
     # Only a search can tell that the job's own service level is what keeps it out.
     rows = attempts(cluster, deployment, now, searches=is_tight(cluster, deployment))
     tried = "; ".join(f"{row['way']}: {row['why']}" for row in rows)
@@ -88,7 +88,7 @@ def _reservation(
 ) -> tuple[str, float | None] | None:
     """(what a reservation, its own or another's, means for the deployment; seconds until its own).
     None: no reservation keeps GPUs from it."""
-    state, free = cluster.state, cluster.inventory.pool.free_gpus(deployment.node_type)
+    state, free = cluster.state, cluster.inventory.pool.free_gpus(deployment.spec.node_type)
     own = state.reservations.get(deployment.deployment)
     if own is not None and now < own.at:
         left_s = own.at - now
@@ -104,10 +104,10 @@ def _reservation(
             "free GPUs",
             None,
         )
-    if free < deployment.workers:
+    if free < deployment.spec.workers:
         return None
     for name, other in sorted(state.reservations.items(), key=lambda each: (each[1].at, each[0])):
-        if node_types_compatible(state.deployment(name).node_type, deployment.node_type):
+        if node_types_compatible(state.deployment(name).spec.node_type, deployment.spec.node_type):
             owner = name_for(state, name, deployment, sees_all=sees_all)
             until = f"for {other.at - now:.0f} s more" if now < other.at else "until that starts"
             return (
@@ -146,7 +146,7 @@ def blocking_heads(cluster: Cluster, now: float) -> list[BlockingView]:
     found: list[BlockingView] = []
     for name, at in sorted(since.items(), key=lambda each: (each[1], each[0])):
         deployment = state.deployment(name)
-        free = cluster.inventory.pool.free_gpus(deployment.node_type)
+        free = cluster.inventory.pool.free_gpus(deployment.spec.node_type)
         if now < at or not free or why_not_yet(cluster, deployment) is not None:
             continue
         if not blocks_others(cluster, deployment, now):
@@ -155,7 +155,7 @@ def blocking_heads(cluster: Cluster, now: float) -> list[BlockingView]:
             {
                 "deployment": name,
                 "tenant": state.job(deployment.job).tenant,
-                "workers": deployment.workers,
+                "workers": deployment.spec.workers,
                 "free_gpus": free,
                 "since": at,
             }
@@ -176,8 +176,8 @@ def kept_gpus(cluster: Cluster, now: float) -> int:
     if not heads or not pool.free_gpus():
         return 0
     gangs = [gang_of(cluster, state.deployment(name)) for name in heads]
-    largest = max(sum(each.workers for each in gang) for gang in gangs)
-    types = {each.node_type: None for gang in gangs for each in gang}
+    largest = max(sum(each.spec.workers for each in gang) for gang in gangs)
+    types = {each.spec.node_type: None for gang in gangs for each in gang}
     free = pool.free_gpus() if "" in types else sum(pool.free_gpus(each) for each in types)
     for sizes in waiting.table.all_sizes.in_use():
         wanted = sum(size.workers for size in sizes)
@@ -241,18 +241,18 @@ def near_groups(
 def _has_priors(state: State, groups: tuple[GroupId, ...]) -> bool:
     """Whether the demand of a member is that of others like it."""
     members = [name for group in groups for name in state.groups[group].members]
-    return any(state.deployment(name).has_prior for name in members)
+    return any(state.deployment(name).demand.has_prior for name in members)
 
 
 def _attempt(
     cluster: Cluster, deployment: Deployment, mode: PlacementMode, now: float, *, searches: bool
 ) -> AttemptView:
     if mode == PlacementMode.DEDICATED:
-        free = cluster.inventory.pool.free_gpus(deployment.node_type)
-        why = f"{free} GPUs are in no group, {deployment.workers} of one kind are wanted"
+        free = cluster.inventory.pool.free_gpus(deployment.spec.node_type)
+        why = f"{free} GPUs are in no group, {deployment.spec.workers} of one kind are wanted"
         kinds = cluster.inventory.in_service()
-        if free >= deployment.workers:
-            why += fabric_note(kind for kind in kinds if kinds[kind] < deployment.workers)
+        if free >= deployment.spec.workers:
+            why += fabric_note(kind for kind in kinds if kinds[kind] < deployment.spec.workers)
         if cluster.inventory.draining:
             why += f"; {len(cluster.inventory.draining)} nodes are being drained"
         return {"way": mode.value, "free_gpus": free, "why": why}
@@ -268,11 +268,11 @@ def _attempt(
     elif (
         open_count
         and mode in (PlacementMode.STRICT, PlacementMode.OVERLAP)
-        and deployment.trace is not None
+        and deployment.demand.trace is not None
     ):
-        longest = math.ceil(max(s.duration_s for s in deployment.trace.segments))
+        longest = math.ceil(max(s.duration_s for s in deployment.demand.trace.segments))
         # A prior is the demand of others, which this one's tenant is not told.
-        window = "window long enough" if deployment.has_prior else f"window of {longest} s"
+        window = "window long enough" if deployment.demand.has_prior else f"window of {longest} s"
         strict = mode == PlacementMode.STRICT
         fits = fitting(cluster, deployment, now, strict=strict)
         if not fits:
@@ -300,7 +300,7 @@ def _attempt(
         refused.append(
             f"{open_count} have too little time in their round, or too little host memory"
         )
-    groups = f"{counts['groups']} groups of {deployment.workers} GPUs"
+    groups = f"{counts['groups']} groups of {deployment.spec.workers} GPUs"
     why = groups + (": " + ", ".join(refused) if refused else "")
     return {"way": mode.value, **counts, "over_slo": over_slo, "why": why}
 
@@ -309,8 +309,8 @@ def _why_not_spanning(cluster: Cluster, deployment: Deployment) -> str:
     own = own_rollout_groups(cluster, deployment)
     if not own:
         return "none of its job's rollouts has GPUs that it could use, too"
-    rest = deployment.workers - sum([len(group.gpus) for group in own])
-    free = cluster.inventory.pool.free_gpus(deployment.node_type)
+    rest = deployment.spec.workers - sum([len(group.gpus) for group in own])
+    free = cluster.inventory.pool.free_gpus(deployment.spec.node_type)
     return (
         f"beside the GPUs of its job's rollouts it needs {rest} more: {free} are free, and in no "
         "group has it time so that nobody waits for a greater part of its time than its job accepts"
@@ -328,10 +328,10 @@ def _census(cluster: Cluster, deployment: Deployment) -> Census:
         "open": 0,
     }
     duty = cluster.inventory.duty(deployment)
-    if deployment.trace is not None:
-        duty = deployment.trace.duty
+    if deployment.demand.trace is not None:
+        duty = deployment.demand.trace.duty
     index = cluster.inventory.index
-    for shape in index.shapes(deployment.workers, deployment.node_type):
+    for shape in index.shapes(deployment.spec.workers, deployment.spec.node_type):
         for name, count in _census_of(cluster, deployment, shape, duty).items():
             counts[name] += count
     return counts
@@ -347,7 +347,7 @@ def _census_of(
     reasons: tuple[tuple[Count, NDArray[np.bool_]], ...] = (
         ("closed", ~table.is_open),
         ("full", table.members >= cluster.settings.config.residents_max),
-        ("without_memory", table.state_bytes_free < deployment.state_bytes),
+        ("without_memory", table.state_bytes_free < deployment.spec.state_bytes),
         ("device_full", ~_fits_on_device(table, deployment)),
         ("loaded", table.load + duty > cluster.settings.config.load_bound),
     )
@@ -368,9 +368,11 @@ def _capacity_eta_s(cluster: Cluster, deployment: Deployment, now: float) -> flo
     """Seconds until jobs with a declared length are expected to have released enough suitable GPUs,
     ignoring the deployments ahead; None if too few jobs declare a length."""
     free = dict.fromkeys(cluster.inventory.sizes(), 0)
-    free |= dict(cluster.inventory.pool.free_by_kind(deployment.node_type))
+    free |= dict(cluster.inventory.pool.free_by_kind(deployment.spec.node_type))
     free = {
-        kind: gpus for kind, gpus in free.items() if deployment.node_type in ("", kind.node_type)
+        kind: gpus
+        for kind, gpus in free.items()
+        if deployment.spec.node_type in ("", kind.node_type)
     }
     ends = []
     for group in cluster.state.groups.values():
@@ -382,6 +384,6 @@ def _capacity_eta_s(cluster: Cluster, deployment: Deployment, now: float) -> flo
     for end_s, kind, gpus in sorted(ends):
         if kind in free:
             free[kind] += gpus
-            if free[kind] >= deployment.workers:
+            if free[kind] >= deployment.spec.workers:
                 return end_s
     return None

@@ -14,9 +14,9 @@ from plexrl.scheduler.state.records import Deployment
 def why_it_shares(cluster: Cluster, deployment: Deployment, *, sees_all: bool) -> str:
     """Why the rollout shares its GPUs or not; empty: its controller said so, or it is none.
     `sees_all`: for an operator, who may see which other tenant's job waited."""
-    if not deployment.shares_if_scarce:
+    if not deployment.spec.shares_if_scarce:
         return ""
-    if deployment.exclusive:
+    if deployment.spec.exclusive:
         return f"has GPUs of its own: {_why_alone(cluster, deployment)}"
     others = partners(cluster, deployment)
     rest = "".join(
@@ -30,7 +30,7 @@ def why_it_shares(cluster: Cluster, deployment: Deployment, *, sees_all: bool) -
 
 
 def _why_shared(cluster: Cluster, rollout: Deployment, sees_all: bool) -> str:
-    name = rollout.shares_for
+    name = rollout.spec.shares_for
     assert name is not None, f"{rollout.deployment} has begun to share"
     if name == rollout.deployment:
         return "there were none of its own for it"
@@ -39,7 +39,7 @@ def _why_shared(cluster: Cluster, rollout: Deployment, sees_all: bool) -> str:
         return "another deployment waited for GPUs"
     waits = "waits" if name in cluster.waiting else "waited"
     who = name_for(cluster.state, name, rollout, sees_all=sees_all)
-    return f"{who} {waits} for {waiting.workers} GPUs"
+    return f"{who} {waits} for {waiting.spec.workers} GPUs"
 
 
 def _why_alone(cluster: Cluster, rollout: Deployment) -> str:

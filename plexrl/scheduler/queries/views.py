@@ -99,41 +99,41 @@ def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
     return {
         "deployment": deployment.deployment,
         "job": deployment.job,
-        "kind": deployment.kind,
-        "workers": deployment.workers,
-        "exclusive": deployment.exclusive,
-        "shares_if_scarce": deployment.shares_if_scarce,
-        "preemptible": deployment.preemptible,
-        "state": deployment.state.value,
-        "residency": deployment.residency.value,
-        "group": deployment.group,
-        "groups": list(deployment.groups),
+        "kind": deployment.spec.kind,
+        "workers": deployment.spec.workers,
+        "exclusive": deployment.spec.exclusive,
+        "shares_if_scarce": deployment.spec.shares_if_scarce,
+        "preemptible": deployment.spec.preemptible,
+        "state": deployment.wpg.state.value,
+        "residency": deployment.wpg.residency.value,
+        "group": deployment.placement.group,
+        "groups": list(deployment.placement.groups),
         "ranks": [
             {
                 "rank": rank.rank,
                 "node": rank.node,
                 "gpu": rank.gpu,
-                "address": deployment.processes.addresses.get(rank.rank),
+                "address": deployment.wpg.processes.addresses.get(rank.rank),
             }
-            for rank in deployment.ranks
+            for rank in deployment.placement.ranks
         ],
-        "incarnation": deployment.processes.incarnation,
-        "applied_seq": deployment.replay.completed_seq,
-        "waiting_gradients": deployment.waiting_gradients,
-        "trainer_step": deployment.trainer_step,
+        "incarnation": deployment.wpg.processes.incarnation,
+        "applied_seq": deployment.work.replay.completed_seq,
+        "waiting_gradients": deployment.work.waiting_gradients,
+        "trainer_step": deployment.work.trainer_step,
         "failure": failure_view(halting_failure(deployment)),
-        "durable_seq": deployment.replay.durable_seq,
-        "state_bytes": deployment.state_bytes,
-        "nvme_bytes": deployment.stored.nvme_bytes,
+        "durable_seq": deployment.work.replay.durable_seq,
+        "state_bytes": deployment.spec.state_bytes,
+        "nvme_bytes": deployment.wpg.stored.nvme_bytes,
         "load_s": load_s(state, deployment),
         "offload_s": offload_s(state, deployment),
         "waiting_part": measured_waiting_part(deployment),
-        "pending": len(deployment.queue),
-        "running": [command.kind.value for command in deployment.running.values()],
-        "spec_json": deployment.spec_json,
-        "node_type": deployment.node_type,
-        "pace": deployment.pace,
-        "checkpoints": _schedule_view(deployment.checkpoints),
+        "pending": len(deployment.work.queue),
+        "running": [command.kind.value for command in deployment.work.running.values()],
+        "spec_json": deployment.spec.spec_json,
+        "node_type": deployment.spec.node_type,
+        "pace": deployment.spec.pace,
+        "checkpoints": _schedule_view(deployment.spec.checkpoints),
     }
 
 
@@ -174,8 +174,8 @@ def list_jobs(state: State, settings: Settings, tenant: TenantId | None) -> list
 
 def live_workers(state: State) -> dict[DeploymentId, int]:
     """The incarnation of each deployment whose workers are all ready."""
-    found = (each for each in state.deployments.values() if each.is_ready)
-    return {each.deployment: each.processes.incarnation for each in found}
+    found = (each for each in state.deployments.values() if each.wpg.is_ready)
+    return {each.deployment: each.wpg.processes.incarnation for each in found}
 
 
 def group_view(cluster: Cluster, group: Group) -> GroupView:
@@ -254,11 +254,12 @@ def restarting(state: State) -> list[tuple[str, float]]:
     each with its text and since when an operation waits."""
     return [
         (
-            f"{each.deployment} (start {each.processes.starts}): {each.processes.ended_because}",
-            state.operations[each.queue[0]].submitted_at,
+            f"{each.deployment} (start {each.wpg.processes.starts}): "
+            f"{each.wpg.processes.ended_because}",
+            state.operations[each.work.queue[0]].submitted_at,
         )
         for each in state.deployments.values()
-        if each.queue and each.processes.starts > STARTS_NAMED
+        if each.work.queue and each.wpg.processes.starts > STARTS_NAMED
     ]
 
 
@@ -368,7 +369,7 @@ def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> Clust
         "deployments_waiting": waiting,
         "deployments_impossible": count_impossible(cluster, tenant),
         "deployments_over_slo": _count_over_slo(cluster, names),
-        "operations_pending": sum(len(state.deployments[name].queue) for name in names),
+        "operations_pending": sum(len(state.deployments[name].work.queue) for name in names),
         "held": held_view(cluster.state, names, sees_all=tenant is None),
         "eta_quality": eta_quality(state.eta_errors),
         "planning": planning(cluster.settings.config),
@@ -418,7 +419,7 @@ def usage_view(state: State, tenant: TenantId | None) -> list[UsageView]:
             "failed": row.failed,
             "tokens": row.tokens,
             "gpu_seconds": row.gpu_seconds,
-            "paced": any(state.deployments[each].pace for each in job.deployments),
+            "paced": any(state.deployments[each].spec.pace for each in job.deployments),
         }
         for job in state.jobs.values()
         if tenant in (None, job.tenant)
@@ -449,6 +450,6 @@ def _phase(state: State, group: Group) -> str:
     if group.holder is None:
         return "idle"
     holder = state.deployment(group.holder)
-    if holder.moving is not None:
-        return holder.moving.kind.value
-    return "run" if holder.running else "hold"
+    if holder.wpg.moving is not None:
+        return holder.wpg.moving.kind.value
+    return "run" if holder.work.running else "hold"

@@ -85,11 +85,11 @@ def placed_of(state: State, job: Job) -> list[Deployment]:
 
 def _idle_at(settings: Settings, deployment: Deployment) -> float:
     """When a deployment becomes idle; infinite while it works."""
-    if deployment.running or deployment.moving is not None:
+    if deployment.work.running or deployment.wpg.moving is not None:
         return math.inf
-    if not deployment.burst.served_at:
+    if not deployment.demand.burst.served_at:
         return -math.inf
-    return deployment.burst.served_at + settings.config.starvation_bound_s
+    return deployment.demand.burst.served_at + settings.config.starvation_bound_s
 
 
 def _stuck(cluster: Cluster, idle: Sequence[Job]) -> list[Job]:
@@ -118,7 +118,7 @@ def _free_without(cluster: Cluster, holders: dict[JobId, Job]) -> dict[NodeKind,
     groups: dict[GroupId, None] = {}
     for job in holders.values():
         for deployment in placed_of(cluster.state, job):
-            groups.update(dict.fromkeys(deployment.groups))
+            groups.update(dict.fromkeys(deployment.placement.groups))
     for name in groups:
         for kind, gpus in cluster.inventory.gpus_in_service(cluster.state.groups[name]).items():
             free[kind] -= gpus
@@ -130,12 +130,12 @@ def _has_quota(
 ) -> bool:
     """Whether the tenant's quota would allow the job all its GPUs, if all other jobs ended."""
     held = sum(
-        each.workers
+        each.spec.workers
         for other in holders.values()
         if other.tenant == job.tenant
         for each in placed_of(state, other)
     )
-    return allows_gpus(state, job.tenant, held + sum(each.workers for each in waiting))
+    return allows_gpus(state, job.tenant, held + sum(each.spec.workers for each in waiting))
 
 
 def _victim_key(cluster: Cluster, job: Job) -> tuple[bool, int, int]:
@@ -159,7 +159,7 @@ def is_waited_for(cluster: Cluster, jobs: Sequence[Job]) -> bool:
         request = (owner.tenant, need_of(other)) if len(owner.deployments) == 1 else None
         if request is not None and request in refused:
             continue
-        if over_quota(cluster.holdings, owner, other.workers) is None and is_possible(
+        if over_quota(cluster.holdings, owner, other.spec.workers) is None and is_possible(
             cluster, other
         ):
             return True

@@ -23,7 +23,6 @@ from plexrl.scheduler.placement.rendezvous import may_span
 from plexrl.scheduler.recovery.rebuilding import rebuild
 from plexrl.scheduler.recovery.relocation import drain
 from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -54,25 +53,25 @@ def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
     that may not span it any more."""
     gpus = context.state.nodes[name].gpus
     for deployment in placed_on(context.cluster, name):
-        has_gpus = all(rank.gpu < gpus for rank in deployment.ranks if rank.node == name)
+        has_gpus = all(rank.gpu < gpus for rank in deployment.placement.ranks if rank.node == name)
         if has_gpus and may_span(context.state, deployment):
             continue
-        if deployment.state not in (WpgState.RECOVERING, WpgState.MIGRATING):
+        if deployment.wpg.state not in (WpgState.RECOVERING, WpgState.MIGRATING):
             reason = f"node {name!r} came back with {gpus} GPUs"
             if has_gpus:
                 reason = f"node {name!r} came back with another fabric, so groups do not span it"
             if not stop(context, deployment, reason, now):
                 continue
             # Workers that still run there must not be adopted.
-            deployment.processes.outdate()
+            deployment.wpg.processes.outdate()
         _evacuate(context, deployment, now)
 
 
 def may_displace(state: State, settings: Settings, deployment: Deployment) -> bool:
     """Whether the WPG can release its GPUs and continue from its state elsewhere."""
-    if deployment.running or deployment.moving is not None:
+    if deployment.work.running or deployment.wpg.moving is not None:
         return False
-    return deployment.state != WpgState.MIGRATING and _survives(state, settings, deployment)
+    return deployment.wpg.state != WpgState.MIGRATING and _survives(state, settings, deployment)
 
 
 def displace(context: Context, deployment: Deployment, reason: str, now: float) -> None:
@@ -80,12 +79,12 @@ def displace(context: Context, deployment: Deployment, reason: str, now: float) 
     assert may_displace(context.state, context.settings, deployment), (
         f"{deployment.deployment} cannot be moved"
     )
-    deployment.replay.end_replay()
+    deployment.work.replay.end_replay()
     forget_open_cycle(deployment)
-    if deployment.queue:
-        deployment.burst.want(now)
-    deployment.burst.interrupt()
-    deployment.moves.displaced(reason)
+    if deployment.work.queue:
+        deployment.demand.burst.want(now)
+    deployment.demand.burst.interrupt()
+    deployment.wpg.moves.displaced(reason)
     _evacuate(context, deployment, now)
 
 
@@ -109,7 +108,7 @@ def placed_on(cluster: Cluster, node: NodeId) -> Iterator[Deployment]:
         for member in residents(cluster.state.groups[name])
     }
     for deployment in map(cluster.state.deployment, members):
-        if deployment.groups:
+        if deployment.placement.groups:
             yield deployment
 
 
@@ -122,10 +121,10 @@ def awaited(state: State, deployment: Deployment) -> tuple[NodeId, ...]:
     """The nodes that the WPG needs to continue: it has ranks on them, or only they hold its state.
     Empty if it waits for its processes only."""
     nodes = state.nodes
-    dead = [each for each in deployment.stored.nodes if not nodes[each].alive]
-    if deployment.replay.durable_seq and dead:
+    dead = [each for each in deployment.wpg.stored.nodes if not nodes[each].alive]
+    if deployment.work.replay.durable_seq and dead:
         return tuple(sorted(dead))
-    lacking = {rank.node for rank in deployment.ranks if not has_gpu(state, rank)}
+    lacking = {rank.node for rank in deployment.placement.ranks if not has_gpu(state, rank)}
     return tuple(sorted(lacking))
 
 
@@ -139,9 +138,9 @@ def _with_state_on(cluster: Cluster, node: NodeId) -> list[Deployment]:
     return [
         deployment
         for deployment in found
-        if deployment.state in (WpgState.MIGRATING, WpgState.WAITING)
-        and node in deployment.stored.nodes
-        and node not in deployment.nodes
+        if deployment.wpg.state in (WpgState.MIGRATING, WpgState.WAITING)
+        and node in deployment.wpg.stored.nodes
+        and node not in deployment.placement.nodes
     ]
 
 
@@ -152,16 +151,18 @@ def _is_written_off(settings: Settings, node: Node, now: float) -> bool:
 
 
 def _survives(state: State, settings: Settings, deployment: Deployment) -> bool:
-    if not deployment.replay.durable_seq:
+    if not deployment.work.replay.durable_seq:
         return True
     nodes = state.nodes
-    return settings.config.migrates and all(nodes[each].alive for each in deployment.stored.nodes)
+    return settings.config.migrates and all(
+        nodes[each].alive for each in deployment.wpg.stored.nodes
+    )
 
 
 def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
     """Take the WPG off its group and enqueue it, if its state survives or can be recomputed."""
     state, cluster, effects = context.state, context.cluster, context.effects
-    if deployment.state == WpgState.STOPPED:
+    if deployment.wpg.state == WpgState.STOPPED:
         # Its job ended because another deployment was lost.
         return
     if not _survives(state, context.settings, deployment) and not rebuild(
@@ -171,34 +172,35 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
         if reason is not None:
             end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
         return
-    if deployment.state == WpgState.WAITING:
+    if deployment.wpg.state == WpgState.WAITING:
         return
-    nodes = deployment.nodes
+    nodes = deployment.placement.nodes
     effects.emit(
         StopWorkers(
             deployment=deployment.deployment,
-            incarnation=deployment.processes.incarnation,
+            incarnation=deployment.wpg.processes.incarnation,
             nodes=nodes,
         )
     )
-    unwanted = tuple(each for each in nodes if each not in deployment.stored.nodes)
+    unwanted = tuple(each for each in nodes if each not in deployment.wpg.stored.nodes)
     if unwanted:
         # Incomplete copies of the version.
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=unwanted))
     cluster.hold(deployment, -1, now)
     effects.touch_all(vacate(cluster, deployment, now))
-    wpg.displace(deployment)
-    if not deployment.preemptible:
+    deployment.placement.clear()
+    deployment.wpg.displace()
+    if not deployment.spec.preemptible:
         change_job(state.job(deployment.job), JobTrigger.DISPLACED)
     _enqueue(cluster, deployment, now)
     for moving in cluster.relocating_in_order():
         # A relocation may have waited for this WPG to pull weights.
-        effects.touch_all(moving.groups)
+        effects.touch_all(moving.placement.groups)
 
 
 def _loss(state: State, settings: Settings, deployment: Deployment) -> str | None:
     """Why the job cannot continue; None: its state comes back with its nodes."""
-    lost = [each for each in deployment.stored.nodes if not state.nodes[each].alive]
+    lost = [each for each in deployment.wpg.stored.nodes if not state.nodes[each].alive]
     if settings.config.lost_nodes_return or not lost:
         return None
     return (
@@ -209,7 +211,7 @@ def _loss(state: State, settings: Settings, deployment: Deployment) -> str | Non
 
 
 def _enqueue(cluster: Cluster, deployment: Deployment, now: float) -> None:
-    if not deployment.preemptible:
+    if not deployment.spec.preemptible:
         begin_to_wait(
             cluster.holdings,
             cluster.waiting.by_tenant,

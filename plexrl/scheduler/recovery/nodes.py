@@ -53,31 +53,33 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
     seen = {(worker.deployment, worker.rank): worker for worker in event.workers}
     wanted = set()
     for deployment in placed_on(context.cluster, event.node):
-        ranks = [rank.rank for rank in deployment.ranks if rank.node == event.node]
-        if deployment.state == WpgState.MIGRATING:
+        ranks = [rank.rank for rank in deployment.placement.ranks if rank.node == event.node]
+        if deployment.wpg.state == WpgState.MIGRATING:
             send_migration(state, effects, deployment)
             continue
         missing = False
         for rank in ranks:
             worker = seen.get((deployment.deployment, rank))
             incarnation = (
-                deployment.processes.incarnation if deployment.processes.launch_at is None else None
+                deployment.wpg.processes.incarnation
+                if deployment.wpg.processes.launch_at is None
+                else None
             )
             if worker is not None and worker.incarnation == incarnation:
                 wanted.add((worker.deployment, worker.rank))
                 worker_ready(effects, deployment, rank, worker.address, now)
             else:
                 missing = True
-        if missing and deployment.is_ready:
+        if missing and deployment.wpg.is_ready:
             # An idle WPG cannot have caused the loss, so it does not count as a failure. Neither
             # can one on a node that was cut off.
-            was_at_work = bool(deployment.running) or deployment.moving is not None
+            was_at_work = bool(deployment.work.running) or deployment.wpg.moving is not None
             why = f"node {event.node!r} came back without its workers"
             if event.was_fenced:
                 why = f"node {event.node!r} was cut off, and its lease ran out"
             counts = was_at_work and not event.was_fenced
             restart(context, deployment, why, now, counts=counts)
-        elif missing or not deployment.is_ready:
+        elif missing or not deployment.wpg.is_ready:
             send_launch(state, effects, deployment, now)
     for worker in event.workers:
         if (worker.deployment, worker.rank) not in wanted:
@@ -119,10 +121,10 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
         reconcile_node(context, event.node, now)
         return
     for deployment in cluster.relocating_in_order():
-        if event.node in deployment.nodes:
-            deployment.moves.cancel()
+        if event.node in deployment.placement.nodes:
+            deployment.wpg.moves.cancel()
             del cluster.relocating[deployment.deployment]
-            context.effects.touch_all(deployment.groups)
+            context.effects.touch_all(deployment.placement.groups)
 
 
 def node_removed(state: State, cluster: Cluster, event: NodeRemoved, now: float) -> None:
@@ -158,9 +160,9 @@ def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
     """A node has fetched a version, or failed to."""
     effects = context.effects
     deployment = context.state.deployments.get(event.deployment)
-    if deployment is None or deployment.state != WpgState.MIGRATING:
+    if deployment is None or deployment.wpg.state != WpgState.MIGRATING:
         return
-    if event.seq != deployment.replay.durable_seq:
+    if event.seq != deployment.work.replay.durable_seq:
         return
     if event.code in LOST_CODES:
         reason = _copy_another(context.state, effects, deployment, event, now)
@@ -168,11 +170,11 @@ def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
             job = context.state.job(deployment.job)
             end_job(context, job, JobTrigger.FAILED, reason, now)
     elif event.error:
-        deployment.backoff.explain(event.error)
+        deployment.wpg.backoff.explain(event.error)
         effects.wake(now + MIGRATION_RETRY_S, timers.migration(event.deployment))
     elif migrated(context.state, effects, deployment, event.node):
         launch(context.state, effects, deployment, now)
-        effects.touch_all(deployment.groups)
+        effects.touch_all(deployment.placement.groups)
 
 
 def _copy_another(
@@ -186,16 +188,16 @@ def _copy_another(
             f"recomputed from the operations that were kept: {event.error}"
         )
     settle(state, effects, deployment)
-    if deployment.state != WpgState.MIGRATING:
+    if deployment.wpg.state != WpgState.MIGRATING:
         launch(state, effects, deployment, now)
     return None
 
 
 def _keeps_state(deployment: Deployment, node: NodeId) -> bool:
     """Whether the node's StateManager has a reason to hold state of the deployment."""
-    if deployment.state == WpgState.STOPPED:
+    if deployment.wpg.state == WpgState.STOPPED:
         return False
-    return node in deployment.stored.nodes or node in deployment.nodes
+    return node in deployment.wpg.stored.nodes or node in deployment.placement.nodes
 
 
 def node_lost(context: Context, event: NodeLost, now: float) -> None:
@@ -213,13 +215,13 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
     # Deployments that waited for its GPUs block others no longer.
     context.cluster.waiting.retry_all()
     for deployment in placed_on(context.cluster, event.node):
-        here = [rank.rank for rank in deployment.ranks if rank.node == event.node]
-        if deployment.state == WpgState.MIGRATING:
+        here = [rank.rank for rank in deployment.placement.ranks if rank.node == event.node]
+        if deployment.wpg.state == WpgState.MIGRATING:
             continue
-        if deployment.state == WpgState.RECOVERING:
+        if deployment.wpg.state == WpgState.RECOVERING:
             # It is launched again when the node is back; its ready workers there are dead.
             for rank in here:
-                deployment.processes.lose(rank)
+                deployment.wpg.processes.lose(rank)
         else:
             restart(context, deployment, f"node {event.node!r} was lost", now)
     reconcile_node(context, event.node, now)

@@ -37,8 +37,8 @@ def rebuild(
     at most twice that of the better choice.
     """
     nodes = state.nodes
-    lost = [each for each in deployment.stored.nodes if not nodes[each].alive]
-    if not lost or not deployment.replay.past_is_whole:
+    lost = [each for each in deployment.wpg.stored.nodes if not nodes[each].alive]
+    if not lost or not deployment.work.replay.past_is_whole:
         return False
     for name in lost if settings.config.lost_nodes_return else ():
         node = nodes[name]
@@ -52,28 +52,28 @@ def rebuild(
 def _replay_s(state: State, deployment: Deployment) -> float:
     """Compute time of a replay from the initial weights."""
     operations = state.operations
-    names = [*deployment.replay.past, *deployment.replay.log]
+    names = [*deployment.work.replay.past, *deployment.work.replay.log]
     return sum(operations[name].compute_s or 0.0 for name in names)
 
 
 def fall_back(state: State, deployment: Deployment) -> bool:
     """Make the next load start from the version before the damaged or missing durable one, or from
     the initial weights. False: neither leads to the present state; nothing has changed."""
-    replay = deployment.replay
+    replay = deployment.work.replay
     if not replay.previous_seq:
         return _restart_from_initial(deployment)
     behind = after_previous(state, deployment)
     replay.fall_back(len(behind), payload_bytes(state, behind))
-    deployment.stored.forget_tier()
+    deployment.wpg.stored.forget_tier()
     return True
 
 
 def _restart_from_initial(deployment: Deployment) -> bool:
     """Make the next load start from the initial weights, if all operations since are kept."""
-    if not deployment.replay.past_is_whole:
+    if not deployment.work.replay.past_is_whole:
         return False
-    deployment.replay.begin_again()
-    deployment.stored.lose()
+    deployment.work.replay.begin_again()
+    deployment.wpg.stored.lose()
     return True
 
 
@@ -90,15 +90,15 @@ def republish(
     False: another publish would not help; nothing has changed."""
     if operation.source is None or error.code not in OUT_OF_REACH:
         return False
-    if deployment.shares:
+    if deployment.spec.shares:
         # It would hold the group while it waits, and the trainer may be another member.
         return False
-    if deployment.processes.losses >= settings.config.launch_attempts:
+    if deployment.wpg.processes.losses >= settings.config.launch_attempts:
         return False
-    deployment.processes.fail((operation.operation,))
-    del deployment.running[operation.operation]
+    deployment.wpg.processes.fail((operation.operation,))
+    deployment.work.end_run(operation.operation)
     trainer = state.deployment(operation.source)
-    name = publish_name(state, operation.operation, str(deployment.processes.losses))
+    name = publish_name(state, operation.operation, str(deployment.wpg.processes.losses))
     operation.after = name
     enqueue_publish(state, effects, trainer, name, operation.operation, now)
     return True
@@ -128,7 +128,7 @@ def publish_first(
 
 def may_replay(state: State, deployment: Deployment) -> bool:
     """Whether the inputs of the next operation to replay are available."""
-    operation = state.operations[deployment.replay.replaying[0]]
+    operation = state.operations[deployment.work.replay.replaying[0]]
     if operation.kind != OperationKind.SYNC_WEIGHTS or operation.after is None:
         return True
     publish = state.operations.get(operation.after)

@@ -31,8 +31,7 @@ from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.rules.switch_cost import HOST, record_tier, round_trip_s
 from plexrl.scheduler.state.demand.estimates import MOVE_BYTES_PER_S
-from plexrl.scheduler.state.deployment import wpg
-from plexrl.scheduler.state.deployment.moves import MoveCause, Relocation
+from plexrl.scheduler.state.deployment.wpg.moves import MoveCause, Relocation
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages.effects import Effects
@@ -65,7 +64,7 @@ def holds_up_others(cluster: Cluster, deployment: Deployment) -> bool:
     """Whether it is alone on a group while others wait for its GPUs."""
     return (
         bool(cluster.waiting)
-        and bool(deployment.groups)
+        and bool(deployment.placement.groups)
         and _is_alone(cluster.state, deployment)
         and is_scarce(cluster, deployment)
     )
@@ -90,7 +89,7 @@ def consider_relief(cluster: Cluster, deployment: Deployment, now: float) -> boo
     """After a cycle: close the group if a member waits more than its job accepts, and move the one
     that is furthest past its bound. True: `deployment` will move, and the next step of its group
     must be decided."""
-    if not deployment.groups or not deployment.shares:
+    if not deployment.placement.groups or not deployment.spec.shares:
         return False
     groups = cluster.state.groups_of(deployment)
     if all(len(group.members) == 1 and not group.is_closed for group in groups):
@@ -110,7 +109,7 @@ def consider_relief(cluster: Cluster, deployment: Deployment, now: float) -> boo
         if not group.is_closed and len(group.members) > 1:
             group.is_closed = True
             cluster.inventory.refresh(group)
-    record = deployment.placement
+    record = deployment.placement.record
     if record is None or now - record.at < settings.config.relief_after_s:
         return False
     members = {name: None for group in groups for name in group.members}
@@ -135,7 +134,7 @@ def drain(cluster: Cluster, node: NodeId, now: float) -> list[GroupId]:
     for name in cluster.inventory.groups_on(node):
         for member in list(cluster.state.groups[name].members):
             deployment = cluster.state.deployment(member)
-            if deployment.moves.planned is not None or now < deployment.moves.not_before:
+            if deployment.wpg.moves.planned is not None or now < deployment.wpg.moves.not_before:
                 continue
             if _destination(cluster, deployment, MoveCause.DRAIN, now) is not None:
                 reason = f"node {node!r} is drained"
@@ -146,23 +145,23 @@ def drain(cluster: Cluster, node: NodeId, now: float) -> list[GroupId]:
 
 def may_move(settings: Settings, deployment: Deployment, now: float) -> bool:
     """Whether the deployment may move: enough time has passed, doubled by each former move."""
-    if deployment.moves.planned is not None or deployment.state != WpgState.READY:
+    if deployment.wpg.moves.planned is not None or deployment.wpg.state != WpgState.READY:
         return False
-    if now < deployment.moves.not_before:
+    if now < deployment.wpg.moves.not_before:
         return False
-    if deployment.moves.last_at is None:
+    if deployment.wpg.moves.last_at is None:
         return True
-    rest_s = settings.config.repack_interval_s * 2.0 ** min(deployment.moves.count, 10)
-    return now - deployment.moves.last_at >= rest_s
+    rest_s = settings.config.repack_interval_s * 2.0 ** min(deployment.wpg.moves.count, 10)
+    return now - deployment.wpg.moves.last_at >= rest_s
 
 
 def gain_s(cluster: Cluster, deployment: Deployment, choice: Choice) -> float:
     """The gain of a move, in seconds of the deployment's group over `REPACK_WINDOW_S`."""
-    assert deployment.trace is not None
+    assert deployment.demand.trace is not None
     frees = 0.0
     if _is_alone(cluster.state, deployment):
         frees = 1.0 if cluster.waiting else FREE_GROUP_VALUE
-    relief = (overlap_s(cluster, deployment) - choice.overlap_s) / deployment.trace.period_s
+    relief = (overlap_s(cluster, deployment) - choice.overlap_s) / deployment.demand.trace.period_s
     return REPACK_WINDOW_S * (frees + relief)
 
 
@@ -173,7 +172,7 @@ def _is_alone(state: State, deployment: Deployment) -> bool:
 
 def cost_s(state: State, deployment: Deployment) -> float:
     """The cost of a move in seconds: offload, transfer, load, and new processes."""
-    over_s = deployment.state_bytes / MOVE_BYTES_PER_S
+    over_s = deployment.spec.state_bytes / MOVE_BYTES_PER_S
     return LAUNCH_S + round_trip_s(state, deployment) + over_s
 
 
@@ -181,11 +180,11 @@ def is_due(state: State, deployment: Deployment) -> bool:
     """Whether a decided move can run: the WPG is between operations, its state is complete, and no
     rollout still has to pull its published weights."""
     return (
-        deployment.moves.planned is not None
-        and deployment.state == WpgState.READY
-        and not deployment.running
-        and not deployment.replay.replaying
-        and deployment.moving is None
+        deployment.wpg.moves.planned is not None
+        and deployment.wpg.state == WpgState.READY
+        and not deployment.work.running
+        and not deployment.work.replay.replaying
+        and deployment.wpg.moving is None
         and not _has_pending_pulls(state, deployment)
     )
 
@@ -193,41 +192,41 @@ def is_due(state: State, deployment: Deployment) -> bool:
 def is_stopping(state: State, deployment: Deployment) -> bool:
     """Whether the deployment starts no more operations until it has moved. While others pull its
     weights it continues, because they may wait for its work."""
-    return deployment.moves.planned is not None and not _has_pending_pulls(state, deployment)
+    return deployment.wpg.moves.planned is not None and not _has_pending_pulls(state, deployment)
 
 
 def cancel_move(cluster: Cluster, deployment: Deployment, now: float) -> None:
     """Cancel a move that found no capacity. The WPG stays for at least `BACK_OFF_S`; the caller has
     its nodes checked again after that."""
-    deployment.moves.postpone(now + BACK_OFF_S)
+    deployment.wpg.moves.postpone(now + BACK_OFF_S)
     cluster.relocating.pop(deployment.deployment, None)
 
 
 def finish(context: Context, deployment: Deployment, now: float) -> bool:
     """Move after the offload, if there still is a destination. False: it stays."""
     state, cluster = context.state, context.cluster
-    relocation = deployment.moves.planned
+    relocation = deployment.wpg.moves.planned
     assert relocation is not None, f"{deployment.deployment} is not relocating"
-    deployment.moves.cancel()
+    deployment.wpg.moves.cancel()
     cluster.relocating.pop(deployment.deployment, None)
     choice = _destination(cluster, deployment, relocation.cause, now)
-    if choice is None or deployment.group is None:
+    if choice is None or deployment.placement.group is None:
         return False
-    old_nodes = deployment.nodes
+    old_nodes = deployment.placement.nodes
     note_wait(state, deployment, now)
     context.effects.emit(
         StopWorkers(
             deployment=deployment.deployment,
-            incarnation=deployment.processes.incarnation,
+            incarnation=deployment.wpg.processes.incarnation,
             nodes=old_nodes,
         )
     )
-    deployment.replay.end_replay()
+    deployment.work.replay.end_replay()
     forget_open_cycle(deployment)
-    if deployment.queue:
-        deployment.burst.want(now)
+    if deployment.work.queue:
+        deployment.demand.burst.want(now)
     # The borders of its old groups may be those of the destination, so they go only afterwards.
-    old_groups = deployment.groups
+    old_groups = deployment.placement.groups
     context.effects.touch_all(vacate(cluster, deployment, now, unites=False))
     if choice.mode == PlacementMode.DEDICATED:
         joined = place(cluster, deployment, now, only=(PlacementMode.DEDICATED,))
@@ -235,7 +234,7 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     else:
         join(cluster, deployment, choice, now)
     context.effects.touch_all(unite_all(cluster, old_groups, now))
-    deployment.moves.done(relocation.reason, now)
+    deployment.wpg.moves.done(relocation.reason, now)
     cluster.waiting.retry_all()
     settle(state, context.effects, deployment)
     return True
@@ -244,60 +243,63 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
 def settle(state: State, effects: Effects, deployment: Deployment) -> None:
     """After a change of GPUs: start the migration of the state, or let the workers launch."""
     # With several nodes, each holds the parts of its former ranks only, which may have moved.
-    held = set(deployment.stored.nodes) if len(deployment.stored.nodes) == 1 else set()
-    missing = sorted(set(deployment.nodes) - held)
-    if deployment.replay.durable_seq and missing:
-        wpg.await_copies(deployment, missing)
+    held = set(deployment.wpg.stored.nodes) if len(deployment.wpg.stored.nodes) == 1 else set()
+    missing = sorted(set(deployment.placement.nodes) - held)
+    if deployment.work.replay.durable_seq and missing:
+        deployment.wpg.await_copies(missing)
         send_migration(state, effects, deployment)
     else:
-        wpg.resume(deployment)
+        deployment.wpg.resume()
         _release_left_nodes(effects, deployment)
 
 
 def send_migration(state: State, effects: Effects, deployment: Deployment) -> None:
     """Send (or resend) the order to copy the durable version to the nodes that lack it."""
     nodes = state.nodes
-    alive = tuple(node for node in deployment.stored.awaited_nodes if nodes[node].alive)
-    sources = tuple(nodes[node].statemanager for node in deployment.stored.nodes)
+    alive = tuple(node for node in deployment.wpg.stored.awaited_nodes if nodes[node].alive)
+    sources = tuple(nodes[node].statemanager for node in deployment.wpg.stored.nodes)
     if alive:
         effects.emit(
             MigrateState(
                 deployment=deployment.deployment,
-                seq=deployment.replay.durable_seq,
+                seq=deployment.work.replay.durable_seq,
                 sources=sources,
                 nodes=alive,
-                ranks=deployment.ranks,
+                ranks=deployment.placement.ranks,
             )
         )
 
 
 def migrated(state: State, effects: Effects, deployment: Deployment, node: NodeId) -> bool:
     """Note that a node has the durable version. True once all have, so the workers can launch."""
-    if deployment.state != WpgState.MIGRATING or node not in deployment.stored.awaited_nodes:
+    if (
+        deployment.wpg.state != WpgState.MIGRATING
+        or node not in deployment.wpg.stored.awaited_nodes
+    ):
         return False
-    if not deployment.stored.copied_to(node):
+    if not deployment.wpg.stored.copied_to(node):
         return False
     _release_left_nodes(effects, deployment)
-    deployment.stored.move_to(deployment.nodes)
+    deployment.wpg.stored.move_to(deployment.placement.nodes)
     # Only the durable version was copied.
     forget_previous(state, effects, deployment)
     record_tier(deployment, HOST)
-    wpg.resume(deployment)
+    deployment.wpg.resume()
     return True
 
 
 def _begin(cluster: Cluster, deployment: Deployment, cause: MoveCause, reason: str) -> None:
-    deployment.moves.plan(Relocation(reason=reason, cause=cause))
+    deployment.wpg.moves.plan(Relocation(reason=reason, cause=cause))
     cluster.relocating[deployment.deployment] = None
 
 
 def _release_left_nodes(effects: Effects, deployment: Deployment) -> None:
     """Release the state on nodes that the deployment has left."""
-    here = deployment.nodes
-    gone = tuple(each for each in deployment.stored.nodes if each not in here)
+    here = deployment.placement.nodes
+    gone = tuple(each for each in deployment.wpg.stored.nodes if each not in here)
     if gone:
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=gone))
-        deployment.stored.keep_only(here)
+        deployment.wpg.stored.keep_only(here)
 
 
 def _has_pending_pulls(state: State, deployment: Deployment) -> bool:
@@ -306,9 +308,9 @@ def _has_pending_pulls(state: State, deployment: Deployment) -> bool:
     operations = state.operations
     for name in state.job(deployment.job).deployments:
         other = state.deployment(name)
-        if other.group is None:
+        if other.placement.group is None:
             continue
-        for each in (*other.running, *other.queue):
+        for each in (*other.work.running, *other.work.queue):
             operation = operations[each]
             if operation.source != deployment.deployment:
                 continue
@@ -378,10 +380,10 @@ def _elsewhere(
                     cluster.settings.config.migrates or gpus is None or not _has_state(deployment)
                 )
                 if gpus is not None and (
-                    reach or {gpu.node for gpu in gpus} <= set(deployment.stored.nodes)
+                    reach or {gpu.node for gpu in gpus} <= set(deployment.wpg.stored.nodes)
                 ):
-                    assert deployment.group is not None
-                    own = Choice(group=deployment.group, mode=mode)
+                    assert deployment.placement.group is not None
+                    own = Choice(group=deployment.placement.group, mode=mode)
                     if suits(own):
                         return own
             case PlacementMode.STRICT | PlacementMode.OVERLAP:
@@ -406,7 +408,7 @@ def _reachable(
 ) -> list[Choice]:
     if settings.config.migrates or not _has_state(deployment):
         return choices
-    there = set(deployment.stored.nodes)
+    there = set(deployment.wpg.stored.nodes)
     return [
         choice
         for choice in choices
@@ -416,7 +418,7 @@ def _reachable(
 
 
 def _has_state(deployment: Deployment) -> bool:
-    return deployment.replay.durable_seq > 0 or deployment.residency == Residency.DEVICE
+    return deployment.work.replay.durable_seq > 0 or deployment.wpg.residency == Residency.DEVICE
 
 
 def _may_reopen(state: State, settings: Settings, group: Group) -> bool:
@@ -429,9 +431,9 @@ def _may_reopen(state: State, settings: Settings, group: Group) -> bool:
 
 def _waiting(deployment: Deployment) -> float:
     """The part of its time that a member has waited since it joined its group."""
-    record = deployment.placement
+    record = deployment.placement.record
     since = -math.inf if record is None else record.at
-    cycles = deployment.cycles.measured
+    cycles = deployment.demand.cycles.measured
     if cycles and cycles[0].started_at < since:
         cycles = [cycle for cycle in cycles if cycle.started_at >= since]
     if len(cycles) < CYCLES_MIN:

@@ -22,7 +22,7 @@ def next_use_s(member: "Deployment", now: float) -> float | None:
     A member with waiting work needs its state as soon as it gets the group. Any other member is
     expected one usual pause after its last burst.
     """
-    if member.queue or member.replay.replaying:
+    if member.work.queue or member.work.replay.replaying:
         return 0.0
     pause_s, ended_at = usual_pause_s(member), worked_until(member)
     if pause_s is None or ended_at is None:
@@ -38,16 +38,18 @@ def is_overdue(due_s: float, pause_s: float) -> bool:
 
 def worked_until(member: "Deployment") -> float | None:
     """When the last burst ended; for a holder that pauses, when the pause began."""
-    if member.burst.started_at is not None and member.burst.idle_since is not None:
-        return member.burst.idle_since
-    return member.burst.ended_at
+    if member.demand.burst.started_at is not None and member.demand.burst.idle_since is not None:
+        return member.demand.burst.idle_since
+    return member.demand.burst.ended_at
 
 
 def usual_pause_s(member: "Deployment") -> float | None:
     """From the end of a burst to the arrival of the next one: as measured; before the first
     measurement the mean pause of the declared or remembered cycle; None if unknown."""
-    if member.estimates.think_seconds is not None:
-        return member.estimates.think_seconds
-    if member.trace is None:
+    if member.demand.estimates.think_seconds is not None:
+        return member.demand.estimates.think_seconds
+    if member.demand.trace is None:
         return None
-    return (member.trace.period_s - member.trace.busy_s) / len(member.trace.segments)
+    return (member.demand.trace.period_s - member.demand.trace.busy_s) / len(
+        member.demand.trace.segments
+    )

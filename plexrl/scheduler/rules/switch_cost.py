@@ -36,8 +36,8 @@ def load_s(
 ) -> float:
     """Predicted seconds to load the state onto the GPUs from its present tier. `ranks`: the GPUs to
     assume for a deployment that is not placed."""
-    estimates = deployment.estimates
-    if not deployment.stored.nvme_bytes:
+    estimates = deployment.demand.estimates
+    if not deployment.wpg.stored.nvme_bytes:
         known = estimates.seconds_by_kind.get(_LOAD)
         return known if known is not None else _by_model(state, deployment, _LOAD, ranks=ranks)
     known = estimates.nvme_load_seconds
@@ -48,7 +48,7 @@ def offload_s(
     state: "State", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
 ) -> float:
     """Predicted seconds to offload the state. `ranks`: as for `load_s`."""
-    known = deployment.estimates.seconds_by_kind.get(_OFFLOAD)
+    known = deployment.demand.estimates.seconds_by_kind.get(_OFFLOAD)
     return known if known is not None else _by_model(state, deployment, _OFFLOAD, ranks=ranks)
 
 
@@ -63,10 +63,10 @@ def moves_at_best_s(
     out to be slower, the measured waiting closes the group and moves the job that waits most, and
     the next job is judged by the measurement.
     """
-    at_best_s = deployment.state_bytes / deployment.workers / LINK_BYTES_PER_S
-    estimates = deployment.estimates
+    at_best_s = deployment.spec.state_bytes / deployment.spec.workers / LINK_BYTES_PER_S
+    estimates = deployment.demand.estimates
     load_tier, own_load_s = HOST, estimates.seconds_by_kind.get(_LOAD)
-    if deployment.stored.nvme_bytes:
+    if deployment.wpg.stored.nvme_bytes:
         load_tier, own_load_s = NVME, estimates.nvme_load_seconds
     own_offload_s = estimates.seconds_by_kind.get(_OFFLOAD)
     loads = own_load_s is not None or _model(state, deployment, _LOAD, load_tier, ranks) is not None
@@ -98,7 +98,7 @@ def load_after_s(state: "State", leaving: "Deployment", deployment: "Deployment"
     """Predicted seconds of a load from the end of the offload of `leaving` on. Links copy in both
     directions at once, so a part of the load takes place during the offload."""
     whole_s = load_s(state, deployment)
-    before_s = deployment.estimates.prefetched_part * whole_s
+    before_s = deployment.demand.estimates.prefetched_part * whole_s
     return whole_s - min(before_s, offload_s(state, leaving)) if before_s else whole_s
 
 
@@ -113,20 +113,20 @@ def observe_move(
         return
     if kind is _LOAD and moved is not None and moved.bytes_moved:
         seconds += moved.prefetch_s
-        if any(state.groups[each].switched for each in deployment.groups):
-            deployment.estimates.observe_prefetch(moved.prefetched_bytes / moved.bytes_moved)
+        if any(state.groups[each].switched for each in deployment.placement.groups):
+            deployment.demand.estimates.observe_prefetch(moved.prefetched_bytes / moved.bytes_moved)
     tier = HOST if moved is None else moved.tier
     if tier == NVME and kind is _LOAD:
-        deployment.estimates.observe_nvme_load(seconds)
+        deployment.demand.estimates.observe_nvme_load(seconds)
     else:
-        deployment.estimates.observe(kind, 0, seconds)
+        deployment.demand.estimates.observe(kind, 0, seconds)
     nbytes = 0 if moved is None else moved.bytes_moved
     # A paced deployment moves a tiny state in the time of a large one, which is true of no other.
-    if not nbytes or deployment.pace:
+    if not nbytes or deployment.spec.pace:
         return
-    nodes = len(deployment.nodes) or 1
+    nodes = len(deployment.placement.nodes) or 1
     models = state.move_laws
-    path = _path(state, deployment.ranks, kind, tier)
+    path = _path(state, deployment.placement.ranks, kind, tier)
     model = models.get(path)
     if model is None:
         model = models[path] = MoveLaw()
@@ -135,9 +135,9 @@ def observe_move(
 
 def record_tier(deployment: "Deployment", tier: str) -> None:
     """Record that the whole state is in `tier`, until its nodes report otherwise."""
-    nodes = deployment.nodes
-    per_node = deployment.state_bytes // max(1, len(nodes)) if tier == NVME else 0
-    deployment.stored.put_in_tier(nodes, per_node)
+    nodes = deployment.placement.nodes
+    per_node = deployment.spec.state_bytes // max(1, len(nodes)) if tier == NVME else 0
+    deployment.wpg.stored.put_in_tier(nodes, per_node)
 
 
 def state_reported(state: "State", effects: "Effects", event: "StateReported", now: float) -> None:
@@ -145,11 +145,11 @@ def state_reported(state: "State", effects: "Effects", event: "StateReported", n
     del now
     for report in event.states:
         deployment = state.deployments.get(report.deployment)
-        if deployment is None or event.node not in deployment.nodes:
+        if deployment is None or event.node not in deployment.placement.nodes:
             continue
         nvme_bytes = bounded_bytes(report.nvme_bytes)
-        deployment.stored.report(event.node, nvme_bytes, report.on_nvme[-VERSIONS_MAX:])
-        effects.touch_all(deployment.groups)
+        deployment.wpg.stored.report(event.node, nvme_bytes, report.on_nvme[-VERSIONS_MAX:])
+        effects.touch_all(deployment.placement.groups)
 
 
 def _by_model(
@@ -159,11 +159,11 @@ def _by_model(
     tier: str = HOST,
     ranks: "tuple[RankPlacement, ...] | None" = None,
 ) -> float:
-    if deployment.ranks:
-        nodes = len(deployment.nodes)
+    if deployment.placement.ranks:
+        nodes = len(deployment.placement.nodes)
     else:
         nodes = len({rank.node for rank in ranks or ()}) or 1
-    nbytes = deployment.state_bytes / nodes
+    nbytes = deployment.spec.state_bytes / nodes
     model = _model(state, deployment, kind, tier, ranks)
     return model.seconds(nbytes) if model is not None else nbytes / MOVE_BYTES_PER_S
 
@@ -177,7 +177,7 @@ def _model(
 ) -> MoveLaw | None:
     """The cost model of the path on the deployment's GPUs, or on `ranks`; None: nothing
     measured."""
-    there = deployment.ranks or ranks or ()
+    there = deployment.placement.ranks or ranks or ()
     models = state.move_laws
     model = models.get(_path(state, there, kind, tier))
     if model is None:

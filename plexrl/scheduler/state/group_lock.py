@@ -91,7 +91,7 @@ def withdraw(state: State, member: Deployment) -> None:
     for group in state.groups_of(member):
         if group.holder == member.deployment:
             incoming = group.incoming
-            if incoming is not None and state.deployments[incoming].spans:
+            if incoming is not None and state.deployments[incoming].placement.spans:
                 end_switch(state, state.deployments[incoming])
             release(group)
     # The offloads of the holders go on; the locks are free when they are done.

@@ -20,25 +20,18 @@ from plexrl.ids import (
     RouterId,
     TenantId,
 )
-from plexrl.model.memory.device_memory import DeviceMemory
-from plexrl.scheduler.state.demand.estimates import Estimates, MoveLaw
-from plexrl.scheduler.state.demand.reservation import Reservation
+from plexrl.scheduler.state.demand.estimates import MoveLaw
 from plexrl.scheduler.state.demand.trace import DemandTrace, ShapeDemand
-from plexrl.scheduler.state.deployment.backoff import Backoff
-from plexrl.scheduler.state.deployment.burst import Burst
-from plexrl.scheduler.state.deployment.cycles import Cycles
-from plexrl.scheduler.state.deployment.moves import Moves
-from plexrl.scheduler.state.deployment.processes import Processes
-from plexrl.scheduler.state.deployment.replay_log import ReplayLog
-from plexrl.scheduler.state.deployment.stored_version import PublishedVersion, StoredVersion
-from plexrl.scheduler.state.deployment.switch_times import SwitchTimes
+from plexrl.scheduler.state.deployment.demand import Demand
+from plexrl.scheduler.state.deployment.placement import Placement
+from plexrl.scheduler.state.deployment.spec import RequestedSpec
+from plexrl.scheduler.state.deployment.work import InFlight, Workload
+from plexrl.scheduler.state.deployment.wpg.wpg import Wpg
 from plexrl.scheduler.state.machines.job_states import JobState
-from plexrl.scheduler.state.machines.residency_states import Residency
-from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.operation import Failure, Operation
+from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.tenant import Tenant
-from plexrl.wire.messages import AnyMove, AnyRun, RankPlacement
-from plexrl.wire.operations import CheckpointSchedule, OperationKind
+from plexrl.wire.messages import RankPlacement
+from plexrl.wire.operations import OperationKind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,29 +80,6 @@ class ReservedStart:
     """How often the time has come without the GPUs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementRecord:
-    """How a deployment was placed on its group, for `explain`."""
-
-    at: float
-    way: str
-    group: GroupId
-    members: int
-    """Members of the group, including this one."""
-    by_prior: bool = False
-    """The demand of one of them was that of others like it, which tenants are not told."""
-    shift_s: float
-    """Micro-shift δ: seconds from `at` to the start of the first reserved cycle."""
-    setup_s: float
-    """Estimated seconds to load its state onto the GPUs."""
-    overlap_s: float
-    """Planned seconds of a cycle in which another member is busy too."""
-    interference_s: float
-    contention: float | None = None
-    """Predicted waiting / (waiting + running), averaged over the group's members including this
-    one; None if a member's demand was unknown."""
-
-
 @dataclass(slots=True, kw_only=True)
 class UsageRow:
     """Use of one job by operations of one kind."""
@@ -136,20 +106,6 @@ class Sharing:
 
 
 @dataclass(slots=True, kw_only=True)
-class InFlight:
-    """Accepted operations that are not finished, and the rate at which they end."""
-
-    operations: int = 0
-    payload_bytes: int = 0
-    ended_at: float | None = None
-    """When an operation last ended."""
-    gap_s: float | None = None
-    """Average time between two ends, while there are operations."""
-    bytes_each: float = 0.0
-    """Average payload of an operation."""
-
-
-@dataclass(slots=True, kw_only=True)
 class HeldTime:
     """GPU time that a tenant's jobs held; it decides the order of admission."""
 
@@ -162,136 +118,30 @@ class HeldTime:
 
 @dataclass(slots=True, kw_only=True)
 class Deployment:
-    """A deployment and the WPG that runs it."""
+    """A deployment and the WPG that runs it, in five parts. Each is written by its own module
+    alone (`tests/scheduler/state/test_owners.py`)."""
 
     deployment: DeploymentId
     job: JobId
-    kind: str
-    workers: int
-    state_bytes: int
-    exclusive: bool
-    """It shares its groups with no other deployment."""
-    spec_json: str
-    created_at: float
-    estimates: Estimates
     serial: int = 0
     """Number in the order of creation; breaks ties."""
-    created_spec_json: str = ""
-    """The specification that its controller creates it with; empty: `spec_json`."""
-    state: WpgState = WpgState.WAITING
-    residency: Residency = Residency.NONE
-    groups: tuple[GroupId, ...] = ()
-    """The groups that it is on, in the order of its ranks; several if it *spans* them. It runs only
-    while it has the locks of all. Empty: it has no GPUs."""
-    ranks: tuple[RankPlacement, ...] = ()
-    nodes: tuple[NodeId, ...] = ()
-    """Nodes of its ranks, without repetition, sorted by name."""
-    node_type: str = ""
-    """Required node type; empty: any."""
-    trace: DemandTrace | None = None
-    """Its demand, measured or declared by the user; None: unknown."""
-    has_prior: bool = False
-    """`trace` is that of earlier deployments like it (`accounting.earlier_jobs`), until its own
-    profile is complete."""
-    reservation: Reservation | None = None
-    placement: PlacementRecord | None = None
-    queue: list[OperationId] = field(default_factory=list)
-    running: dict[OperationId, AnyRun] = field(default_factory=dict)
-    moving: AnyMove | None = None
-    """The internal move (load, offload, snapshot) in flight."""
-    waiting_gradients: int = 0
-    """Batches whose gradients are computed and wait for a step."""
-    unacknowledged: list[Failure] = field(default_factory=list)
-    """Failures that halt its mutations, syncs and checkpoints until the controller acknowledges
-    them, oldest first."""
-    trainer_step: int = 0
-    """Optimizer steps in its weights; for a rollout or reference, the trainer's steps in the
-    weights that were synced or loaded last."""
-    metered_at: float | None = None
-    """Time up to which the GPU time of its runs is counted."""
-    in_flight: InFlight = field(default_factory=InFlight)
-    no_snapshot_until: float = 0.0
-    """Earliest time of the next snapshot after one that found no free space. 0: the last one
-    succeeded."""
-    processes: Processes = field(default_factory=Processes)
-    moves: Moves = field(default_factory=Moves)
-    stored: StoredVersion = field(default_factory=StoredVersion)
-    published: PublishedVersion | None = None
-    """What its newest `publish` made; None: there is none, or it is gone."""
-    reader_nodes: list[NodeId] = field(default_factory=list)
-    """Other nodes that have pulled what it published; their StateManagers may hold replicas."""
-    cycles: Cycles = field(default_factory=Cycles)
-    replay: ReplayLog = field(default_factory=ReplayLog)
-    burst: Burst = field(default_factory=Burst)
-    switch_times: SwitchTimes = field(default_factory=SwitchTimes)
-    backoff: Backoff = field(default_factory=Backoff)
-    preemptible: bool = False
-    """It uses only the idle time of a group of others, as one of its `fillers`."""
-    shares_if_scarce: bool = False
-    """It is `exclusive` until GPUs are scarce (`admission.automatic_sharing`)."""
-    shares_for: DeploymentId | None = None
-    """The deployment that waited for GPUs when it began to share; None: it did not."""
-    memory: DeviceMemory | None = None
-    """What it needs on each GPU; None: unknown, its state only."""
-    pace: str = ""
-    """As in `DeploymentCreated`. What it takes tells nothing of deployments that compute."""
-    checkpoints: CheckpointSchedule | None = None
-    """As in `DeploymentCreated`."""
-    peak_bytes: int = 0
-    """The largest reported peak of torch's allocator on one of its GPUs; 0: none was reported."""
-    watch_at: float = 0.0
-    """When its runs are looked at next (`operations.deadlines`); 0: nothing runs."""
-
-    @property
-    def group(self) -> GroupId | None:
-        """The group of its first ranks; None: it has no GPUs."""
-        return self.groups[0] if self.groups else None
-
-    @property
-    def spans(self) -> bool:
-        """Whether it is on several groups."""
-        return len(self.groups) > 1
-
-    @property
-    def is_ready(self) -> bool:
-        return self.state == WpgState.READY
+    created_at: float
+    spec: RequestedSpec
+    placement: Placement = field(default_factory=Placement)
+    wpg: Wpg = field(default_factory=Wpg)
+    work: Workload = field(default_factory=Workload)
+    demand: Demand
 
     @property
     def has_gpus(self) -> bool:
         """Whether GPUs were given to it; a filler uses those of others."""
-        return bool(self.groups) and not self.preemptible
-
-    @property
-    def shares(self) -> bool:
-        return not self.exclusive
-
-    @property
-    def is_undecided(self) -> bool:
-        """Whether it has groups of its own, and will share them if GPUs are scarce."""
-        return self.exclusive and self.shares_if_scarce
-
-    @property
-    def may_share(self) -> bool:
-        """Whether it shares, or will if GPUs are scarce: its demand matters."""
-        return not self.exclusive or self.shares_if_scarce
-
-    @property
-    def has_own_trace(self) -> bool:
-        """Whether its demand was measured or declared."""
-        return self.trace is not None and not self.has_prior
+        return bool(self.placement.groups) and not self.spec.preemptible
 
     @property
     def is_profiled(self) -> bool:
         """Whether its demand is measured: others may use its group, or it trains."""
-        return not self.preemptible and (self.kind != "rollout" or self.may_share)
-
-    def sent_at(self, operation: Operation) -> float | None:
-        """When its operation or move was last sent to the workers; None: it waits. A repetition
-        leaves `started_at`, which is of the first run."""
-        run = self.running.get(operation.operation)
-        if run is not None and run.replay:
-            return self.replay.sent_at
-        return operation.started_at
+        spec = self.spec
+        return not spec.preemptible and (spec.kind != "rollout" or spec.may_share)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -493,8 +343,8 @@ class State:
     def group_of(self, deployment: Deployment) -> Group | None:
         """The group of a deployment's first ranks; None while it waits for GPUs, and after its
         end."""
-        return self.groups[deployment.groups[0]] if deployment.groups else None
+        return self.groups[deployment.placement.groups[0]] if deployment.placement.groups else None
 
     def groups_of(self, deployment: Deployment) -> list[Group]:
         """All groups of a deployment, in the order of its ranks."""
-        return [self.groups[name] for name in deployment.groups]
+        return [self.groups[name] for name in deployment.placement.groups]

@@ -69,15 +69,16 @@ def test_a_job_is_planned_by_that_of_another_tenant_until_it_is_measured() -> No
     submit(cluster, "first", tenant="one")
     train(cluster, "first", 4)
     later = submit(cluster, "later", tenant="two")
-    assert later.has_prior
-    assert later.trace is not None
-    assert later.trace.busy_s == pytest.approx(10.0)
-    assert later.trace.cycles == 0
-    assert later.groups == deployment_of(cluster, "first").groups, "it shares at once"
+    assert later.demand.has_prior
+    assert later.demand.trace is not None
+    assert later.demand.trace.busy_s == pytest.approx(10.0)
+    assert later.demand.trace.cycles == 0
+    first = deployment_of(cluster, "first")
+    assert later.placement.groups == first.placement.groups, "it shares at once"
     train(cluster, "later", 4, work_s=20.0)
-    assert not later.has_prior
-    assert later.trace.cycles == 3
-    assert later.trace.busy_s == pytest.approx(20.0)
+    assert not later.demand.has_prior
+    assert later.demand.trace.cycles == 3
+    assert later.demand.trace.busy_s == pytest.approx(20.0)
 
 
 def test_waiting_jobs_are_planned_by_the_first_measured_cycle_of_one_like_them() -> None:
@@ -85,12 +86,13 @@ def test_waiting_jobs_are_planned_by_the_first_measured_cycle_of_one_like_them()
     cluster.start_node(2)
     submit(cluster, "first")
     waiting = [submit(cluster, f"waiting{number}", tenant=f"t{number}") for number in range(3)]
-    assert not any(each.groups for each in waiting)
+    assert not any(each.placement.groups for each in waiting)
     train(cluster, "first", 2)
     first = deployment_of(cluster, "first")
-    assert first.trace is not None
-    assert first.trace.cycles == 1
-    assert all(each.has_prior and each.groups == first.groups for each in waiting)
+    assert first.demand.trace is not None
+    assert first.demand.trace.cycles == 1
+    assert all(each.demand.has_prior for each in waiting)
+    assert all(each.placement.groups == first.placement.groups for each in waiting)
 
 
 def test_jobs_without_a_profile_that_have_gpus_are_planned_by_one_like_them() -> None:
@@ -100,10 +102,10 @@ def test_jobs_without_a_profile_that_have_gpus_are_planned_by_one_like_them() ->
     beside = submit(cluster, "beside")
     late = submit(cluster, "late")
     train(cluster, "first", 2)
-    assert beside.has_prior
-    assert beside.reservation is not None
-    assert beside.reservation.trace is beside.trace
-    assert late.groups
+    assert beside.demand.has_prior
+    assert beside.placement.reservation is not None
+    assert beside.placement.reservation.trace is beside.demand.trace
+    assert late.placement.groups
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,8 @@ def test_a_like_job_has_the_same_limits_and_size_whatever_its_model_is_called(
     known = {"model": {"path": "/home/one/m"}, "max_sequence_tokens": 512}
     submit(cluster, "first", tenant="one", spec=json.dumps(known))
     train(cluster, "first", 4)
-    assert submit(cluster, "later", tenant="two", spec=json.dumps(spec)).has_prior == is_alike
+    later = submit(cluster, "later", tenant="two", spec=json.dumps(spec))
+    assert later.demand.has_prior == is_alike
     assert "home" not in str(cluster.core.cluster.state.shapes)
     assert "first" not in str(cluster.core.cluster.state.shapes)
 
@@ -132,8 +135,8 @@ def test_a_specification_may_say_anything(spec: str) -> None:
     cluster.start_node(2)
     submit(cluster, "first", spec=spec)
     train(cluster, "first", 4)
-    assert submit(cluster, "later", spec=spec).has_prior
-    assert not submit(cluster, "other", spec=spec + "2").has_prior
+    assert submit(cluster, "later", spec=spec).demand.has_prior
+    assert not submit(cluster, "other", spec=spec + "2").demand.has_prior
 
 
 def test_no_tenant_sees_the_demand_of_others() -> None:
@@ -154,7 +157,7 @@ def test_one_strange_job_does_not_decide_what_is_expected() -> None:
         submit(cluster, f"j{number}", slo=0.25)
     for number in range(PROFILES_OF_SHAPE):
         train(cluster, f"j{number}", 4, work_s=1.0 if not number else 20.0)
-    trace = submit(cluster, "later").trace
+    trace = submit(cluster, "later").demand.trace
     assert trace is not None
     assert trace.busy_s == pytest.approx(20.0)
 
@@ -165,8 +168,8 @@ def test_a_tight_bound_is_not_staked_on_the_demand_of_others() -> None:
     submit(cluster, "first", slo=0.2)
     train(cluster, "first", 4)
     later = submit(cluster, "later")
-    assert later.has_prior
-    assert not later.groups
+    assert later.demand.has_prior
+    assert not later.placement.groups
 
 
 def test_without_it_a_group_stays_closed_until_profiles_are_complete() -> None:
@@ -175,10 +178,10 @@ def test_without_it_a_group_stays_closed_until_profiles_are_complete() -> None:
     submit(cluster, "first")
     later = submit(cluster, "later", tenant="two")
     train(cluster, "first", 3)
-    assert not later.groups
+    assert not later.placement.groups
     train(cluster, "first", 1)
-    assert not later.has_prior
-    assert later.trace is None
+    assert not later.demand.has_prior
+    assert later.demand.trace is None
 
 
 def test_a_restored_scheduler_expects_the_same() -> None:
@@ -192,7 +195,7 @@ def test_a_restored_scheduler_expects_the_same() -> None:
     assert restored.dump() == body
     restored.check_invariants()
     assert restored.cluster.state.shapes == cluster.core.cluster.state.shapes
-    assert restored.cluster.state.deployments[DeploymentId("later/actor")].has_prior
+    assert restored.cluster.state.deployments[DeploymentId("later/actor")].demand.has_prior
 
 
 @pytest.mark.parametrize("restored", [False, True])
@@ -210,7 +213,7 @@ def test_the_one_whose_earlier_jobs_were_longest_goes_first(restored: bool) -> N
         cluster.restart_scheduler(restored=True)
     order: list[str] = []
     for _ in names:
-        (now,) = (each for each in names if deployment_of(cluster, f"{each}2").groups)
+        (now,) = (each for each in names if deployment_of(cluster, f"{each}2").placement.groups)
         order.append(now)
         finish(cluster, f"{now}2")
     assert order == ["holder", "long", "unknown", "short"]
@@ -250,8 +253,8 @@ def learn(cluster: FakeCluster, *, learns: bool) -> None:
 
 
 def busy_s(deployment: Deployment) -> float:
-    assert deployment.trace is not None
-    return deployment.trace.busy_s
+    assert deployment.demand.trace is not None
+    return deployment.demand.trace.busy_s
 
 
 def test_a_waiting_job_does_not_keep_the_prior_of_an_unusual_cycle() -> None:
@@ -261,11 +264,11 @@ def test_a_waiting_job_does_not_keep_the_prior_of_an_unusual_cycle() -> None:
     for work_s in (10.0, 97.0, 10.0):
         one_cycle(cluster, "first", work_s)
     assert busy_s(waiting) == pytest.approx(97.0)
-    assert not waiting.groups
+    assert not waiting.placement.groups
     for _ in range(3):
         one_cycle(cluster, "first", 10.0)
     assert busy_s(waiting) == pytest.approx(10.0)
-    assert waiting.groups == first.groups
+    assert waiting.placement.groups == first.placement.groups
 
 
 def test_waiting_jobs_of_one_shape_have_one_prior() -> None:
@@ -274,10 +277,11 @@ def test_waiting_jobs_of_one_shape_have_one_prior() -> None:
     submit(cluster, "first", slo=0.05)
     waiting = [submit(cluster, f"waiting{number}") for number in range(3)]
     train(cluster, "first", 2)
-    before = waiting[0].trace
+    before = waiting[0].demand.trace
     assert before is not None
     train(cluster, "first", 4, work_s=11.0)
-    assert {id(each.trace) for each in waiting} == {id(before)}, "a small change renews nothing"
+    same = {id(each.demand.trace) for each in waiting} == {id(before)}
+    assert same, "a small change renews nothing"
     assert len(list(cluster.core.cluster.waiting.kinds())) == 1
 
 
@@ -328,10 +332,10 @@ def test_no_tight_bound_is_staked_on_one_cycle_of_a_predecessor() -> None:
     waiting = submit_named(cluster, "waiting", "name", slo=0.05)
     train(cluster, "first", 2)
     later = submit_named(cluster, "later", "name", slo=0.05)
-    assert waiting.has_prior
-    assert later.has_prior
-    assert not waiting.groups
-    assert not later.groups
+    assert waiting.demand.has_prior
+    assert later.demand.has_prior
+    assert not waiting.placement.groups
+    assert not later.placement.groups
 
 
 def submit_named(cluster: FakeCluster, job: str, name: str, **fields: object) -> Deployment:
@@ -348,8 +352,8 @@ def test_exclusive_deployments_are_not_planned() -> None:
     alone = submit_alone(cluster, "alone", "name")
     submit_named(cluster, "first", "name")
     train(cluster, "first", 4)
-    assert alone.trace is None
-    assert alone.reservation is None or alone.reservation.trace is None
+    assert alone.demand.trace is None
+    assert alone.placement.reservation is None or alone.placement.reservation.trace is None
 
 
 def test_a_job_counts_once_however_many_deployments_it_has() -> None:
@@ -389,12 +393,12 @@ def test_what_was_learnt_is_not_used_while_learning_is_off() -> None:
     first = submit_named(cluster, "first", "name")
     train(cluster, "first", 4)
     later = submit(cluster, "later", tenant="two")
-    assert later.groups == first.groups
+    assert later.placement.groups == first.placement.groups
     usual = [cluster.core.cluster.state.jobs[JobId("first")].usual_s]
     learn(cluster, learns=False)
-    assert later.trace is None
-    assert not later.has_prior
-    assert first.trace is not None
+    assert later.demand.trace is None
+    assert not later.demand.has_prior
+    assert first.demand.trace is not None
     (group,) = cluster.core.cluster.state.groups.values()
     assert not cluster.core.cluster.inventory.is_open(group)
     waiting = submit(cluster, "waiting", tenant="three")
@@ -403,10 +407,10 @@ def test_what_was_learnt_is_not_used_while_learning_is_off() -> None:
     usual += [jobs[JobId(job)].usual_s for job in ("first", "named")]
     assert usual == [65536.0, 0.0, 0.0]
     train(cluster, "first", 1)
-    assert waiting.trace is None
+    assert waiting.demand.trace is None
     learn(cluster, learns=True)
-    assert waiting.has_prior
-    assert later.has_prior
+    assert waiting.demand.has_prior
+    assert later.demand.has_prior
     assert jobs[JobId("named")].usual_s == 65536.0
     assert cluster.core.cluster.inventory.is_open(group)
 
@@ -416,13 +420,13 @@ def test_a_profile_of_one_cycle_is_completed_while_learning_is_off() -> None:
     cluster.start_node(2)
     first = submit(cluster, "first")
     train(cluster, "first", 2)
-    assert first.trace is not None
+    assert first.demand.trace is not None
     learn(cluster, learns=False)
-    assert first.trace is None
+    assert first.demand.trace is None
     (group,) = cluster.core.cluster.state.groups.values()
     assert not cluster.core.cluster.inventory.is_open(group)
     train(cluster, "first", 6)
-    assert first.trace.cycles == 3
+    assert first.demand.trace.cycles == 3
 
 
 def test_the_shapes_are_bounded() -> None:
@@ -432,9 +436,9 @@ def test_the_shapes_are_bounded() -> None:
     train(cluster, "first", 4)
     state, long = cluster.core.cluster.state, "x" * 10_000
     for number in range(SHAPES_MAX + 9):
-        first.spec_json = f"{long}{number}"
+        first.spec.spec_json = f"{long}{number}"
         remember(state, cluster.core.settings, first)
-    first.spec_json = "{}"
+    first.spec.spec_json = "{}"
     assert len(state.shapes) == SHAPES_MAX
     assert max(map(len, state.shapes)) < 100
 
@@ -447,7 +451,7 @@ def test_deployments_for_other_types_of_node_are_not_alike() -> None:
     cluster.join_node(2, "other", node_type="x")
     cluster.job("later")
     cluster.deploy("later/actor", workers=2, node_type="x")
-    assert not deployment_of(cluster, "later").has_prior
+    assert not deployment_of(cluster, "later").demand.has_prior
 
 
 def test_a_member_that_was_awaited_in_vain_has_a_profile_with_a_prior() -> None:
@@ -456,10 +460,10 @@ def test_a_member_that_was_awaited_in_vain_has_a_profile_with_a_prior() -> None:
     submit(cluster, "first")
     silent = submit(cluster, "silent")
     cluster.pass_time(151.0)
-    assert silent.cycles.is_overdue
+    assert silent.demand.cycles.is_overdue
     train(cluster, "first", 2)
-    assert silent.has_prior
-    assert not silent.cycles.is_overdue
+    assert silent.demand.has_prior
+    assert not silent.demand.cycles.is_overdue
 
 
 def test_another_layout_has_another_prior() -> None:
@@ -473,11 +477,11 @@ def test_another_layout_has_another_prior() -> None:
     cluster.job("b")
     cluster.deploy("b/rollout", "rollout", 2, shares=True)
     later = cluster.core.cluster.state.deployments[DeploymentId("b/rollout")]
-    assert later.has_prior
+    assert later.demand.has_prior
     cluster.relayout("b/rollout", "{other}")
-    assert later.trace is None
-    assert not later.has_prior
-    assert later.reservation is None or later.reservation.trace is None
+    assert later.demand.trace is None
+    assert not later.demand.has_prior
+    assert later.placement.reservation is None or later.placement.reservation.trace is None
 
 
 def test_a_paced_job_tells_nothing_of_jobs_that_compute() -> None:

@@ -55,14 +55,14 @@ class Load:
     def look(self) -> None:
         """Record the jobs that start."""
         for each in self.cluster.core._context.state.deployments.values():
-            if each.group is not None and each.job not in self.begun:
+            if each.placement.group is not None and each.job not in self.begun:
                 self.begun[each.job] = self.cluster.now
                 heapq.heappush(self.ends, (self.cluster.now + self.lengths[each.job], each.job))
 
     def end_next(self) -> None:
         at, job = heapq.heappop(self.ends)
         self.cluster.pass_time(at - self.cluster.now)
-        workers = self.cluster.core._context.state.deployment(f"{job}/a").workers
+        workers = self.cluster.core._context.state.deployment(f"{job}/a").spec.workers
         self.gpu_seconds[self.owners[job]] += workers * self.lengths[job]
         self.cluster.send(ev.JobFinished(job=job, outcome="completed"))
         self.look()

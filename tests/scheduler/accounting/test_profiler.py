@@ -11,6 +11,8 @@ from plexrl.scheduler.rules.settings import ProfilerConfig
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.deployment.cycles import BusySpan, Cycle
+from plexrl.scheduler.state.deployment.demand import Demand
+from plexrl.scheduler.state.deployment.spec import RequestedSpec
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 from tests.examples import examples
@@ -22,13 +24,17 @@ def deployment() -> Deployment:
     return Deployment(
         deployment="a/actor",
         job="a",
-        kind="train",
-        workers=2,
-        state_bytes=1,
-        exclusive=False,
-        spec_json="{}",
         created_at=0.0,
-        estimates=Estimates(1),
+        spec=RequestedSpec(
+            kind="train",
+            workers=2,
+            state_bytes=1,
+            exclusive=False,
+            spec_json="{}",
+        ),
+        demand=Demand(
+            estimates=Estimates(1),
+        ),
     )
 
 
@@ -38,7 +44,7 @@ def live(
     """One cycle: each run is (kind, seconds waited for the group, seconds on it)."""
     now += rollout_s
     for kind, waited_s, seconds in runs:
-        one.burst.want(now)
+        one.demand.burst.want(now)
         now += waited_s
         profiler.next_began(one, kind, now)
         profiler.run_began(one, now, overlapped=False)
@@ -64,10 +70,10 @@ def test_a_cycle_with_warm_up_a_straggler_and_waiting_gives_the_trace_of_the_job
         runs = [(kind, rng.choice((0.0, 0.0, 40.0)), slow * s) for kind, s in CYCLE]
         now = live(one, now, rollout_s, runs)
     assert profiler.refresh(one, CONFIG)
-    assert one.trace is not None
-    assert one.trace.period_s == pytest.approx(231.5 + BUSY_S)
-    assert [segment.duration_s for segment in one.trace.segments] == [pytest.approx(BUSY_S)]
-    assert one.trace.jitter_s == pytest.approx(0.0, abs=1e-6)
+    assert one.demand.trace is not None
+    assert one.demand.trace.period_s == pytest.approx(231.5 + BUSY_S)
+    assert [segment.duration_s for segment in one.demand.trace.segments] == [pytest.approx(BUSY_S)]
+    assert one.demand.trace.jitter_s == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_job_that_publishes_nothing_has_cycles_that_end_with_the_optimizer_step() -> None:
@@ -80,8 +86,8 @@ def test_a_job_that_publishes_nothing_has_cycles_that_end_with_the_optimizer_ste
             [(OperationKind.FORWARD_BACKWARD, 0.0, 3.0), (OperationKind.OPTIM_STEP, 0.0, 1.0)],
         )
     assert profiler.refresh(one, CONFIG)
-    assert one.trace is not None
-    assert one.trace.period_s == pytest.approx(9.0)
+    assert one.demand.trace is not None
+    assert one.demand.trace.period_s == pytest.approx(9.0)
 
 
 def test_a_long_pause_inside_a_cycle_makes_two_segments() -> None:
@@ -90,9 +96,9 @@ def test_a_long_pause_inside_a_cycle_makes_two_segments() -> None:
         now = live(one, now, 50.0, [(OperationKind.FORWARD, 0.0, 10.0)])
         now = live(one, now, 20.0, [(OperationKind.PUBLISH, 0.0, 20.0)])
     assert profiler.refresh(one, CONFIG)
-    assert one.trace is not None
-    assert [s.offset_s for s in one.trace.segments] == pytest.approx([0.0, 30.0])
-    assert [s.duration_s for s in one.trace.segments] == pytest.approx([10.0, 20.0])
+    assert one.demand.trace is not None
+    assert [s.offset_s for s in one.demand.trace.segments] == pytest.approx([0.0, 30.0])
+    assert [s.duration_s for s in one.demand.trace.segments] == pytest.approx([10.0, 20.0])
 
 
 def test_a_lasting_change_renews_the_profile_and_one_slow_cycle_does_not() -> None:
@@ -101,19 +107,19 @@ def test_a_lasting_change_renews_the_profile_and_one_slow_cycle_does_not() -> No
     for _ in range(6):
         now = live(one, now, 50.0, runs)
         profiler.refresh(one, CONFIG)
-    first = one.trace
+    first = one.demand.trace
     now = live(one, now, 500.0, runs)
     for _ in range(4):
         now = live(one, now, 50.0, runs)
         assert not profiler.refresh(one, CONFIG)
-    assert one.trace is first
+    assert one.demand.trace is first
     renewed = 0
     for _ in range(8):
         now = live(one, now, 90.0, runs)
         renewed += profiler.refresh(one, CONFIG)
     assert renewed >= 1
-    assert one.trace is not None
-    assert one.trace.period_s == pytest.approx(101.0)
+    assert one.demand.trace is not None
+    assert one.demand.trace.period_s == pytest.approx(101.0)
 
 
 def test_what_runs_beside_a_rollout_has_slack_until_the_next_segment() -> None:
@@ -170,14 +176,14 @@ def test_a_wait_beside_a_rollout_delays_nothing_only_if_the_trainer_idles_afterw
         one, now = deployment(), 0.0
         for _ in range(4):
             began_at = now
-            one.burst.want(now)
+            one.demand.burst.want(now)
             now += 30.0
             profiler.next_began(one, OperationKind.OPTIM_STEP, now)
             profiler.run_began(one, now, overlapped=True)
             now += 70.0 - idle_s
             profiler.run_ended(one, OperationKind.OPTIM_STEP, now - 1, now, overlapped=False)
             now = began_at + 100.0
-        return one.cycles.measured[-1].waited_s
+        return one.demand.cycles.measured[-1].waited_s
 
     usual_s = profiler.MERGE_PART * 100.0
     assert waited_s(usual_s + 1.0) == 0.0

@@ -88,8 +88,8 @@ class Metered(FakeCluster):
             return []
         found: list[cmd.Run] = []
         for each in self.core._context.state.deployments.values():
-            found += each.running.values()
-            found += [each.moving] if each.moving is not None else []
+            found += each.work.running.values()
+            found += [each.wpg.moving] if each.wpg.moving is not None else []
         return found
 
     def _row(self, run: Run) -> Row:

@@ -50,7 +50,7 @@ class SlowAdmission:
         for slow in self.groups:
             for member in slow.members:
                 tenant = state.jobs[member.job].tenant
-                self.held[tenant] = self.held.get(tenant, 0) + member.workers
+                self.held[tenant] = self.held.get(tenant, 0) + member.spec.workers
         self.held_before = dict(self.held)
         self.is_tied = False
         """The last digits of two tenants' shares decided, which differ from the scheduler's."""
@@ -70,10 +70,10 @@ class SlowAdmission:
                 continue
             if self._place_gang(gang, blocking):
                 placed.update(each.deployment for each in gang)
-                gpus = sum(each.workers for each in gang)
+                gpus = sum(each.spec.workers for each in gang)
                 self.held[job.tenant] = self.held.get(job.tenant, 0) + gpus
             elif self.now - first.created_at >= self.config.starvation_bound_s:
-                blocking += [(each.node_type, each.workers) for each in gang]
+                blocking += [(each.spec.node_type, each.spec.workers) for each in gang]
         return placed
 
     def _key(self, deployment: Deployment) -> tuple[object, ...]:
@@ -106,12 +106,12 @@ class SlowAdmission:
 
     def _exceeds_quota(self, tenant: TenantId, gang: list[Deployment]) -> bool:
         most = self.state.tenants[tenant].gpus_max
-        wanted = sum(each.workers for each in gang)
+        wanted = sum(each.spec.workers for each in gang)
         return most is not None and self.held.get(tenant, 0) + wanted > most
 
     def _place_gang(self, gang: list[Deployment], blocking: list[tuple[str, int]]) -> bool:
         free, groups = dict(self.free), [(each, list(each.members)) for each in self.groups]
-        for each in sorted(gang, key=lambda d: (-d.workers, d.serial)):
+        for each in sorted(gang, key=lambda d: (-d.spec.workers, d.serial)):
             if not self._place(each, blocking):
                 self.free = free
                 self.groups = [group for group, _ in groups]
@@ -121,11 +121,11 @@ class SlowAdmission:
         return True
 
     def _place(self, deployment: Deployment, blocking: list[tuple[str, int]]) -> bool:
-        wanted = deployment.node_type
+        wanted = deployment.spec.node_type
         rivals = [gpus for kind, gpus in blocking if "" in (kind, wanted) or kind == wanted]
-        if deployment.workers in rivals:
+        if deployment.spec.workers in rivals:
             return False
-        if self.config.policy == "pack" and not deployment.exclusive:
+        if self.config.policy == "pack" and not deployment.spec.exclusive:
             fitting = [group for group in self.groups if self._may_join(group, deployment)]
             if fitting:
                 best = min(fitting, key=lambda g: (-len(g.members), -self._load(g), g.serial))
@@ -134,39 +134,39 @@ class SlowAdmission:
         if rivals:
             return False
         for node_type in sorted(self.free):
-            if wanted in ("", node_type) and self.free[node_type] >= deployment.workers:
-                self.free[node_type] -= deployment.workers
+            if wanted in ("", node_type) and self.free[node_type] >= deployment.spec.workers:
+                self.free[node_type] -= deployment.spec.workers
                 serial = max([group.serial for group in self.groups], default=0) + 1
-                is_shared = not deployment.exclusive
+                is_shared = not deployment.spec.exclusive
                 self.groups.append(
-                    SlowGroup(node_type, deployment.workers, is_shared, serial, [deployment])
+                    SlowGroup(node_type, deployment.spec.workers, is_shared, serial, [deployment])
                 )
                 return True
         return False
 
     def _may_join(self, group: SlowGroup, deployment: Deployment) -> bool:
         kept = sum(
-            member.state_bytes
+            member.spec.state_bytes
             for other in self.groups
             if other.shared and other.node_type == group.node_type
             for member in other.members
         )
         return (
             group.shared
-            and group.gpus == deployment.workers
-            and deployment.node_type in ("", group.node_type)
+            and group.gpus == deployment.spec.workers
+            and deployment.spec.node_type in ("", group.node_type)
             and len(group.members) < self.config.residents_max
-            and kept + deployment.state_bytes <= self.memory[group.node_type]
+            and kept + deployment.spec.state_bytes <= self.memory[group.node_type]
             and self._load(group) + self._duty(deployment) <= self.config.load_max + 1e-9
         )
 
     def _load(self, group: SlowGroup) -> float:
         """Sum of the duties that the members have reserved."""
         share = self.config.load_max / self.config.residents_max
-        return math.fsum(self._duty(each) if each.trace else share for each in group.members)
+        return math.fsum(self._duty(each) if each.demand.trace else share for each in group.members)
 
     def _duty(self, deployment: Deployment) -> float:
-        if deployment.trace is None:
+        if deployment.demand.trace is None:
             return self.config.load_max / self.config.residents_max
-        busy_s = sum(segment.duration_s for segment in deployment.trace.segments)
-        return busy_s / deployment.trace.period_s
+        busy_s = sum(segment.duration_s for segment in deployment.demand.trace.segments)
+        return busy_s / deployment.demand.trace.period_s

@@ -49,18 +49,18 @@ def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
         if why_not_yet(cluster, deployment) is not None:
             continue
         only = allowed_modes(cluster, gang, ahead, now)
-        types = [each.node_type for each in gang]
+        types = [each.spec.node_type for each in gang]
         if place_all(cluster, gang, only, reservations, now):
             placed += [each.deployment for each in gang]
         elif blocks_others(cluster, deployment, now):
             if not cluster.settings.policy.backfills:
-                ahead.update((each.node_type, each.workers) for each in gang)
+                ahead.update((each.spec.node_type, each.spec.workers) for each in gang)
             elif not any(is_rival_of(head, types) for head in heads):
                 heads.append(gang)
                 if reserve(cluster, deployment, now):
                     reservations.append(Reservation(cluster, deployment.deployment, now))
                 else:
-                    ahead.update((each.node_type, each.workers) for each in gang)
+                    ahead.update((each.spec.node_type, each.spec.workers) for each in gang)
     return placed
 
 
@@ -117,7 +117,9 @@ def backlog(
 def end_a_job(cluster: FakeCluster, chosen: int) -> tuple[Cluster, ev.JobFinished] | None:
     """A second core just before the pass that the end of a chosen job causes, and the end."""
     context = cluster.core._context
-    holders = sorted({each.job for each in context.state.deployments.values() if each.group})
+    holders = sorted(
+        {each.job for each in context.state.deployments.values() if each.placement.group}
+    )
     if not holders:
         return None
     event = ev.JobFinished(job=holders[chosen % len(holders)], outcome="completed")
@@ -192,7 +194,7 @@ def test_few_deployments_of_a_backlog_without_equal_ones_are_considered(policy: 
         cluster.job(f"j{number}")
         cluster.deploy(f"j{number}/a", workers=1, trace=trace(20.0 + number / 9, 100.0 + number))
     context = cluster.core._context
-    placed = [each for each in context.state.deployments.values() if each.group]
+    placed = [each for each in context.state.deployments.values() if each.placement.group]
     cluster.send(ev.JobFinished(job=placed[0].job, outcome="completed"))
     assert len(context.cluster.waiting) > 80
     walk = AdmissionWalk(context.cluster, cluster.now, None)
@@ -276,7 +278,7 @@ def test_few_gangs_of_a_backlog_are_considered(policy: str) -> None:
         walk = AdmissionWalk(context.cluster, cluster.now, None)
         assert walk.run() == []
         assert len(walk.tried) <= 20
-    placed = {each.job for each in context.state.deployments.values() if each.group}
+    placed = {each.job for each in context.state.deployments.values() if each.placement.group}
     cluster.send(ev.JobFinished(job=placed.pop(), outcome="completed"))
     assert len(context.cluster.waiting) == 196
 
@@ -290,4 +292,4 @@ def test_the_longest_job_goes_first_if_the_setting_says_so_however_long_others_w
         cluster.pass_time(60.0)
     cluster.send(ev.JobFinished(job="running", outcome="completed"))
     deployments = cluster.core._context.state.deployments.values()
-    assert [each.job for each in deployments if each.group] == ["long"]
+    assert [each.job for each in deployments if each.placement.group] == ["long"]

@@ -233,7 +233,7 @@ def test_a_restored_core_names_the_same_deployment_that_waits() -> None:
     for core in (cluster.core, restored):
         core.handle(created, cluster.now)
     assert restored.dump() == cluster.core.dump()
-    assert cluster.core.cluster.state.deployments[DeploymentId("a/rollout")].shares_for
+    assert cluster.core.cluster.state.deployments[DeploymentId("a/rollout")].spec.shares_for
 
 
 def test_whether_a_gang_is_possible_follows_measured_moves_as_in_a_restored_core() -> None:
@@ -252,7 +252,9 @@ def test_whether_a_gang_is_possible_follows_measured_moves_as_in_a_restored_core
     # Moves on such nodes turn out to take minutes, more than the job accepts.
     holder = state.deployments[DeploymentId("z/actor")]
     for kind in (OperationKind.LOAD, OperationKind.OFFLOAD):
-        law = state.move_laws.setdefault(_path(state, holder.ranks, kind, "host"), MoveLaw())
+        law = state.move_laws.setdefault(
+            _path(state, holder.placement.ranks, kind, "host"), MoveLaw()
+        )
         for count in range(1, 6):
             law.observe(count << 28, count * 100.0)
     restored = SchedulerCore.restore(cluster.config, cluster.core.dump()).cluster

@@ -19,6 +19,8 @@ from plexrl.scheduler.placement.placement import leave
 from plexrl.scheduler.placement.waiting.units import Sizes, size_of
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.deployment.demand import Demand
+from plexrl.scheduler.state.deployment.spec import RequestedSpec
 from plexrl.scheduler.state.records import Deployment
 from tests.examples import examples
 from tests.scheduler.placement.choice.small_clusters import SmallCluster, add_job
@@ -57,16 +59,20 @@ class Gangs:
         found = Deployment(
             deployment=DeploymentId(name),
             job=job,
-            kind=kind,
-            workers=workers,
-            state_bytes=1 << 20,
-            exclusive=rng.random() < 0.2,
-            spec_json="{}",
             created_at=0.0,
             serial=1000 + len(self.small.context.state.deployments),
-            estimates=Estimates(1 << 20),
-            node_type=self._types.choice(self.asked),
-            trace=trace if rng.random() < 0.85 else None,
+            spec=RequestedSpec(
+                kind=kind,
+                workers=workers,
+                state_bytes=1 << 20,
+                exclusive=rng.random() < 0.2,
+                spec_json="{}",
+                node_type=self._types.choice(self.asked),
+            ),
+            demand=Demand(
+                estimates=Estimates(1 << 20),
+                trace=trace if rng.random() < 0.85 else None,
+            ),
         )
         self.small.context.state.deployments[found.deployment] = found
         self.small.context.state.jobs[found.job].deployments.append(found.deployment)
@@ -76,9 +82,9 @@ class Gangs:
         """What the bounds of free GPUs and of groups, unions included, say of one deployment."""
         found = bounds.groups(size_of(one))
         duty = self.cluster.inventory.duty_when_placed(one)
-        wanted = np.array([duty]), np.array([one.state_bytes])
+        wanted = np.array([duty]), np.array([one.spec.state_bytes])
         may_join = found is not None and bool(found.may_join(*wanted)[0])
-        return may_join or one.state_bytes <= bounds.free_state_bytes(size_of(one))
+        return may_join or one.spec.state_bytes <= bounds.free_state_bytes(size_of(one))
 
     def place(self, gang: Sequence[Deployment]) -> bool:
         """Whether the gang is placed by all modes."""
@@ -126,7 +132,7 @@ def test_what_fits_is_neither_left_out_nor_refused(seed: int) -> None:
 def test_what_fits_an_empty_cluster_is_accepted(seed: int, node_types: tuple[str, ...]) -> None:
     gangs = Gangs(seed, *node_types)
     cluster, state = gangs.cluster, gangs.small.context.state
-    for name in [name for name in state.deployments if state.deployments[name].groups]:
+    for name in [name for name in state.deployments if state.deployments[name].placement.groups]:
         leave(cluster, state.deployments[name], NOW)
     gang = gangs.make("gang")
     if not gangs.place(gang):

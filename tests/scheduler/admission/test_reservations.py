@@ -26,7 +26,10 @@ def submit(cluster: FakeCluster, job: str, workers: int, expected_s: float) -> N
 
 
 def has_gpus(cluster: FakeCluster, job: str) -> bool:
-    return cluster.core._context.state.deployments[DeploymentId(f"{job}/a")].group is not None
+    return (
+        cluster.core._context.state.deployments[DeploymentId(f"{job}/a")].placement.group
+        is not None
+    )
 
 
 def reserved_at(cluster: FakeCluster, job: str) -> float:
@@ -180,12 +183,12 @@ def test_the_number_of_cycles_follows_from_the_first_profile() -> None:
     for number in range(10):
         make_cycle(cluster, "running", number, 100.0)
     deployment = cluster.core._context.state.deployments[DeploymentId("running/a")]
-    assert deployment.trace is not None
-    assert deployment.trace.cycles
+    assert deployment.demand.trace is not None
+    assert deployment.demand.trace.cycles
     for number in range(10, 16):
         make_cycle(cluster, "running", number, 300.0)
-    assert deployment.cycles.expected == pytest.approx(40.0, rel=0.02)
-    assert deployment.trace.period_s == pytest.approx(300.0, rel=0.02)
+    assert deployment.demand.cycles.expected == pytest.approx(40.0, rel=0.02)
+    assert deployment.demand.trace.period_s == pytest.approx(300.0, rel=0.02)
 
 
 def test_a_displaced_job_passes_a_reservation_by_the_time_that_is_left_of_it() -> None:

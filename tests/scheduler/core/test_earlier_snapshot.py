@@ -13,6 +13,7 @@ from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.operation import error_view
 from tests.scheduler.fake_cluster import FakeCluster, config
+from tests.scheduler.flat_deployments import flatten
 
 FIXTURE = Path(__file__).parent / "earlier_snapshot.msgpack.zlib"
 
@@ -80,6 +81,7 @@ def test_errors_that_earlier_versions_kept_as_text_are_read() -> None:
     plain = msgspec.msgpack.decode(cluster.core.dump())
     plain["version"] = 4
     state = plain["state"]
+    flatten(state)
     failures = [each for d in state["deployments"].values() for each in d["unacknowledged"]]
     assert len(failures) == 1
     for each in (*state["operations"].values(), *failures):

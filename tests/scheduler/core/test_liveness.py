@@ -66,8 +66,8 @@ def test_the_oracle_finds_a_run_that_nobody_was_sent() -> None:
 def test_the_oracle_finds_a_group_that_nobody_looks_at() -> None:
     cluster = ready_cluster()
     deployment = next(iter(cluster.core._context.state.deployments.values()))
-    deployment.moving = None
-    deployment.residency = Residency.OFFLOADED
+    deployment.wpg.moving = None
+    deployment.wpg.residency = Residency.OFFLOADED
     cluster.runs.clear()
     found = stuck(cluster)
     assert any(each.startswith("o ") for each in found)

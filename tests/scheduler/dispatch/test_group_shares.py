@@ -202,7 +202,7 @@ def test_time_in_which_nobody_else_waited_takes_nothing_from_others() -> None:
     group.holder, group.shared_at = holder.deployment, now - 50.0
     group.shares = {TenantId("a"): 0.0, TenantId("b"): 0.0}
     # The other one came in the middle of what the holder had since the last settlement.
-    holder.burst.wants_since, other.burst.wants_since = now, now - 20.0
+    holder.demand.burst.wants_since, other.demand.burst.wants_since = now, now - 20.0
     settle_shares(context.state, context.settings, group, [holder, other], now)
     assert group.shares == {"a": 20.0, "b": 0.0}
     # It has waited for longer than since that settlement.

@@ -118,7 +118,7 @@ def known_moves(cluster: FakeCluster) -> None:
     for name, offload_s, load_s in (("a/actor", 1.0, 4.0), ("e/batch", 2.0, 3.0)):
         member = cluster.core._context.state.deployment(DeploymentId(name))
         moves = {OperationKind.OFFLOAD: offload_s, OperationKind.LOAD: load_s}
-        member.estimates.seconds_by_kind |= moves
+        member.demand.estimates.seconds_by_kind |= moves
 
 
 @pytest.mark.parametrize(("due_s", "begins"), [(16.0, True), (15.9, False)])

@@ -35,7 +35,7 @@ def plan(cluster: FakeCluster, job: str, shift: float, busy_s: float = 20.0) -> 
     """Update the member's reservation, as the end of a cycle does."""
     one = member(cluster, job)
     cluster.core._context.cluster.unmeasured.remove(one)
-    one.trace = DemandTrace(
+    one.demand.trace = DemandTrace(
         period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=busy_s),), cycles=3
     )
     update_reservation(cluster.core._context.cluster, one, shift)
@@ -52,7 +52,7 @@ def guarded_cluster(compute_s: float = 0.1, **changes: object) -> FakeCluster:
     cluster.core._context.settings.policy.guards_slack = True
     plan(cluster, "a", 0.0)
     plan(cluster, "b", 50.0)
-    member(cluster, "c").estimates.observe_burst(1000.0, 0)
+    member(cluster, "c").demand.estimates.observe_burst(1000.0, 0)
     assert owners(cluster) == "ab"
     return cluster
 
@@ -115,8 +115,8 @@ def test_a_guest_has_exclusive_slots_once_the_other_member_is_gone() -> None:
     plan(cluster, "c", 45.0, busy_s=10.0)
     assert owners(cluster) == "ab"
     cluster.send(ev.JobFinished(job="b", outcome="completed"))
-    assert member(cluster, "c").reservation == Reservation(
-        shift=45.0, trace=member(cluster, "c").trace
+    assert member(cluster, "c").placement.reservation == Reservation(
+        shift=45.0, trace=member(cluster, "c").demand.trace
     )
     assert owners(cluster) == "ac"
 
@@ -131,14 +131,16 @@ def test_waiting_during_a_move_counts_as_waiting() -> None:
     cluster.settle()
     cluster.submit("a:0", "a/actor", "optim_step")
     cluster.settle()
-    (node,) = member(cluster, "a").stored.nodes or [member(cluster, "a").ranks[0].node]
+    (node,) = member(cluster, "a").wpg.stored.nodes or [
+        member(cluster, "a").placement.ranks[0].node
+    ]
     cluster.submit("a:1", "a/actor", "optim_step")
     cluster.submit("a:2", "a/actor", "optim_step")
     cluster.send(ev.NodeDrainChanged(node=node, is_draining=True))
-    while member(cluster, "a").moves.count == 0:
+    while member(cluster, "a").wpg.moves.count == 0:
         cluster.execute(cluster.runs[0])
-    assert member(cluster, "a").queue
-    assert member(cluster, "a").burst.wants_since == cluster.now
+    assert member(cluster, "a").work.queue
+    assert member(cluster, "a").demand.burst.wants_since == cluster.now
 
 
 @pytest.mark.parametrize(("pause_s", "begins"), [(0.0, True), (1.0, False)])
@@ -202,10 +204,13 @@ def exactly_due_cluster(due_s: float) -> FakeCluster:
     cluster.now = 8192.0
     for job in ("a", "b"):
         owner = member(cluster, job)
-        owner.estimates.think_seconds = 64.0
-        owner.burst.started_at, owner.burst.ended_at = None, cluster.now + due_s - 64.0
+        owner.demand.estimates.think_seconds = 64.0
+        owner.demand.burst.started_at, owner.demand.burst.ended_at = (
+            None,
+            cluster.now + due_s - 64.0,
+        )
     moves = {OperationKind.OFFLOAD: 4.0, OperationKind.LOAD: 4.0}
-    member(cluster, "c").estimates.seconds_by_kind |= moves
+    member(cluster, "c").demand.estimates.seconds_by_kind |= moves
     return cluster
 
 

@@ -14,6 +14,7 @@ from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
+from tests.scheduler.flat_deployments import flatten
 from tests.scheduler.liveness import stuck
 from tests.scheduler.placement.test_shared_rollouts import busy
 
@@ -27,7 +28,7 @@ def placed(cluster: FakeCluster, name: str) -> Deployment:
 
 
 def gpus_of(cluster: FakeCluster, name: str) -> set[tuple[str, int]]:
-    return {(rank.node, rank.gpu) for rank in placed(cluster, name).ranks}
+    return {(rank.node, rank.gpu) for rank in placed(cluster, name).placement.ranks}
 
 
 def synchronous(cluster: FakeCluster, job: str, rolls_out: int, trains: int) -> None:
@@ -112,7 +113,7 @@ def spanning_cluster(**changes: object) -> FakeCluster:
 
 def test_small_deployments_use_parts_of_a_large_ones_gpus_at_the_same_time() -> None:
     cluster = spanning_cluster()
-    assert placed(cluster, "large/actor").spans
+    assert placed(cluster, "large/actor").placement.spans
     assert gpus_of(cluster, "s0/actor") != gpus_of(cluster, "s1/actor")
     cluster.submit("one", "s0/actor", "optim_step")
     cluster.submit("other", "s1/actor", "optim_step")
@@ -148,16 +149,16 @@ def test_the_workers_of_a_divided_group_keep_the_name_of_theirs() -> None:
     cluster.job("large")
     cluster.deploy("large/actor", workers=2, trace=busy(0.2))
     cluster.settle()
-    started_in = placed(cluster, "large/actor").group
+    started_in = placed(cluster, "large/actor").placement.group
     for name in ("s0", "s1"):
         cluster.job(name)
         cluster.deploy(f"{name}/actor", workers=1, trace=busy(0.1, offset_s=50.0))
         cluster.settle()
-    assert placed(cluster, "large/actor").spans
-    assert placed(cluster, "large/actor").group == started_in
+    assert placed(cluster, "large/actor").placement.spans
+    assert placed(cluster, "large/actor").placement.group == started_in
     cluster.end("s0/actor")
     cluster.end("s1/actor")
-    assert placed(cluster, "large/actor").groups == (started_in,)
+    assert placed(cluster, "large/actor").placement.groups == (started_in,)
 
 
 def test_an_operation_of_several_groups_is_explained_by_the_one_that_is_free_last() -> None:
@@ -182,7 +183,7 @@ def test_what_goes_before_on_another_group_at_the_same_time_delays_nobody_twice(
         cluster.submit(f"warm{number}", f"s{number}/actor", "optim_step")
         cluster.settle()
     large = placed(cluster, "large/actor")
-    groups = [state_of(cluster).groups[name] for name in large.groups]
+    groups = [state_of(cluster).groups[name] for name in large.placement.groups]
     for group in groups:
         assert group.holder not in (None, large.deployment)
         cluster.submit(f"first/{group.group}", str(group.holder), "optim_step")
@@ -203,13 +204,13 @@ def test_what_goes_before_on_another_group_at_the_same_time_delays_nobody_twice(
 
 def test_a_border_goes_with_the_deployment_that_needed_it() -> None:
     cluster = spanning_cluster()
-    before = placed(cluster, "large/actor").ranks
+    before = placed(cluster, "large/actor").placement.ranks
     cluster.end("s0/actor")
     cluster.end("s1/actor")
     cluster.settle()
     (group,) = state_of(cluster).groups.values()
     assert [(gpu.node, gpu.gpu) for gpu in group.gpus] == [(gpu.node, gpu.gpu) for gpu in before]
-    assert placed(cluster, "large/actor").ranks == before
+    assert placed(cluster, "large/actor").placement.ranks == before
     cluster.submit("large:0", "large/actor", "optim_step")
     cluster.settle()
     assert cluster.state_of("large:0") == "finished"
@@ -217,8 +218,8 @@ def test_a_border_goes_with_the_deployment_that_needed_it() -> None:
 
 def test_groups_of_equal_size_only_if_the_setting_says_so() -> None:
     cluster = spanning_cluster(mixed_sizes=False)
-    assert placed(cluster, "s0/actor").groups == ()
-    assert not placed(cluster, "large/actor").spans
+    assert placed(cluster, "s0/actor").placement.groups == ()
+    assert not placed(cluster, "large/actor").placement.spans
 
 
 def test_a_snapshot_of_one_group_each_becomes_one_of_several() -> None:
@@ -227,6 +228,7 @@ def test_a_snapshot_of_one_group_each_becomes_one_of_several() -> None:
     body = encode(cluster.core._context)
     plain = msgspec.msgpack.decode(body)
     plain["version"] = 3
+    flatten(plain["state"])
     for deployment in plain["state"]["deployments"].values():
         groups = deployment.pop("groups")
         deployment["group"] = groups[0] if groups else None
@@ -251,6 +253,6 @@ def test_a_gang_lies_on_some_of_its_rollouts_gpus_and_on_what_another_deployment
     cluster.deploy("g/rollout", "rollout", workers=2, shares=True, trace=busy(0.2))
     cluster.deploy("g/reference", "forward", workers=2, trace=busy(0.03, offset_s=20.0))
     cluster.deploy("g/actor", workers=8, trace=busy(0.1, offset_s=25.0))
-    assert not placed(cluster, "g/actor").groups
+    assert not placed(cluster, "g/actor").placement.groups
     cluster.send(ev.JobFinished(job="y", outcome="completed"))
     assert gpus_of(cluster, "g/actor") >= gpus_of(cluster, "large/actor")

@@ -59,17 +59,17 @@ def test_the_profile_becomes_that_of_short_rounds_and_long_ones_do_not_change_it
     for _, seconds in synchronous:
         now = live(one, now, seconds, runs)
         profiler.refresh(one, CONFIG)
-    assert one.trace is not None
-    before = one.trace
+    assert one.demand.trace is not None
+    before = one.demand.trace
     assert before.period_s == pytest.approx(median(s for _, s in synchronous) + BUSY_S, rel=0.2)
     # The policy changes.
     periods = [before.period_s]
     for _, seconds in tail:
         now = live(one, now, seconds, runs)
         if profiler.refresh(one, CONFIG):
-            periods.append(one.trace.period_s)
+            periods.append(one.demand.trace.period_s)
     assert periods == sorted(periods, reverse=True), "a long round has renewed the profile"
     short_s = median(seconds for is_long, seconds in tail if not is_long)
     assert periods[-1] == pytest.approx(short_s + BUSY_S, rel=0.2)
     assert periods[-1] < 0.8 * before.period_s
-    assert one.trace.busy_s == pytest.approx(BUSY_S)
+    assert one.demand.trace.busy_s == pytest.approx(BUSY_S)

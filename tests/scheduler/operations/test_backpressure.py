@@ -86,7 +86,7 @@ def test_the_newest_pace_counts_for_a_quarter_and_the_bytes_that_are_missing_for
     None
 ):
     cluster = cluster_with(deployment_payload_bytes_max=10 * MB)
-    in_flight = cluster.core._context.state.deployment(DeploymentId("a/actor")).in_flight
+    in_flight = cluster.core._context.state.deployment(DeploymentId("a/actor")).work.in_flight
     in_flight.gap_s, in_flight.bytes_each = 8.0, 2.0 * MB
     cluster.submit("a:0", "a/actor", "barrier", payload="p0", payload_bytes=6 * MB)
     while cluster.runs[0].kind.value != "barrier":

@@ -166,7 +166,7 @@ class Job(RuleBasedStateMachine):
     def _failed_mutations(self, deployment: str) -> list[str]:
         """Operations of the deployment itself whose failure halts it."""
         context = self.cluster.core._context
-        kept = context.state.deployment(deployment).unacknowledged
+        kept = context.state.deployment(deployment).work.unacknowledged
         return [failure.operation for failure in kept if failure.halts]
 
     def _halting(self, deployment: str) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from plexrl.errors import PayloadLostError
 from plexrl.ids import BlobRef
 from plexrl.scheduler.operations.submission.lost_payloads import ASKED_S
-from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
+from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.messages import Run
 from tests.scheduler.fake_cluster import FakeCluster

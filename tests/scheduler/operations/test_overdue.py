@@ -40,7 +40,7 @@ def hang(cluster: FakeCluster, seconds: float) -> None:
 
 def hang_until_replaced(cluster: FakeCluster, name: str = "a/actor") -> float:
     """Nothing is reported until the workers are ended; returns after how long they are."""
-    processes = cluster.core._context.state.deployments[DeploymentId(name)].processes
+    processes = cluster.core._context.state.deployments[DeploymentId(name)].wpg.processes
     before, began_at = processes.overruns, cluster.now
     while processes.overruns == before:
         hang(cluster, LEAST_S / 10)

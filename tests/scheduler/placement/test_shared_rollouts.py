@@ -5,6 +5,8 @@ from plexrl.ids import DeploymentId, JobId
 from plexrl.scheduler.placement.contention.colocation import may_take_turns, takes_turns
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.deployment.demand import Demand
+from plexrl.scheduler.state.deployment.spec import RequestedSpec
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.messages.views import PlacedDeploymentView
 from tests.scheduler.fake_cluster import FakeCluster
@@ -154,14 +156,18 @@ def test_only_one_rollout_takes_turns_with_trainings_of_its_own_job() -> None:
         return Deployment(
             deployment=DeploymentId(f"{job}/{kind}"),
             job=job,
-            kind=kind,
-            workers=2,
-            state_bytes=1,
-            exclusive=False,
-            spec_json="{}",
             created_at=0.0,
-            estimates=Estimates(1),
-            trace=None if duty is None else busy(duty),
+            spec=RequestedSpec(
+                kind=kind,
+                workers=2,
+                state_bytes=1,
+                exclusive=False,
+                spec_json="{}",
+            ),
+            demand=Demand(
+                estimates=Estimates(1),
+                trace=None if duty is None else busy(duty),
+            ),
         )
 
     rollout, trains, scores = one("a", "rollout", 0.6), one("a", "train", 0.3), one("a", "f", 0.1)

@@ -240,7 +240,7 @@ def test_a_queue_beyond_the_look_ahead_is_estimated_by_the_mean_of_its_first_par
         cluster.now += 0.001
         cluster.submit(f"a:{number}", "a/actor", kind)
     deployment = cluster.core._context.state.deployments[DeploymentId("a/actor")]
-    deployment.estimates.seconds_by_kind.update(
+    deployment.demand.estimates.seconds_by_kind.update(
         {OperationKind.FORWARD_BACKWARD: 3.0, OperationKind.OPTIM_STEP: 1.0}
     )
     state = cluster.core._context.state

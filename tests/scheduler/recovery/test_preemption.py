@@ -22,7 +22,7 @@ def crowded(policy: str = "isolated") -> FakeCluster:
 
 def placed(cluster: FakeCluster) -> list[str]:
     deployments = cluster.core._context.state.deployments.values()
-    return sorted(each.deployment for each in deployments if each.group is not None)
+    return sorted(each.deployment for each in deployments if each.placement.group is not None)
 
 
 def detach(cluster: FakeCluster, job: str) -> None:

@@ -430,7 +430,7 @@ def test_a_copy_of_a_damaged_version_is_not_awaited() -> None:
 
 def test_a_rollout_that_shares_a_group_is_restarted_and_waits_for_no_publish() -> None:
     cluster = synced(shares=True)
-    assert cluster.core._context.state.deployment("a/rollout").shares
+    assert cluster.core._context.state.deployment("a/rollout").spec.shares
     cluster.kill("a/rollout")
     cluster.submit("draw", "a/rollout", "generate")
     for _ in range(20):

@@ -471,7 +471,7 @@ def test_each_move_doubles_the_time_until_the_next_one() -> None:
     deployment = context.state.deployment("a/actor")
     for count in range(4):
         rest_s = REST_S * 2**count
-        deployment.moves.count, deployment.moves.last_at = count, 1000.0
+        deployment.wpg.moves.count, deployment.wpg.moves.last_at = count, 1000.0
         assert not may_move(context.settings, deployment, 1000.0 + rest_s - 1.0)
         assert may_move(context.settings, deployment, 1000.0 + rest_s)
 
@@ -489,6 +489,6 @@ def test_a_closed_group_opens_only_if_its_members_wait_much_less_than_they_accep
     part = waited * waiting_bound(whole.state, whole.settings, deployment)
     for index in range(CYCLES_MIN):
         at = cluster.now + 1.0 + index
-        deployment.cycles.add(Cycle(at, 100.0, 100.0 * part, 10.0, ()))
+        deployment.demand.cycles.add(Cycle(at, 100.0, 100.0 * part, 10.0, ()))
     assert not consider_relief(whole, deployment, cluster.now)
     assert group.is_closed is not reopens

@@ -3,10 +3,14 @@
 import msgspec
 import pytest
 
+from plexrl.ids import OperationId
 from plexrl.scheduler.rules.next_use import is_overdue, next_use_s
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.deployment.burst import Burst
+from plexrl.scheduler.state.deployment.demand import Demand
+from plexrl.scheduler.state.deployment.spec import RequestedSpec
+from plexrl.scheduler.state.deployment.work import Workload
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
@@ -15,18 +19,16 @@ from tests.scheduler.fake_cluster import FakeCluster
 TRACE = DemandTrace(period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=20.0),))
 
 
-def member(**fields: object) -> Deployment:
-    usual: dict[str, object] = {
-        "deployment": "j/a",
-        "job": "j",
-        "kind": "train",
-        "workers": 1,
-        "state_bytes": 1,
-        "exclusive": False,
-        "spec_json": "{}",
-        "created_at": 0.0,
-    }
-    return Deployment(**{"estimates": Estimates(state_bytes=1), **usual, **fields})
+def member(work: Workload | None = None, **demand: object) -> Deployment:
+    estimates = {"estimates": Estimates(state_bytes=1)}
+    return Deployment(
+        deployment="j/a",
+        job="j",
+        created_at=0.0,
+        spec=RequestedSpec(kind="train", workers=1, state_bytes=1, exclusive=False, spec_json="{}"),
+        work=work or Workload(),
+        demand=Demand(**estimates | demand),
+    )
 
 
 def thinks(seconds: float) -> Estimates:
@@ -45,7 +47,14 @@ def thinks(seconds: float) -> Estimates:
         ({"trace": TRACE, "burst": Burst(ended_at=90.0)}, 70.0),
         ({"trace": TRACE, "estimates": thinks(30.0), "burst": Burst(ended_at=90.0)}, 20.0),
         ({"estimates": thinks(30.0), "burst": Burst(started_at=80.0, idle_since=95.0)}, 25.0),
-        ({"estimates": thinks(30.0), "burst": Burst(ended_at=90.0), "queue": ["o"]}, 0.0),
+        (
+            {
+                "estimates": thinks(30.0),
+                "burst": Burst(ended_at=90.0),
+                "work": Workload(queue=[OperationId("o")]),
+            },
+            0.0,
+        ),
     ],
 )
 def test_a_state_is_needed_its_usual_pause_after_the_last_burst(

@@ -181,7 +181,7 @@ def test_a_paused_burst_holds_the_group_for_four_usual_gaps_or_a_switch_if_that_
     cluster.settle()
     cluster.submit("a:0", "a/actor", "barrier")
     cluster.settle()
-    estimates = cluster.core._context.state.deployment(DeploymentId("a/actor")).estimates
+    estimates = cluster.core._context.state.deployment(DeploymentId("a/actor")).demand.estimates
     estimates.seconds_by_kind |= {OperationKind.OFFLOAD: 12.0, OperationKind.LOAD: 8.0}
     estimates.gap_seconds = gap_s
     cluster.submit("a:1", "a/actor", "forward_backward")

@@ -186,7 +186,7 @@ def test_a_deployment_without_gpus_is_predicted_on_the_nodes_of_the_candidate_gr
     group = context.state.group_of(context.state.deployment(placed))
     assert group is not None
     newcomer = context.state.deployment(waiting)
-    assert newcomer.group is None
+    assert newcomer.placement.group is None
     assert load_s(context.state, newcomer, group.gpus) == STATE / 4 / MOVE_BYTES_PER_S
     context.state.move_laws["load/host/h200"] = law_of([(STATE, 2.0)])
     assert load_s(context.state, newcomer, group.gpus) == pytest.approx(0.5)

@@ -131,7 +131,7 @@ def test_a_job_that_waits_more_than_it_accepts_is_a_condition(tmp_path: Path) ->
                 await router.call("create_deployment", deployment_of(A, job))
             assert "slo_breached" not in await conditions(router)
             cycles = [
-                each.cycles
+                each.demand.cycles
                 for each in cluster.service.shell.core._context.state.deployments.values()
             ]
             for each in cycles:

@@ -72,8 +72,8 @@ def with_an_unknown_operation(core: SchedulerCore) -> None:
     context = core._context
     for name, each in context.state.deployments.items():
         if name == "b/actor":
-            each.queue.append(OperationId("nobody's"))
-            context.effects.timers.insert(0, (1.0, timers.group_step(each.group)))
+            each.work.queue.append(OperationId("nobody's"))
+            context.effects.timers.insert(0, (1.0, timers.group_step(each.placement.group)))
 
 
 def with_a_misplaced_operation(core: SchedulerCore) -> None:
@@ -88,7 +88,7 @@ def with_a_damaged_log(core: SchedulerCore) -> None:
     """Handling the end of the run on `a` fails; restarting its workers does not."""
     for name, each in core._context.state.deployments.items():
         if name == "a/actor":
-            each.replay.log.append(OperationId("nobody's"))
+            each.work.replay.log.append(OperationId("nobody's"))
 
 
 def with_an_endless_sum(core: SchedulerCore) -> None:

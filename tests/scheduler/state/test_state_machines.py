@@ -7,6 +7,9 @@ import pytest
 from plexrl.ids import DeploymentId, GroupId, JobId
 from plexrl.scheduler.state import group_lock
 from plexrl.scheduler.state.demand.estimates import Estimates
+from plexrl.scheduler.state.deployment.demand import Demand
+from plexrl.scheduler.state.deployment.placement import Placement
+from plexrl.scheduler.state.deployment.spec import RequestedSpec
 from plexrl.scheduler.state.machines import (
     job_states,
     operation_states,
@@ -83,17 +86,23 @@ def locked_state(**groups_of: tuple[str, ...]) -> State:
         member = Deployment(
             deployment=DeploymentId(name),
             job=JobId(name),
-            kind="train",
-            workers=len(groups),
-            state_bytes=1,
-            exclusive=False,
-            spec_json="{}",
             created_at=0.0,
-            estimates=Estimates(state_bytes=1),
-            groups=tuple(map(GroupId, groups)),
+            spec=RequestedSpec(
+                kind="train",
+                workers=len(groups),
+                state_bytes=1,
+                exclusive=False,
+                spec_json="{}",
+            ),
+            placement=Placement(
+                groups=tuple(map(GroupId, groups)),
+            ),
+            demand=Demand(
+                estimates=Estimates(state_bytes=1),
+            ),
         )
         state.deployments[member.deployment] = member
-        for each in member.groups:
+        for each in member.placement.groups:
             made = Group(group=each, gpus=(), shared=True, serial=len(state.groups) + 1)
             state.groups.setdefault(each, made).members.append(member.deployment)
     return state
@@ -201,7 +210,7 @@ def test_a_job_one_of_whose_deployments_loses_its_gpus_runs_again_when_all_have_
     cluster.submit("a:1", "a/actor", "optim_step", ends_burst=True)
     cluster.settle()
     assert job_state(cluster, "a") == "RUNNING"
-    (rank, _) = cluster.core._context.state.deployments[DeploymentId("a/rollout")].ranks
+    (rank, _) = cluster.core._context.state.deployments[DeploymentId("a/rollout")].placement.ranks
     cluster.lose_node(rank.node)
     assert job_state(cluster, "a") == "QUEUED"
     cluster.join_node(2, "n2")

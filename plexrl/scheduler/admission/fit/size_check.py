@@ -29,57 +29,58 @@ def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None
     sizes = cluster.inventory.sizes()
     if not sizes:
         raise UnavailableError("no node has joined the cluster yet: try again in a moment")
-    name, wanted = deployment.deployment, deployment.node_type
+    name, wanted = deployment.deployment, deployment.spec.node_type
     typed = {kind: size for kind, size in sizes.items() if wanted in ("", kind.node_type)}
     if not typed:
         there = sorted({kind.node_type for kind in sizes} - {""})
         raise CapacityError(
             f"deployment {name!r} asks for nodes of type {wanted!r}; the cluster has "
             f"{', '.join(there) or 'nodes without a type only'}: name one it has, or none",
-            workers=deployment.workers,
+            workers=deployment.spec.workers,
             gpus=0,
         )
     of_type = f" of type {wanted!r}" if wanted else ""
-    if deployment.pace and all(kind.gpu_kind for kind in typed):
+    if deployment.spec.pace and all(kind.gpu_kind for kind in typed):
         raise CapacityError(
             f"deployment {name!r} is paced and computes nothing, and all nodes{of_type} have real "
             "GPUs, which it would hold while it sleeps: use a cluster of virtual GPUs, or leave "
             "pace out",
-            workers=deployment.workers,
+            workers=deployment.spec.workers,
             gpus=0,
         )
     need = need_of(deployment)
     per_rank = need.gpu_memory_bytes
     gpus = max(gpus for gpus, _ in typed.values())
-    if deployment.workers > gpus:
+    if deployment.spec.workers > gpus:
         raise CapacityError(
-            f"deployment {name!r} asks for {deployment.workers} GPUs{of_type}; the cluster has "
-            f"{gpus} of one kind{fabric_note(typed)}: ask for fewer workers or add nodes",
-            workers=deployment.workers,
+            f"deployment {name!r} asks for {deployment.spec.workers} GPUs{of_type}; the cluster "
+            f"has {gpus} of one kind{fabric_note(typed)}: ask for fewer workers or add nodes",
+            workers=deployment.spec.workers,
             gpus=gpus,
         )
-    large = [kind for kind, (count, _) in typed.items() if count >= deployment.workers]
+    large = [kind for kind, (count, _) in typed.items() if count >= deployment.spec.workers]
     kind = max(large, key=lambda each: (suits(each, need), each.gpu_memory_bytes, each.gpu_kind))
     memory = kind.gpu_memory_bytes
-    if not suits(kind, need) and kind.gpu_kind and deployment.memory is not None:
-        raise _too_large(deployment, deployment.memory, kind)
+    if not suits(kind, need) and kind.gpu_kind and deployment.demand.memory is not None:
+        raise _too_large(deployment, deployment.demand.memory, kind)
     if not suits(kind, need):
-        needed = -(-deployment.state_bytes // memory)
+        needed = -(-deployment.spec.state_bytes // memory)
         raise ModelDoesNotFitError(
-            f"deployment {name!r} needs {per_rank} bytes on each of its {deployment.workers} GPUs; "
-            f"a GPU{of_type} has {memory}: ask for at least {needed} workers or a smaller model",
+            f"deployment {name!r} needs {per_rank} bytes on each of its "
+            f"{deployment.spec.workers} GPUs; a GPU{of_type} has {memory}: ask for at least "
+            f"{needed} workers or a smaller model",
             bytes_per_gpu=per_rank,
             gpu_memory_bytes=memory,
         )
     tiers = sum(tier_bytes for _, tier_bytes in typed.values())
-    if deployment.shares and deployment.state_bytes > tiers:
+    if deployment.spec.shares and deployment.spec.state_bytes > tiers:
         raise ModelDoesNotFitError(
-            f"deployment {name!r} has {deployment.state_bytes} bytes of state; the host tiers and "
-            f"NVMe tiers hold {tiers}: raise them or ask for an exclusive group",
-            state_bytes=deployment.state_bytes,
+            f"deployment {name!r} has {deployment.spec.state_bytes} bytes of state; the host tiers "
+            f"and NVMe tiers hold {tiers}: raise them or ask for an exclusive group",
+            state_bytes=deployment.spec.state_bytes,
             host_memory_bytes=tiers,
         )
-    if not deployment.preemptible:
+    if not deployment.spec.preemptible:
         _check_together(cluster, job, deployment)
 
 
@@ -92,7 +93,7 @@ def _too_large(
     table = "\n".join(f"  {name:<20}{nbytes / GIB:>10.2f} GiB" for name, nbytes in rows)
     return ModelDoesNotFitError(
         f"deployment {deployment.deployment!r} needs {need / GIB:.2f} GiB on each of its "
-        f"{deployment.workers} GPUs; a {kind.gpu_kind} has {have / GIB:.2f} GiB:\n{table}\n"
+        f"{deployment.spec.workers} GPUs; a {kind.gpu_kind} has {have / GIB:.2f} GiB:\n{table}\n"
         "Use more GPUs, a larger tp, optimizer='host', activation_checkpointing=True, a smaller "
         "max_sequence_tokens or a smaller kv_cache_bytes",
         bytes_per_gpu=need,
@@ -107,7 +108,7 @@ def _check_together(cluster: Cluster, job: Job, deployment: Deployment) -> None:
     if not job.deployments:
         return
     others = map(cluster.state.deployment, job.deployments)
-    everything = [*(each for each in others if not each.preemptible), deployment]
+    everything = [*(each for each in others if not each.spec.preemptible), deployment]
     free = {kind: gpus for kind, (gpus, _) in cluster.inventory.sizes().items()}
     gpus = sum(free.values())
     needs = least_needs(cluster.settings, everything)
@@ -117,7 +118,7 @@ def _check_together(cluster: Cluster, job: Job, deployment: Deployment) -> None:
     if _fit_in_parts(cluster.settings, free, everything):
         return
     if are_fit:
-        workers = sum(each.workers for each in everything)
+        workers = sum(each.spec.workers for each in everything)
         raise CapacityError(
             f"deployment {deployment.deployment!r} does not fit beside the others of job "
             f"{job.job!r}: with GPUs of their own they take {workers}, the cluster has {gpus}, and "
@@ -129,7 +130,7 @@ def _check_together(cluster: Cluster, job: Job, deployment: Deployment) -> None:
         )
     workers = sum(need.workers for need in needs)
     raise CapacityError(
-        f"deployment {deployment.deployment!r} asks for {deployment.workers} GPUs, and so job "
+        f"deployment {deployment.deployment!r} asks for {deployment.spec.workers} GPUs, and so job "
         f"{job.job!r} for {workers} GPUs at once in {len(needs)} groups; the cluster has {gpus}, "
         f"and each group takes GPUs of one kind{fabric_note(free)}: ask for fewer workers or add "
         "nodes",
@@ -145,18 +146,20 @@ def _fit_in_parts(
     ones; rollouts never on each other's. Those of unknown demand join only groups of their size."""
     if not settings.divides_groups:
         return False
-    known = [each for each in deployments if each.shares and each.trace is not None]
-    sizes = {each.workers for each in known}
+    known = [each for each in deployments if each.spec.shares and each.demand.trace is not None]
+    sizes = {each.spec.workers for each in known}
     others = [
         each
         for each in deployments
-        if not each.shares or (each.trace is None and each.workers not in sizes)
+        if not each.spec.shares or (each.demand.trace is None and each.spec.workers not in sizes)
     ]
-    rollouts = [each for each in known if each.kind == "rollout"]
-    needs = [Need(each.workers, each.node_type, 0) for each in rollouts]
-    for node_type in sorted({each.node_type for each in known} - {""}):
-        largest = max(each.workers for each in known if each.node_type == node_type)
-        there = sum(each.workers for each in rollouts if each.node_type in ("", node_type))
+    rollouts = [each for each in known if each.spec.kind == "rollout"]
+    needs = [Need(each.spec.workers, each.spec.node_type, 0) for each in rollouts]
+    for node_type in sorted({each.spec.node_type for each in known} - {""}):
+        largest = max(each.spec.workers for each in known if each.spec.node_type == node_type)
+        there = sum(
+            each.spec.workers for each in rollouts if each.spec.node_type in ("", node_type)
+        )
         if largest > there:
             needs.append(Need(largest - there, node_type, 0))
     beyond = max(sizes, default=0) - sum(need.workers for need in needs)

@@ -35,7 +35,7 @@ def takes_a_place(cluster: Cluster, deployment: Deployment, now: float) -> bool:
     places for ever.
     """
     gang = sorted(gang_of(cluster, deployment), key=_size)
-    sharing = [each for each in gang if each.shares]
+    sharing = [each for each in gang if each.spec.shares]
     if len(gang) < 2 or not sharing or not cluster.settings.anybody_shares:
         return False
     places = {each.deployment: _places(cluster, each) for each in sharing}
@@ -58,7 +58,7 @@ def _places(cluster: Cluster, joining: Deployment) -> dict[GroupId, None]:
     """Groups that can take the deployment once a member of average duty has left."""
     index = cluster.inventory.index
     found: dict[GroupId, None] = {}
-    for shape in index.shapes(joining.workers, joining.node_type):
+    for shape in index.shapes(joining.spec.workers, joining.spec.node_type):
         table = index.table(shape)
         for row in np.flatnonzero(_has_room_later(cluster, table, joining)).tolist():
             name = table.groups[row]
@@ -76,7 +76,7 @@ def _has_room_later(
     mean = table.load / np.maximum(table.members, 1)
     return (
         (table.members > 0)
-        & (table.state_bytes_free >= joining.state_bytes)
+        & (table.state_bytes_free >= joining.spec.state_bytes)
         & (duty <= LIKE * mean)
         & (table.load - mean + duty <= cluster.settings.config.load_bound)
     )
@@ -94,11 +94,16 @@ def _succeeds(
     if [_size(each) for each in held] != [_size(each) for each in gang]:
         return False
     for joining, leaving in zip(gang, held, strict=True):
-        if joining.shares and leaving.group not in places[joining.deployment]:
+        if joining.spec.shares and leaving.placement.group not in places[joining.deployment]:
             return False
     return True
 
 
 def _size(deployment: Deployment) -> tuple[str, int, str, bool]:
     """What a successor has in common."""
-    return deployment.kind, deployment.workers, deployment.node_type, deployment.shares
+    return (
+        deployment.spec.kind,
+        deployment.spec.workers,
+        deployment.spec.node_type,
+        deployment.spec.shares,
+    )

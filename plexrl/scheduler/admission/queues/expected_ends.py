@@ -40,7 +40,7 @@ def _best_counted(state: State, job: Job) -> Cycles | None:
     how many there are."""
     found = None
     for name in job.deployments:
-        cycles = state.deployment(name).cycles
+        cycles = state.deployment(name).demand.cycles
         if cycles.expected and cycles.measured and (found is None or cycles.ended > found.ended):
             found = cycles
     return found

@@ -9,7 +9,8 @@ from plexrl.scheduler.placement.capacity.needs import holds
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.placement import put_on
 from plexrl.scheduler.rules.switch_cost import load_s
-from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord
+from plexrl.scheduler.state.deployment.placement import PlacementRecord
+from plexrl.scheduler.state.records import Deployment, Group
 
 WAY = "filler"
 """The way of its placement, for `explain`."""
@@ -33,7 +34,8 @@ def place_fillers(cluster: Cluster, now: float) -> list[Deployment]:
         suiting = (
             each
             for each in free
-            if len(each.gpus) == deployment.workers and holds(cluster.inventory, each, deployment)
+            if len(each.gpus) == deployment.spec.workers
+            and holds(cluster.inventory, each, deployment)
         )
         group = next(suiting, None)
         if group is not None:
@@ -49,13 +51,15 @@ def _join(cluster: Cluster, group: Group, deployment: Deployment, now: float) ->
     put_on(deployment, (group,))
     cluster.hold(deployment, +1, now)
     cluster.inventory.reserve(deployment, strict=False)
-    deployment.placement = PlacementRecord(
-        at=now,
-        way=WAY,
-        group=group.group,
-        members=len(group.members),
-        shift_s=0.0,
-        setup_s=load_s(cluster.state, deployment),
-        overlap_s=0.0,
-        interference_s=0.0,
+    deployment.placement.note(
+        PlacementRecord(
+            at=now,
+            way=WAY,
+            group=group.group,
+            members=len(group.members),
+            shift_s=0.0,
+            setup_s=load_s(cluster.state, deployment),
+            overlap_s=0.0,
+            interference_s=0.0,
+        )
     )

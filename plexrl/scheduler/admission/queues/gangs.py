@@ -35,7 +35,7 @@ def why_not_yet(cluster: Cluster, deployment: Deployment) -> tuple[str, str] | N
     if job.gang and len(job.deployments) < job.gang:
         have = len(job.deployments)
         return f"its gang of {job.gang} has {have} deployments so far", "gang"
-    gpus = sum(each.workers for each in gang_of(cluster, deployment))
+    gpus = sum(each.spec.workers for each in gang_of(cluster, deployment))
     reason = over_quota(cluster.holdings, job, gpus)
     return None if reason is None else (reason, "quota")
 
@@ -109,9 +109,7 @@ def _undo(
 ) -> None:
     for deployment, alone_since in reversed(done):
         leave(cluster, deployment, now, alone_since)
-        deployment.ranks = ()
-        deployment.nodes = ()
-        deployment.placement = None
+        deployment.placement.clear()
 
 
 def allowed_modes(
@@ -124,9 +122,11 @@ def allowed_modes(
         return found
     for each in gang:
         rivals = [
-            workers for kind, workers in blocking if node_types_compatible(kind, each.node_type)
+            workers
+            for kind, workers in blocking
+            if node_types_compatible(kind, each.spec.node_type)
         ]
-        if each.workers in rivals:
+        if each.spec.workers in rivals:
             found[each.deployment] = ()
         elif rivals:
             left = [mode for mode in found[each.deployment] if mode not in _FREE]
@@ -155,14 +155,14 @@ def equivalence_key(
     deployment: Deployment, job: Job, allowed: tuple[PlacementMode, ...], *, passes: int
 ) -> EquivalenceKey:
     """The key of a deployment of this `job`."""
-    is_alone = deployment.kind != "rollout" and _OWN.isdisjoint(allowed)
+    is_alone = deployment.spec.kind != "rollout" and _OWN.isdisjoint(allowed)
     return EquivalenceKey(
-        workers=deployment.workers,
-        node_type=deployment.node_type,
-        shares=deployment.shares,
-        state_bytes=deployment.state_bytes,
-        memory=deployment.memory,
-        trace=deployment.trace,
+        workers=deployment.spec.workers,
+        node_type=deployment.spec.node_type,
+        shares=deployment.spec.shares,
+        state_bytes=deployment.spec.state_bytes,
+        memory=deployment.demand.memory,
+        trace=deployment.demand.trace,
         slo=job.slo,
         job="" if is_alone else deployment.job,
         allowed=allowed,

@@ -63,7 +63,7 @@ class Reservation:
             return self._free
         cluster, left = self._cluster, dict(self._free)
         names = {each.deployment for each in gang}
-        for name in {group: None for each in gang for group in each.groups}:
+        for name in {group: None for each in gang for group in each.placement.groups}:
             group = cluster.state.groups[name]
             if _end_of(cluster, group, now, without=names) <= self.at:
                 _subtract(cluster, left, group)
@@ -139,7 +139,7 @@ def is_rival_of(gang: Sequence[Deployment], node_types: Iterable[str]) -> bool:
     """Whether deployments of these node types may want GPUs of the gang's node types."""
     for wanted in node_types:
         for each in gang:
-            if node_types_compatible(each.node_type, wanted):
+            if node_types_compatible(each.spec.node_type, wanted):
                 return True
     return False
 

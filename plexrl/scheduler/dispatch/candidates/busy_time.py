@@ -19,18 +19,18 @@ def group_free_s(state: State, group: Group, now: float) -> float:
     if group.holder is None:
         return 0.0
     holder = state.deployment(group.holder)
-    if holder.preemptible and holder.moving is None:
+    if holder.spec.preemptible and holder.wpg.moving is None:
         # It gives way at once.
         return 0.0
-    if holder.moving is not None and holder.moving.kind == OperationKind.OFFLOAD:
-        return _left_s(state, holder.moving.operation, holder, now)
-    estimates = holder.estimates
+    if holder.wpg.moving is not None and holder.wpg.moving.kind == OperationKind.OFFLOAD:
+        return _left_s(state, holder.wpg.moving.operation, holder, now)
+    estimates = holder.demand.estimates
     running_s = under_way_s(state, holder, now)
     burst_s = 0.0
-    if holder.burst.started_at is not None:
-        elapsed_s = now - holder.burst.started_at
-        burst_s = max(0.0, estimates.burst_s(holder.burst.tokens) - elapsed_s)
-    return max(running_s + queued_s(state, holder, len(holder.queue)), burst_s)
+    if holder.demand.burst.started_at is not None:
+        elapsed_s = now - holder.demand.burst.started_at
+        burst_s = max(0.0, estimates.burst_s(holder.demand.burst.tokens) - elapsed_s)
+    return max(running_s + queued_s(state, holder, len(holder.work.queue)), burst_s)
 
 
 def last_free_group(state: State, deployment: Deployment, now: float) -> Group | None:
@@ -43,17 +43,19 @@ def last_free_group(state: State, deployment: Deployment, now: float) -> Group |
 
 def under_way_s(state: State, deployment: Deployment, now: float) -> float:
     """Estimated seconds until what the deployment runs, or the move of its state, is over."""
-    if deployment.moving is not None:
-        return _left_s(state, deployment.moving.operation, deployment, now)
-    return max((_left_s(state, name, deployment, now) for name in deployment.running), default=0.0)
+    if deployment.wpg.moving is not None:
+        return _left_s(state, deployment.wpg.moving.operation, deployment, now)
+    return max(
+        (_left_s(state, name, deployment, now) for name in deployment.work.running), default=0.0
+    )
 
 
 def overdue_s(state: State, deployment: Deployment, now: float) -> float:
     """Seconds by which what the deployment runs, or the move of its state, has passed its estimate;
     0 if it has not, or by less than a second."""
-    names = [*deployment.running]
-    if deployment.moving is not None:
-        names.append(deployment.moving.operation)
+    names = [*deployment.work.running]
+    if deployment.wpg.moving is not None:
+        names.append(deployment.wpg.moving.operation)
     late_s = max((-_until_end_s(state, name, deployment, now) for name in names), default=0.0)
     return late_s if late_s > OVERDUE_S_MIN else 0.0
 
@@ -65,8 +67,8 @@ def expected_free_s(state: State, group: Group, now: float) -> float:
     last = None if group.holder is None else state.deployments[group.holder]
     if group.incoming is not None:
         last = state.deployments[group.incoming]
-        queued = queued_s(state, last, len(last.queue))
-        found_s += load_s(state, last) + max(queued, last.estimates.burst_s(0))
+        queued = queued_s(state, last, len(last.work.queue))
+        found_s += load_s(state, last) + max(queued, last.demand.estimates.burst_s(0))
     if last is not None:
         found_s += offload_s(state, last)
     return max(found_s, SOON_S)
@@ -85,14 +87,14 @@ def _left_s(state: State, name: OperationId, deployment: Deployment, now: float)
 def _until_end_s(state: State, name: OperationId, deployment: Deployment, now: float) -> float:
     """Estimated seconds until an operation ends; negative once that has passed."""
     operation = state.operations[name]
-    sent_at = deployment.sent_at(operation)
+    sent_at = deployment.work.sent_at(operation)
     began_at = now if sent_at is None else sent_at
     if operation.kind == OperationKind.LOAD:
         whole_s = load_s(state, deployment)
         if is_switched(state, deployment):
-            whole_s *= 1.0 - deployment.estimates.prefetched_part
+            whole_s *= 1.0 - deployment.demand.estimates.prefetched_part
     elif operation.kind == OperationKind.OFFLOAD:
         whole_s = offload_s(state, deployment)
     else:
-        whole_s = deployment.estimates.operation_s(operation.kind, operation.tokens)
+        whole_s = deployment.demand.estimates.operation_s(operation.kind, operation.tokens)
     return whole_s - (now - began_at)

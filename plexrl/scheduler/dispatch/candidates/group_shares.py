@@ -44,7 +44,7 @@ def settle_shares(
     """When each tenant began to wait; of the holder's own tenant it is not used."""
     for each in contenders:
         tenant = state.jobs[each.job].tenant
-        wants_since = each.burst.wants_since
+        wants_since = each.demand.burst.wants_since
         began = now if wants_since is None else wants_since
         since[tenant] = min(since.get(tenant, began), began)
     served_from, group.shared_at = group.shared_at, now
@@ -75,7 +75,7 @@ def settle_all(
     for group in groups:
         there = contenders
         if len(groups) > 1:
-            there = [each for each in contenders if group.group in each.groups]
+            there = [each for each in contenders if group.group in each.placement.groups]
         settle_shares(state, settings, group, there, now)
 
 

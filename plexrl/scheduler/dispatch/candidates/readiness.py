@@ -22,9 +22,9 @@ LOOK_AHEAD = 32
 
 def next_operation(state: State, deployment: Deployment) -> Operation | None:
     """The head of the queue, if only the load of its WPG is missing to run it."""
-    if not deployment.queue:
+    if not deployment.work.queue:
         return None
-    head = state.operations[deployment.queue[0]]
+    head = state.operations[deployment.work.queue[0]]
     return head if head.after is None or _is_over(state, head.after) else None
 
 
@@ -35,10 +35,10 @@ def _is_over(state: State, name: OperationId) -> bool:
 
 def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
     """Whether the deployment has an operation to run, ready processes, and no back-off."""
-    queue = deployment.queue
-    if not queue or deployment.state is not _READY or now < deployment.backoff.until:
+    queue = deployment.work.queue
+    if not queue or deployment.wpg.state is not _READY or now < deployment.wpg.backoff.until:
         return False
-    if deployment.moves.planned is not None and is_stopping(state, deployment):
+    if deployment.wpg.moves.planned is not None and is_stopping(state, deployment):
         return False
     after = state.operations[queue[0]].after
     return after is None or _is_over(state, after)
@@ -52,7 +52,7 @@ def waiting_for(
     for group in groups:
         for name in group.members:
             member = state.deployments[name]
-            if member.queue and member is not besides and wants_the_group(state, member, now):
+            if member.work.queue and member is not besides and wants_the_group(state, member, now):
                 waiting.append(member)
     if len(groups) == 1:
         return waiting
@@ -62,9 +62,9 @@ def waiting_for(
 def queued_s(state: State, deployment: Deployment, count: int) -> float:
     """Estimated seconds of the first `count` queued operations: of `LOOK_AHEAD` of them one by one,
     of the others by the mean of those."""
-    estimates, operations = deployment.estimates, state.operations
+    estimates, operations = deployment.demand.estimates, state.operations
     found_s, looked = 0.0, min(count, LOOK_AHEAD)
-    for name in deployment.queue[:looked]:
+    for name in deployment.work.queue[:looked]:
         operation = operations[name]
         found_s += estimates.operation_s(operation.kind, operation.tokens)
     return found_s * count / looked if count > looked else found_s
@@ -73,8 +73,8 @@ def queued_s(state: State, deployment: Deployment, count: int) -> float:
 def candidate(state: State, deployment: Deployment) -> Candidate:
     """The waiting burst of `deployment`, as input for the ordering; equal on all its groups, so
     that they agree on who goes first."""
-    estimates = deployment.estimates
-    queue = deployment.queue
+    estimates = deployment.demand.estimates
+    queue = deployment.work.queue
     head_s = queued_s = burst_s = arrived_at = cycle_s = 0.0
     if queue:
         operations = state.operations
@@ -87,7 +87,7 @@ def candidate(state: State, deployment: Deployment) -> Candidate:
                 operation = operations[name]
                 queued_s += estimates.operation_s(operation.kind, operation.tokens)
         burst_s = estimates.burst_s(head.tokens)
-        ended_at = deployment.burst.ended_at
+        ended_at = deployment.demand.burst.ended_at
         if ended_at is not None:
             cycle_s = max(0.0, arrived_at - ended_at) + max(queued_s, burst_s)
     job = state.jobs[deployment.job]
@@ -104,7 +104,7 @@ def candidate(state: State, deployment: Deployment) -> Candidate:
         setup_s=setup_s,
         head_s=head_s,
         cycle_s=cycle_s,
-        served_at=deployment.burst.served_at,
+        served_at=deployment.demand.burst.served_at,
         turns_away=_turns_away(groups[0], deployment),
         share=share,
         priority=job.priority,

@@ -69,23 +69,23 @@ class BoundedRun:
 def watch(state: "State", effects: "Effects", deployment: "Deployment", now: float) -> None:
     """Look at the deployment's runs from now on. No bound is shorter than the time until then, so
     one timer serves all of them."""
-    deployment.watch_at = now + state.overdue_s
-    effects.wake(deployment.watch_at, timers.overdue(deployment.deployment))
+    deployment.work.watch(now + state.overdue_s)
+    effects.wake(deployment.work.watch_at, timers.overdue(deployment.deployment))
 
 
 def runs(state: "State", settings: "Settings", deployment: "Deployment") -> "Iterator[BoundedRun]":
     """What is under way on the deployment's workers."""
-    moving = deployment.moving
+    moving = deployment.wpg.moving
     if moving is not None:
         yield _run(state, settings, deployment, moving, is_move=True)
-    for command in deployment.running.values():
+    for command in deployment.work.running.values():
         yield _run(state, settings, deployment, command, is_move=False)
     if is_launching(state, deployment):
         yield BoundedRun(
             operation=OperationId(""),
             kind=LAUNCH,
             is_move=False,
-            began_at=max(deployment.processes.launched_at, state.issued_at),
+            began_at=max(deployment.wpg.processes.launched_at, state.issued_at),
             expected_s=0.0,
             bound_s=_doubled(deployment, FIRST_FACTOR * settings.config.operation_overdue_s),
         )
@@ -93,12 +93,12 @@ def runs(state: "State", settings: "Settings", deployment: "Deployment") -> "Ite
 
 def is_launching(state: "State", deployment: "Deployment") -> bool:
     """Whether the agents of all its ranks are to start its processes now."""
-    if deployment.state not in (WpgState.LAUNCHING, WpgState.RECOVERING):
+    if deployment.wpg.state not in (WpgState.LAUNCHING, WpgState.RECOVERING):
         return False
-    if deployment.processes.launch_at is not None:
+    if deployment.wpg.processes.launch_at is not None:
         return False
     nodes = state.nodes
-    return all(nodes[rank.node].alive for rank in deployment.ranks)
+    return all(nodes[rank.node].alive for rank in deployment.placement.ranks)
 
 
 def _run(
@@ -116,7 +116,7 @@ def _run(
         kind=command.kind.value,
         is_move=is_move,
         # While a run's report could not arrive, it may have ended.
-        began_at=max(deployment.sent_at(operation) or 0.0, state.issued_at),
+        began_at=max(deployment.work.sent_at(operation) or 0.0, state.issued_at),
         expected_s=expected_s,
         bound_s=_bound_s(settings, deployment, command.kind, expected_s),
     )
@@ -129,14 +129,14 @@ def _expected_s(
         return load_s(state, deployment)
     if kind is OperationKind.OFFLOAD:
         return offload_s(state, deployment)
-    return deployment.estimates.operation_s(kind, tokens)
+    return deployment.demand.estimates.operation_s(kind, tokens)
 
 
 def _bound_s(
     settings: "Settings", deployment: "Deployment", kind: OperationKind, expected_s: float
 ) -> float:
     least_s = settings.config.operation_overdue_s
-    slowest_s = deployment.estimates.slowest_by_kind.get(kind)
+    slowest_s = deployment.demand.estimates.slowest_by_kind.get(kind)
     if slowest_s is None or kind is OperationKind.GENERATE:
         # A controller may pause a generation, of which the scheduler knows nothing.
         least_s, slowest_s = FIRST_FACTOR * least_s, slowest_s or 0.0
@@ -144,5 +144,5 @@ def _bound_s(
 
 
 def _doubled(deployment: "Deployment", bound_s: float) -> float:
-    doublings = min(deployment.processes.overruns, DOUBLINGS_MAX)
+    doublings = min(deployment.wpg.processes.overruns, DOUBLINGS_MAX)
     return float(bound_s * 2.0**doublings)

@@ -40,7 +40,7 @@ def cancel(state: State, effects: Effects, operation: Operation, now: float) -> 
 
 def interrupt_all(effects: Effects, state: State, filler: Deployment) -> None:
     """Have the filler's generations end after their present token."""
-    for name, command in filler.running.items():
+    for name, command in filler.work.running.items():
         operation = state.operations[name]
         if command.kind is OperationKind.GENERATE and not (
             operation.is_interrupted or operation.is_aborted
@@ -63,7 +63,7 @@ def stop_rows(state: State, effects: Effects, operation: Operation, rows: tuple[
         )
     if operation.state.is_final:
         return
-    if state.deployment(operation.deployment).preemptible:
+    if state.deployment(operation.deployment).spec.preemptible:
         raise ConflictError(
             f"generation {operation.operation!r} is of a preemptible deployment, whose rows are "
             "not stopped one by one: cancel the operation"
@@ -71,7 +71,7 @@ def stop_rows(state: State, effects: Effects, operation: Operation, rows: tuple[
     operation.stopped_rows = tuple(sorted({*operation.stopped_rows, *rows}))
     if operation.state == OperationState.RUNNING:
         deployment = state.deployment(operation.deployment)
-        abort(effects, deployment.running[operation.operation], rows)
+        abort(effects, deployment.work.running[operation.operation], rows)
 
 
 def await_deadline(effects: Effects, operation: Operation) -> None:
@@ -116,4 +116,4 @@ def early_end(operation: Operation, now: float) -> PlexRLError:
 def _end_run(state: State, effects: Effects, operation: Operation) -> None:
     operation.is_aborted = True
     deployment = state.deployment(operation.deployment)
-    abort(effects, deployment.running[operation.operation])
+    abort(effects, deployment.work.running[operation.operation])

@@ -46,22 +46,22 @@ def find_overrun(
     """A deployment with a run that has missed its bound; None if it has none, or is gone. As long
     as something runs, sets the timer for the next look."""
     deployment = state.deployments.get(name)
-    if deployment is None or now < deployment.watch_at:
+    if deployment is None or now < deployment.work.watch_at:
         return None
-    deployment.watch_at = 0.0
+    deployment.work.watch(0.0)
     found = [*runs(state, settings, deployment)]
     if not found or not state.overdue_s:
         # The next start sets a timer.
         return None
     missed = [each for each in found if each.due_at <= now]
     if missed and (state.routers or not missed[0].operation):
-        deployment.processes.overrun()
+        deployment.wpg.processes.overrun()
         return Overrun(deployment, _reason(missed[0], now), not missed[0].is_move)
     # Without a router no report can arrive, and the next one gets all runs again. A run that begins
     # meanwhile is due no earlier than after the least bound.
     latest = now + state.overdue_s
-    deployment.watch_at = latest if missed else min(latest, *[each.due_at for each in found])
-    effects.wake(deployment.watch_at, timers.overdue(name))
+    deployment.work.watch(latest if missed else min(latest, *[each.due_at for each in found]))
+    effects.wake(deployment.work.watch_at, timers.overdue(name))
     return None
 
 
@@ -82,7 +82,11 @@ def watch_all(state: State, effects: Effects, now: float) -> None:
     if not state.overdue_s:
         return
     for deployment in state.deployments.values():
-        if deployment.running or deployment.moving is not None or is_launching(state, deployment):
+        if (
+            deployment.work.running
+            or deployment.wpg.moving is not None
+            or is_launching(state, deployment)
+        ):
             watch(state, effects, deployment, now)
 
 

@@ -24,7 +24,7 @@ from plexrl.scheduler.operations.held.unreturned_memory import (
     reason_for,
 )
 from plexrl.scheduler.operations.submission.queue_order import return_to_queue
-from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
+from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -56,12 +56,12 @@ def hold(
 ) -> None:
     """Retry a run, which is no longer in flight, after a back-off."""
     delay(deployment, error, now)
-    effects.wake(deployment.backoff.until, timers.group_step(deployment.groups[0]))
-    effects.touch_all(deployment.groups)
+    effects.wake(deployment.wpg.backoff.until, timers.group_step(deployment.placement.groups[0]))
+    effects.touch_all(deployment.placement.groups)
     # The open cycle does not measure the job's demand.
-    deployment.cycles.abandon()
+    deployment.demand.cycles.abandon()
     discard(operation)
-    if operation.operation not in deployment.replay.replaying:
+    if operation.operation not in deployment.work.replay.replaying:
         requeue(state, deployment, operation, now)
 
 
@@ -73,8 +73,8 @@ def delay(
 ) -> None:
     """Report the condition that a run met, and delay the next one, by at most `longest_s`."""
     foreign, named = foreign_memory(deployment, error), named_holders(deployment, error)
-    deployment.backoff.report(error.code, error.message, now, foreign, named)
-    deployment.backoff.retry_later(now, longest_s)
+    deployment.wpg.backoff.report(error.code, error.message, now, foreign, named)
+    deployment.wpg.backoff.retry_later(now, longest_s)
 
 
 def requeue(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
@@ -83,9 +83,9 @@ def requeue(state: State, deployment: Deployment, operation: Operation, now: flo
     change_operation(operation, OperationTrigger.REQUEUED)
     operation.started_at = None
     return_to_queue(state, deployment, operation)
-    if not deployment.running:
-        deployment.burst.pause(now)
-        deployment.burst.want(now)
+    if not deployment.work.running:
+        deployment.demand.burst.pause(now)
+        deployment.demand.burst.want(now)
 
 
 def renew_token(state: State, deployment: Deployment, operation: Operation) -> None:
@@ -104,10 +104,10 @@ def held_view(
     return [
         {
             "deployment": deployment.deployment,
-            "code": deployment.backoff.code,
+            "code": deployment.wpg.backoff.code,
             "message": reason_for(state, deployment, sees_all=sees_all),
-            "since": deployment.backoff.since,
-            "tries": deployment.backoff.tries,
+            "since": deployment.wpg.backoff.since,
+            "tries": deployment.wpg.backoff.tries,
         }
         for deployment in _held(state, names)
     ]
@@ -120,8 +120,8 @@ def foreign_memory_view(
     process."""
     found: dict[tuple[NodeId, int, int], ForeignMemoryView] = {}
     for deployment in _held(state, names):
-        since = deployment.backoff.since
-        for each in deployment.backoff.foreign:
+        since = deployment.wpg.backoff.since
+        for each in deployment.wpg.backoff.foreign:
             key = each.node, each.gpu, each.pid
             known = found.get(key)
             found[key] = {
@@ -147,5 +147,7 @@ def _held(state: State, names: Iterable[DeploymentId] | None) -> list[Deployment
     return [
         each
         for each in deployments
-        if each.backoff.code and (each.queue or each.running) and each.state is not WpgState.STOPPED
+        if each.wpg.backoff.code
+        and (each.work.queue or each.work.running)
+        and each.wpg.state is not WpgState.STOPPED
     ]

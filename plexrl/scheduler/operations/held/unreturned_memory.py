@@ -14,7 +14,7 @@ import msgspec
 from plexrl.errors import DeviceMemoryFullError, PlexRLError
 from plexrl.ids import DeploymentId
 from plexrl.model.memory.device_memory import CONTEXT_BYTES
-from plexrl.scheduler.state.deployment.backoff import ForeignMemory
+from plexrl.scheduler.state.deployment.wpg.backoff import ForeignMemory
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Group, State
@@ -47,7 +47,7 @@ def foreign_memory(deployment: Deployment, error: PlexRLError) -> tuple[ForeignM
     return tuple(
         [
             ForeignMemory(node=each.node, gpu=each.gpu, pid=pid, nbytes=nbytes)
-            for each in deployment.ranks
+            for each in deployment.placement.ranks
             if each.rank == refusal.rank
             for pid, nbytes in sorted((refusal.strangers or {}).items())
             if nbytes > KEPT_FACTOR * CONTEXT_BYTES
@@ -64,11 +64,11 @@ def named_holders(deployment: Deployment, error: PlexRLError) -> tuple[Deploymen
 def reason_for(state: State, deployment: Deployment, *, sees_all: bool) -> str:
     """Why the deployment's work is delayed, for its tenant, or for an operator, who `sees_all`: a
     tenant reads no names of other tenants' deployments, nor of those that are forgotten."""
-    reason = deployment.backoff.reason
+    reason = deployment.wpg.backoff.reason
     if sees_all:
         return reason
     tenant = state.job(deployment.job).tenant
-    for name in deployment.backoff.named:
+    for name in deployment.wpg.backoff.named:
         other = state.deployments.get(name)
         if other is None or state.job(other.job).tenant != tenant:
             reason = reason.replace(repr(str(name)), "another tenant's deployment")
@@ -82,7 +82,10 @@ def keepers(state: State, group: Group, error: PlexRLError) -> list[tuple[Deploy
     found: list[tuple[Deployment, str]] = []
     for name in [*group.members, *group.fillers]:
         member = state.deployment(name)
-        if member.state is not WpgState.READY or member.residency is not Residency.OFFLOADED:
+        if (
+            member.wpg.state is not WpgState.READY
+            or member.wpg.residency is not Residency.OFFLOADED
+        ):
             continue
         kept = max([each.process_bytes for each in holders if each.deployment == name], default=0)
         if kept > KEPT_FACTOR * _kept_bytes(member):
@@ -92,7 +95,7 @@ def keepers(state: State, group: Group, error: PlexRLError) -> list[tuple[Deploy
 
 
 def _kept_bytes(deployment: Deployment) -> int:
-    memory = deployment.memory
+    memory = deployment.demand.memory
     return CONTEXT_BYTES if memory is None else max(CONTEXT_BYTES, memory.kept_bytes)
 
 

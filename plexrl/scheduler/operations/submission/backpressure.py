@@ -8,18 +8,16 @@ import math
 
 from plexrl.errors import OverloadedError
 from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.state.deployment.work import InFlight
 from plexrl.scheduler.state.messages.events import OperationSubmitted
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, InFlight, State
+from plexrl.scheduler.state.records import Deployment, State
 
 RETRY_AFTER_S = 1.0
 """Used before an operation has ended: there is no rate yet."""
 RETRY_AFTER_S_MIN = 0.05
 RETRY_AFTER_S_MAX = 60.0
 """Upper bound, because the rate may change."""
-
-NEWEST = 0.25
-"""Weight of the newest end in the rate."""
 
 
 def check_room(
@@ -46,7 +44,7 @@ def check_room(
         _check_bytes(
             repr(deployment.deployment),
             "deployment_payload_bytes_max",
-            deployment.in_flight,
+            deployment.work.in_flight,
             event.payload_bytes,
             config.deployment_payload_bytes_max,
         )
@@ -71,19 +69,15 @@ def check_room(
 def taken_in(state: State, deployment: Deployment, operation: Operation) -> None:
     """Count an accepted operation."""
     operation.is_counted = True
-    payload_bytes = operation.payload_bytes
-    of_deployment, of_tenant = deployment.in_flight, _of_tenant(state, deployment)
-    of_deployment.operations += 1
-    of_deployment.payload_bytes += payload_bytes
-    of_tenant.operations += 1
-    of_tenant.payload_bytes += payload_bytes
+    deployment.work.in_flight.add(operation.payload_bytes)
+    _of_tenant(state, deployment).add(operation.payload_bytes)
 
 
 def ended(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
     """Remove an ended operation from the counts."""
     operation.is_counted = False
-    _note_end(deployment.in_flight, operation, now)
-    _note_end(_of_tenant(state, deployment), operation, now)
+    deployment.work.in_flight.remove(operation, now)
+    _of_tenant(state, deployment).remove(operation, now)
 
 
 def retry_after_s(in_flight: InFlight, missing_bytes: int) -> float:
@@ -104,32 +98,13 @@ def _of_tenant(state: State, deployment: Deployment) -> InFlight:
     return found
 
 
-def _note_end(in_flight: InFlight, operation: Operation, now: float) -> None:
-    in_flight.operations -= 1
-    payload_bytes = operation.payload_bytes
-    if payload_bytes:
-        in_flight.payload_bytes -= payload_bytes
-    # Idle time does not count for the rate.
-    since, ended_at = operation.submitted_at, in_flight.ended_at
-    if ended_at is not None and ended_at > since:
-        since = ended_at
-    gap_s = now - since if now > since else 0.0
-    in_flight.ended_at = now
-    known_s = in_flight.gap_s
-    if known_s is None:
-        in_flight.gap_s, in_flight.bytes_each = gap_s, float(payload_bytes)
-        return
-    in_flight.gap_s = known_s + NEWEST * (gap_s - known_s)
-    if payload_bytes or in_flight.bytes_each:
-        in_flight.bytes_each += NEWEST * (payload_bytes - in_flight.bytes_each)
-
-
 def _check_queue(deployment: Deployment, bound: int) -> None:
-    if len(deployment.queue) >= bound:
+    if len(deployment.work.queue) >= bound:
         raise _refusal(
-            f"{deployment.deployment!r} has {len(deployment.queue)} operations waiting, its bound",
+            f"{deployment.deployment!r} has {len(deployment.work.queue)} operations waiting, "
+            "its bound",
             "pending_operations_max",
-            deployment.in_flight,
+            deployment.work.in_flight,
             0,
         )
 

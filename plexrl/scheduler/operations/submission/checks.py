@@ -35,7 +35,7 @@ def check_source(
         raise InvalidRequestError(f"a {event.kind.value} cannot be in_flight: only a sync can")
     if event.published and source is None:
         raise InvalidRequestError(f"a {event.kind.value} cannot be published: only a sync can")
-    if source is not None and (source.job != deployment.job or source.kind != "train"):
+    if source is not None and (source.job != deployment.job or source.spec.kind != "train"):
         raise InvalidRequestError(
             f"{event.source!r} is no train deployment of job {deployment.job!r}: weights are "
             "pulled from a train deployment of the same job"

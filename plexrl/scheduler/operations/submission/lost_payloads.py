@@ -35,7 +35,7 @@ def may_have_run(state: State, deployment: Deployment, operation: Operation) -> 
     """Whether the workers may have carried out a mutation whose payload is lost: a router that is
     gone had the run before. They start again from the state before it then, because a second run,
     or none, would be wrong if they have."""
-    sent_at = deployment.sent_at(operation) or 0.0
+    sent_at = deployment.work.sent_at(operation) or 0.0
     return operation.kind in MUTATING and sent_at < state.issued_at
 
 
@@ -56,9 +56,9 @@ def draw_again(
     effects.discard(operation.partial)
     operation.partial = None
     discard(operation)
-    del deployment.running[operation.operation]
+    deployment.work.end_run(operation.operation)
     requeue(state, deployment, operation, now)
-    effects.touch_all(deployment.groups)
+    effects.touch_all(deployment.placement.groups)
     return True
 
 
@@ -72,9 +72,9 @@ def replace_payload(
     effects.discard(operation.payload)
     operation.payload = payload
     operation.payload_lost_at = None
-    if deployment.backoff.code == PayloadLostError.code:
-        deployment.backoff.clear()
-    effects.touch_all(deployment.groups)
+    if deployment.wpg.backoff.code == PayloadLostError.code:
+        deployment.wpg.backoff.clear()
+    effects.touch_all(deployment.placement.groups)
 
 
 def lost_payloads(state: State, job: Job) -> list[OperationId]:
@@ -82,7 +82,11 @@ def lost_payloads(state: State, job: Job) -> list[OperationId]:
     found: list[OperationId] = []
     for name in job.deployments:
         deployment = state.deployments[name]
-        waiting = [*deployment.running, *deployment.queue, *deployment.replay.replaying]
+        waiting = [
+            *deployment.work.running,
+            *deployment.work.queue,
+            *deployment.work.replay.replaying,
+        ]
         found += [
             operation
             for operation in dict.fromkeys(waiting)

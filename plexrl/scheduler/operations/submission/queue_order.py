@@ -12,18 +12,18 @@ from plexrl.scheduler.state.records import Deployment, State
 def return_to_queue(state: State, deployment: Deployment, operation: Operation) -> None:
     """Put an operation back into its queue, after all that were submitted before it."""
     place = _place(state, deployment, operation)
-    deployment.queue.insert(place, operation.operation)
+    deployment.work.enqueue(place, operation.operation)
 
 
 def position_in_queue(state: State, deployment: Deployment, operation: Operation) -> int:
     """Queue index of a queued operation, in time linear in the operations that were submitted at
     the same instant."""
-    return deployment.queue.index(operation.operation, _place(state, deployment, operation))
+    return deployment.work.queue.index(operation.operation, _place(state, deployment, operation))
 
 
 def _place(state: State, deployment: Deployment, operation: Operation) -> int:
     return bisect_left(
-        deployment.queue,
+        deployment.work.queue,
         operation.submitted_at,
         key=lambda name: state.operations[name].submitted_at,
     )

@@ -46,7 +46,7 @@ def look_for_profile(
     if now < _awaited_until(cluster.settings, deployment):
         await_profile(cluster.settings, effects, deployment)
         return
-    deployment.cycles.await_no_profile()
+    deployment.demand.cycles.await_no_profile()
     for group in cluster.state.groups_of(deployment):
         cluster.inventory.refresh(group)
     cluster.waiting.retry_all_if_any()
@@ -54,19 +54,22 @@ def look_for_profile(
 
 def _is_awaited(deployment: "Deployment") -> bool:
     """Whether others may not join the deployment's group until it has a profile."""
-    reservation = deployment.reservation
+    reservation = deployment.placement.reservation
     return (
         deployment.has_gpus
-        and deployment.shares
-        and not deployment.cycles.is_overdue
+        and deployment.spec.shares
+        and not deployment.demand.cycles.is_overdue
         and (reservation is None or reservation.trace is None)
     )
 
 
 def _awaited_until(settings: "Settings", deployment: "Deployment") -> float:
-    placed, cycle = deployment.placement, deployment.cycles.open
+    placed, cycle = deployment.placement.record, deployment.demand.cycles.open
     since = 0.0 if placed is None else placed.at
     # Cycles without busy time, or of a strange length, give no profile.
-    if cycle is not None and len(deployment.cycles.measured) < settings.config.profile_cycles:
+    if (
+        cycle is not None
+        and len(deployment.demand.cycles.measured) < settings.config.profile_cycles
+    ):
         since = max(since, cycle.started_at)
     return since + settings.config.starvation_bound_s

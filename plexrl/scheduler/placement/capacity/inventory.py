@@ -177,14 +177,14 @@ class Inventory:
             CapacityError: `strict`, and a group is busy in one of the slots; nothing changed.
         """
         groups, name = self._state.groups_of(deployment), deployment.deployment
-        if not deployment.preemptible:
+        if not deployment.spec.preemptible:
             footprint, duty = self.footprint(deployment), self.duty(deployment)
             if strict:
                 for group in groups:
                     self.index.check_free(group.group, name, footprint)
             for group in groups:
                 self.index.reserve(group.group, name, footprint, duty)
-            if len(groups) > 1 or deployment.kind == "rollout":
+            if len(groups) > 1 or deployment.spec.kind == "rollout":
                 self._update_unions(groups)
         for group in groups:
             self._keep(group, deployment, +1)
@@ -194,11 +194,11 @@ class Inventory:
     def release(self, deployment: Deployment) -> None:
         """Undo `reserve`, after the deployment was removed from the groups' members."""
         groups = self._state.groups_of(deployment)
-        if not deployment.preemptible:
+        if not deployment.spec.preemptible:
             for group in groups:
                 self.index.release(group.group, deployment.deployment)
             self.unions.leave(deployment.deployment)
-            if deployment.kind == "rollout":
+            if deployment.spec.kind == "rollout":
                 self._update_unions(groups)
         self._demands.pop(deployment.deployment, None)
         for group in groups:
@@ -211,7 +211,7 @@ class Inventory:
         groups = self._state.groups_of(deployment)
         for group in groups:
             self._keep(group, deployment, -1)
-        deployment.state_bytes = state_bytes
+        deployment.spec.resize(state_bytes)
         for group in groups:
             self._keep(group, deployment, +1)
         for group in groups:
@@ -226,7 +226,7 @@ class Inventory:
         else:
             demand = self._demand(deployment, trace)
             footprint, duty = demand.footprint.at(shift), demand.duty
-        for group in deployment.groups:
+        for group in deployment.placement.groups:
             self.index.replace(group, deployment.deployment, footprint, duty)
 
     def refresh(self, group: Group) -> None:
@@ -295,21 +295,22 @@ class Inventory:
 
     def footprint(self, deployment: Deployment) -> Footprint:
         """The footprint of the deployment's reservation."""
-        reservation = deployment.reservation
+        reservation = deployment.placement.reservation
         if reservation is None or reservation.trace is None:
             return whole_ring(self._config.horizon_slots)
         return self._demand(deployment, reservation.trace).footprint.at(reservation.shift)
 
     def duty(self, deployment: Deployment) -> float:
         """The part of a group's time that a member uses; an equal share without a profile."""
-        reservation = deployment.reservation
+        reservation = deployment.placement.reservation
         if reservation is not None and reservation.trace is not None:
             return self._demand(deployment, reservation.trace).duty
         return self._equal_duty
 
     def duty_when_placed(self, deployment: Deployment) -> float:
         """The duty that a waiting deployment will have."""
-        return self.duty(deployment) if deployment.trace is None else deployment.trace.duty
+        trace = deployment.demand.trace
+        return self.duty(deployment) if trace is None else trace.duty
 
     @property
     def _equal_duty(self) -> float:
@@ -374,7 +375,7 @@ class Inventory:
         need = need_of(deployment)
         only = None if beside is None else kind_of(self._state.nodes[beside.gpus[0].node])
         wanted = (count or need.workers, need.node_type, need.gpu_memory_bytes)
-        if not self._policy.keeps_in_host or deployment.exclusive:
+        if not self._policy.keeps_in_host or deployment.spec.exclusive:
             return self.pool.find(
                 *wanted,
                 device_bytes_min=need.device_bytes,
@@ -385,7 +386,7 @@ class Inventory:
 
         def fits(node: NodeId, ranks: int) -> bool:
             kept = self._kept.get(node, 0)
-            more = deployment.state_bytes * ranks // deployment.workers
+            more = deployment.spec.state_bytes * ranks // deployment.spec.workers
             return not kept or kept + more <= self._state.nodes[node].host_memory_bytes
 
         return self.pool.find(
@@ -419,7 +420,7 @@ class Inventory:
         if not group.shared:
             return
         for node, part in self._parts_of[group.group].items():
-            nbytes = deployment.state_bytes * part.ranks // deployment.workers
+            nbytes = deployment.spec.state_bytes * part.ranks // deployment.spec.workers
             self._kept[node] = self._kept.get(node, 0) + sign * nbytes
 
     def _update_capacity(self, group: Group) -> None:
@@ -453,9 +454,9 @@ class Inventory:
         # A member is profiled alone (PlexRL §4.3.2, cold start), unless that takes too long.
         for name in group.members:
             member = self._state.deployments[name]
-            reservation = member.reservation
+            reservation = member.placement.reservation
             has_profile = reservation is not None and reservation.trace is not None
-            if not has_profile and not member.cycles.is_overdue:
+            if not has_profile and not member.demand.cycles.is_overdue:
                 return False
         return True
 
@@ -467,7 +468,7 @@ def shape_of(group: Group) -> Shape:
 
 def rolls_out(state: State, group: Group) -> bool:
     """Whether a member of the group is a rollout."""
-    return any(state.deployments[name].kind == "rollout" for name in group.members)
+    return any(state.deployments[name].spec.kind == "rollout" for name in group.members)
 
 
 @dataclass(frozen=True, slots=True)

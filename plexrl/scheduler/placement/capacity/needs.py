@@ -53,7 +53,7 @@ def placement_rank(deployment: "Deployment") -> tuple[bool, int, bool, int, int]
     return (
         not need.node_type,
         -need.workers,
-        deployment.shares,
+        deployment.spec.shares,
         -need.gpu_memory_bytes,
         -need.device_bytes,
     )
@@ -66,15 +66,15 @@ def node_types_compatible(one_type: str, other_type: str) -> bool:
 
 def need_of(deployment: "Deployment") -> Need:
     """The GPUs that a deployment needs."""
-    per_rank = -(-deployment.state_bytes // deployment.workers)
-    on_gpu = per_rank if deployment.memory is None else deployment.memory.need_bytes
-    by_speed = deployment.kind != "rollout"
-    return Need(deployment.workers, deployment.node_type, per_rank, on_gpu, by_speed)
+    per_rank = -(-deployment.spec.state_bytes // deployment.spec.workers)
+    on_gpu = per_rank if deployment.demand.memory is None else deployment.demand.memory.need_bytes
+    by_speed = deployment.spec.kind != "rollout"
+    return Need(deployment.spec.workers, deployment.spec.node_type, per_rank, on_gpu, by_speed)
 
 
 def kept_bytes(deployment: "Deployment") -> int:
     """What stays on each of its GPUs while others work there."""
-    return 0 if deployment.memory is None else deployment.memory.kept_bytes
+    return 0 if deployment.demand.memory is None else deployment.demand.memory.kept_bytes
 
 
 def least_memory(gpu_kind: str, deployments: Sequence["Deployment"]) -> int:
@@ -87,7 +87,7 @@ def least_memory(gpu_kind: str, deployments: Sequence["Deployment"]) -> int:
 
 def _bytes_on(deployment: "Deployment", group: "Group") -> int:
     """As large as the state would be if the deployment were on all GPUs of the group alone."""
-    return deployment.state_bytes * len(group.gpus) // deployment.workers
+    return deployment.spec.state_bytes * len(group.gpus) // deployment.spec.workers
 
 
 def holds(inventory: "Inventory", group: "Group", deployment: "Deployment") -> bool:

@@ -24,11 +24,12 @@ TINY_SLOTS: Final = 1e-5
 
 def update_reservation(cluster: "Cluster", deployment: Deployment, shift: float) -> None:
     """Replace the deployment's reservation by its present trace at `shift` slots."""
-    trace, before = deployment.trace, deployment.reservation
+    trace, before = deployment.demand.trace, deployment.placement.reservation
     cluster.inventory.replace_reservation(deployment, trace, shift)
     overlaps = trace is not None and _overlaps_any(cluster, deployment)
     overlap_s = UNCOUNTED_S if overlaps else 0.0
-    deployment.reservation = Reservation(shift=shift, trace=trace, overlap_s=overlap_s)
+    reservation = Reservation(shift=shift, trace=trace, overlap_s=overlap_s)
+    deployment.placement.reserve(reservation)
     groups = cluster.state.groups_of(deployment)
     for group in groups:
         if trace is None or before is None or before.trace is None:
@@ -40,7 +41,7 @@ def update_reservation(cluster: "Cluster", deployment: Deployment, shift: float)
 
 def follow(cluster: "Cluster", deployment: Deployment) -> None:
     """Plan the deployment by its present trace, from where its newest cycle began."""
-    cycles, reservation = deployment.cycles, deployment.reservation
+    cycles, reservation = deployment.demand.cycles, deployment.placement.reservation
     if cycles.open is not None:
         since = cycles.open.started_at
     elif cycles.measured:
@@ -55,26 +56,26 @@ def refresh_overlap_flags(cluster: "Cluster", group: Group) -> None:
     """Clear the overlap flag of members that no longer overlap, after a footprint moved."""
     for name in group.members:
         member = cluster.state.deployments[name]
-        reservation = member.reservation
+        reservation = member.placement.reservation
         if (
             reservation is not None
             and reservation.overlap_s != 0.0
             and reservation.trace is not None
             and not _overlaps_any(cluster, member)
         ):
-            member.reservation = Reservation(shift=reservation.shift, trace=reservation.trace)
+            member.placement.reserve(Reservation(shift=reservation.shift, trace=reservation.trace))
 
 
 def overlap_s(cluster: "Cluster", deployment: Deployment) -> float:
     """Seconds of the deployment's cycle in which another member is busy too, by the plan."""
-    reservation = deployment.reservation
-    if not deployment.groups or reservation is None or reservation.overlap_s == 0.0:
+    reservation = deployment.placement.reservation
+    if not deployment.placement.groups or reservation is None or reservation.overlap_s == 0.0:
         return 0.0
     others = 0
     for group in cluster.state.groups_of(deployment):
         slots = cluster.inventory.index.slots(group.group)
         for name in group.members:
-            planned = cluster.state.deployments[name].reservation
+            planned = cluster.state.deployments[name].placement.reservation
             if name != deployment.deployment and planned is not None and planned.trace is not None:
                 others |= slots.busy_of(name)
     both = slots.busy_of(deployment.deployment) & others
@@ -84,7 +85,7 @@ def overlap_s(cluster: "Cluster", deployment: Deployment) -> float:
 def has_exclusive_slots(member: Deployment) -> bool:
     """Whether the member's planned slots are reserved for it: no other plan overlaps with them, and
     a delay there would delay its job."""
-    reservation = member.reservation
+    reservation = member.placement.reservation
     if reservation is None or reservation.overlap_s != 0.0 or reservation.trace is None:
         return False
     return reservation.trace.has_critical
@@ -115,7 +116,7 @@ def _overlaps_any(cluster: "Cluster", deployment: Deployment) -> bool:
         footprints = cluster.inventory.index.slots(group.group).footprints
         own = footprints[deployment.deployment]
         for name in group.members:
-            planned = cluster.state.deployments[name].reservation
+            planned = cluster.state.deployments[name].placement.reservation
             if (
                 name != deployment.deployment
                 and planned is not None

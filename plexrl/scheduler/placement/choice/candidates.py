@@ -23,7 +23,7 @@ def can_take(
 ) -> NDArray[np.bool_]:
     """Rows whose group has capacity for one more such member: [rows] bool."""
     # As large as the state of a member on all GPUs of the group would be.
-    state_bytes = deployment.state_bytes * table.gpus // deployment.workers
+    state_bytes = deployment.spec.state_bytes * table.gpus // deployment.spec.workers
     found = (
         table.is_open
         & (table.members < settings.config.residents_max)
@@ -45,12 +45,12 @@ def exclude_own(
 ) -> None:
     """Exclude the group that the deployment is on, and those of rollouts that generate at the same
     time as this one: those of its job."""
-    excluded = list(deployment.groups)
-    if deployment.kind == "rollout":
+    excluded = list(deployment.placement.groups)
+    if deployment.spec.kind == "rollout":
         for name in cluster.state.job(deployment.job).deployments:
             each = cluster.state.deployments[name]
-            if each.kind == "rollout" and not each.preemptible:
-                excluded += each.groups
+            if each.spec.kind == "rollout" and not each.spec.preemptible:
+                excluded += each.placement.groups
     for group in excluded:
         row = cluster.inventory.index.row(group, shape)
         if row is not None:
@@ -71,7 +71,7 @@ def shapes(
     return [
         shape
         for shape in inventory.index.shapes(
-            gpus or deployment.workers, deployment.node_type, or_larger=or_larger
+            gpus or deployment.spec.workers, deployment.spec.node_type, or_larger=or_larger
         )
         if shape.gpu_memory_bytes >= need.on(shape.gpu_kind)
         and (speed is None or inventory.speed(shape) == speed)
@@ -112,9 +112,9 @@ def unions(
     which can take the deployment; at most `UNIONS_MAX`, the least loaded. Without the groups of
     that one's own rollouts."""
     state, inventory = cluster.state, cluster.inventory
-    trace = deployment.trace
+    trace = deployment.demand.trace
     assert trace is not None, "only a trace can be searched for"
-    taken = [*deployment.groups, *[group.group for group in beside]]
+    taken = [*deployment.placement.groups, *[group.group for group in beside]]
 
     def rows_of(shape: Shape) -> NDArray[np.bool_] | None:
         if shape not in shapes(cluster, deployment, speed, shape.gpus) or (

@@ -35,12 +35,12 @@ def _waiting_for_gpus(cluster: "Cluster", deployment: "Deployment") -> "Iterator
     """Other eligible deployments that need more GPUs than are free; if `deployment` has none yet,
     more than would be free after it got a group of its own. Deployments that need `SMALL` times as
     many GPUs do not count. One stands for its queue."""
-    taken = deployment.workers if deployment.group is None else 0
-    waiting, node_type, pool = cluster.waiting, deployment.node_type, cluster.inventory.pool
+    taken = deployment.spec.workers if deployment.placement.group is None else 0
+    waiting, node_type, pool = cluster.waiting, deployment.spec.node_type, cluster.inventory.pool
     for size, tenants in waiting.pending_by_tenant.items():
         if not node_types_compatible(size.node_type, node_type):
             continue
-        if size.workers > SMALL * deployment.workers:
+        if size.workers > SMALL * deployment.spec.workers:
             continue
         if size.workers <= pool.free_gpus(size.node_type) - taken:
             continue
@@ -57,8 +57,8 @@ def _waiting_for_gpus(cluster: "Cluster", deployment: "Deployment") -> "Iterator
         other = cluster.state.deployment(name)
         if (
             other is not deployment
-            and node_types_compatible(other.node_type, node_type)
-            and other.workers > pool.free_gpus(other.node_type) - taken
+            and node_types_compatible(other.spec.node_type, node_type)
+            and other.spec.workers > pool.free_gpus(other.spec.node_type) - taken
             and _is_eligible(cluster, other)
         ):
             yield other
@@ -70,7 +70,7 @@ def _is_eligible(cluster: "Cluster", deployment: "Deployment") -> bool:
     job = cluster.state.job(deployment.job)
     if (
         len(job.deployments) < job.gang
-        or over_quota(cluster.holdings, job, deployment.workers) is not None
+        or over_quota(cluster.holdings, job, deployment.spec.workers) is not None
     ):
         return False
     return is_possible(cluster, deployment)

@@ -139,7 +139,7 @@ def nearest(
         in_all = None if expected is None else in_all_groups(cluster, groups, expected)
         if not keeps_bounds(cluster, deployment, members_of(groups), in_all):
             continue
-        is_whole = sum([len(group.gpus) for group in (*groups, *beside)]) == deployment.workers
+        is_whole = sum([len(group.gpus) for group in (*groups, *beside)]) == deployment.spec.workers
         if is_whole or pays(cluster, deployment, groups[0], expected):
             found.append(choice if expected is None else replace(choice, contention=expected.group))
         if len(found) == count:
@@ -153,10 +153,10 @@ def predicted_contention(
     """The predicted contention of `deployment`, which comes first, and the members of `groups`, as
     if each used all of them; None if the demand of a member is unknown."""
     state = cluster.state
-    if deployment.trace is None:
+    if deployment.demand.trace is None:
         return None
     gpus = tuple([gpu for group in groups for gpu in group.gpus])
-    own = _resident(state, deployment, deployment.trace, gpus[: deployment.workers])
+    own = _resident(state, deployment, deployment.demand.trace, gpus[: deployment.spec.workers])
     others = _residents(state, members_of(groups), gpus)
     return None if others is None else _predicted(cluster, (own, *others))
 
@@ -214,10 +214,10 @@ def _residents(
     found = []
     for name in names:
         member = state.deployment(name)
-        if member.reservation is None:
+        if member.placement.reservation is None:
             return None
         # A policy that does not plan by time leaves the reservation as it was made.
-        trace = member.reservation.trace or member.trace
+        trace = member.placement.reservation.trace or member.demand.trace
         if trace is None:
             return None
         found.append(_resident(state, member, trace, gpus))
@@ -249,7 +249,7 @@ def fitting(
     """At most `count` groups in which the deployment's trace fits, best first. `beside`: as in
     `nearest`. Of those with equal cost the smaller is first, then the one of fewer groups, then the
     older."""
-    trace, gpus = deployment.trace, deployment.workers
+    trace, gpus = deployment.demand.trace, deployment.spec.workers
     if beside:
         gpus -= sum([len(group.gpus) for group in beside])
     if trace is None:
@@ -372,8 +372,8 @@ def _by_load(
     cluster: Cluster, deployment: Deployment, mode: PlacementMode, speed: float | None
 ) -> Choice | None:
     duty = cluster.inventory.duty(deployment)
-    if deployment.trace is not None:
-        duty = deployment.trace.duty
+    if deployment.demand.trace is not None:
+        duty = deployment.demand.trace.duty
     best: tuple[tuple[float, ...], Choice] | None = None
     for shape in shapes(cluster, deployment, speed):
         table = cluster.inventory.index.table(shape)
@@ -395,7 +395,7 @@ def _by_load(
             if not has_tight_bound(cluster, deployment, group.members):
                 best = key, Choice(group=name, mode=mode)
                 break
-            if deployment.trace is None or not predictions:
+            if deployment.demand.trace is None or not predictions:
                 # A demand that is unknown cannot be shown to keep the bound.
                 continue
             predictions -= 1
@@ -408,13 +408,13 @@ def _by_load(
 
 def _by_round(cluster: Cluster, deployment: Deployment, speed: float | None) -> Choice | None:
     """The group whose round takes the deployment at the least cost; the fullest among equals."""
-    if deployment.trace is None:
+    if deployment.demand.trace is None:
         return None
     best: tuple[tuple[float, ...], Choice] | None = None
     for shape in shapes(cluster, deployment, speed):
         table = cluster.inventory.index.table(shape)
-        fits_row = can_take(cluster.settings, table, deployment, deployment.trace.duty)
-        fits_row &= table.host_bytes_free >= deployment.state_bytes
+        fits_row = can_take(cluster.settings, table, deployment, deployment.demand.trace.duty)
+        fits_row &= table.host_bytes_free >= deployment.spec.state_bytes
         exclude_own(cluster, shape, deployment, fits_row)
         for row in np.flatnonzero(fits_row).tolist():
             group = table.groups[row]
@@ -436,7 +436,7 @@ def _spanning(cluster: Cluster, deployment: Deployment, now: float) -> Choice | 
     if not own:
         return None
     first, *others = [group.group for group in own]
-    rest = deployment.workers - sum([len(group.gpus) for group in own])
+    rest = deployment.spec.workers - sum([len(group.gpus) for group in own])
     is_free = cluster.inventory.find_gpus(deployment, None, rest, beside=own[0]) is not None
     for strict in (True, False):
         if not strict and is_free and not is_scarce(cluster, deployment):
@@ -466,15 +466,23 @@ def pays(
     cost = 0.0
     for name, waiting in zip(group.members, others, strict=True):
         member = state.deployments[name]
-        before = 0.0 if member.placement is None else member.placement.contention or 0.0
-        gpus = sum([state.deployments[each].workers for each in state.job(member.job).deployments])
+        before = (
+            0.0 if member.placement.record is None else member.placement.record.contention or 0.0
+        )
+        gpus = sum(
+            [state.deployments[each].spec.workers for each in state.job(member.job).deployments]
+        )
         cost += gpus * max(0.0, waiting - before)
-    return cost < deployment.workers * (1.0 - own)
+    return cost < deployment.spec.workers * (1.0 - own)
 
 
 def _spill_s(table: ShapeTable, row: int, deployment: Deployment) -> float:
-    state_bytes = deployment.state_bytes * table.gpus // deployment.workers
-    over = (state_bytes - max(0, int(table.host_bytes_free[row]))) * deployment.workers / table.gpus
+    state_bytes = deployment.spec.state_bytes * table.gpus // deployment.spec.workers
+    over = (
+        (state_bytes - max(0, int(table.host_bytes_free[row])))
+        * deployment.spec.workers
+        / table.gpus
+    )
     return max(0.0, over) / SPILL_BYTES_PER_S
 
 

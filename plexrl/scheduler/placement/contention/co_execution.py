@@ -46,7 +46,7 @@ def total_stretch(shares: Sequence[RoundShare], length_s: float) -> float:
 
 def round_share(state: "State", deployment: "Deployment", group: "Group") -> RoundShare | None:
     """The share that the deployment needs of a round of `group`; None without a profile."""
-    trace = deployment.trace
+    trace = deployment.demand.trace
     if trace is None:
         return None
     worst_s = trace.busy_s * (1.0 + trace.jitter_s / trace.period_s)

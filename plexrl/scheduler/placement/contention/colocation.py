@@ -45,7 +45,7 @@ def may_take_turns(members: Sequence["Deployment"]) -> bool:
     demand is known."""
     if not _is_rollout_with_others(members):
         return False
-    duties = [each.trace.duty for each in members if each.trace is not None]
+    duties = [each.demand.trace.duty for each in members if each.demand.trace is not None]
     return math.fsum(duties) <= 1.0 + TOLERANCE
 
 
@@ -58,17 +58,17 @@ def may_share(cluster: "Cluster", members: Sequence["Deployment"]) -> bool:
         return False
     state = cluster.state
     all_of_job = [state.deployments[name] for name in state.jobs[members[0].job].deployments]
-    lasting = sorted((each for each in all_of_job if not each.preemptible), key=placement_rank)
+    lasting = sorted((each for each in all_of_job if not each.spec.preemptible), key=placement_rank)
     return not fits_as_placed(cluster.inventory.in_service(), [need_of(each) for each in lasting])
 
 
 def takes_turns(members: Sequence["Deployment"]) -> bool:
     """As `may_take_turns`, and the demand of all is known."""
-    return may_take_turns(members) and all(each.trace is not None for each in members)
+    return may_take_turns(members) and all(each.demand.trace is not None for each in members)
 
 
 def _is_rollout_with_others(members: Sequence["Deployment"]) -> bool:
-    rollouts = sum(each.kind == "rollout" for each in members)
+    rollouts = sum(each.spec.kind == "rollout" for each in members)
     return rollouts == 1 and len(members) > 1 and len({each.job for each in members}) == 1
 
 
@@ -79,7 +79,7 @@ def is_colocated(state: "State", group: "Group") -> bool:
 
 def is_partner(one: "Deployment", other: "Deployment") -> bool:
     """Whether one is a rollout of the other's job."""
-    return one.job == other.job and (one.kind == "rollout") != (other.kind == "rollout")
+    return one.job == other.job and (one.spec.kind == "rollout") != (other.spec.kind == "rollout")
 
 
 def own_group(cluster: "Cluster", deployment: "Deployment") -> OwnGroup | None:
@@ -87,14 +87,14 @@ def own_group(cluster: "Cluster", deployment: "Deployment") -> OwnGroup | None:
     state = cluster.state
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
-        if not _is_elsewhere(other, deployment) or other.workers < deployment.workers:
+        if not _is_elsewhere(other, deployment) or other.spec.workers < deployment.spec.workers:
             continue
-        is_larger = other.workers > deployment.workers
-        if is_larger and (deployment.kind != "rollout" or not cluster.settings.divides_groups):
+        is_larger = other.spec.workers > deployment.spec.workers
+        if is_larger and (deployment.spec.kind != "rollout" or not cluster.settings.divides_groups):
             continue
         for group in state.groups_of(other):
             members = [*(state.deployments[each] for each in group.members), deployment]
-            if len(group.gpus) < deployment.workers or not may_share(cluster, members):
+            if len(group.gpus) < deployment.spec.workers or not may_share(cluster, members):
                 continue
             if is_larger and not (may_divide(state, group) and is_worthwhile(cluster, members)):
                 continue
@@ -107,16 +107,20 @@ def own_rollout_groups(cluster: "Cluster", deployment: "Deployment") -> list["Gr
     """The groups of the job's rollouts on which a larger deployment can be, beside others, to take
     turns with them; of one kind of nodes. Empty: there are none, or it is not worthwhile."""
     state, found, gpus = cluster.state, list["Group"](), 0
-    if not cluster.settings.divides_groups or deployment.kind != "train" or not deployment.shares:
+    if (
+        not cluster.settings.divides_groups
+        or deployment.spec.kind != "train"
+        or not deployment.spec.shares
+    ):
         return found
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
         if not _is_smaller_rollout(other, deployment) or not _is_elsewhere(other, deployment):
             continue
-        group = state.groups[other.groups[0]]
+        group = state.groups[other.placement.groups[0]]
         members = [*(state.deployments[each] for each in group.members), deployment]
         if (
-            gpus + len(group.gpus) < deployment.workers
+            gpus + len(group.gpus) < deployment.spec.workers
             and len(found) < SPAN_MAX - 1
             and (not found or _kind(state, group) == _kind(state, found[0]))
             and is_worthwhile(cluster, members)
@@ -131,13 +135,17 @@ def spans_later(cluster: "Cluster", deployment: "Deployment") -> list["Deploymen
     """The rollouts of the job without GPUs whose GPUs a larger deployment can use, too, once they
     have some."""
     state = cluster.state
-    if not cluster.settings.divides_groups or deployment.kind != "train" or not deployment.shares:
+    if (
+        not cluster.settings.divides_groups
+        or deployment.spec.kind != "train"
+        or not deployment.spec.shares
+    ):
         return []
     others = map(state.deployment, state.jobs[deployment.job].deployments)
     return [
         other
         for other in others
-        if not other.groups
+        if not other.placement.groups
         and _is_smaller_rollout(other, deployment)
         and is_worthwhile(cluster, (other, deployment))
     ]
@@ -145,19 +153,19 @@ def spans_later(cluster: "Cluster", deployment: "Deployment") -> list["Deploymen
 
 def _trainers(cluster: "Cluster", rollout: "Deployment") -> list["Deployment"]:
     """The job's training deployments without GPUs, if this is a rollout."""
-    if rollout.kind != "rollout":
+    if rollout.spec.kind != "rollout":
         return []
     others = map(cluster.state.deployment, cluster.state.jobs[rollout.job].deployments)
-    return [each for each in others if each.kind == "train" and not each.groups]
+    return [each for each in others if each.spec.kind == "train" and not each.placement.groups]
 
 
 def _is_smaller_rollout(other: "Deployment", deployment: "Deployment") -> bool:
     return (
-        other.kind == "rollout"
-        and other.shares
-        and not other.preemptible
-        and other.workers < deployment.workers
-        and node_types_compatible(other.node_type, deployment.node_type)
+        other.spec.kind == "rollout"
+        and other.spec.shares
+        and not other.spec.preemptible
+        and other.spec.workers < deployment.spec.workers
+        and node_types_compatible(other.spec.node_type, deployment.spec.node_type)
     )
 
 
@@ -184,7 +192,7 @@ def siblings_group(cluster: "Cluster", deployment: "Deployment") -> "Group | Non
         other = state.deployments[name]
         if not _is_elsewhere(other, deployment) or not are_siblings(other, deployment):
             continue
-        group = state.groups[other.groups[0]]
+        group = state.groups[other.placement.groups[0]]
         duty = cluster.inventory.duty_when_placed(deployment)
         load = cluster.inventory.index.load(group.group) + duty
         if load <= cluster.settings.config.load_bound and _has_capacity(cluster, group, deployment):
@@ -200,11 +208,11 @@ def are_siblings(one: "Deployment", other: "Deployment") -> bool:
     alone."""
     return (
         one is not other
-        and one.shares
-        and other.shares
-        and "rollout" not in (one.kind, other.kind)
-        and one.workers == other.workers
-        and node_types_compatible(one.node_type, other.node_type)
+        and one.spec.shares
+        and other.spec.shares
+        and "rollout" not in (one.spec.kind, other.spec.kind)
+        and one.spec.workers == other.spec.workers
+        and node_types_compatible(one.spec.node_type, other.spec.node_type)
     )
 
 
@@ -217,8 +225,10 @@ def is_worthwhile(cluster: "Cluster", members: Sequence["Deployment"]) -> bool:
     moves = [moves_at_best_s(state, each) for each in members]
     switch_s = max(load for load, _ in moves) + max(offload for _, offload in moves)
     for each in members:
-        assert each.trace is not None, f"{each.deployment} takes turns"
-        if switch_s > waiting_bound(state, settings, each) * (each.trace.period_s + switch_s):
+        assert each.demand.trace is not None, f"{each.deployment} takes turns"
+        if switch_s > waiting_bound(state, settings, each) * (
+            each.demand.trace.period_s + switch_s
+        ):
             return False
     return True
 
@@ -229,11 +239,11 @@ def waiting_partners(cluster: "Cluster", deployment: "Deployment") -> list["Depl
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
         if (
-            not other.groups
-            and other.shares
-            and not other.preemptible
-            and other.workers == deployment.workers
-            and node_types_compatible(other.node_type, deployment.node_type)
+            not other.placement.groups
+            and other.spec.shares
+            and not other.spec.preemptible
+            and other.spec.workers == deployment.spec.workers
+            and node_types_compatible(other.spec.node_type, deployment.spec.node_type)
             and may_share(cluster, (deployment, other))
         ):
             found.append(other)
@@ -256,7 +266,7 @@ def with_own_group(
     if any(deployment in spans_later(cluster, each) for each in _trainers(cluster, deployment)):
         # Its training will use the same GPUs.
         return (_DEDICATED, *(each for each in found if each != _DEDICATED))
-    if deployment.kind == "rollout" and deployment.trace is None:
+    if deployment.spec.kind == "rollout" and deployment.demand.trace is None:
         # It may generate all the time.
         found = (_DEDICATED, *(each for each in found if each != _DEDICATED))
     if own_rollout_groups(cluster, deployment) or spans_later(cluster, deployment):
@@ -275,7 +285,10 @@ def with_own_group(
 
 def _is_elsewhere(other: "Deployment", deployment: "Deployment") -> bool:
     """Whether `other` has one group, which `deployment` is not on."""
-    return len(other.groups) == 1 and other.groups[0] not in deployment.groups
+    return (
+        len(other.placement.groups) == 1
+        and other.placement.groups[0] not in deployment.placement.groups
+    )
 
 
 def _has_capacity(cluster: "Cluster", group: "Group", deployment: "Deployment") -> bool:

@@ -66,8 +66,8 @@ def least_needs(settings: Settings, deployments: Sequence[Deployment]) -> list[N
     they need."""
     sharing: dict[int, list[Deployment]] = {}
     for each in deployments:
-        if each.shares and settings.anybody_shares:
-            sharing.setdefault(each.workers, []).append(each)
+        if each.spec.shares and settings.anybody_shares:
+            sharing.setdefault(each.spec.workers, []).append(each)
     joined = {each.deployment for members in sharing.values() for each in members}
     alone = [each for each in deployments if each.deployment not in joined]
     found = [need_of(each) for each in alone]
@@ -76,7 +76,7 @@ def least_needs(settings: Settings, deployments: Sequence[Deployment]) -> list[N
         spare = 0
         counts: dict[str, int] = {}
         for each in members:
-            counts[each.node_type] = counts.get(each.node_type, 0) + 1
+            counts[each.spec.node_type] = counts.get(each.spec.node_type, 0) + 1
         untyped = counts.pop("", 0)
         for node_type, count in sorted(counts.items()):
             groups = -(-count // most)
@@ -84,7 +84,7 @@ def least_needs(settings: Settings, deployments: Sequence[Deployment]) -> list[N
             found += [Need(workers, node_type, 0)] * groups
         found += [Need(workers, "", 0)] * -(-max(0, untyped - spare) // most)
         # Rollouts of a job never share a group with each other.
-        apart = sum(each.kind == "rollout" for each in members)
+        apart = sum(each.spec.kind == "rollout" for each in members)
         made = sum(each.workers == workers for each in found[len(alone) :])
         found += [Need(workers, "", 0)] * (apart - made)
     return found
@@ -103,7 +103,7 @@ def is_possible(cluster: Cluster, deployment: Deployment) -> bool:
         return known
     free = dict(inventory.in_service())
     members = [cluster.state.deployment(name) for name in job.deployments]
-    groups = {group: None for each in members for group in each.groups}
+    groups = {group: None for each in members for group in each.placement.groups}
     if not groups:
         return _holds_gang(cluster, gang, members)
     for group in groups:
@@ -123,8 +123,8 @@ def _holds_gang(
         *[each.deployment for each in gang],
         *[
             (
-                *(each.deployment, each.workers, each.state_bytes),
-                *(each.trace, each.memory, each.shares),
+                *(each.deployment, each.spec.workers, each.spec.state_bytes),
+                *(each.demand.trace, each.demand.memory, each.spec.shares),
             )
             for each in members
         ],
@@ -203,7 +203,7 @@ def _fit_on_rollouts(
 
 
 def _is_shared_rollout(deployment: Deployment) -> bool:
-    return deployment.kind == "rollout" and deployment.shares
+    return deployment.spec.kind == "rollout" and deployment.spec.shares
 
 
 def gang_of(cluster: Cluster, deployment: Deployment) -> list[Deployment]:
@@ -215,8 +215,8 @@ def gang_of(cluster: Cluster, deployment: Deployment) -> list[Deployment]:
 
 
 def _why(cluster: Cluster, job: Job, gang: Sequence[Deployment]) -> str:
-    wanted = sum(each.workers for each in gang)
-    types = sorted({each.node_type for each in gang if each.node_type})
+    wanted = sum(each.spec.workers for each in gang)
+    types = sorted({each.spec.node_type for each in gang if each.spec.node_type})
     of_type = f" of type {' and '.join(map(repr, types))}" if types else ""
     together = " at once" if len(gang) > 1 else ""
     others = len(job.deployments) - len(gang)

@@ -55,10 +55,10 @@ class Rehearsal:
 
     def place(self, joining: Deployment) -> bool:
         """Whether the deployment gets GPUs, of its own or of a group."""
-        if not joining.shares:
+        if not joining.spec.shares:
             return self._found(joining)
         # A rollout that may generate all the time has GPUs of its own first.
-        is_own_first = joining.kind == "rollout" and joining.trace is None
+        is_own_first = joining.spec.kind == "rollout" and joining.demand.trace is None
         return (
             self._join(joining, self._of_siblings(joining))
             or (self._turns_first and self._take_turns(joining))
@@ -71,23 +71,23 @@ class Rehearsal:
     def span(self, joining: Deployment) -> bool:
         """Whether a training gets the GPUs of its own smaller rollouts, which have some, to work in
         turns with them, and free ones for the rest."""
-        if joining.kind != "train" or not joining.shares:
+        if joining.spec.kind != "train" or not joining.spec.shares:
             return False
-        hosts, rest = list[_Group](), joining.workers
+        hosts, rest = list[_Group](), joining.spec.workers
         for group in self._groups:
             if (
-                [each.kind for each in group.members] == ["rollout"]
+                [each.spec.kind for each in group.members] == ["rollout"]
                 and group.members[0].job == joining.job
                 and (not hosts or group.kind == hosts[0].kind)
                 and len(hosts) < SPAN_MAX - 1
-                and group.members[0].workers < rest
-                and joining.node_type in ("", group.kind.node_type)
+                and group.members[0].spec.workers < rest
+                and joining.spec.node_type in ("", group.kind.node_type)
                 and least_memory(group.kind.gpu_kind, (*group.members, joining))
                 <= group.kind.gpu_memory_bytes
                 and self._is_worthwhile((*group.members, joining))
             ):
                 hosts.append(group)
-                rest -= group.members[0].workers
+                rest -= group.members[0].spec.workers
         if not hosts or self._left[hosts[0].kind] < rest:
             return False
         self._left[hosts[0].kind] -= rest
@@ -130,7 +130,8 @@ class Rehearsal:
         groups = [
             group
             for group in self._with_room(joining)
-            if joining.kind != "rollout" or all(m.kind != "rollout" for m in group.members)
+            if joining.spec.kind != "rollout"
+            or all(m.spec.kind != "rollout" for m in group.members)
         ]
         return sorted(groups, key=lambda group: (-len(group.members), -self._load(group)))
 
@@ -149,12 +150,12 @@ class Rehearsal:
         for group in self._groups:
             kind, members = group.kind, (*group.members, joining)
             if (
-                group.members[0].shares
-                and group.members[0].workers == joining.workers
+                group.members[0].spec.shares
+                and group.members[0].spec.workers == joining.spec.workers
                 and len(members) <= config.residents_max
-                and joining.node_type in ("", kind.node_type)
+                and joining.spec.node_type in ("", kind.node_type)
                 and self._load(group) + duty <= bound
-                and sum([each.state_bytes for each in members]) <= self._tier_bytes
+                and sum([each.spec.state_bytes for each in members]) <= self._tier_bytes
                 and least_memory(kind.gpu_kind, members) <= kind.gpu_memory_bytes
             ):
                 yield group

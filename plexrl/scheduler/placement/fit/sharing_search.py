@@ -55,7 +55,7 @@ class _Search:
         """GPUs that the deployments from this one on take in groups of their own, at least."""
         for at in range(len(self._order) - 1, -1, -1):
             each = self._kinds[self._order[at]]
-            own = each.workers if self._opens(each) else 0
+            own = each.spec.workers if self._opens(each) else 0
             self._wanted[at] = self._wanted[at + 1] + own
 
     def options(self, at: int) -> Iterator[bool]:
@@ -66,14 +66,14 @@ class _Search:
 
     def _opens(self, each: Deployment) -> bool:
         """Whether it never joins the group of an earlier one."""
-        return each.kind == "rollout" or not self._shares(each)
+        return each.spec.kind == "rollout" or not self._shares(each)
 
     def _shares(self, each: Deployment) -> bool:
-        return self._may_share and each.shares
+        return self._may_share and each.spec.shares
 
     def _profile(self, each: Deployment) -> _Profile:
         is_open = self._opens(each)
-        return not is_open, -each.workers, need_of(each), kept_bytes(each), self._shares(each)
+        return not is_open, -each.spec.workers, need_of(each), kept_bytes(each), self._shares(each)
 
     def _joined(self, own: int) -> Iterator[bool]:
         joining = self._kinds[own]
@@ -84,7 +84,7 @@ class _Search:
             first = self._kinds[members[0]]
             larger = kind, (*members, own)
             if (
-                first.workers != joining.workers
+                first.spec.workers != joining.spec.workers
                 or not self._shares(first)
                 or len(members) >= self._members_max
                 or not self._has_room(larger)
@@ -96,7 +96,7 @@ class _Search:
             self._replace(larger, group)
 
     def _founded(self, own: int) -> Iterator[bool]:
-        workers = self._kinds[own].workers
+        workers = self._kinds[own].spec.workers
         tried = set()
         for kind, gpus in self._left.items():
             group = _alike(kind), (own,)
@@ -128,7 +128,7 @@ class _Search:
         if known is None:
             (node_type, memory_bytes, gpu_kind), numbers = group
             members = [self._kinds[number] for number in numbers]
-            is_typed = {each.node_type for each in members} <= {"", node_type}
+            is_typed = {each.spec.node_type for each in members} <= {"", node_type}
             known = is_typed and least_memory(gpu_kind, members) <= memory_bytes
             self._rooms[group] = known
         return known

@@ -93,4 +93,4 @@ def expected_step(expected_s: float) -> float:
 
 def size_of(deployment: Deployment) -> Size:
     """The GPUs that one deployment requests."""
-    return Size(deployment.node_type, deployment.workers, deployment.shares)
+    return Size(deployment.spec.node_type, deployment.spec.workers, deployment.spec.shares)

@@ -96,12 +96,12 @@ class Waiting:
             self._take_out(name)
             return
         self._units[name] = None
-        if deployment.processes.incarnation:
+        if deployment.wpg.processes.incarnation:
             self.displaced[name] = None
         self._tenants[name] = job.tenant
         self.by_tenant[job.tenant] = self.by_tenant.get(job.tenant, 0) + 1
         self.counts.add(
-            deployment.node_type,
+            deployment.spec.node_type,
             Position(-job.priority, deployment.created_at, deployment.serial, name),
         )
 
@@ -115,8 +115,10 @@ class Waiting:
             Member(each.created_at, each.serial, each.deployment, size_of(each)) for each in ordered
         ]
         first = min(members)
-        demand = tuple((each.state_bytes, each.trace, each.memory) for each in ordered)
-        needs = (duty, ordered[0].state_bytes) if len(ordered) == 1 else (0.0, 0)
+        demand = tuple(
+            (each.spec.state_bytes, each.demand.trace, each.demand.memory) for each in ordered
+        )
+        needs = (duty, ordered[0].spec.state_bytes) if len(ordered) == 1 else (0.0, 0)
         head = Head(first.created_at, first.serial, first.name, *needs)
         length_s = expected_length(job)
         owner = Owner(job.tenant, job.priority)
@@ -136,7 +138,7 @@ class Waiting:
         index = [member.name for member in unit.members].index(deployment.deployment)
         demand = list(unit.equivalence.demand)
         state_bytes, _, memory = demand[index]
-        demand[index] = (state_bytes, deployment.trace, memory)
+        demand[index] = (state_bytes, deployment.demand.trace, memory)
         head = unit.head._replace(duty=duty) if len(unit.members) == 1 else unit.head
         equivalence = unit.equivalence._replace(demand=tuple(demand))
         changed = unit._replace(head=head, equivalence=equivalence)

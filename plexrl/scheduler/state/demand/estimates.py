@@ -52,6 +52,10 @@ class Estimates:
     think_deviation: float = 0.0
     """Usual distance of that time from its average."""
 
+    def resize(self, state_bytes: int) -> None:
+        """The state has another size."""
+        self.state_bytes = state_bytes
+
     def observe(self, kind: OperationKind, tokens: int, seconds: float) -> None:
         """Add a completed run."""
         by_kind = self.seconds_by_kind

@@ -1,9 +1,10 @@
 """Turns messages and records of data directories that an earlier version wrote into today's.
 
-Until snapshots of format 4, errors and settings were JSON text in fields `error_json` and
-`settings_json`. Until format 2, the parameters of an operation were text in a field `params_json`,
-and one type was for the runs of all kinds. Each function changes plain values in place, before they
-are typed; the journal and the snapshots use nothing else.
+Until snapshots of format 5, a deployment was one record. Until format 4, errors and settings were
+JSON text in fields `error_json` and `settings_json`. Until format 2, the parameters of an operation
+were text in a field `params_json`, and one type was for the runs of all kinds. Each function
+changes plain values in place, before they are typed; the journal and the snapshots use nothing
+else.
 """
 
 import re
@@ -26,6 +27,26 @@ TEXT_PARAMS = 2
 """The last format of snapshots with parameters as text."""
 ONE_GROUP = 3
 """The last format in which a deployment had one group."""
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "spec": (
+        *("kind", "workers", "state_bytes", "exclusive", "spec_json", "created_spec_json"),
+        *("node_type", "preemptible", "shares_if_scarce", "shares_for", "pace", "checkpoints"),
+    ),
+    "placement": ("groups", "ranks", "nodes", "reservation"),
+    "wpg": (
+        *("state", "residency", "processes", "moving", "moves", "stored", "published"),
+        *("reader_nodes", "backoff", "no_snapshot_until"),
+    ),
+    "work": (
+        *("queue", "running", "waiting_gradients", "unacknowledged", "trainer_step"),
+        *("in_flight", "replay", "watch_at"),
+    ),
+    "demand": (
+        *("estimates", "trace", "has_prior", "cycles", "burst", "switch_times", "metered_at"),
+        *("memory", "peak_bytes"),
+    ),
+}
+"""The parts of a deployment, with the fields that were in one record."""
 
 
 def upgrade_event(event: Plain) -> None:
@@ -45,7 +66,22 @@ def upgrade_report(params: Mapping[str, Any]) -> Plain:
 
 
 def upgrade_state(state: Plain, version: int) -> None:
-    """The state in a snapshot of a format from 2 to 4."""
+    """The state in a snapshot of a format from 2 to 5."""
+    _upgrade_messages(state, version)
+    for deployment in state["deployments"].values():
+        _divide(deployment)
+
+
+def _divide(deployment: Plain) -> None:
+    """Put the fields of a deployment into its parts."""
+    record = deployment.pop("placement", None)
+    for part, names in PARTS.items():
+        deployment[part] = {name: deployment.pop(name) for name in names if name in deployment}
+    deployment["placement"]["record"] = record
+
+
+def _upgrade_messages(state: Plain, version: int) -> None:
+    """Change operations, and deployments that are still one record."""
     for operation in state["operations"].values():
         _type_error(operation)
     for deployment in state["deployments"].values():

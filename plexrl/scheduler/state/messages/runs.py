@@ -57,24 +57,24 @@ def make_run(
         group.group,
         group.token,
         operation.seq,
-        deployment.processes.endpoints,
-        deployment.processes.incarnation,
+        deployment.wpg.processes.endpoints,
+        deployment.wpg.processes.incarnation,
         replay,
     )
     compute = _COMPUTES.get(kind)
     params: Any = operation.params
     if compute is not None:
-        run: AnyRun = compute(*head, operation.payload, deployment.trainer_step, params)
+        run: AnyRun = compute(*head, operation.payload, deployment.work.trainer_step, params)
         return run
     if kind is _GENERATE:
-        partial, step = operation.partial, deployment.trainer_step
+        partial, step = operation.partial, deployment.work.trainer_step
         return Generate(*head, params, operation.payload, partial, step)
     if kind is _SYNC_WEIGHTS:
         source = operation.source
         assert source is not None, f"{operation.operation} pulls from nobody"
         return Sync(*head, params, source, operation.source_seq, sources, operation.source_step)
     if kind is _SAVE_CHECKPOINT:
-        log = deployment.replay
+        log = deployment.work.replay
         return SaveCheckpoint(*head, params, log.durable_seq, log.previous_seq, log.base_seq)
     return Barrier(*head) if kind is OperationKind.BARRIER else Publish(*head)
 
@@ -88,7 +88,7 @@ def make_move(
 ) -> AnyMove:
     """The run of a load, offload or snapshot, under the group's token. For an offload:
     `next_use_s`, the expected time until the next load, and `incoming`, what is loaded instead."""
-    log = deployment.replay
+    log = deployment.work.replay
     head = (
         operation.operation,
         deployment.deployment,
@@ -96,8 +96,8 @@ def make_move(
         group.group,
         group.token,
         operation.seq,
-        deployment.processes.endpoints,
-        deployment.processes.incarnation,
+        deployment.wpg.processes.endpoints,
+        deployment.wpg.processes.incarnation,
         False,
     )
     # The former version becomes the earlier one, unless the limits allow an older one.
@@ -107,6 +107,6 @@ def make_move(
     if operation.kind is not _OFFLOAD:
         return Snapshot(*head, log.durable_seq, previous_seq, base_seq)
     successor = None if incoming is None else incoming.deployment
-    successor_seq = 0 if incoming is None else incoming.replay.durable_seq
+    successor_seq = 0 if incoming is None else incoming.work.replay.durable_seq
     to_keep = log.durable_seq, previous_seq
     return Offload(*head, *to_keep, next_use_s, successor, successor_seq, base_seq)

@@ -3,7 +3,7 @@
 import pytest
 
 from plexrl.errors import StateTierFullError
-from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
+from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.recovery.test_rebuilding import refuse, train, trained

@@ -10,7 +10,7 @@ from plexrl.model.memory.device_memory import CONTEXT_BYTES
 from plexrl.scheduler.core.outcomes import REFUSED_LOAD_FACTOR
 from plexrl.scheduler.operations.held.holding import foreign_memory_view
 from plexrl.scheduler.operations.held.unreturned_memory import KEPT_FACTOR
-from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
+from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.statemanager.daemon.memory.holders import DeviceHolder, DeviceNeed, held_error
 from plexrl.wire import messages as cmd
@@ -161,7 +161,7 @@ def test_a_foreign_process_is_shown_until_the_load_succeeds(cluster: FakeCluster
     refuse(cluster, strangers=strangers)
     cluster.pass_time(1.0)
     refuse(cluster, strangers=strangers)
-    rank = cluster.core._context.state.deployment("b/actor").ranks[1]
+    rank = cluster.core._context.state.deployment("b/actor").placement.ranks[1]
     held = {"node": "n", "gpu": rank.gpu, "pid": PID, "nbytes": KEPT + 1, "since": refused_at}
     assert foreign_memory_view(cluster.core.cluster.state) == [held], (
         "process 7 may be a worker that starts"
@@ -193,7 +193,7 @@ def test_what_waits_for_a_foreign_process_moves_away_with_a_drain() -> None:
     assert "other" in {
         node
         for job in ("a", "b")
-        for node in cluster.core._context.state.deployment(f"{job}/actor").nodes
+        for node in cluster.core._context.state.deployment(f"{job}/actor").placement.nodes
     }
 
 

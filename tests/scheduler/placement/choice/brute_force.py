@@ -42,11 +42,11 @@ class BruteForce:
         deployment: Deployment,
         beside: Sequence[Group] = (),
     ) -> None:
-        assert deployment.trace is not None
+        assert deployment.demand.trace is not None
         self._state, self._config, self._deployment = state, config, deployment
-        self._trace: DemandTrace = deployment.trace
+        self._trace: DemandTrace = deployment.demand.trace
         self._beside = [group.group for group in beside]
-        self._gpus = deployment.workers - sum(len(group.gpus) for group in beside)
+        self._gpus = deployment.spec.workers - sum(len(group.gpus) for group in beside)
 
     def strict(self, now: float) -> list[Placement]:
         """The best strict placement on each candidate that has one."""
@@ -69,7 +69,7 @@ class BruteForce:
                 yield [group]
         seen = set()
         for other in state.deployments.values():
-            groups = [state.groups[name] for name in other.groups]
+            groups = [state.groups[name] for name in other.placement.groups]
             groups = [each for each in groups if not self._has_rollout(each)]
             names = tuple(each.group for each in groups)
             gpus = sum(len(each.gpus) for each in groups)
@@ -80,27 +80,31 @@ class BruteForce:
 
     def _is_divisible(self, group: Group) -> bool:
         members = [self._state.deployments[name] for name in group.members]
-        return not group.fillers and all(len(each.groups) < GROUPS_MAX for each in members)
+        return not group.fillers and all(
+            len(each.placement.groups) < GROUPS_MAX for each in members
+        )
 
     def _has_rollout(self, group: Group) -> bool:
-        return any(self._state.deployments[name].kind == "rollout" for name in group.members)
+        return any(self._state.deployments[name].spec.kind == "rollout" for name in group.members)
 
     def _takes(self, group: Group) -> bool:
         state, own = self._state, self._deployment
         members = [state.deployments[name] for name in group.members]
         if not members or not group.shared or group.is_closed or group.group in self._beside:
             return False
-        if own.kind == "rollout" and any(m.job == own.job and m.kind == "rollout" for m in members):
+        if own.spec.kind == "rollout" and any(
+            m.job == own.job and m.spec.kind == "rollout" for m in members
+        ):
             return False
         load = 0.0
         for each in members:
-            if each.reservation is None or each.reservation.trace is None:
+            if each.placement.reservation is None or each.placement.reservation.trace is None:
                 return False
-            load += each.reservation.trace.duty
+            load += each.placement.reservation.trace.duty
         return (
             len(members) < self._config.residents_max
             and load + self._trace.duty <= self._config.load_max + 1e-9
-            and self._spare(group, with_nvme=True) >= own.state_bytes * len(group.gpus)
+            and self._spare(group, with_nvme=True) >= own.spec.state_bytes * len(group.gpus)
         )
 
     def _spare(self, group: Group, *, with_nvme: bool) -> int:
@@ -110,12 +114,12 @@ class BruteForce:
             node = self._state.nodes[name]
             free = node.host_memory_bytes + (node.nvme_bytes if with_nvme else 0)
             for each in self._state.deployments.values():
-                for of_member in map(self._state.groups.__getitem__, each.groups):
+                for of_member in map(self._state.groups.__getitem__, each.placement.groups):
                     ranks = sum(gpu.node == name for gpu in of_member.gpus)
-                    free -= each.state_bytes * ranks // each.workers
+                    free -= each.spec.state_bytes * ranks // each.spec.workers
             ranks = sum(gpu.node == name for gpu in group.gpus)
             least.append(free * len(group.gpus) // ranks)
-        return min(least) * self._deployment.workers
+        return min(least) * self._deployment.spec.workers
 
     def _setup_s(self, groups: Sequence[Group]) -> float:
         """Spill and borders of a candidate that is one group."""
@@ -123,14 +127,14 @@ class BruteForce:
             return 0.0
         (group,) = groups
         own, gpus = self._deployment, len(group.gpus)
-        free = max(0, self._spare(group, with_nvme=False) // own.workers)
-        over = (own.state_bytes * gpus // own.workers - free) * own.workers / gpus
+        free = max(0, self._spare(group, with_nvme=False) // own.spec.workers)
+        over = (own.spec.state_bytes * gpus // own.spec.workers - free) * own.spec.workers / gpus
         return max(0.0, over) / SPILL_BYTES_PER_S + (BORDER_S if gpus > self._gpus else 0.0)
 
     def _ring(self, groups: Sequence[Group]) -> Ring:
         ring: Ring = {}
         for name in {name for group in groups for name in group.members}:
-            reservation = self._state.deployments[name].reservation
+            reservation = self._state.deployments[name].placement.reservation
             assert reservation is not None
             assert reservation.trace is not None
             for slots, weight in self._slots(reservation.trace, reservation.shift, 0):

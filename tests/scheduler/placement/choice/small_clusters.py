@@ -13,6 +13,8 @@ from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.deployment.demand import Demand
+from plexrl.scheduler.state.deployment.spec import RequestedSpec
 from plexrl.scheduler.state.messages.events import NodeJoined
 from plexrl.scheduler.state.records import Deployment, Job
 
@@ -108,8 +110,8 @@ class SmallCluster:
         names = list(self.context.state.deployments)
         if names and self.rng.random() < 0.6:
             other = self.context.state.deployments[self.rng.choice(names)]
-            if other.kind == "rollout":
-                workers = min(UNITS_MAX, other.workers + self.rng.randint(1, 3))
+            if other.spec.kind == "rollout":
+                workers = min(UNITS_MAX, other.spec.workers + self.rng.randint(1, 3))
                 return self._deployment(other.job, "train", workers)
         self.made += 1
         job = add_job(self.context, f"j{self.made}")
@@ -124,14 +126,18 @@ class SmallCluster:
         found = Deployment(
             deployment=DeploymentId(f"d{self.made}"),
             job=job,
-            kind=kind,
-            workers=workers,
-            state_bytes=state_bytes,
-            exclusive=False,
-            spec_json="{}",
             created_at=0.0,
-            estimates=Estimates(state_bytes),
-            trace=demand(self.rng),
+            spec=RequestedSpec(
+                kind=kind,
+                workers=workers,
+                state_bytes=state_bytes,
+                exclusive=False,
+                spec_json="{}",
+            ),
+            demand=Demand(
+                estimates=Estimates(state_bytes),
+                trace=demand(self.rng),
+            ),
         )
         self.context.state.deployments[found.deployment] = found
         self.context.state.jobs[job].deployments.append(found.deployment)

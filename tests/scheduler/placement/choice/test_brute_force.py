@@ -32,7 +32,7 @@ def check_case(rng: random.Random) -> str:
         return "none"
     assert best[0].cost == pytest.approx(expected[0].cost)
     gpus = len(cluster.state.groups[best[0].group].gpus)
-    is_part = gpus > newcomer.workers - sum(len(group.gpus) for group in beside)
+    is_part = gpus > newcomer.spec.workers - sum(len(group.gpus) for group in beside)
     if not beside:
         join(cluster, newcomer, best[0], now)
         cluster.inventory.check()

@@ -10,6 +10,8 @@ from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.deployment.demand import Demand
+from plexrl.scheduler.state.deployment.spec import RequestedSpec
 from plexrl.scheduler.state.messages.events import NodeJoined
 from plexrl.scheduler.state.records import Deployment
 from tests.scheduler.placement.choice.small_clusters import add_job
@@ -45,16 +47,20 @@ def add(context: Context, name: str, workers: int, *segments: tuple[float, float
     found = Deployment(
         deployment=DeploymentId(f"{name}/actor"),
         job=job,
-        kind="train",
-        workers=workers,
-        state_bytes=workers,
-        exclusive=False,
-        spec_json="{}",
         created_at=0.0,
-        estimates=Estimates(workers),
-        trace=DemandTrace(
-            period_s=float(HORIZON),
-            segments=tuple(Segment(offset_s=at, duration_s=length) for at, length in segments),
+        spec=RequestedSpec(
+            kind="train",
+            workers=workers,
+            state_bytes=workers,
+            exclusive=False,
+            spec_json="{}",
+        ),
+        demand=Demand(
+            estimates=Estimates(workers),
+            trace=DemandTrace(
+                period_s=float(HORIZON),
+                segments=tuple(Segment(offset_s=at, duration_s=length) for at, length in segments),
+            ),
         ),
     )
     context.state.deployments[found.deployment] = found

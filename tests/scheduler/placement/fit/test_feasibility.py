@@ -34,7 +34,7 @@ def alone(cluster: FakeCluster, job: str, workers: int, **fields: object) -> Non
 
 def placed(cluster: FakeCluster) -> list[str]:
     deployments = cluster.core._context.state.deployments.values()
-    return sorted(each.deployment for each in deployments if each.group is not None)
+    return sorted(each.deployment for each in deployments if each.placement.group is not None)
 
 
 def reason(cluster: FakeCluster, deployment: str) -> tuple[str, str]:

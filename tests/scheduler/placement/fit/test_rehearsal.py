@@ -33,10 +33,10 @@ def outcome(cluster: FakeCluster, gang: list[Asked]) -> tuple[bool, bool]:
         deploy(cluster, f"d{index}", each)
     context = cluster.core._context
     members = [context.state.deployment(DeploymentId(f"j/d{i}")) for i in range(len(gang))]
-    assert all(each.group is None for each in members)
+    assert all(each.placement.group is None for each in members)
     expected = is_possible(context.cluster, members[0])
     cluster.send(ev.JobFinished(job="other", outcome="completed"))
-    return expected, all(each.group is not None for each in members)
+    return expected, all(each.placement.group is not None for each in members)
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -83,7 +83,9 @@ def test_a_rollout_takes_turns_if_others_of_its_gang_need_the_gpus(policy: str) 
     cluster = full_cluster({"x": Kind(4, 10, "")}, policy, 2, len(gang))
     assert outcome(cluster, gang) == (True, True)
     state = cluster.core._context.state
-    groups = {name: state.deployment(DeploymentId(f"j/{name}")).group for name in ("d0", "d1")}
+    groups = {
+        name: state.deployment(DeploymentId(f"j/{name}")).placement.group for name in ("d0", "d1")
+    }
     assert groups["d0"] == groups["d1"]
 
 

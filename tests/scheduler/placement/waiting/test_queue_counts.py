@@ -55,7 +55,7 @@ def test_jobs_of_one_moment_get_gpus_in_the_order_of_their_arrival() -> None:
     order = []
     for _ in names:
         deployments = cluster.core._context.state.deployments.values()
-        (running,) = [each.job for each in deployments if each.group]
+        (running,) = [each.job for each in deployments if each.placement.group]
         order.append(running)
         cluster.send(ev.JobFinished(job=running, outcome="completed"))
     assert order == names

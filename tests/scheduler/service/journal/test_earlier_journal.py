@@ -27,6 +27,8 @@ from plexrl.wire.operations import (
 from tests.scheduler.fake_cluster import config
 
 FIXTURE = Path(__file__).parent / "earlier_journal.msgpack.zlib"
+SNAPSHOT_5 = Path(__file__).parent / "snapshot_5.msgpack.zlib"
+"""A snapshot of format 5 after all events of that journal: deployments had no parts."""
 
 
 class Earlier(msgspec.Struct):
@@ -46,7 +48,7 @@ def earlier() -> Earlier:
     return msgspec.msgpack.decode(zlib.decompress(FIXTURE.read_bytes()), type=Earlier)
 
 
-@pytest.fixture(params=["with its snapshot", "without"])
+@pytest.fixture(params=["with its snapshot", "without", "format 5"])
 def core(
     request: pytest.FixtureRequest, earlier: Earlier, tmp_path: Path
 ) -> Iterator[SchedulerCore]:
@@ -57,6 +59,10 @@ def core(
             database.execute("DELETE FROM snapshots")
             database.commit()
     with closing(SqlJournal(str(path))) as journal:
+        if request.param == "format 5":
+            journal.acquire("b", 60.0)
+            events = sum(1 for _ in journal.read())
+            journal.write_snapshot(events, earlier.now, zlib.decompress(SNAPSHOT_5.read_bytes()))
         restored = restore(with_core_settings(config(), earlier.settings), journal).core
     restored.check_invariants()
     yield restored

@@ -74,6 +74,10 @@ class Processes:
         """All workers are ready."""
         self.endpoints = tuple(address for _, address in sorted(self.addresses.items()))
 
+    def note_ready(self, now: float) -> None:
+        """The WPG is ready with them."""
+        self.ready_at = now
+
     def lose(self, rank: int) -> None:
         """A worker is gone."""
         self.addresses.pop(rank, None)

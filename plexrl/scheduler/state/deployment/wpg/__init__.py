@@ -1,0 +1,1 @@
+"""A WPG: its state, processes, moves, and stored version. Pure."""
