@@ -30,6 +30,7 @@ def killed(data_dir: Path | None) -> Folders:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_fork_servers")
 def test_the_next_cluster_removes_files_of_killed_clusters_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
