@@ -18,8 +18,9 @@ from torch import nn
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.batches.logprobs import TokenValues, Wanted, token_values
+from plexrl.worker.batches.logprobs import TokenValues, Wanted
 from plexrl.worker.batches.packing import MicroBatch
+from plexrl.worker.batches.values import outputs_of_tokens
 from plexrl.worker.models import lay_out_model, named_parameters
 from plexrl.worker.state.arena_tensors import ShardBox
 from plexrl.worker.state.host.optimizer import step_of_torch
@@ -101,14 +102,15 @@ class DeepSpeedModel(TrainingModel):
             with self._zero.accumulating():
                 found = self._values(batch, wanted)
                 loss(found, batch).backward()  # type: ignore[no-untyped-call]
-            values.append(found["logprobs"].detach())
+            values.append(found[self.output].detach())
         return values
 
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
         self._zero.step_by(lambda: self._state.step(params, gradient_factor))
 
     def _values(self, batch: MicroBatch, wanted: Wanted) -> TokenValues:
-        return token_values(self._model(**batch.model_inputs).logits, batch, wanted)
+        outputs = self._model(**batch.model_inputs).logits
+        return outputs_of_tokens(self._rank.spec.model, outputs, batch, wanted)
 
     def _placeholder(self, *shape: int) -> torch.Tensor:
         """A parameter for DeepSpeed to move into its buffer: a single number takes memory."""
