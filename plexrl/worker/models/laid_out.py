@@ -127,13 +127,10 @@ def lay_out_model(spec: ModelSpec) -> LaidOutModel:
             model = model_of_config(spec)
         files = WeightFiles(Path(spec.path))
         shapes = {name: tuple(each.shape) for name, each in named_parameters(model)}
-        begins_with_zeros = spec.head == "value" and VALUE_HEAD not in files.shapes
-        head = shapes.pop(VALUE_HEAD) if begins_with_zeros else None
-        weights: Weights
-        weights = published = PublishedWeights(files, str(model.config.model_type), shapes)
-        if head is not None:
-            weights = _WithNewHead(published, head)
-        if not published.are_complete or _has_others(model, files):
+        is_new = spec.head == "value" and VALUE_HEAD not in files.shapes
+        zeros = frozenset({VALUE_HEAD} if is_new else ())
+        weights = PublishedWeights(files, str(model.config.model_type), shapes, zeros)
+        if not weights.are_complete or _has_others(model, files):
             return _whole(spec, "its files hold other tensors than the model has parameters")
         _read_generation_config(model, spec)
     return LaidOutModel(model, weights)
@@ -156,20 +153,6 @@ class _Drawn:
 
     def forget(self) -> None:
         self._last = None
-
-
-class _WithNewHead:
-    """Weights of a language model's files, and a value head of zeros."""
-
-    def __init__(self, weights: Weights, shape: tuple[int, ...]) -> None:
-        self._weights = weights
-        self._shape = shape
-        self.forget = weights.forget
-
-    def read(self, name: str, index: Index) -> torch.Tensor:
-        if name == VALUE_HEAD:
-            return torch.zeros(self._shape)[index]
-        return self._weights.read(name, index)
 
 
 class _Whole:
