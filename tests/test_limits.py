@@ -118,6 +118,7 @@ GROUP_OF: dict[str, str] = {
     "decoupled_ppo": "loss",
     "dpo_weights": "preference",
     "dr_grpo": "loss",
+    "gae": "advantages",
     "grpo": "loss",
     "gspo": "loss",
     "last_number": "answers",
@@ -126,9 +127,10 @@ GROUP_OF: dict[str, str] = {
     "importance_sampling": "loss",
     "reinforce": "loss",
     "tiny_qwen2": "model",
+    "value": "loss",
 }
 """The groups of what takes numbers: a function, a method, or a class whose fields they are."""
-OTHER_NAMES = {"n": "samples_per_prompt"}
+OTHER_NAMES = {"n": "samples_per_prompt", "clip": "value_clip"}
 RESULTS = {
     *("Chunk", "GenerateResult", "RolloutBatch", "Run", "Sample", "SampleReward", "StepResult"),
     *("TrainResult", "Grade", "RolloutProfile", "WeightsSpan", "ScoreResult", "SyncReport"),
@@ -137,6 +139,7 @@ RESULTS = {
 """What the SDK returns, never takes."""
 NO_OPTIONS = {
     *("Batch.__init__ tokens", "GenerateFuture samples", "numeric expected"),
+    *("gae rewards", "gae values", "gae mask", "gae last_values"),
     *("Parallelism.coordinates rank", "Parallelism.rank dp", "Parallelism.rank tp"),
     *("Parallelism.rank pp", "Parallelism.rank cp", "Tokenizer.decode tokens"),
 }
