@@ -323,16 +323,15 @@ def _check_details(spec: DeploymentSpec, sampling: SamplingParams) -> None:
 
 def _check_muon(spec: DeploymentSpec) -> None:
     obstacles = {
-        f"backend {spec.backend!r}": spec.backend != "fsdp",
+        f"backend {spec.backend!r}": spec.backend == "megatron",
         f"optimizer={spec.optimizer!r}": spec.optimizer != "device",
-        f"parallelism.tp={spec.layout.tp}": spec.layout.tp > 1,
     }
     found = [name for name, is_there in obstacles.items() if is_there]
     if found and not spec.pace:
         raise InvalidRequestError(
             f"optimizer 'muon' steps whole matrices, which a deployment with {' and '.join(found)} "
-            "does not put together: use adamw or sgd, or create the deployment with backend fsdp, "
-            "its optimizer's state on the device, and dp alone",
+            "does not put together: use adamw or sgd, or create the deployment with backend fsdp "
+            "or deepspeed, and its optimizer's state on the device",
             parameter="optimizer",
         )
 

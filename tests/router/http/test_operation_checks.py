@@ -345,15 +345,17 @@ def test_weights_are_synced_between_equal_heads_only() -> None:
     "changes",
     [
         {"backend": "megatron"},
-        {"backend": "deepspeed"},
+        {"backend": "deepspeed", "optimizer": "host"},
         {"optimizer": "host"},
-        {"workers": 2, "parallelism": Parallelism(tp=2)},
     ],
     ids=str,
 )
 def test_muon_is_refused_where_no_rank_has_whole_matrices(changes: dict[str, Any]) -> None:
     params = {"learning_rate": 0.1, "optimizer": "muon"}
     check_operation(TRAIN, "optim_step", params, {})
+    check_operation(replace(TRAIN, backend="deepspeed"), "optim_step", params, {})
+    wide = replace(TRAIN, workers=2, parallelism=Parallelism(tp=2))
+    check_operation(wide, "optim_step", params, {})
     with pytest.raises(InvalidRequestError, match="'muon' steps whole matrices") as refused:
         check_operation(replace(TRAIN, **changes), "optim_step", params, {})
     assert refused.value.details == {"parameter": "optimizer"}

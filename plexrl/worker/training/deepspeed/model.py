@@ -11,6 +11,7 @@ optimizer DeepSpeed's CPUAdam steps the state (`cpu_adam`).
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -22,13 +23,14 @@ from plexrl.worker.batches.logprobs import TokenValues, Wanted
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.batches.values import outputs_of_tokens
 from plexrl.worker.models import lay_out_model, named_parameters
+from plexrl.worker.models.activation_checkpointing import checkpoint_activations
 from plexrl.worker.state.arena_tensors import ShardBox
 from plexrl.worker.state.host.optimizer import step_of_torch
-from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.deepspeed.partitions import Partitions, partition
 from plexrl.worker.training.flat_state import FlatState
 from plexrl.worker.training.model import LossOfBatch, TrainingModel
+from plexrl.worker.training.muon import step_by_muon
 
 
 class DeepSpeedModel(TrainingModel):
@@ -106,7 +108,11 @@ class DeepSpeedModel(TrainingModel):
         return values
 
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
-        self._zero.step_by(lambda: self._state.step(params, gradient_factor))
+        if params.optimizer == "muon":
+            update = partial(step_by_muon, self._state, params, gradient_factor, self._cut.shapes)
+        else:
+            update = partial(self._state.step, params, gradient_factor)
+        self._zero.step_by(update)
 
     def _values(self, batch: MicroBatch, wanted: Wanted) -> TokenValues:
         outputs = self._model(**batch.model_inputs).logits

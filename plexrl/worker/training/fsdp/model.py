@@ -28,15 +28,15 @@ from plexrl.worker.batches.logprobs import TokenValues, VocabularyShard, Wanted
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.batches.values import outputs_of_tokens
 from plexrl.worker.models import lay_out_model, named_parameters
+from plexrl.worker.models.activation_checkpointing import checkpoint_activations
 from plexrl.worker.state.arena_tensors import ShardBox
-from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.flat_state import FlatState, sum_of_squares
 from plexrl.worker.training.fsdp.adapters import add_adapters, state_name
 from plexrl.worker.training.fsdp.frozen_base import FrozenBase, ModelFiles, model_files
-from plexrl.worker.training.fsdp.muon import step_by_muon
 from plexrl.worker.training.fsdp.sharded_parameter import ShardedParameter, sharded_parameters
 from plexrl.worker.training.fsdp.tensor_parallel import cut_parameters, local_box, parallelize
 from plexrl.worker.training.model import LossOfBatch, TrainingModel, TrainingRank
+from plexrl.worker.training.muon import step_by_muon
 
 
 class FsdpModel(TrainingModel):
@@ -131,7 +131,13 @@ class FsdpModel(TrainingModel):
 
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
         if params.optimizer == "muon":
-            step_by_muon(self._state, params, gradient_factor, self._rank.layout.dp)
+            # The values' names are those of `transformers`, in one order on all ranks.
+            shapes = {
+                state_name(name): self._boxes[name].global_shape
+                for name, shard in self._shards.items()
+                if shard.is_trained
+            }
+            step_by_muon(self._state, params, gradient_factor, shapes)
             return
         self._state.step(params, gradient_factor)
 

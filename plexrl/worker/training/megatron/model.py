@@ -26,8 +26,8 @@ from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.logprobs import TokenValues, Wanted
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import lay_out_model
+from plexrl.worker.models.activation_checkpointing import checkpoint_activations
 from plexrl.worker.state.arena_tensors import ParameterPiece, view
-from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.megatron.groups import join_groups
 from plexrl.worker.training.megatron.network.gpt import make_network, place_parameters
 from plexrl.worker.training.megatron.parameter_pieces import is_replicated, pieces_by_parameter
