@@ -107,7 +107,7 @@ def test_a_critic_has_a_row_in_place_of_the_output_layer(
     spec = deployment("train", "fsdp", critic, parallelism=layout)
     trainer = FsdpModel(TrainingRank(spec=spec, rank=0))
     trainer.lay_out()
-    assert in_arena(state_terms(spec)) == pytest.approx(trainer.arena.nbytes, abs=1024)
+    assert in_arena(state_terms(spec)) == pytest.approx(trainer.arena.nbytes, abs=4096)
     actor = replace(spec, model=replace(critic, head="causal"))
     # Nor has it logits.
     assert device_memory(spec).activations < device_memory(actor).activations
