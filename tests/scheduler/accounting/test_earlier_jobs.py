@@ -1,7 +1,6 @@
 """Jobs are planned by what earlier jobs of any tenant were, until they have been measured."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -494,18 +493,3 @@ def test_a_paced_job_tells_nothing_of_jobs_that_compute() -> None:
     cluster.pass_time(50.0)
     finish(cluster, "b")
     assert usual_length(state, settings, TenantId("t"), "same") == 64.0
-
-
-def test_a_critic_has_another_prior_than_a_policy_of_its_size() -> None:
-    cluster = cluster_of()
-    cluster.start_node(4)
-    cluster.job("a")
-    cluster.deploy("a/actor")
-    actor = cluster.core.cluster.state.deployments[DeploymentId("a/actor")]
-
-    def key(text: str) -> str:
-        return shape_key(replace(actor, spec_json=text))
-
-    causal = key('{"model": {"head": "causal"}, "workers": 1}')
-    assert causal == key('{"model": {"path": "/another"}, "workers": 1}')
-    assert causal != key('{"model": {"head": "value"}, "workers": 1}')
