@@ -154,7 +154,9 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "weight_cap": _maybe(Bounds(1e-6, 1e6)),
         "token_range": Bounds(0, 1e6),
         "sequence_range": Bounds(0, 1e6),
+        "value_clip": _maybe(Bounds(1e-6, 1e6)),
     },
+    "advantages": {"gamma": Bounds(0, 1), "lam": Bounds(0, 1)},
     "preference": {"beta": Bounds(0, 1e6)},
     # Logits of 1e30 divided by 1e-6 still are float32 numbers.
     "sampling": {

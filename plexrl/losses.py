@@ -21,10 +21,18 @@ without one of them is refused with `BatchShapeError`.
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
 from plexrl.wire.operations import LossSpec, Reduction
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Rows = Sequence[Sequence[float] | npt.NDArray[np.floating[Any] | np.integer[Any] | np.bool_]]
+    """`[rows][tokens]`."""
 
 
 def cross_entropy(*, reduction: Reduction | None = None) -> LossSpec:
@@ -268,13 +276,93 @@ def decoupled_ppo(
 
 
 def custom() -> LossSpec:
-    """A loss that the controller defines: -Σ weights · logprob, without a division.
+    """A loss that the controller defines: -Σ weights · logprob, without a division. For a critic
+    -Σ weights · value.
 
     Needs `weights`: minus the gradient of the controller's loss with respect to each token's
-    logprob, computed from the result of `forward`. The gradient with respect to the parameters is
-    then that of the controller's loss.
+    logprob (or value), computed from the result of `forward`. The gradient with respect to the
+    parameters is then that of the controller's loss.
     """
     return LossSpec(name="custom")
+
+
+def value(*, clip: float | None = 0.2, reduction: Reduction | None = None) -> LossSpec:
+    """The loss of a critic, a train deployment of a model with head `value`:
+    max((value - return)², (clipped value - return)²) / 2 (Schulman et al. 2017, as the authors
+    implemented it).
+
+    The clipped value is within `clip` of the batch's `values`, those of `forward` before the first
+    step with the batch; None: only the first square. Needs `mask` and `returns`, and `values` with
+    a `clip`; `gae` computes returns. `reduction` defaults to `token_mean`.
+    """
+    return LossSpec(name="value", value_clip=clip, reduction=reduction)
+
+
+def gae(
+    rewards: "Rows",
+    values: "Rows",
+    mask: "Rows",
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    last_values: Sequence[float] | None = None,
+) -> "tuple[list[npt.NDArray[np.float32]], list[npt.NDArray[np.float32]]]":
+    """Advantages and returns of tokens, by generalised advantage estimation (Schulman et al. 2016,
+    arXiv:1506.02438): advantage_t = δ_t + gamma · lam · advantage_u, and
+    δ_t = reward_t + gamma · value_u - value_t. u is the row's next token that `mask` counts.
+
+    `rewards`, `values` and `mask` have a row for each row of the batch, as long as that, prompt
+    included. A token with mask 0 (a prompt's, a tool's) is no action: it is passed over, and its
+    results are 0. `values` are those of a critic's `forward`. `last_values` `[rows]` are the values
+    after the last tokens: absent, 0, for rows that have ended.
+
+    Returns advantages and returns (advantage + value), float32 `[tokens]` for each row:
+    `batch.with_values("advantages", …)` and `batch.with_values("returns", …)`. Nothing is centred
+    or scaled.
+
+    Raises:
+        InvalidRequestError: lengths differ, `gamma` or `lam` is not from 0 to 1, or a token with
+            mask 0 has a reward.
+    """
+    import numpy as np
+
+    check_numbers("advantages", {"gamma": gamma, "lam": lam})
+    lengths = [[len(row) for row in rows] for rows in (rewards, values, mask)]
+    after = [0.0] * len(lengths[0]) if last_values is None else list(last_values)
+    if lengths[0] != lengths[1] or lengths[0] != lengths[2] or len(after) != len(lengths[0]):
+        raise InvalidRequestError(
+            f"gae got {len(lengths[0])} rows of rewards, {len(lengths[1])} of values, "
+            f"{len(lengths[2])} of mask and {len(after)} last values: give one of each for every "
+            "row of the batch, with one number for each of its tokens"
+        )
+    shape = (len(after), max(lengths[0], default=0))
+    reward_RL, value_RL, mask_RL = (np.zeros(shape) for _ in range(3))
+    for padded, rows in ((reward_RL, rewards), (value_RL, values), (mask_RL, mask)):
+        for index, row in enumerate(rows):
+            padded[index, : len(row)] = row
+    acts_RL = mask_RL != 0
+    if (lost := np.argwhere((reward_RL != 0) & ~acts_RL)).size:
+        row, token = lost[0].tolist()
+        raise InvalidRequestError(
+            f"rewards: token {token} of row {row} has reward {reward_RL[row, token]:g} and mask 0: "
+            "give the reward to a token that the model drew, such as the row's last one"
+        )
+    advantage_RL = np.zeros(shape)
+    value_R, advantage_R = np.array(after, dtype=np.float64), np.zeros(shape[0])
+    for t in reversed(range(shape[1])):
+        delta_R = reward_RL[:, t] + gamma * value_R - value_RL[:, t]
+        advantage_R = np.where(acts_RL[:, t], delta_R + gamma * lam * advantage_R, advantage_R)
+        value_R = np.where(acts_RL[:, t], value_RL[:, t], value_R)
+        advantage_RL[:, t] = advantage_R
+    advantage_RL = np.where(acts_RL, advantage_RL, 0.0)
+    return_RL = np.where(acts_RL, advantage_RL + value_RL, 0.0)
+
+    def rows_of(padded: "npt.NDArray[np.float64]") -> "list[npt.NDArray[np.float32]]":
+        return [
+            row[:length].astype(np.float32) for row, length in zip(padded, lengths[0], strict=True)
+        ]
+
+    return rows_of(advantage_RL), rows_of(return_RL)
 
 
 def dpo_weights(

@@ -119,6 +119,7 @@ GROUP_OF: dict[str, str] = {
     "dpo_weights": "preference",
     "dr_grpo": "loss",
     "dro": "loss",
+    "gae": "advantages",
     "grpo": "loss",
     "gspo": "loss",
     "last_number": "answers",
@@ -127,9 +128,10 @@ GROUP_OF: dict[str, str] = {
     "importance_sampling": "loss",
     "reinforce": "loss",
     "tiny_qwen2": "model",
+    "value": "loss",
 }
 """The groups of what takes numbers: a function, a method, or a class whose fields they are."""
-OTHER_NAMES = {"n": "samples_per_prompt"}
+OTHER_NAMES = {"n": "samples_per_prompt", "clip": "value_clip"}
 RESULTS = {
     *("Chunk", "GenerateResult", "RolloutBatch", "Run", "Sample", "SampleReward", "StepResult"),
     *("TrainResult", "Grade", "RolloutProfile", "WeightsSpan", "ScoreResult", "SyncReport"),
@@ -138,6 +140,7 @@ RESULTS = {
 """What the SDK returns, never takes."""
 NO_OPTIONS = {
     *("Batch.__init__ tokens", "GenerateFuture samples", "numeric expected"),
+    *("gae rewards", "gae values", "gae mask", "gae last_values"),
     *("Parallelism.coordinates rank", "Parallelism.rank dp", "Parallelism.rank tp"),
     *("Parallelism.rank pp", "Parallelism.rank cp", "Tokenizer.decode tokens"),
 }

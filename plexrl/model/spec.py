@@ -20,6 +20,9 @@ from plexrl.storage.model_folder import model_folder
 TRAIN_BYTES_PER_PARAMETER = 16
 """fp32 parameter, gradient and the two AdamW moments."""
 
+Head = Literal["causal", "reward", "value"]
+"""Output layer of a model, see `ModelSpec.head`."""
+
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of weights without optimizer state, by dtype."""
 
@@ -40,10 +43,12 @@ class ModelSpec:
     special tokens `<pad>` (0), `<bos>` (1) and `<eos>` (2)."""
     seed: int = 0
     """Seed of a generated model's initial weights: same seed, same bits."""
-    head: Literal["causal", "reward"] = "causal"
-    """Output layer: the language model's head, or one row (`score.weight`) that computes a score
-    from a row's last hidden state, as `…ForSequenceClassification` of `transformers` with one
-    label."""
+    head: Head = "causal"
+    """Output layer: the language model's head, or one row (`score.weight`), as in
+    `…ForSequenceClassification` of `transformers` with one label. That row computes a score from
+    the last hidden state of a row of tokens (`reward`), or a value from each (`value`, a critic).
+    For a critic `path` may be a language model, which has no such row: then it begins with zeros.
+    """
 
     def __repr__(self) -> str:
         if self.path is not None:
@@ -89,14 +94,14 @@ def tiny_qwen2(
     seed: int = 0,
     hidden: int = 64,
     layers: int = 2,
-    head: Literal["causal", "reward"] = "causal",
+    head: Head = "causal",
 ) -> ModelSpec:
     """A small, generated, character-level Qwen2 of about 50 000·(hidden/64)²·layers parameters.
 
     `vocabulary` lists its characters; each is one token, after the three special tokens. `seed`
     determines the initial weights: same seed, same bits. `hidden` is the hidden size, a multiple of
     8; `layers` is the number of decoder layers. `head` is `causal` for a language model, `reward`
-    for a model that scores rows.
+    for a model that scores rows, and `value` for a critic.
 
     Two layers of hidden size 64 learn to sort five digits on one CPU core in about a minute.
 
@@ -160,6 +165,11 @@ def parameter_count(spec: ModelSpec) -> int:
         mlp += 2 * sizes.mlp + hidden
     per_layer = attention + mlp + sizes.layer_norms * hidden
     embedding = sizes.vocabulary * hidden
-    if spec.head == "reward":
-        return sizes.layers * per_layer + hidden + embedding + hidden
-    return sizes.layers * per_layer + hidden + embedding * (1 if sizes.is_tied else 2)
+    return sizes.layers * per_layer + hidden + embedding + output_parameters(sizes, spec.head)
+
+
+def output_parameters(sizes: Dimensions, head: Head) -> int:
+    """Parameters of the output layer, without those that it shares with the embedding."""
+    if head != "causal":
+        return sizes.hidden
+    return 0 if sizes.is_tied else sizes.vocabulary * sizes.hidden

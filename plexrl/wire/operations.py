@@ -198,6 +198,7 @@ LossName = Literal[
     "dro",
     "decoupled_ppo",
     "custom",
+    "value",
 ]
 
 Reduction = Literal["token_mean", "sequence_mean", "sum", "sequence_sum"]
@@ -218,7 +219,9 @@ class LossSpec:
     dro                    mask, logprobs, advantages
     decoupled_ppo          mask, logprobs, prox_logprobs, advantages; `ref_logprobs` as above
     custom                 weights: the loss is -Σ weights·logprob, so `weights` is the negative
-                           gradient of the controller's own loss by each token's logprob
+                           gradient of the controller's own loss by each token's logprob; with
+                           a value head, by each token's value
+    value                  mask, returns; `values` with a `value_clip`; for value heads only
     =====================  ==================================================================
     """
 
@@ -242,6 +245,9 @@ class LossSpec:
     sequence_range: tuple[float, float] | None = None
     """decoupled_ppo: all tokens of a row have weight 0 if the geometric mean of the row's
     importance weights is outside. Absent: none have."""
+    value_clip: float | None = None
+    """value: most that a value may differ from the batch's `values` before its squared error stops
+    falling. Absent: no bound."""
     reduction: Reduction | None = None
     """How token losses are reduced. `token_mean`: Σ/Σmask over the batch (the default of
     all but grpo, gspo and custom). `sequence_mean`: mean over rows of each row's token mean (the
@@ -261,8 +267,12 @@ LOSS_INPUTS: dict[str, tuple[str, ...]] = {
     "dro": ("mask", "logprobs", "advantages"),
     "decoupled_ppo": ("mask", "logprobs", "prox_logprobs", "advantages"),
     "custom": ("weights",),
+    "value": ("mask", "returns"),
 }
-"""Per-token arrays that each loss needs; with `kl_coef` > 0 also `ref_logprobs`."""
+"""Per-token arrays that each loss needs; `loss_inputs` adds those of its coefficients."""
+
+VALUE_LOSSES = ("value", "custom")
+"""Losses of a model with a value head."""
 
 DEFAULT_REDUCTION: dict[str, Reduction] = {
     "cross_entropy": "token_mean",
@@ -276,7 +286,16 @@ DEFAULT_REDUCTION: dict[str, Reduction] = {
     "dro": "token_mean",
     "decoupled_ppo": "token_mean",
     "custom": "sum",
+    "value": "token_mean",
 }
+
+
+def loss_inputs(loss: LossSpec) -> tuple[str, ...]:
+    """The per-token arrays that a loss needs with its coefficients."""
+    found = LOSS_INPUTS[loss.name]
+    if loss.kl_coef > 0:
+        found = (*found, "ref_logprobs")
+    return found if loss.value_clip is None else (*found, "values")
 
 
 MICRO_BATCH_TOKENS = 16_384

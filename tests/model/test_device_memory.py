@@ -97,6 +97,25 @@ def test_fsdp_s_arena_is_the_sum_of_its_terms(
     assert in_arena(state_terms(spec)) == pytest.approx(trainer.arena.nbytes, abs=4096)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", [Parallelism(), Parallelism(dp=3), Parallelism(tp=2)])
+def test_a_critic_has_a_row_in_place_of_the_output_layer(
+    tied: bool, layout: Parallelism, fake_ranks: Callable[[int], None]
+) -> None:
+    fake_ranks(layout.world_size)
+    critic = replace(model(tie_word_embeddings=tied), head="value")
+    spec = deployment("train", "fsdp", critic, parallelism=layout)
+    trainer = FsdpModel(TrainingRank(spec=spec, rank=0))
+    trainer.lay_out()
+    assert in_arena(state_terms(spec)) == pytest.approx(trainer.arena.nbytes, abs=4096)
+    actor = replace(spec, model=replace(critic, head="causal"))
+    # Nor has it logits.
+    assert device_memory(spec).activations < device_memory(actor).activations
+    for backend in ("megatron", "deepspeed"):
+        ours, others = (state_terms(replace(each, backend=backend)) for each in (spec, actor))
+        assert (ours.weights < others.weights) == (not tied)
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("kind", "hosted"), [("rollout", None), ("forward", None), ("forward", 1)])

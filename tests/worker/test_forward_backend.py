@@ -149,6 +149,29 @@ def test_a_checkpoint_and_a_directory_bring_the_same_weights(tmp_path: Path) -> 
     )
 
 
+def test_a_critic_gives_the_value_of_each_token_and_opens_as_a_reward_model(
+    tmp_path: Path,
+) -> None:
+    critic = tiny_qwen2("0123456789abcdefghi", seed=1, hidden=32, head="value")
+    backend = made(critic, tmp_path)
+    arrays = batch()
+    found = forward(backend, arrays, micro_batches=3)
+    assert set(found) == {"values"}
+    model: Any = build_model(critic)
+    first = 0
+    for row in ROWS:
+        hidden = model.model(torch.tensor([row])).last_hidden_state[0]
+        wanted = [0.0, *(hidden @ model.score.weight[0]).tolist()[:-1]]
+        values = found["values"][first : first + len(row)]
+        assert np.allclose(values, wanted, atol=1e-5)
+        first += len(row)
+    model.save_pretrained(tmp_path / "critic")
+    opened = made(ModelSpec(path=str(tmp_path / "critic"), head="reward"), tmp_path)
+    assert np.array_equal(
+        forward(opened, arrays)["scores"], forward(made(REWARD, tmp_path), arrays)["scores"]
+    )
+
+
 def test_weights_of_another_head_are_refused_and_change_nothing(tmp_path: Path) -> None:
     build_model(CAUSAL).save_pretrained(tmp_path / "j" / "causal")  # type: ignore[operator]
     backend = made(REWARD, tmp_path)

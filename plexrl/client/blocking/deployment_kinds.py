@@ -123,7 +123,7 @@ class TrainDeployment(Deployment):
         `optimizer` is AdamW (Loshchilov & Hutter 2019); SGD as of torch, whose weight decay is
         added to the gradients; or Muon (Jordan et al. 2024), for the matrices of decoder layers:
         AdamW steps the rest with the same rate. `momentum` is that of SGD (absent: 0) or Muon
-        (absent: 0.95). Muon needs backend fsdp with dp alone, and its state on the device. Choose
+        (absent: 0.95). Muon needs backend fsdp or deepspeed, and its state on the device. Choose
         one optimizer for a deployment: momentum is kept in place of AdamW's first moment.
 
         `beta1` and `beta2` are the decay rates of the first and second moment; `eps` is added to

@@ -19,7 +19,6 @@ from plexrl.client.data.argument_checks import (
 )
 from plexrl.limits import check_numbers
 from plexrl.wire.operations import (
-    LOSS_INPUTS,
     AdamParams,
     CheckpointParams,
     ForwardBackwardParams,
@@ -30,6 +29,7 @@ from plexrl.wire.operations import (
     OperationParams,
     SamplingParams,
     SyncWeightsParams,
+    loss_inputs,
 )
 from plexrl.wire.parameter_checks import (
     check_identifier,
@@ -129,7 +129,7 @@ def forward_backward(
     """Gradients of a loss, added to the accumulated ones."""
     check_batch(batch)
     check_loss(loss)
-    names = [*LOSS_INPUTS[loss.name], *(["ref_logprobs"] if loss.kl_coef > 0 else [])]
+    names = loss_inputs(loss)
     arrays = batch.arrays(names)
     if "mask" in names and len(batch):
         from plexrl.wire.tensors import check_mask

@@ -41,6 +41,8 @@ class Batch:
     - `ref_logprobs`: of each token under the reference policy, in nats, for a loss with a `kl_coef`
       above 0.
     - `weights`: minus the gradient of the controller's own loss by each token's logprob.
+    - `returns` and `values`: of a critic, for `losses.value()`: what its value is to become, and
+      what it was before the first step with this batch.
 
     The SDK checks shapes; the router checks the rest.
     """

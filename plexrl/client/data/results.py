@@ -114,7 +114,7 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ForwardResult:
-    """Logprobs of a `forward`, and what else it was asked for."""
+    """Logprobs of a `forward`, and what else it was asked for; or the values of a critic."""
 
     logprobs: "list[npt.NDArray[np.float32]]"
     """For each row of the batch, in order, float32 `[tokens]`: the logprob of every token given the
@@ -125,9 +125,14 @@ class ForwardResult:
     top_logprobs: list[TopLogprobs] | None = None
     """For each row, the likeliest tokens in the place of every token. Entry 0 is not predicted, and
     has no meaning. None: not asked for."""
+    values: "list[npt.NDArray[np.float32]] | None" = None
+    """Of a model with a value head: for each row, float32 `[tokens]`, the value of what comes
+    before the token, which is the state in which it is chosen. So values stand where logprobs do:
+    entry 0 is 0, and the state after the last token has no value. Then `logprobs` has no rows.
+    None: the model computes logprobs."""
 
     def __repr__(self) -> str:
-        return f"ForwardResult({_shape(self.logprobs)})"
+        return f"ForwardResult({_shape(self.logprobs if self.values is None else self.values)})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -149,13 +154,17 @@ class TrainResult:
     """`loss`, after its reduction; `tokens`, the sum of the mask; and means over these tokens:
     `logprob`; for a policy loss `entropy` of each one's distribution, `ratio` to the policy that
     drew them, `old_kl`, the k3 estimate of the KL to it, and `clip_fraction`; with `kl_coef` also
-    `ref_kl`. NaN: not finite."""
+    `ref_kl`. Of a critic `value` in place of `logprob`, `return`, `squared_error` and
+    `clip_fraction`. NaN: not finite."""
     logprobs: "list[npt.NDArray[np.float32]]"
     """For each row of the batch, in order, float32 `[tokens]`: logprobs under the weights before
     the step. Entry 0 is 0."""
+    values: "list[npt.NDArray[np.float32]] | None" = None
+    """Of a critic, as `ForwardResult.values`, in place of the logprobs. None: it is no critic."""
 
     def __repr__(self) -> str:
-        return f"TrainResult(metrics={_shown(self.metrics)}, rows={len(self.logprobs)})"
+        rows = len(self.logprobs if self.values is None else self.values)
+        return f"TrainResult(metrics={_shown(self.metrics)}, rows={rows})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -295,9 +304,10 @@ def forward_decoder(lengths: list[int]) -> Decoder:
     def decode(result: Mapping[str, Any], arrays: "Arrays") -> ForwardResult:
         del result
         return ForwardResult(
-            split_rows(arrays["logprobs"], lengths),
+            _split(arrays, "logprobs", lengths) or [],
             _split(arrays, "entropy", lengths),
             _split_top(arrays, "", lengths),
+            _split(arrays, "values", lengths),
         )
 
     return decode
@@ -331,7 +341,8 @@ def train_decoder(lengths: list[int]) -> Decoder:
     def decode(result: Mapping[str, Any], arrays: "Arrays") -> TrainResult:
         # JSON has no number for NaN and infinity; the router sends null.
         metrics = {n: math.nan if v is None else v for n, v in result["metrics"].items()}
-        return TrainResult(metrics, split_rows(arrays["logprobs"], lengths))
+        logprobs = _split(arrays, "logprobs", lengths) or []
+        return TrainResult(metrics, logprobs, _split(arrays, "values", lengths))
 
     return decode
 

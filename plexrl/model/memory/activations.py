@@ -22,7 +22,8 @@ FLOAT32: Final = 4
 def activation_bytes(spec: DeploymentSpec) -> int:
     """Peak of activations and logits, for micro-batches of the default size."""
     sizes, layout = spec.model.dimensions, spec.layout
-    vocabulary = -(-sizes.vocabulary // layout.tp)
+    # Other heads compute one number of a token, or of a row.
+    vocabulary = -(-sizes.vocabulary // layout.tp) if spec.model.head == "causal" else 1
     if spec.kind == "rollout":
         # One layer at a time: a prefill of one row, and the next token of every other.
         each = WEIGHT_BYTES[spec.dtype]
@@ -32,7 +33,7 @@ def activation_bytes(spec: DeploymentSpec) -> int:
     tokens = -(-max(MICRO_BATCH_TOKENS, spec.max_sequence_tokens) // layout.cp)
     if spec.kind == "forward":
         each = WEIGHT_BYTES[spec.dtype]
-        logits = 0 if spec.model.head == "reward" else vocabulary * (each + FLOAT32)
+        logits = vocabulary * (each + FLOAT32)
         return tokens * (layer_elements(sizes, layout.tp) * each + logits)
     each = WEIGHT_BYTES[spec.compute_dtype]
     layers = -(-sizes.layers // layout.pp)

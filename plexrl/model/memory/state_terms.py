@@ -13,7 +13,7 @@ from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.lora import adapter_parameter_count
 from plexrl.model.memory.kv_cache import BLOCK_TOKENS, KV_BYTES, kv_token_bytes
-from plexrl.model.spec import WEIGHT_BYTES, parameter_count
+from plexrl.model.spec import WEIGHT_BYTES, Head, output_parameters, parameter_count
 
 ALIGNED_BYTES: Final = 64
 
@@ -79,7 +79,9 @@ def _fsdp(spec: DeploymentSpec) -> StateTerms:
     copies = layout.dp > 1 or compute != 4
     most = parameters
     if parameters >= LAYERWISE_PARAMETERS:
-        most = embedding_parameters(sizes) + PREFETCHED_LAYERS * layer_parameters(sizes)
+        most = embedding_parameters(sizes, spec.model.head) + PREFETCHED_LAYERS * layer_parameters(
+            sizes
+        )
     gathered = most // layout.tp * compute if copies else 0
     trained = parameters
     if spec.lora is not None:
@@ -129,7 +131,9 @@ def _megatron(spec: DeploymentSpec) -> StateTerms:
     # The first stage has the embedding and the last one the output layer, besides their layers.
     layers = -(-sizes.layers // layout.pp)
     dense_layers = (layer_parameters(sizes) - experts // sizes.layers) * layers
-    ends = sizes.vocabulary * sizes.hidden * (1 if layout.pp > 1 or sizes.is_tied else 2)
+    ends = sizes.vocabulary * sizes.hidden
+    if layout.pp == 1:
+        ends += output_parameters(sizes, spec.model.head)
     dense = (dense_layers + ends + sizes.hidden) // layout.tp
     own_experts = experts // sizes.layers * layers // (layout.tp * layout.ep)
     replicas = layout.dp * layout.cp
@@ -187,12 +191,12 @@ def layer_parameters(sizes: Dimensions) -> int:
     return sum(found) // sizes.layers
 
 
-def embedding_parameters(sizes: Dimensions) -> int:
+def embedding_parameters(sizes: Dimensions, head: Head) -> int:
     """Parameters of the embedding and the output layer."""
-    return sizes.vocabulary * sizes.hidden * (1 if sizes.is_tied else 2)
+    return sizes.vocabulary * sizes.hidden + output_parameters(sizes, head)
 
 
-def tensors(sizes: Dimensions, head: str) -> list[_Tensor]:
+def tensors(sizes: Dimensions, head: Head) -> list[_Tensor]:
     """The parameters of a decoder, as `transformers` has them."""
     hidden = sizes.hidden
     found = [
@@ -200,7 +204,7 @@ def tensors(sizes: Dimensions, head: str) -> list[_Tensor]:
         _Tensor(shape=(hidden,), count=1),
         _Tensor(shape=(sizes.vocabulary, hidden), count=1, tp_axis=0),
     ]
-    if head == "reward":
+    if head != "causal":
         found.append(_Tensor(shape=(1, hidden), count=1))
     elif not sizes.is_tied:
         found.append(_Tensor(shape=(sizes.vocabulary, hidden), count=1, tp_axis=0))

@@ -58,12 +58,12 @@ def gather_metrics(results: Sequence[Mapping[str, Any]]) -> RunResult:
 
 
 def non_finite_error(kind: OperationKind, arrays: Arrays) -> NonFiniteWeightsError | None:
-    """The error of an operation whose logprobs or scores are not finite; None: all are.
+    """The error of an operation whose logprobs, scores or values are not finite; None: all are.
 
     Such numbers never reach a controller as a success. A diverged model has them on each backend
     and engine.
     """
-    values = [arrays[name] for name in ("logprobs", "scores") if name in arrays]
+    values = [arrays[name] for name in ("logprobs", "scores", "values") if name in arrays]
     if all(np.isfinite(each).all() for each in values):
         return None
     return NonFiniteWeightsError(

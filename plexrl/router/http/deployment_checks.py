@@ -112,11 +112,7 @@ def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) 
         check_equal_parts(model, layout)
     if body.kind == "train":
         check_trained_experts(model, layout)
-    if model.head != "causal" and body.kind != "forward":
-        raise InvalidRequestError(
-            f"a model with head {model.head!r} only scores rows: create a reward deployment for "
-            f"it, not a {body.kind} deployment"
-        )
+    _check_head(body, model)
     if body.kind != "forward" and body.layers_on_device is not None:
         raise InvalidRequestError(
             f"layers_on_device is for reference and reward deployments; a {body.kind} deployment "
@@ -168,6 +164,30 @@ def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) 
         )
 
 
+def _check_head(body: DeploymentRequest, model: ModelSpec) -> None:
+    if model.head == "causal" or body.kind == "forward":
+        return
+    if body.kind == "rollout":
+        raise InvalidRequestError(
+            f"a model with head {model.head!r} predicts no tokens, so no rollout backend generates "
+            "with it: use head 'causal', or create a "
+            f"{'reward' if model.head == 'reward' else 'train or reference'} deployment",
+            parameter="head",
+        )
+    if model.head == "reward":
+        raise InvalidRequestError(
+            "a model with head 'reward' only scores rows: create a reward deployment for it, not a "
+            f"{body.kind} deployment, or train it as a critic, with head 'value'",
+            parameter="head",
+        )
+    if body.lora is not None:
+        raise InvalidRequestError(
+            "with lora only adapters are trained, so a value head would stay as it is: leave lora "
+            "out, or use head 'causal'",
+            parameter="lora",
+        )
+
+
 def _check_pace(spec: DeploymentSpec) -> None:
     if not spec.pace:
         return
@@ -175,6 +195,7 @@ def _check_pace(spec: DeploymentSpec) -> None:
     lacks = {
         f"kind {spec.kind!r}": spec.kind == "forward",
         f"backend {spec.backend!r}": spec.backend == "vllm",
+        f"head {spec.model.head!r}": spec.model.head != "causal",
         "lora": spec.lora is not None,
         "tp_sizes": bool(spec.tp_sizes),
         "optimizer='host'": spec.optimizer == "host",

@@ -20,10 +20,10 @@ from plexrl.limits import LIMITS, RESULT_BYTES_MAX, SAMPLES_MAX
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.lora import LoraSpec
 from plexrl.wire.operations import (
-    LOSS_INPUTS,
     PARAMS_BY_KIND,
     PROMPT_SAMPLING,
     USER_KINDS,
+    VALUE_LOSSES,
     AdamParams,
     ForwardBackwardParams,
     ForwardParams,
@@ -33,6 +33,7 @@ from plexrl.wire.operations import (
     OperationParams,
     SamplingParams,
     SyncWeightsParams,
+    loss_inputs,
 )
 from plexrl.wire.parameter_checks import check_parameters
 from plexrl.wire.tensors import Array, Arrays, check_mask, row_of
@@ -66,7 +67,8 @@ def check_operation(
     match typed:
         case ForwardBackwardParams():
             _check_whole_rows(spec, typed.loss)
-            tokens = _check_batch(spec, arrays, _loss_arrays(typed.loss))
+            _check_head(spec, typed.loss)
+            tokens = _check_batch(spec, arrays, loss_inputs(typed.loss))
             if "mask" in arrays:
                 check_mask(arrays["mask"], arrays["lengths"])
         case AdamParams() if typed.optimizer == "muon":
@@ -90,10 +92,10 @@ def check_operation(
             )
         case GenerateParams():
             tokens = _check_generate(spec, typed, arrays)
-        case SyncWeightsParams() if spec.model.head != "causal":
+        case SyncWeightsParams() if spec.model.head == "reward":
             raise InvalidRequestError(
-                f"the deployment's model has head {spec.model.head!r}, and no train deployment "
-                "publishes such weights: load a checkpoint instead"
+                "the deployment's model has head 'reward', and no train deployment publishes such "
+                "weights: load a checkpoint instead"
             )
         case SyncWeightsParams() if spec.layers_on_device is not None:
             raise InvalidRequestError(
@@ -114,6 +116,12 @@ def check_source(spec: DeploymentSpec, source: DeploymentSpec) -> None:
             f"{'this deployment' if spec.pace else 'the source'} is paced and has no model, and "
             f"{'the source' if spec.pace else 'this deployment'} computes one, so the published "
             "weights do not fit: create both with a pace, or both without"
+        )
+    if spec.model.head != source.model.head:
+        raise InvalidRequestError(
+            f"the source's model has head {source.model.head!r} and this deployment's "
+            f"{spec.model.head!r}, so the published weights do not fit: create both with the same "
+            "head"
         )
     if spec.lora == source.lora:
         return
@@ -203,9 +211,21 @@ def _check_whole_rows(spec: DeploymentSpec, loss: LossSpec) -> None:
         )
 
 
-def _loss_arrays(loss: LossSpec) -> tuple[str, ...]:
-    extra = ("ref_logprobs",) if loss.kl_coef > 0 else ()
-    return (*LOSS_INPUTS[loss.name], *extra)
+def _check_head(spec: DeploymentSpec, loss: LossSpec) -> None:
+    is_critic = spec.model.head == "value"
+    if is_critic and loss.name not in VALUE_LOSSES:
+        raise InvalidRequestError(
+            f"the loss {loss.name} needs logprobs, and the deployment's model has head 'value', "
+            f"which computes values: use {' or '.join(VALUE_LOSSES)}, or a model with head "
+            "'causal'",
+            parameter="loss",
+        )
+    if loss.name == "value" and not is_critic:
+        raise InvalidRequestError(
+            f"the loss value needs values, and the deployment's model has head "
+            f"{spec.model.head!r}: create the deployment with a model of head 'value'",
+            parameter="loss",
+        )
 
 
 def _check_batch(spec: DeploymentSpec, arrays: Arrays, per_token: tuple[str, ...]) -> int:
@@ -303,16 +323,15 @@ def _check_details(spec: DeploymentSpec, sampling: SamplingParams) -> None:
 
 def _check_muon(spec: DeploymentSpec) -> None:
     obstacles = {
-        f"backend {spec.backend!r}": spec.backend != "fsdp",
+        f"backend {spec.backend!r}": spec.backend == "megatron",
         f"optimizer={spec.optimizer!r}": spec.optimizer != "device",
-        f"parallelism.tp={spec.layout.tp}": spec.layout.tp > 1,
     }
     found = [name for name, is_there in obstacles.items() if is_there]
     if found and not spec.pace:
         raise InvalidRequestError(
             f"optimizer 'muon' steps whole matrices, which a deployment with {' and '.join(found)} "
-            "does not put together: use adamw or sgd, or create the deployment with backend fsdp, "
-            "its optimizer's state on the device, and dp alone",
+            "does not put together: use adamw or sgd, or create the deployment with backend fsdp "
+            "or deepspeed, and its optimizer's state on the device",
             parameter="optimizer",
         )
 

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from plexrl.limits import LIMITS, SAMPLES_MAX
+from plexrl.model.spec import Head
 from plexrl.process.plain_text import is_plain
 
 SEGMENTS_MAX = 1000
@@ -168,7 +169,7 @@ class ModelRequest(_Strict):
     config_json: str = "{}"
     vocabulary: str = ""
     seed: Annotated[int, Limited("model", "seed")] = 0
-    head: Literal["causal", "reward"] = "causal"
+    head: Head = "causal"
 
 
 class SegmentRequest(_Strict):

@@ -204,8 +204,8 @@ def shape_key(deployment: Deployment) -> str:
 
 @lru_cache(maxsize=4096)
 def _digest_of_limits(spec_json: str) -> str:
-    """Digest of a specification without the model. The model's description may name a tenant's
-    folder: the size of the state stands for it."""
+    """Digest of a specification without the model, but with its head. The model's description may
+    name a tenant's folder: the size of the state stands for it."""
     limits = spec_json
     try:
         spec = json.loads(spec_json)
@@ -213,7 +213,13 @@ def _digest_of_limits(spec_json: str) -> str:
         # Only its sender knows what a specification says.
         spec = None
     if isinstance(spec, dict):
-        limits = json.dumps({name: spec[name] for name in sorted(spec) if name != "model"})
+        kept = {name: spec[name] for name in sorted(spec) if name != "model"}
+        model = spec.get("model")
+        head = model.get("head", "causal") if isinstance(model, dict) else "causal"
+        if head != "causal":
+            # Without logits a step takes another time.
+            kept["head"] = head
+        limits = json.dumps(kept)
     return blake2b(limits.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 

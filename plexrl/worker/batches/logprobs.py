@@ -73,7 +73,7 @@ def token_values(
     else:
         found = {"logprobs": sharded_logprobs(predicted_BPV, tokens_BP, shard)}
     found |= distribution_values(predicted_BPV, wanted, shard)
-    return {name: _padded(values, batch) for name, values in found.items()}
+    return {name: by_token(values, batch) for name, values in found.items()}
 
 
 def distribution_values(
@@ -222,7 +222,7 @@ class _ShardedLogprobs(torch.autograd.Function):
         return found_BPW, None, None, None
 
 
-def _padded(values_BP: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+def by_token(values_BP: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Per-token numbers `[B, P]` or `[B, P, K]` with column 0; 0 at padding."""
     valid_BP = batch.valid_BL[:, 1:]
     if values_BP.dim() == valid_BP.dim():

@@ -1,4 +1,4 @@
-"""The losses of a training batch, as functions of per-token logprobs.
+"""The losses of a training batch, as functions of per-token logprobs, or of values.
 
 Shapes: B rows, L tokens of the longest row. Entry t is for token t given the tokens before it, so
 column 0 never counts. Every loss is Σ weight·term / denominator. The denominator is that of the
@@ -16,7 +16,10 @@ whole batch over all ranks, so the sum over ranks and micro-batches is the batch
     reinforce             term = -A·logprob                      (Williams 1992)
     decoupled_ppo         ppo with ratio = exp(logprob - prox), times the constant w of `_weights`
                           (Hilton et al. 2021; Fu et al. 2025)
-    custom                term = -logprob, weighted by the controller's own weights
+    custom                term = -logprob, weighted by the controller's own weights; of a critic
+                          -value
+    value                 term = max((value - return)², (clipped value - return)²) / 2
+                          (Schulman et al. 2017, of the authors' implementation)
 
 With `entropy_coef` each term of a policy's loss is less entropy_coef · H, the entropy of the
 token's distribution.
@@ -50,13 +53,16 @@ def compute_loss(
     denominator: float,
     *,
     entropy_BL: torch.Tensor | None = None,
+    output: str = "logprob",
 ) -> LossResult:
     """The loss of `spec` on one micro-batch.
 
     `entropy_BL` is that of each token's distribution: a statistic, and with `entropy_coef` a term,
     for which it must have a graph.
 
-    `inputs` holds float32 `[B, L]` tensors by the names in `LOSS_INPUTS`. If several ranks share
+    With the `output` `value` the numbers `[B, L]` are the values of a critic, not logprobs.
+
+    `inputs` holds float32 `[B, L]` tensors by the names of `loss_inputs`. If several ranks share
     rows, it also holds sums `[B]` over each whole row, over those ranks: `row_mask` of the mask,
     and `row_log_weight` of mask · (prox_logprobs - logprobs) if there are `prox_logprobs`.
 
@@ -71,7 +77,7 @@ def compute_loss(
     is_custom = spec.name == "custom"
     weights_BL = _without_first(inputs["weights" if is_custom else "mask"])
     mask_BL = (weights_BL != 0).to(torch.float32) if is_custom else weights_BL
-    sums = {"tokens": mask_BL.sum(), "logprob": (mask_BL * logprobs_BL).sum().detach()}
+    sums = {"tokens": mask_BL.sum(), output: (mask_BL * logprobs_BL).sum().detach()}
     terms_BL = terms(spec, logprobs_BL, inputs, mask_BL, sums)
     if entropy_BL is not None:
         sums["entropy"] = (mask_BL * entropy_BL).sum().detach()
@@ -166,6 +172,27 @@ def _of_rows(change_BL: torch.Tensor, inputs: Tensors, mask_BL: torch.Tensor) ->
     return total_B[:, None].expand_as(change_BL)
 
 
+def _value_terms(
+    spec: LossSpec,
+    values_BL: torch.Tensor,
+    inputs: Tensors,
+    mask_BL: torch.Tensor,
+    sums: Tensors,
+) -> torch.Tensor:
+    """Half the squared error. A value that has left the batch's by more than the clip counts as if
+    it had not, where that is the larger error: it is pulled no further away."""
+    errors_BL = (values_BL - inputs["returns"]).square()
+    sums["return"] = (mask_BL * inputs["returns"]).sum()
+    sums["squared_error"] = (mask_BL * errors_BL).sum().detach()
+    if spec.value_clip is not None:
+        old_BL, clip = inputs["values"], spec.value_clip
+        bounded_BL = old_BL + (values_BL - old_BL).clamp(-clip, clip)
+        clipped_BL = (bounded_BL - inputs["returns"]).square()
+        sums["clip_fraction"] = (mask_BL * (clipped_BL > errors_BL)).sum()
+        errors_BL = torch.maximum(errors_BL, clipped_BL)
+    return 0.5 * errors_BL
+
+
 def _with_reference(
     spec: LossSpec,
     terms_BL: torch.Tensor,
@@ -226,6 +253,7 @@ TERMS: dict[str, Terms] = {
     "dro": _penalised_terms,
     "decoupled_ppo": _policy_terms,
     "custom": _likelihood_terms,
+    "value": _value_terms,
 }
 """All losses."""
 

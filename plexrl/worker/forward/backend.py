@@ -1,4 +1,5 @@
-"""The `torch` backend of forward deployments: a reference, a teacher, a reward model.
+"""The `torch` backend of forward deployments: a reference, a teacher, a reward model,
+a critic that is not trained.
 
 The state is the weights alone. Every rank has all weights and computes the rows that the dispatch
 plan gives it, so ranks never wait for each other. The StateManager stores equal replicas once. It
@@ -18,9 +19,10 @@ from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import ForwardParams, OperationKind
-from plexrl.worker.batches.logprobs import TokenValues, token_values, wanted_by_forward
+from plexrl.worker.batches.logprobs import TokenValues, wanted_by_forward
 from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack_named, unpack_rows
 from plexrl.worker.batches.results import named_on_cpu, on_cpu
+from plexrl.worker.batches.values import outputs_of_tokens
 from plexrl.worker.forward.hosted_layers import ModelMemory
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult
 from plexrl.worker.models import lay_out_model
@@ -99,8 +101,8 @@ class ForwardBackend(Backend):
         return BackendResult(arrays=unpack_named(batches, named_on_cpu(values), tokens))
 
     def _values(self, batch: MicroBatch, params: ForwardParams) -> TokenValues:
-        logits_BLV = self._model(**batch.model_inputs).logits
-        return token_values(logits_BLV, batch, wanted_by_forward(params))
+        outputs = self._model(**batch.model_inputs).logits
+        return outputs_of_tokens(self._spec.model, outputs, batch, wanted_by_forward(params))
 
     def _scores(self, batch: MicroBatch) -> torch.Tensor:
         """The score of every row's last hidden state, float32 `[B]`.

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import nn
+
+
+VALUE_HEAD = "score.weight"
+"""Canonical name of the parameter of a value head, `[1, hidden]`."""
 
 
 def device_name(device: torch.device) -> str:
@@ -42,9 +47,12 @@ def build_model(spec: ModelSpec) -> "nn.Module":
         model, found = automatic_class(spec).from_pretrained(
             spec.path, local_files_only=True, output_loading_info=True, **labels, **options
         )
-        _refuse_missing(spec.path, found["missing_keys"])
-        model.eval()
-        return model  # type: ignore[no-any-return]
+        missing = set(found["missing_keys"])
+        if spec.head == "value" and VALUE_HEAD in missing:
+            missing.remove(VALUE_HEAD)
+            torch.nn.init.zeros_(model.score.weight)
+        _refuse_missing(spec.path, missing)
+        return _prepared(model, spec)
 
 
 def model_of_config(spec: ModelSpec) -> "nn.Module":
@@ -62,13 +70,28 @@ def model_of_config(spec: ModelSpec) -> "nn.Module":
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = automatic_class(spec).from_config(config, **options)
+    return _prepared(model, spec)
+
+
+def _prepared(model: Any, spec: ModelSpec) -> "nn.Module":
     model.eval()
+    if spec.head == "value":
+        # `transformers` would keep the output of one token of a row only.
+        model.forward = partial(_values, model)
     return model  # type: ignore[no-any-return]
+
+
+def _values(model: Any, **inputs: Any) -> Any:
+    """The outputs of a value head at every token `[B, L, 1]`, as `logits`."""
+    from transformers.modeling_outputs import TokenClassifierOutput
+
+    decoder = getattr(model, model.base_model_prefix)
+    return TokenClassifierOutput(logits=model.score(decoder(**inputs).last_hidden_state))
 
 
 def arguments(spec: ModelSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of `transformers` for a model's configuration, and for the model."""
-    labels: dict[str, Any] = {"num_labels": 1} if spec.head == "reward" else {}
+    labels: dict[str, Any] = {"num_labels": 1} if spec.head != "causal" else {}
     return labels, {"dtype": torch.float32, "attn_implementation": "sdpa"}
 
 
@@ -76,7 +99,7 @@ def automatic_class(spec: ModelSpec) -> Any:
     """The class of `transformers` that makes models with this head."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification if spec.head == "reward" else AutoModelForCausalLM
+    return AutoModelForCausalLM if spec.head == "causal" else AutoModelForSequenceClassification
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from plexrl.model.spec import ModelSpec
 from plexrl.worker.models.build import (
+    VALUE_HEAD,
     build_model,
     model_of_config,
     named_parameters,
@@ -126,7 +127,9 @@ def lay_out_model(spec: ModelSpec) -> LaidOutModel:
             model = model_of_config(spec)
         files = WeightFiles(Path(spec.path))
         shapes = {name: tuple(each.shape) for name, each in named_parameters(model)}
-        weights = PublishedWeights(files, str(model.config.model_type), shapes)
+        is_new = spec.head == "value" and VALUE_HEAD not in files.shapes
+        zeros = frozenset({VALUE_HEAD} if is_new else ())
+        weights = PublishedWeights(files, str(model.config.model_type), shapes, zeros)
         if not weights.are_complete or _has_others(model, files):
             return _whole(spec, "its files hold other tensors than the model has parameters")
         _read_generation_config(model, spec)

@@ -82,24 +82,32 @@ class PublishedWeights:
     """The parameters of a model whose weights are in files."""
 
     def __init__(
-        self, files: WeightFiles, model_type: str, shapes: Mapping[str, tuple[int, ...]]
+        self,
+        files: WeightFiles,
+        model_type: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        zeros: frozenset[str] = frozenset(),
     ) -> None:
-        """`shapes` are those of the model's parameters, by canonical name."""
+        """`shapes` are those of the model's parameters, by canonical name. The files lack those in
+        `zeros`, which begin with zeros."""
         self._files = files
         self._type = model_type
         self._shapes = dict(shapes)
+        self._zeros = zeros
 
     @property
     def are_complete(self) -> bool:
         """Whether the files hold every parameter, in its shape."""
         return all(
             self._files.shapes.get(tensor) == shape
-            for name in self._shapes
+            for name in self._shapes.keys() - self._zeros
             for tensor, shape in self._tensors(name)
         )
 
     def read(self, name: str, index: Index) -> torch.Tensor:
         """As `Weights.read`."""
+        if name in self._zeros:
+            return torch.zeros(self._shapes[name])[index]
         tensors = self._tensors(name)
         if len(tensors) == 1:
             return self._files.read(tensors[0][0], index)

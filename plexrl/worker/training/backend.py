@@ -30,7 +30,10 @@ from plexrl.worker.training.flat_state import STEP
 from plexrl.worker.training.loading import fill_state
 from plexrl.worker.training.model import TrainingModel, TrainingRank
 
-LOSS_ARRAYS = ("mask", "weights", "logprobs", "prox_logprobs", "advantages", "ref_logprobs")
+LOSS_ARRAYS = (
+    *("mask", "weights", "logprobs", "prox_logprobs", "advantages", "ref_logprobs"),
+    *("returns", "values"),
+)
 
 
 class TrainingBackend(Backend):
@@ -149,10 +152,11 @@ class TrainingBackend(Backend):
         def loss(values: TokenValues, batch: MicroBatch) -> torch.Tensor:
             found = compute_loss(
                 call.params.loss,
-                values["logprobs"],
+                values[self.model.output],
                 _inputs(batch),
                 denominator,
                 entropy_BL=values.get("entropy"),
+                output=self.model.output.removesuffix("s"),
             )
             named = {"loss": found.loss.detach(), **found.sums}
             names.extend(named)
@@ -174,14 +178,14 @@ class TrainingBackend(Backend):
         if not all(self.gather("1" if is_finite else "")):
             self._drop_gradients()
             dropped = NonFiniteGradientError(
-                "the loss or a logprob of this batch is not finite: all gradients since the last "
-                "step were dropped and the parameters are unchanged; look for extreme advantages, "
-                "logprobs, coefficients of the loss or learning rates"
+                f"the loss or one of the {self.model.output} of this batch is not finite: all "
+                "gradients since the last step were dropped and the parameters are unchanged; look "
+                "for extreme advantages, logprobs, coefficients of the loss or learning rates"
             )
             result["error"] = dropped.to_wire()
         return BackendResult(
             result=result,
-            arrays={"logprobs": unpack(batches, values, _tokens(call))},
+            arrays={self.model.output: unpack(batches, values, _tokens(call))},
         )
 
     def _micro_batches(self, call: BackendCall) -> list[MicroBatch]:

@@ -20,6 +20,7 @@ from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.logprobs import TokenValues, Wanted
 from plexrl.worker.batches.packing import MicroBatch
+from plexrl.worker.batches.values import output_name
 from plexrl.worker.state.device import CPU, WorkerDevice
 
 if TYPE_CHECKING:
@@ -112,6 +113,11 @@ class TrainingModel(ABC):
         """Weights that are not trained, shared with other deployments; absent: all are trained."""
         return None
 
+    @property
+    def output(self) -> str:
+        """Name of the numbers that losses are functions of: `logprobs`, or `values`."""
+        return output_name(self._rank.spec.model)
+
     @abstractmethod
     def lay_out(self) -> None:
         """Make the model without its weights, and give all its state an address in the arenas.
@@ -140,16 +146,18 @@ class TrainingModel(ABC):
 
     @abstractmethod
     def forward(self, batches: Sequence[MicroBatch], wanted: Wanted) -> list[TokenValues]:
-        """Logprob of every token given the tokens before it, and what is `wanted` beside it: for
-        each micro-batch, on its device, without a graph. Column 0 and padding are 0. Ranks without
-        outputs return zeros, and of the logprobs only."""
+        """Logprob of every token given the tokens before it, and what is `wanted` beside it; with a
+        value head the value of these tokens instead. For each micro-batch, on its device, without a
+        graph. Column 0 and padding are 0. Ranks without outputs return zeros, and of the logprobs
+        or values only."""
 
     @abstractmethod
     def forward_backward(
         self, batches: Sequence[MicroBatch], loss: LossOfBatch, wanted: Wanted
     ) -> list[torch.Tensor]:
-        """Logprobs as `forward`, and add the gradients of the sum of all losses, over micro-batches
-        and data ranks, to the present gradients. `wanted` is what the loss needs beside logprobs.
+        """Logprobs or values as `forward`, and add the gradients of the sum of all losses, over
+        micro-batches and data ranks, to the present gradients. `wanted` is what the loss needs
+        beside them.
 
         All micro-batches are passed at once, because a pipeline interleaves them.
         """

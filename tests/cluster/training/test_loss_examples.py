@@ -21,6 +21,7 @@ def load(name: str) -> ModuleType:
 
 
 POLICY_LOSSES, PREFERENCES = load("policy_losses"), load("preferences")
+PPO = load("ppo_digits")
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,17 @@ def test_the_reward_rises_with_each_loss(job: plexrl.Job, recipe: str, seed: int
     assert history[0] < 0.3
     assert sum(history[-3:]) / 3 > 0.6
     assert [row["values"]["reward"] for row in job.metrics()] == history
+
+
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
+)
+def test_the_reward_rises_with_a_critic(job: plexrl.Job, seed: int) -> None:
+    history = PPO.train(job, seed=seed)
+    assert history[0] < 0.3
+    assert sum(history[-3:]) / 3 > 0.6
+    errors = [row["values"]["critic/squared_error"] for row in job.metrics()]
+    assert max(errors[-3:]) < 0.01 < max(errors)
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,7 @@ def test_a_cache_must_hold_at_least_one_sequence() -> None:
         ("rollout", "vllm", "causal"),
         ("forward", "torch", "causal"),
         ("forward", "torch", "reward"),
+        ("train", "fsdp", "value"),
     ],
 )
 @pytest.mark.parametrize("architecture", ["gpt2", "olmoe", "gemma2", "rnn"])
@@ -212,6 +213,35 @@ def test_backends_without_experts_refuse_them_with_the_backends_that_run_them() 
     body = request(kind="rollout", backend="vllm", model={"architecture": "qwen3_moe"})
     with pytest.raises(UnsupportedModelError, match=r"megatron \(train\).*torch \(rollout\)"):
         check_deployment(body)
+
+
+def test_a_head_is_refused_where_no_backend_computes_with_it() -> None:
+    def of(head: str) -> dict[str, Any]:
+        config_json = tiny_qwen2("0123456789").config_json
+        return {"architecture": "qwen2", "config_json": config_json, "head": head}
+
+    for backend in ("fsdp", "megatron", "deepspeed"):
+        spec, parameters = check_deployment(request(backend=backend, model=of("value")))
+        assert spec.model.head == "value"
+        # The head is tied to nothing.
+        assert parameters == check_deployment(request(backend=backend))[1] + 64
+    assert check_deployment(request(kind="forward", model=of("value")))[0].model.head == "value"
+    refused = [
+        (request(kind="rollout", backend=backend, model=of(head)), "no rollout backend generates")
+        for backend in ("torch", "vllm")
+        for head in ("value", "reward")
+    ]
+    refused += [
+        (request(model=of("reward")), "create a reward deployment.*head 'value'"),
+        (request(model=of("value"), lora={"rank": 4}), "only adapters are trained"),
+        (
+            request(model=of("value"), pace="h800:qwen2.5-14b@0.01"),
+            "paced deployment has no head 'value'",
+        ),
+    ]
+    for body, message in refused:
+        with pytest.raises(InvalidRequestError, match=message):
+            check_deployment(body)
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -312,19 +312,50 @@ def test_a_reward_model_has_no_distribution() -> None:
         check_operation(judge, "forward", {"entropy": True}, arrays)
 
 
+CRITIC = replace(TRAIN, model=tiny_qwen2("0123456789", head="value"))
+
+
+def test_each_head_has_its_losses() -> None:
+    arrays = {name: batch([4])[name] for name in ("tokens", "lengths", "mask")}
+    ones = np.ones(4, dtype=np.float32)
+    value = {"loss": {"name": "value", "value_clip": 0.2}}
+    check_operation(CRITIC, "forward_backward", value, {**arrays, "returns": ones, "values": ones})
+    plain = {name: arrays[name] for name in ("tokens", "lengths")}
+    custom = {"loss": {"name": "custom"}}
+    check_operation(CRITIC, "forward_backward", custom, {**plain, "weights": ones})
+    with pytest.raises(BatchShapeError, match="needs the per-token arrays values"):
+        check_operation(CRITIC, "forward_backward", value, {**arrays, "returns": ones})
+    with pytest.raises(InvalidRequestError, match=r"grpo needs logprobs.*use value or custom"):
+        check_operation(CRITIC, "forward_backward", GRPO, batch([4]))
+    with pytest.raises(InvalidRequestError, match=r"value needs values.*head 'causal'"):
+        check_operation(TRAIN, "forward_backward", value, arrays)
+    with pytest.raises(InvalidRequestError, match="head 'value', which predicts no tokens"):
+        check_operation(CRITIC, "forward", {"entropy": True}, plain)
+
+
+def test_weights_are_synced_between_equal_heads_only() -> None:
+    copy = replace(CRITIC, kind="forward", backend="torch")
+    check_source(copy, CRITIC)
+    for target, source in ((ROLLOUT, CRITIC), (copy, TRAIN)):
+        with pytest.raises(InvalidRequestError, match="create both with the same head"):
+            check_source(target, source)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"backend": "megatron"},
-        {"backend": "deepspeed"},
+        {"backend": "deepspeed", "optimizer": "host"},
         {"optimizer": "host"},
-        {"workers": 2, "parallelism": Parallelism(tp=2)},
     ],
     ids=str,
 )
 def test_muon_is_refused_where_no_rank_has_whole_matrices(changes: dict[str, Any]) -> None:
     params = {"learning_rate": 0.1, "optimizer": "muon"}
     check_operation(TRAIN, "optim_step", params, {})
+    check_operation(replace(TRAIN, backend="deepspeed"), "optim_step", params, {})
+    wide = replace(TRAIN, workers=2, parallelism=Parallelism(tp=2))
+    check_operation(wide, "optim_step", params, {})
     with pytest.raises(InvalidRequestError, match="'muon' steps whole matrices") as refused:
         check_operation(replace(TRAIN, **changes), "optim_step", params, {})
     assert refused.value.details == {"parameter": "optimizer"}

@@ -24,6 +24,7 @@ from tests.worker.training.cases import (
 )
 
 REWARD = tiny_qwen2("0123456789", seed=2, hidden=32, head="reward")
+CRITIC = tiny_qwen2("0123456789", seed=2, hidden=32, head="value")
 MODELS = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
@@ -57,7 +58,7 @@ def assert_same(spec: ModelSpec) -> None:
     for name, buffer in laid_out.model.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
     assert laid_out.model.config.to_dict() == whole.config.to_dict()
-    if spec.head != "reward":
+    if spec.head == "causal":
         generation = whole.generation_config.to_dict()
         assert laid_out.model.generation_config.to_dict() == generation
     assert not laid_out.model.training
@@ -78,6 +79,16 @@ def test_weights_from_files_are_those_of_the_whole_model(
     model: Any = build_model(MODELS[name])
     model.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size=shard)
     assert_same(ModelSpec(path=str(tmp_path), head=MODELS[name].head))
+
+
+def test_a_critic_of_a_language_model_begins_with_a_head_of_zeros(tmp_path: Path) -> None:
+    model: Any = build_model(QWEN2)
+    model.save_pretrained(tmp_path)
+    spec = ModelSpec(path=str(tmp_path), head="value")
+    assert_same(spec)
+    laid_out = lay_out_model(spec)
+    assert not laid_out.read("score.weight", (slice(None), slice(1, None))).any()
+    assert laid_out.read("model.norm.weight", (slice(None),)).all()
 
 
 def test_a_directory_that_lacks_weights_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ Every case runs all of `test_conformance.py` on real gloo ranks of its own.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plexrl.model.deployment_spec import DeploymentSpec
@@ -27,6 +27,11 @@ def resized(model: ModelSpec, architecture: str, **changes: Any) -> ModelSpec:
         seed=model.seed,
     )
 
+
+CRITIC = replace(QWEN2, head="value")
+"""Every rank of a tensor part has its whole head; of data ranks the first has it."""
+
+CRITIC_LLAMA = replace(resized(QWEN2, "llama", tie_word_embeddings=False), head="value")
 
 QWEN3 = resized(QWEN2, "qwen3", head_dim=16)
 """Norms of queries and keys."""
@@ -90,9 +95,20 @@ class Case:
     def name(self) -> str:
         """Name of the test, its deployment and its checkpoint."""
         words = [self.backend, *self.layout.describe().split()]
-        words += [] if self.model == QWEN2 else [str(self.model.architecture)]
+        words += [] if self.model.architecture == "qwen2" else [str(self.model.architecture)]
+        words += [] if self.model.head == "causal" else [self.model.head]
         words += [f"{name}-{value}" for name, value in self.options]
         return "_".join(words).replace("=", "")
+
+    @property
+    def is_critic(self) -> bool:
+        """Whether it computes values."""
+        return self.model.head == "value"
+
+    @property
+    def output(self) -> str:
+        """Name of what it computes of tokens."""
+        return "values" if self.is_critic else "logprobs"
 
     @property
     def spec(self) -> DeploymentSpec:
@@ -108,10 +124,35 @@ class Case:
 
 
 WRITER = Case(backend="fsdp")
-"""Every case loads its checkpoint: `WRITER.model` or, for another model, that case's own only."""
+CRITIC_WRITER = Case(backend="fsdp", layout=Parallelism(dp=2), model=CRITIC)
+WRITERS = {case.model: case for case in (WRITER, CRITIC_WRITER)}
+"""Every case of one of these models loads the checkpoint of this case; others only their own."""
 
 CASES = (
     WRITER,
+    CRITIC_WRITER,
+    Case(backend="fsdp", model=CRITIC, is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(tp=2), model=CRITIC),
+    Case(
+        backend="fsdp",
+        layout=Parallelism(dp=2, tp=2),
+        model=CRITIC_LLAMA,
+        options=(("optimizer", "host"), ("activation_checkpointing", True)),
+        is_slow=True,
+    ),
+    Case(backend="deepspeed", layout=Parallelism(dp=2), model=CRITIC),
+    Case(backend="megatron", layout=Parallelism(dp=2), model=CRITIC, is_slow=True),
+    Case(backend="megatron", layout=Parallelism(tp=2), model=CRITIC),
+    Case(backend="megatron", layout=Parallelism(tp=2, pp=2), model=CRITIC, is_slow=True),
+    Case(backend="megatron", layout=Parallelism(cp=2), model=CRITIC_LLAMA, is_slow=True),
+    Case(
+        backend="megatron",
+        layout=Parallelism(dp=2, ep=2),
+        model=replace(QWEN3_MOE, head="value"),
+        options=(("compute_dtype", "bfloat16"),),
+        tolerance=0.05,
+        is_slow=True,
+    ),
     Case(backend="fsdp", layout=Parallelism(dp=2)),
     Case(backend="fsdp", layout=Parallelism(dp=2), options=(("optimizer", "host"),)),
     Case(backend="deepspeed", is_slow=True),

@@ -12,7 +12,7 @@ from plexrl.wire.operations import AdamParams, OperationKind
 from plexrl.worker.state.arena_tensors import view
 from tests.worker.training.cases import Case
 from tests.worker.training.deferred_ranks import DeferredRank
-from tests.worker.training.ranks import LOSS, Kept, batch
+from tests.worker.training.ranks import Kept, batch, inputs_of, loss_of
 
 STEPS = 3
 Record = list[dict[str, Kept]]
@@ -43,7 +43,7 @@ def run(rank: int, case: Case, params: AdamParams, folder: str) -> None:
     own = DeferredRank(case, rank, Path(folder))
     record: Record = []
     for step in range(STEPS):
-        own.gradients(batch(step), LOSS)
+        own.gradients(inputs_of(case, batch(step)), loss_of(case))
         found = {
             "before": kept(own, StatePart.PARAMETER),
             "gradients": kept(own, StatePart.GRADIENT),

@@ -39,9 +39,10 @@ from plexrl.worker.state.arena_tensors import TORCH_DTYPES
 from plexrl.worker.state.save_checkpoint import save_checkpoint
 from tests.wire.runs import make_run
 from tests.worker.arena_memory import memory_of
-from tests.worker.training.cases import WRITER, Case
+from tests.worker.training.cases import WRITERS, Case
 
 LOSS = plexrl.losses.grpo(kl_coef=0.1, entropy_coef=0.05)
+VALUE_LOSS = plexrl.losses.value(clip=0.3, reduction="sequence_mean")
 TOP = 3
 ADAM = AdamParams(learning_rate=1e-2, grad_clip_norm=0.05, weight_decay=0.1)
 """Clips: the gradients of these batches are larger."""
@@ -57,8 +58,8 @@ class Step:
 
     before: Kept
     """Parameters and optimizer state."""
-    logprobs: list[Array] = field(default_factory=list)
-    """By batch, float32 `[T]` of this rank's tokens."""
+    outputs: list[Array] = field(default_factory=list)
+    """Logprobs or values by batch, float32 `[T]` of this rank's tokens."""
     sums: list[dict[str, Any]] = field(default_factory=list)
     """By batch."""
     gradients: Kept = field(default_factory=dict)
@@ -86,6 +87,20 @@ def batch(seed: int, rows: int = 9, *, first_row: int = 1) -> Arrays:
         "advantages": rng.normal(0, 1, total).astype(np.float32),
         "ref_logprobs": rng.normal(-3, 0.2, total).astype(np.float32),
     }
+
+
+def loss_of(case: Case) -> LossSpec:
+    """What a case is trained by."""
+    return VALUE_LOSS if case.is_critic else LOSS
+
+
+def inputs_of(case: Case, arrays: Arrays) -> Arrays:
+    """A batch with what that loss needs."""
+    if not case.is_critic:
+        return arrays
+    rng = np.random.default_rng(len(arrays["tokens"]))
+    returns, values = rng.normal(0, 1, (2, len(arrays["tokens"]))).astype(np.float32)
+    return {**arrays, "returns": returns, "values": 0.2 * values}
 
 
 def plan_of(case: Case, arrays: Arrays) -> DispatchPlan:
@@ -123,7 +138,8 @@ def conform(rank: int, case: Case, folder: str, statemanager: str) -> None:
     refusals = [run.refuse_infinite_gradients(), run.refuse_infinite_loss()]
     run.write_and_load()
     run.refuse_a_step_without_room()
-    loaded = run.load(WRITER.name, optimizer=True) if case.model == WRITER.model else {}
+    writer = WRITERS.get(case.model)
+    loaded = {} if writer is None else run.load(writer.name, optimizer=True)
     fresh = run.load(case.name, optimizer=False)
     spoilt = run.spoil_weights()
     torch.save(
@@ -188,8 +204,8 @@ class _Run:
         """Accumulate over calls, with a switch between and behind; then step."""
         found = Step(before=self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER))
         for arrays in batches(index):
-            result = self._forward_backward(arrays, LOSS)
-            found.logprobs.append(result.arrays["logprobs"])
+            result = self._forward_backward(arrays)
+            found.outputs.append(result.arrays[self.case.output])
             found.sums.append(result.result["sums"])
             self._switch()
         found.gradients = self._contents(StatePart.GRADIENT)
@@ -226,7 +242,7 @@ class _Run:
     def refuse_infinite_loss(self) -> Any:
         """The error of a loss that is not finite; no gradients are left by it, on any rank."""
         arrays = batch(5)
-        self._forward_backward(arrays, LOSS)
+        self._forward_backward(arrays)
         weights = np.zeros(len(arrays["tokens"]), dtype=np.float32)
         # In one row, which one rank has.
         row = int(arrays["lengths"].argmax())
@@ -239,7 +255,7 @@ class _Run:
 
     def spoil_weights(self) -> tuple[Any, Any]:
         """The errors of a step to weights that are not finite, and of a check after it."""
-        self._forward_backward(batch(5), LOSS)
+        self._forward_backward(batch(5))
         found = []
         check_weights: Callable[[], None] = self.backend.check_weights
         for attempt in (
@@ -268,7 +284,7 @@ class _Run:
     def _stepped(self, between: Callable[[], None] = lambda: None) -> Kept:
         """What a rank has after a step by two batches."""
         for seed in (7, 8):
-            self._forward_backward(batch(seed), LOSS)
+            self._forward_backward(batch(seed))
             between()
         self._run(OperationKind.OPTIM_STEP, ADAM, {})
         return self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
@@ -278,7 +294,7 @@ class _Run:
         host = self.backend.host_arena
         if host is None:
             return
-        self._forward_backward(batch(9), LOSS)
+        self._forward_backward(batch(9))
         self._switch()
         before = self._contents(*StatePart)
         lender, host.lender = host.lender, _FullTier()
@@ -302,10 +318,14 @@ class _Run:
         return self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
 
     def _forward(self, arrays: Arrays) -> Arrays:
-        params = ForwardParams(entropy=True, top_logprobs=TOP)
+        params = ForwardParams()
+        if not self.case.is_critic:
+            params = ForwardParams(entropy=True, top_logprobs=TOP)
         return self._split(OperationKind.FORWARD, params, arrays).arrays
 
-    def _forward_backward(self, arrays: Arrays, loss: LossSpec) -> BackendResult:
+    def _forward_backward(self, arrays: Arrays, loss: LossSpec | None = None) -> BackendResult:
+        if loss is None:
+            loss, arrays = loss_of(self.case), inputs_of(self.case, arrays)
         params = ForwardBackwardParams(loss=loss)
         denominator = loss_denominator(loss, arrays)
         return self._split(OperationKind.FORWARD_BACKWARD, params, arrays, denominator=denominator)

@@ -5,6 +5,7 @@ alone, gradients of some batches differ by 6 % of the largest one from those in 
 """
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +51,25 @@ def logprobs_of(
     return logprobs, unpack([batch], [logprobs.detach()], len(arrays["tokens"]))
 
 
+def values_of(spec: ModelSpec, arrays: Arrays, compute_dtype: str) -> tuple[torch.Tensor, Array]:
+    """Values of a whole batch, as `logprobs_of`: of a token, the head at the token before it."""
+    (batch,) = micro_batches(arrays, 1)
+    model: Any = model_of(spec, compute_dtype)
+    inputs = {"input_ids": batch.tokens_BL, "attention_mask": batch.valid_BL.long()}
+    hidden = model.model(**inputs).last_hidden_state
+    values = (hidden[:, :-1] @ model.score.weight[0]).float() * batch.valid_BL[:, 1:]
+    padded = torch.nn.functional.pad(values, (1, 0))
+    return padded, unpack([batch], [padded.detach()], len(arrays["tokens"]))
+
+
+def outputs_of(
+    spec: ModelSpec, arrays: Arrays, compute_dtype: str = "float32"
+) -> tuple[torch.Tensor, Array]:
+    """Values of a critic, logprobs of another model."""
+    of_tokens = values_of if spec.head == "value" else logprobs_of
+    return of_tokens(spec, arrays, compute_dtype)
+
+
 def distributions_of(
     spec: ModelSpec, arrays: Arrays, compute_dtype: str = "float32"
 ) -> tuple[MicroBatch, torch.Tensor]:
@@ -73,21 +93,19 @@ def gradients_of(
     loss: LossSpec,
     compute_dtype: str = "float32",
 ) -> tuple[list[Array], list[float], Tensors]:
-    """Logprobs and loss of every batch, and the gradients of the sum of their losses."""
+    """Logprobs or values and loss of every batch, and the gradients of the sum of their losses."""
     own = set_parameters(spec, parameters, compute_dtype)
     for parameter in own.values():
         parameter.grad = None
     packed, losses = [], []
     for each in arrays:
-        logprobs, values = logprobs_of(spec, each, compute_dtype)
-        batch, all_BPV = distributions_of(spec, each, compute_dtype)
-        found = compute_loss(
-            loss,
-            logprobs,
-            batch.per_token_BL,
-            loss_denominator(loss, each),
-            entropy_BL=entropy_of(all_BPV),
-        )
+        outputs, values = outputs_of(spec, each, compute_dtype)
+        (batch,) = micro_batches(each, 1)
+        entropy_BL = None
+        if spec.head == "causal":
+            entropy_BL = entropy_of(distributions_of(spec, each, compute_dtype)[1])
+        denominator = loss_denominator(loss, each)
+        found = compute_loss(loss, outputs, batch.per_token_BL, denominator, entropy_BL=entropy_BL)
         found.loss.backward()  # type: ignore[no-untyped-call]
         packed.append(values)
         losses.append(float(found.loss.detach()))

@@ -15,20 +15,22 @@ from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.tensors import Array, Arrays
 from plexrl.worker.batches.packing import unpack
 from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.models.build import automatic_class
 from tests.statemanager.conftest import daemon_in
 from tests.worker.training import reference
-from tests.worker.training.cases import CASES, WRITER, Case
+from tests.worker.training.cases import CASES, WRITER, WRITERS, Case
 from tests.worker.training.compiling import COMPILING
 from tests.worker.training.ranks import (
     ADAM,
-    LOSS,
     TOP,
     Kept,
     Step,
     assembled,
     batch,
     batches,
+    inputs_of,
     launch,
+    loss_of,
     plan_of,
 )
 
@@ -59,8 +61,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case
             raise
 
     def run_once(case: Case) -> Records:
-        if case.name != WRITER.name:
-            run(WRITER)
+        writer = WRITERS.get(case.model, WRITER)
+        if case.name != writer.name:
+            run(writer)
         own = folder / "ranks" / case.name
         own.mkdir(parents=True)
         launch(case, own, daemon.config.listen)
@@ -103,16 +106,18 @@ def test_the_model_begins_with_the_same_bits_as_transformers_gives_it(
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_logprobs_losses_and_accumulated_gradients_are_those_of_plain_torch(
+def test_outputs_losses_and_accumulated_gradients_are_those_of_plain_torch(
     case: Case, records: Records, step: int
 ) -> None:
     parameters = whole(records, step, "before", StatePart.PARAMETER)
-    logprobs, losses, gradients = reference.gradients_of(
-        case.model, parameters, batches(step), LOSS, case.spec.compute_dtype
+    first, second = batches(step)
+    arrays_of_calls = inputs_of(case, first), inputs_of(case, second)
+    outputs, losses, gradients = reference.gradients_of(
+        case.model, parameters, arrays_of_calls, loss_of(case), case.spec.compute_dtype
     )
     steps = [record["steps"][step] for record in records]
-    for index, arrays in enumerate(batches(step)):
-        near(joined(case, arrays, [s.logprobs[index] for s in steps]), logprobs[index], case)
+    for index, arrays in enumerate(arrays_of_calls):
+        near(joined(case, arrays, [s.outputs[index] for s in steps]), outputs[index], case)
         counted = [{"sums": steps[rank].sums[index]} for rank in case.layout.output_ranks]
         loss = gather_metrics(counted)["metrics"]["loss"]
         assert loss == pytest.approx(losses[index], rel=10 * case.tolerance, abs=case.tolerance)
@@ -141,19 +146,25 @@ def test_a_step_is_adamw_by_clipped_gradients(records: Records, step: int) -> No
     assert float(found["step"]) == step + 1
 
 
-def test_forward_gives_logprobs_in_the_order_of_the_batch(case: Case, records: Records) -> None:
+def test_forward_gives_logprobs_or_values_in_the_order_of_the_batch(
+    case: Case, records: Records
+) -> None:
     parameters = whole(records, 1, "after", StatePart.PARAMETER)
     dtype = case.spec.compute_dtype
     reference.set_parameters(case.model, parameters, dtype)
     with torch.no_grad():
-        _, wanted = reference.logprobs_of(case.model, batch(99), dtype)
-    found = joined(case, batch(99), [record["forward"]["logprobs"] for record in records])
+        _, wanted = reference.outputs_of(case.model, batch(99), dtype)
+    found = joined(case, batch(99), [record["forward"][case.output] for record in records])
     near(found, wanted, case)
 
 
 def test_forward_gives_the_entropy_and_the_likeliest_tokens_of_each_place(
     case: Case, records: Records
 ) -> None:
+    if case.is_critic:
+        # It predicts no tokens, so it gives only values.
+        assert all(set(record["forward"]) == {"values"} for record in records)
+        return
     parameters = whole(records, 1, "after", StatePart.PARAMETER)
     dtype = case.spec.compute_dtype
     reference.set_parameters(case.model, parameters, dtype)
@@ -191,8 +202,8 @@ def test_a_model_that_computes_in_bf16_rounds_and_one_in_float32_does_not(
     parameters = whole(records, 1, "after", StatePart.PARAMETER)
     reference.set_parameters(case.model, parameters)
     with torch.no_grad():
-        _, wanted = reference.logprobs_of(case.model, batch(99))
-    found = joined(case, batch(99), [record["forward"]["logprobs"] for record in records])
+        _, wanted = reference.outputs_of(case.model, batch(99))
+    found = joined(case, batch(99), [record["forward"][case.output] for record in records])
     rounds = float(np.abs(found - wanted).max()) > 1e-4
     assert rounds == (case.spec.compute_dtype == "bfloat16")
 
@@ -213,12 +224,13 @@ def test_weights_that_are_not_finite_are_found_on_every_rank_alike(
         assert record["spoilt"][0]["details"]["parameter"] in names
 
 
-def test_transformers_loads_the_checkpoint_as_it_is(records: Records) -> None:
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+def test_transformers_loads_the_checkpoint_as_it_is(case: Case, records: Records) -> None:
+    from transformers import PreTrainedTokenizerFast
 
     path: Path = records[0]["checkpoint"]
     assert json.loads((path / "config.json").read_text()) == json.loads(records[0]["config"])
-    model = AutoModelForCausalLM.from_pretrained(path)
+    # A critic's is that of a reward model.
+    model = automatic_class(case.model).from_pretrained(path)
     wanted = whole(records, 1, "after", StatePart.PARAMETER)
     found = dict(named_parameters(model))
     assert set(found) == set(wanted)
@@ -230,8 +242,9 @@ def test_transformers_loads_the_checkpoint_as_it_is(records: Records) -> None:
 def test_a_checkpoint_of_another_backend_and_layout_loads_bit_for_bit(
     case: Case, records: Records, results: Callable[[Case], Records]
 ) -> None:
-    written = records if case.model != WRITER.model else results(WRITER)
-    key = "fresh" if case.model != WRITER.model else "loaded"
+    writer = WRITERS.get(case.model)
+    written = records if writer is None else results(writer)
+    key = "fresh" if writer is None else "loaded"
     for part in (StatePart.PARAMETER, StatePart.OPTIMIZER):
         if key == "fresh" and part == StatePart.OPTIMIZER:
             continue

@@ -9,7 +9,7 @@ from plexrl.model.parallelism import Parallelism
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.host.optimizer import step_of_torch
-from tests.worker.training.cases import QWEN3, Case
+from tests.worker.training.cases import CRITIC, QWEN3, Case
 from tests.worker.training.optimizer_ranks import STEPS, launch
 from tests.worker.training.ranks import assembled
 
@@ -47,6 +47,30 @@ def optimizers(params: AdamParams, own: Tensors) -> list[torch.optim.Optimizer]:
             marks=pytest.mark.slow,
         ),
         pytest.param(Case(backend="fsdp"), MUON, id="muon, one rank", marks=pytest.mark.slow),
+        pytest.param(
+            Case(backend="fsdp", layout=Parallelism(tp=2), model=QWEN3), MUON, id="muon, tp"
+        ),
+        pytest.param(
+            Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=CRITIC),
+            MUON,
+            id="muon, dp and tp, a critic",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Case(backend="deepspeed", layout=TWO, model=QWEN3), MUON, id="muon, deepspeed"
+        ),
+        pytest.param(
+            Case(backend="deepspeed", layout=Parallelism(dp=3)),
+            MUON,
+            id="muon, deepspeed, uneven parts",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Case(backend="fsdp", layout=Parallelism(tp=2)),
+            SGD,
+            id="sgd, tp",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(Case(backend="fsdp", layout=TWO), SGD, id="sgd"),
         pytest.param(
             Case(backend="megatron", layout=TWO), SGD, id="sgd, megatron", marks=pytest.mark.slow

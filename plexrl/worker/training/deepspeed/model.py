@@ -11,6 +11,7 @@ optimizer DeepSpeed's CPUAdam steps the state (`cpu_adam`).
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -18,16 +19,18 @@ from torch import nn
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.batches.logprobs import TokenValues, Wanted, token_values
+from plexrl.worker.batches.logprobs import TokenValues, Wanted
 from plexrl.worker.batches.packing import MicroBatch
+from plexrl.worker.batches.values import outputs_of_tokens
 from plexrl.worker.models import lay_out_model, named_parameters
+from plexrl.worker.models.activation_checkpointing import checkpoint_activations
 from plexrl.worker.state.arena_tensors import ShardBox
 from plexrl.worker.state.host.optimizer import step_of_torch
-from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.deepspeed.partitions import Partitions, partition
 from plexrl.worker.training.flat_state import FlatState
 from plexrl.worker.training.model import LossOfBatch, TrainingModel
+from plexrl.worker.training.muon import step_by_muon
 
 
 class DeepSpeedModel(TrainingModel):
@@ -101,14 +104,19 @@ class DeepSpeedModel(TrainingModel):
             with self._zero.accumulating():
                 found = self._values(batch, wanted)
                 loss(found, batch).backward()  # type: ignore[no-untyped-call]
-            values.append(found["logprobs"].detach())
+            values.append(found[self.output].detach())
         return values
 
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
-        self._zero.step_by(lambda: self._state.step(params, gradient_factor))
+        if params.optimizer == "muon":
+            update = partial(step_by_muon, self._state, params, gradient_factor, self._cut.shapes)
+        else:
+            update = partial(self._state.step, params, gradient_factor)
+        self._zero.step_by(update)
 
     def _values(self, batch: MicroBatch, wanted: Wanted) -> TokenValues:
-        return token_values(self._model(**batch.model_inputs).logits, batch, wanted)
+        outputs = self._model(**batch.model_inputs).logits
+        return outputs_of_tokens(self._rank.spec.model, outputs, batch, wanted)
 
     def _placeholder(self, *shape: int) -> torch.Tensor:
         """A parameter for DeepSpeed to move into its buffer: a single number takes memory."""

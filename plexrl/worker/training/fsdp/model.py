@@ -24,18 +24,19 @@ from plexrl.model.layout import check_tensor_parallel
 from plexrl.model.memory.state_terms import LAYERWISE_PARAMETERS
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.batches.logprobs import TokenValues, VocabularyShard, Wanted, token_values
+from plexrl.worker.batches.logprobs import TokenValues, VocabularyShard, Wanted
 from plexrl.worker.batches.packing import MicroBatch
+from plexrl.worker.batches.values import outputs_of_tokens
 from plexrl.worker.models import lay_out_model, named_parameters
+from plexrl.worker.models.activation_checkpointing import checkpoint_activations
 from plexrl.worker.state.arena_tensors import ShardBox
-from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.flat_state import FlatState, sum_of_squares
 from plexrl.worker.training.fsdp.adapters import add_adapters, state_name
 from plexrl.worker.training.fsdp.frozen_base import FrozenBase, ModelFiles, model_files
-from plexrl.worker.training.fsdp.muon import step_by_muon
 from plexrl.worker.training.fsdp.sharded_parameter import ShardedParameter, sharded_parameters
 from plexrl.worker.training.fsdp.tensor_parallel import cut_parameters, local_box, parallelize
 from plexrl.worker.training.model import LossOfBatch, TrainingModel, TrainingRank
+from plexrl.worker.training.muon import step_by_muon
 
 
 class FsdpModel(TrainingModel):
@@ -124,13 +125,19 @@ class FsdpModel(TrainingModel):
             found = self._values(batch, wanted)
             # FSDP averages gradients over ranks; the loss is a sum over ranks.
             (loss(found, batch) * self._rank.layout.dp).backward()  # type: ignore[no-untyped-call]
-            values.append(found["logprobs"].detach())
+            values.append(found[self.output].detach())
         self._model.reshard()
         return values
 
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
         if params.optimizer == "muon":
-            step_by_muon(self._state, params, gradient_factor, self._rank.layout.dp)
+            # The values' names are those of `transformers`, in one order on all ranks.
+            shapes = {
+                state_name(name): self._boxes[name].global_shape
+                for name, shard in self._shards.items()
+                if shard.is_trained
+            }
+            step_by_muon(self._state, params, gradient_factor, shapes)
             return
         self._state.step(params, gradient_factor)
 
@@ -141,8 +148,9 @@ class FsdpModel(TrainingModel):
         return sum_of_squares(self._state.gradient(name).view(-1) for name in sorted(self._cut))
 
     def _values(self, batch: MicroBatch, wanted: Wanted) -> TokenValues:
-        logits_BLV = self._model(**batch.model_inputs).logits
-        return token_values(logits_BLV, batch, wanted, self._vocabulary_shard)
+        outputs = self._model(**batch.model_inputs).logits
+        model = self._rank.spec.model
+        return outputs_of_tokens(model, outputs, batch, wanted, self._vocabulary_shard)
 
     def _cut_by_tensor_ranks(self, model: Any) -> DeviceMesh | None:
         """Cut the model along `tp`; returns the mesh of both axes, or None if `tp` is 1."""
@@ -155,8 +163,9 @@ class FsdpModel(TrainingModel):
         # tp is the fastest axis of our ranks, which is a mesh's last dimension.
         mesh = init_device_mesh(device, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
         parallelize(model, mesh["tp"])
-        first_token = local_box(model.lm_head.weight).offset[0]
-        self._vocabulary_shard = VocabularyShard(first_token, mesh["tp"].get_group())
+        if self._rank.spec.model.head == "causal":
+            first_token = local_box(model.lm_head.weight).offset[0]
+            self._vocabulary_shard = VocabularyShard(first_token, mesh["tp"].get_group())
         return mesh
 
     def _shard_by_data_ranks(self, model: Any, mesh: DeviceMesh | None) -> FSDPModule:

@@ -38,15 +38,15 @@ def parallelize(model: Any, mesh: DeviceMesh) -> None:
     if scale is not None:
         # A factor of one tensor rank's partial embeddings is no DTensor: multiply their sum.
         decoder.embed_tokens.forward = partial(nn.Embedding.forward, decoder.embed_tokens)
-    tied = model.lm_head.weight is decoder.embed_tokens.weight
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-            "lm_head": ColwiseParallel(output_layouts=Shard(-1)),
-        },
-    )
+    plan: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate())
+    }
+    tied = False
+    if hasattr(model, "lm_head"):
+        # Every tensor rank has a whole value head: one row is not cut.
+        plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1))
+        tied = model.lm_head.weight is decoder.embed_tokens.weight
+    parallelize_module(model, mesh, plan)
     if scale is not None:
         decoder.embed_tokens.register_forward_hook(partial(_scaled, scale))
     if tied:

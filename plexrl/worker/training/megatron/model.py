@@ -9,6 +9,7 @@ summed and reduced in float32, and updated parameters are all-gathered in bfloat
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -25,8 +26,8 @@ from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.logprobs import TokenValues, Wanted
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import lay_out_model
+from plexrl.worker.models.activation_checkpointing import checkpoint_activations
 from plexrl.worker.state.arena_tensors import ParameterPiece, view
-from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.megatron.groups import join_groups
 from plexrl.worker.training.megatron.network.gpt import make_network, place_parameters
 from plexrl.worker.training.megatron.parameter_pieces import is_replicated, pieces_by_parameter
@@ -55,19 +56,23 @@ class MegatronModel(TrainingModel):
         self._laid_out = lay_out_model(self._rank.spec.model)
         model = self._keep_configuration(self._laid_out.model)
         self._sizes = megatron_dimensions(model.config.to_dict())
+        head = self._rank.spec.model.head
+        if head == "value":
+            # Nothing shares the embedding of a model that predicts no tokens.
+            self._sizes = replace(self._sizes, is_tied=False)
         check_cut(self._sizes, layout)
         install_shims()
         join_groups(layout)
         dtype = getattr(torch, self._rank.spec.compute_dtype)
         rotary = model.model.rotary_emb
-        self._network = make_network(self._sizes, layout, coordinates, rotary, dtype)
+        self._network = make_network(self._sizes, layout, coordinates, rotary, dtype, head)
         if self._rank.spec.activation_checkpointing:
             checkpoint_activations(self._network.decoder.layers)
         # This one is on `meta`, and says where each parameter will be in the buffers.
         _, buffers = self._distributed(
             lambda elements, dtype: torch.zeros(elements, dtype=dtype, device="meta")
         )
-        self._pieces = pieces_by_parameter(self._sizes, layout, coordinates)
+        self._pieces = pieces_by_parameter(self._sizes, layout, coordinates, head)
         names = {parameter: name for name, parameter in self._network.named_parameters()}
         self._state = MegatronState(
             [self._plan(buffer, self._pieces, names) for buffer in buffers],
@@ -92,6 +97,7 @@ class MegatronModel(TrainingModel):
         self._pipeline = Pipeline(
             self._chunk,
             vocabulary=self._sizes.vocabulary,
+            output=self.output,
             is_last=coordinates.pp == layout.pp - 1,
             place=self._rank.device.place,
         )
@@ -117,7 +123,7 @@ class MegatronModel(TrainingModel):
         found = self._pipeline.run(batches, loss, wanted)
         finalize_model_grads([self._chunk])
         self._state.take_reduced()
-        return [each["logprobs"] for each in found]
+        return [each[self.output] for each in found]
 
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
         self._state.step(params, gradient_factor)

@@ -1,4 +1,5 @@
-"""Runs micro-batches through Megatron's pipeline schedules; the last stage computes logprobs.
+"""Runs micro-batches through Megatron's pipeline schedules; the last stage computes logprobs, or
+values.
 
 Shapes: B rows, L tokens of the longest row; T tokens of all rows; V size of a tensor rank's part of
 the vocabulary.
@@ -20,6 +21,7 @@ from plexrl.worker.batches.logprobs import (
     distribution_values,
 )
 from plexrl.worker.batches.packing import MicroBatch
+from plexrl.worker.batches.values import values_at_positions
 from plexrl.worker.training.megatron.packed_rows import PackedRows, pack_rows
 from plexrl.worker.training.model import LossOfBatch
 
@@ -32,13 +34,16 @@ class Pipeline:
         chunk: Any,
         *,
         vocabulary: int,
+        output: str,
         is_last: bool,
         place: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """`chunk` is Megatron's DistributedDataParallel; `vocabulary` is the size without padding.
+        """`chunk` is Megatron's DistributedDataParallel; `vocabulary` is the size without padding,
+        and `output` what is computed of tokens: `logprobs`, or `values` by a value head.
         `place` copies a tensor to the device."""
         self._chunk = chunk
         self._vocabulary = vocabulary
+        self._output = output
         self._is_last = is_last
         self._place = place
         self._context_rank = parallel_state.get_context_parallel_rank()
@@ -48,8 +53,8 @@ class Pipeline:
     def run(
         self, batches: Sequence[MicroBatch], loss: LossOfBatch | None, wanted: Wanted
     ) -> list[TokenValues]:
-        """Logprobs of every micro-batch and what is `wanted`, on its device; before the last stage
-        zeros, of the logprobs only.
+        """Logprobs or values of every micro-batch and what is `wanted`, on its device; before the
+        last stage zeros, of the logprobs or values only.
 
         With `loss`, gradients are added to every parameter's `main_grad`.
         """
@@ -69,7 +74,7 @@ class Pipeline:
                 by_token = self._values(logits_1TV[0], packed_rows.targets_T, wanted)
                 values = {name: packed_rows.unpacked(each) for name, each in by_token.items()}
                 found.append({name: each.detach() for name, each in values.items()})
-                value = values["logprobs"] if loss is None else loss(values, batch)
+                value = values[self._output] if loss is None else loss(values, batch)
                 return value, torch.zeros((), dtype=torch.int, device=value.device), None
 
             return output, finish
@@ -92,13 +97,15 @@ class Pipeline:
                 forward_only=loss is None,
             )
         return found or [
-            {"logprobs": batch.tokens_BL.new_zeros((), dtype=torch.float32).expand(shape)}
+            {self._output: batch.tokens_BL.new_zeros((), dtype=torch.float32).expand(shape)}
             for batch, shape in ((each, each.tokens_BL.shape) for each in batches)
         ]
 
     def _values(
         self, logits_TV: torch.Tensor, targets_T: torch.Tensor, wanted: Wanted
     ) -> TokenValues:
+        if self._output == "values":
+            return {"values": values_at_positions(logits_TV)}
         first = parallel_state.get_tensor_model_parallel_rank() * logits_TV.shape[1]
         size = self._vocabulary - first
         if size < logits_TV.shape[1]:

@@ -19,11 +19,12 @@ from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.process.backend_factory import make_backend
 from plexrl.worker.state.arena_tensors import ParameterPiece
 from plexrl.worker.training.megatron.parameter_pieces import cut, pieces_by_parameter
-from tests.worker.training.cases import LLAMA, QWEN2, QWEN3, resized
+from tests.worker.training.cases import CRITIC, LLAMA, QWEN2, QWEN3, resized
 
 MODELS = {
     "qwen2": QWEN2,
     "llama": LLAMA,
+    "critic": CRITIC,
     "qwen3": QWEN3,
     "qwen3_moe": resized(
         QWEN2,
@@ -105,12 +106,15 @@ def test_the_ranks_together_hold_every_element_equally_often(
     name: str, layout: Parallelism
 ) -> None:
     model = build_model(MODELS[name])
+    head = MODELS[name].head
     sizes = megatron_dimensions(model.config.to_dict())  # type: ignore[operator, union-attr]
+    if head == "value":
+        sizes = replace(sizes, is_tied=False)
     held = {key: np.zeros(p.shape, dtype=np.int64) for key, p in named_parameters(model)}
     sharing = replace(layout, ep=layout.ep if sizes.experts else 1)
     for rank in range(layout.world_size):
         places = sharing.coordinates(rank)
-        for pieces in pieces_by_parameter(sizes, sharing, places).values():
+        for pieces in pieces_by_parameter(sizes, sharing, places, head).values():
             elements = 0
             for piece in pieces:
                 assert piece.global_shape == held[piece.name].shape
@@ -120,7 +124,7 @@ def test_the_ranks_together_hold_every_element_equally_often(
     for key, counts in held.items():
         assert counts.min() == counts.max() > 0, key
         embedding = key == "model.embed_tokens.weight" and sizes.is_tied
-        is_whole = "norm" in key or key.endswith("mlp.gate.weight")
+        is_whole = "norm" in key or key == "score.weight" or key.endswith("mlp.gate.weight")
         copies = layout.dp * (layout.tp if is_whole else 1) * (1 + (embedding and layout.pp > 1))
         if ".experts." in key:
             copies //= sharing.ep

@@ -15,6 +15,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.layout import padded_vocabulary
 from plexrl.model.parallelism import Coordinates, Parallelism
+from plexrl.model.spec import Head
 from plexrl.worker.models import parameters_on_meta
 from plexrl.worker.training.megatron.network.attention import PackedAttention
 from plexrl.worker.training.megatron.network.experts import GroupedExperts
@@ -40,12 +41,26 @@ class Network(GPTModel):  # type: ignore[misc]  # megatron-core has no types
         return False
 
 
+class ValueHead(torch.nn.Module):
+    """In place of Megatron's output layer: one row, which every tensor rank has. Hidden states are
+    whole on every tensor rank, and so are their gradients: none are summed over these ranks."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(1, hidden))
+
+    def forward(self, hidden_T1X: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """Outputs `[T, 1, 1]`, and no bias."""
+        return torch.nn.functional.linear(hidden_T1X, self.weight), None
+
+
 def make_network(
     sizes: Dimensions,
     layout: Parallelism,
     coordinates: Coordinates,
     rotary: Any,
     dtype: torch.dtype,
+    head: Head,
 ) -> Network:
     """One rank's part of the model. `rotary` is the Hugging Face model's rotary embedding, and
     `dtype` that of parameters, activations and messages between pipeline stages.
@@ -80,6 +95,8 @@ def make_network(
             post_process=coordinates.pp == layout.pp - 1,
             share_embeddings_and_output_weights=sizes.is_tied,
         )
+        if head == "value" and network.post_process:
+            network.output_layer = ValueHead(sizes.hidden)
     for parameter in network.parameters():
         # Megatron makes norms in float32.
         parameter.data = parameter.data.to(dtype)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from plexrl.worker.models import build_model
-from plexrl.worker.training.activation_checkpointing import checkpoint_activations
+from plexrl.worker.models.activation_checkpointing import checkpoint_activations
 from tests.worker.training.cases import QWEN2
 
 TOKENS = torch.arange(64).view(2, 32) % 20 + 3
