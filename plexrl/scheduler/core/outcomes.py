@@ -174,7 +174,9 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         error = early_end(operation, now)
     else:
         deployment.wpg.backoff.clear()
-        if event.state_intact and publish_first(state, effects, deployment, operation, error, now):
+        if event.state_intact and publish_first(
+            state, context.settings, effects, deployment, operation, error, now
+        ):
             effects.touch_all(deployment.placement.groups)
             return
     Finishing(state, effects, now).fail(operation, error)

@@ -112,12 +112,19 @@ def enqueue_publish(
     name: OperationId,
     serves: OperationId,
     now: float,
+    *,
+    at_once: bool = False,
 ) -> None:
-    """Queue a publish of a trainer's weights for the sync `serves`."""
-    operation = Operation(name, source.deployment, _PUBLISH, now, internal=True)
+    """Queue a publish of a trainer's weights for the sync `serves`; with `at_once` before all that
+    the trainer has to do."""
+    since, place = now, None
+    if at_once and source.work.queue:
+        # The queue is in the order of submission.
+        since, place = min(now, state.operations[source.work.queue[0]].submitted_at), 0
+    operation = Operation(name, source.deployment, _PUBLISH, since, internal=True)
     operation.serves = serves
     state.operations[name] = operation
-    _queue(effects, source, name, now)
+    _queue(effects, source, name, now, place=place)
 
 
 def enqueue_zero_grad(state: State, effects: Effects, deployment: Deployment, now: float) -> None:

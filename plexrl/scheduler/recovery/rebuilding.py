@@ -106,21 +106,28 @@ def republish(
 
 def publish_first(
     state: State,
+    settings: Settings,
     effects: Effects,
     deployment: Deployment,
     operation: Operation,
     error: PlexRLError,
     now: float,
 ) -> bool:
-    """Repeat a sync, which is no longer in flight, after a publish of its own: the published
-    version that it was to pull is gone. False: another publish would not help; nothing has
-    changed."""
-    if not operation.pulls_newest or error.code not in OUT_OF_REACH:
+    """Repeat a sync, which is no longer in flight, after another publish: the version that it was
+    to pull is gone, for example by a power cut of the trainer's node. The trainer publishes before
+    anything else that it has to do, so these are the same weights unless it has gone on meanwhile.
+    False: another publish would not help; nothing has changed."""
+    if operation.source is None or error.code not in OUT_OF_REACH:
         return False
-    assert operation.source is not None
+    if operation.publishes >= settings.config.launch_attempts:
+        return False
+    attempt = "" if operation.after is None else str(operation.publishes + 1)
+    operation.publishes += 1
     trainer = state.deployment(operation.source)
-    operation.after = publish_name(state, operation.operation)
-    enqueue_publish(state, effects, trainer, operation.after, operation.operation, now)
+    operation.after = publish_name(state, operation.operation, attempt)
+    enqueue_publish(
+        state, effects, trainer, operation.after, operation.operation, now, at_once=True
+    )
     discard(operation)
     requeue(state, deployment, operation, now)
     return True

@@ -104,6 +104,8 @@ class Operation:
     """For a sync: the version that was published for it."""
     source_step: int = 0
     """For a sync: number of optimizer steps in that version."""
+    publishes: int = 0
+    """For a sync: how often its source published again, because the version was gone."""
     in_flight: bool = False
     """For a sync: it may run during generations."""
     published: bool = False
@@ -175,6 +177,7 @@ class Operation:
         self.partial = None
         self.source_seq = 0
         self.source_step = 0
+        self.publishes = 0
         self.in_flight = False
         self.published = False
         self.ends_burst = False

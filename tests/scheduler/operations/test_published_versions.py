@@ -8,7 +8,7 @@ import pytest
 from plexrl.errors import InvalidRequestError, StateLostError
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
-from tests.scheduler.fake_cluster import FakeCluster
+from tests.scheduler.fake_cluster import FakeCluster, config
 
 
 @pytest.fixture
@@ -119,11 +119,32 @@ def test_a_version_that_is_gone_is_published_again(cluster: FakeCluster) -> None
     assert cluster.state_of("a:p0") == "finished"
 
 
-def test_a_version_that_is_gone_twice_fails_the_sync(cluster: FakeCluster) -> None:
+def test_a_version_that_is_gone_each_time_fails_the_sync_at_last(cluster: FakeCluster) -> None:
     pull(cluster, "a:p0")
-    refuse(cluster, run_of(cluster, "a:p0"))
+    for _ in range(config().launch_attempts):
+        refuse(cluster, run_of(cluster, "a:p0"))
+        assert cluster.state_of("a:p0") == "pending"
     refuse(cluster, run_of(cluster, "a:p0"))
     assert cluster.error_of("a:p0")["code"] == "state_lost"
+
+
+def test_the_weights_of_a_syncs_own_publish_are_published_again_before_the_trainer_goes_on(
+    cluster: FakeCluster,
+) -> None:
+    cluster.submit("a:s3", "a/actor", "optim_step")
+    cluster.submit("a:p0", "a/r0", "sync_weights", source="a/actor")
+    cluster.execute(run_of(cluster, "a:s3"), trainer_step=3)
+    sync = run_of(cluster, "a:p0")
+    cluster.submit("a:f4", "a/actor", "forward_backward")
+    cluster.submit("a:s4", "a/actor", "optim_step")
+    refuse(cluster, sync)
+    cluster.restart_scheduler(restored=True)
+    assert cluster.state_of("a:p0") == "pending"
+    cluster.execute(run_of(cluster, "a:f4"))
+    again = run_of(cluster, "a:p0")
+    assert (again.source_seq, again.trainer_step) == (sync.source_seq + 1, 3)
+    cluster.settle()
+    assert [cluster.state_of(name) for name in ("a:p0", "a:f4", "a:s4")] == ["finished"] * 3
 
 
 def test_what_was_published_and_pulled_is_known_after_a_restart(cluster: FakeCluster) -> None:
