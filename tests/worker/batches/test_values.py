@@ -88,6 +88,56 @@ def test_a_value_that_moved_further_than_the_clip_towards_its_return_gets_no_gra
     assert float(found.sums["clip_fraction"]) == 1
 
 
+EVERY = [
+    *SPECS,
+    losses.cross_entropy(),
+    losses.importance_sampling(),
+    losses.ppo(entropy_coef=0.1),
+    losses.grpo(kl_coef=0.2, entropy_coef=0.1),
+    losses.dapo(),
+    losses.dr_grpo(),
+    losses.gspo(kl_coef=0.2),
+    losses.cispo(kl_coef=0.2),
+    losses.reinforce(kl_coef=0.2),
+    losses.decoupled_ppo(weight_cap=1.5, token_range=(0.3, 3), sequence_range=(0.5, 2)),
+    losses.custom(),
+]
+
+
+@pytest.mark.parametrize("spec", EVERY, ids=lambda s: f"{s.name}-{s.value_clip}-{s.reduction}")
+@given(seed=st.integers(0, 10_000), cut=st.integers(1, 5))
+@settings(max_examples=examples(20), deadline=None)
+def test_the_sum_over_micro_batches_and_ranks_is_the_loss_of_the_whole_batch(
+    spec: LossSpec, seed: int, cut: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = 6
+    numbers = torch.randn((8, rows, TOKENS), generator=generator) * 0.3
+    names = ("logprobs", "prox_logprobs", "ref_logprobs", "advantages", "returns", "values")
+    inputs = dict(zip((*names, "weights"), numbers, strict=False))
+    inputs["mask"] = (torch.rand((rows, TOKENS), generator=generator) > 0.4).float()
+    own, entropy = (numbers[-1] - 1).requires_grad_(True), torch.rand((rows, TOKENS))
+    # The denominator of the whole batch, whatever it is, is that of every part.
+    whole = compute_loss(spec, own, inputs, 7.0, entropy_BL=entropy)
+    parts = [
+        compute_loss(
+            spec,
+            own[part],
+            {name: value[part] for name, value in inputs.items()},
+            7.0,
+            entropy_BL=entropy[part],
+        )
+        for part in (slice(0, cut), slice(cut, rows))
+    ]
+    assert torch.allclose(parts[0].loss + parts[1].loss, whole.loss, atol=1e-6)
+    (wanted,) = torch.autograd.grad(whole.loss, own, retain_graph=True)
+    (found,) = torch.autograd.grad(parts[0].loss + parts[1].loss, own)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    assert set(parts[0].sums) == set(whole.sums)
+    for name, value in whole.sums.items():
+        assert torch.allclose(parts[0].sums[name] + parts[1].sums[name], value, atol=1e-4), name
+
+
 def test_the_batch_needs_its_values_only_for_a_clip() -> None:
     assert loss_inputs(losses.value()) == ("mask", "returns", "values")
     assert loss_inputs(losses.value(clip=None)) == ("mask", "returns")

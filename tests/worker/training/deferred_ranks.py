@@ -25,7 +25,7 @@ from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.training.flat_state import STEP
 from tests.worker.arena_memory import memory_of
 from tests.worker.training.cases import Case
-from tests.worker.training.ranks import batch, plan_of
+from tests.worker.training.ranks import batch, inputs_of, plan_of
 
 CLIP_NORM = 0.05
 SPLITS = 20
@@ -134,7 +134,7 @@ def compare(rank: int, case: Case, loss: LossSpec, summed: LossSpec, folder: str
     by_row = summed.reduction == "sequence_sum"
     differences = []
     for seed in range(SPLITS):
-        arrays = batch(seed, rows=ROWS, first_row=1 + seed % 5)
+        arrays = inputs_of(case, batch(seed, rows=ROWS, first_row=1 + seed % 5))
         before = bytes(memory_of(own.backend.arena))
         own.gradients(arrays, loss)
         gradient = own.kept(StatePart.GRADIENT)

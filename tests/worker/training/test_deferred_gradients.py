@@ -6,7 +6,7 @@ import pytest
 
 import plexrl
 from plexrl.model.parallelism import Parallelism
-from tests.worker.training.cases import Case
+from tests.worker.training.cases import CRITIC, QWEN2, Case
 from tests.worker.training.deferred_ranks import SPLITS, launch
 
 LOSSES = {
@@ -15,25 +15,30 @@ LOSSES = {
         plexrl.losses.grpo(kl_coef=0.1),
         plexrl.losses.grpo(kl_coef=0.1, reduction="sequence_sum"),
     ),
+    "values": (plexrl.losses.value(), plexrl.losses.value(reduction="sum")),
 }
 
 
 @pytest.mark.parametrize(
-    ("backend", "reduction"),
+    ("backend", "reduction", "dp"),
     [
-        ("fsdp", "tokens"),
-        ("deepspeed", "rows"),
+        ("fsdp", "tokens", 2),
+        ("deepspeed", "rows", 2),
         # How a loss is summed and how a backend reduces do not depend on each other.
-        pytest.param("fsdp", "rows", marks=pytest.mark.slow),
-        pytest.param("deepspeed", "tokens", marks=pytest.mark.slow),
+        pytest.param("fsdp", "rows", 2, marks=pytest.mark.slow),
+        pytest.param("deepspeed", "tokens", 2, marks=pytest.mark.slow),
+        pytest.param("fsdp", "tokens", 1, marks=pytest.mark.slow),
+        pytest.param("fsdp", "values", 1, marks=pytest.mark.slow),
+        pytest.param("fsdp", "values", 2, marks=pytest.mark.slow),
     ],
 )
 def test_uneven_parts_on_uneven_replicas_give_the_gradient_of_the_whole_batch(
-    backend: str, reduction: str, tmp_path: Path
+    backend: str, reduction: str, dp: int, tmp_path: Path
 ) -> None:
     """Parts have from 1 to 9 rows of 1 to 8 tokens: with two replicas, one has no rows at times."""
     loss, summed = LOSSES[reduction]
-    case = Case(backend=backend, layout=Parallelism(dp=2))
+    model = CRITIC if reduction == "values" else QWEN2
+    case = Case(backend=backend, layout=Parallelism(dp=dp), model=model)
     differences = launch(case, loss, summed, tmp_path)
     assert len(differences) == SPLITS
     assert max(max(each) for each in differences) <= 1e-6
