@@ -11,6 +11,7 @@ from typing import Final
 
 from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.layout import splits_tokens
 from plexrl.model.lora import adapter_parameter_count
 from plexrl.model.memory.kv_cache import BLOCK_TOKENS, KV_BYTES, kv_token_bytes
 from plexrl.model.spec import WEIGHT_BYTES, parameter_count
@@ -131,12 +132,12 @@ def _megatron(spec: DeploymentSpec) -> StateTerms:
     dense_layers = (layer_parameters(sizes) - experts // sizes.layers) * layers
     ends = sizes.vocabulary * sizes.hidden * (1 if layout.pp > 1 or sizes.is_tied else 2)
     dense = (dense_layers + ends + sizes.hidden) // layout.tp
-    own_experts = experts // sizes.layers * layers // (layout.tp * layout.ep)
+    own_experts = experts // sizes.layers * layers // layout.ep
     replicas = layout.dp * layout.cp
     shares = (dense // replicas + own_experts // layout.expert_dp) * 4
     buffers = (dense + own_experts) * 4
     compute = WEIGHT_BYTES[spec.compute_dtype]
-    reduces = replicas > 1 or layout.pp > 1
+    reduces = replicas > 1 or layout.pp > 1 or splits_tokens(sizes, layout)
     return StateTerms(
         weights=buffers if compute == 4 else shares + buffers // 4 * compute,
         gradients=shares + (buffers if reduces else 0),

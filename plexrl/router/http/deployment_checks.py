@@ -68,7 +68,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         activation_checkpointing=body.activation_checkpointing,
         reduce_once=body.reduce_once,
     )
-    _check_kind(body, model, layout)
+    _check_kind(body, model, layout, capabilities.backend)
     lora = None
     if body.lora is not None:
         check_adapters(capabilities, layout)
@@ -106,12 +106,14 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
     return spec, parameters
 
 
-def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) -> None:
+def _check_kind(
+    body: DeploymentRequest, model: ModelSpec, layout: Parallelism, backend: str
+) -> None:
     check_tensor_parallel(model, layout)
     if body.kind == "rollout":
         check_equal_parts(model, layout)
     if body.kind == "train":
-        check_trained_experts(model, layout)
+        check_trained_experts(model, layout, backend)
     if model.head != "causal" and body.kind != "forward":
         raise InvalidRequestError(
             f"a model with head {model.head!r} only scores rows: create a reward deployment for "

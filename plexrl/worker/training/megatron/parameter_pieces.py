@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from plexrl.model.architecture.dimensions import Dimensions
-from plexrl.model.layout import padded_vocabulary
+from plexrl.model.layout import padded_vocabulary, stage_layers
 from plexrl.model.parallelism import Coordinates, Parallelism
 from plexrl.worker.state.arena_tensors import ParameterPiece
 
@@ -40,9 +40,8 @@ def pieces_by_parameter(
         found["embedding.word_embeddings.weight"] = _vocabulary_rows(
             embedding, sizes, layout, coordinates
         )
-    stage_layers = sizes.layers // layout.pp
-    for local in range(stage_layers):
-        names = f"model.layers.{coordinates.pp * stage_layers + local}"
+    for local, layer in enumerate(stage_layers(sizes.layers, layout.pp)[coordinates.pp]):
+        names = f"model.layers.{layer}"
         for name, pieces in _layer_parameters(names, sizes, layout, coordinates):
             found[f"decoder.layers.{local}.{name}"] = pieces
     if is_last:
@@ -117,7 +116,6 @@ def _experts(
     )
     yield "mlp.router.weight", (router,)
     own = count // layout.ep
-    # A layout with tp is refused, so every expert is whole.
     for here, there, shape in (
         ("gate_up_EFH", "gate_up_proj", (2 * mlp, hidden)),
         ("down_EHF", "down_proj", (hidden, mlp)),

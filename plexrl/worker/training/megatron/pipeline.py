@@ -34,13 +34,16 @@ class Pipeline:
         vocabulary: int,
         is_last: bool,
         place: Callable[[torch.Tensor], torch.Tensor],
+        token_multiple: int = 1,
     ) -> None:
         """`chunk` is Megatron's DistributedDataParallel; `vocabulary` is the size without padding.
-        `place` copies a tensor to the device."""
+        `place` copies a tensor to the device. A micro-batch is padded to a multiple of
+        `token_multiple` tokens."""
         self._chunk = chunk
         self._vocabulary = vocabulary
         self._is_last = is_last
         self._place = place
+        self._token_multiple = token_multiple
         self._context_rank = parallel_state.get_context_parallel_rank()
         self._context_ranks = parallel_state.get_context_parallel_world_size()
         self._run = get_forward_backward_func()
@@ -77,7 +80,12 @@ class Pipeline:
         def packed() -> Iterator[tuple[MicroBatch, PackedRows]]:
             for batch in batches:
                 # Packed on the CPU: indices and lengths need no copy from the device.
-                rows = pack_rows(batch.on_host, self._context_rank, self._context_ranks)
+                rows = pack_rows(
+                    batch.on_host,
+                    self._context_rank,
+                    self._context_ranks,
+                    token_multiple=self._token_multiple,
+                )
                 yield batch, rows.placed(self._place)
 
         # A schedule takes one step function for the whole batch, and an iterator of micro-batches.

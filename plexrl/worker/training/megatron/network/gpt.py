@@ -9,15 +9,17 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from plexrl.errors import InvalidRequestError
 from plexrl.model.architecture.dimensions import Dimensions
-from plexrl.model.layout import padded_vocabulary
+from plexrl.model.layout import padded_vocabulary, splits_tokens, stage_layers
 from plexrl.model.parallelism import Coordinates, Parallelism
 from plexrl.worker.models import parameters_on_meta
 from plexrl.worker.training.megatron.network.attention import PackedAttention
 from plexrl.worker.training.megatron.network.experts import GroupedExperts
+from plexrl.worker.training.megatron.network.norm import RowNorm
 
 
 class Network(GPTModel):  # type: ignore[misc]  # megatron-core has no types
@@ -66,14 +68,21 @@ def make_network(
         qk_layernorm=sizes.has_qk_norm,
         normalization="RMSNorm",
     )
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if sizes.has_qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RowNorm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RowNorm
+    layers = len(stage_layers(sizes.layers, layout.pp)[coordinates.pp])
     if sizes.experts:
         spec.submodules.mlp.submodules.experts = GroupedExperts
     with parameters_on_meta():
         network = Network(
             rotary.inv_freq.float(),
             config=_transformer_config(sizes, layout, dtype),
-            transformer_layer_spec=spec,
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=[spec] * layers, layer_norm=RowNorm
+            ),
             vocab_size=padded_vocabulary(sizes, layout),
             max_sequence_length=1,
             pre_process=coordinates.pp == 0,
@@ -153,6 +162,18 @@ def _transformer_config(
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.tp,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=splits_tokens(sizes, layout),
+        pipeline_model_parallel_layout=_stages(sizes, layout),
         **experts,
     )
+
+
+def _stages(sizes: Dimensions, layout: Parallelism) -> list[list[str]] | None:
+    """What each pipeline stage has, in Megatron's words; None for one stage."""
+    if layout.pp == 1:
+        return None
+    found = [["decoder"] * len(layers) for layers in stage_layers(sizes.layers, layout.pp)]
+    found[0].insert(0, "embedding")
+    found[-1].append("loss")
+    return found
