@@ -238,6 +238,17 @@ def splits_tokens(sizes: Dimensions, layout: Parallelism) -> bool:
     return layout.tp > 1 and sizes.experts > 0
 
 
+def reduces_gradients(sizes: Dimensions, layout: Parallelism) -> bool:
+    """Whether Megatron sums any gradient over ranks, in a buffer beside the shares: over replicas,
+    over the stages that have a tied embedding, or of whole norms over tensor ranks."""
+    return (
+        layout.dp * layout.cp > 1
+        or (layout.pp > 1 and sizes.is_tied)
+        or (layout.tp > 1 and sizes.has_qk_norm)
+        or splits_tokens(sizes, layout)
+    )
+
+
 def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
     """The layers of each pipeline stage, in order. Stages differ by one layer at most; the last and
     the first ones, which have the output layer and the embedding, are the first to have fewer."""
@@ -266,7 +277,7 @@ def megatron_state_bytes(
     replicas = layout.dp * layout.cp
     replica_bytes = WEIGHT_BYTES[compute_dtype]
     sharded_bytes = 12 if replica_bytes == 4 else 16
-    if replicas > 1 or layout.pp > 1 or splits_tokens(sizes, layout):
+    if reduces_gradients(sizes, layout):
         replica_bytes += 4
     copies = (parameters - expert_parameters) * replicas + expert_parameters * layout.expert_dp
     return replica_bytes * copies + sharded_bytes * parameters

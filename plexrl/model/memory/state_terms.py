@@ -11,7 +11,7 @@ from typing import Final
 
 from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.model.layout import splits_tokens
+from plexrl.model.layout import reduces_gradients
 from plexrl.model.lora import adapter_parameter_count
 from plexrl.model.memory.kv_cache import BLOCK_TOKENS, KV_BYTES, kv_token_bytes
 from plexrl.model.spec import WEIGHT_BYTES, parameter_count
@@ -137,10 +137,9 @@ def _megatron(spec: DeploymentSpec) -> StateTerms:
     shares = (dense // replicas + own_experts // layout.expert_dp) * 4
     buffers = (dense + own_experts) * 4
     compute = WEIGHT_BYTES[spec.compute_dtype]
-    reduces = replicas > 1 or layout.pp > 1 or splits_tokens(sizes, layout)
     return StateTerms(
         weights=buffers if compute == 4 else shares + buffers // 4 * compute,
-        gradients=shares + (buffers if reduces else 0),
+        gradients=shares + (buffers if reduces_gradients(sizes, layout) else 0),
         optimizer=2 * shares + ALIGNED_BYTES if spec.optimizer == "device" else 0,
     )
 

@@ -59,7 +59,7 @@ def test_the_layout_and_the_number_of_workers_follow_from_one_another(
     ("fields", "field", "message"),
     [
         ({"workers": 3, "parallelism": {"dp": 4}}, "workers", "workers is 3, but dp=4 needs 4"),
-        ({"parallelism": {"dp": 2, "ep": 3}}, "ep", "ep must divide dp·cp"),
+        ({"parallelism": {"dp": 2, "ep": 3}}, "ep", "ep must divide tp·cp·dp"),
         ({"parallelism": {"dp": 2, "cp": 2}}, "cp", "'fsdp' does not support cp.*fsdp: dp, tp"),
         ({"parallelism": {"tp": 4}}, "tp", "num_key_value_heads is 2.*use 2"),
         ({"parallelism": {"pp": 2}}, "pp", "does not support pp"),
@@ -217,14 +217,17 @@ def test_backends_without_experts_refuse_them_with_the_backends_that_run_them() 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def test_experts_are_trained_without_tensor_ranks_and_without_adapters() -> None:
+def test_experts_are_trained_on_tensor_ranks_by_megatron_and_without_adapters() -> None:
     config = json.dumps({**tiny_qwen2("0123456789").config, **EXPERTS})
     model = {"architecture": "qwen3_moe", "config_json": config}
-    for backend in ("fsdp", "megatron"):
-        body = request(kind="train", backend=backend, model=model, parallelism={"tp": 2})
-        with pytest.raises(LayoutError, match="tp is 2 and the model has experts") as refused:
-            check_deployment(body)
-        assert refused.value.details["field"] == "tp"
+    body = request(kind="train", backend="fsdp", model=model, parallelism={"tp": 2})
+    with pytest.raises(LayoutError, match="tp is 2 and the model has experts") as refused:
+        check_deployment(body)
+    assert refused.value.details["field"] == "tp"
+    for layout in ({"tp": 2}, {"tp": 2, "ep": 4, "cp": 2}, {"tp": 2, "ep": 2, "pp": 2}):
+        body = request(kind="train", backend="megatron", model=model, parallelism=layout)
+        spec, parameters = check_deployment(body)
+        assert state_bytes(spec, parameters) > 16 * parameters
     with pytest.raises(InvalidRequestError, match=r"can have one are q_proj, .*o_proj$"):
         check_deployment(request(kind="train", model=model, lora={"rank": 4}))
     lora = {"rank": 4, "targets": ["q_proj"]}

@@ -19,7 +19,12 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 
-from plexrl.model.layout import check_cut, megatron_dimensions, splits_tokens
+from plexrl.model.layout import (
+    check_cut,
+    megatron_dimensions,
+    reduces_gradients,
+    splits_tokens,
+)
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.logprobs import TokenValues, Wanted
@@ -71,9 +76,7 @@ class MegatronModel(TrainingModel):
         names = {parameter: name for name, parameter in self._network.named_parameters()}
         self._state = MegatronState(
             [self._plan(buffer, self._pieces, names) for buffer in buffers],
-            reduces=layout.dp * layout.cp > 1
-            or (layout.pp > 1 and self._sizes.is_tied)
-            or (layout.tp > 1 and (self._sizes.has_qk_norm or self._sizes.experts > 0)),
+            reduces=reduces_gradients(self._sizes, layout),
             compute_dtype=self._rank.spec.compute_dtype,
             optimizer=self._rank.spec.optimizer,
             make_arena=self._rank.device.make_arena,

@@ -1,4 +1,4 @@
-"""The norm of rows. It replaces Megatron's wrapper of torch's norm, which refuses sequence parallelism.
+"""A norm for Megatron's layers. Megatron's wrapper of torch's norm refuses sequence parallelism.
 
 With sequence parallelism each tensor rank normalises its own part of the tokens, so that its weight
 has a part of the gradient. Megatron sums the parts of every parameter with this mark.
