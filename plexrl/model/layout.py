@@ -193,8 +193,9 @@ def megatron_dimensions(config: Mapping[str, Any]) -> Dimensions:
     return sizes
 
 
-def check_cut(sizes: Dimensions, layout: Parallelism) -> None:
-    """Raises `LayoutError`, naming the axis, if a layout cannot cut the model evenly."""
+def check_cut(sizes: Dimensions, layout: Parallelism, dtype: str = "float32") -> None:
+    """Raises `LayoutError`, naming the axis, if a layout cannot cut the model evenly, with weights
+    in `dtype`."""
     for axis, name, size in (
         ("tp", "attention heads", sizes.heads),
         ("tp", "key and value heads", sizes.kv_heads),
@@ -219,15 +220,16 @@ def check_cut(sizes: Dimensions, layout: Parallelism) -> None:
             "choose an ep that divides their number, 1 for a dense model",
             field="ep",
         )
+    aligned = ALIGNED_ELEMENTS * WEIGHT_BYTES["float32"] // WEIGHT_BYTES[dtype]
     for name, size in (
         ("hidden size", sizes.hidden),
         ("head size", sizes.head_dim),
         ("MLP columns of one rank", sizes.mlp // (1 if sizes.experts else layout.tp)),
     ):
-        if size % ALIGNED_ELEMENTS:
+        if size % aligned:
             raise LayoutError(
                 f"the model's {name} is {size}: the megatron backend needs a multiple of "
-                f"{ALIGNED_ELEMENTS}; use a smaller tp or backend fsdp",
+                f"{aligned} with weights in {dtype}; use a smaller tp or another backend",
                 field="tp",
             )
 
@@ -273,14 +275,18 @@ def megatron_state_bytes(
     the two moments are sharded over the replicas, and so are float32 parameters if the model
     computes in another dtype.
     """
-    expert_parameters = sizes.layers * sizes.experts * 3 * sizes.hidden * sizes.mlp
-    replicas = layout.dp * layout.cp
     replica_bytes = WEIGHT_BYTES[compute_dtype]
     sharded_bytes = 12 if replica_bytes == 4 else 16
     if reduces_gradients(sizes, layout):
         replica_bytes += 4
-    copies = (parameters - expert_parameters) * replicas + expert_parameters * layout.expert_dp
+    copies = megatron_copies(sizes, layout, parameters)
     return replica_bytes * copies + sharded_bytes * parameters
+
+
+def megatron_copies(sizes: Dimensions, layout: Parallelism, parameters: int) -> int:
+    """Parameters of all ranks together, for a model with `parameters` parameters."""
+    experts = sizes.layers * sizes.experts * 3 * sizes.hidden * sizes.mlp
+    return (parameters - experts) * layout.dp * layout.cp + experts * layout.expert_dp
 
 
 def padded_vocabulary(sizes: Dimensions, layout: Parallelism) -> int:

@@ -126,13 +126,7 @@ def _megatron(spec: DeploymentSpec) -> StateTerms:
     and float32 parameters are sharded too. Experts have other replicas than dense layers
     (`plexrl.model.parallelism`)."""
     layout, sizes = spec.layout, spec.model.dimensions
-    experts = expert_parameters(sizes)
-    # The first stage has the embedding and the last one the output layer, besides their layers.
-    layers = -(-sizes.layers // layout.pp)
-    dense_layers = (layer_parameters(sizes) - experts // sizes.layers) * layers
-    ends = sizes.vocabulary * sizes.hidden * (1 if layout.pp > 1 or sizes.is_tied else 2)
-    dense = (dense_layers + ends + sizes.hidden) // layout.tp
-    own_experts = experts // sizes.layers * layers // layout.ep
+    dense, own_experts = _megatron_rank(spec)
     replicas = layout.dp * layout.cp
     shares = (dense // replicas + own_experts // layout.expert_dp) * 4
     buffers = (dense + own_experts) * 4
@@ -144,10 +138,25 @@ def _megatron(spec: DeploymentSpec) -> StateTerms:
     )
 
 
+def _megatron_rank(spec: DeploymentSpec) -> tuple[int, int]:
+    """Parameters of the fullest rank: those outside of experts, and those of its experts."""
+    layout, sizes = spec.layout, spec.model.dimensions
+    experts = expert_parameters(sizes)
+    # The first stage has the embedding and the last one the output layer, besides their layers.
+    layers = -(-sizes.layers // layout.pp)
+    dense_layers = (layer_parameters(sizes) - experts // sizes.layers) * layers
+    is_one = layout.pp > 1 or sizes.is_tied or spec.model.head == "reward"
+    ends = sizes.vocabulary * sizes.hidden * (1 if is_one else 2)
+    dense = (dense_layers + ends + sizes.hidden) // layout.tp
+    return dense, experts // sizes.layers * layers // layout.ep
+
+
 def _forward(spec: DeploymentSpec) -> StateTerms:
     """Every data rank has all weights, or with hosted layers those outside of the layers and slots
-    for `layers_on_device` of them."""
+    for `layers_on_device` of them. Megatron's ranks have their part."""
     sizes, each = spec.model.dimensions, WEIGHT_BYTES[spec.dtype]
+    if spec.backend == "megatron":
+        return StateTerms(weights=sum(_megatron_rank(spec)) * each)
     parameters = parameter_count(spec.model)
     slots = spec.layers_on_device
     if slots is not None and slots < sizes.layers:

@@ -236,6 +236,29 @@ def test_experts_are_trained_on_tensor_ranks_by_megatron_and_without_adapters() 
     check_deployment(request(kind="rollout", model=model, parallelism={"tp": 2}))
 
 
+def test_forward_deployments_are_cut_by_megatron_and_otherwise_refused_by_field() -> None:
+    model = {**request().model.model_dump(exclude_none=True)}
+    layout = {"tp": 2, "pp": 2}
+    whole, parameters = check_deployment(request("forward", model=model))
+    for head in ("causal", "reward"):
+        cut, _ = check_deployment(
+            request(
+                "forward", backend="megatron", parallelism=layout, model={**model, "head": head}
+            )
+        )
+        assert cut.workers == 4
+        assert state_bytes(cut, parameters) == state_bytes(whole, parameters)
+        assert device_memory(cut).need_bytes < device_memory(whole).need_bytes * 5
+    with pytest.raises(LayoutError, match="'torch' does not support tp.*megatron: dp, tp, pp, ep"):
+        check_deployment(request("forward", parallelism={"tp": 2}))
+    with pytest.raises(LayoutError, match="'megatron' does not support cp"):
+        check_deployment(request("forward", backend="megatron", parallelism={"cp": 2}))
+    with pytest.raises(LayoutError, match="head size is 16: .*multiple of 32 with weights in bfl"):
+        check_deployment(request("forward", backend="megatron", dtype="bfloat16"))
+    with pytest.raises(InvalidRequestError, match="megatron has all layers of a rank's stage"):
+        check_deployment(request("forward", backend="megatron", layers_on_device=2))
+
+
 def test_a_directory_whose_configuration_names_no_architecture_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UnsupportedModelError, match="names no architecture"):

@@ -5,6 +5,7 @@ Shapes: B rows, L tokens of the longest row; T tokens of all rows.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch.nn.functional import pad
@@ -97,6 +98,12 @@ class PackedRows:
         flat = values_T.new_zeros(self.shape_BL[0] * self.shape_BL[1], *rest)
         found = flat.index_copy(0, self.result_index, values_T[self.predicts])
         return found.view(*self.shape_BL, *rest)
+
+    def of_last_tokens(self, values_T: torch.Tensor) -> torch.Tensor:
+        """The value of each row's last token, `[B]`; rows must be whole."""
+        # A row of padding comes last.
+        lengths = self.row_map.lengths[: self.shape_BL[0]]
+        return values_T[[end - 1 for end in accumulate(lengths)]]
 
 
 def pack_rows(

@@ -7,10 +7,10 @@
     mlp.linear_fc2                     down_proj, columns
     mlp.experts.gate_up_EFH            gate_up_proj of this rank's experts
     mlp.experts.down_EHF               down_proj of this rank's experts
-    output_layer.weight                lm_head, or model.embed_tokens if the two are tied
+    output_layer.weight                lm_head, or model.embed_tokens if the two are tied, or score
 
-Every tensor rank has whole norms and routers. A tied embedding is on the first and on the last
-stage, under the same name.
+Every tensor rank has whole norms, routers and scores. A tied embedding is on the first and on the
+last stage, under the same name.
 
 Megatron fuses and interleaves parameters that Hugging Face keeps apart, and its distributed
 optimizer cuts the result at any element (`cut`). In local memory the result is still a sequence of
@@ -30,9 +30,10 @@ Pieces = tuple[ParameterPiece, ...]
 
 
 def pieces_by_parameter(
-    sizes: Dimensions, layout: Parallelism, coordinates: Coordinates
+    sizes: Dimensions, layout: Parallelism, coordinates: Coordinates, *, head: str = "causal"
 ) -> dict[str, Pieces]:
-    """The pieces of each parameter of this rank, by Megatron's name. The rest is padding."""
+    """The pieces of each parameter of this rank, by Megatron's name. The rest is padding. `head` is
+    the model's (`ModelSpec.head`)."""
     found: dict[str, Pieces] = {}
     is_first, is_last = coordinates.pp == 0, coordinates.pp == layout.pp - 1
     embedding = "model.embed_tokens.weight"
@@ -46,7 +47,10 @@ def pieces_by_parameter(
             found[f"decoder.layers.{local}.{name}"] = pieces
     if is_last:
         found["decoder.final_layernorm.weight"] = _whole("model.norm.weight", sizes.hidden)
-        if not (sizes.is_tied and is_first):
+        if head != "causal":
+            score = _rows("score.weight", (1, sizes.hidden), 0, 1, 0)
+            found["output_layer.weight"] = (score,)
+        elif not (sizes.is_tied and is_first):
             name = embedding if sizes.is_tied else "lm_head.weight"
             found["output_layer.weight"] = _vocabulary_rows(name, sizes, layout, coordinates)
     return found

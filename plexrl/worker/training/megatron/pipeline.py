@@ -35,15 +35,17 @@ class Pipeline:
         is_last: bool,
         place: Callable[[torch.Tensor], torch.Tensor],
         token_multiple: int = 1,
+        head: str = "causal",
     ) -> None:
         """`chunk` is Megatron's DistributedDataParallel; `vocabulary` is the size without padding.
         `place` copies a tensor to the device. A micro-batch is padded to a multiple of
-        `token_multiple` tokens."""
+        `token_multiple` tokens. A `head` other than `causal` gives one number for each token."""
         self._chunk = chunk
         self._vocabulary = vocabulary
         self._is_last = is_last
         self._place = place
         self._token_multiple = token_multiple
+        self._scores = head != "causal"
         self._context_rank = parallel_state.get_context_parallel_rank()
         self._context_ranks = parallel_state.get_context_parallel_world_size()
         self._run = get_forward_backward_func()
@@ -52,7 +54,8 @@ class Pipeline:
         self, batches: Sequence[MicroBatch], loss: LossOfBatch | None, wanted: Wanted
     ) -> list[TokenValues]:
         """Logprobs of every micro-batch and what is `wanted`, on its device; before the last stage
-        zeros, of the logprobs only.
+        zeros, of the logprobs only. With one number for each token, instead the `scores` of each
+        row, float32 `[B]`: those of its last token.
 
         With `loss`, gradients are added to every parameter's `main_grad`.
         """
@@ -69,6 +72,10 @@ class Pipeline:
                 return output, None
 
             def finish(logits_1TV: torch.Tensor) -> tuple[Any, torch.Tensor, None]:
+                if self._scores:
+                    scores_B = packed_rows.of_last_tokens(logits_1TV[0, :, 0].float())
+                    found.append({"scores": scores_B})
+                    return scores_B, torch.zeros((), dtype=torch.int, device=scores_B.device), None
                 by_token = self._values(logits_1TV[0], packed_rows.targets_T, wanted)
                 values = {name: packed_rows.unpacked(each) for name, each in by_token.items()}
                 found.append({name: each.detach() for name, each in values.items()})
@@ -99,10 +106,13 @@ class Pipeline:
                 micro_batch_size=1,
                 forward_only=loss is None,
             )
-        return found or [
-            {"logprobs": batch.tokens_BL.new_zeros((), dtype=torch.float32).expand(shape)}
-            for batch, shape in ((each, each.tokens_BL.shape) for each in batches)
-        ]
+        return found or [self._nothing(batch) for batch in batches]
+
+    def _nothing(self, batch: MicroBatch) -> TokenValues:
+        zero = batch.tokens_BL.new_zeros((), dtype=torch.float32)
+        if self._scores:
+            return {"scores": zero.expand(batch.rows)}
+        return {"logprobs": zero.expand(batch.tokens_BL.shape)}
 
     def _values(
         self, logits_TV: torch.Tensor, targets_T: torch.Tensor, wanted: Wanted

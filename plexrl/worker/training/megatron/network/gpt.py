@@ -20,6 +20,7 @@ from plexrl.worker.models import parameters_on_meta
 from plexrl.worker.training.megatron.network.attention import PackedAttention
 from plexrl.worker.training.megatron.network.experts import GroupedExperts
 from plexrl.worker.training.megatron.network.norm import RowNorm
+from plexrl.worker.training.megatron.network.scalar_head import ScalarHead
 
 
 class Network(GPTModel):  # type: ignore[misc]  # megatron-core has no types
@@ -48,9 +49,12 @@ def make_network(
     coordinates: Coordinates,
     rotary: Any,
     dtype: torch.dtype,
+    *,
+    head: str = "causal",
 ) -> Network:
     """One rank's part of the model. `rotary` is the Hugging Face model's rotary embedding, and
-    `dtype` that of parameters, activations and messages between pipeline stages.
+    `dtype` that of parameters, activations and messages between pipeline stages. With a `head`
+    other than `causal` the last stage gives one number for each token (`ScalarHead`).
 
     Raises:
         InvalidRequestError: the rotary embedding depends on the row's length.
@@ -87,8 +91,10 @@ def make_network(
             max_sequence_length=1,
             pre_process=coordinates.pp == 0,
             post_process=coordinates.pp == layout.pp - 1,
-            share_embeddings_and_output_weights=sizes.is_tied,
+            share_embeddings_and_output_weights=sizes.is_tied and head == "causal",
         )
+        if head != "causal" and network.post_process:
+            network.output_layer = ScalarHead(network.config, network.pg_collection.tp)
     for parameter in network.parameters():
         # Megatron makes norms in float32.
         parameter.data = parameter.data.to(dtype)

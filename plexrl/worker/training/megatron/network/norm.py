@@ -14,4 +14,4 @@ class RowNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float, **_: object) -> None:
         super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[union-attr]
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
