@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError, LayoutError
-from plexrl.model.layout import check_equal_parts, check_tensor_parallel, stage_layers
+from plexrl.model.architecture.cut import stage_layers
+from plexrl.model.layout import check_equal_parts, check_tensor_parallel
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ModelSpec
 

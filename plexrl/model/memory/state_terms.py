@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
+from plexrl.model.architecture.cut import reduces_gradients
 from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.model.layout import reduces_gradients
 from plexrl.model.lora import adapter_parameter_count
 from plexrl.model.memory.kv_cache import BLOCK_TOKENS, KV_BYTES, kv_token_bytes
 from plexrl.model.spec import WEIGHT_BYTES, parameter_count

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from plexrl.model.layout import check_cut, megatron_dimensions, splits_tokens
+from plexrl.model.architecture.cut import splits_tokens
+from plexrl.model.layout import check_cut, megatron_dimensions
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.worker.batches.logprobs import wanted_by_forward

@@ -19,12 +19,8 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 
-from plexrl.model.layout import (
-    check_cut,
-    megatron_dimensions,
-    reduces_gradients,
-    splits_tokens,
-)
+from plexrl.model.architecture.cut import reduces_gradients, splits_tokens
+from plexrl.model.layout import check_cut, megatron_dimensions
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.logprobs import TokenValues, Wanted

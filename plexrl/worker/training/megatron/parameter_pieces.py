@@ -21,8 +21,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from plexrl.model.architecture.cut import stage_layers
 from plexrl.model.architecture.dimensions import Dimensions
-from plexrl.model.layout import padded_vocabulary, stage_layers
+from plexrl.model.layout import padded_vocabulary
 from plexrl.model.parallelism import Coordinates, Parallelism
 from plexrl.worker.state.arena_tensors import ParameterPiece
 

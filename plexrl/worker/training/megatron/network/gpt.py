@@ -13,8 +13,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from plexrl.errors import InvalidRequestError
+from plexrl.model.architecture.cut import splits_tokens, stage_layers
 from plexrl.model.architecture.dimensions import Dimensions
-from plexrl.model.layout import padded_vocabulary, splits_tokens, stage_layers
+from plexrl.model.layout import padded_vocabulary
 from plexrl.model.parallelism import Coordinates, Parallelism
 from plexrl.worker.models import parameters_on_meta
 from plexrl.worker.training.megatron.network.attention import PackedAttention
