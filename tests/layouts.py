@@ -13,8 +13,8 @@ def layouts(*, experts: bool) -> Iterator[Parallelism]:
         for cp in range(1, RANKS_MAX // tp + 1):
             for dp in range(1, RANKS_MAX // (tp * cp) + 1):
                 for pp in range(1, RANKS_MAX // (tp * cp * dp) + 1):
-                    for ep in range(1, dp * cp + 1 if experts else 2):
-                        if dp * cp % ep == 0:
+                    for ep in range(1, tp * dp * cp + 1 if experts else 2):
+                        if tp * dp * cp % ep == 0:
                             yield Parallelism(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
 
 

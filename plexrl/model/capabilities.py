@@ -91,6 +91,15 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         dtypes=("float32", "bfloat16"),
     ),
     BackendCapabilities(
+        backend="megatron",
+        kind="forward",
+        architectures=families_on("megatron"),
+        axes=("dp", "tp", "pp", "ep"),
+        optimizers=(),
+        packs=True,
+        dtypes=("float32", "bfloat16"),
+    ),
+    BackendCapabilities(
         backend="torch",
         kind="rollout",
         architectures=families_on("torch"),

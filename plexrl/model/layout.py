@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedModelError
+from plexrl.model.architecture.cut import reduces_gradients
 from plexrl.model.architecture.dimensions import Dimensions, dimensions
 from plexrl.model.architecture.families import families_on
 from plexrl.model.capabilities import (
@@ -29,12 +30,12 @@ multiple of 64 bytes (`plexrl.statemanager.layout.keys.ARENA_ALIGNMENT`)."""
 
 
 def check_tensor_parallel(model: ModelSpec, layout: Parallelism) -> None:
-    """Check that every tensor rank gets whole heads, a part of the MLP and of the vocabulary; in a
-    model with experts, whole experts instead of a part of the MLP.
+    """Check that every tensor rank gets whole heads, a part of the MLP and of the vocabulary.
+    Experts are whole.
 
     Raises:
-        LayoutError: `tp` does not divide the query or key-value heads or the experts, or a rank
-            would get no part of the MLP or of the vocabulary, or the model has joint matrices.
+        LayoutError: `tp` does not divide the query or key-value heads, or a rank would get no part
+            of the MLP or of the vocabulary, or the model has joint matrices.
         InvalidRequestError: the configuration lacks a size.
     """
     if layout.tp == 1:
@@ -55,12 +56,6 @@ def check_tensor_parallel(model: ModelSpec, layout: Parallelism) -> None:
                 "of another axis",
                 field="tp",
             )
-    if sizes.experts % layout.tp:
-        raise LayoutError(
-            f"parallelism.tp is {layout.tp} and the model has {sizes.experts} experts in a layer: "
-            "every tensor rank has as many; choose a tp that divides their number",
-            field="tp",
-        )
     cut = [("vocab_size", sizes.vocabulary)]
     if not sizes.experts:
         cut.append(("intermediate_size", sizes.mlp))
@@ -78,10 +73,17 @@ def check_equal_parts(model: ModelSpec, layout: Parallelism) -> None:
     """Check that all tensor ranks of an engine get equal shapes. After `check_tensor_parallel`.
 
     Raises:
-        LayoutError: `tp` does not divide the MLP's columns.
+        LayoutError: `tp` does not divide the MLP's columns, or the experts, of which each tensor
+            rank has its own.
     """
     sizes = model.dimensions
     columns = sizes.mlp
+    if sizes.experts % layout.tp:
+        raise LayoutError(
+            f"parallelism.tp is {layout.tp} and the model has {sizes.experts} experts in a layer: "
+            "every tensor rank has as many; choose a tp that divides their number",
+            field="tp",
+        )
     if not sizes.experts and columns % layout.tp:
         raise LayoutError(
             f"parallelism.tp is {layout.tp} and the model's intermediate_size is {columns}: the "
@@ -90,17 +92,17 @@ def check_equal_parts(model: ModelSpec, layout: Parallelism) -> None:
         )
 
 
-def check_trained_experts(model: ModelSpec, layout: Parallelism) -> None:
-    """Check that a training layout does not cut the matrices of a model with experts. Megatron
-    would need sequence parallelism for that.
+def check_trained_experts(model: ModelSpec, layout: Parallelism, backend: str) -> None:
+    """Check that a training backend runs a model with experts on tensor ranks. Only Megatron does,
+    whose sequence parallelism gives each tensor rank other tokens between the cut matrices.
 
     Raises:
-        LayoutError: `tp` is above 1, and the model has experts.
+        LayoutError: `tp` is above 1, the model has experts, and the backend is another one.
     """
-    if layout.tp > 1 and model.dimensions.experts:
+    if layout.tp > 1 and model.dimensions.experts and backend != "megatron":
         raise LayoutError(
-            f"parallelism.tp is {layout.tp} and the model has experts, which no training backend "
-            "combines: set tp to 1, and use dp (fsdp) or ep (megatron)",
+            f"parallelism.tp is {layout.tp} and the model has experts, which backend {backend!r} "
+            "does not combine: set tp to 1, or use backend megatron",
             field="tp",
         )
 
@@ -192,13 +194,13 @@ def megatron_dimensions(config: Mapping[str, Any]) -> Dimensions:
     return sizes
 
 
-def check_cut(sizes: Dimensions, layout: Parallelism) -> None:
-    """Raises `LayoutError`, naming the axis, if a layout cannot cut the model evenly."""
+def check_cut(sizes: Dimensions, layout: Parallelism, dtype: str = "float32") -> None:
+    """Raises `LayoutError`, naming the axis, if a layout cannot cut the model evenly, with weights
+    in `dtype`."""
     for axis, name, size in (
         ("tp", "attention heads", sizes.heads),
         ("tp", "key and value heads", sizes.kv_heads),
-        ("tp", "MLP columns", sizes.mlp),
-        ("pp", "layers", sizes.layers),
+        ("tp", "MLP columns", 0 if sizes.experts else sizes.mlp),
     ):
         parts = getattr(layout, axis)
         if size % parts:
@@ -207,21 +209,28 @@ def check_cut(sizes: Dimensions, layout: Parallelism) -> None:
                 f"{axis} that divides {size}",
                 field=axis,
             )
+    if layout.pp > sizes.layers:
+        raise LayoutError(
+            f"parallelism.pp is {layout.pp} and the model has {sizes.layers} layers: every stage "
+            f"needs one; choose a pp of at most {sizes.layers}",
+            field="pp",
+        )
     if layout.ep > 1 and (sizes.experts == 0 or sizes.experts % layout.ep):
         raise LayoutError(
             f"parallelism.ep is {layout.ep} and the model has {sizes.experts} experts in a layer: "
             "choose an ep that divides their number, 1 for a dense model",
             field="ep",
         )
+    aligned = ALIGNED_ELEMENTS * WEIGHT_BYTES["float32"] // WEIGHT_BYTES[dtype]
     for name, size in (
         ("hidden size", sizes.hidden),
         ("head size", sizes.head_dim),
-        ("MLP columns of one rank", sizes.mlp // layout.tp),
+        ("MLP columns of one rank", sizes.mlp // (1 if sizes.experts else layout.tp)),
     ):
-        if size % ALIGNED_ELEMENTS:
+        if size % aligned:
             raise LayoutError(
                 f"the model's {name} is {size}: the megatron backend needs a multiple of "
-                f"{ALIGNED_ELEMENTS}; use a smaller tp or backend fsdp",
+                f"{aligned} with weights in {dtype}; use a smaller tp or another backend",
                 field="tp",
             )
 
@@ -235,14 +244,18 @@ def megatron_state_bytes(
     the two moments are sharded over the replicas, and so are float32 parameters if the model
     computes in another dtype.
     """
-    expert_parameters = sizes.layers * sizes.experts * 3 * sizes.hidden * sizes.mlp
-    replicas = layout.dp * layout.cp
     replica_bytes = WEIGHT_BYTES[compute_dtype]
     sharded_bytes = 12 if replica_bytes == 4 else 16
-    if replicas > 1 or layout.pp > 1:
+    if reduces_gradients(sizes, layout):
         replica_bytes += 4
-    copies = (parameters - expert_parameters) * replicas + expert_parameters * layout.expert_dp
+    copies = megatron_copies(sizes, layout, parameters)
     return replica_bytes * copies + sharded_bytes * parameters
+
+
+def megatron_copies(sizes: Dimensions, layout: Parallelism, parameters: int) -> int:
+    """Parameters of all ranks together, for a model with `parameters` parameters."""
+    experts = sizes.layers * sizes.experts * 3 * sizes.hidden * sizes.mlp
+    return (parameters - experts) * layout.dp * layout.cp + experts * layout.expert_dp
 
 
 def padded_vocabulary(sizes: Dimensions, layout: Parallelism) -> int:

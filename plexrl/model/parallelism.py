@@ -5,9 +5,9 @@ layers), `cp` context (a part of every row), `ep` expert (some of a layer's expe
 
 Ranks are numbered with tp fastest, then cp, dp, pp: the order `tp-cp-ep-dp-pp` of megatron-core
 (`parallel_state.py`), so that the ranks that communicate most share a node. As in megatron-core,
-experts have separate axes over the same ranks: within a pipeline stage, the dp·cp ranks of a tensor
-rank are arranged as ep (fastest) times expert_dp. Expert matrices are cut by tp like the others.
-So ep divides dp·cp and adds no ranks.
+experts have separate axes over the same ranks: all ranks of a pipeline stage, tp·cp·dp of them, are
+arranged as ep (fastest) times expert_dp. Experts are whole: tp does not cut their matrices (an
+expert tensor parallel size of 1). So ep divides tp·cp·dp and adds no ranks.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ AXES: tuple[Axis, ...] = ("dp", "tp", "pp", "cp", "ep")
 DENSE_AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
 """Axes of layers without experts, the fastest first."""
 
-EXPERT_AXES: tuple[Axis, ...] = ("tp", "ep", "expert_dp", "pp")
+EXPERT_AXES: tuple[Axis, ...] = ("ep", "expert_dp", "pp")
 """Axes of expert layers, over the same ranks."""
 
 
@@ -57,17 +57,18 @@ class Parallelism:
     cp: int = 1
     """Parts of each row."""
     ep: int = 1
-    """Parts of each layer's experts; divides dp·cp."""
+    """Parts of each layer's experts; divides tp·cp·dp."""
 
     def __post_init__(self) -> None:
         for name in AXES:
             size, limit = getattr(self, name), LIMITS["layout"][name]
             if not limit.holds(size):
                 raise LayoutError(f"parallelism.{name} is {size!r}: it must be {limit}", field=name)
-        if self.dp * self.cp % self.ep:
+        ranks = self.tp * self.cp * self.dp
+        if ranks % self.ep:
             raise LayoutError(
-                f"parallelism.ep is {self.ep} and dp·cp is {self.dp * self.cp}: experts are spread "
-                "over the data and context ranks, so ep must divide dp·cp",
+                f"parallelism.ep is {self.ep} and tp·cp·dp is {ranks}: experts are spread over the "
+                "tensor, context and data ranks, so ep must divide tp·cp·dp",
                 field="ep",
             )
 
@@ -98,7 +99,7 @@ class Parallelism:
     @property
     def expert_dp(self) -> int:
         """Number of ranks that hold the same experts."""
-        return self.dp * self.cp // self.ep
+        return self.tp * self.cp * self.dp // self.ep
 
     @property
     def output_ranks(self) -> tuple[int, ...]:
@@ -136,10 +137,10 @@ class Parallelism:
                 f"there is no rank {rank}: the layout has {self.world_size}, counted from 0",
                 field="rank",
             )
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        pp, dp = divmod(rest, self.dp)
-        expert_dp, ep = divmod(dp * self.cp + cp, self.ep)
+        pp, in_stage = divmod(rank, self.tp * self.cp * self.dp)
+        rest, tp = divmod(in_stage, self.tp)
+        dp, cp = divmod(rest, self.cp)
+        expert_dp, ep = divmod(in_stage, self.ep)
         return Coordinates(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, expert_dp=expert_dp)
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:

@@ -276,7 +276,14 @@ def test_deepspeed_gathers_in_the_dtype_of_the_computation() -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [Parallelism(), Parallelism(dp=2), Parallelism(dp=2, tp=2), Parallelism(dp=4, ep=2)],
+    [
+        Parallelism(),
+        Parallelism(dp=2),
+        Parallelism(dp=2, tp=2),
+        Parallelism(dp=4, ep=2),
+        Parallelism(tp=2, ep=2),
+        Parallelism(dp=2, tp=2, ep=2),
+    ],
 )
 @pytest.mark.parametrize(
     "fields",
@@ -308,7 +315,14 @@ def test_megatron_s_arena_is_the_sum_of_its_terms(
 
 @pytest.mark.parametrize(
     "layout",
-    [Parallelism(), Parallelism(dp=2), Parallelism(dp=2, tp=2), Parallelism(dp=4, ep=2)],
+    [
+        Parallelism(),
+        Parallelism(dp=2),
+        Parallelism(dp=2, tp=2),
+        Parallelism(dp=4, ep=2),
+        Parallelism(tp=2, ep=2),
+        Parallelism(dp=2, tp=2, ep=2),
+    ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_megatron_rank_has_its_part_of_the_state(layout: Parallelism, dtype: str) -> None:

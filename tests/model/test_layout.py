@@ -4,8 +4,11 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.model.architecture.cut import stage_layers
 from plexrl.model.layout import check_equal_parts, check_tensor_parallel
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ModelSpec
@@ -48,7 +51,7 @@ def test_a_cut_that_cannot_be_is_refused_with_what_can(
     assert refused.value.details["field"] == "tp"
 
 
-def test_tensor_ranks_get_whole_experts() -> None:
+def test_tensor_ranks_of_an_engine_get_whole_experts() -> None:
     experts = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -62,10 +65,26 @@ def test_tensor_ranks_get_whole_experts() -> None:
         check_tensor_parallel(mixtral, Parallelism(tp=tp))
         check_equal_parts(mixtral, Parallelism(tp=tp))
     with pytest.raises(LayoutError, match="tp is 3 and the model has 4 experts in a layer") as no:
-        check_tensor_parallel(mixtral, Parallelism(tp=3))
+        check_equal_parts(mixtral, Parallelism(tp=3))
     assert no.value.details["field"] == "tp"
 
 
 def test_a_configuration_without_sizes_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="is missing: it must be"):
         check_tensor_parallel(ModelSpec(architecture="llama"), Parallelism(tp=2))
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_stages_have_all_layers_in_order_and_differ_by_one_at_most(
+    layers: int, stages: int
+) -> None:
+    found = stage_layers(layers, stages)
+    assert [layer for stage in found for layer in stage] == list(range(layers))
+    assert len(found) == stages
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_the_stages_with_the_embedding_and_the_output_layer_have_fewer_layers() -> None:
+    # 94 layers on 12 stages: PlexRL Table 1, 235B.
+    assert [len(stage) for stage in stage_layers(94, 12)] == [7, *[8] * 10, 7]
+    assert [len(stage) for stage in stage_layers(3, 2)] == [2, 1]

@@ -22,8 +22,8 @@ def test_every_rank_has_one_place_and_ranks_run_tp_cp_dp_pp() -> None:
             for dp in range(layout.dp):
                 for cp in range(layout.cp):
                     for tp in range(layout.tp):
-                        block = dp * layout.cp + cp
-                        expert_dp, ep = divmod(block, layout.ep)
+                        in_stage = rank - pp * layout.dp * layout.cp * layout.tp
+                        expert_dp, ep = divmod(in_stage, layout.ep)
                         assert layout.coordinates(rank) == Coordinates(
                             dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, expert_dp=expert_dp
                         )
@@ -62,9 +62,10 @@ def test_groups_are_those_of_megatrons_own_examples() -> None:
     assert Parallelism(tp=4, cp=2).groups("cp") == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
-def test_experts_spread_over_context_and_data_ranks_of_one_stage() -> None:
+def test_experts_spread_over_all_ranks_of_one_stage() -> None:
     layout = Parallelism(dp=2, cp=2, tp=2, ep=4, pp=2)
-    assert layout.groups("ep") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+    assert layout.groups("ep") == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
+    assert layout.groups("expert_dp")[:4] == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert (1, 3, 5, 7) in layout.groups("dp", "cp")
     assert Parallelism(dp=4, ep=2).groups("expert_dp") == ((0, 2), (1, 3))
 
@@ -88,7 +89,7 @@ def test_results_count_of_the_last_stages_first_tensor_rank_once_for_each_part()
         ({"cp": True}, "cp"),
         ({"ep": "2"}, "ep"),
         ({"dp": 2, "cp": 3, "ep": 4}, "ep"),
-        ({"tp": 2, "ep": 2}, "ep"),
+        ({"tp": 2, "ep": 3}, "ep"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_by_its_axis(sizes: dict[str, Any], field: str) -> None:

@@ -137,9 +137,9 @@ class Job(JobReader):
 
         With `compute_dtype="bfloat16"` the model computes in that dtype; parameters, gradients and
         steps stay float32. `activation_checkpointing` recomputes each layer's activations in the
-        backward pass instead of keeping them: bit-identical, with less memory. With `reduce_once`
-        `fsdp` reduces gradients over the data ranks once for each `forward_backward` instead of for
-        each micro-batch: less communication, with 4 bytes a parameter more memory.
+        backward pass instead of keeping them: bit-identical, with less memory. `reduce_once`
+        reduces gradients over the data ranks once for each `forward_backward`, not for each
+        micro-batch: less communication, 4 bytes a parameter more memory.
 
         After each `checkpoint_every` optimizer steps the cluster saves a checkpoint `NAME-step-N`,
         and keeps the newest `checkpoint_keep` of these (absent: all).
@@ -195,24 +195,20 @@ class Job(JobReader):
         job, and `model` has the weights before the first sync.
 
         It has one GPU, or as many as `parallelism` has ranks: `tp` ranks share each matrix, `dp`
-        replicas share the prompts of every `generate`. The samples do not depend on it. The
-        deployment is placed on nodes of `node_type`, if given. `backend` is the engine (`torch`,
-        the default, or `vllm`).
+        replicas share the prompts of every `generate`. The samples do not depend on it. It is
+        placed on nodes of `node_type`, if given. `backend` is the engine: `torch` or `vllm`.
 
         A prompt and its completion have at most `max_sequence_tokens` tokens together (absent: as
         in `train_deployment`, and so that one fits into `kv_cache_bytes`); a sample ends there.
-        Each replica draws at most `max_concurrent_samples` (256) at the same time; further samples
-        wait.
+        Each replica draws at most `max_concurrent_samples` (256) at the same time; others wait.
 
         `kv_cache_bytes` bounds each worker's KV cache, in addition to the weights. Samples that do
         not fit are preempted and recomputed later; results count them in `metrics["preemptions"]`.
 
         On GPUs the steps that draw one token for each sample are captured as CUDA graphs and
-        replayed, which is quicker; `cuda_graphs=False` runs them kernel by kernel.
+        replayed, unless `cuda_graphs=False`.
 
-        The weights are in `dtype` (`float32`, `bfloat16`); a sync casts the trainer's weights as
-        torch does.
-
+        The weights are in `dtype` (`float32`, `bfloat16`); a sync casts the trainer's.
         `lora` must be the trainer's: a sync then transfers adapters only, which are merged into the
         model.
 
@@ -303,9 +299,8 @@ class Job(JobReader):
         `failed_prompts_max` prompts are dropped one after another because all that was tried for
         them failed; 0: as many as a batch has, and at least 8.
 
-        `backend`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`, `kv_cache_bytes`,
-        `cuda_graphs`, `lora`, `parallelism`, `tp_sizes`, `pace`, `node_type`, `shares_gpus` and
-        `trace` are as in `rollout_deployment`, for each instance. No two of them share a group.
+        Settings from `backend` on are as in `rollout_deployment`, for each instance. No two of them
+        share a group.
 
         Raises:
             InvalidRequestError: a number is out of range, or `sampling` has no seed.
@@ -362,7 +357,9 @@ class Job(JobReader):
         name: str,
         model: "ModelSpec",
         *,
-        workers: int = 1,
+        workers: int | None = None,
+        parallelism: Parallelism | None = None,
+        backend: str | None = None,
         dtype: Dtype = "float32",
         exclusive: bool = False,
         max_sequence_tokens: int | None = None,
@@ -374,15 +371,15 @@ class Job(JobReader):
         return the existing deployment. `name` is unique in the job, and `model` has the weights
         before the first sync.
 
-        Each of `workers` GPUs has all weights, in `dtype` (`float32`, `bfloat16`), and gets
-        different rows of at most `max_sequence_tokens` tokens. The deployment shares its GPUs
-        in turns with other jobs' deployments and this job's trainer, unless `exclusive`.
+        Each of `workers` (1) GPUs has all weights, in `dtype` (`float32`, `bfloat16`), and gets
+        different rows of at most `max_sequence_tokens` tokens; with `backend="megatron"`,
+        `parallelism` may cut the weights by tp, pp and ep. The deployment shares its GPUs in turns
+        with other jobs' deployments and this job's trainer, unless `exclusive`.
         `node_type` and `trace` are as in `train_deployment`.
 
         With `layers_on_device` the model's layers stay in host memory, and are copied to so many
-        places on the device while others compute: a context switch moves the other weights only,
-        and a large model needs little device memory. Two or more let copies and computation
-        overlap. Such a deployment cannot sync its weights.
+        places on the device while others compute: a context switch moves the other weights only.
+        With two or more, copies and computation overlap. Such a deployment cannot sync its weights.
 
         Raises:
             UnsupportedDtypeError: the backend cannot compute with weights in `dtype`.
@@ -390,6 +387,8 @@ class Job(JobReader):
         """
         options = {
             "workers": workers,
+            "parallelism": parallelism,
+            "backend": backend,
             "dtype": dtype,
             "exclusive": exclusive,
             "max_sequence_tokens": max_sequence_tokens,
@@ -404,7 +403,9 @@ class Job(JobReader):
         name: str,
         model: "ModelSpec",
         *,
-        workers: int = 1,
+        workers: int | None = None,
+        parallelism: Parallelism | None = None,
+        backend: str | None = None,
         dtype: Dtype = "float32",
         exclusive: bool = False,
         max_sequence_tokens: int | None = None,
@@ -415,11 +416,12 @@ class Job(JobReader):
         """Create a model that scores rows, or return the existing deployment: `model` gets a head
         with one label, as in `transformers`' `AutoModelForSequenceClassification`.
 
-        `name`, `workers`, `dtype`, `exclusive`, `max_sequence_tokens`, `layers_on_device`,
-        `node_type` and `trace` are as in `reference_deployment`. Raises as that.
+        All else is as in `reference_deployment`. Raises as that.
         """
         options = {
             "workers": workers,
+            "parallelism": parallelism,
+            "backend": backend,
             "dtype": dtype,
             "exclusive": exclusive,
             "max_sequence_tokens": max_sequence_tokens,
@@ -468,8 +470,7 @@ class Job(JobReader):
             check_completed(view)
 
     def cancel(self, reason: str = "") -> None:
-        """End the job as cancelled. Pending operations never run. `reason` is shown with the
-        job."""
+        """End the job as cancelled, and show `reason` with it. Pending operations never run."""
         self.finish("cancelled", reason)
 
     def detach(self) -> None:

@@ -130,5 +130,5 @@ def _communicators(spec: DeploymentSpec) -> tuple[int, ...]:
     """Ranks of each of a worker's communicators. Only training uses one over data ranks."""
     layout = spec.layout
     if spec.kind != "train":
-        return (layout.tp,)
+        return (layout.tp, layout.pp, layout.ep)
     return (layout.dp * layout.cp, layout.tp, layout.pp, layout.cp, layout.ep)

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
+from plexrl.model.architecture.cut import reduces_gradients
 from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.lora import adapter_parameter_count
@@ -127,6 +128,21 @@ def _megatron(spec: DeploymentSpec) -> StateTerms:
     and float32 parameters are sharded too. Experts have other replicas than dense layers
     (`plexrl.model.parallelism`)."""
     layout, sizes = spec.layout, spec.model.dimensions
+    dense, own_experts = _megatron_rank(spec)
+    replicas = layout.dp * layout.cp
+    shares = (dense // replicas + own_experts // layout.expert_dp) * 4
+    buffers = (dense + own_experts) * 4
+    compute = WEIGHT_BYTES[spec.compute_dtype]
+    return StateTerms(
+        weights=buffers if compute == 4 else shares + buffers // 4 * compute,
+        gradients=shares + (buffers if reduces_gradients(sizes, layout) else 0),
+        optimizer=2 * shares + ALIGNED_BYTES if spec.optimizer == "device" else 0,
+    )
+
+
+def _megatron_rank(spec: DeploymentSpec) -> tuple[int, int]:
+    """Parameters of the fullest rank: those outside of experts, and those of its experts."""
+    layout, sizes = spec.layout, spec.model.dimensions
     experts = expert_parameters(sizes)
     # The first stage has the embedding and the last one the output layer, besides their layers.
     layers = -(-sizes.layers // layout.pp)
@@ -135,23 +151,15 @@ def _megatron(spec: DeploymentSpec) -> StateTerms:
     if layout.pp == 1:
         ends += output_parameters(sizes, spec.model.head)
     dense = (dense_layers + ends + sizes.hidden) // layout.tp
-    own_experts = experts // sizes.layers * layers // (layout.tp * layout.ep)
-    replicas = layout.dp * layout.cp
-    shares = (dense // replicas + own_experts // layout.expert_dp) * 4
-    buffers = (dense + own_experts) * 4
-    compute = WEIGHT_BYTES[spec.compute_dtype]
-    reduces = replicas > 1 or layout.pp > 1
-    return StateTerms(
-        weights=buffers if compute == 4 else shares + buffers // 4 * compute,
-        gradients=shares + (buffers if reduces else 0),
-        optimizer=2 * shares + ALIGNED_BYTES if spec.optimizer == "device" else 0,
-    )
+    return dense, experts // sizes.layers * layers // layout.ep
 
 
 def _forward(spec: DeploymentSpec) -> StateTerms:
     """Every data rank has all weights, or with hosted layers those outside of the layers and slots
-    for `layers_on_device` of them."""
+    for `layers_on_device` of them. Megatron's ranks have their part."""
     sizes, each = spec.model.dimensions, WEIGHT_BYTES[spec.dtype]
+    if spec.backend == "megatron":
+        return StateTerms(weights=sum(_megatron_rank(spec)) * each)
     parameters = parameter_count(spec.model)
     slots = spec.layers_on_device
     if slots is not None and slots < sizes.layers:

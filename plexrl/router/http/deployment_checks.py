@@ -23,6 +23,7 @@ from plexrl.model.layout import (
     check_tensor_parallel,
     check_tp_sizes,
     check_trained_experts,
+    megatron_copies,
     megatron_dimensions,
     megatron_state_bytes,
 )
@@ -68,14 +69,14 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         activation_checkpointing=body.activation_checkpointing,
         reduce_once=body.reduce_once,
     )
-    _check_kind(body, model, layout)
+    _check_kind(body, model, layout, capabilities.backend)
     lora = None
     if body.lora is not None:
         check_adapters(capabilities, layout)
         lora = LoraSpec(**_lora_fields(body.lora))
         adapter_parameter_count(model, lora)
     if capabilities.backend == "megatron":
-        check_cut(_dimensions(model), layout)
+        check_cut(_dimensions(model), layout, body.dtype)
     spec = DeploymentSpec(
         model=model,
         kind=body.kind,
@@ -106,17 +107,25 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
     return spec, parameters
 
 
-def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) -> None:
+def _check_kind(
+    body: DeploymentRequest, model: ModelSpec, layout: Parallelism, backend: str
+) -> None:
     check_tensor_parallel(model, layout)
     if body.kind == "rollout":
         check_equal_parts(model, layout)
     if body.kind == "train":
-        check_trained_experts(model, layout)
+        check_trained_experts(model, layout, backend)
     _check_head(body, model)
     if body.kind != "forward" and body.layers_on_device is not None:
         raise InvalidRequestError(
             f"layers_on_device is for reference and reward deployments; a {body.kind} deployment "
             "has all layers on the device: leave it out",
+            parameter="layers_on_device",
+        )
+    if backend == "megatron" and body.layers_on_device is not None:
+        raise InvalidRequestError(
+            "layers_on_device is for the torch backend; megatron has all layers of a rank's stage "
+            "on the device: leave it out, or use a larger pp, tp or ep",
             parameter="layers_on_device",
         )
     if body.checkpoint_every is not None and (body.kind != "train" or body.pace):
@@ -279,6 +288,8 @@ def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
         return parameters * WEIGHT_BYTES["float32"] + adapters * TRAIN_BYTES_PER_PARAMETER
     if spec.backend == "megatron":
         sizes = _dimensions(spec.model)
+        if spec.kind == "forward":
+            return megatron_copies(sizes, spec.layout, parameters) * WEIGHT_BYTES[spec.dtype]
         return megatron_state_bytes(sizes, spec.layout, parameters, spec.compute_dtype)
     if spec.kind == "train":
         return parameters * TRAIN_BYTES_PER_PARAMETER

@@ -208,7 +208,7 @@ class ParallelismRequest(_Strict):
     pp: Annotated[int, Limited("layout", "pp")] = Field(1, description="stages of layers")
     cp: Annotated[int, Limited("layout", "cp")] = Field(1, description="parts of each row")
     ep: Annotated[int, Limited("layout", "ep")] = Field(
-        1, description="parts of each layer's experts; divides dp times cp"
+        1, description="parts of each layer's experts; divides tp times cp times dp"
     )
 
 

@@ -16,11 +16,18 @@ import torch
 from torch.nn.functional import pad
 
 from plexrl.wire.tensors import Array, Arrays
-from plexrl.worker.batches.packing import MicroBatch, padded_rows
+from plexrl.worker.batches.packing import MicroBatch, micro_batches, padded_rows
 
 ROW_SUMS = frozenset({"row_mask", "row_log_weight"})
 PER_ROW = frozenset({"lengths", "micro_batch_rows"}) | ROW_SUMS
 PER_POSITION = frozenset({"tokens", "positions", "targets"})
+
+
+def micro_batches_of(arrays: Arrays, count: int, context_ranks: int = 1) -> list[MicroBatch]:
+    """The micro-batches of one rank: as the dispatch plan groups them if it does, else `count`."""
+    if "micro_batch_rows" in arrays:
+        return packed_micro_batches(arrays, context_ranks)
+    return micro_batches(arrays, count)
 
 
 def packed_micro_batches(arrays: Arrays, context_ranks: int) -> list[MicroBatch]:

@@ -9,7 +9,8 @@ layers may stay in host memory (`plexrl.worker.forward.hosted_layers`).
 Shapes: B rows of a micro-batch, L its longest row, V vocabulary, H hidden size.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.statemanager.checkpoint.places.choice import Location
+from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import ForwardParams, OperationKind
 from plexrl.worker.batches.logprobs import TokenValues, wanted_by_forward
@@ -30,6 +33,22 @@ from plexrl.worker.state.arena_tensors import ARENA_DTYPES
 from plexrl.worker.state.checkpoint_files import load_for, recorded_trainer_step
 from plexrl.worker.state.device import CPU, WorkerDevice
 from plexrl.worker.state.rank_agreement import on_all_ranks
+
+
+class ForwardMemory(Protocol):
+    """One rank's weights."""
+
+    arena: WorkerArena
+    host_arena: HostArena | None
+    slices: tuple[StateSlice, ...]
+
+    def materialise(self) -> None:
+        """Write the weights to the arena, which has memory from now on."""
+        ...
+
+    def write(self, values: Mapping[StateSlice, torch.Tensor]) -> None:
+        """Replace all weights, by slice."""
+        ...
 
 
 class ForwardBackend(Backend):
@@ -48,6 +67,7 @@ class ForwardBackend(Backend):
         self._rank = rank
         self._world_size = world_size
         self._checkpoint_url = checkpoint_url
+        self._memory: ForwardMemory
 
     def lay_out(self) -> None:
         """Make the model, and give each of its weights an address."""
@@ -118,7 +138,7 @@ class ForwardBackend(Backend):
         return model.score(hidden_BLH[rows_B, last_B]).squeeze(-1).float()  # type: ignore[no-any-return]
 
     def _load(self, path: Location) -> BackendResult:
-        read: dict[str, torch.Tensor] = {}
+        read: dict[StateSlice, torch.Tensor] = {}
 
         def read_all() -> str:
             read.update(load_for(path, self._memory.slices))

@@ -146,18 +146,18 @@ class ModelMemory:
             for name, offset in hosting.offsets.items()
         }
 
-    def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Replace all parameters, by name. Raises as `HostArena.writing`; then nothing changes."""
+    def write(self, values: Mapping[StateSlice, torch.Tensor]) -> None:
+        """Replace all parameters, by slice. Raises as `HostArena.writing`; then nothing changes."""
         in_host = [piece for piece in self.slices if self._is_in_host(piece)]
         if self.host_arena is not None:
             with self.host_arena.writing() as at:
                 memory = (ctypes.c_ubyte * self.host_arena.nbytes).from_address(at.target)
                 target = torch.frombuffer(memory, dtype=torch.uint8)
                 for piece in in_host:
-                    _view(target, piece, self._host_start).copy_(values[piece.key.name])
+                    _view(target, piece, self._host_start).copy_(values[piece])
         for piece in self.slices:
             if not self._is_in_host(piece):
-                view(self.arena, piece).copy_(values[piece.key.name])
+                view(self.arena, piece).copy_(values[piece])
 
     def _is_in_host(self, piece: StateSlice) -> bool:
         return self.host_arena is not None and piece.arena_offset >= self._host_start

@@ -65,6 +65,11 @@ def make_backend(
             from plexrl.worker.forward.backend import ForwardBackend
 
             return ForwardBackend(spec, rank, world_size, checkpoint_url, device)
+        case "forward", "megatron":
+            _require_megatron("torch")
+            from plexrl.worker.forward.megatron_backend import MegatronForwardBackend
+
+            return MegatronForwardBackend(spec, rank, world_size, checkpoint_url, device)
     raise _unknown_backend(spec)
 
 
@@ -128,11 +133,7 @@ def _training_backend(
 
             model = DeepSpeedModel(own)
         case "megatron":
-            if find_spec("megatron") is None or find_spec("megatron.core") is None:
-                raise InvalidRequestError(
-                    "backend 'megatron' needs megatron-core, which is not installed on this node: "
-                    "run pip install 'plexrl[megatron]' there, or use backend fsdp"
-                )
+            _require_megatron("fsdp")
             from plexrl.worker.training.megatron.model import MegatronModel
 
             model = MegatronModel(own)
@@ -141,8 +142,18 @@ def _training_backend(
     return TrainingBackend(own, model, checkpoint_url)
 
 
+def _require_megatron(other: str) -> None:
+    """Raises `InvalidRequestError` if megatron-core is not installed; `other` is a backend that
+    needs it not."""
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise InvalidRequestError(
+            "backend 'megatron' needs megatron-core, which is not installed on this node: "
+            f"run pip install 'plexrl[megatron]' there, or use backend {other}"
+        )
+
+
 def _unknown_backend(spec: DeploymentSpec) -> InvalidRequestError:
     return InvalidRequestError(
         f"there is no backend {spec.backend!r} for a {spec.kind} deployment: use fsdp, "
-        "deepspeed or megatron for train, torch for forward, torch or vllm for rollout"
+        "deepspeed or megatron for train, torch or megatron for forward, torch or vllm for rollout"
     )

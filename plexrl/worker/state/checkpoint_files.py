@@ -66,9 +66,9 @@ def fill_from_checkpoint(
             raise RuntimeError(f"{path} was damaged while it was read: {error}") from error
 
 
-def load_for(path: Location, slices: Sequence[StateSlice]) -> "dict[str, torch.Tensor]":
-    """The parts of parameters that `slices` name, by the parameter's name, in the dtype of the
-    checkpoint. Only these parts are read of a checkpoint of this cluster.
+def load_for(path: Location, slices: Sequence[StateSlice]) -> "dict[StateSlice, torch.Tensor]":
+    """The part of a parameter that each of `slices` names, in the dtype of the checkpoint. Only
+    these parts are read of a checkpoint of this cluster.
 
     Raises:
         BatchShapeError: a parameter is missing, or has another shape.
@@ -89,7 +89,7 @@ def load_for(path: Location, slices: Sequence[StateSlice]) -> "dict[str, torch.T
             raise _other_model(place, piece)
         for dimension, (start, extent) in enumerate(zip(piece.offset, piece.shape, strict=True)):
             whole = whole.narrow(dimension, start, extent)
-        parts[piece.key.name] = whole
+        parts[piece] = whole
     return parts
 
 
@@ -167,7 +167,7 @@ def _opened(path: Location, wants: Sequence[StateSlice]) -> Checkpoint:
 
 def _recorded_parts(
     place: CheckpointPlace, slices: Sequence[StateSlice]
-) -> "dict[str, torch.Tensor]":
+) -> "dict[StateSlice, torch.Tensor]":
     import torch
 
     from plexrl.worker.state.arena_tensors import TORCH_DTYPES
@@ -180,15 +180,13 @@ def _recorded_parts(
             if whole is None or whole.global_shape != piece.global_shape:
                 raise _other_model(place, piece)
             wants.append(replace(whole, offset=piece.offset, shape=piece.shape))
-        memory = {want.key.name: bytearray(want.nbytes) for want in wants}
-        checkpoint.fill(wants, lambda want: memoryview(memory[want.key.name]))
+        memory = {want: bytearray(want.nbytes) for want in wants}
+        checkpoint.fill(wants, lambda want: memoryview(memory[want]))
         return {
-            want.key.name: torch.frombuffer(
-                memory[want.key.name], dtype=TORCH_DTYPES[want.dtype]
-            ).view(want.shape)
+            piece: torch.frombuffer(memory[want], dtype=TORCH_DTYPES[want.dtype]).view(want.shape)
             if want.nbytes
             else torch.empty(want.shape, dtype=TORCH_DTYPES[want.dtype])
-            for want in wants
+            for piece, want in zip(slices, wants, strict=True)
         }
 
 

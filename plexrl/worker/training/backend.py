@@ -19,8 +19,8 @@ from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams, OperationKind
 from plexrl.worker.batches.logprobs import TokenValues, wanted_by_forward, wanted_by_loss
 from plexrl.worker.batches.losses import compute_loss
-from plexrl.worker.batches.packed_batches import packed_micro_batches
-from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack, unpack_named
+from plexrl.worker.batches.packed_batches import micro_batches_of
+from plexrl.worker.batches.packing import MicroBatch, unpack, unpack_named
 from plexrl.worker.batches.results import named_on_cpu, on_cpu
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult, SharedWeights
 from plexrl.worker.state.arena_tensors import view
@@ -189,10 +189,7 @@ class TrainingBackend(Backend):
         )
 
     def _micro_batches(self, call: BackendCall) -> list[MicroBatch]:
-        if "micro_batch_rows" in call.arrays:
-            found = packed_micro_batches(call.arrays, self._rank.layout.cp)
-        else:
-            found = micro_batches(call.arrays, call.share.micro_batches)
+        found = micro_batches_of(call.arrays, call.share.micro_batches, self._rank.layout.cp)
         return [batch.placed(self._rank.device.place) for batch in found]
 
     def _optim_step(self, params: AdamParams) -> BackendResult:

@@ -21,6 +21,7 @@ from plexrl.errors import (
 from plexrl.model.layout import with_layout
 from plexrl.model.memory.device_memory import device_memory
 from plexrl.model.memory.kv_cache import kv_token_bytes
+from plexrl.model.memory.state_terms import state_terms
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import tiny_qwen2
 from plexrl.router.http.deployment_checks import (
@@ -59,7 +60,7 @@ def test_the_layout_and_the_number_of_workers_follow_from_one_another(
     ("fields", "field", "message"),
     [
         ({"workers": 3, "parallelism": {"dp": 4}}, "workers", "workers is 3, but dp=4 needs 4"),
-        ({"parallelism": {"dp": 2, "ep": 3}}, "ep", "ep must divide dp·cp"),
+        ({"parallelism": {"dp": 2, "ep": 3}}, "ep", "ep must divide tp·cp·dp"),
         ({"parallelism": {"dp": 2, "cp": 2}}, "cp", "'fsdp' does not support cp.*fsdp: dp, tp"),
         ({"parallelism": {"tp": 4}}, "tp", "num_key_value_heads is 2.*use 2"),
         ({"parallelism": {"pp": 2}}, "pp", "does not support pp"),
@@ -247,20 +248,46 @@ def test_a_head_is_refused_where_no_backend_computes_with_it() -> None:
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def test_experts_are_trained_without_tensor_ranks_and_without_adapters() -> None:
+def test_experts_are_trained_on_tensor_ranks_by_megatron_and_without_adapters() -> None:
     config = json.dumps({**tiny_qwen2("0123456789").config, **EXPERTS})
     model = {"architecture": "qwen3_moe", "config_json": config}
-    for backend in ("fsdp", "megatron"):
-        body = request(kind="train", backend=backend, model=model, parallelism={"tp": 2})
-        with pytest.raises(LayoutError, match="tp is 2 and the model has experts") as refused:
-            check_deployment(body)
-        assert refused.value.details["field"] == "tp"
+    body = request(kind="train", backend="fsdp", model=model, parallelism={"tp": 2})
+    with pytest.raises(LayoutError, match="tp is 2 and the model has experts") as refused:
+        check_deployment(body)
+    assert refused.value.details["field"] == "tp"
+    for layout in ({"tp": 2}, {"tp": 2, "ep": 4, "cp": 2}, {"tp": 2, "ep": 2, "pp": 2}):
+        body = request(kind="train", backend="megatron", model=model, parallelism=layout)
+        spec, parameters = check_deployment(body)
+        assert state_bytes(spec, parameters) > 16 * parameters
     with pytest.raises(InvalidRequestError, match=r"can have one are q_proj, .*o_proj$"):
         check_deployment(request(kind="train", model=model, lora={"rank": 4}))
     lora = {"rank": 4, "targets": ["q_proj"]}
     for kind, layout in (("train", {"dp": 2}), ("rollout", {"dp": 2})):
         check_deployment(request(kind=kind, model=model, lora=lora, parallelism=layout))
     check_deployment(request(kind="rollout", model=model, parallelism={"tp": 2}))
+
+
+def test_forward_deployments_are_cut_by_megatron_and_otherwise_refused_by_field() -> None:
+    model = {**request().model.model_dump(exclude_none=True)}
+    layout = {"tp": 2, "pp": 2}
+    whole, parameters = check_deployment(request("forward", model=model))
+    for head in ("causal", "reward"):
+        cut, _ = check_deployment(
+            request(
+                "forward", backend="megatron", parallelism=layout, model={**model, "head": head}
+            )
+        )
+        assert cut.workers == 4
+        assert state_bytes(cut, parameters) == state_bytes(whole, parameters)
+        assert state_terms(cut).weights < state_terms(whole).weights / 2
+    with pytest.raises(LayoutError, match=r"'torch' does not support tp.*megatron: dp, tp, pp, ep"):
+        check_deployment(request("forward", parallelism={"tp": 2}))
+    with pytest.raises(LayoutError, match="'megatron' does not support cp"):
+        check_deployment(request("forward", backend="megatron", parallelism={"cp": 2}))
+    with pytest.raises(LayoutError, match=r"head size is 16: .*multiple of 32 with weights in bfl"):
+        check_deployment(request("forward", backend="megatron", dtype="bfloat16"))
+    with pytest.raises(InvalidRequestError, match="megatron has all layers of a rank's stage"):
+        check_deployment(request("forward", backend="megatron", layers_on_device=2))
 
 
 def test_a_directory_whose_configuration_names_no_architecture_is_refused(tmp_path: Path) -> None:

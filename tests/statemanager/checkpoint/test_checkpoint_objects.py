@@ -128,7 +128,7 @@ def test_rollouts_read_the_parts_of_their_layout(url: str) -> None:
     begin(f"{url}/job/c", format=CheckpointFormat.HF)
     [piece] = [p for p in v.wanted(SMALL, v.rows(SMALL, 4)[2]) if p.key.name == "embed"]
     found = load_for(f"{url}/job/c", [piece])
-    assert found["embed"].numpy().tobytes() == v.part_of(SMALL, piece)
+    assert found[piece].numpy().tobytes() == v.part_of(SMALL, piece)
     with pytest.raises(CheckpointNotFoundError):
         load_for(f"{url}/job/never", [piece])
 

@@ -45,6 +45,9 @@ QWEN3_MOE = resized(
     norm_topk_prob=True,
 )
 
+THREE_LAYERS = resized(QWEN3_MOE, "qwen3_moe", num_hidden_layers=3, num_experts=2)
+"""Pipeline stages with unequal numbers of layers."""
+
 MIXTRAL = resized(QWEN2, "mixtral", num_local_experts=3, num_experts_per_tok=2)
 """As many experts as no two ranks divide equally."""
 
@@ -207,6 +210,35 @@ CASES = (
     Case(backend="megatron", layout=Parallelism(pp=2)),
     Case(backend="megatron", layout=Parallelism(cp=2), model=LLAMA),
     Case(backend="megatron", layout=Parallelism(dp=2, ep=2), model=QWEN3_MOE),
+    Case(backend="megatron", layout=Parallelism(tp=2, ep=2), model=QWEN3_MOE),
+    Case(backend="megatron", layout=Parallelism(tp=2, dp=2, ep=4), model=QWEN3_MOE, is_slow=True),
+    Case(backend="megatron", layout=Parallelism(tp=2, cp=2), model=MIXTRAL, is_slow=True),
+    Case(
+        backend="megatron",
+        layout=Parallelism(tp=2, dp=2, ep=2),
+        model=QWEN3_MOE,
+        options=(
+            ("compute_dtype", "bfloat16"),
+            ("optimizer", "host"),
+            ("activation_checkpointing", True),
+        ),
+        tolerance=0.05,
+        is_slow=True,
+    ),
+    # The layouts of PlexRL Table 1, with the size 2 for each axis that has one.
+    Case(
+        backend="megatron",
+        layout=Parallelism(tp=2, ep=2, cp=2, dp=2),
+        model=QWEN3_MOE,
+        is_slow=True,
+    ),
+    Case(
+        backend="megatron",
+        layout=Parallelism(tp=2, ep=2, cp=2, pp=2),
+        model=QWEN3_MOE,
+        is_slow=True,
+    ),
+    Case(backend="megatron", layout=Parallelism(pp=2), model=THREE_LAYERS, is_slow=True),
     Case(backend="fsdp", layout=Parallelism(dp=2), model=QWEN3_MOE),
     Case(backend="fsdp", layout=Parallelism(dp=2), model=MIXTRAL, is_slow=True),
     Case(

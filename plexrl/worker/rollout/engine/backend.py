@@ -139,12 +139,9 @@ class EngineBackend(GeneratingBackend[EngineT]):
             raise InvalidRequestError(f"{call.kind.value} is no operation of a rollout backend")
         path = call.checkpoint_path(self._checkpoint_url)
         found = load_for(path, self._pulled)
-        if self._adapters is None:
-            for name, home in self._weights.items():
-                home.copy_(found[name])
-        else:
-            for piece in self._pulled:
-                view(self.arena, piece).copy_(found[piece.key.name])
+        for piece in self._pulled:
+            view(self.arena, piece).copy_(found[piece])
+        if self._adapters is not None:
             self._adapters.merge()
         trainer_step = recorded_trainer_step(path)
         self._note_step(call.seq, trainer_step)

@@ -26,8 +26,8 @@ def join_groups(layout: Parallelism) -> None:
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        # Expert matrices are cut by tp too: see `plexrl.model.parallelism`.
-        expert_tensor_parallel_size=layout.tp,
+        # Experts are whole: see `plexrl.model.parallelism`.
+        expert_tensor_parallel_size=1,
         order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
     )

@@ -20,6 +20,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 
+from plexrl.model.architecture.cut import reduces_gradients, splits_tokens
 from plexrl.model.layout import check_cut, megatron_dimensions
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import AdamParams
@@ -76,9 +77,7 @@ class MegatronModel(TrainingModel):
         names = {parameter: name for name, parameter in self._network.named_parameters()}
         self._state = MegatronState(
             [self._plan(buffer, self._pieces, names) for buffer in buffers],
-            reduces=layout.dp * layout.cp > 1
-            or (layout.pp > 1 and self._sizes.is_tied)
-            or (layout.tp > 1 and self._sizes.has_qk_norm),
+            reduces=reduces_gradients(self._sizes, layout),
             compute_dtype=self._rank.spec.compute_dtype,
             optimizer=self._rank.spec.optimizer,
             make_arena=self._rank.device.make_arena,
@@ -97,9 +96,10 @@ class MegatronModel(TrainingModel):
         self._pipeline = Pipeline(
             self._chunk,
             vocabulary=self._sizes.vocabulary,
-            output=self.output,
+            head=self._rank.spec.model.head,
             is_last=coordinates.pp == layout.pp - 1,
             place=self._rank.device.place,
+            token_multiple=layout.tp if splits_tokens(self._sizes, layout) else 1,
         )
 
     def before_offload(self) -> None:
@@ -168,6 +168,9 @@ class MegatronModel(TrainingModel):
         if getattr(parameter, "shared", False):
             # This is the last stage's copy of a tied embedding.
             return False
+        if not getattr(parameter, "allreduce", True):
+            # Tensor ranks are among the replicas of an expert, each of which owns another share.
+            return True
         return self._rank.coordinates.tp == 0 or not is_replicated(pieces)
 
     def _distributed(
@@ -182,7 +185,9 @@ class MegatronModel(TrainingModel):
                 DistributedDataParallelConfig(
                     grad_reduce_in_fp32=True,
                     use_distributed_optimizer=True,
-                    pad_buckets_for_high_nccl_busbw=layout.dp * layout.cp > PADDED_FROM_RANKS,
+                    pad_buckets_for_high_nccl_busbw=(
+                        max(layout.dp * layout.cp, layout.expert_dp) > PADDED_FROM_RANKS
+                    ),
                 ),
                 self._network,
             )

@@ -5,6 +5,7 @@ Shapes: B rows, L tokens of the longest row; T tokens of all rows.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch.nn.functional import pad
@@ -98,9 +99,18 @@ class PackedRows:
         found = flat.index_copy(0, self.result_index, values_T[self.predicts])
         return found.view(*self.shape_BL, *rest)
 
+    def of_last_tokens(self, values_T: torch.Tensor) -> torch.Tensor:
+        """The value of each row's last token, `[B]`; rows must be whole."""
+        # A row of padding comes last.
+        lengths = self.row_map.lengths[: self.shape_BL[0]]
+        return values_T[[end - 1 for end in accumulate(lengths)]]
 
-def pack_rows(batch: MicroBatch, context_rank: int = 0, context_ranks: int = 1) -> PackedRows:
-    """Pack the rows of a micro-batch; an empty one gets one token of padding."""
+
+def pack_rows(
+    batch: MicroBatch, context_rank: int = 0, context_ranks: int = 1, *, token_multiple: int = 1
+) -> PackedRows:
+    """Pack the rows of a micro-batch; an empty one gets one token of padding. A last row of padding
+    makes the number of tokens a multiple of `token_multiple`."""
     valid_BL = batch.valid_BL
     if not valid_BL.any():
         # Every rank takes part in the collectives of every micro-batch, which cannot be empty.
@@ -123,11 +133,17 @@ def pack_rows(batch: MicroBatch, context_rank: int = 0, context_ranks: int = 1) 
         late_C1 = 2 * context_ranks - 2 - rank_C1
         positions_CT = columns_T + chunk_T * torch.where(columns_T < chunk_T, rank_C1, late_C1)
     lengths = tuple(length for length in lengths_B.tolist() if length)
+    tokens_T, targets_T = batch.tokens_BL[valid_BL], targets_BL[valid_BL].clamp(min=0)
+    if missing := -len(tokens_T) % token_multiple:
+        lengths = (*lengths, missing)
+        tokens_T, targets_T = (pad(each, (0, missing)) for each in (tokens_T, targets_T))
+        padding_CP = torch.arange(missing).expand(len(positions_CT), -1)
+        positions_CT = torch.cat([positions_CT, padding_CP], dim=1)
     groups, tokens = _grouped(lengths if context_ranks == 1 else ())
     return PackedRows(
-        tokens_T=batch.tokens_BL[valid_BL],
+        tokens_T=tokens_T,
         positions_T=positions_CT[context_rank],
-        targets_T=targets_BL[valid_BL].clamp(min=0),
+        targets_T=targets_T,
         predicts=has_target_BL[valid_BL].nonzero().squeeze(1),
         # The result of a position is in the next column.
         result_index=has_target_BL.flatten().nonzero().squeeze(1) + 1,

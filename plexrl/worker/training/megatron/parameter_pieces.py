@@ -8,10 +8,10 @@
     mlp.experts.gate_up_EFH            gate_up_proj of this rank's experts
     mlp.experts.down_EHF               down_proj of this rank's experts
     output_layer.weight                lm_head, or model.embed_tokens if the two are tied, or the
-                                       score of a value head
+                                       score of a reward or value head
 
-Every tensor rank has whole norms, routers and value heads. A tied embedding is on the first and on
-the last stage, under the same name.
+Every tensor rank has whole norms, routers and scores. A tied embedding is on the first and on the
+last stage, under the same name.
 
 Megatron fuses and interleaves parameters that Hugging Face keeps apart, and its distributed
 optimizer cuts the result at any element (`cut`). In local memory the result is still a sequence of
@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from plexrl.model.architecture.cut import stage_layers
 from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.layout import padded_vocabulary
 from plexrl.model.parallelism import Coordinates, Parallelism
@@ -34,7 +35,8 @@ Pieces = tuple[ParameterPiece, ...]
 def pieces_by_parameter(
     sizes: Dimensions, layout: Parallelism, coordinates: Coordinates, head: Head
 ) -> dict[str, Pieces]:
-    """The pieces of each parameter of this rank, by Megatron's name. The rest is padding."""
+    """The pieces of each parameter of this rank, by Megatron's name. The rest is padding. `head` is
+    the model's (`ModelSpec.head`)."""
     found: dict[str, Pieces] = {}
     is_first, is_last = coordinates.pp == 0, coordinates.pp == layout.pp - 1
     embedding = "model.embed_tokens.weight"
@@ -42,15 +44,15 @@ def pieces_by_parameter(
         found["embedding.word_embeddings.weight"] = _vocabulary_rows(
             embedding, sizes, layout, coordinates
         )
-    stage_layers = sizes.layers // layout.pp
-    for local in range(stage_layers):
-        names = f"model.layers.{coordinates.pp * stage_layers + local}"
+    for local, layer in enumerate(stage_layers(sizes.layers, layout.pp)[coordinates.pp]):
+        names = f"model.layers.{layer}"
         for name, pieces in _layer_parameters(names, sizes, layout, coordinates):
             found[f"decoder.layers.{local}.{name}"] = pieces
     if is_last:
         found["decoder.final_layernorm.weight"] = _whole("model.norm.weight", sizes.hidden)
-        if head == "value":
-            found["output_layer.weight"] = (_rows("score.weight", (1, sizes.hidden), 0, 1, 0),)
+        if head != "causal":
+            score = _rows("score.weight", (1, sizes.hidden), 0, 1, 0)
+            found["output_layer.weight"] = (score,)
         elif not (sizes.is_tied and is_first):
             name = embedding if sizes.is_tied else "lm_head.weight"
             found["output_layer.weight"] = _vocabulary_rows(name, sizes, layout, coordinates)
@@ -121,7 +123,6 @@ def _experts(
     )
     yield "mlp.router.weight", (router,)
     own = count // layout.ep
-    # A layout with tp is refused, so every expert is whole.
     for here, there, shape in (
         ("gate_up_EFH", "gate_up_proj", (2 * mlp, hidden)),
         ("down_EHF", "down_proj", (hidden, mlp)),

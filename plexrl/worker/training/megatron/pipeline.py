@@ -5,7 +5,7 @@ Shapes: B rows, L tokens of the longest row; T tokens of all rows; V size of a t
 the vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
+from plexrl.model.spec import Head
 from plexrl.worker.batches.logprobs import (
     TokenValues,
     VocabularyShard,
@@ -25,6 +26,10 @@ from plexrl.worker.batches.values import values_at_positions
 from plexrl.worker.training.megatron.packed_rows import PackedRows, pack_rows
 from plexrl.worker.training.model import LossOfBatch
 
+OUTPUTS: Mapping[Head, str] = {"causal": "logprobs", "value": "values", "reward": "scores"}
+"""What a model computes, by its head: logprobs or values of tokens, float32 `[B, L]`, or the scores
+of rows, float32 `[B]`: those of their last tokens."""
+
 
 class Pipeline:
     """One pipeline stage, with one tensor rank's part of the vocabulary."""
@@ -34,18 +39,20 @@ class Pipeline:
         chunk: Any,
         *,
         vocabulary: int,
-        output: str,
         is_last: bool,
         place: Callable[[torch.Tensor], torch.Tensor],
+        token_multiple: int = 1,
+        head: Head = "causal",
     ) -> None:
-        """`chunk` is Megatron's DistributedDataParallel; `vocabulary` is the size without padding,
-        and `output` what is computed of tokens: `logprobs`, or `values` by a value head.
-        `place` copies a tensor to the device."""
+        """`chunk` is Megatron's DistributedDataParallel; `vocabulary` is the size without padding.
+        `place` copies a tensor to the device. A micro-batch is padded to a multiple of
+        `token_multiple` tokens. `head` says what is computed (`OUTPUTS`)."""
         self._chunk = chunk
         self._vocabulary = vocabulary
-        self._output = output
+        self._output = OUTPUTS[head]
         self._is_last = is_last
         self._place = place
+        self._token_multiple = token_multiple
         self._context_rank = parallel_state.get_context_parallel_rank()
         self._context_ranks = parallel_state.get_context_parallel_world_size()
         self._run = get_forward_backward_func()
@@ -53,8 +60,8 @@ class Pipeline:
     def run(
         self, batches: Sequence[MicroBatch], loss: LossOfBatch | None, wanted: Wanted
     ) -> list[TokenValues]:
-        """Logprobs or values of every micro-batch and what is `wanted`, on its device; before the
-        last stage zeros, of the logprobs or values only.
+        """The output of every micro-batch and what is `wanted`, on its device; before the last
+        stage zeros, of the output only.
 
         With `loss`, gradients are added to every parameter's `main_grad`.
         """
@@ -71,6 +78,10 @@ class Pipeline:
                 return output, None
 
             def finish(logits_1TV: torch.Tensor) -> tuple[Any, torch.Tensor, None]:
+                if self._output == "scores":
+                    scores_B = packed_rows.of_last_tokens(logits_1TV[0, :, 0].float())
+                    found.append({"scores": scores_B})
+                    return scores_B, torch.zeros((), dtype=torch.int, device=scores_B.device), None
                 by_token = self._values(logits_1TV[0], packed_rows.targets_T, wanted)
                 values = {name: packed_rows.unpacked(each) for name, each in by_token.items()}
                 found.append({name: each.detach() for name, each in values.items()})
@@ -82,7 +93,12 @@ class Pipeline:
         def packed() -> Iterator[tuple[MicroBatch, PackedRows]]:
             for batch in batches:
                 # Packed on the CPU: indices and lengths need no copy from the device.
-                rows = pack_rows(batch.on_host, self._context_rank, self._context_ranks)
+                rows = pack_rows(
+                    batch.on_host,
+                    self._context_rank,
+                    self._context_ranks,
+                    token_multiple=self._token_multiple,
+                )
                 yield batch, rows.placed(self._place)
 
         # A schedule takes one step function for the whole batch, and an iterator of micro-batches.
@@ -96,10 +112,12 @@ class Pipeline:
                 micro_batch_size=1,
                 forward_only=loss is None,
             )
-        return found or [
-            {self._output: batch.tokens_BL.new_zeros((), dtype=torch.float32).expand(shape)}
-            for batch, shape in ((each, each.tokens_BL.shape) for each in batches)
-        ]
+        return found or [self._nothing(batch) for batch in batches]
+
+    def _nothing(self, batch: MicroBatch) -> TokenValues:
+        zero = batch.tokens_BL.new_zeros((), dtype=torch.float32)
+        shape = (batch.rows,) if self._output == "scores" else batch.tokens_BL.shape
+        return {self._output: zero.expand(shape)}
 
     def _values(
         self, logits_TV: torch.Tensor, targets_T: torch.Tensor, wanted: Wanted

@@ -21,6 +21,7 @@ def experts_of(count: int, dtype: torch.dtype, device: torch.device) -> GroupedE
         moe_ffn_hidden_size=INNER,
         params_dtype=dtype,
         expert_model_parallel_size=1,
+        tensor_model_parallel_size=1,
     )
     experts = GroupedExperts(count, config).to(device)
     for parameter in experts.parameters():

@@ -89,6 +89,8 @@ LAYOUTS = (
     Parallelism(dp=2, tp=2, pp=2),
     Parallelism(dp=2, ep=2),
     Parallelism(dp=4, ep=4, pp=2),
+    Parallelism(tp=2, cp=2, ep=2, pp=2),
+    Parallelism(dp=2, tp=2, ep=4),
 )
 
 
@@ -98,8 +100,6 @@ LAYOUTS = (
         pytest.param(name, layout, id=f"{name}-{layout.describe()}")
         for name in MODELS
         for layout in LAYOUTS
-        # Experts with tp are refused.
-        if not (name == "qwen3_moe" and layout.tp > 1)
     ],
 )
 def test_the_ranks_together_hold_every_element_equally_often(
@@ -125,9 +125,10 @@ def test_the_ranks_together_hold_every_element_equally_often(
         assert counts.min() == counts.max() > 0, key
         embedding = key == "model.embed_tokens.weight" and sizes.is_tied
         is_whole = "norm" in key or key == "score.weight" or key.endswith("mlp.gate.weight")
-        copies = layout.dp * (layout.tp if is_whole else 1) * (1 + (embedding and layout.pp > 1))
+        copies = layout.dp * layout.cp * (1 + (embedding and layout.pp > 1))
+        copies *= layout.tp if is_whole else 1
         if ".experts." in key:
-            copies //= sharing.ep
+            copies = sharing.expert_dp
         assert counts.max() == copies, key
 
 
@@ -137,6 +138,7 @@ def test_the_ranks_together_hold_every_element_equally_often(
         (Parallelism(tp=3), {}, "tp"),
         (Parallelism(tp=4), {}, "tp"),
         (Parallelism(pp=3), {}, "pp"),
+        (Parallelism(tp=2, ep=2), {}, "ep"),
         (Parallelism(dp=2, ep=2), {}, "ep"),
         (Parallelism(dp=3, ep=3), {"experts": 4}, "ep"),
         (Parallelism(), {"head_dim": 8}, "tp"),

@@ -27,8 +27,9 @@ class GroupedExperts(torch.nn.Module):
             torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype)) for shape in shapes
         )
         for parameter in self.parameters():
-            # Megatron's mark of parameters whose replicas are not all data ranks.
-            parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+            # Megatron's mark of parameters whose replicas are not just all data ranks.
+            spread = config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
+            parameter.allreduce = not spread  # type: ignore[attr-defined]
 
     def forward(
         self, hidden_TH: torch.Tensor, tokens_per_expert: torch.Tensor, probs_T: torch.Tensor

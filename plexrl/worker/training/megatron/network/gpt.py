@@ -9,9 +9,11 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from plexrl.errors import InvalidRequestError
+from plexrl.model.architecture.cut import splits_tokens, stage_layers
 from plexrl.model.architecture.dimensions import Dimensions
 from plexrl.model.layout import padded_vocabulary
 from plexrl.model.parallelism import Coordinates, Parallelism
@@ -19,6 +21,8 @@ from plexrl.model.spec import Head
 from plexrl.worker.models import parameters_on_meta
 from plexrl.worker.training.megatron.network.attention import PackedAttention
 from plexrl.worker.training.megatron.network.experts import GroupedExperts
+from plexrl.worker.training.megatron.network.norm import RowNorm
+from plexrl.worker.training.megatron.network.scalar_head import ScalarHead
 
 
 class Network(GPTModel):  # type: ignore[misc]  # megatron-core has no types
@@ -41,19 +45,6 @@ class Network(GPTModel):  # type: ignore[misc]  # megatron-core has no types
         return False
 
 
-class ValueHead(torch.nn.Module):
-    """In place of Megatron's output layer: one row, which every tensor rank has. Hidden states are
-    whole on every tensor rank, and so are their gradients: none are summed over these ranks."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(1, hidden))
-
-    def forward(self, hidden_T1X: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        """Outputs `[T, 1, 1]`, and no bias."""
-        return torch.nn.functional.linear(hidden_T1X, self.weight), None
-
-
 def make_network(
     sizes: Dimensions,
     layout: Parallelism,
@@ -63,7 +54,8 @@ def make_network(
     head: Head,
 ) -> Network:
     """One rank's part of the model. `rotary` is the Hugging Face model's rotary embedding, and
-    `dtype` that of parameters, activations and messages between pipeline stages.
+    `dtype` that of parameters, activations and messages between pipeline stages. With a `head`
+    other than `causal` the last stage gives one number for each token (`ScalarHead`).
 
     Raises:
         InvalidRequestError: the rotary embedding depends on the row's length.
@@ -81,22 +73,29 @@ def make_network(
         qk_layernorm=sizes.has_qk_norm,
         normalization="RMSNorm",
     )
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if sizes.has_qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RowNorm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RowNorm
+    layers = len(stage_layers(sizes.layers, layout.pp)[coordinates.pp])
     if sizes.experts:
         spec.submodules.mlp.submodules.experts = GroupedExperts
     with parameters_on_meta():
         network = Network(
             rotary.inv_freq.float(),
             config=_transformer_config(sizes, layout, dtype),
-            transformer_layer_spec=spec,
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=[spec] * layers, layer_norm=RowNorm
+            ),
             vocab_size=padded_vocabulary(sizes, layout),
             max_sequence_length=1,
             pre_process=coordinates.pp == 0,
             post_process=coordinates.pp == layout.pp - 1,
-            share_embeddings_and_output_weights=sizes.is_tied,
+            share_embeddings_and_output_weights=sizes.is_tied and head == "causal",
         )
-        if head == "value" and network.post_process:
-            network.output_layer = ValueHead(sizes.hidden)
+        if head != "causal" and network.post_process:
+            network.output_layer = ScalarHead(network.config, network.pg_collection.tp)
     for parameter in network.parameters():
         # Megatron makes norms in float32.
         parameter.data = parameter.data.to(dtype)
@@ -170,6 +169,18 @@ def _transformer_config(
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.tp,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=splits_tokens(sizes, layout),
+        pipeline_model_parallel_layout=_stages(sizes, layout),
         **experts,
     )
+
+
+def _stages(sizes: Dimensions, layout: Parallelism) -> list[list[str]] | None:
+    """What each pipeline stage has, in Megatron's words; None for one stage."""
+    if layout.pp == 1:
+        return None
+    found = [["decoder"] * len(layers) for layers in stage_layers(sizes.layers, layout.pp)]
+    found[0].insert(0, "embedding")
+    found[-1].append("loss")
+    return found
