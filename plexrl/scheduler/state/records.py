@@ -374,6 +374,8 @@ class Job:
     named none; None: the cluster's `waiting_part_max`. 0: its deployments share with nobody."""
     controller: str = ""
     """Token of its present controller; empty: none was named."""
+    keys: list[str] = field(default_factory=list)
+    """Digests of the API keys of this job alone, oldest first."""
     halts_on_failure: bool = False
     """A failed mutation halts its deployment until the controller acknowledges it."""
     deployments: list[DeploymentId] = field(default_factory=list)
