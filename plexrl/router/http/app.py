@@ -40,6 +40,8 @@ from plexrl.router.http.routes import (
 from plexrl.router.http.schemas import ErrorResponse
 from plexrl.router.job_files.captures import (
     FOLDER as CAPTURES,
+)
+from plexrl.router.job_files.captures import (
     CaptureFiles,
     CaptureObjects,
     Captures,

@@ -1,6 +1,7 @@
 """The objects that all routes share, and how a route handler gets them."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -17,6 +18,7 @@ from plexrl.errors import (
     StorageFullError,
 )
 from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.text.tokenizer import Tokenizer
 from plexrl.router.blobs.store import BlobStore, Upload
 from plexrl.router.blobs.upload_admission import UploadAdmission, timed_chunks
 from plexrl.router.execution.deployment_specs import DeploymentSpecs
@@ -69,6 +71,8 @@ class RouterServices:
     """Runs calls that may wait for an object store."""
     body_bytes_max: int
     """Largest payload of an operation, in bytes."""
+    tokenizers: OrderedDict[tuple[str, str], Tokenizer] = field(default_factory=OrderedDict)
+    """Tokenizers used last, by deployment and its specification."""
     shutdown: Shutdown = field(default_factory=Shutdown)
 
     async def caller(self, request: Request) -> Caller:
@@ -82,8 +86,8 @@ class RouterServices:
         caller = await self.keys.caller_of(request.headers.get("authorization", ""), address)
         if caller.job is not None and not is_open(request.scope["path"], caller.job):
             raise PermissionDeniedError(
-                f"the key opens the OpenAI-compatible endpoints of job {caller.job!r} only: use the "
-                "key of the tenant here"
+                f"the key opens the OpenAI-compatible endpoints of job {caller.job!r} only: use "
+                "the tenant's key here"
             )
         request.state.is_operator = caller.is_operator
         request.state.tenant, request.state.key = caller.tenant, caller.key

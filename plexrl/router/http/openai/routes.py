@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from collections import OrderedDict
 from typing import Any
 
 from fastapi import APIRouter, Header, Request
@@ -34,8 +33,6 @@ TRAJECTORY = f"{DEPLOYMENT}/trajectories/{{trajectory}}"
 _ENDPOINT = re.compile(r"/v1/jobs/[^/]+/deployments/[^/]+/openai(/.*)?")
 
 ROUTES = APIRouter(prefix="/v1/jobs", tags=["openai"])
-
-_TOKENIZERS: "OrderedDict[tuple[str, str], Tokenizer]" = OrderedDict()
 
 
 def is_endpoint(path: str) -> bool:
@@ -228,14 +225,14 @@ async def _tokenizer(
 ) -> Tokenizer:
     """The deployment's tokenizer. Raises `NotFoundError` and as `Tokenizer`."""
     key = (deployment, spec.to_json())
-    if (found := _TOKENIZERS.get(key)) is not None:
+    if (found := services.tokenizers.get(key)) is not None:
         return found
     if spec.model.path is not None:
         await services.model_access.check(spec.model.path, caller)
     loop = asyncio.get_running_loop()
     files = await loop.run_in_executor(services.threads, texts_of, spec.model)
     found = Tokenizer.from_files(files)
-    _TOKENIZERS[key] = found
-    while len(_TOKENIZERS) > TOKENIZERS_MAX:
-        _TOKENIZERS.popitem(last=False)
+    services.tokenizers[key] = found
+    while len(services.tokenizers) > TOKENIZERS_MAX:
+        services.tokenizers.popitem(last=False)
     return found
