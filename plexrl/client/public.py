@@ -27,10 +27,10 @@ from plexrl.client.blocking.deployment_kinds import (
 from plexrl.client.blocking.job import Job
 from plexrl.client.blocking.openai_access import OpenAIAccess
 from plexrl.client.data.batch import Batch
-from plexrl.client.data.captured import CapturedSegment
 from plexrl.client.data.decode_profile import DecodeProfile
 from plexrl.client.data.demand import DemandTrace, Segment
 from plexrl.client.data.results import (
+    CapturedSegment,
     Chunk,
     ForwardResult,
     GenerateResult,

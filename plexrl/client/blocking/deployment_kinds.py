@@ -15,9 +15,9 @@ from plexrl.client.blocking.judges import (
 from plexrl.client.blocking.openai_access import OpenAIAccess, open_access, read_captured
 from plexrl.client.calls import requests
 from plexrl.client.calls.transport import deployment_path
-from plexrl.client.data.captured import CapturedSegment
 from plexrl.client.data.decode_profile import DecodeProfile
 from plexrl.client.data.results import (
+    CapturedSegment,
     Chunk,
     ForwardResult,
     GenerateResult,

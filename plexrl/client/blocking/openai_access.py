@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from plexrl.client.data.captured import CapturedSegment, decode_segments
+from plexrl.client.data.results import CapturedSegment, decode_segments
 from plexrl.wire.parameter_checks import check_name
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ class OpenAIAccess:
     """What a client of OpenAI's API needs: `OpenAI(base_url=…, api_key=…)`."""
 
     base_url: str
+    """URL below which the endpoints are; ends in `/v1`."""
     api_key: str = field(repr=False)
     """Opens this job's endpoints only, until the job ends."""
     model: str

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from plexrl.client.data.captured import CapturedSegment
-    from plexrl.client.data.results import Sample
+    from plexrl.client.data.results import CapturedSegment, Sample
     from plexrl.wire.tensors import Arrays
 
     Values = Sequence[float] | npt.NDArray[np.floating[Any] | np.integer[Any] | np.bool_]

@@ -271,6 +271,8 @@ class Tokenizer:
     ) -> str:
         """The text of `apply_chat_template` alone, which may have parts without a token.
 
+        `messages`, `tools`, `add_generation_prompt`, `chat_template` and `variables` are as there.
+
         Raises:
             InvalidRequestError: as `apply_chat_template`.
         """

@@ -211,8 +211,7 @@ class Deployment:
     """Time up to which the GPU time of its runs is counted."""
     in_flight: InFlight = field(default_factory=InFlight)
     no_snapshot_until: float = 0.0
-    """Earliest time of the next snapshot after one that found no free space. 0: the last one
-    succeeded."""
+    """Earliest time of the next snapshot after one without free space. 0: the last succeeded."""
     processes: Processes = field(default_factory=Processes)
     moves: Moves = field(default_factory=Moves)
     stored: StoredVersion = field(default_factory=StoredVersion)
@@ -410,8 +409,7 @@ class EtaErrors:
     late: int = 0
     """Starts after it."""
     ratios: list[int] = field(default_factory=lambda: [0] * (len(RATIO_BOUNDS) + 1))
-    """Numbers of waits by (actual + 1 s) / (estimated + 1 s): at most each of `RATIO_BOUNDS`, and
-    more than the last."""
+    """Waits by (actual + 1 s) / (estimated + 1 s): up to each of `RATIO_BOUNDS`, and above."""
     ratio_sum: float = 0.0
     """Sum of these ratios."""
     newest: list[float] = field(default_factory=list)

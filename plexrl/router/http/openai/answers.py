@@ -80,7 +80,7 @@ def whole_answer(
     tokenizer: Tokenizer, asked: Asked, prompts: Sequence[Sequence[int]], result: GenerateResult
 ) -> dict[str, Any]:
     """The answer to a request without `stream`."""
-    choices = []
+    choices: list[dict[str, Any]] = []
     for at, group in enumerate(result.samples):
         for sample in group:
             index = len(choices)

@@ -153,8 +153,9 @@ def plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in message.items() if value not in (None, [])}
     content = message.get("content")
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+        parts = [part.get("text") for part in content if isinstance(part, dict)]
+        texts = [text for text in parts if isinstance(text, str)]
+        if len(texts) != len(content):
             raise InvalidRequestError(
                 f"message {index} has a part that is no text: give texts only",
                 where=f"{where}.content",

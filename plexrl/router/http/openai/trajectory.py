@@ -90,7 +90,7 @@ def make_call(
             tokens=sample.tokens,
             logprobs=sample.logprobs.tolist(),
             finish_reason=sample.finish_reason,
-            weights=[tuple(span) for span in sample.weights],
+            weights=[(span.start, span.version, span.trainer_step) for span in sample.weights],
             digest=digest,
             measure=measure,
         )
@@ -162,12 +162,12 @@ def _segment(call: CapturedCall, index: int, by_call: Mapping[str, CapturedCall]
     logprobs: list[float] = []
     weights: list[tuple[int, int, int]] = []
     for turn, at in reversed(turns):
-        choice = turn.choices[at]
+        drawn = turn.choices[at]
         tokens += turn.prompt
-        weights += [(len(tokens) + start, *version) for start, *version in choice.weights]
-        tokens += choice.tokens
-        mask += [0] * len(turn.prompt) + [1] * len(choice.tokens)
-        logprobs += [0.0] * len(turn.prompt) + choice.logprobs
+        weights += [(len(tokens) + start, seq, step) for start, seq, step in drawn.weights]
+        tokens += drawn.tokens
+        mask += [0] * len(turn.prompt) + [1] * len(drawn.tokens)
+        logprobs += [0.0] * len(turn.prompt) + drawn.logprobs
     return {
         "tokens": tokens,
         "mask": mask,
