@@ -25,10 +25,12 @@ from plexrl.client.blocking.deployment_kinds import (
     TrainDeployment,
 )
 from plexrl.client.blocking.job import Job
+from plexrl.client.blocking.openai_access import OpenAIAccess
 from plexrl.client.data.batch import Batch
 from plexrl.client.data.decode_profile import DecodeProfile
 from plexrl.client.data.demand import DemandTrace, Segment
 from plexrl.client.data.results import (
+    CapturedSegment,
     Chunk,
     ForwardResult,
     GenerateResult,
@@ -77,6 +79,7 @@ __all__ = [
     "Batch",
     "BoundedRollout",
     "BoundedStaleness",
+    "CapturedSegment",
     "CheckpointFuture",
     "Chunk",
     "Cluster",
@@ -92,6 +95,7 @@ __all__ = [
     "LoraSpec",
     "LossSpec",
     "ModelSpec",
+    "OpenAIAccess",
     "Parallelism",
     "PlexRLError",
     "Progress",

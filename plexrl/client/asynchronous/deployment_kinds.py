@@ -158,6 +158,8 @@ class AsyncRolloutDeployment(AsyncDeployment):
 
     set_parallelism = in_thread(RolloutDeployment.set_parallelism)
     judge = in_thread(RolloutDeployment.judge)
+    openai = in_thread(RolloutDeployment.openai)
+    captured = in_thread(RolloutDeployment.captured)
     pause = in_thread(RolloutDeployment.pause)
     resume = in_thread(RolloutDeployment.resume)
     switch_tp = in_thread(RolloutDeployment.switch_tp)

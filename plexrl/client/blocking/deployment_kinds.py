@@ -12,10 +12,12 @@ from plexrl.client.blocking.judges import (
     ask_for_replies,
     ask_for_scores,
 )
+from plexrl.client.blocking.openai_access import OpenAIAccess, open_access, read_captured
 from plexrl.client.calls import requests
 from plexrl.client.calls.transport import deployment_path
 from plexrl.client.data.decode_profile import DecodeProfile
 from plexrl.client.data.results import (
+    CapturedSegment,
     Chunk,
     ForwardResult,
     GenerateResult,
@@ -414,6 +416,23 @@ class RolloutDeployment(Deployment):
         """
         ask = ask_for_replies(self, score, sampling or GREEDY, timeout_s)
         return Judge(ask, prompt=prompt, rows_max=JUDGED_ROWS, batches_max=JUDGED_AT_ONCE)
+
+    def openai(self, trajectory: str | None = None) -> OpenAIAccess:
+        """The deployment's OpenAI-compatible endpoint: `base_url`, `api_key` and `model`. The key
+        is new, opens this job's endpoints only, and is valid until the job ends. With a
+        `trajectory`, calls are captured under this name. Raises as `captured`."""
+        access = open_access(self._transport, self.deployment)
+        return access if trajectory is None else access.for_trajectory(trajectory)
+
+    def captured(self, trajectory: str) -> list[CapturedSegment]:
+        """What the model has read and written in the calls of a trajectory, for
+        `Batch.from_segments`.
+
+        Raises:
+            NotFoundError: nothing is captured under this name, or its last call was an hour ago.
+            InvalidRequestError: the name cannot be a file name.
+        """
+        return read_captured(self._transport, self.deployment, trajectory)
 
     def pause(self, *, for_s: float = 600.0) -> list[EngineView]:
         """Pause all generations between two tokens, until `resume` or for `for_s` seconds (at most

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from plexrl.client.data.results import Sample
+    from plexrl.client.data.results import CapturedSegment, Sample
     from plexrl.wire.tensors import Arrays
 
     Values = Sequence[float] | npt.NDArray[np.floating[Any] | np.integer[Any] | np.bool_]
@@ -183,6 +183,31 @@ class Batch:
                 logprobs.append(sample.logprobs)
                 spread.append(np.full(len(sample.tokens), advantage, dtype=np.float32))
         return cls.from_completions(flat_prompts, completions, logprobs=logprobs, advantages=spread)
+
+    @classmethod
+    def from_segments(
+        cls, segments: "Sequence[CapturedSegment]", advantages: "Values | None" = None
+    ) -> "Batch":
+        """A batch of captured `segments`, or of those of `environments`: their tokens, the mask of
+        what the model drew, and its logprobs. With `advantages`, one number for each segment, all
+        drawn tokens of a segment get it.
+
+        Raises:
+            BatchShapeError: there is not one advantage for each segment.
+        """
+        rows = rows_of("segments", segments)
+        values: dict[str, list[Any]] = {
+            "mask": [segment.mask for segment in rows],
+            "logprobs": [segment.logprobs for segment in rows],
+        }
+        if advantages is not None:
+            given = value_row("advantages", advantages, 0)
+            check_count("advantages", len(given), "segments", len(rows))
+            values["advantages"] = [
+                [float(advantage) * drawn for drawn in segment.mask]
+                for segment, advantage in zip(rows, given, strict=True)
+            ]
+        return cls([segment.tokens for segment in rows], values)
 
     def with_values(self, name: str, rows: "Sequence[Values]") -> "Batch":
         """A copy of this batch with further per-token values called `name` (`ref_logprobs`,

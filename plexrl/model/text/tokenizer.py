@@ -260,6 +260,30 @@ class Tokenizer:
                 _mark(mask, encoded, first, last)
         return ChatTokens(text=rendered.text, tokens=list(encoded.ids), assistant_mask=mask)
 
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        chat_template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of `apply_chat_template` alone, which may have parts without a token.
+
+        `messages`, `tools`, `add_generation_prompt`, `chat_template` and `variables` are as there.
+
+        Raises:
+            InvalidRequestError: as `apply_chat_template`.
+        """
+        return render_chat(
+            self._template(chat_template, has_tools=tools is not None),
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            variables={**self._special, **(variables or {})},
+        ).text
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `tokens`, without special tokens unless `skip_special_tokens` is False.
 

@@ -25,6 +25,8 @@ from plexrl.router.execution.engines import Engines
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.rollout_link import RolloutLink
 from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.router.http.openai import routes as openai
+from plexrl.router.http.openai.answers import error_body
 from plexrl.router.http.routes import (
     asynchronous_rollouts,
     cluster,
@@ -36,6 +38,15 @@ from plexrl.router.http.routes import (
     streams,
 )
 from plexrl.router.http.schemas import ErrorResponse
+from plexrl.router.job_files.captures import (
+    FOLDER as CAPTURES,
+)
+from plexrl.router.job_files.captures import (
+    CaptureFiles,
+    CaptureObjects,
+    Captures,
+    collect_captures,
+)
 from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 from plexrl.router.job_files.metrics_log import MetricsFiles, MetricsLog
 from plexrl.router.job_files.metrics_objects import MetricsObjects
@@ -112,7 +123,7 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, RouterServices]:
     # Starlette tries routes in this order. An operation's id may contain slashes, so longer paths
     # come before the path that ends with the id. After that the busiest come first.
     subjects = (
-        *(streams, rollouts, operations, asynchronous_rollouts, deployments, jobs, cluster),
+        *(openai, streams, rollouts, operations, asynchronous_rollouts, deployments, jobs, cluster),
         rollout_views,
     )
     for subject in subjects:
@@ -127,6 +138,7 @@ async def _background_tasks(
     tasks = [
         asyncio.create_task(services.scheduler.run()),
         asyncio.create_task(collect_results(services.blobs)),
+        asyncio.create_task(collect_captures(services.captures)),
         asyncio.create_task(collect_orphans(services.blobs, services.scheduler)),
     ]
     if spans is not None:
@@ -147,7 +159,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
     data_dir = Path(config.data_dir)
     checkpoint_url = config.checkpoint_url or str(data_dir / "checkpoints")
     threads = ThreadPoolExecutor(STORE_CALLS_MAX, thread_name_prefix="store-calls")
-    blobs, metrics = _stores(config)
+    blobs, metrics, captures = _stores(config)
     credentials = None if config.tls is None else Credentials(config.tls)
     executor = Executor(blobs, credentials)
     refused = RefusedKeys(burst=config.refused_keys_burst, per_s=config.refused_keys_per_s)
@@ -180,6 +192,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
         executor=executor,
         blobs=blobs,
         metrics=metrics,
+        captures=captures,
         specs=specs,
         uploads=UploadAdmission(config.arriving_bytes_max, config.tenant_arriving_bytes_max),
         model_access=ModelAccess(scheduler, checkpoint_url, config.model_roots),
@@ -196,7 +209,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
     )
 
 
-def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog]:
+def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog, Captures]:
     bounds = {
         "row_bytes_max": config.metrics_row_bytes_max,
         "job_bytes_max": config.metrics_job_bytes_max,
@@ -204,13 +217,18 @@ def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog]:
     shared = config.data_url or config.data_dir
     if not is_url(shared):
         folder = directory(shared)
-        return DirectoryBlobStore(folder / "blobs"), MetricsFiles(folder / "metrics", **bounds)
+        return (
+            DirectoryBlobStore(folder / "blobs"),
+            MetricsFiles(folder / "metrics", **bounds),
+            CaptureFiles(folder / CAPTURES),
+        )
     cache = LocalCache(
         Path(config.data_dir) / "blob-cache" / quote(config.router, safe=""),
         config.blob_cache_bytes_max,
     )
     blobs = ObjectBlobStore(ObjectStore(shared), cache)
-    return blobs, MetricsObjects(ObjectStore(shared), config.router, **bounds)
+    metrics = MetricsObjects(ObjectStore(shared), config.router, **bounds)
+    return blobs, metrics, CaptureObjects(ObjectStore(shared))
 
 
 def _close_stores(services: RouterServices) -> None:
@@ -222,7 +240,12 @@ def _close_stores(services: RouterServices) -> None:
 async def _plexrl_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, PlexRLError)
     is_operator = getattr(request.state, "is_operator", False)
-    return error_response(error if is_operator else public_error(error))
+    shown = error if is_operator else public_error(error)
+    response = error_response(shown)
+    if openai.is_endpoint(request.scope["path"]):
+        response.body = response.render(error_body(shown))
+        response.headers["content-length"] = str(len(response.body))
+    return response
 
 
 async def _refused_body(request: Request, error: Exception) -> JSONResponse:

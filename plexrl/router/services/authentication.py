@@ -33,6 +33,8 @@ class Caller:
     """Token of the controller that sent the request; empty: the request has none."""
     key: str = ""
     """Id of the key."""
+    job: str | None = None
+    """The only job that the key opens, by its OpenAI-compatible endpoints; None: a tenant's key."""
 
     @property
     def scope(self) -> str | None:
@@ -95,8 +97,11 @@ class KeyCache:
         clear_count = self._clear_count
         assert self.scheduler is not None
         reply = await self.scheduler.call("authenticate", {"key_digest": digest})
-        caller = Caller(reply["tenant"], bool(reply["is_operator"]), key=key_id(digest))
-        if clear_count == self._clear_count:
+        caller = Caller(
+            reply["tenant"], bool(reply["is_operator"]), key=key_id(digest), job=reply.get("job")
+        )
+        # A job's key is not valid any more once the job has ended, which no report says.
+        if clear_count == self._clear_count and caller.job is None:
             self._callers[digest] = (time.monotonic(), caller)
             while len(self._callers) > CACHE_MAX:
                 self._callers.popitem(last=False)
@@ -129,3 +134,10 @@ def bearer_key(authorization: str) -> str:
 def key_digest(key: str) -> str:
     """The SHA-256 digest of an API key, which is what the scheduler stores."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def is_open(path: str, job: str) -> bool:
+    """Whether the key of a job opens this path: one of the job's OpenAI-compatible endpoints."""
+    # /v1/jobs/<job>/deployments/<name>/openai/…
+    parts = path.split("/")
+    return parts[1:5] == ["v1", "jobs", job, "deployments"] and parts[6:7] == ["openai"]

@@ -1,6 +1,7 @@
 """The objects that all routes share, and how a route handler gets them."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -17,6 +18,7 @@ from plexrl.errors import (
     StorageFullError,
 )
 from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.text.tokenizer import Tokenizer
 from plexrl.router.blobs.store import BlobStore, Upload
 from plexrl.router.blobs.upload_admission import UploadAdmission, timed_chunks
 from plexrl.router.execution.deployment_specs import DeploymentSpecs
@@ -24,13 +26,14 @@ from plexrl.router.execution.engines import Engines
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.rollout_link import RolloutLink
 from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.router.job_files.captures import Captures
 from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 from plexrl.router.job_files.metrics_log import MetricsLog
 from plexrl.router.job_files.model_access import ModelAccess
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.rollouts import RolloutViews
 from plexrl.router.server.request_limits import BODY_KEY, BodyRefusedError, LimitedBody
-from plexrl.router.services.authentication import Caller, KeyCache
+from plexrl.router.services.authentication import Caller, KeyCache, is_open
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.router.services.shutdown import Shutdown
 from plexrl.wire.messages.views import DeploymentView, OperationView
@@ -52,6 +55,7 @@ class RouterServices:
     executor: Executor
     blobs: BlobStore
     metrics: MetricsLog
+    captures: Captures
     specs: DeploymentSpecs
     uploads: UploadAdmission
     model_access: ModelAccess
@@ -67,6 +71,8 @@ class RouterServices:
     """Runs calls that may wait for an object store."""
     body_bytes_max: int
     """Largest payload of an operation, in bytes."""
+    tokenizers: OrderedDict[tuple[str, str], Tokenizer] = field(default_factory=OrderedDict)
+    """Tokenizers used last, by deployment and its specification."""
     shutdown: Shutdown = field(default_factory=Shutdown)
 
     async def caller(self, request: Request) -> Caller:
@@ -78,6 +84,11 @@ class RouterServices:
         """
         address = request.client.host if request.client else ""
         caller = await self.keys.caller_of(request.headers.get("authorization", ""), address)
+        if caller.job is not None and not is_open(request.scope["path"], caller.job):
+            raise PermissionDeniedError(
+                f"the key opens the OpenAI-compatible endpoints of job {caller.job!r} only: use "
+                "the tenant's key here"
+            )
         request.state.is_operator = caller.is_operator
         request.state.tenant, request.state.key = caller.tenant, caller.key
         return replace(caller, controller=request.headers.get(CONTROLLER_HEADER, ""))

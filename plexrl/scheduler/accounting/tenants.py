@@ -17,7 +17,7 @@ from plexrl.scheduler.state.messages.events import (
     TenantCreated,
 )
 from plexrl.scheduler.state.records import Job, State
-from plexrl.scheduler.state.tenant import Tenant
+from plexrl.scheduler.state.tenant import KeyOwner, Tenant
 from plexrl.wire.operations import OperationKind
 
 KEY_ID_CHARACTERS = 12
@@ -203,15 +203,18 @@ def check_gpus(state: State, job: Job, workers: int) -> None:
     )
 
 
-def authenticate(state: State, key_digest: str) -> tuple[TenantId, bool]:
-    """(tenant, is operator) of an API key's digest.
+def authenticate(state: State, key_digest: str) -> KeyOwner:
+    """Who owns an API key's digest.
 
     Raises:
-        AuthenticationError: no tenant has this key.
+        AuthenticationError: no tenant has this key, and no job that has not ended.
     """
     for tenant in state.tenants.values():
         if key_digest in tenant.keys:
-            return tenant.tenant, tenant.is_operator
+            return KeyOwner(tenant=tenant.tenant, is_operator=tenant.is_operator)
+    for job in state.jobs.values():
+        if key_digest in job.keys and not job.state.is_final:
+            return KeyOwner(tenant=job.tenant, job=job.job)
     raise AuthenticationError("the API key is unknown or was revoked: check PLEXRL_API_KEY")
 
 

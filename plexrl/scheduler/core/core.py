@@ -31,6 +31,7 @@ from plexrl.scheduler.jobs.controllers import (
     controller_seen,
     failure_acknowledged,
     job_finished,
+    job_key_added,
     job_submitted,
     seen,
 )
@@ -96,6 +97,7 @@ from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job
+from plexrl.scheduler.state.tenant import KeyOwner
 from plexrl.wire.messages import Command
 from plexrl.wire.messages import cluster_views as cv
 from plexrl.wire.messages import views as vt
@@ -134,6 +136,7 @@ class SchedulerCore:
             ev.ControllerAttached: partial(controller_attached, context),
             ev.FailureAcknowledged: partial(failure_acknowledged, context.state),
             ev.JobFinished: partial(job_finished, context),
+            ev.JobKeyAdded: partial(job_key_added, context),
             ev.DeploymentCreated: partial(deployment_created, context),
             ev.DeploymentRelaid: partial(deployment_relaid, context),
             ev.DeploymentEnded: partial(deployment_ended, context),
@@ -412,8 +415,8 @@ class SchedulerCore:
         """The operations whose payload the job's controller is to send again."""
         return lost_payloads(self._state, self._job(job))
 
-    def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:
-        """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""
+    def authenticate(self, key_digest: str) -> KeyOwner:
+        """Who owns an API key's digest. Raises `AuthenticationError`."""
         return authenticate(self._state, key_digest)
 
     def list_tenants(self, now: float) -> list[cv.TenantView]:

@@ -7,7 +7,12 @@ Calls without a token come from an operator, or from a controller that uses no f
 
 from typing import TYPE_CHECKING
 
-from plexrl.errors import ConflictError, ControllerReplacedError, InvalidRequestError
+from plexrl.errors import (
+    ConflictError,
+    ControllerReplacedError,
+    InvalidRequestError,
+    JobEndedError,
+)
 from plexrl.scheduler.accounting.earlier_jobs import usual_length
 from plexrl.scheduler.accounting.fair_shares import begin_to_wait
 from plexrl.scheduler.accounting.tenants import check_budget, check_live_jobs, check_priority
@@ -26,6 +31,7 @@ from plexrl.scheduler.state.messages.events import (
     ControllerSeen,
     FailureAcknowledged,
     JobFinished,
+    JobKeyAdded,
     JobSubmitted,
 )
 from plexrl.scheduler.state.records import Job, State
@@ -33,6 +39,8 @@ from plexrl.scheduler.state.records import Job, State
 if TYPE_CHECKING:
     from plexrl.ids import OperationId
 
+JOB_KEYS_MAX = 16
+"""Valid keys of one job; a further key takes the place of the oldest."""
 DETACHED = "detached"
 """Outcome that detaches the job, so that another controller can attach it."""
 
@@ -182,6 +190,25 @@ def failure_acknowledged(state: State, event: FailureAcknowledged, now: float) -
     job = find_job(state, deployment.job)
     check_controller(job, event.controller)
     acknowledge(state, job, failed)
+
+
+def job_key_added(context: Context, event: JobKeyAdded, now: float) -> None:
+    """Add an API key to a job. It is valid until the job ends.
+
+    Raises:
+        UnknownJobError: there is no such job.
+        JobEndedError: the job has ended.
+        ControllerReplacedError: another controller has attached the job.
+    """
+    del now
+    job = find_job(context.state, event.job)
+    if job.state.is_final:
+        raise JobEndedError(
+            f"job {event.job!r} is {job.state.value}, and gets no API keys: create another job"
+        )
+    check_controller(job, event.controller)
+    if event.key_digest not in job.keys:
+        job.keys = [*job.keys, event.key_digest][-JOB_KEYS_MAX:]
 
 
 def job_finished(context: Context, event: JobFinished, now: float) -> None:

@@ -224,6 +224,8 @@ class Job:
     named none; None: the cluster's `waiting_part_max`. 0: its deployments share with nobody."""
     controller: str = ""
     """Token of its present controller; empty: none was named."""
+    keys: list[str] = field(default_factory=list)
+    """Digests of the API keys of this job alone, oldest first."""
     halts_on_failure: bool = False
     """A failed mutation halts its deployment until the controller acknowledges it."""
     deployments: list[DeploymentId] = field(default_factory=list)
@@ -258,8 +260,7 @@ class EtaErrors:
     late: int = 0
     """Starts after it."""
     ratios: list[int] = field(default_factory=lambda: [0] * (len(RATIO_BOUNDS) + 1))
-    """Numbers of waits by (actual + 1 s) / (estimated + 1 s): at most each of `RATIO_BOUNDS`, and
-    more than the last."""
+    """Waits by (actual + 1 s) / (estimated + 1 s): up to each of `RATIO_BOUNDS`, and above."""
     ratio_sum: float = 0.0
     """Sum of these ratios."""
     newest: list[float] = field(default_factory=list)

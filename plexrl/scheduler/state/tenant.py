@@ -2,7 +2,18 @@
 
 from dataclasses import dataclass, field
 
-from plexrl.ids import TenantId
+from plexrl.ids import JobId, TenantId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyOwner:
+    """Whose API key it is."""
+
+    tenant: TenantId
+    is_operator: bool = False
+    job: JobId | None = None
+    """The job whose OpenAI-compatible endpoints are all that the key opens; None: it is a key of
+    the tenant."""
 
 
 @dataclass(slots=True, kw_only=True)

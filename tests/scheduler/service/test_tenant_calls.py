@@ -8,6 +8,7 @@ from plexrl import errors
 from plexrl.scheduler.accounting.tenants import KEYS_MAX, key_id
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.tenant import KeyOwner
 from plexrl.wire.rpc import Peer
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.live_service import OPERATOR, Plain, digest, live, run_live
@@ -40,7 +41,7 @@ def test_a_new_key_is_valid_at_once_and_the_old_one_until_it_is_revoked() -> Non
     cluster = cluster_with_a_tenant()
     cluster.now += 5.0
     cluster.send(ev.ApiKeyAdded(tenant="t", key_digest=NEW))
-    assert cluster.core.authenticate(OLD) == cluster.core.authenticate(NEW) == ("t", False)
+    assert cluster.core.authenticate(OLD) == cluster.core.authenticate(NEW) == KeyOwner(tenant="t")
     assert [each["key"] for each in keys_of(cluster, "t")] == [key_id(OLD), key_id(NEW)]
     assert [each["created_at"] for each in keys_of(cluster, "t")] == [1000.0, 1005.0]
     for _ in range(2):
@@ -75,7 +76,7 @@ def test_keys_survive_a_snapshot() -> None:
     cluster.send(ev.ApiKeyAdded(tenant="t", key_digest=NEW))
     cluster.send(ev.ApiKeyRevoked(tenant="t", key=key_id(NEW)))
     restored = SchedulerCore.restore(cluster.config, cluster.core.dump())
-    assert restored.authenticate(OLD) == ("t", False)
+    assert restored.authenticate(OLD) == KeyOwner(tenant="t")
     with pytest.raises(errors.AuthenticationError):
         restored.authenticate(NEW)
 

@@ -179,7 +179,7 @@ async def tokenizer(request: Request, services: Services, job: str, name: str) -
         # The directory may have changed since the deployment was created.
         await services.model_access.check(spec.model.path, caller)
     loop = asyncio.get_running_loop()
-    files = await loop.run_in_executor(services.threads, _text_files, spec.model)
+    files = await loop.run_in_executor(services.threads, texts_of, spec.model)
     return PlainTextResponse(files[TOKENIZER], media_type="application/json")
 
 
@@ -195,10 +195,11 @@ async def model_text_files(
         # The directory may have changed since the deployment was created.
         await services.model_access.check(spec.model.path, caller)
     loop = asyncio.get_running_loop()
-    return {"files": await loop.run_in_executor(services.threads, _text_files, spec.model)}
+    return {"files": await loop.run_in_executor(services.threads, texts_of, spec.model)}
 
 
-def _text_files(model: ModelSpec) -> dict[str, str]:
+def texts_of(model: ModelSpec) -> dict[str, str]:
+    """What encodes a model's text, by file name. Raises `NotFoundError`."""
     if model.path is not None:
         found = text_files(model_folder(model.path, weights=False))
         if TOKENIZER not in found:

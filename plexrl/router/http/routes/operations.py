@@ -110,7 +110,7 @@ async def submit(
         if isinstance(checked.params, CheckpointParams) and checked.params.job is not None:
             await services.check_job(caller, checked.params.job)
         named = {"operation": operation, "deployment": deployment, "deadline_s": deadline_s}
-        return await _submit(services, {**named, **caller.claim}, checked, upload)
+        return await submit_checked(services, {**named, **caller.claim}, checked, upload)
 
 
 @ROUTES.get(
@@ -265,9 +265,10 @@ def _decode(media_type: str, body: Body) -> tuple[dict[str, Any], Arrays]:
     raise InvalidRequestError(f"content type {media_type!r}: send {MEDIA_TYPE} or application/json")
 
 
-async def _submit(
+async def submit_checked(
     services: RouterServices, fields: Mapping[str, Any], checked: CheckedOperation, upload: Upload
 ) -> OperationView:
+    """Have a checked operation accepted: its payload is durable, and then it is journalled."""
     operation: str = fields["operation"]
     params = _with_seed(checked.params, operation)
     sync = params if isinstance(params, SyncWeightsParams) else None

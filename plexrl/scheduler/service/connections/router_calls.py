@@ -72,6 +72,7 @@ class RouterCalls:
             "submit_job": (calls.SubmitJob, self._submit_job),
             "finish_job": (ev.JobFinished, self._change_job),
             "heartbeat": (ev.ControllerSeen, self._heartbeat),
+            "add_job_key": (ev.JobKeyAdded, self._add_job_key),
             "attach_job": (ev.ControllerAttached, self._change_job),
             "acknowledge": (ev.FailureAcknowledged, self._acknowledge),
             "list_jobs": (calls.Nothing, self._list_jobs),
@@ -184,6 +185,11 @@ class RouterCalls:
         self._check_job(scope, event.job)
         await self._shell.request(event)
         return self._core.job_view(event.job, self._now())
+
+    async def _add_job_key(self, scope: Scope, event: ev.JobKeyAdded) -> Plain:
+        self._check_job(scope, event.job)
+        await self._shell.request(event)
+        return {}
 
     async def _heartbeat(self, scope: Scope, event: ev.ControllerSeen) -> Plain:
         view = await self._change_job(scope, event)

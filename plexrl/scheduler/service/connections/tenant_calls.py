@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -57,9 +58,10 @@ class TenantCalls:
         }
 
     async def _authenticate(self, call: calls.Authenticate) -> Plain:
-        tenant, is_operator = self._core.authenticate(call.key_digest)
-        self._shell.keys_used_at[key_id(call.key_digest)] = self._now()
-        return {"tenant": tenant, "is_operator": is_operator}
+        owner = self._core.authenticate(call.key_digest)
+        if owner.job is None:
+            self._shell.keys_used_at[key_id(call.key_digest)] = self._now()
+        return asdict(owner)
 
     async def _checkpoint_owner(self, call: calls.CheckpointOwner) -> Plain:
         """The tenant of a job's checkpoints, and its checkpoint limits."""

@@ -105,6 +105,15 @@ class ApiKeyRevoked(Event, frozen=True, kw_only=True):
     """Id of the key: the first characters of its digest."""
 
 
+class JobKeyAdded(Event, frozen=True, kw_only=True):
+    """A job got an API key of its own, which opens only the job's OpenAI-compatible endpoints."""
+
+    job: JobId
+    key_digest: str
+    """Hex SHA-256 of the key."""
+    controller: str = ""
+
+
 class TenantConfigured(Event, frozen=True, kw_only=True):
     """An operator set a tenant's weight, quotas and highest priority; None: no limit."""
 
@@ -323,6 +332,7 @@ CODEC: Codec[Event] = Codec(
     TenantCreated,
     ApiKeyAdded,
     ApiKeyRevoked,
+    JobKeyAdded,
     TenantConfigured,
     NodeDrainChanged,
     NodeRemoved,

@@ -1,0 +1,132 @@
+"""Prompts of requests, as tokens. Pure, but for the tokenizer.
+
+A prompt that continues a reply of its trajectory begins with that reply's own tokens, and is not
+encoded again: text that was drawn as `ab` may be encoded as another pair of tokens, and then the
+model would be trained on tokens that it has not drawn. Behind them come the tokens of what the
+template writes after the reply: its end of turn, without the end token if that was drawn, and all
+later messages.
+
+That needs a template that only appends: the conversation up to the reply, written without its
+later messages, must be the beginning of the whole. Templates that rewrite earlier turns, such as
+those that drop earlier thoughts, begin a new segment instead, as the model then reads other text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plexrl.errors import InvalidRequestError
+from plexrl.model.text.tokenizer import Tokenizer
+from plexrl.router.http.openai.requests import ChatRequest, CompletionRequest
+from plexrl.router.http.openai.trajectory import Reply, history_digest
+
+NOISE = frozenset({"refusal", "annotations", "audio", "function_call", "id", "index", "type"})
+"""Fields of messages, and of calls in them, that clients add to what they return."""
+_PROBE = "PLEXRL-REPLY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt."""
+
+    tokens: list[int]
+    parent: Reply | None = None
+    """The reply whose sequence it continues; None: it continues none."""
+
+
+def chat_settings(request: ChatRequest) -> dict[str, Any]:
+    """What the template's text depends on beside the messages."""
+    return {
+        "tools": request.offered_tools,
+        "template": request.chat_template,
+        "variables": request.chat_template_kwargs,
+    }
+
+
+def canonical(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without what clients add or leave out when they return a reply."""
+    found = []
+    for message in messages:
+        kept = {name: value for name, value in message.items() if name not in NOISE}
+        if "tool_calls" in kept:
+            kept["tool_calls"] = [call["function"] for call in kept["tool_calls"]]
+        found.append(kept)
+    return found
+
+
+def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, known: Sequence[Reply] = ()) -> Prompt:
+    """The prompt of a conversation, which continues the longest of the `known` replies that it
+    begins with.
+
+    Raises:
+        InvalidRequestError: the model has no template, or it refuses the messages.
+    """
+    messages = request.conversation()
+    plain, settings = canonical(messages), chat_settings(request)
+    for reply in sorted(known, key=lambda each: -each.measure):
+        if reply.measure >= len(plain):
+            continue
+        if history_digest("chat", plain[: reply.measure], settings) != reply.digest:
+            continue
+        if (behind := _after_reply(tokenizer, request, messages, reply)) is not None:
+            return Prompt(tokens=[*reply.tokens, *behind], parent=reply)
+    text = _render(tokenizer, request, messages, is_prompt=True)
+    return Prompt(tokens=tokenizer.encode(text, control_tokens=True))
+
+
+def text_prompt(
+    tokenizer: Tokenizer | None,
+    request: CompletionRequest,
+    given: str | list[int],
+    known: Sequence[Reply] = (),
+) -> Prompt:
+    """The prompt of a completion; as `chat_prompt`."""
+    if not isinstance(given, str):
+        for reply in sorted(known, key=lambda each: -len(each.tokens)):
+            if given[: len(reply.tokens)] == reply.tokens:
+                return Prompt(tokens=given, parent=reply)
+        return Prompt(tokens=given)
+    assert tokenizer is not None, "texts need a tokenizer"
+    for reply in sorted(known, key=lambda each: -each.measure):
+        if history_digest("text", given[: reply.measure]) == reply.digest:
+            behind = tokenizer.encode(given[reply.measure :], control_tokens=True)
+            return Prompt(tokens=[*reply.tokens, *behind], parent=reply)
+    tokens = tokenizer.encode(
+        given, add_special_tokens=request.add_special_tokens, control_tokens=True
+    )
+    return Prompt(tokens=tokens)
+
+
+def _after_reply(
+    tokenizer: Tokenizer, request: ChatRequest, messages: list[dict[str, Any]], reply: Reply
+) -> list[int] | None:
+    """Tokens of what the template writes behind a reply; None: it writes the reply's history in
+    another way when more messages follow."""
+    until = messages[: reply.measure]
+    try:
+        whole = _render(tokenizer, request, messages, is_prompt=True)
+        before = _render(tokenizer, request, until, is_prompt=False)
+        probe = {"role": "assistant", "content": _PROBE}
+        probed = _render(tokenizer, request, [*until[:-1], probe], is_prompt=False)
+    except InvalidRequestError:
+        return None
+    closing = probed.rpartition(_PROBE)[2]
+    if _PROBE not in probed or not before.endswith(closing) or not whole.startswith(before):
+        return None
+    behind = tokenizer.encode(closing + whole[len(before) :], control_tokens=True)
+    ends = tokenizer.end_tokens
+    if reply.drawn and reply.tokens[-1] in ends and behind[:1] and behind[0] in ends:
+        del behind[0]
+    return behind
+
+
+def _render(
+    tokenizer: Tokenizer, request: ChatRequest, messages: list[dict[str, Any]], *, is_prompt: bool
+) -> str:
+    return tokenizer.chat_text(
+        messages,
+        tools=request.offered_tools,
+        add_generation_prompt=is_prompt,
+        chat_template=request.chat_template,
+        variables=request.chat_template_kwargs,
+    )

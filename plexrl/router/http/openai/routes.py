@@ -1,0 +1,238 @@
+"""OpenAI-compatible routes of a rollout deployment, the captured calls, and keys of a job."""
+
+import asyncio
+import re
+from typing import Any
+
+from fastapi import APIRouter, Header, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from plexrl.errors import InvalidRequestError, NotFoundError
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.text.tokenizer import Tokenizer
+from plexrl.process.folders.operator_key import new_api_key
+from plexrl.router.http.openai.generation import (
+    OpenAIGeneration,
+    chat_sampling,
+    repeated_operation,
+)
+from plexrl.router.http.openai.prompts import Prompt, chat_prompt, text_prompt
+from plexrl.router.http.openai.requests import ChatRequest, CompletionRequest
+from plexrl.router.http.openai.trajectory import decode_calls, replies, segments
+from plexrl.router.http.routes.deployments import texts_of
+from plexrl.router.http.routes.streams import SERVER_SENT
+from plexrl.router.services.authentication import Caller, key_digest
+from plexrl.router.services.services import RouterServices, Services
+from plexrl.wire.parameter_checks import check_identifier, check_name
+
+TOKENIZERS_MAX = 32
+"""Tokenizers that a router keeps."""
+DEPLOYMENT = "/{job}/deployments/{name}/openai"
+TRAJECTORY = f"{DEPLOYMENT}/trajectories/{{trajectory}}"
+
+_ENDPOINT = re.compile(r"/v1/jobs/[^/]+/deployments/[^/]+/openai(/.*)?")
+
+ROUTES = APIRouter(prefix="/v1/jobs", tags=["openai"])
+
+
+def is_endpoint(path: str) -> bool:
+    """Whether errors of this path are in OpenAI's form."""
+    return _ENDPOINT.fullmatch(path) is not None
+
+
+@ROUTES.post("/{job}/keys", status_code=201, summary="Create an API key of a job; it is shown once")
+async def add_key(request: Request, services: Services, job: str) -> dict[str, Any]:
+    """The key opens the OpenAI-compatible endpoints of this job and nothing else, is valid until
+    the job ends, and what it asks for counts as the job's. A job has at most 16 keys: a further
+    one takes the place of the oldest."""
+    key = new_api_key()
+    await services.ask(request, dict, "add_job_key", job=job, key_digest=key_digest(key))
+    return {"job": job, "api_key": key}
+
+
+@ROUTES.get(f"{DEPLOYMENT}/v1/models", summary="The deployment as OpenAI's list of models")
+@ROUTES.get(f"{TRAJECTORY}/v1/models", include_in_schema=False)
+async def models(request: Request, services: Services, job: str, name: str) -> dict[str, Any]:
+    """One model: the deployment's name."""
+    caller = await services.caller(request)
+    await services.spec(f"{job}/{name}", caller)
+    model = {"id": name, "object": "model", "created": 0, "owned_by": caller.tenant}
+    return {"object": "list", "data": [model]}
+
+
+@ROUTES.post(
+    f"{DEPLOYMENT}/v1/completions", summary="OpenAI's completions", response_class=Response
+)
+@ROUTES.post(f"{TRAJECTORY}/v1/completions", include_in_schema=False, response_class=Response)
+async def completions(
+    request: Request,
+    services: Services,
+    job: str,
+    name: str,
+    body: CompletionRequest,
+    trajectory: str = "",
+    plexrl_trajectory: str = Header(""),
+    idempotency_key: str = Header(""),
+) -> Response:
+    """The call is captured if the path or the header `PlexRL-Trajectory` names a trajectory."""
+    caller, spec = await _opened(request, services, job, name, body)
+    given = body.prompts()
+    captured = _captured(trajectory or plexrl_trajectory, len(given))
+    tokenizer = await _tokenizer(services, caller, f"{job}/{name}", spec)
+    known = await _replies(services, job, name, captured)
+    prompts = [text_prompt(tokenizer, body, each, known) for each in given]
+    sampling = body.sampling(body.max_tokens or spec.max_sequence_tokens, body.logprobs or 0)
+    return await _answer(
+        OpenAIGeneration(
+            services=services,
+            request=request,
+            caller=caller,
+            job=job,
+            name=name,
+            spec=spec,
+            tokenizer=tokenizer,
+            body=body,
+            prompts=prompts,
+            sampling=sampling,
+            trajectory=captured,
+            operation=_operation(job, name, idempotency_key),
+        )
+    )
+
+
+@ROUTES.post(
+    f"{DEPLOYMENT}/v1/chat/completions",
+    summary="OpenAI's chat completions",
+    response_class=Response,
+)
+@ROUTES.post(f"{TRAJECTORY}/v1/chat/completions", include_in_schema=False, response_class=Response)
+async def chat_completions(
+    request: Request,
+    services: Services,
+    job: str,
+    name: str,
+    body: ChatRequest,
+    trajectory: str = "",
+    plexrl_trajectory: str = Header(""),
+    idempotency_key: str = Header(""),
+) -> Response:
+    """The conversation is written by the model's own chat template, which also gets the tools. The
+    call is captured if the path or the header `PlexRL-Trajectory` names a trajectory: a
+    conversation that goes on after a captured reply then continues its exact tokens."""
+    caller, spec = await _opened(request, services, job, name, body)
+    captured = _captured(trajectory or plexrl_trajectory, 1)
+    tokenizer = await _tokenizer(services, caller, f"{job}/{name}", spec)
+    known = await _replies(services, job, name, captured)
+    prompt: Prompt = await asyncio.to_thread(chat_prompt, tokenizer, body, known)
+    return await _answer(
+        OpenAIGeneration(
+            services=services,
+            request=request,
+            caller=caller,
+            job=job,
+            name=name,
+            spec=spec,
+            tokenizer=tokenizer,
+            body=body,
+            prompts=[prompt],
+            sampling=chat_sampling(body, prompt, spec),
+            trajectory=captured,
+            operation=_operation(job, name, idempotency_key),
+        )
+    )
+
+
+@ROUTES.get(f"{TRAJECTORY}/captured", summary="The segments of a captured trajectory")
+async def captured_segments(
+    request: Request, services: Services, job: str, name: str, trajectory: str
+) -> JSONResponse:
+    """Each has `tokens`, and for each of them `mask` (1: drawn) and `logprobs`; `weights`, spans of
+    `[start, version, trainer_step]`; `finish_reason` and `operations`. They are kept for an hour
+    after the trajectory's last call."""
+    caller = await services.caller(request)
+    await services.spec(f"{job}/{name}", caller)
+    calls = await _calls(services, job, name, _captured(trajectory, 1))
+    if not calls:
+        raise NotFoundError(
+            f"nothing of trajectory {trajectory!r} is captured: name it in the path or the header "
+            "of its requests, and read it within an hour after the last one"
+        )
+    return JSONResponse({"segments": segments(calls)})
+
+
+async def _opened(
+    request: Request,
+    services: RouterServices,
+    job: str,
+    name: str,
+    body: ChatRequest | CompletionRequest,
+) -> tuple[Caller, DeploymentSpec]:
+    caller = await services.caller(request)
+    spec = await services.spec(f"{job}/{name}", caller)
+    if spec.kind != "rollout":
+        raise InvalidRequestError(f"{name!r} is a {spec.kind} deployment, and only rollouts answer")
+    body.check_known()
+    if body.model not in (name, f"{job}/{name}"):
+        raise NotFoundError(
+            f"there is no model {body.model!r} here: the deployment's name is {name!r}",
+            where="body.model",
+        )
+    return caller, spec
+
+
+def _captured(trajectory: str, prompts: int) -> str:
+    if not trajectory:
+        return ""
+    check_name("trajectory", trajectory)
+    if prompts > 1:
+        raise InvalidRequestError(
+            f"{prompts} prompts in one call of a trajectory: send one", where="body.prompt"
+        )
+    return trajectory
+
+
+def _operation(job: str, name: str, key: str) -> str:
+    check_identifier("job", job)
+    return repeated_operation(job, name, key) if key else ""
+
+
+async def _answer(generation: OpenAIGeneration) -> Response:
+    await generation.submit()
+    if not generation.body.stream:
+        return JSONResponse(await generation.answer())
+    services = generation.services
+    return StreamingResponse(
+        services.disconnects.guard(generation.chunks(), generation.caller, generation.operation),
+        media_type=SERVER_SENT,
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _calls(services: RouterServices, job: str, name: str, trajectory: str) -> list[Any]:
+    loop = asyncio.get_running_loop()
+    rows = await loop.run_in_executor(
+        services.threads, services.captures.read, job, f"{name}/{trajectory}"
+    )
+    return await asyncio.to_thread(decode_calls, rows)
+
+
+async def _replies(services: RouterServices, job: str, name: str, trajectory: str) -> list[Any]:
+    return replies(await _calls(services, job, name, trajectory)) if trajectory else []
+
+
+async def _tokenizer(
+    services: RouterServices, caller: Caller, deployment: str, spec: DeploymentSpec
+) -> Tokenizer:
+    """The deployment's tokenizer. Raises `NotFoundError` and as `Tokenizer`."""
+    key = (deployment, spec.to_json())
+    if (found := services.tokenizers.get(key)) is not None:
+        return found
+    if spec.model.path is not None:
+        await services.model_access.check(spec.model.path, caller)
+    loop = asyncio.get_running_loop()
+    files = await loop.run_in_executor(services.threads, texts_of, spec.model)
+    found = Tokenizer.from_files(files)
+    services.tokenizers[key] = found
+    while len(services.tokenizers) > TOKENIZERS_MAX:
+        services.tokenizers.popitem(last=False)
+    return found

@@ -1,0 +1,134 @@
+"""Prompts, replies and segments of the OpenAI-compatible endpoints, without a cluster."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from plexrl.client.data.results import GenerateResult, Sample, WeightsSpan
+from plexrl.errors import InvalidRequestError
+from plexrl.model.text.tokenizer import EOS, Tokenizer
+from plexrl.router.http.openai.prompts import canonical, chat_prompt, chat_settings
+from plexrl.router.http.openai.requests import ChatRequest
+from plexrl.router.http.openai.texts import CALL_BEGIN, CALL_END, GrowingText, split_calls
+from plexrl.router.http.openai.trajectory import (
+    decode_calls,
+    history_digest,
+    make_call,
+    replies,
+    segments,
+)
+
+TOKENIZER = Tokenizer.from_vocabulary("abcdefghijklmnopqrstuvwxyz :\n")
+APPENDS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+REWRITES = APPENDS.replace("{{ m.content }}", "{{ m.content if loop.last else 'dropped' }}")
+USER = {"role": "user", "content": "hello"}
+REPLY = {"role": "assistant", "content": "ab"}
+TOOL = {"role": "tool", "content": "result"}
+
+
+def request(*messages: dict[str, Any], template: str = APPENDS) -> ChatRequest:
+    return ChatRequest(model="actor", messages=list(messages), chat_template=template)
+
+
+def captured(tokens: list[int], template: str = APPENDS) -> tuple[list[int], list[bytes]]:
+    """A prompt, and its captured call with this reply."""
+    first = request(USER, template=template)
+    prompt = chat_prompt(TOKENIZER, first)
+    sample = Sample(tokens, np.full(len(tokens), -0.5, np.float32), "stop", (WeightsSpan(0, 2, 5),))
+    history = canonical([USER, REPLY])
+    digest = history_digest("chat", history, chat_settings(first))
+    result = GenerateResult([[sample]], 2)
+    call = make_call("one", 1.0, None, prompt.tokens, result, histories=[(2, digest)])
+    return prompt.tokens, [msgspec.json.encode(call)]
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_a_later_prompt_begins_with_the_drawn_tokens(is_ended: bool) -> None:
+    # The reply's text could also be encoded as other tokens; only the drawn ones may be used.
+    drawn = [*TOKENIZER.encode("ab"), *([EOS] if is_ended else [])]
+    before, rows = captured(drawn)
+    known = replies(decode_calls(rows))
+    found = chat_prompt(TOKENIZER, request(USER, {**REPLY, "refusal": None}, TOOL), known)
+    assert found.parent == known[0]
+    closing = "\ntool: result\nassistant: "
+    ended = [] if is_ended else [EOS]
+    assert found.tokens == [*before, *drawn, *ended, *TOKENIZER.encode(closing)]
+    alone = chat_prompt(TOKENIZER, request(USER, REPLY, TOOL))
+    assert alone.parent is None
+    assert alone.tokens == found.tokens, "the template alone writes the same text"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (USER, {**REPLY, "content": "another"}, TOOL),
+        ({**USER, "content": "other"}, REPLY, TOOL),
+        (USER,),
+    ],
+)
+def test_another_history_continues_nothing(messages: tuple[dict[str, Any], ...]) -> None:
+    known = replies(decode_calls(captured(TOKENIZER.encode("ab"))[1]))
+    assert chat_prompt(TOKENIZER, request(*messages), known).parent is None
+
+
+def test_a_template_that_rewrites_earlier_turns_begins_another_segment() -> None:
+    known = replies(decode_calls(captured(TOKENIZER.encode("ab"), REWRITES)[1]))
+    found = chat_prompt(TOKENIZER, request(USER, REPLY, TOOL, template=REWRITES), known)
+    assert found.parent is None
+
+
+def test_segments_join_the_turns_of_each_branch() -> None:
+    before, rows = captured([3, 4, EOS])
+    (reply,) = replies(decode_calls(rows))
+    prompt = [*reply.tokens, 7, 8]
+    samples = [
+        Sample([token, EOS], np.array([-1, -2], np.float32), "stop", (WeightsSpan(0, 3, 6),))
+        for token in (5, 6)
+    ]
+    second = make_call(
+        "two", 2.0, reply, prompt, GenerateResult([samples], 3), histories=[(4, "x"), (4, "y")]
+    )
+    rows.append(msgspec.json.encode(second))
+    left, right = segments(decode_calls(rows))
+    assert left["tokens"] == [*prompt, 5, EOS]
+    assert right["tokens"] == [*prompt, 6, EOS]
+    assert left["mask"] == [0] * len(before) + [1, 1, 1, 0, 0, 1, 1]
+    assert left["logprobs"] == [0.0] * len(before) + [-0.5, -0.5, -0.5, 0.0, 0.0, -1.0, -2.0]
+    assert left["weights"] == [(len(before), 2, 5), (len(prompt), 3, 6)]
+    assert left["operations"] == ["one", "two"]
+    assert segments(decode_calls(rows[1:])) == [], "a turn without its beginning is no segment"
+
+
+def test_calls_of_tools_are_read_from_a_reply() -> None:
+    call = f'{CALL_BEGIN}\n{{"name": "add", "arguments": {{"a": 1}}}}\n{CALL_END}'
+    text, calls = split_calls(f"I add. {call}\n{call}")
+    assert text == "I add."
+    assert [(each.name, each.arguments) for each in calls] == [("add", '{"a": 1}')] * 2
+    for broken in (f"{CALL_BEGIN}{{no json}}{CALL_END}", f"{call} and more", f"{call} x {call}"):
+        assert split_calls(broken) == (broken, [])
+
+
+def test_streamed_text_is_never_taken_back() -> None:
+    text = GrowingText(TOKENIZER, ["stop"], holds_calls=False)
+    parts = [text.take(TOKENIZER.encode(part)) for part in ("ab s", "t", "a", " st", "op", "x")]
+    assert parts == ["ab ", "", "sta", " ", "", ""]
+    text = GrowingText(TOKENIZER, ["stop"], holds_calls=False)
+    first = text.take(TOKENIZER.encode("abc"))
+    text.restart()
+    assert first + text.take(TOKENIZER.encode("abcd")) == "abcd"
+
+
+@pytest.mark.parametrize(
+    "options", [{"presence_penalty": 0.1}, {"logit_bias": {"3": 1}}, {"response_format": {"a": 1}}]
+)
+def test_what_would_change_the_draws_is_refused(options: dict[str, Any]) -> None:
+    made = ChatRequest(model="actor", messages=[USER], **options)
+    with pytest.raises(InvalidRequestError, match=next(iter(options))):
+        made.check_known()
+    ChatRequest(model="actor", messages=[USER], user="me", presence_penalty=0).check_known()
