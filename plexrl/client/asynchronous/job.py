@@ -68,6 +68,7 @@ class AsyncJob:
         return self._sync.gradients_found
 
     log = in_thread(Job.log)
+    resume_step = in_thread(Job.resume_step)
     metrics = in_thread(Job.metrics)
     status = in_thread(Job.status)
     deployment_status = in_thread(Job.deployment_status)

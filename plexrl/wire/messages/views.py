@@ -272,6 +272,8 @@ class MetricsRow(TypedDict):
     time: float
     """Seconds since the epoch."""
     values: dict[str, float]
+    rewinds_from: NotRequired[int]
+    """The step of the row before, if it is higher: the controller went back to an earlier state."""
 
 
 class FileView(TypedDict):
