@@ -23,6 +23,7 @@ from plexrl.cli.jobs.jobs import jobs, logs
 from plexrl.cli.jobs.metrics import metrics
 from plexrl.cli.jobs.operations import operations, trace
 from plexrl.cli.jobs.rollouts import rollouts
+from plexrl.cli.jobs.samples import samples
 from plexrl.cli.simulate.command import simulate
 from plexrl.cli.simulate.compare import compare
 from plexrl.cli.simulate_rollout.allocate import allocate_rollout
@@ -60,7 +61,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in (
-    *(up, events, status, jobs, explain, cancel, metrics, logs, groups, usage, demo),
+    *(up, events, status, jobs, explain, cancel, metrics, samples, logs, groups, usage, demo),
     *(statemanager, statemanager_status, operations, rollouts, trace),
 ):
     app.command()(command)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plexrl.cli.jobs.explain import print_warnings
 from plexrl.cli.terminal.context import (
     Access,
     Cells,
@@ -118,6 +119,7 @@ def _show_one(found: dict[str, Any], output: Output) -> None:
         for each in found["deployments"]:
             if each["pace"]:
                 print_line(paced_line(each["deployment"], each["pace"]))
+        print_warnings(found.get("health"))
     for text in (found["reason"], (found["failure"] or {}).get("message")):
         if text and not output.as_json:
             print_line(text)

@@ -68,7 +68,10 @@ class AsyncJob:
         return self._sync.gradients_found
 
     log = in_thread(Job.log)
+    log_samples = in_thread(Job.log_samples)
     resume_step = in_thread(Job.resume_step)
+    samples = in_thread(Job.samples)
+    sampled_steps = in_thread(Job.sampled_steps)
     metrics = in_thread(Job.metrics)
     status = in_thread(Job.status)
     deployment_status = in_thread(Job.deployment_status)

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -98,6 +98,7 @@ class Cluster:
         expected_s: float = 0.0,
         slo: float | None = None,
         trackers: Sequence[str] | None = None,
+        run_warnings: bool | Mapping[str, float] = True,
     ) -> Job:
         """Submit a job. This process becomes its controller and sends heartbeats.
 
@@ -123,6 +124,9 @@ class Cluster:
         `tensorboard`, `mlflow`, `trackio`. Absent: those in `PLEXRL_TRACKERS`, separated by commas.
         Their files are in `PLEXRL_TRACKER_DIR`, else in `runs`.
 
+        The cluster warns of a sick run, such as one whose samples end by length. `run_warnings`
+        gives other limits by name, `{"ended_by_length": 0.9}`, or switches it off (False).
+
         Raises:
             InvalidRequestError: a tracker is unknown, or its library is not installed.
             QuotaExceededError: the tenant has used all of its GPU-seconds.
@@ -135,6 +139,7 @@ class Cluster:
             "gang": gang,
             "expected_s": expected_s,
             "slo": slo,
+            "run_warnings": run_warnings,
         }
         chosen = ChosenTrackers(trackers, os.environ)
         self._warn_of_former_jobs()

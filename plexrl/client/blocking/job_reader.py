@@ -12,8 +12,10 @@ from plexrl.client.calls.transport import Transport
 from plexrl.client.data.metric_rows import read_rows
 from plexrl.client.data.rollout_profile import RolloutProfile
 from plexrl.client.futures.checkpoints import list_call
+from plexrl.errors import NotFoundError
 from plexrl.limits import check_numbers
 from plexrl.wire.messages.node_queries import CheckpointView, JobCheckpoints, JobLogs, LogView
+from plexrl.wire.messages.run_views import SampledSteps, StepSamples
 from plexrl.wire.messages.views import (
     DeploymentStatus,
     ExplainedJobView,
@@ -53,6 +55,28 @@ class JobReader:
                 return found
             found += read_rows(rows)
             after = rows[-1]["index"]
+
+    def samples(self, step: int | None = None) -> StepSamples:
+        """The samples that the controller logged for a `step`, by default the newest.
+
+        Raises:
+            NotFoundError: there are none.
+        """
+        if step is None:
+            steps = self.sampled_steps()
+            if not steps:
+                raise NotFoundError(
+                    f"job {self.job!r} has no samples: its controller adds them by job.log_samples"
+                )
+            step = steps[-1]
+        check_numbers("metrics", {"step": step})
+        found: StepSamples = self._transport.ask("GET", f"{self._path}/samples/{step}")
+        return found
+
+    def sampled_steps(self) -> list[int]:
+        """The steps that have samples, ascending."""
+        found: SampledSteps = self._transport.ask("GET", f"{self._path}/samples")
+        return found["steps"]
 
     def logs(self, deployment: str | None = None, *, lines: int = 100) -> list[LogView]:
         """The last `lines` of each worker's log, for one `deployment` (`<job>/<name>`, or the name)

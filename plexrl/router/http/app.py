@@ -40,9 +40,12 @@ from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 from plexrl.router.job_files.metrics_log import MetricsFiles, MetricsLog
 from plexrl.router.job_files.metrics_objects import MetricsObjects
 from plexrl.router.job_files.model_access import ModelAccess
+from plexrl.router.job_files.record_store import RecordFiles, RecordObjects, RecordStore
+from plexrl.router.job_files.samples import SampleLog
 from plexrl.router.observe.audit_log import AuditLog
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.rollouts import RolloutViews
+from plexrl.router.observe.run_watch import RunWatch
 from plexrl.router.observe.spans import SpanSender
 from plexrl.router.server.refused_keys import RefusedKeys
 from plexrl.router.server.request_limits import BodyRefusedError, RequestLimits, close_after
@@ -141,7 +144,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
     data_dir = Path(config.data_dir)
     checkpoint_url = config.checkpoint_url or str(data_dir / "checkpoints")
     threads = ThreadPoolExecutor(STORE_CALLS_MAX, thread_name_prefix="store-calls")
-    blobs, metrics = _stores(config)
+    blobs, metrics, records = _stores(config)
     credentials = None if config.tls is None else Credentials(config.tls)
     executor = Executor(blobs, credentials)
     refused = RefusedKeys(burst=config.refused_keys_burst, per_s=config.refused_keys_per_s)
@@ -168,12 +171,15 @@ def _make_services(config: RouterConfig) -> RouterServices:
     keys.scheduler = executor.scheduler = scheduler
     executor.specs = specs
     executor.checkpoint_quota = quota
+    executor.watch = RunWatch(records, config.router, specs.cached, threads)
     parts_file = None if config.parts_file is None else Path(config.parts_file)
     return RouterServices(
         scheduler=scheduler,
         executor=executor,
         blobs=blobs,
         metrics=metrics,
+        samples=SampleLog(records, job_bytes_max=config.samples_job_bytes_max),
+        run_watch=executor.watch,
         specs=specs,
         uploads=UploadAdmission(config.arriving_bytes_max, config.tenant_arriving_bytes_max),
         model_access=ModelAccess(scheduler, checkpoint_url, config.model_roots),
@@ -190,7 +196,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
     )
 
 
-def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog]:
+def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog, RecordStore]:
     bounds = {
         "row_bytes_max": config.metrics_row_bytes_max,
         "job_bytes_max": config.metrics_job_bytes_max,
@@ -198,13 +204,15 @@ def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog]:
     shared = config.data_url or config.data_dir
     if not is_url(shared):
         folder = directory(shared)
-        return DirectoryBlobStore(folder / "blobs"), MetricsFiles(folder / "metrics", **bounds)
+        metrics = MetricsFiles(folder / "metrics", **bounds)
+        return DirectoryBlobStore(folder / "blobs"), metrics, RecordFiles(folder / "records")
     cache = LocalCache(
         Path(config.data_dir) / "blob-cache" / quote(config.router, safe=""),
         config.blob_cache_bytes_max,
     )
     blobs = ObjectBlobStore(ObjectStore(shared), cache)
-    return blobs, MetricsObjects(ObjectStore(shared), config.router, **bounds)
+    records = RecordObjects(ObjectStore(f"{shared.rstrip('/')}/records"))
+    return blobs, MetricsObjects(ObjectStore(shared), config.router, **bounds), records
 
 
 def _close_stores(services: RouterServices) -> None:
