@@ -69,8 +69,9 @@ class JobRecords(JobReader):
         prompts: Sequence[str] = (),
     ) -> None:
         """Keep samples of a step, for `plexrl samples`: of each of `samples` its text in `texts`,
-        its reward in `rewards` (None or NaN: the reward failed), its prompt in `prompts`, its length
-        and what ended it. Give all of a `step` in one call: it replaces those of an earlier call.
+        its reward in `rewards` (None or NaN: the reward failed), its prompt in `prompts`, its
+        length and what ended it. Give all of a `step` in one call: it replaces those of an earlier
+        call.
 
         Kept are the first 64 of a step, the first 4000 characters of each text, and the newest 1000
         steps within 64 MiB (`samples_job_bytes_max` of the cluster).

@@ -11,6 +11,7 @@ from plexrl.router.dispatch.reductions import row_masks
 from plexrl.router.observe.run_health import Generated, Stepped, Trained
 from plexrl.wire.tensors import Array, Arrays
 
+SHORT_TOKENS = 16
 END_TEXTS = frozenset(
     {
         *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"),
@@ -29,15 +30,21 @@ def end_tokens(files: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def generated(
-    arrays: Arrays, result: Mapping[str, Any], ends: Sequence[int], *, keeps_cache: bool
+    arrays: Arrays,
+    result: Mapping[str, Any],
+    ends: Sequence[int],
+    *,
+    keeps_cache: bool,
+    max_tokens: int,
 ) -> Generated:
     """What a `generate` shows. `arrays` has `finish` [samples], `lengths` [samples] and `tokens`
-    [all tokens]; `keeps_cache`: the last sync kept the KV cache of earlier weights."""
+    [all tokens]; `keeps_cache`: the last sync kept the KV cache of earlier weights. That samples of
+    at most `SHORT_TOKENS` end by length says nothing: many tasks have answers of a known length."""
     finish, lengths = arrays["finish"], arrays["lengths"]
     continued = {segment[0] for segment in result.get("segments", ()) if segment[1] > 0}
     return Generated(
         samples=int((finish != 2).sum()),
-        by_length=int((finish == 1).sum()),
+        by_length=int((finish == 1).sum()) if max_tokens > SHORT_TOKENS else 0,
         past_end=_past_end(arrays["tokens"], lengths, finish != 2, ends),
         old_cache=sum(finish[row] != 2 for row in continued) if keeps_cache else 0,
         trainer_step=int(result.get("trainer_step", 0)),

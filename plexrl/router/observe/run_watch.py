@@ -24,8 +24,8 @@ from plexrl.router.job_files.record_store import RecordStore
 from plexrl.router.observe.run_figures import end_tokens, generated, stepped, trained
 from plexrl.router.observe.run_health import Observation, Rewarded, RunHealth, merge_views
 from plexrl.storage.model_folder import model_folder
-from plexrl.wire.messages import SyncWeights
 from plexrl.wire.messages.run_views import RunHealthView
+from plexrl.wire.messages.runs import Generate, Sync
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import Body, decode_body
 
@@ -156,7 +156,7 @@ class RunWatch:
         seen: Observation
         match command.kind:
             case OperationKind.SYNC_WEIGHTS:
-                if isinstance(command, SyncWeights) and command.params is not None:
+                if isinstance(command, Sync) and command.params is not None:
                     kept = command.params.in_flight and not command.params.recompute_kv
                     job.keeps_cache[command.deployment] = kept
                 return
@@ -166,7 +166,9 @@ class RunWatch:
                 arrays = decode_body(body[0] if len(body) == 1 else b"".join(body))[1]
                 ends = self._ends(job, command)
                 kept = job.keeps_cache.get(command.deployment, False)
-                seen = generated(arrays, result, ends, keeps_cache=kept)
+                params = command.params if isinstance(command, Generate) else None
+                most = 0 if params is None else params.sampling.max_tokens
+                seen = generated(arrays, result, ends, keeps_cache=kept, max_tokens=most)
             case OperationKind.FORWARD_BACKWARD:
                 parts = {id(part): part for part in payloads}.values()
                 batches = [
