@@ -34,7 +34,17 @@ DIRECTION = (
     "plexrl",
 )
 LAYERS = {
-    "cli": ("app", "demo", "simulate_rollout", "simulate", "cluster", "traces", "jobs", "terminal"),
+    "cli": (
+        "app",
+        "demo",
+        "simulate_rollout",
+        "simulate",
+        "cluster",
+        "traces",
+        "jobs",
+        "starter",
+        "terminal",
+    ),
     "client": (
         "public",
         "asynchronous",
@@ -43,6 +53,7 @@ LAYERS = {
         "futures",
         "calls",
         "display",
+        "trackers",
         "data",
     ),
     "cluster": (
@@ -71,7 +82,7 @@ LAYERS = {
         *("trajectories",),
     ),
     "router": (
-        *("http", "services", "job_files", "observe", "execution", "dispatch", "blobs"),
+        *("http", "services", "observe", "job_files", "execution", "dispatch", "blobs"),
         *("server", "config"),
     ),
     "scheduler": (

@@ -78,6 +78,7 @@ class AsyncJob:
     operations = in_thread(Job.operations)
     rollout_profile = in_thread(Job.rollout_profile)
     checkpoints = in_thread(Job.checkpoints)
+    checkpoint_files = in_thread(Job.checkpoint_files)
     delete_checkpoint = in_thread(Job.delete_checkpoint)
     download_checkpoint = in_thread(Job.download_checkpoint)
     explain = in_thread(Job.explain)

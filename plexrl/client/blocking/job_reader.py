@@ -17,8 +17,10 @@ from plexrl.limits import check_numbers
 from plexrl.wire.messages.node_queries import CheckpointView, JobCheckpoints, JobLogs, LogView
 from plexrl.wire.messages.run_views import SampledSteps, StepSamples
 from plexrl.wire.messages.views import (
+    CheckpointFiles,
     DeploymentStatus,
     ExplainedJobView,
+    FileView,
     JobView,
     LoggedOperationView,
     MetricsRow,
@@ -101,6 +103,12 @@ class JobReader:
         be a URL."""
         found: JobCheckpoints = self._transport.request(list_call(self.job)).json()
         return found["checkpoints"]
+
+    def checkpoint_files(self, name: str) -> list[FileView]:
+        """The files of the complete checkpoint `name`. Raises `CheckpointNotFoundError`."""
+        path = f"{self._path}/checkpoints/{quote(name, safe='')}/files"
+        found: CheckpointFiles = self._transport.ask("GET", path)
+        return found["files"]
 
     def download_checkpoint(self, name: str, folder: str | os.PathLike[str]) -> Path:
         """Write the files of the complete checkpoint `name` into a new folder; `transformers` can

@@ -172,16 +172,20 @@ class SampleRequest(_Strict):
     prompt: str = ""
     text: str
     reward: float | None = Field(description="null: the reward failed")
-    length: int = Field(ge=0, description="in tokens")
+    length: Annotated[int, Limited("samples", "length")] = Field(description="in tokens")
     ended_by: Literal["stop", "length", "abort"]
 
 
 class SamplesRequest(_Strict):
     """Samples of one step; they replace those that the step has."""
 
-    step: Annotated[int, Limited("metrics", "step")]
-    total: int = Field(ge=0, description="samples of the step, of which the first are given")
-    failed: int = Field(ge=0, description="those whose reward failed")
+    step: Annotated[int, Limited("samples", "step")]
+    total: Annotated[int, Limited("samples", "total")] = Field(
+        description="samples of the step, of which the first are given"
+    )
+    failed: Annotated[int, Limited("samples", "failed")] = Field(
+        description="those whose reward failed"
+    )
     samples: list[SampleRequest] = Field(max_length=SAMPLES_KEPT_MAX)
 
 
