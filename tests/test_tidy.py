@@ -35,15 +35,8 @@ DIRECTION = (
 )
 LAYERS = {
     "cli": (
-        "app",
-        "demo",
-        "simulate_rollout",
-        "simulate",
-        "cluster",
-        "traces",
-        "jobs",
-        "starter",
-        "terminal",
+        *("app", "demo", "simulate_rollout", "simulate", "cluster", "traces", "jobs", "starter"),
+        *("terminal",),
     ),
     "client": (
         "public",

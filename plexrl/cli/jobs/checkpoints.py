@@ -88,13 +88,12 @@ def show_checkpoint(
     if output.as_json:
         write_json({**view, "files": files})
         return
-    state = (
-        view["state"] if view["error"] is None else f"{view['state']}: {view['error']['message']}"
-    )
     print_line(
-        f"{found.job} {name}: step {view['step']}, {state}, {_size(view)}, "
+        f"{found.job} {name}: step {view['step']}, {view['state']}, {_size(view)}, "
         f"{local_time(view['as_of'])}, in {view['path']}"
     )
+    if (error := view["error"]) is not None:
+        print_line(error["message"])
     cells: Cells = {"file": "path", "size": lambda each: size_text(each["bytes"])}
     if files:
         output.table(cells, files)

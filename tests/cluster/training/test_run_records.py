@@ -1,6 +1,9 @@
 """A job's run is tracked, sampled and watched, from the SDK to the command line."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ from typer.testing import CliRunner
 import plexrl
 from plexrl.cli.app import app
 from plexrl.cluster.embedded.start import EmbeddedCluster
-from plexrl.errors import InvalidRequestError, NotFoundError
+from plexrl.errors import ConflictError, InvalidRequestError, NotFoundError
 from tests.cluster.tools import VOCABULARY
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
@@ -95,6 +98,45 @@ def test_a_sick_run_is_named_and_its_samples_are_shown(
         assert "1. reward failed, 20 tokens, ended by length" in text
         shown = json.loads(command(embedded, "samples", job.job, "--step", "1", "--json"))
         assert [shown["steps"], shown["samples"][16]["reward"]] == [[1], 0.5]
+
+
+def test_checkpoints_are_shown_and_the_newest_kept(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster
+) -> None:
+    with cluster.create_job("kept") as job:
+        actor = job.train_deployment("actor", MODEL)
+        for step in (1, 2, 3):
+            actor.save_checkpoint(f"step-{step}", step=step).result(120)
+        shown = json.loads(command(embedded, "checkpoints", "show", job.job, "step-2", "--json"))
+        assert (shown["step"], shown["state"]) == (2, "durable")
+        assert "config.json" in [file["path"] for file in shown["files"]]
+        assert "step 2, durable" in command(embedded, "checkpoints", "show", job.job, "step-2")
+        text = command(embedded, "checkpoints", "keep", job.job, "2")
+        assert "step-1 is deleted" in text
+        assert "has 2 complete checkpoints" in text
+        assert [each["name"] for each in job.checkpoints()] == ["step-2", "step-3"]
+    text = command(embedded, "logs", "-f", job.job)
+    assert f"{job.job}/actor rank 0 on " in text
+
+
+def test_the_starter_project_runs(embedded: EmbeddedCluster, tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    assert "train.py" in command(embedded, "init", str(folder))
+    access = {"PLEXRL_URL": embedded.url, "PLEXRL_API_KEY": embedded.api_key}
+    done = subprocess.run(
+        [sys.executable, "train.py", "--steps", "2", "--prompts", "4", "--samples", "4"],
+        cwd=folder,
+        env={**os.environ, **access, "PLEXRL_TRACKERS": "tensorboard"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2  reward/mean" in done.stdout
+    assert len(list((folder / "runs").glob("sort-digits-*/events*"))) == 1
+    again = CliRunner().invoke(app, ["init", str(folder)])
+    assert isinstance(again.exception, ConflictError)
 
 
 def test_the_watch_is_switched_off_by_one_switch(cluster: plexrl.Cluster) -> None:

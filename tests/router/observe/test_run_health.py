@@ -103,7 +103,7 @@ def test_limits_are_set_by_name() -> None:
     health = RunHealth(check_limits({"ended_by_length": 0.9}))
     health.observe(drawn(by_length=20))
     assert health.view()["warnings"] == []
-    with pytest.raises(InvalidRequestError, match="no threshold 'kl'.*kl_same_weights"):
+    with pytest.raises(InvalidRequestError, match=r"no threshold 'kl'.*kl_same_weights"):
         check_limits({"kl": 1.0})
     with pytest.raises(InvalidRequestError, match="0 or more"):
         check_limits({"clipped": math.nan})
