@@ -34,7 +34,10 @@ DIRECTION = (
     "plexrl",
 )
 LAYERS = {
-    "cli": ("app", "demo", "simulate_rollout", "simulate", "cluster", "traces", "jobs", "terminal"),
+    "cli": (
+        *("app", "demo", "simulate_rollout", "simulate", "cluster", "traces", "jobs", "starter"),
+        *("terminal",),
+    ),
     "client": (
         "public",
         "asynchronous",
@@ -43,6 +46,7 @@ LAYERS = {
         "futures",
         "calls",
         "display",
+        "trackers",
         "data",
     ),
     "cluster": (
@@ -71,7 +75,7 @@ LAYERS = {
         *("trajectories",),
     ),
     "router": (
-        *("http", "tinker", "services", "job_files", "observe", "execution", "dispatch", "blobs"),
+        *("http", "tinker", "services", "observe", "job_files", "execution", "dispatch", "blobs"),
         *("server",),
     ),
     "scheduler": (

@@ -23,11 +23,13 @@ from plexrl.cli.jobs.jobs import jobs, logs
 from plexrl.cli.jobs.metrics import metrics
 from plexrl.cli.jobs.operations import operations, trace
 from plexrl.cli.jobs.rollouts import rollouts
+from plexrl.cli.jobs.samples import samples
 from plexrl.cli.simulate.command import simulate
 from plexrl.cli.simulate.compare import compare
 from plexrl.cli.simulate_rollout.allocate import allocate_rollout
 from plexrl.cli.simulate_rollout.command import simulate_rollout
 from plexrl.cli.simulate_rollout.plan import plan_rollout
+from plexrl.cli.starter.command import init
 from plexrl.cli.terminal.context import warn, warn_lines, write_json, write_text
 from plexrl.cli.terminal.help import CommandGroup, PanelCommand
 from plexrl.cli.traces.command import traces_app
@@ -55,12 +57,11 @@ app = typer.Typer(
     help="Run the language models of many RL jobs on one shared GPU cluster.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     # Boxes break words at 80 columns, and programs cannot parse them.
     rich_markup_mode=None,
 )
 for command in (
-    *(up, events, status, jobs, explain, cancel, metrics, logs, groups, usage, demo),
+    *(init, up, events, status, jobs, explain, cancel, metrics, samples, logs, groups, usage, demo),
     *(statemanager, statemanager_status, operations, rollouts, trace),
 ):
     app.command()(command)

@@ -90,3 +90,15 @@ def test_a_small_value_does_not_look_like_zero() -> None:
     with Progress(file=shown) as progress:
         progress.step(1, {"learning_rate": 1e-5, "reward": 0.25, "loss": -123456.0, "none": 0.0})
     assert "learning_rate   1e-05  reward  0.2500  loss -1.23e+05  none  0.0000" in shown.getvalue()
+
+
+def test_lines_in_a_notebook_are_plain_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class ZMQInteractiveShell:
+        """What rich takes for a notebook."""
+
+    monkeypatch.setattr("builtins.get_ipython", ZMQInteractiveShell, raising=False)
+    with Progress(1) as progress:
+        progress.step(1, {"loss": 0.5})
+    assert "step 1/1  loss  0.5000" in capsys.readouterr().out

@@ -200,8 +200,9 @@ def test_defaults_match_the_http_api(
     call: Callable[..., Any], request_type: type[BaseModel]
 ) -> None:
     wanted = {name: field.default for name, field in request_type.model_fields.items()}
-    # The SDK generates the id that the API needs; without `workers` one worker is meant.
-    own = ("job_id", "workers")
+    # The SDK generates the id that the API needs, and feeds trackers; without `workers` one worker
+    # is meant.
+    own = ("job_id", "trackers", "workers")
     for argument in arguments(call):
         if argument.default is not inspect.Parameter.empty and argument.name not in own:
             assert argument.default == wanted[argument.name], argument.name

@@ -1,5 +1,6 @@
-"""`plexrl checkpoints`: lists, downloads and deletes checkpoints."""
+"""`plexrl checkpoints`: lists, shows, downloads and deletes checkpoints."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,10 @@ from plexrl.wire.messages.node_queries import CheckpointView
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.cluster import Cluster
+    from plexrl.client.blocking.job import Job
+
+DURABLE = "durable"
+"""State of a complete checkpoint."""
 
 checkpoints_app = typer.Typer(
     cls=ListGroup,
@@ -67,6 +72,58 @@ def list_checkpoints(
                 print_line(f"{each['job']} {each['name']}: {error['message']}")
 
 
+@checkpoints_app.command("show")
+@with_option_groups
+def show_checkpoint(
+    job: JobArgument,
+    name: Annotated[str, typer.Argument(help="A checkpoint of the job.")],
+    access: Access,
+    output: Output,
+) -> None:
+    """Show one checkpoint, and its files if it is complete."""
+    with access.open() as cluster:
+        found = find_job(cluster, job)
+        view = _known(found, [name])[name]
+        files = found.checkpoint_files(name) if view["state"] == DURABLE else []
+    if output.as_json:
+        write_json({**view, "files": files})
+        return
+    print_line(
+        f"{found.job} {name}: step {view['step']}, {view['state']}, {_size(view)}, "
+        f"{local_time(view['as_of'])}, in {view['path']}"
+    )
+    if (error := view["error"]) is not None:
+        print_line(error["message"])
+    cells: Cells = {"file": "path", "size": lambda each: size_text(each["bytes"])}
+    if files:
+        output.table(cells, files)
+
+
+@checkpoints_app.command("keep")
+@with_option_groups
+def keep_checkpoints(
+    job: JobArgument,
+    count: Annotated[int, typer.Argument(min=1, help="Number of the newest that are kept.")],
+    *,
+    access: Access,
+    output: Output,
+) -> None:
+    """Delete the complete checkpoints of a job except those of the highest steps."""
+    with access.open() as cluster:
+        found = find_job(cluster, job)
+        whole = [each for each in found.checkpoints() if each["state"] == DURABLE]
+        whole.sort(key=lambda each: (each["step"], each["as_of"]))
+        gone = whole[:-count]
+        for each in gone:
+            found.delete_checkpoint(each["name"])
+    if output.as_json:
+        write_json([{"job": found.job, "name": each["name"], "deleted": True} for each in gone])
+        return
+    for each in gone:
+        print_line(f"{found.job} {each['name']} is deleted: {each['path']}")
+    print_line(f"{found.job} has {len(whole) - len(gone)} complete checkpoints.")
+
+
 @checkpoints_app.command("download")
 @with_option_groups
 def download_checkpoint(
@@ -98,13 +155,7 @@ def delete_checkpoints(
     """Delete checkpoints of a job ; if one does not exist, none is deleted."""
     with access.open() as cluster:
         found = find_job(cluster, job)
-        known = {each["name"]: each for each in found.checkpoints()}
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            existing = ", ".join(sorted(known)) or "none"
-            raise CheckpointNotFoundError(
-                f"job {found.job!r} has no checkpoint {unknown[0]!r}; it has {existing}"
-            )
+        known = _known(found, names)
         for name in dict.fromkeys(names):
             found.delete_checkpoint(name)
     if output.as_json:
@@ -112,6 +163,18 @@ def delete_checkpoints(
         return
     for name in dict.fromkeys(names):
         print_line(f"{found.job} {name} is deleted: {known[name]['path']}")
+
+
+def _known(job: "Job", names: Sequence[str]) -> dict[str, CheckpointView]:
+    """The job's checkpoints by name. Raises `CheckpointNotFoundError` if one of `names` is none."""
+    known = {each["name"]: each for each in job.checkpoints()}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        existing = ", ".join(sorted(known)) or "none"
+        raise CheckpointNotFoundError(
+            f"job {job.job!r} has no checkpoint {unknown[0]!r}; it has {existing}"
+        )
+    return known
 
 
 def _jobs_with_checkpoints(cluster: "Cluster") -> list[str]:

@@ -15,6 +15,7 @@ from plexrl.cli.terminal.context import (
 from plexrl.cli.terminal.job_ids import JobArgument, find_job, paced_line
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.wire.messages.cluster_views import EtaQualityView
+from plexrl.wire.messages.run_views import RunHealthView
 from plexrl.wire.messages.views import (
     HolderView,
     PlacedDeploymentView,
@@ -41,6 +42,7 @@ def explain(
         write_json(view)
         return
     print_line(f"{view['name']} of {view['tenant']} is {view['state']}: {view['summary']}.")
+    print_warnings(view.get("health"))
     print_rollouts(view.get("rollouts"))
     print_holders(view["holders"])
     _operations(view["operations"])
@@ -50,6 +52,12 @@ def explain(
         _memory(deployment)
         _near(deployment)
     _quality(view["eta_quality"])
+
+
+def print_warnings(health: RunHealthView | None) -> None:
+    """Print the signs that the run is sick."""
+    for warning in [] if health is None else health["warnings"]:
+        print_line(f"Warning ({warning['code']}): {warning['text']}.")
 
 
 def print_rollouts(rollouts: list[RolloutWaitView] | None) -> None:

@@ -1,10 +1,12 @@
 """`plexrl jobs` and `plexrl logs`: jobs and their workers' logs."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plexrl.cli.jobs.explain import print_warnings
 from plexrl.cli.terminal.context import (
     Access,
     Cells,
@@ -17,10 +19,15 @@ from plexrl.cli.terminal.context import (
 from plexrl.cli.terminal.job_ids import JobArgument, find_job, is_live, paced_line
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.errors import InvalidRequestError
+from plexrl.wire.messages.node_queries import JobLogs, LogView
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.job import Job
 
+POLL_S = 1.0
+"""Interval between two looks at logs that are followed."""
+FOLLOWED_LINES = 1000
+"""Lines of each worker that a look reads; what a worker writes beyond it in between is left out."""
 STATES = (
     *("QUEUED", "ADMITTED", "PROFILING", "RUNNING", "SUSPENDED"),
     *("CANCELLED", "COMPLETED", "FAILED"),
@@ -118,6 +125,7 @@ def _show_one(found: dict[str, Any], output: Output) -> None:
         for each in found["deployments"]:
             if each["pace"]:
                 print_line(paced_line(each["deployment"], each["pace"]))
+        print_warnings(found.get("health"))
     for text in (found["reason"], (found["failure"] or {}).get("message")):
         if text and not output.as_json:
             print_line(text)
@@ -128,21 +136,71 @@ def logs(
     job: JobArgument,
     deployment: Annotated[str | None, typer.Option(help="Only this deployment's.")] = None,
     lines: Annotated[int, typer.Option(help="Last lines of each worker.")] = 100,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines until the job has ended.")
+    ] = False,
     *,
     access: Access,
     output: Output,
 ) -> None:
     """The last lines of a job's worker logs."""
     with access.open() as cluster:
-        answer = find_job(cluster, job).read_logs(deployment, lines=lines)
+        found = find_job(cluster, job)
+        answer = found.read_logs(deployment, lines=lines)
+        if follow:
+            _follow(found, deployment, answer, output)
+            return
     for silent in answer["failed"]:
         warn(f"plexrl: no logs of node {silent['node']}: {silent['reason']}")
     if output.as_json:
         write_json(answer["logs"])
         return
     for each in answer["logs"]:
-        where = f"{each['deployment']} rank {each['rank']} on {each['node']}"
-        write_text(f"==> {where} <==\n{each['text']}\n")
+        write_text(f"==> {_where(each)} <==\n{each['text']}\n")
+
+
+def _where(log: LogView) -> str:
+    return f"{log['deployment']} rank {log['rank']} on {log['node']}"
+
+
+def _follow(job: "Job", deployment: str | None, answer: JobLogs, output: Output) -> None:
+    """Print the lines of `answer` and then new ones, until the job has ended. With JSON each line
+    is an object."""
+    before: dict[str, list[str]] = {}
+    silent: set[str] = set()
+    while True:
+        is_over = not is_live(job.status())
+        for node in answer["failed"]:
+            if node["node"] not in silent:
+                silent.add(node["node"])
+                warn(f"plexrl: no logs of node {node['node']}: {node['reason']}")
+        for log in answer["logs"]:
+            where, now = _where(log), log["text"].splitlines()
+            fresh = new_lines(before.get(where, []), now)
+            before[where] = now
+            for line in fresh:
+                if output.as_json:
+                    write_json({**log, "text": line})
+                else:
+                    write_text(f"{where}: {line}\n")
+        if is_over:
+            return
+        time.sleep(POLL_S)
+        answer = job.read_logs(deployment, lines=FOLLOWED_LINES)
+
+
+def new_lines(before: Sequence[str], now: Sequence[str]) -> Sequence[str]:
+    """The lines that the end of a log has now, and had not before: those after the longest end of
+    `before` with which `now` begins or in which it contains `before`."""
+    for skipped in range(len(before)):
+        kept = before[skipped:]
+        if list(now[: len(kept)]) == list(kept):
+            return now[len(kept) :]
+    # The first look at a log may have had fewer lines than the next ones.
+    for start in range(len(now) - len(before), 0, -1):
+        if before and list(now[start : start + len(before)]) == list(before):
+            return now[start + len(before) :]
+    return now
 
 
 def _with_engines(job: "Job") -> dict[str, Any]:

@@ -68,12 +68,17 @@ class AsyncJob:
         return self._sync.gradients_found
 
     log = in_thread(Job.log)
+    log_samples = in_thread(Job.log_samples)
+    resume_step = in_thread(Job.resume_step)
+    samples = in_thread(Job.samples)
+    sampled_steps = in_thread(Job.sampled_steps)
     metrics = in_thread(Job.metrics)
     status = in_thread(Job.status)
     deployment_status = in_thread(Job.deployment_status)
     operations = in_thread(Job.operations)
     rollout_profile = in_thread(Job.rollout_profile)
     checkpoints = in_thread(Job.checkpoints)
+    checkpoint_files = in_thread(Job.checkpoint_files)
     delete_checkpoint = in_thread(Job.delete_checkpoint)
     download_checkpoint = in_thread(Job.download_checkpoint)
     explain = in_thread(Job.explain)

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -18,6 +18,7 @@ from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.first_contact import FirstContact
 from plexrl.client.display.handle_repr import handle_repr, without_credentials
 from plexrl.client.futures.checkpoints import list_call
+from plexrl.client.trackers.feed import ChosenTrackers
 from plexrl.errors import AuthenticationError, InvalidRequestError
 from plexrl.limits import check_numbers
 from plexrl.wire.messages.cluster_views import (
@@ -96,6 +97,8 @@ class Cluster:
         gang: int = 0,
         expected_s: float = 0.0,
         slo: float | None = None,
+        trackers: Sequence[str] | None = None,
+        run_warnings: bool | Mapping[str, float] = True,
     ) -> Job:
         """Submit a job. This process becomes its controller and sends heartbeats.
 
@@ -117,7 +120,15 @@ class Cluster:
         wait for others on its GPUs, at least 0 and below 1: it joins no group in which it would
         wait longer. 0: it shares GPUs with nobody. None: its tenant's, or else the cluster's.
 
+        `trackers` are the experiment trackers that get a copy of the job's metrics: `wandb`,
+        `tensorboard`, `mlflow`, `trackio`. Absent: those in `PLEXRL_TRACKERS`, separated by commas.
+        Their files are in `PLEXRL_TRACKER_DIR`, else in `runs`.
+
+        The cluster warns of a sick run, such as one whose samples end by length. `run_warnings`
+        gives other limits by name, `{"ended_by_length": 0.9}`, or switches it off (False).
+
         Raises:
+            InvalidRequestError: a tracker is unknown, or its library is not installed.
             QuotaExceededError: the tenant has used all of its GPU-seconds.
         """
         options = {
@@ -128,15 +139,24 @@ class Cluster:
             "gang": gang,
             "expected_s": expected_s,
             "slo": slo,
+            "run_warnings": run_warnings,
         }
+        chosen = ChosenTrackers(trackers, os.environ)
         self._warn_of_former_jobs()
         call = requests.create_job(name, job_id or self._take_job_id(), options)
         transport = self._transport.for_controller(Controller())
         view: JobView = transport.request(call).json()
         LOG.info("job: %s", view["job"])
-        return Job(transport, view, heartbeat=True)
+        return _followed(Job(transport, view, heartbeat=True), chosen)
 
-    def attach_job(self, job: str, *, heartbeat: bool = True, keep_gradients: bool = False) -> Job:
+    def attach_job(
+        self,
+        job: str,
+        *,
+        heartbeat: bool = True,
+        keep_gradients: bool = False,
+        trackers: Sequence[str] | None = None,
+    ) -> Job:
         """Become the controller of the job with the id `job`. Its deployments keep their names and
         state. With `heartbeat=False` the job is only read, without control.
 
@@ -145,8 +165,15 @@ class Cluster:
         controller's; `keep_gradients` keeps them. `gradients_found` of the job lists the
         deployments that had some. A failure that the earlier controller did not acknowledge is
         raised by the next call.
+
+        `trackers` are as in `create_job`. Absent, and without `PLEXRL_TRACKERS`: those that an
+        earlier controller of the job used in the same folder. They continue its runs.
+
+        Raises:
+            InvalidRequestError: a tracker is unknown, or its library is not installed.
         """
         check_identifier("job", job)
+        chosen = ChosenTrackers(trackers, os.environ)
         if not heartbeat:
             seen: JobView = self._transport.ask("GET", f"/v1/jobs/{quote(job)}")
             return Job(self._transport, seen, heartbeat=False)
@@ -157,7 +184,7 @@ class Cluster:
         transport = self._transport.for_controller(Controller())
         query = {"keep_gradients": keep_gradients}
         view: JobView = transport.ask("POST", f"/v1/jobs/{quote(job)}/attach", query=query)
-        return Job(transport, view, heartbeat=True)
+        return _followed(Job(transport, view, heartbeat=True), chosen)
 
     def jobs(self) -> list[JobView]:
         """All jobs the key may see."""
@@ -439,3 +466,9 @@ def open_cluster(
     if local.is_started:
         cluster._record_former_jobs()
     return cluster
+
+
+def _followed(job: Job, chosen: ChosenTrackers) -> Job:
+    """The job, whose metrics are copied to trackers."""
+    job._follow(chosen.names_for(job.job), chosen.folder)
+    return job

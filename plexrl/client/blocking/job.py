@@ -3,12 +3,11 @@
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsFloat
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any, Literal
 
 from plexrl.client.blocking.bounded_rollout import BoundedRollout
 from plexrl.client.blocking.deployment_kinds import (
@@ -17,7 +16,7 @@ from plexrl.client.blocking.deployment_kinds import (
     RolloutDeployment,
     TrainDeployment,
 )
-from plexrl.client.blocking.job_reader import JobReader
+from plexrl.client.blocking.job_records import JobRecords, TrainSource
 from plexrl.client.calls import requests
 from plexrl.client.calls.controller import Controller, check_completed
 from plexrl.client.calls.heartbeats import send_heartbeats
@@ -25,7 +24,6 @@ from plexrl.client.calls.job_exit import end_with_block, report_detached, warn_i
 from plexrl.client.calls.transport import Transport
 from plexrl.client.data.argument_checks import source_deployment, with_reward_head
 from plexrl.client.data.demand import DemandTrace, plain_trace
-from plexrl.client.data.metric_rows import metrics_row
 from plexrl.client.data.rollout_policy import SYNCHRONOUS, RolloutPolicy, plain_fields
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.futures import wait_final
@@ -45,32 +43,17 @@ Dtype = Literal["float32", "bfloat16"]
 Outcome = Literal["completed", "failed", "cancelled"]
 
 
-class TrainSource(Protocol):
-    """A train deployment, of a blocking or of an `async` controller."""
-
-    @property
-    def deployment(self) -> str:
-        """As `Deployment.deployment`."""
-        ...
-
-    @property
-    def optim_step(self) -> Callable[..., object]:
-        """As `TrainDeployment.optim_step`."""
-        ...
-
-
-class Job(JobReader):
+class Job(JobRecords):
     """A job of this controller. As a context manager it ends the job with the block."""
 
     def __init__(self, transport: Transport, view: JobView, *, heartbeat: bool) -> None:
-        super().__init__(transport, view)
+        super().__init__(transport, view, transport.controller or Controller())
         self.gradients_found: dict[str, int] = {
             each["deployment"]: each["waiting_gradients"]
             for each in view["deployments"]
             if each["waiting_gradients"]
         }
         """By deployment: the `forward_backward` calls since its last step, at the attachment."""
-        self._control = transport.controller or Controller()
         self._control.receive_failure(view["failure"], self._control.acknowledged_count)
         self.left = threading.Event()
         """Set once this controller has ended the job or detached from it."""
@@ -432,20 +415,6 @@ class Job(JobReader):
         deployed = self._deploy(name, "forward", with_reward_head(model), options)
         return RewardDeployment(self._transport, deployed)
 
-    def log(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
-        """Add a row to the job's metrics: `values` by name, for the controller's own `step`. NaN
-        and infinite values are kept. A second row for the same step replaces nothing.
-
-        Raises:
-            InvalidRequestError: one of `values` is not a number.
-        """
-        self._control.check()
-        self._transport.ask("POST", f"{self._path}/metrics", body=metrics_row(step, values))
-
-    def delete_checkpoint(self, name: str) -> None:
-        """Delete the checkpoint `name`. Raises `CheckpointNotFoundError`."""
-        self._transport.ask("DELETE", f"{self._path}/checkpoints/{quote(name, safe='')}")
-
     def finish(self, outcome: Outcome = "completed", reason: str = "") -> None:
         """End the job with an `outcome`: `completed`, `failed` or `cancelled`. `reason` is shown
         with the job. A job that has ended stays as it is.
@@ -465,7 +434,7 @@ class Job(JobReader):
             view = self._transport.ask("POST", f"{self._path}/finish", body=body)
         finally:
             # Not earlier: until the cluster accepts the request, heartbeats keep the job attached.
-            self._leave()
+            self._leave(outcome)
         if outcome == "completed":
             check_completed(view)
 
@@ -478,8 +447,9 @@ class Job(JobReader):
         self._leave()
         report_detached(self._transport, self.job)
 
-    def _leave(self) -> None:
+    def _leave(self, outcome: Outcome | None = None) -> None:
         self.left.set()
+        self._close_trackers(outcome)
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> "Job":

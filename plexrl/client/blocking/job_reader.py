@@ -12,11 +12,15 @@ from plexrl.client.calls.transport import Transport
 from plexrl.client.data.metric_rows import read_rows
 from plexrl.client.data.rollout_profile import RolloutProfile
 from plexrl.client.futures.checkpoints import list_call
+from plexrl.errors import NotFoundError
 from plexrl.limits import check_numbers
 from plexrl.wire.messages.node_queries import CheckpointView, JobCheckpoints, JobLogs, LogView
+from plexrl.wire.messages.run_views import SampledSteps, StepSamples
 from plexrl.wire.messages.views import (
+    CheckpointFiles,
     DeploymentStatus,
     ExplainedJobView,
+    FileView,
     JobView,
     LoggedOperationView,
     MetricsRow,
@@ -54,6 +58,28 @@ class JobReader:
             found += read_rows(rows)
             after = rows[-1]["index"]
 
+    def samples(self, step: int | None = None) -> StepSamples:
+        """The samples that the controller logged for a `step`, by default the newest.
+
+        Raises:
+            NotFoundError: there are none.
+        """
+        if step is None:
+            steps = self.sampled_steps()
+            if not steps:
+                raise NotFoundError(
+                    f"job {self.job!r} has no samples: its controller adds them by job.log_samples"
+                )
+            step = steps[-1]
+        check_numbers("metrics", {"step": step})
+        found: StepSamples = self._transport.ask("GET", f"{self._path}/samples/{step}")
+        return found
+
+    def sampled_steps(self) -> list[int]:
+        """The steps that have samples, ascending."""
+        found: SampledSteps = self._transport.ask("GET", f"{self._path}/samples")
+        return found["steps"]
+
     def logs(self, deployment: str | None = None, *, lines: int = 100) -> list[LogView]:
         """The last `lines` of each worker's log, for one `deployment` (`<job>/<name>`, or the name)
         or for all. A warning is logged for every node that returned none."""
@@ -77,6 +103,12 @@ class JobReader:
         be a URL."""
         found: JobCheckpoints = self._transport.request(list_call(self.job)).json()
         return found["checkpoints"]
+
+    def checkpoint_files(self, name: str) -> list[FileView]:
+        """The files of the complete checkpoint `name`. Raises `CheckpointNotFoundError`."""
+        path = f"{self._path}/checkpoints/{quote(name, safe='')}/files"
+        found: CheckpointFiles = self._transport.ask("GET", path)
+        return found["files"]
 
     def download_checkpoint(self, name: str, folder: str | os.PathLike[str]) -> Path:
         """Write the files of the complete checkpoint `name` into a new folder; `transformers` can

@@ -1,18 +1,22 @@
-"""Rows of a job's metrics, as JSON and as floats.
+"""Rows of a job's metrics, as JSON and as floats, and samples of its steps.
 
 Training that diverges reports NaN, and that row is the most interesting. JSON has no such numbers,
 so they are sent and stored as the texts `NaN`, `Infinity` and `-Infinity` (as in Protobuf).
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
+from plexrl.wire.messages.run_views import CHARACTERS_MAX, SAMPLES_MAX
 from plexrl.wire.messages.views import MetricsRow
 from plexrl.wire.parameter_checks import short
+
+if TYPE_CHECKING:
+    from plexrl.client.data.results import Sample
 
 
 def metrics_row(step: object, values: object) -> dict[str, Any]:
@@ -29,6 +33,41 @@ def metrics_row(step: object, values: object) -> dict[str, Any]:
             "job.log(step, {'reward/mean': 0.5})"
         )
     return {"step": int(step), "values": {_key(n): _number(n, v) for n, v in values.items()}}
+
+
+def samples_body(
+    step: int,
+    samples: "Sequence[Sample]",
+    texts: Sequence[str],
+    rewards: Sequence[SupportsFloat | None],
+    prompts: Sequence[str],
+) -> dict[str, Any]:
+    """The body of the request that keeps samples of a step.
+
+    Raises:
+        InvalidRequestError: the step is no whole number, or the sequences differ in length.
+    """
+    check_numbers("metrics", {"step": step})
+    for name, values in (("texts", texts), ("rewards", rewards), ("prompts", prompts)):
+        if len(values) != len(samples) and (name != "prompts" or values):
+            raise InvalidRequestError(
+                f"log_samples got {len(samples)} samples and {len(values)} {name}: give one of "
+                f"{name} for each sample"
+            )
+    numbers = [math.nan if reward is None else float(reward) for reward in rewards]
+    kept = [number if math.isfinite(number) else None for number in numbers]
+    rows = [
+        {
+            "prompt": (prompts[i] if prompts else "")[:CHARACTERS_MAX],
+            "text": texts[i][:CHARACTERS_MAX],
+            "reward": kept[i],
+            "length": len(samples[i].tokens),
+            "ended_by": samples[i].finish_reason,
+        }
+        for i in range(min(len(samples), SAMPLES_MAX))
+    ]
+    failed = kept.count(None)
+    return {"step": int(step), "total": len(samples), "failed": failed, "samples": rows}
 
 
 def json_number(value: float) -> float | str:

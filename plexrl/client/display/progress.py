@@ -1,7 +1,7 @@
 """A controller's progress: log messages and one line for each step.
 
 At a terminal a bar below the lines shows what the controller waits for and how much is left.
-Elsewhere there are plain lines only, so that a log stays readable.
+Elsewhere there are plain lines only, so that a log, or the output of a notebook, stays readable.
 """
 
 import logging
@@ -30,7 +30,10 @@ class Progress:
 
         check_numbers("progress", {"steps": steps})
         self._steps = steps
-        self._console = Console(file=file, highlight=False, markup=False, emoji=False)
+        # In a notebook rich would show each line as a box of HTML, and lose them in the saved file.
+        self._console = Console(
+            file=file, highlight=False, markup=False, emoji=False, force_jupyter=False
+        )
         self._bar = progress.Progress(
             progress.SpinnerColumn(),
             progress.TextColumn("{task.description}", markup=False),

@@ -9,10 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from plexrl.errors import (
-    ExecutionError,
-    PlexRLError,
-)
+from plexrl.errors import ExecutionError, PlexRLError
 from plexrl.ids import BlobRef, DeploymentId
 from plexrl.router.blobs.store import (
     INLINE_BYTES_MAX,
@@ -72,6 +69,7 @@ if TYPE_CHECKING:
     from plexrl.router.execution.deployment_specs import DeploymentSpecs
     from plexrl.router.execution.scheduler_link import SchedulerLink
     from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
+    from plexrl.router.observe.run_watch import RunWatch
     from plexrl.wire.links.credentials import Credentials
     from plexrl.wire.tensors import Body
 
@@ -137,6 +135,7 @@ class Executor:
         self.scheduler: SchedulerLink | None = None
         self.specs: DeploymentSpecs | None = None
         self.checkpoint_quota: CheckpointQuota | None = None
+        self.watch: RunWatch | None = None
 
     def handlers(self) -> dict[str, Handler]:
         """The handlers of what the scheduler tells a router."""
@@ -393,7 +392,9 @@ class Executor:
         result, body = await self._joined(command, parts, finished)
         if refusal is not None:
             result, body = {}, ()
-        elif body and (spoilt := await asyncio.to_thread(result_error, command.kind, body)):
+        if self.watch is not None:
+            self.watch.finished(command, parts.payloads, result, body, refusal)
+        if body and (spoilt := await asyncio.to_thread(result_error, command.kind, body)):
             self._report_failed(command, spoilt.to_wire(), state_intact=True)
             return
         steps = [each["trainer_step"] for each in results if "trainer_step" in each]

@@ -51,9 +51,12 @@ from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 from plexrl.router.job_files.metrics_log import MetricsFiles, MetricsLog
 from plexrl.router.job_files.metrics_objects import MetricsObjects
 from plexrl.router.job_files.model_access import ModelAccess
+from plexrl.router.job_files.record_store import RecordFiles, RecordObjects, RecordStore
+from plexrl.router.job_files.samples import SampleLog
 from plexrl.router.observe.audit_log import AuditLog
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.rollouts import RolloutViews
+from plexrl.router.observe.run_watch import RunWatch
 from plexrl.router.observe.spans import SpanSender
 from plexrl.router.server.config import RouterConfig
 from plexrl.router.server.refused_keys import RefusedKeys
@@ -159,7 +162,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
     data_dir = Path(config.data_dir)
     checkpoint_url = config.checkpoint_url or str(data_dir / "checkpoints")
     threads = ThreadPoolExecutor(STORE_CALLS_MAX, thread_name_prefix="store-calls")
-    blobs, metrics, captures = _stores(config)
+    blobs, metrics, captures, records = _stores(config)
     credentials = None if config.tls is None else Credentials(config.tls)
     executor = Executor(blobs, credentials)
     refused = RefusedKeys(burst=config.refused_keys_burst, per_s=config.refused_keys_per_s)
@@ -186,6 +189,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
     keys.scheduler = executor.scheduler = scheduler
     executor.specs = specs
     executor.checkpoint_quota = quota
+    executor.watch = RunWatch(records, config.router, specs.cached, threads)
     parts_file = None if config.parts_file is None else Path(config.parts_file)
     return RouterServices(
         scheduler=scheduler,
@@ -193,6 +197,8 @@ def _make_services(config: RouterConfig) -> RouterServices:
         blobs=blobs,
         metrics=metrics,
         captures=captures,
+        samples=SampleLog(records, job_bytes_max=config.samples_job_bytes_max),
+        run_watch=executor.watch,
         specs=specs,
         uploads=UploadAdmission(config.arriving_bytes_max, config.tenant_arriving_bytes_max),
         model_access=ModelAccess(scheduler, checkpoint_url, config.model_roots),
@@ -209,7 +215,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
     )
 
 
-def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog, Captures]:
+def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog, Captures, RecordStore]:
     bounds = {
         "row_bytes_max": config.metrics_row_bytes_max,
         "job_bytes_max": config.metrics_job_bytes_max,
@@ -221,6 +227,7 @@ def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog, Captures]:
             DirectoryBlobStore(folder / "blobs"),
             MetricsFiles(folder / "metrics", **bounds),
             CaptureFiles(folder / CAPTURES),
+            RecordFiles(folder / "records"),
         )
     cache = LocalCache(
         Path(config.data_dir) / "blob-cache" / quote(config.router, safe=""),
@@ -228,7 +235,8 @@ def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog, Captures]:
     )
     blobs = ObjectBlobStore(ObjectStore(shared), cache)
     metrics = MetricsObjects(ObjectStore(shared), config.router, **bounds)
-    return blobs, metrics, CaptureObjects(ObjectStore(shared))
+    records = RecordObjects(ObjectStore(f"{shared.rstrip('/')}/records"))
+    return blobs, metrics, CaptureObjects(ObjectStore(shared)), records
 
 
 def _close_stores(services: RouterServices) -> None:

@@ -9,6 +9,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from plexrl.limits import LIMITS, SAMPLES_MAX
 from plexrl.model.spec import Head
 from plexrl.process.plain_text import is_plain
+from plexrl.wire.messages.run_views import SAMPLES_MAX as SAMPLES_KEPT_MAX
 
 SEGMENTS_MAX = 1000
 TP_SIZES_MAX = 16
@@ -144,6 +145,11 @@ class JobRequest(_Strict):
         "shares GPUs with nobody; null: the tenant's",
     )
 
+    run_warnings: bool | dict[str, float] = Field(
+        default=True,
+        description="whether the cluster warns of a sick run; limits of warnings by their names",
+    )
+
 
 class FinishRequest(_Strict):
     """The end of a job."""
@@ -159,6 +165,29 @@ class MetricsRequest(_Strict):
     values: dict[str, float] = Field(
         description="numbers by name; non-finite ones as `NaN`, `Infinity` or `-Infinity`"
     )
+
+
+class SampleRequest(_Strict):
+    """One sample of a step."""
+
+    prompt: str = ""
+    text: str
+    reward: float | None = Field(description="null: the reward failed")
+    length: Annotated[int, Limited("samples", "length")] = Field(description="in tokens")
+    ended_by: Literal["stop", "length", "abort"]
+
+
+class SamplesRequest(_Strict):
+    """Samples of one step; they replace those that the step has."""
+
+    step: Annotated[int, Limited("samples", "step")]
+    total: Annotated[int, Limited("samples", "total")] = Field(
+        description="samples of the step, of which the first are given"
+    )
+    failed: Annotated[int, Limited("samples", "failed")] = Field(
+        description="those whose reward failed"
+    )
+    samples: list[SampleRequest] = Field(max_length=SAMPLES_KEPT_MAX)
 
 
 class ModelRequest(_Strict):

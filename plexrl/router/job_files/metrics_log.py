@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
+import msgspec
+
 from plexrl.client.data.metric_rows import json_number
 from plexrl.errors import PayloadTooLargeError, QuotaExceededError
 from plexrl.process.folders.durable_files import flush
@@ -16,6 +18,12 @@ from plexrl.router.blobs.upload import write_all, write_error
 
 PAGE_BYTES = 1 << 20
 """Approximate size of a page of rows."""
+
+
+class _Step(msgspec.Struct):
+    """The step of a row."""
+
+    step: int
 
 
 class MetricsLog(Protocol):
@@ -34,9 +42,9 @@ class MetricsLog(Protocol):
         ...
 
     def page(self, job: str, after: int) -> bytes:
-        """JSON `{"rows": […]}`: rows after number `after`, each with its number as `index`. At most
-        about `PAGE_BYTES`; an empty page means that there are no more. Raises
-        `StoreUnavailableError`."""
+        """JSON `{"rows": […]}`: rows after number `after`, each with its number as `index`, and
+        with the former step as `rewinds_from` if its step is lower. At most about `PAGE_BYTES`; an
+        empty page means that there are no more. Raises `StoreUnavailableError`."""
         ...
 
     def close(self) -> None:
@@ -75,14 +83,17 @@ class MetricsFiles:
         path = self._path(job)
         rows: list[bytes] = []
         size = 0
+        before: bytes | None = None
         if path.exists():
             with path.open("rb") as file:
                 for index, line in enumerate(file, start=1):
                     # A last line without its newline is still being written.
-                    if index <= after or not line.endswith(b"\n"):
+                    if index < after or not line.endswith(b"\n"):
                         continue
-                    rows.append(numbered(index, line))
-                    size += len(line)
+                    if index > after:
+                        rows.append(numbered(index, line, before))
+                        size += len(line)
+                    before = line
                     if size >= PAGE_BYTES:
                         break
         return encode_page(rows)
@@ -130,9 +141,15 @@ def check_quota(job: str, used_bytes: int, row_bytes: int, bytes_max: int) -> No
         )
 
 
-def numbered(index: int, line: bytes) -> bytes:
-    """A row with its number, as JSON."""
-    return b'{"index": %d, %s' % (index, line[1:-1])
+def numbered(index: int, line: bytes, before: bytes | None) -> bytes:
+    """A row with its number, as JSON. One with a lower step than the row `before` it is marked:
+    `rewinds_from` is that row's step."""
+    text = b'{"index": %d, %s' % (index, line[1:-1])
+    if before is not None:
+        former = msgspec.json.decode(before, type=_Step).step
+        if msgspec.json.decode(line, type=_Step).step < former:
+            return b'%s, "rewinds_from": %d}' % (text[:-1], former)
+    return text
 
 
 def encode_page(rows: list[bytes]) -> bytes:

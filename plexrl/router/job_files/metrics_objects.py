@@ -156,7 +156,9 @@ class MetricsObjects:
         listing = self._listing(job)
         found: list[bytes] = []
         size = 0
-        index = after + 1
+        before: bytes | None = None
+        # From one row earlier, whose step shows whether the first one's is lower.
+        index = max(after, 1)
         while size < PAGE_BYTES:
             number = (index - 1) // self._page_rows
             if number in listing.pages:
@@ -170,9 +172,11 @@ class MetricsObjects:
             for line in lines:
                 if size >= PAGE_BYTES:
                     break
-                found.append(numbered(index, line))
+                if index > after:
+                    found.append(numbered(index, line, before))
+                    size += len(line)
+                before = line
                 index += 1
-                size += len(line)
         return encode_page(found)
 
     def _rows(self, job: str, indices: list[int]) -> list[bytes]:

@@ -1,6 +1,7 @@
 """Prometheus metrics: the cluster's health, as in `/v1/health`, how waits were estimated, and what
 jobs waited beside what they accept."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from plexrl.wire.messages.cluster_views import HealthView
+from plexrl.wire.messages.run_views import RunHealthView
 
 
 class HealthCollector(Collector):
@@ -139,6 +141,48 @@ class ServiceLevelCollector(Collector):
                 parts.add_metric(labels, each["waiting_part"])
         yield bounds
         yield parts
+
+
+class RunHealthCollector(Collector):
+    """Warnings of live jobs' runs, as this router sees them."""
+
+    def __init__(
+        self,
+        views: Mapping[str, RunHealthView],
+        jobs: Sequence[Mapping[str, Any]],
+        named: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """`views` are by job; `jobs` and `named` as in `ServiceLevelCollector`."""
+        self._views = [views[each["job"]] for each in jobs if each["job"] in views]
+        self._named = [(each, views[each["job"]]) for each in named if each["job"] in views]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        counts = Counter(each["code"] for view in self._views for each in view["warnings"])
+        sick = GaugeMetricFamily(
+            "plexrl_run_warnings", "Live jobs with a warning of their run.", labels=["code"]
+        )
+        for code, count in sorted(counts.items()):
+            sick.add_metric([code], count)
+        yield sick
+        figures = GaugeMetricFamily(
+            "plexrl_job_run_figure",
+            "Figure of a job's run that a warning is about, over its last calls.",
+            labels=["job", "tenant", "name", "figure"],
+        )
+        kl = GaugeMetricFamily(
+            "plexrl_job_sampler_trainer_kl",
+            "KL in nats a token, by steps by which the sampler's weights are older.",
+            labels=["job", "tenant", "name", "steps_older"],
+        )
+        for each, view in self._named:
+            labels = [each["job"], each["tenant"], each["name"]]
+            for name, value in view["figures"].items():
+                figures.add_metric([*labels, name], value)
+            for behind, value in view["kl"].items():
+                kl.add_metric([*labels, behind], value)
+        yield figures
+        yield kl
 
 
 def metrics_text(*collectors: Collector) -> bytes:

@@ -70,6 +70,8 @@ class RouterConfig:
     """Largest row of a job's metrics."""
     metrics_job_bytes_max: int = 64 << 20
     """Bound on all metrics of one job."""
+    samples_job_bytes_max: int = 64 << 20
+    """Bound on the samples that a job's controller logs; those of the oldest steps are deleted."""
     tenant_checkpoints_max: int = 1000
     """Checkpoints of a tenant without a bound of its own."""
     tenant_checkpoint_bytes_max: int | None = None
@@ -104,6 +106,7 @@ class RouterConfig:
             "blob_cache_bytes_max",
             "metrics_row_bytes_max",
             "metrics_job_bytes_max",
+            "samples_job_bytes_max",
             "tenant_checkpoints_max",
             "tenant_checkpoint_bytes_max",
             "audit_bytes_max",

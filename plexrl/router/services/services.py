@@ -30,8 +30,10 @@ from plexrl.router.job_files.captures import Captures
 from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 from plexrl.router.job_files.metrics_log import MetricsLog
 from plexrl.router.job_files.model_access import ModelAccess
+from plexrl.router.job_files.samples import SampleLog
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.rollouts import RolloutViews
+from plexrl.router.observe.run_watch import RunWatch
 from plexrl.router.server.request_limits import BODY_KEY, BodyRefusedError, LimitedBody
 from plexrl.router.services.authentication import Caller, KeyCache, is_open
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
@@ -56,6 +58,8 @@ class RouterServices:
     blobs: BlobStore
     metrics: MetricsLog
     captures: Captures
+    samples: SampleLog
+    run_watch: RunWatch
     specs: DeploymentSpecs
     uploads: UploadAdmission
     model_access: ModelAccess

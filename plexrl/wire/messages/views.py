@@ -17,6 +17,7 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.wire.messages.cluster_views import ErrorView, EtaQualityView
+from plexrl.wire.messages.run_views import RunHealthView
 from plexrl.wire.messages.workers import EngineLoadView, EngineView
 
 
@@ -209,6 +210,8 @@ class JobView(TypedDict):
     submitted_at: float
     ended_at: float | None
     deployments: list[DeploymentView]
+    health: NotRequired[RunHealthView]
+    """Added by the router: what it sees of the run."""
 
 
 class CreatedDeploymentView(DeploymentView):
@@ -272,6 +275,8 @@ class MetricsRow(TypedDict):
     time: float
     """Seconds since the epoch."""
     values: dict[str, float]
+    rewinds_from: NotRequired[int]
+    """The step of the row before, if it is higher: the controller went back to an earlier state."""
 
 
 class FileView(TypedDict):
@@ -484,4 +489,6 @@ class ExplainedJobView(TypedDict):
     holders: list[HolderView]
     rollouts: NotRequired[list[RolloutWaitView] | None]
     """Added by the router, which asks the rollout service; None: it does not answer."""
+    health: NotRequired[RunHealthView]
+    """As in `JobView`."""
     eta_quality: EtaQualityView

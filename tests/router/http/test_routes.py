@@ -24,6 +24,8 @@ GET /v1/jobs/{job}/deployments/{name}/tokenizer
 GET /v1/jobs/{job}/explain
 GET /v1/jobs/{job}/logs
 GET /v1/jobs/{job}/metrics
+GET /v1/jobs/{job}/samples
+GET /v1/jobs/{job}/samples/{step}
 GET /v1/metrics
 GET /v1/nodes
 GET /v1/operations
@@ -46,6 +48,7 @@ POST /v1/jobs/{job}/deployments/{name}/tp
 POST /v1/jobs/{job}/finish
 POST /v1/jobs/{job}/heartbeat
 POST /v1/jobs/{job}/metrics
+POST /v1/jobs/{job}/samples
 POST /v1/nodes/{node}/drain
 POST /v1/nodes/{node}/undrain
 POST /v1/operations/{operation:path}/acknowledge

@@ -74,6 +74,8 @@ async def exchange(
     found: RolloutBody = await _ask(
         request, services, job, "exchange", wait_s, name=name, body=body.model_dump()
     )
+    failed = sum(graded[2] is None for graded in body.rewards)
+    services.run_watch.rewarded(job, total=len(body.rewards), failed=failed)
     return Response(found["body"], media_type=MEDIA_TYPE)
 
 

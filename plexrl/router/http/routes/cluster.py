@@ -19,6 +19,7 @@ from plexrl.router.observe.health import SCHEDULER_TIMEOUT_S
 from plexrl.router.observe.metrics import (
     HealthCollector,
     RefusedKeysCollector,
+    RunHealthCollector,
     ServiceLevelCollector,
     WaitCollector,
     metrics_text,
@@ -61,7 +62,7 @@ async def metrics(request: Request, services: Services) -> Response:
     of the tenant; of all jobs, for the operator."""
     caller = await services.caller(request) if "authorization" in request.headers else None
     health = HealthCollector(await services.health.public(), time.time())
-    found: list[WaitCollector | ServiceLevelCollector] = []
+    found: list[WaitCollector | ServiceLevelCollector | RunHealthCollector] = []
     with suppress(PlexRLError):
         # Without a scheduler, `health` says so.
         call = partial(services.scheduler.call, params={}, timeout_s=SCHEDULER_TIMEOUT_S)
@@ -70,6 +71,8 @@ async def metrics(request: Request, services: Services) -> Response:
         levels: ServiceLevels = await call("service_levels")
         seen = [job for job in levels["jobs"] if caller and caller.scope in (None, job["tenant"])]
         found.append(ServiceLevelCollector(levels["jobs"], seen))
+        runs = services.run_watch.own_views()
+        found.append(RunHealthCollector(runs, levels["jobs"], seen))
     keys = services.keys.refused
     refused = RefusedKeysCollector(keys.count, keys.limited_count)
     text = metrics_text(health, refused, *found, await services.rollout_views.metrics())

@@ -12,10 +12,18 @@ from plexrl.errors import (
     InvalidRequestError,
     PermissionDeniedError,
 )
-from plexrl.router.http.schemas import FinishRequest, JobRequest, Limited, MetricsRequest
+from plexrl.router.http.schemas import (
+    FinishRequest,
+    JobRequest,
+    Limited,
+    MetricsRequest,
+    SamplesRequest,
+)
 from plexrl.router.http.view_route import ViewRoute
+from plexrl.router.observe.run_health import check_limits
 from plexrl.router.services.services import Services
 from plexrl.wire.messages.node_queries import JobCheckpoints, JobLogs
+from plexrl.wire.messages.run_views import LoggedRow, SampledSteps, SampleView, StepSamples
 from plexrl.wire.messages.views import (
     CheckpointFiles,
     ExplainedJobView,
@@ -41,9 +49,13 @@ async def submit(request: Request, services: Services, body: JobRequest) -> JobV
     if body.tenant is not None and not caller.is_operator and body.tenant != caller.tenant:
         raise PermissionDeniedError("only the operator submits jobs for other tenants")
     fields = body.model_dump()
+    warnings = fields.pop("run_warnings")
+    limits = {} if isinstance(warnings, bool) else check_limits(warnings)
     fields["tenant"] = body.tenant or caller.tenant
     fields["controller"] = caller.controller
     view: JobView = await services.scheduler.call("submit_job", fields)
+    if warnings is not True:
+        await services.run_watch.begin(body.job, on=warnings is not False, limits=limits)
     return view
 
 
@@ -56,7 +68,8 @@ async def list_jobs(request: Request, services: Services) -> Jobs:
 @ROUTES.get("/{job}", summary="One job with its deployments")
 async def get(request: Request, services: Services, job: str) -> JobView:
     """State, reason, times and deployments of the job."""
-    return await services.ask(request, JobView, "get_job", job=job)
+    view = await services.ask(request, JobView, "get_job", job=job)
+    return {**view, "health": await services.run_watch.view(job)}
 
 
 @ROUTES.get("/{job}/explain", summary="Why the job waits or runs, and until when")
@@ -65,7 +78,8 @@ async def explain(request: Request, services: Services, job: str) -> ExplainedJo
     what its asynchronous rollouts wait for, such as rewards (`rollouts`; null: their service does
     not answer)."""
     view = await services.ask(request, ExplainedJobView, "explain_job", job=job)
-    return {**view, "rollouts": await services.rollout_views.waits(job)}
+    health = await services.run_watch.view(job)
+    return {**view, "rollouts": await services.rollout_views.waits(job), "health": health}
 
 
 @ROUTES.post("/{job}/finish", summary="End a job")
@@ -94,14 +108,18 @@ async def attach(
     return await services.ask(request, JobView, "attach_job", **fields)
 
 
-@ROUTES.post("/{job}/metrics", status_code=204, summary="Add a row of metrics")
-async def add_metrics(request: Request, services: Services, job: str, body: MetricsRequest) -> None:
-    """Rows are only added; a second row with the same step replaces nothing."""
+@ROUTES.post("/{job}/metrics", summary="Add a row of metrics")
+async def add_metrics(
+    request: Request, services: Services, job: str, body: MetricsRequest
+) -> LoggedRow:
+    """Rows are only added; a second row with the same step replaces nothing. The answer has the
+    warnings of the job's run."""
     await services.ask(request, JobView, "get_job", job=job)
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(
         services.threads, services.metrics.append, job, body.step, body.values
     )
+    return {"warnings": (await services.run_watch.view(job))["warnings"]}
 
 
 @ROUTES.get(
@@ -120,6 +138,49 @@ async def metrics(
     loop = asyncio.get_running_loop()
     found = await loop.run_in_executor(services.threads, services.metrics.page, job, after)
     return Response(found, media_type="application/json")
+
+
+@ROUTES.post("/{job}/samples", status_code=204, summary="Keep samples of a step")
+async def add_samples(request: Request, services: Services, job: str, body: SamplesRequest) -> None:
+    """They replace the samples that the step has. The oldest steps beyond the bounds are
+    deleted."""
+    await services.ask(request, JobView, "get_job", job=job)
+    rows: list[SampleView] = [
+        {
+            "prompt": each.prompt,
+            "text": each.text,
+            "reward": each.reward,
+            "length": each.length,
+            "ended_by": each.ended_by,
+        }
+        for each in body.samples
+    ]
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(
+        services.threads, services.samples.write, job, body.step, rows, body.total
+    )
+    services.run_watch.rewarded(job, total=body.total, failed=min(body.failed, body.total))
+
+
+@ROUTES.get("/{job}/samples", summary="The steps that have samples")
+async def sampled_steps(request: Request, services: Services, job: str) -> SampledSteps:
+    """In ascending order."""
+    await services.ask(request, JobView, "get_job", job=job)
+    loop = asyncio.get_running_loop()
+    return {"steps": await loop.run_in_executor(services.threads, services.samples.steps, job)}
+
+
+@ROUTES.get("/{job}/samples/{step}", summary="The samples of a step")
+async def samples(
+    request: Request,
+    services: Services,
+    job: str,
+    step: Annotated[int, Limited("metrics", "step", in_query=True)],
+) -> StepSamples:
+    """404 `not_found` if the step has none."""
+    await services.ask(request, JobView, "get_job", job=job)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(services.threads, services.samples.read, job, step)
 
 
 @ROUTES.get("/{job}/logs", summary="The last lines of the job's worker logs")

@@ -1,0 +1,1 @@
+"""`plexrl init`: writes a starter project."""

@@ -1,0 +1,1 @@
+"""Experiment trackers, which show the rows of a job's metrics elsewhere."""

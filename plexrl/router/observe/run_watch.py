@@ -1,0 +1,255 @@
+"""Watches the runs of jobs: reads finished operations, and keeps what other routers need.
+
+The work is done in a thread, beside the operation, and an error in it is only logged. Each router
+keeps what it saw of a job in a file beside those of the others, so that any router answers for all,
+also after a restart.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from plexrl.errors import PlexRLError
+from plexrl.model.text.files import text_files
+from plexrl.model.text.tokenizer import EOS
+from plexrl.router.job_files.record_store import RecordStore
+from plexrl.router.observe.run_figures import end_tokens, generated, stepped, trained
+from plexrl.router.observe.run_health import Observation, Rewarded, RunHealth, merge_views
+from plexrl.storage.model_folder import model_folder
+from plexrl.wire.messages.run_views import RunHealthView
+from plexrl.wire.messages.runs import Generate, Sync
+from plexrl.wire.operations import OperationKind
+from plexrl.wire.tensors import Body, decode_body
+
+if TYPE_CHECKING:
+    from plexrl.model.deployment_spec import DeploymentSpec
+    from plexrl.model.spec import ModelSpec
+    from plexrl.wire.messages import AnyRun
+
+LOG = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+JOBS_MAX = 10_000
+KEPT_S = 10.0
+"""Time between two writes of a job's figures while its warnings do not change; also the age up to
+which what other routers wrote is used."""
+SETTINGS = "settings"
+UNWATCHED: RunHealthView = {"watched": False, "warnings": [], "figures": {}, "kl": {}}
+WATCHED = frozenset(
+    {
+        OperationKind.GENERATE,
+        OperationKind.FORWARD_BACKWARD,
+        OperationKind.OPTIM_STEP,
+        OperationKind.SYNC_WEIGHTS,
+    }
+)
+
+FindSpec = Callable[[str, int], "DeploymentSpec | None"]
+"""The specification of a deployment's incarnation, if it is known here."""
+
+
+class _Settings(msgspec.Struct):
+    """A job's `run_warnings`."""
+
+    on: bool = True
+    limits: dict[str, float] = {}
+
+
+class _Job:
+    """What this router knows of one job."""
+
+    def __init__(self, settings: _Settings) -> None:
+        self.settings = settings
+        self.health = RunHealth(settings.limits)
+        self.keeps_cache: dict[str, bool] = {}
+        """By rollout deployment: the last sync kept the KV cache."""
+        self.ends: dict[str, tuple[int, ...]] = {}
+        """End tokens by rollout deployment."""
+        self.written_at = 0.0
+        self.written_codes: list[str] = []
+        self.read_at = 0.0
+        self.others: list[RunHealthView] = []
+
+
+class RunWatch:
+    """The runs of all jobs, as this router sees them."""
+
+    def __init__(
+        self, store: RecordStore, router: str, find_spec: FindSpec, threads: Executor
+    ) -> None:
+        self._store = store
+        self._router = quote(router, safe="")
+        self._find_spec = find_spec
+        self._threads = threads
+        self._jobs: OrderedDict[str, _Job] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def finished(
+        self,
+        command: "AnyRun",
+        payloads: Sequence[Sequence[Body]],
+        result: Mapping[str, Any],
+        body: Sequence[Body],
+        refusal: object,
+    ) -> None:
+        """An operation has finished, or has refused to change the state (`refusal`); returns at
+        once."""
+        if command.kind in WATCHED and not command.replay:
+            self._submit(self._read, command, payloads, result, body, refusal is not None)
+
+    def rewarded(self, job: str, *, total: int, failed: int) -> None:
+        """Rewards of a job have come; returns at once."""
+        if total:
+            self._submit(self._observe, job, Rewarded(total=total, failed=failed))
+
+    async def begin(self, job: str, *, on: bool, limits: Mapping[str, float]) -> None:
+        """Set the job's `run_warnings`, whose limits are checked."""
+        settings = _Settings(on, dict(limits))
+        await self._in_thread(lambda: self._set(job, settings))
+
+    async def view(self, job: str) -> RunHealthView:
+        """What all routers have seen of the job."""
+        return await self._in_thread(lambda: self._view(job))
+
+    def own_views(self) -> dict[str, RunHealthView]:
+        """What this router has seen, by job."""
+        with self._lock:
+            return {name: job.health.view() for name, job in self._jobs.items() if job.settings.on}
+
+    async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        def guarded() -> None:
+            try:
+                work(*arguments)
+            except Exception:
+                LOG.exception("the watch of a run failed; the run itself goes on")
+
+        try:
+            self._threads.submit(guarded)
+        except RuntimeError:
+            # The router is stopping.
+            LOG.info("the watch of runs has ended")
+
+    def _read(
+        self,
+        command: "AnyRun",
+        payloads: Sequence[Sequence[Body]],
+        result: Mapping[str, Any],
+        body: Sequence[Body],
+        is_refused: bool,
+    ) -> None:
+        name = command.deployment.rpartition("/")[0]
+        job = self._job(name)
+        if not job.settings.on:
+            return
+        seen: Observation
+        match command.kind:
+            case OperationKind.SYNC_WEIGHTS:
+                if isinstance(command, Sync) and command.params is not None:
+                    kept = command.params.in_flight and not command.params.recompute_kv
+                    job.keeps_cache[command.deployment] = kept
+                return
+            case OperationKind.GENERATE:
+                if not body:
+                    return
+                arrays = decode_body(body[0] if len(body) == 1 else b"".join(body))[1]
+                ends = self._ends(job, command)
+                kept = job.keeps_cache.get(command.deployment, False)
+                params = command.params if isinstance(command, Generate) else None
+                most = 0 if params is None else params.sampling.max_tokens
+                seen = generated(arrays, result, ends, keeps_cache=kept, max_tokens=most)
+            case OperationKind.FORWARD_BACKWARD:
+                parts = {id(part): part for part in payloads}.values()
+                batches = [
+                    decode_body(part[0] if len(part) == 1 else b"".join(part))[1]
+                    for part in parts
+                    if part
+                ]
+                seen = trained(batches, result.get("metrics", {}))
+            case _:
+                seen = stepped(result, is_refused=is_refused)
+        self._observe(name, seen)
+
+    def _ends(self, job: _Job, command: "AnyRun") -> tuple[int, ...]:
+        known = job.ends.get(command.deployment)
+        if known is None:
+            spec = self._find_spec(command.deployment, command.incarnation)
+            known = () if spec is None else _end_tokens(spec.model)
+            job.ends[command.deployment] = known
+        return known
+
+    def _observe(self, name: str, seen: Observation) -> None:
+        job = self._job(name)
+        if not job.settings.on:
+            return
+        with self._lock:
+            job.health.observe(seen)
+            view = job.health.view()
+        codes = [warning["code"] for warning in view["warnings"]]
+        now = time.monotonic()
+        if codes != job.written_codes or now - job.written_at >= KEPT_S:
+            job.written_at, job.written_codes = now, codes
+            self._store.write(f"{_folder(name)}/{self._router}", msgspec.json.encode(view))
+
+    def _job(self, name: str) -> _Job:
+        with self._lock:
+            known = self._jobs.get(name)
+            if known is not None:
+                self._jobs.move_to_end(name)
+                return known
+        text = self._store.read(f"{_folder(name)}/{SETTINGS}")
+        settings = _Settings() if text is None else msgspec.json.decode(text, type=_Settings)
+        with self._lock:
+            known = self._jobs.setdefault(name, _Job(settings))
+            while len(self._jobs) > JOBS_MAX:
+                self._jobs.popitem(last=False)
+        return known
+
+    def _set(self, name: str, settings: _Settings) -> None:
+        self._store.write(f"{_folder(name)}/{SETTINGS}", msgspec.json.encode(settings))
+        with self._lock:
+            self._jobs[name] = _Job(settings)
+
+    def _view(self, name: str) -> RunHealthView:
+        job = self._job(name)
+        if not job.settings.on:
+            return UNWATCHED
+        now = time.monotonic()
+        if not job.read_at or now - job.read_at >= KEPT_S:
+            job.read_at = now
+            folder = _folder(name)
+            names = [each for each in self._store.sizes(folder) if each != SETTINGS]
+            if job.written_at:
+                # Before, its own file is from before this router's restart.
+                names = [each for each in names if each != self._router]
+            texts = [self._store.read(f"{folder}/{each}") for each in names]
+            job.others = [msgspec.json.decode(t, type=RunHealthView) for t in texts if t]
+        with self._lock:
+            own = job.health.view()
+        return merge_views([own, *job.others])
+
+
+def _end_tokens(model: "ModelSpec") -> tuple[int, ...]:
+    """End tokens of a model; none if its files cannot be read here."""
+    try:
+        if model.path is None:
+            return (EOS,)
+        return end_tokens(text_files(model_folder(model.path, weights=False)))
+    except (PlexRLError, OSError, UnicodeDecodeError) as error:
+        LOG.info("end tokens of %s are unknown: %s", model.path, error)
+        return ()
+
+
+def _folder(job: str) -> str:
+    return f"health/{quote(job, safe='')}"

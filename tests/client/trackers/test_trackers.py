@@ -1,0 +1,135 @@
+"""Every tracker has each row of a job's metrics once, whatever becomes of its controllers."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from plexrl.client.trackers.feed import ChosenTrackers
+from plexrl.client.trackers.tracker import check_trackers, marked_values
+from plexrl.errors import ControllerReplacedError, InvalidRequestError
+from tests.client.trackers.read_back import JOB, READERS, feed_of, metrics_of
+
+NO_TRACKIO = pytest.mark.skipif(
+    find_spec("trackio") is None,
+    reason="trackio is not installed: it needs an older pillow than other packages of `dev`",
+)
+TRACKERS = [
+    "tensorboard",
+    pytest.param("wandb", marks=pytest.mark.filterwarnings("ignore")),
+    pytest.param("mlflow", marks=pytest.mark.filterwarnings("ignore")),
+    pytest.param("trackio", marks=[NO_TRACKIO, pytest.mark.filterwarnings("ignore")]),
+]
+
+WANDB_OF_THIS_PROCESS = ("WANDB_SERVICE", "_WANDB_SERVICE")
+"""W&B's writer of this process, which another controller does not use."""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in ("WANDB_DIR", "WANDB_PROJECT", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert "trackers" not in [thread.name for thread in threading.enumerate()]
+
+
+def expected(steps: list[int]) -> list[tuple[int, float, float]]:
+    return [(step, step / 8, index) for index, step in enumerate(steps, start=1)]
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_later_controller_continues_the_run_after_its_last_row(name: str, tmp_path: Path) -> None:
+    log = metrics_of(tmp_path)
+    steps = [1, 2, 3, 2, 3]
+    for some in (steps[:2], [], steps[2:]):
+        feed = feed_of(tmp_path, [name])
+        for step in some:
+            log.append(JOB, step, {"reward/mean": step / 8})
+        feed.close("completed" if some == steps[2:] else None)
+    assert READERS[name](tmp_path) == expected(steps)
+
+
+@pytest.mark.parametrize("name", [*TRACKERS[:2], pytest.param("mlflow", marks=pytest.mark.slow)])
+def test_a_killed_controller_loses_and_repeats_no_row(name: str, tmp_path: Path) -> None:
+    for first, last in ((1, 40), (41, 43)):
+        controller = [sys.executable, "-m", "tests.client.trackers.read_back"]
+        ended = subprocess.run(
+            [*controller, str(tmp_path), name, str(first), str(last)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={n: v for n, v in os.environ.items() if n not in WANDB_OF_THIS_PROCESS},
+            timeout=60,
+            check=False,
+        )
+        assert ended.returncode == -signal.SIGKILL
+    metrics_of(tmp_path).append(JOB, 44, {"reward/mean": 5.5})
+    feed_of(tmp_path, [name]).close("completed")
+    assert READERS[name](tmp_path) == expected(list(range(1, 45)))
+
+
+def test_a_row_with_a_lower_step_is_marked() -> None:
+    row = {"index": 7, "step": 3, "time": 0.0, "values": {"loss": 1.0}, "rewinds_from": 5}
+    assert marked_values(row) == {"loss": 1.0, "plexrl/row": 7.0, "plexrl/rewinds_from": 5.0}  # type: ignore[arg-type]  # a plain dict
+
+
+def test_an_unknown_tracker_is_refused_by_name() -> None:
+    assert check_trackers("tensorboard, tensorboard,") == ("tensorboard",)
+    with pytest.raises(InvalidRequestError, match=r"no tracker 'comet'.*mlflow, tensorboard"):
+        check_trackers(["comet"])
+
+
+@pytest.mark.skipif(find_spec("trackio") is not None, reason="trackio is installed")
+def test_a_missing_library_is_named_with_its_extra() -> None:
+    with pytest.raises(InvalidRequestError, match=r"pip install 'plexrl\[trackio\]'"):
+        check_trackers(["trackio"])
+
+
+def test_a_later_controller_takes_the_trackers_of_the_earlier_one(tmp_path: Path) -> None:
+    environment = {"PLEXRL_TRACKER_DIR": str(tmp_path / "runs")}
+    assert ChosenTrackers(None, environment).names_for(JOB) == ()
+    feed_of(tmp_path, ["tensorboard"]).close()
+    assert ChosenTrackers(None, environment).names_for(JOB) == ("tensorboard",)
+    assert ChosenTrackers([], environment).names_for(JOB) == ()
+    environment["PLEXRL_TRACKERS"] = "tensorboard"
+    assert ChosenTrackers(None, environment).names_for("other") == ("tensorboard",)
+
+
+def test_a_replaced_controller_ends_its_copies(tmp_path: Path) -> None:
+    from plexrl.client.trackers.feed import TrackerFeed
+    from plexrl.client.trackers.tracker import TrackedRun
+
+    def read(after: int) -> list[object]:
+        raise ControllerReplacedError(f"another controller reads after {after}")
+
+    run = TrackedRun(job=JOB, name="digits", folder=tmp_path / "runs")
+    feed = TrackerFeed(run, ["tensorboard"], read)  # type: ignore[arg-type]  # reads nothing
+    feed._thread.join()
+    # The lock is free: the new controller's feed does not wait.
+    metrics_of(tmp_path).append(JOB, 1, {"reward/mean": 1 / 8})
+    feed_of(tmp_path, ["tensorboard"]).close()
+    assert READERS["tensorboard"](tmp_path) == expected([1])
+    feed.close()
+
+
+def test_a_tracker_that_fails_does_not_disturb_the_controller(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / JOB).write_text("a file where the folder belongs")
+    metrics_of(tmp_path).append(JOB, 1, {"reward/mean": 1 / 8})
+    feed = feed_of(tmp_path, ["tensorboard"])
+    feed.close()
+    assert "tracker tensorboard failed" in caplog.text
