@@ -90,10 +90,10 @@ def check_rollout_sampling(sampling: SamplingParams) -> None:
         raise InvalidRequestError(
             "sampling.seed is missing: a trajectory's samples need one", parameter="seed"
         )
-    if sampling.details_tokens or sampling.scores_prompts:
+    if sampling.top_logprobs or sampling.scores_prompts:
         raise InvalidRequestError(
-            "an asynchronous rollout keeps the logprobs of drawn tokens only: leave "
-            "sampling_logprobs, top_logprobs, prompt_logprobs and prompt_top_logprobs out, or use "
+            "an asynchronous rollout keeps the logprobs and sampling_logprobs of drawn tokens "
+            "only: leave top_logprobs, prompt_logprobs and prompt_top_logprobs out, or use "
             "generate",
             parameter="sampling",
         )

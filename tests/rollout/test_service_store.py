@@ -306,7 +306,9 @@ def test_parts_of_a_trajectory_are_joined_in_the_order_of_events(tmp_path: Path)
     entries = [JournalEntry(seq=1, event=event, commands=(), prompt=(group, prompt), step=(0, 11))]
     for seq, (tokens, finish) in enumerate((([5, 6], "abort"), ([7], "stop")), 2):
         logprobs = -np.array(tokens, dtype=np.float32)
-        part = GeneratedPart(trajectory, np.array(tokens, dtype=np.int32), logprobs, finish)
+        part = GeneratedPart(
+            trajectory, np.array(tokens, dtype=np.int32), logprobs, finish, 2 * logprobs
+        )
         entries.append(JournalEntry(seq=seq, event=event, commands=(), parts=[part]))
     store.write(entries)
     store.close()
@@ -316,6 +318,8 @@ def test_parts_of_a_trajectory_are_joined_in_the_order_of_events(tmp_path: Path)
     assert store.prompt(group).tolist() == [3, 4]
     found = store.response(trajectory)
     assert (found.tokens.tolist(), found.logprobs.tolist()) == ([5, 6, 7], [-5.0, -6.0, -7.0])
+    assert found.sampling_logprobs is not None
+    assert found.sampling_logprobs.tolist() == [-10.0, -12.0, -14.0]
     assert found.finish == "stop"
     gone = Forgotten(group, (trajectory,))
     store.write([JournalEntry(seq=4, event=event, commands=(), forgotten=[gone])])
@@ -358,8 +362,11 @@ def test_a_store_of_a_version_without_snapshots_is_continued(tmp_path: Path) -> 
     assert list(state.instances.work) == ["rollout-0"]
     added = state.take(GroupAdded(group=SampleGroupId(0), prompt_tokens=3), store)
     assert added is not None
-    store.write([replace(added[0], snapshot=state.plain())])
+    token = np.ones(1, dtype=np.int32)
+    parts = [GeneratedPart(TrajectoryId(0), token, token.astype(np.float32), "stop")]
+    store.write([replace(added[0], snapshot=state.plain(), parts=parts)])
     assert RolloutState.stored(order, store).plain() == state.plain()
+    assert store.response(TrajectoryId(0)).sampling_logprobs is None
     store.close()
 
 
@@ -397,7 +404,10 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         ({"sampling": SamplingParams()}, "seed is missing"),
         ({"sampling": SamplingParams(seed=1, stop_sequences=((),))}, "stop_sequences"),
         ({"sampling": SamplingParams(seed=1, stop_strings=("",))}, "stop_strings"),
-        ({"sampling": SamplingParams(seed=1, top_logprobs=2)}, "the logprobs of drawn tokens only"),
+        (
+            {"sampling": SamplingParams(seed=1, top_logprobs=2)},
+            "sampling_logprobs of drawn tokens only",
+        ),
         ({"sampling": SamplingParams(seed=1, prompt_logprobs=True)}, "use generate"),
         ({"instances": ()}, "instances"),
         ({"instances": ("a", "a")}, "instances"),

@@ -403,6 +403,9 @@ def _decode_samples(answer: Mapping[str, Any], arrays: "Arrays") -> list[_Row]:
     prompts = split_rows(arrays["prompts"], arrays["prompt_lengths"].tolist())
     lengths = arrays["lengths"].tolist()
     tokens, logprobs = (split_rows(arrays[name], lengths) for name in ("tokens", "logprobs"))
+    drawn_by = None
+    if "sampling_logprobs" in arrays:
+        drawn_by = split_rows(arrays["sampling_logprobs"], lengths)
     found = []
     ids = zip(arrays["trajectories"].tolist(), arrays["groups"].tolist(), strict=True)
     for index, (trajectory, group) in enumerate(ids):
@@ -411,7 +414,11 @@ def _decode_samples(answer: Mapping[str, Any], arrays: "Arrays") -> list[_Row]:
             spans.append(WeightsSpan(start, version, step))
             start += count
         sample = Sample(
-            tokens[index].tolist(), logprobs[index], answer["finish"][index], tuple(spans)
+            tokens[index].tolist(),
+            logprobs[index],
+            answer["finish"][index],
+            tuple(spans),
+            None if drawn_by is None else drawn_by[index],
         )
         found.append(_Row(trajectory, group, prompts[index].tolist(), sample))
     return found

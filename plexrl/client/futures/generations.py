@@ -38,13 +38,20 @@ FinishedSample = tuple[int, int, Sample]
 
 
 def ended_sample(
-    tokens: list[int], logprobs: list[float], finish_reason: str, weights: list[list[int]]
+    tokens: list[int],
+    logprobs: list[float],
+    finish_reason: str,
+    weights: list[list[int]],
+    sampling_logprobs: list[float] | None = None,
 ) -> Sample:
     """The sample of a row that has ended, as a stream of rows gives it."""
     import numpy as np
 
     spans = tuple(WeightsSpan(*weight) for weight in weights)
-    return Sample(tokens, np.array(logprobs, dtype=np.float32), finish_reason, spans)
+    drawn_by = None
+    if sampling_logprobs is not None:
+        drawn_by = np.array(sampling_logprobs, dtype=np.float32)
+    return Sample(tokens, np.array(logprobs, dtype=np.float32), finish_reason, spans, drawn_by)
 
 
 class StreamState(ABC, Generic[ReadT]):
@@ -147,7 +154,7 @@ class SampleStream(StreamState[FinishedSample]):
                 raise self._other_tokens(sample)
             return None
         self._seen[sample] = tokens
-        made = ended_sample(tokens, logprobs, ended["finish_reason"], ended["weights"])
+        made = ended_sample(tokens, logprobs, **ended)
         return (*divmod(sample, self._samples), made)
 
 

@@ -322,4 +322,10 @@ class ClusterCalls:
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:
-    return ended_sample(row["tokens"], row["logprobs"], row["finish_reason"], row["weights"])
+    return ended_sample(
+        row["tokens"],
+        row["logprobs"],
+        row["finish_reason"],
+        row["weights"],
+        row.get("sampling_logprobs"),
+    )

@@ -23,7 +23,7 @@ from plexrl.errors import (
 )
 from plexrl.rollout.service.cluster_calls import ClusterCalls, OperatorAccess
 from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
-from plexrl.rollout.service.instances.switching import check_profile
+from plexrl.rollout.service.instances.switching import check_profile, check_sampling
 from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.live_rollout import LiveRollout
 from plexrl.rollout.service.order import RolloutOrder
@@ -223,6 +223,7 @@ class RolloutService:
     async def _check_profile(self, order: RolloutOrder) -> None:
         calls = ClusterCalls(self._transport, order.job)
         await check_profile(order.adaptive_tp, calls, order.instances)
+        await check_sampling(order.sampling, calls, order.instances)
 
     def _check_room(self, order: RolloutOrder) -> None:
         count = sum(job == order.job for job, _ in (*self._rollouts, *self._unreadable))
@@ -395,6 +396,10 @@ async def _samples(
                 np.float32
             ),
         }
+        drawn_by = [r.sampling_logprobs for _, _, r in found if r.sampling_logprobs is not None]
+        if drawn_by:
+            # All samples of a rollout have them, or none has.
+            arrays["sampling_logprobs"] = np.concatenate(drawn_by).astype(np.float32)
         params = {
             **fields([index for index, _, _ in found], len(rows)),
             "segments": spans,

@@ -175,7 +175,8 @@ class StreamView(TypedDict, total=False):
     next: int
     """The offset behind the rows."""
     rows: list[Any]
-    """`[row, tokens, logprobs]` of each; in a stream of rows also why it ended and its weights."""
+    """`[row, tokens, logprobs]` of each; in a stream of rows also why it ended, its
+    weights and, if asked for, its `sampling_logprobs`."""
     ended: bool
 
 

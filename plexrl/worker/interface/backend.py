@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 Emit = Callable[[int, list[int], list[float]], None]
 """Callback for (sample row, new tokens, their logprobs) during a generation."""
-EmitRow = Callable[[int, list[int], list[float], int, list[list[int]]], None]
+EmitRow = Callable[[int, list[int], list[float], int, list[list[int]], list[float] | None], None]
 """Callback for a row that has ended: row, tokens, logprobs, why it ended (a number of
-`plexrl.worker.rollout.generation`), and `[start, weights_seq, trainer_step]` of each span of tokens
-that one version drew."""
+`plexrl.worker.rollout.generation`), `[start, weights_seq, trainer_step]` of each span of tokens
+that one version drew, and the tokens' logprobs under the policy that drew them; None: the
+generation did not ask for these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,6 +139,10 @@ class GeneratingBackend(RolloutBackend, Generic[EngineT]):
 
     def _emit_row(self, generation: Generation, row: int, emit_row: EmitRow) -> None:
         spans = [(each.start, each.weights_seq) for each in generation.segments[row]]
+        drawn_by, details = None, generation.details[row]
+        if generation.sampling.sampling_logprobs:
+            # A row that drew nothing has no details.
+            drawn_by = [] if details is None else details.sampling_logprobs.tolist()
         emit_row(
             generation.first_row + row,
             generation.tokens[row].tolist(),
@@ -148,6 +152,7 @@ class GeneratingBackend(RolloutBackend, Generic[EngineT]):
                 [start, seq, self._trainer_steps[seq]]
                 for start, seq in spans or [(0, generation.weights_seq)]
             ],
+            drawn_by,
         )
 
     def _note_step(self, seq: int, trainer_step: int) -> None:

@@ -415,7 +415,8 @@ class InstanceDriver:
         if not sample.tokens or not self._is_kept(trajectory):
             return []
         tokens = np.array(sample.tokens, dtype=np.int32)
-        return [GeneratedPart(trajectory, tokens, sample.logprobs, sample.finish_reason)]
+        drawn_by = sample.sampling_logprobs
+        return [GeneratedPart(trajectory, tokens, sample.logprobs, sample.finish_reason, drawn_by)]
 
     def load(
         self, engines: Sequence[EngineLoadView]

@@ -1,4 +1,5 @@
-"""Whether the engines of a rollout's instances can switch their groups by a profile (PAT §4)."""
+"""Whether the engines of a rollout's instances can do what it asks for: switch their groups by a
+profile (PAT §4), and return the logprobs of the policy that drew a token."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,6 +9,7 @@ from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.wire.messages.views import DeploymentView
 from plexrl.wire.messages.workers import EngineLoadView
+from plexrl.wire.operations import SamplingParams
 
 
 async def check_profile(
@@ -24,6 +26,27 @@ async def check_profile(
     for name in deployments if profile is not None else ():
         view = await calls.deployment(name)
         check_engines(profile, name, view, await calls.engines(name))
+
+
+async def check_sampling(
+    sampling: SamplingParams, calls: ClusterCalls, deployments: Iterable[str]
+) -> None:
+    """Check that these deployments' engines return the numbers of tokens that are asked for.
+
+    Raises:
+        InvalidRequestError: an engine does not.
+        PlexRLError: a deployment is not known.
+    """
+    for name in deployments if sampling.sampling_logprobs else ():
+        spec = deployment_spec_from_json((await calls.deployment(name))["spec_json"])
+        if spec.backend != "torch" or spec.pace:
+            raise InvalidRequestError(
+                f"sampling_logprobs is set, and instance {name!r} "
+                f"({'paced' if spec.pace else f'backend {spec.backend}'}) returns only logprobs "
+                "of the model's own distribution: leave sampling_logprobs out, or use backend "
+                "torch without a pace",
+                parameter="sampling",
+            )
 
 
 def check_engines(

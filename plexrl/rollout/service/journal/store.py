@@ -13,7 +13,8 @@ size of the file is bounded by what is in flight.
              versions. By it a replay finds out that it decides in another way, as another version
              may: then the store does not say what the instances were told.
     prompts  tokens int32 by group
-    parts    tokens int32 and logprobs float32 of each generated part, by the event that brought it
+    parts    tokens int32, logprobs float32 and, if asked for, sampling_logprobs float32 of each
+             generated part, by the event that brought it
     steps    the trainer's step of each of the latest versions
 """
 
@@ -63,7 +64,8 @@ CREATE TABLE IF NOT EXISTS decided (event INTEGER PRIMARY KEY, checksum INTEGER 
 CREATE TABLE IF NOT EXISTS prompts (sample_group INTEGER PRIMARY KEY, tokens BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS parts (
     trajectory INTEGER NOT NULL, event INTEGER NOT NULL, tokens BLOB NOT NULL,
-    logprobs BLOB NOT NULL, finish TEXT NOT NULL, PRIMARY KEY (trajectory, event)
+    logprobs BLOB NOT NULL, finish TEXT NOT NULL, sampling_logprobs BLOB,
+    PRIMARY KEY (trajectory, event)
 );
 CREATE TABLE IF NOT EXISTS examples (
     number INTEGER PRIMARY KEY AUTOINCREMENT, prompt BLOB NOT NULL, lengths BLOB NOT NULL
@@ -89,6 +91,8 @@ class GeneratedPart:
     """float32 `[tokens]`."""
     finish: str
     """As `Sample.finish_reason`."""
+    sampling_logprobs: Array | None = None
+    """float32 `[tokens]`; None: not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,10 @@ class RolloutStore:
             self._writer.execute("PRAGMA synchronous=FULL")
             self._writer.execute(f"PRAGMA journal_size_limit={WAL_BYTES_MAX}")
             self._writer.executescript(f"BEGIN; {TABLES} COMMIT;")
+            columns = [row[1] for row in self._writer.execute("PRAGMA table_info(parts)")]
+            if "sampling_logprobs" not in columns:
+                # The file is of an earlier version.
+                self._writer.execute("ALTER TABLE parts ADD COLUMN sampling_logprobs BLOB")
             self._reader = self._connect()
             self.tail_events, self.tail_bytes = self._reader.execute(
                 "SELECT count(*), ifnull(sum(length(body)), 0) FROM events"
@@ -253,14 +261,16 @@ class RolloutStore:
             tokens = entry.prompt[1].astype(np.int32).tobytes()
             database.execute("INSERT INTO prompts VALUES (?, ?)", (entry.prompt[0], tokens))
         for part in entry.parts:
-            blobs = (
+            drawn_by = part.sampling_logprobs
+            row = (
+                part.trajectory,
+                entry.seq,
                 part.tokens.astype(np.int32).tobytes(),
                 part.logprobs.astype(np.float32).tobytes(),
+                part.finish,
+                None if drawn_by is None else drawn_by.astype(np.float32).tobytes(),
             )
-            database.execute(
-                "INSERT INTO parts VALUES (?, ?, ?, ?, ?)",
-                (part.trajectory, entry.seq, *blobs, part.finish),
-            )
+            database.execute("INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?)", row)
         for gone in entry.forgotten:
             if not gone.keeps_prompt:
                 if self.keeps_examples:
@@ -358,6 +368,7 @@ class RolloutStore:
                     found.append(None)
                     continue
                 size += prompt.nbytes + part.tokens.nbytes + part.logprobs.nbytes + ROW_BYTES
+                size += 0 if part.sampling_logprobs is None else part.sampling_logprobs.nbytes
                 found.append((prompt, part))
         return found
 
@@ -385,12 +396,15 @@ def _prompt(database: sqlite3.Connection, group: SampleGroupId) -> Array | None:
 
 def _response(database: sqlite3.Connection, trajectory: TrajectoryId) -> GeneratedPart:
     rows = database.execute(
-        "SELECT tokens, logprobs, finish FROM parts WHERE trajectory = ? ORDER BY event",
+        "SELECT tokens, logprobs, finish, sampling_logprobs FROM parts WHERE trajectory = ? "
+        "ORDER BY event",
         (trajectory,),
     ).fetchall()
+    drawn_by = [row[3] for row in rows if row[3] is not None]
     return GeneratedPart(
         trajectory,
         np.frombuffer(b"".join(row[0] for row in rows), dtype=np.int32),
         np.frombuffer(b"".join(row[1] for row in rows), dtype=np.float32),
         rows[-1][2] if rows else "",
+        np.frombuffer(b"".join(drawn_by), dtype=np.float32) if drawn_by else None,
     )

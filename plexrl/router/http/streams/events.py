@@ -100,13 +100,15 @@ def _read_position(part: str, text: str) -> StreamPosition:
 
 
 def tokens_event(cursor: Cursor, rows: list[Any]) -> StreamEvent:
-    """The event for `[sample, tokens, logprobs]` of each row, with why it ended (a number) and its
-    weights in a stream of rows."""
+    """The event for `[sample, tokens, logprobs]` of each row; in a stream of rows with why it ended
+    (a number), its weights and, if asked for, its `sampling_logprobs`."""
     named = []
     for sample, tokens, logprobs, *ended in rows:
         row = {"sample": sample, "tokens": tokens, "logprobs": logprobs}
         if ended:
             row |= {"finish_reason": FINISH_REASONS[ended[0]], "weights": ended[1]}
+            if len(ended) > 2:
+                row["sampling_logprobs"] = ended[2]
         named.append(row)
     return {"cursor": str(cursor), "rows": named}
 
@@ -177,8 +179,11 @@ def _rows(order: Array, position: int, result: Mapping[str, Any], arrays: Arrays
     tokens = 0
     for row in order[position:].tolist():
         count = int(lengths[row])
-        drawn = _drawn(arrays, int(starts[row]), count)
-        rows.append([row, *drawn, int(arrays["finish"][row]), spans.get(row, whole)])
+        first = int(starts[row])
+        ended = [int(arrays["finish"][row]), spans.get(row, whole)]
+        if "sampling_logprobs" in arrays:
+            ended.append(arrays["sampling_logprobs"][first : first + count].tolist())
+        rows.append([row, *_drawn(arrays, first, count), *ended])
         position, tokens = position + 1, tokens + count
         if tokens >= TOKENS_MAX:
             yield position, rows

@@ -86,11 +86,13 @@ class RowLog:
         logprobs: list[float],
         finish: int,
         weights: list[list[int]],
+        drawn_by: list[float] | None = None,
     ) -> None:
         """Append a row that has ended; see `EmitRow`. A row with logprobs that are not finite is no
         result: the generation will fail."""
         if all(map(math.isfinite, logprobs)):
-            self._rows.append([row, tokens, logprobs, finish, weights])
+            more = [] if drawn_by is None else [drawn_by]
+            self._rows.append([row, tokens, logprobs, finish, weights, *more])
 
     def read(self, after: int) -> StreamView:
         """As `TokenLog.read`, for whole rows; offsets count rows."""
