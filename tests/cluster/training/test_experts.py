@@ -152,6 +152,28 @@ def test_a_rollout_gets_the_same_bits_from_every_backend(job: plexrl.Job) -> Non
 
 
 @pytest.mark.slow
+@NEEDS_MEGATRON
+def test_a_reference_on_tensor_and_expert_ranks_takes_the_trainer_s_weights(
+    job: plexrl.Job,
+) -> None:
+    model = model_of("two layers")
+    actor = job.train_deployment("actor", model, workers=2)
+    layout = plexrl.Parallelism(tp=2, ep=2)
+    reference = job.reference_deployment("reference", model, backend="megatron", parallelism=layout)
+    batch = some_batch(1)
+    for _ in range(2):
+        pairs = zip(
+            actor.forward(batch).result(120).logprobs,
+            reference.forward(batch).result(120).logprobs,
+            strict=True,
+        )
+        assert max(float(np.abs(one - two).max()) for one, two in pairs) < 1e-4
+        actor.forward_backward(batch, plexrl.losses.grpo())
+        actor.optim_step(learning_rate=1e-2)
+        reference.sync_weights(actor).result(120)
+
+
+@pytest.mark.slow
 def test_tensor_groups_that_change_draw_the_same_tokens(job: plexrl.Job) -> None:
     def drawn(rollout: plexrl.RolloutDeployment) -> list[list[int]]:
         greedy = plexrl.SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

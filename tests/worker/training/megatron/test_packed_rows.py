@@ -74,3 +74,31 @@ def test_a_micro_batch_without_rows_runs_one_token_of_padding() -> None:
     assert packed.row_map.lengths == (1,)
     assert len(packed.predicts) == 0
     assert not packed.unpacked(packed.positions_T.float()).any()
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    cp=st.integers(1, 3),
+    multiple=st.integers(1, 4),
+)
+def test_a_last_row_of_padding_makes_the_tokens_a_multiple_and_predicts_nothing(
+    lengths: list[int], cp: int, multiple: int
+) -> None:
+    plan = plan_batch(Parallelism(cp=cp), lengths, micro_batch_tokens=10, packs=True)
+    for rank, part in enumerate(plan.inputs(batch(lengths))):
+        for each in packed_micro_batches(part, cp):
+            plain, padded = (
+                pack_rows(each, rank, cp),
+                pack_rows(each, rank, cp, token_multiple=multiple),
+            )
+            count = len(plain.tokens_T)
+            assert len(padded.tokens_T) % multiple == 0
+            assert 0 <= len(padded.tokens_T) - count < multiple
+            assert len(padded.positions_T) == len(padded.targets_T) == len(padded.tokens_T)
+            assert sum(padded.row_map.lengths) == len(padded.tokens_T)
+            assert padded.tokens_T[:count].equal(plain.tokens_T)
+            assert padded.predicts.equal(plain.predicts)
+            if cp == 1:
+                ends = np.cumsum(plain.row_map.lengths) - 1
+                assert padded.of_last_tokens(padded.tokens_T).equal(plain.tokens_T[ends])
