@@ -33,7 +33,11 @@ TOOL = {"role": "tool", "content": "result"}
 
 
 def request(*messages: dict[str, Any], template: str = APPENDS) -> ChatRequest:
-    return ChatRequest(model="actor", messages=list(messages), chat_template=template)
+    return made(messages=list(messages), chat_template=template)
+
+
+def made(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"model": "actor", "messages": [USER], **fields})
 
 
 def captured(tokens: list[int], template: str = APPENDS) -> tuple[list[int], list[bytes]]:
@@ -128,7 +132,7 @@ def test_streamed_text_is_never_taken_back() -> None:
     "options", [{"presence_penalty": 0.1}, {"logit_bias": {"3": 1}}, {"response_format": {"a": 1}}]
 )
 def test_what_would_change_the_draws_is_refused(options: dict[str, Any]) -> None:
-    made = ChatRequest(model="actor", messages=[USER], **options)
+    refused = made(**options)
     with pytest.raises(InvalidRequestError, match=next(iter(options))):
-        made.check_known()
-    ChatRequest(model="actor", messages=[USER], user="me", presence_penalty=0).check_known()
+        refused.check_known()
+    made(user="me", presence_penalty=0).check_known()

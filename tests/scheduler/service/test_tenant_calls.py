@@ -7,6 +7,7 @@ import pytest
 from plexrl import errors
 from plexrl.scheduler.accounting.tenants import KEYS_MAX, key_id
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.jobs.controllers import JOB_KEYS_MAX
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.tenant import KeyOwner
 from plexrl.wire.rpc import Peer
@@ -79,6 +80,33 @@ def test_keys_survive_a_snapshot() -> None:
     assert restored.authenticate(OLD) == KeyOwner(tenant="t")
     with pytest.raises(errors.AuthenticationError):
         restored.authenticate(NEW)
+
+
+def test_a_jobs_newest_keys_are_valid_until_it_ends() -> None:
+    cluster = cluster_with_a_tenant()
+    cluster.job("j")
+    cluster.job("other")
+    for key in (OLD, NEW):
+        cluster.send(ev.JobKeyAdded(job="j", key_digest=digest(f"job-{key}")))
+    cluster.send(ev.JobKeyAdded(job="j", key_digest=digest(f"job-{NEW}")))
+    owner = KeyOwner(tenant="t", job="j")
+    restored = SchedulerCore.restore(cluster.config, cluster.core.dump())
+    for core in (cluster.core, restored):
+        assert [core.authenticate(digest(f"job-{key}")) for key in (OLD, NEW)] == [owner] * 2
+    for number in range(JOB_KEYS_MAX - 1):
+        cluster.send(ev.JobKeyAdded(job="j", key_digest=digest(str(number))))
+    assert not is_valid(cluster, digest(f"job-{OLD}"))
+    assert is_valid(cluster, digest(f"job-{NEW}"))
+    cluster.send(ev.JobFinished(job="j", outcome="completed"))
+    assert not is_valid(cluster, digest(f"job-{NEW}"))
+    before = cluster.core.dump()
+    with pytest.raises(errors.JobEndedError):
+        cluster.send(ev.JobKeyAdded(job="j", key_digest=NEW))
+    with pytest.raises(errors.UnknownJobError):
+        cluster.send(ev.JobKeyAdded(job="none", key_digest=NEW))
+    with pytest.raises(errors.ControllerReplacedError):
+        cluster.send(ev.JobKeyAdded(job="other", key_digest=NEW, controller="former"))
+    assert cluster.core.dump() == before
 
 
 def test_a_revocation_is_answered_once_every_router_has_dropped_the_key(tmp_path: Path) -> None:
