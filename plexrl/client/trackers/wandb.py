@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from wandb import Run
 
 PROJECT = "plexrl"
-SETTLE_S = 0.5
-"""W&B writes files in a process of its own, which lives a moment longer than a killed controller.
+SETTLE_S = 2.0
+"""W&B writes files in a process of its own, which goes on for a moment after a run or a controller.
 Files that do not change for so long are complete."""
 HEADER_BYTES, BLOCK_BYTES = 7, 32 << 10
 RECORD = struct.Struct("<IHB")
@@ -53,7 +53,7 @@ def open_run(run: TrackedRun) -> WandbRun:
 
     where = Path(os.environ.get("WANDB_DIR") or run.folder)
     where.mkdir(parents=True, exist_ok=True)
-    last_row = _settled_last_row(where / "wandb", run.job)
+    last_row = settled_last_row(where / "wandb", run.job)
     opened = wandb.init(
         project=os.environ.get("WANDB_PROJECT") or PROJECT,
         id=run.job,
@@ -70,7 +70,7 @@ def open_run(run: TrackedRun) -> WandbRun:
     return WandbRun(opened, max(last_row, int(known)))
 
 
-def _settled_last_row(folder: Path, job: str) -> int:
+def settled_last_row(folder: Path, job: str) -> int:
     """The index of the last row in the files of the run; 0: none."""
     files = list(folder.glob(f"*run-*-{job}*/run-{job}.wandb"))
     files.sort(key=lambda file: file.stat().st_mtime)

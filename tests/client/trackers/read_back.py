@@ -12,7 +12,7 @@ from pathlib import Path
 from plexrl.client.data.metric_rows import read_rows
 from plexrl.client.trackers.feed import TrackerFeed
 from plexrl.client.trackers.tracker import ROW_KEY, TrackedRun
-from plexrl.client.trackers.wandb import _records
+from plexrl.client.trackers.wandb import _records, settled_last_row
 from plexrl.router.job_files.metrics_log import MetricsFiles
 from plexrl.wire.messages.views import MetricsRow
 
@@ -63,6 +63,8 @@ def tensorboard_rows(folder: Path) -> Found:
 
 
 def wandb_rows(folder: Path) -> Found:
+    # W&B ends a run before its own process has written the file.
+    settled_last_row(folder / "runs" / "wandb", JOB)
     found = []
     for file in sorted((folder / "runs" / "wandb").glob(f"offline-run-*-{JOB}*/run-{JOB}.wandb")):
         for record in _records(file.read_bytes()):
