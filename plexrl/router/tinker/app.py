@@ -29,6 +29,8 @@ LOG = logging.getLogger(__name__)
 PREFIX = "/api/v1/"
 KEY_PREFIX = "tml-"
 """The SDK refuses a key that begins otherwise."""
+POLLS = f"{PREFIX}retrieve_future"
+"""The SDK repeats a poll that fails with 5xx without a pause, and after 429 with one."""
 RECORDS = "tinker.sqlite"
 KEPT_STATUSES = (401, 403, 404, 413, 429)
 """Statuses of errors that keep their meaning. The SDK sends a request again after 408, 409 and 429,
@@ -106,6 +108,8 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
     headers = {}
     if isinstance(error, JobEndedError):
         status = 410
+    elif status >= 500 and request.url.path == POLLS:
+        status = 429
     elif isinstance(error, RETRIABLE):
         after_s = shown.details.get("retry_after_s", RETRY_AFTER_S)
         headers["Retry-After"] = str(max(1, round(float(str(after_s)))))
