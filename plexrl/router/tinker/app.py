@@ -29,6 +29,8 @@ LOG = logging.getLogger(__name__)
 PREFIX = "/api/v1/"
 KEY_PREFIX = "tml-"
 """The SDK refuses a key that begins otherwise."""
+BODY_BYTES_MAX = 64 << 20
+"""Largest body. The SDK divides a batch into parts of about 5 MB."""
 POLLS = f"{PREFIX}retrieve_future"
 """The SDK repeats a poll that fails with 5xx without a pause, and after 429 with one."""
 RECORDS = "tinker.sqlite"
@@ -82,7 +84,7 @@ def _make_app(services: RouterServices, timeout_s: float) -> FastAPI:
         RequestLimits,
         authenticate=services.caller,
         error_response=_refused,
-        bytes_max=services.body_bytes_max,
+        bytes_max=min(services.body_bytes_max, BODY_BYTES_MAX),
         timeout_s=timeout_s,
     )
     # The last routes of `checkpoints` refuse what no other has.
