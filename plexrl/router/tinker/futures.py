@@ -365,7 +365,7 @@ def _try_again(future: FutureRecord, view: Mapping[str, Any]) -> Answer:
     """Why an operation is unfinished: what it waits for, who holds that, and until when."""
     told = view.get("explanation") or {}
     reason = str(told.get("reason") or "the request waits")
-    if told.get("holder"):
+    if told.get("holder") not in (None, "", view["deployment"]):
         reason += f"; held by {told['holder']}"
     if told.get("eta_s") is not None:
         verb = "ends" if view["state"] == "running" else "starts"
