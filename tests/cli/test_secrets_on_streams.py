@@ -76,6 +76,9 @@ def test_up_names_the_file_of_the_key_where_its_output_may_be_logged(
     assert str(data / "operator.key") in said
     assert (data / "operator.key").stat().st_mode & 0o777 == 0o600
     assert operator_key(data) not in said
+    if "--json" not in words:
+        assert 'export TINKER_API_KEY="tml-$(cat ' in said
+        assert "export TINKER_BASE_URL=https://" in said
     assert "PLEXRL_JOIN_TOKEN" not in said
     for log in (data / "logs").rglob("*.log"):
         assert operator_key(data) not in log.read_text(), log

@@ -29,6 +29,10 @@ LOG = logging.getLogger(__name__)
 PREFIX = "/api/v1/"
 KEY_PREFIX = "tml-"
 """The SDK refuses a key that begins otherwise."""
+BODY_BYTES_MAX = 64 << 20
+"""Largest body. The SDK divides a batch into parts of about 5 MB."""
+POLLS = f"{PREFIX}retrieve_future"
+"""The SDK repeats a poll that fails with 5xx without a pause, and after 429 with one."""
 RECORDS = "tinker.sqlite"
 KEPT_STATUSES = (401, 403, 404, 413, 429)
 """Statuses of errors that keep their meaning. The SDK sends a request again after 408, 409 and 429,
@@ -80,7 +84,7 @@ def _make_app(services: RouterServices, timeout_s: float) -> FastAPI:
         RequestLimits,
         authenticate=services.caller,
         error_response=_refused,
-        bytes_max=services.body_bytes_max,
+        bytes_max=min(services.body_bytes_max, BODY_BYTES_MAX),
         timeout_s=timeout_s,
     )
     # The last routes of `checkpoints` refuse what no other has.
@@ -106,6 +110,8 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
     headers = {}
     if isinstance(error, JobEndedError):
         status = 410
+    elif status >= 500 and request.url.path == POLLS:
+        status = 429
     elif isinstance(error, RETRIABLE):
         after_s = shown.details.get("retry_after_s", RETRY_AFTER_S)
         headers["Retry-After"] = str(max(1, round(float(str(after_s)))))

@@ -12,6 +12,7 @@ from plexrl.client.futures.checkpoints import is_durable
 from plexrl.errors import (
     ConflictError,
     NotFoundError,
+    OverloadedError,
     PlexRLError,
     UnknownOperationError,
 )
@@ -35,6 +36,12 @@ HOLD_S = 30.0
 ACCEPT_S = 10.0
 """How long the answer to a model's next request waits until the scheduler has the request."""
 RETRY_S = 0.5
+FORGOTTEN = frozenset({"sample", "forward", "forward_backward", "optim_step"})
+"""Kinds whose answers are forgotten some time after they were sent."""
+WAITING_BYTES_MAX = 1 << 30
+"""Bound on all batches that the scheduler does not have yet."""
+KEPT_S = 600.0
+"""How long an answer that was sent can be asked for again."""
 HALTING = frozenset({"forward_backward", "optim_step", "load_weights", "create_model"})
 """Kinds whose failure halts the deployment until it is acknowledged."""
 
@@ -51,6 +58,11 @@ class Pending:
     arrays: Arrays | None = None
     future: FutureRecord
     sent: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the batch."""
+        return sum(array.nbytes for array in (self.arrays or {}).values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +85,27 @@ class Futures:
         self._locks: dict[str, asyncio.Lock] = {}
         self._loaded: set[str] = set()
         """Loads that have succeeded."""
+        self._answered: dict[str, tuple[float, FutureRecord]] = {}
+        """When each answer was sent, by the monotonic clock; oldest first."""
 
     async def close(self) -> None:
         """Stop submitting."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def forget_answered(self, now: float) -> None:
+        """Drop what was answered `KEPT_S` seconds before `now`."""
+        while self._answered:
+            request, (at, record) = next(iter(self._answered.items()))
+            if now - at < KEPT_S:
+                return
+            del self._answered[request]
+            self._records.drop(record)
+
+    def forget_model(self, model_id: str) -> None:
+        """Drop what is known of a model whose session has ended."""
+        self._sequences.pop(model_id, None)
 
     def is_known(self, model: ModelRecord, seq: int) -> bool:
         """Whether a model's request of this number has arrived before."""
@@ -91,9 +118,19 @@ class Futures:
 
     async def train(self, model: ModelRecord, seq: int, pending: Pending) -> str:
         """Accept a request of a model; return the name of its future. The same number again is the
-        same request. Raises as `RequestSequence.add`."""
+        same request.
+
+        Raises:
+            OverloadedError: too much waits for earlier requests, or for the scheduler.
+        """
         sequence = self._sequence(model)
         request = pending.future.id
+        waiting = sum(each.nbytes for each in self._waiting.values())
+        if waiting + pending.nbytes > WAITING_BYTES_MAX and seq != sequence.next_seq:
+            raise OverloadedError(
+                f"{waiting} bytes of batches wait for the scheduler, or for earlier requests",
+                retry_after_s=1.0,
+            )
         if not sequence.add(seq, pending):
             return request
         is_next = seq == sequence.next_seq
@@ -216,6 +253,8 @@ class Futures:
         await self._acknowledge(key, load)
 
     async def _answer(self, key: str, future: FutureRecord, polled: Polled) -> Answer:
+        if future.kind in FORGOTTEN:
+            self._answered.setdefault(future.id, (time.monotonic(), future))
         if polled.error is not None:
             if future.kind in HALTING:
                 # The client has its failure with this answer, and decides what comes next.
@@ -326,7 +365,7 @@ def _try_again(future: FutureRecord, view: Mapping[str, Any]) -> Answer:
     """Why an operation is unfinished: what it waits for, who holds that, and until when."""
     told = view.get("explanation") or {}
     reason = str(told.get("reason") or "the request waits")
-    if told.get("holder"):
+    if told.get("holder") not in (None, "", view["deployment"]):
         reason += f"; held by {told['holder']}"
     if told.get("eta_s") is not None:
         verb = "ends" if view["state"] == "running" else "starts"

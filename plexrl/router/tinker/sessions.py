@@ -44,6 +44,8 @@ SILENCE_S = 60.0
 """Silence after which a session's job is detached. The SDK sends a heartbeat every 10 s."""
 REATTACH_S = 60.0
 """Time after that until the job is cancelled, and its GPUs are released."""
+GONE_S = SILENCE_S + REATTACH_S + 30.0
+"""Silence after which the router forgets a session, whose job has ended by then."""
 SWEEP_S = 60.0
 """Time between two searches for weights whose time to live has passed."""
 LORA_ALPHA = 32.0
@@ -63,11 +65,21 @@ class Sessions:
         self.records = records
         self.futures = Futures(api, records)
         self._bases = asyncio.Lock()
+        self._seen: dict[str, float] = {}
+        """When each session was last heard of, by the monotonic clock."""
 
     async def run(self) -> None:
-        """Delete weights whose time to live has passed, until cancelled."""
+        """Forget clients that are gone, and delete weights whose time to live has passed, until
+        cancelled."""
+        started_at = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_S)
+            self.futures.forget_answered(time.monotonic())
+            for session in self.records.all(SessionRecord):
+                seen_at = self._seen.get(session.id, started_at)
+                if not session.is_finished and time.monotonic() - seen_at > GONE_S:
+                    LOG.info("the client of %s is gone", session.id)
+                    await self._end(session)
             now = time.time()
             for each in self.records.all(WeightsRecord):
                 if each.expires_at is not None and each.expires_at < now:
@@ -118,6 +130,7 @@ class Sessions:
         """A session lives. Raises `JobEndedError` if it has ended."""
         if session.is_finished:
             raise JobEndedError(f"session {session.id} has finished")
+        self._seen[session.id] = time.monotonic()
         jobs = {session.id, *self._base_jobs(session.id)}
         replies = await asyncio.gather(
             *(self.api.call(key, "POST", f"/v1/jobs/{job}/heartbeat") for job in sorted(jobs)),
@@ -125,7 +138,7 @@ class Sessions:
         )
         own = replies[sorted(jobs).index(session.id)]
         if isinstance(own, ConflictError | UnknownJobError):
-            self._end(session)
+            await self._end(session)
             raise JobEndedError(f"session {session.id} has ended: {own.message}") from own
         if isinstance(own, BaseException):
             raise own
@@ -137,11 +150,9 @@ class Sessions:
         body = {"outcome": outcome, "reason": detail}
         await self.api.call(key, "POST", f"/v1/jobs/{session.id}/finish", body)
         bases = self._base_jobs(session.id)
-        self._end(session)
+        await self._end(session)
         for job in bases - self._used_bases():
             await self.api.call(key, "POST", f"/v1/jobs/{job}/finish", {"outcome": "completed"})
-        for model in self.records.all(ModelRecord, session.id):
-            await self._delete_ephemeral(key, model)
 
     async def create_model(self, key: str, caller: Caller, asked: CreateModel) -> ModelRecord:
         """Make a model of the name that follows from the request."""
@@ -221,9 +232,10 @@ class Sessions:
     ) -> SamplerRecord:
         """A sampler of a model's checkpoint. All of a session with the same base model and adapters
         share a deployment, which loads the weights of the request that comes next."""
-        kind = request_digest(f"{model.folder} {model.lora}")[:8]
+        lora = without_seed(model.lora)
+        kind = request_digest(f"{model.folder} {lora}")[:8]
         deployment = f"{session.id}/sampler-{kind}"
-        await self._deploy_rollout(key, session, deployment, model.folder, model.lora)
+        await self._deploy_rollout(key, session, deployment, model.folder, lora)
         found = SamplerRecord(
             id=sampler,
             session=session.id,
@@ -358,22 +370,34 @@ class Sessions:
     def _base_jobs(self, session: str) -> set[str]:
         return _jobs_of(self.records.all(SamplerRecord, session))
 
-    def _end(self, session: SessionRecord) -> None:
+    async def _end(self, session: SessionRecord) -> None:
+        """Forget what only the session itself needs, and delete its weights without a name."""
+        if session.is_finished:
+            return
         session.is_finished = True
         self.records.put(session)
-        self.records.drop_all(FutureRecord, session.id)
-        self.records.drop_all(SamplerRecord, session.id)
+        self._seen.pop(session.id, None)
+        saves = [
+            future.id
+            for future in self.records.all(FutureRecord, session.id)
+            if future.kind == "save_for_sampler" and "weights_record" not in future.result
+        ]
+        for kind in (FutureRecord, SamplerRecord, RolloutRecord):
+            self.records.drop_all(kind, session.id)
+        for model in self.records.all(ModelRecord, session.id):
+            self.futures.forget_model(model.id)
+            for save in saves:
+                if save.startswith(f"{model.id}:"):
+                    await self._delete_ephemeral(model, save.rpartition(":")[2])
 
-    async def _delete_ephemeral(self, key: str, model: ModelRecord) -> None:
-        path = f"/v1/jobs/{model.session}/checkpoints"
-        prefix = ephemeral_prefix(model)
+    async def _delete_ephemeral(self, model: ModelRecord, number: str) -> None:
+        name = f"{ephemeral_prefix(model)}{number}"
         try:
-            listed = await self.api.call(key, "GET", path)
-            names = {each["name"] for each in listed["checkpoints"]}
-            for name in sorted(each for each in names if each.startswith(prefix)):
-                await self.api.call(key, "DELETE", f"{path}/{name}")
+            await self.services.checkpoint_quota.delete(model.session, name)
+        except CheckpointNotFoundError:
+            LOG.debug("%s was deleted before", name)
         except PlexRLError as error:
-            LOG.warning("weights of %s were not deleted: %s", model.id, error)
+            LOG.warning("%s of %s was not deleted: %s", name, model.id, error)
 
     async def _delete(self, found: WeightsRecord) -> None:
         try:
@@ -402,6 +426,11 @@ def checkpoint_name(model: ModelRecord, kind: str, name: str) -> str:
             parameter="name",
         )
     return found
+
+
+def without_seed(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Adapters as a checkpoint has them, whatever the values with which they began."""
+    return None if lora is None else {**lora, "seed": 0}
 
 
 def _jobs_of(samplers: Iterable[SamplerRecord]) -> set[str]:

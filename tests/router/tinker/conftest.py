@@ -1,15 +1,19 @@
-"""A cluster for the clients of the Tinker SDK."""
+"""A cluster for the clients of the Tinker SDK. What needs the SDK or torch is imported where it is
+used, since the messages and the order of requests are also tested without them."""
 
 import gc
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
-from tests.router.tinker.clients import Tenant, model_folder
+
+if TYPE_CHECKING:
+    from tests.router.tinker.clients import Tenant
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,6 +35,8 @@ def no_sockets_left() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of models."""
+    from tests.router.tinker.clients import model_folder
+
     folder = tmp_path_factory.mktemp("models")
     model_folder(folder / "tiny")
     return folder
@@ -45,8 +51,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluste
 
 
 @pytest.fixture(scope="session")
-def tenant(cluster: EmbeddedCluster, roots: Path) -> Tenant:
+def tenant(cluster: EmbeddedCluster, roots: Path) -> "Tenant":
     """A tenant that may load the models."""
+    from tests.router.tinker.clients import Tenant
+
     headers = {"Authorization": f"Bearer {cluster.api_key}"}
     with httpx.Client(base_url=cluster.url, headers=headers, timeout=60) as operator:
         key = operator.post("/v1/tenants", json={"name": "lab"}).json()["api_key"]

@@ -188,12 +188,20 @@ def test_saved_weights_are_listed_described_and_deleted(
     assert names == ["tiny"]
 
 
-def test_a_session_that_finished_holds_nothing_and_is_told_so(tenant: Tenant) -> None:
-    with tenant.service() as client:
-        client.create_lora_training_client(base_model="tiny", rank=2).result(LIMIT_S)
+def test_a_session_that_finished_holds_nothing_and_is_told_so(
+    cluster: EmbeddedCluster, tenant: Tenant
+) -> None:
+    with tenant.service() as client, tenant.http("/v1") as plexrl:
+        made = client.create_lora_training_client(base_model="tiny", rank=2).result(LIMIT_S)
+        made.save_weights_and_get_sampling_client().result(LIMIT_S)
+        made.save_state("stays").result(LIMIT_S)
         session = client.holder.get_session_id()
+        # What the documentation says of a client that is silent.
+        assert plexrl.get(f"/jobs/{session}").json()["controller_timeout_s"] == 60.0
     with tenant.http() as http, tenant.http("/v1") as plexrl:
         assert plexrl.get(f"/jobs/{session}").json()["state"] == "COMPLETED"
+        left = {each.name for each in (cluster.data_dir / "checkpoints" / session).iterdir()}
+        assert left == {"0.weights.stays"}
         assert http.post("/session_heartbeat", json={"session_id": session}).status_code == 410
         body = {"session_id": session, "model_seq_id": 1, "base_model": "tiny"}
         assert http.post("/create_model", json=body).status_code == 410

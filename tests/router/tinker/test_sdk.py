@@ -82,6 +82,11 @@ def test_a_supervised_loop_lowers_the_loss_and_is_sampled_from_and_resumed(
     resumed = client.create_training_client_from_state_with_optimizer(saved.path).result(LIMIT_S)
     again = resumed.forward(data, "cross_entropy").result(LIMIT_S)
     assert again.metrics["loss:sum"] == pytest.approx(trained.metrics["loss:sum"], rel=1e-6)
+    fresh = client.create_lora_training_client(base_model="tiny", rank=8, seed=2).result(LIMIT_S)
+    with pytest.warns(FutureWarning, match="load_state"):
+        fresh.load_state(saved.path).result(LIMIT_S)
+    loaded = fresh.forward(data, "cross_entropy").result(LIMIT_S)
+    assert loaded.metrics["loss:sum"] == pytest.approx(trained.metrics["loss:sum"], rel=1e-6)
 
 
 def torch_loss(name: str, settings: dict[str, float], new: Any, old: Any, advantage: Any) -> Any:

@@ -28,6 +28,7 @@ from plexrl.router.tinker.sessions import (
     checkpoint_name,
     ephemeral_prefix,
     tokenizer_of,
+    without_seed,
 )
 
 ROUTES = APIRouter()
@@ -207,10 +208,10 @@ def _source(client: Client, path: str) -> ModelRecord:
 def _load(client: Client, model: ModelRecord, request: str, asked: LoadWeights) -> Pending:
     weights = client.sessions.weights(asked.path, client.caller)
     source = client.sessions.find(ModelRecord, weights.model, client.caller)
-    if source.lora != model.lora:
+    if without_seed(source.lora) != without_seed(model.lora):
         raise InvalidRequestError(
             f"{asked.path} has the adapters {source.lora}, and the model has {model.lora}: load "
-            "weights of a model with the same rank, seed and layers, or make a client of them "
+            "weights of a model with the same rank and layers, or make a client of them "
             "(create_training_client_from_state)"
         )
     params = {"name": weights.checkpoint, "job": weights.session, "optimizer": asked.optimizer}
