@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.systems.dispatch import dispatch
-from plexrl.sim.rollout.systems.groups import Groups
+from plexrl.sim.rollout.systems.groups import PromptGroups
 from plexrl.sim.rollout.world import World
 
 
@@ -34,7 +34,7 @@ class InFlight:
         self._staleness = staleness
         self._in_order = in_order
         self._is_rebalanced = is_rebalanced
-        self._groups = Groups(world.prompts)
+        self._groups = PromptGroups(world.prompts)
         self._ready: dict[int, list[SimulatedTrajectory]] = {}
 
     def start(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.systems.dispatch import dispatch
-from plexrl.sim.rollout.systems.groups import Groups
+from plexrl.sim.rollout.systems.groups import PromptGroups
 from plexrl.sim.rollout.world import World
 
 
@@ -17,7 +17,7 @@ class OneStep:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._groups = Groups(world.prompts)
+        self._groups = PromptGroups(world.prompts)
         self._ready: list[SimulatedTrajectory] = []
 
     def start(self) -> None:

@@ -21,7 +21,7 @@ from plexrl.scheduler.state.records import Deployment
 
 if TYPE_CHECKING:
     from plexrl.ids import GroupId
-    from plexrl.scheduler.placement.capacity.index import Shape
+    from plexrl.scheduler.placement.capacity.index import CapacityShape
 
 Sums = NDArray[np.int32]
 """[groups, 2 * horizon + 1]: weight of the busy slots before each, over two turns of the ring."""
@@ -87,7 +87,7 @@ class Rings:
         """The rows of several groups that have as many GPUs as the deployment needs together, each
         with capacity for it."""
         cluster, found = self._cluster, list[int]()
-        masks: dict[Shape, NDArray[np.bool_]] = {}
+        masks: dict[CapacityShape, NDArray[np.bool_]] = {}
         for names, row in self._rows.items():
             slots = [cluster.inventory.index.slots(name) for name in names]
             if len(slots) < 2 or sum(each.shape.gpus for each in slots) != deployment.spec.workers:

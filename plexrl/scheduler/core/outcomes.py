@@ -75,30 +75,31 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
     if operation is None or deployment is None:
         return
     meter_run(state, deployment, operation, now)
+    work, wpg, demand = deployment.work, deployment.wpg, deployment.demand
     operation.payload_lost_at = None
     if event.trainer_step is not None:
-        deployment.work.advance_to(event.trainer_step)
-    command = deployment.work.end_run(name)
+        work.advance_to(event.trainer_step)
+    command = work.end_run(name)
     if command is None:
         _move_finished(context, deployment, operation, event, now)
     elif event.unfinished_rows and operation.is_interrupted and not is_over(operation, now):
         _interrupted(state, effects, deployment, operation, event, now)
     else:
-        deployment.demand.estimates.observe(operation.kind, operation.tokens, event.compute_s)
-        deployment.demand.observe_peak(event.peak_bytes)
-        deployment.wpg.backoff.clear()
+        demand.estimates.observe(operation.kind, operation.tokens, event.compute_s)
+        demand.observe_peak(event.peak_bytes)
+        wpg.backoff.clear()
         if command.replay:
-            deployment.work.replay.replayed(name)
-            if deployment.wpg.no_snapshot_until:
+            work.replay.replayed(name)
+            if wpg.no_snapshot_until:
                 # The last snapshot found no free space: new work runs before the next attempt.
-                deployment.wpg.delay_snapshots(now + SNAPSHOT_BACK_OFF_S)
+                wpg.delay_snapshots(now + SNAPSHOT_BACK_OFF_S)
         else:
             # Only new work counts as progress. Else an operation that kills its worker would be
             # retried for ever, since loads and replays succeed.
-            deployment.wpg.processes.succeed()
+            wpg.processes.succeed()
             Finishing(state, effects, now).complete(deployment, operation, event)
-        if not deployment.work.running:
-            deployment.demand.burst.pause(now)
+        if not work.running:
+            demand.burst.pause(now)
         if operation.kind == _PUBLISH:
             _published(state, settings, effects, deployment, now)
         elif operation.ends_burst and not command.replay:

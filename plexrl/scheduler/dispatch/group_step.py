@@ -90,28 +90,29 @@ class GroupStep:
                 self._give_to(chosen)
             return
         holder = self._state.deployments[self._group.holder]
-        if holder.wpg.moving is not None or holder.wpg.state is not _READY:
+        wpg, work = holder.wpg, holder.work
+        if wpg.moving is not None or wpg.state is not _READY:
             return
-        if holder.work.replay.replaying:
-            held = self._now < holder.wpg.backoff.until
-            if not holder.work.running and not held and may_replay(self._state, holder):
+        if work.replay.replaying:
+            held = self._now < wpg.backoff.until
+            if not work.running and not held and may_replay(self._state, holder):
                 self._replay_next(holder)
             return
-        if holder.wpg.moves.planned is not None and is_stopping(self._state, holder):
+        if wpg.moves.planned is not None and is_stopping(self._state, holder):
             return
         if holder.spec.preemptible and self._gives_way(holder):
             return
         if holder.spec.kind == "forward" and leans_on_its_source(holder, self._now):
             self._snapshot(holder)
             return
-        if not holder.work.running and not self._goes_on(holder):
+        if not work.running and not self._goes_on(holder):
             waiting = self._waiting(besides=holder)
             if waiting and self._may_be_relieved(holder, waiting):
                 chosen = self._first_to_start(waiting)
                 if chosen is not None:
                     self._give_to(chosen)
                     return
-                if not holder.work.queue:
+                if not work.queue:
                     # All waiting members are held back from a critical segment; the holder is idle.
                     end_burst(holder, self._now)
                     self._anticipate(holder, held_back=True)
@@ -121,17 +122,17 @@ class GroupStep:
                 if filler is not None and self._may_be_relieved(holder, [filler]):
                     self._give_to(filler)
                     return
-            if not waiting and not holder.work.queue:
+            if not waiting and not work.queue:
                 self._anticipate(holder)
                 return
-        if holder.work.queue:
+        if work.queue:
             guards = self._settings.policy.guards_slack
             if guards and self._keeps_out(holder):
                 return
-            if not holder.work.running and self._yields(holder):
+            if not work.running and self._yields(holder):
                 return
             self._dispatch(holder)
-        if holder.work.running and self._context.cluster.inventory.spills(self._group):
+        if work.running and self._context.cluster.inventory.spills(self._group):
             hint = self._look_ahead(holder)
             if hint is not None:
                 self._effects.emit(hint)

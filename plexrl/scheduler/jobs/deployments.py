@@ -36,7 +36,7 @@ from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.deployment.demand import Demand
 from plexrl.scheduler.state.deployment.replay_log import ReplayLog
 from plexrl.scheduler.state.deployment.spec import RequestedSpec
-from plexrl.scheduler.state.deployment.work import Workload
+from plexrl.scheduler.state.deployment.work import DeploymentWork
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages.events import (
     DeploymentCreated,
@@ -103,7 +103,7 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
             checkpoints=event.checkpoints,
             shares_if_scarce=shares_if_scarce,
         ),
-        work=Workload(
+        work=DeploymentWork(
             replay=ReplayLog(past_is_whole=True),
         ),
         demand=Demand(

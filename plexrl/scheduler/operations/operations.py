@@ -195,14 +195,15 @@ class Starting:
     def start(self, deployment: Deployment, operation: Operation, *, replay: bool = False) -> None:
         """Send `operation`, which is no move, to its WPG under the token of its groups."""
         group = self._state.groups[deployment.placement.groups[0]]
-        if deployment.work.running or deployment.wpg.moving is not None:
+        work = deployment.work
+        if work.running or deployment.wpg.moving is not None:
             meter(self._state, deployment, self._now)
         else:
             deployment.demand.meter(self._now)
         if replay:
-            deployment.work.replay.send(self._now)
+            work.replay.send(self._now)
         else:
-            seq = deployment.work.replay.completed_seq
+            seq = work.replay.completed_seq
             operation.seq = seq + 1 if operation.kind in MUTATING else seq
             change_operation(operation, _STARTED)
             operation.started_at = self._now
@@ -227,8 +228,8 @@ class Starting:
         sources = () if source is None else statemanagers(self._state, source, operation.source_seq)
         command = make_run(group, deployment, operation, sources, replay=replay)
         operation.is_interrupted = False
-        deployment.work.begin_run(command)
-        if not deployment.work.watch_at and self._state.overdue_s:
+        work.begin_run(command)
+        if not work.watch_at and self._state.overdue_s:
             watch(self._state, self._effects, deployment, self._now)
         if self._state.routers:
             if operation.stopped_rows:

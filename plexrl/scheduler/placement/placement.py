@@ -14,7 +14,7 @@ from plexrl.scheduler.placement.borders import divide, unite_all
 from plexrl.scheduler.placement.capacity.needs import need_of
 from plexrl.scheduler.placement.capacity.overlaps import refresh_overlap_flags
 from plexrl.scheduler.placement.choice.scarcity import is_scarce
-from plexrl.scheduler.placement.choice.search import Choice, find
+from plexrl.scheduler.placement.choice.search import GroupChoice, find
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.colocation import with_own_group
 from plexrl.scheduler.rules.policies import PlacementMode, attempts
@@ -43,7 +43,7 @@ def place(
             group = _new_group(cluster, deployment, speed)
             if group is None:
                 continue
-            choice = Choice(group=group.group, mode=mode, contention=0.0)
+            choice = GroupChoice(group=group.group, mode=mode, contention=0.0)
         else:
             found = find(cluster, deployment, mode, now, speed)
             if found is None:
@@ -53,7 +53,7 @@ def place(
     return None
 
 
-def join(cluster: Cluster, deployment: Deployment, choice: Choice, now: float) -> Group:
+def join(cluster: Cluster, deployment: Deployment, choice: GroupChoice, now: float) -> Group:
     """Make `deployment` a member of a group, or of a part of it, by a choice made at `now`.
 
     Raises:
@@ -104,7 +104,7 @@ def join(cluster: Cluster, deployment: Deployment, choice: Choice, now: float) -
 
 
 def _groups_for(
-    cluster: Cluster, deployment: Deployment, choice: Choice, now: float
+    cluster: Cluster, deployment: Deployment, choice: GroupChoice, now: float
 ) -> tuple[Group, ...]:
     """The groups of a choice: the last is divided if it has more GPUs than are left to place, and
     free GPUs become a new one if it has fewer."""

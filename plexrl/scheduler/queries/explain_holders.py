@@ -17,7 +17,7 @@ HOLDERS_MAX = 20
 """Maximum number of jobs in the list."""
 
 
-class Condition(StrEnum):
+class GpuUse(StrEnum):
     """What a job does with its GPUs, most dispensable first."""
 
     DETACHED = "detached"
@@ -29,7 +29,7 @@ class Condition(StrEnum):
     WORKING = "working"
 
 
-_ORDER = tuple(Condition)
+_ORDER = tuple(GpuUse)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Holder:
     name: str | None
     gpus: int
     """GPUs that a waiting deployment could use."""
-    condition: Condition
+    condition: GpuUse
     silent_s: float
     """Time since the last message of the controller."""
     idle_s: float | None
@@ -103,16 +103,16 @@ def _holder(state: State, job: Job, gpus: int, now: float) -> Holder:
     )
     silent_s = now - (heard_at(state, job) if job.attached else job.seen_at)
     if not job.attached:
-        condition = Condition.DETACHED
+        condition = GpuUse.DETACHED
     elif silent_s > job.controller_timeout_s / 2:
-        condition = Condition.SILENT
+        condition = GpuUse.SILENT
     else:
-        condition = Condition.WORKING if works else Condition.IDLE
+        condition = GpuUse.WORKING if works else GpuUse.IDLE
     worked_at = max([_worked_at(each) for each in deployments], default=job.submitted_at)
     end_s = cancelled_without_controller_at(job) - now
     if job.attached:
         end_s = max(end_s, job.controller_timeout_s - silent_s)
-    is_leaving = condition in (Condition.DETACHED, Condition.SILENT)
+    is_leaving = condition in (GpuUse.DETACHED, GpuUse.SILENT)
     return Holder(
         job=job.job,
         tenant=job.tenant,

@@ -9,7 +9,7 @@ from plexrl.ids import DeploymentId, GroupId, TenantId
 from plexrl.scheduler.admission.order import blocks_others
 from plexrl.scheduler.admission.queues.expected_ends import expected_end
 from plexrl.scheduler.admission.queues.gangs import why_not_yet
-from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable
+from plexrl.scheduler.placement.capacity.index import CapacityShape, ShapeTable
 from plexrl.scheduler.placement.capacity.needs import (
     kept_bytes,
     need_of,
@@ -338,7 +338,7 @@ def _census(cluster: Cluster, deployment: Deployment) -> Census:
 
 
 def _census_of(
-    cluster: Cluster, deployment: Deployment, shape: Shape, duty: float
+    cluster: Cluster, deployment: Deployment, shape: CapacityShape, duty: float
 ) -> dict[Count, int]:
     """Counts the groups of a shape, each under the first reason against it."""
     table = cluster.inventory.index.table(shape)

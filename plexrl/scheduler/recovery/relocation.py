@@ -22,7 +22,7 @@ from plexrl.scheduler.operations.replay import forget_previous
 from plexrl.scheduler.placement.borders import unite_all
 from plexrl.scheduler.placement.capacity.overlaps import overlap_s
 from plexrl.scheduler.placement.choice.scarcity import is_scarce
-from plexrl.scheduler.placement.choice.search import Choice, find, nearest
+from plexrl.scheduler.placement.choice.search import GroupChoice, find, nearest
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.colocation import is_colocated, own_group
 from plexrl.scheduler.placement.contention.service_level import waiting_bound
@@ -155,7 +155,7 @@ def may_move(settings: Settings, deployment: Deployment, now: float) -> bool:
     return now - deployment.wpg.moves.last_at >= rest_s
 
 
-def gain_s(cluster: Cluster, deployment: Deployment, choice: Choice) -> float:
+def gain_s(cluster: Cluster, deployment: Deployment, choice: GroupChoice) -> float:
     """The gain of a move, in seconds of the deployment's group over `REPACK_WINDOW_S`."""
     assert deployment.demand.trace is not None
     frees = 0.0
@@ -326,14 +326,14 @@ def _has_pending_pulls(state: State, deployment: Deployment) -> bool:
 
 def _destination(
     cluster: Cluster, deployment: Deployment, cause: MoveCause, now: float
-) -> Choice | None:
+) -> GroupChoice | None:
     """The destination of a move for this cause; None: there is none, or the move does not pay."""
     match cause:
         case MoveCause.REPACK:
             own = own_group(cluster, deployment)
             near = []
             if own is not None and own.is_worthwhile:
-                near.append(Choice(group=own.group.group, mode=PlacementMode.COLOCATED))
+                near.append(GroupChoice(group=own.group.group, mode=PlacementMode.COLOCATED))
             near += nearest(cluster, deployment, now, strict=True, count=4)
             if not near and holds_up_others(cluster, deployment):
                 near = nearest(cluster, deployment, now, strict=False, count=4)
@@ -353,7 +353,7 @@ def _destination(
             assert_never(cause)
 
 
-def _relieves(cluster: Cluster, deployment: Deployment, choice: Choice) -> bool:
+def _relieves(cluster: Cluster, deployment: Deployment, choice: GroupChoice) -> bool:
     """Whether the deployment would wait less there."""
     groups = cluster.state.groups_of(deployment)
     rivals = len({name for group in groups for name in group.members}) - 1
@@ -369,8 +369,8 @@ def _relieves(cluster: Cluster, deployment: Deployment, choice: Choice) -> bool:
 
 
 def _elsewhere(
-    cluster: Cluster, deployment: Deployment, now: float, suits: Callable[[Choice], bool]
-) -> Choice | None:
+    cluster: Cluster, deployment: Deployment, now: float, suits: Callable[[GroupChoice], bool]
+) -> GroupChoice | None:
     """The best acceptable destination other than the present group."""
     for mode in modes(cluster, deployment, now):
         match mode:
@@ -383,7 +383,7 @@ def _elsewhere(
                     reach or {gpu.node for gpu in gpus} <= set(deployment.wpg.stored.nodes)
                 ):
                     assert deployment.placement.group is not None
-                    own = Choice(group=deployment.placement.group, mode=mode)
+                    own = GroupChoice(group=deployment.placement.group, mode=mode)
                     if suits(own):
                         return own
             case PlacementMode.STRICT | PlacementMode.OVERLAP:
@@ -404,8 +404,8 @@ def _elsewhere(
 
 
 def _reachable(
-    state: State, settings: Settings, deployment: Deployment, choices: list[Choice]
-) -> list[Choice]:
+    state: State, settings: Settings, deployment: Deployment, choices: list[GroupChoice]
+) -> list[GroupChoice]:
     if settings.config.migrates or not _has_state(deployment):
         return choices
     there = set(deployment.wpg.stored.nodes)

@@ -25,7 +25,7 @@ from plexrl.scheduler.state.demand.trace import DemandTrace, ShapeDemand
 from plexrl.scheduler.state.deployment.demand import Demand
 from plexrl.scheduler.state.deployment.placement import Placement
 from plexrl.scheduler.state.deployment.spec import RequestedSpec
-from plexrl.scheduler.state.deployment.work import InFlight, Workload
+from plexrl.scheduler.state.deployment.work import DeploymentWork, InFlight
 from plexrl.scheduler.state.deployment.wpg.wpg import Wpg
 from plexrl.scheduler.state.machines.job_states import JobState
 from plexrl.scheduler.state.operation import Operation
@@ -129,7 +129,7 @@ class Deployment:
     spec: RequestedSpec
     placement: Placement = field(default_factory=Placement)
     wpg: Wpg = field(default_factory=Wpg)
-    work: Workload = field(default_factory=Workload)
+    work: DeploymentWork = field(default_factory=DeploymentWork)
     demand: Demand
 
     @property

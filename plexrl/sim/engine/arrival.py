@@ -6,7 +6,7 @@ from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.shell import FOREVER_S
 from plexrl.sim.state.device_state import device_state_bytes
 from plexrl.sim.workload.cycles import CycleFactory
-from plexrl.sim.workload.job_run import JobRun, Rollouts, behaviour_staleness
+from plexrl.sim.workload.job_run import JobRun, RolloutWorkers, behaviour_staleness
 from plexrl.sim.workload.scenario import NodeType, RolloutGpus, Scenario
 from plexrl.traces import TraceJob
 
@@ -24,7 +24,7 @@ def new_run(
         state_bytes=device_state_bytes(job, kind),
     )
     if scenario.places_rollouts and job.rollout_gpus:
-        run.rollouts = Rollouts(run)
+        run.rollouts = RolloutWorkers(run)
     return run
 
 

@@ -38,7 +38,7 @@ from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.workload.cycles import CycleDistribution, CycleFactory
 from plexrl.sim.workload.job_run import (
     JobRun,
-    Rollouts,
+    RolloutWorkers,
     Workers,
     demand_of,
     rollout_demand_of,
@@ -105,7 +105,7 @@ class TraceRun:
         self._source: Iterator[TraceJob] = scenario.source.jobs()
         self._runs: dict[str, JobRun] = {}
         """Live jobs by the deployment that trains; it has the name of its job."""
-        self._rollouts: dict[str, Rollouts] = {}
+        self._rollouts: dict[str, RolloutWorkers] = {}
         """Rollout deployments of live jobs."""
         self._groups = GroupMembers(self._collector)
         self._node_types = _node_types(scenario)
@@ -426,7 +426,7 @@ class TraceRun:
             move = self._states.begin(command)
             run.move = move
             took_s = move.took_s
-        elif isinstance(run, Rollouts):
+        elif isinstance(run, RolloutWorkers):
             kind, took_s = "rollout", run.seconds(command.operation)
         elif command.operation == run.operation:
             took_s = run.steps[run.step].work_s / run.speed
@@ -456,7 +456,7 @@ class TraceRun:
             self._move_ended(run, command, operation, computed_s)
             return
         self._send(ev.OperationFinished(operation, command.token, computed_s))
-        if isinstance(run, Rollouts):
+        if isinstance(run, RolloutWorkers):
             if run.owner.rolling and operation == run.operation():
                 self._controllers.rollout_ended(run.owner)
         elif operation == run.operation:

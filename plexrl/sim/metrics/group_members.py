@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from plexrl.sim.metrics.collector import Collector
-from plexrl.sim.workload.job_run import Rollouts, WorkerGroup
+from plexrl.sim.workload.job_run import RolloutWorkers, WorkerGroup
 
 Gpu = tuple[str, int]
 """Node and index."""
@@ -41,7 +41,7 @@ class GroupMembers:
         if free:
             self._lots[group] += 1
             lot = group if self._lots[group] == 1 else f"{group} ({self._lots[group]})"
-            rolls_out = isinstance(run, Rollouts)
+            rolls_out = isinstance(run, RolloutWorkers)
             self._collector.group_made(lot, len(free), now, rolls_out=rolls_out)
             self._held.update((gpu, _Held(lot, rolls_out)) for gpu in free)
         for gpu in gpus:

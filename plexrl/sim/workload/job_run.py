@@ -136,7 +136,7 @@ class WorkerGroup:
         self.run_s = 0.0
 
 
-class Rollouts(WorkerGroup):
+class RolloutWorkers(WorkerGroup):
     """The rollout deployment of a job whose rollouts run on GPUs of the cluster."""
 
     def __init__(self, owner: "JobRun") -> None:
@@ -179,7 +179,7 @@ class JobRun(WorkerGroup):
         self.job_id = trace.job_id
         self.cycle_source = cycle_source
         self.job = JobId(name)
-        self.rollouts: Rollouts | None = None
+        self.rollouts: RolloutWorkers | None = None
         """Absent if rollouts run outside of the cluster."""
         self.staleness = staleness
         self.kinds = (*map(kind_of, cycle_source.functions[:-1]), OperationKind.OPTIM_STEP)
@@ -216,7 +216,7 @@ class JobRun(WorkerGroup):
 
     @property
     def owner(self) -> "JobRun":
-        """The job: itself, as for `Rollouts`."""
+        """The job: itself, as for `RolloutWorkers`."""
         # A property, because a job that is a cycle of references is not freed when it ends.
         return self
 
@@ -292,7 +292,7 @@ class JobRun(WorkerGroup):
         return self.steps_of(self.cycle_source.draw(int(cycle)))[int(index)]
 
 
-Workers = JobRun | Rollouts
+Workers = JobRun | RolloutWorkers
 """Workers of any deployment."""
 
 

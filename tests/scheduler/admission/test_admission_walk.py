@@ -8,7 +8,7 @@ from plexrl.ids import DeploymentId
 from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.admission.order import AdmissionKey, admission_key, blocks_others
 from plexrl.scheduler.admission.queues.gangs import allowed_modes, place_all, why_not_yet
-from plexrl.scheduler.admission.queues.reservations import Reservation, is_rival_of, reserve
+from plexrl.scheduler.admission.queues.reservations import ReservedCapacity, is_rival_of, reserve
 from plexrl.scheduler.admission.walk import AdmissionWalk
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.placement.cluster import Cluster
@@ -34,7 +34,7 @@ def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
     placed: list[DeploymentId] = []
     ahead: set[tuple[str, int]] = set()
     heads: list[list[Deployment]] = []
-    reservations: list[Reservation] = []
+    reservations: list[ReservedCapacity] = []
     left = {name: cluster.state.deployment(name) for name in cluster.waiting}
 
     def turn(each: Deployment) -> AdmissionKey:
@@ -58,7 +58,7 @@ def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
             elif not any(is_rival_of(head, types) for head in heads):
                 heads.append(gang)
                 if reserve(cluster, deployment, now):
-                    reservations.append(Reservation(cluster, deployment.deployment, now))
+                    reservations.append(ReservedCapacity(cluster, deployment.deployment, now))
                 else:
                     ahead.update((each.spec.node_type, each.spec.workers) for each in gang)
     return placed

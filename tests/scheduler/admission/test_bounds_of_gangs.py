@@ -14,7 +14,7 @@ from plexrl.ids import DeploymentId, JobId
 from plexrl.scheduler.admission.fit.fit_bounds import FitBounds
 from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
 from plexrl.scheduler.admission.queues.gangs import allowed_modes, place_all
-from plexrl.scheduler.admission.queues.reservations import Reservation, reserve
+from plexrl.scheduler.admission.queues.reservations import ReservedCapacity, reserve
 from plexrl.scheduler.placement.placement import leave
 from plexrl.scheduler.placement.waiting.units import Sizes, size_of
 from plexrl.scheduler.state.demand.estimates import Estimates
@@ -106,7 +106,9 @@ def test_what_fits_is_neither_left_out_nor_refused(seed: int) -> None:
     for each in other:
         cluster.wait(each)
     reserve(cluster, other[0], NOW)
-    coming = Reservation(cluster, other[0].deployment, NOW) if cluster.state.reservations else None
+    coming = (
+        ReservedCapacity(cluster, other[0].deployment, NOW) if cluster.state.reservations else None
+    )
     sizes, bounds = sizes_of(gang), FitBounds(cluster)
     may_fit = (
         gangs.may_fit_alone(bounds, gang[0])

@@ -10,7 +10,7 @@ from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.deployment.burst import Burst
 from plexrl.scheduler.state.deployment.demand import Demand
 from plexrl.scheduler.state.deployment.spec import RequestedSpec
-from plexrl.scheduler.state.deployment.work import Workload
+from plexrl.scheduler.state.deployment.work import DeploymentWork
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire import messages as cmd
 from plexrl.wire.operations import OperationKind
@@ -19,14 +19,14 @@ from tests.scheduler.fake_cluster import FakeCluster
 TRACE = DemandTrace(period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=20.0),))
 
 
-def member(work: Workload | None = None, **demand: object) -> Deployment:
+def member(work: DeploymentWork | None = None, **demand: object) -> Deployment:
     estimates = {"estimates": Estimates(state_bytes=1)}
     return Deployment(
         deployment="j/a",
         job="j",
         created_at=0.0,
         spec=RequestedSpec(kind="train", workers=1, state_bytes=1, exclusive=False, spec_json="{}"),
-        work=work or Workload(),
+        work=work or DeploymentWork(),
         demand=Demand(**estimates | demand),
     )
 
@@ -51,7 +51,7 @@ def thinks(seconds: float) -> Estimates:
             {
                 "estimates": thinks(30.0),
                 "burst": Burst(ended_at=90.0),
-                "work": Workload(queue=[OperationId("o")]),
+                "work": DeploymentWork(queue=[OperationId("o")]),
             },
             0.0,
         ),

@@ -8,7 +8,7 @@ from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.accounting.quotas import over_quota
 from plexrl.scheduler.admission.order import is_partial
 from plexrl.scheduler.admission.queues.expected_ends import expected_end
-from plexrl.scheduler.admission.queues.reservations import Reservation
+from plexrl.scheduler.admission.queues.reservations import ReservedCapacity
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.colocation import spans_later
@@ -44,7 +44,7 @@ def place_all(
     cluster: Cluster,
     gang: list[Deployment],
     allowed: dict[DeploymentId, tuple[PlacementMode, ...]],
-    reservations: Sequence[Reservation],
+    reservations: Sequence[ReservedCapacity],
     now: float,
 ) -> bool:
     """Put all deployments on groups by their allowed modes, or none; also none if that delays a
@@ -72,7 +72,7 @@ def _place_in_order(
     cluster: Cluster,
     gang: list[Deployment],
     allowed: dict[DeploymentId, tuple[PlacementMode, ...]],
-    reservations: Sequence[Reservation],
+    reservations: Sequence[ReservedCapacity],
     now: float,
 ) -> bool:
     done: list[tuple[Deployment, dict[GroupId, float]]] = []

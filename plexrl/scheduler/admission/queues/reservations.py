@@ -27,7 +27,7 @@ RENEWALS_MAX = 8
 """Jobs of shared groups last a little longer than alone, so few renewals suffice."""
 
 
-class Reservation:
+class ReservedCapacity:
     """What is free at the time of a reservation. It lives for one pass."""
 
     def __init__(self, cluster: Cluster, name: DeploymentId, now: float) -> None:
@@ -93,7 +93,7 @@ class Reservations:
         self._cluster = cluster
         self._gangs: list[list[Deployment]] = []
         """The gangs of the first deployments that starve."""
-        self.coming: list[Reservation] = []
+        self.coming: list[ReservedCapacity] = []
         """The reservations whose time is still to come."""
         settings = cluster.settings
         self._is_on = settings.config.reservations and settings.policy.backfills
@@ -106,7 +106,7 @@ class Reservations:
         self._gangs.append(gang_of(self._cluster, deployment))
         if not reserve(self._cluster, deployment, now):
             return False
-        self.coming.append(Reservation(self._cluster, deployment.deployment, now))
+        self.coming.append(ReservedCapacity(self._cluster, deployment.deployment, now))
         return True
 
     def cover(self, node_types: Sequence[str]) -> bool:

@@ -35,10 +35,10 @@ def _is_over(state: State, name: OperationId) -> bool:
 
 def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
     """Whether the deployment has an operation to run, ready processes, and no back-off."""
-    queue = deployment.work.queue
-    if not queue or deployment.wpg.state is not _READY or now < deployment.wpg.backoff.until:
+    queue, wpg = deployment.work.queue, deployment.wpg
+    if not queue or wpg.state is not _READY or now < wpg.backoff.until:
         return False
-    if deployment.wpg.moves.planned is not None and is_stopping(state, deployment):
+    if wpg.moves.planned is not None and is_stopping(state, deployment):
         return False
     after = state.operations[queue[0]].after
     return after is None or _is_over(state, after)

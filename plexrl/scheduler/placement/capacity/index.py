@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from plexrl.errors import CapacityError
 from plexrl.ids import DeploymentId, GroupId
-from plexrl.scheduler.placement.capacity.shift_search import Fit, PeriodProfiles, ShiftSearch
+from plexrl.scheduler.placement.capacity.shift_search import PeriodProfiles, ShiftFit, ShiftSearch
 from plexrl.scheduler.state.demand.trace import Footprint
 
 PERIOD_PROFILES_MAX = 32
@@ -34,7 +34,7 @@ groups left out are fuller than all groups that were searched."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Shape:
+class CapacityShape:
     """Groups of equal shape are interchangeable for a job."""
 
     node_type: str
@@ -50,7 +50,7 @@ class GroupSlots:
     """The reservations of one group."""
 
     group: GroupId
-    shape: Shape
+    shape: CapacityShape
     table: "ShapeTable"
     """The table with the group's row."""
     row: int
@@ -86,7 +86,7 @@ class GroupSlots:
 class ShapeTable:
     """All groups of one shape, one row each. Rows of removed groups are reused."""
 
-    def __init__(self, shape: Shape, horizon_slots: int) -> None:
+    def __init__(self, shape: CapacityShape, horizon_slots: int) -> None:
         self._shape = shape
         self._horizon_slots = horizon_slots
         self.groups: list[GroupId | None] = []
@@ -152,7 +152,7 @@ class ShapeTable:
         self._changes += 1
         self.versions[row] = self._changes
 
-    def search(self, rows: NDArray[np.intp], wanted: ShiftSearch) -> list[Fit]:
+    def search(self, rows: NDArray[np.intp], wanted: ShiftSearch) -> list[ShiftFit]:
         """The best shift of each row that has a fit."""
         cycles = wanted.footprint.cycles
         table = self._period_profiles.get(cycles)
@@ -200,11 +200,11 @@ class CapacityIndex:
     def __init__(self, horizon_slots: int) -> None:
         self.horizon_slots = horizon_slots
         self._groups: dict[GroupId, GroupSlots] = {}
-        self._tables: dict[Shape, ShapeTable] = {}
+        self._tables: dict[CapacityShape, ShapeTable] = {}
 
     # The cluster
 
-    def add_group(self, group: GroupId, shape: Shape, serial: int) -> None:
+    def add_group(self, group: GroupId, shape: CapacityShape, serial: int) -> None:
         """Add a new, empty group. Searches ignore it until `update_capacity`."""
         assert group not in self._groups, f"{group} is in the index already"
         self._groups[group] = self._table(shape).add(group, serial)
@@ -306,7 +306,7 @@ class CapacityIndex:
         """The reservations of a group."""
         return self._groups[group]
 
-    def row(self, group: GroupId, shape: Shape) -> int | None:
+    def row(self, group: GroupId, shape: CapacityShape) -> int | None:
         """The group's row in the table of `shape`; None if it has another shape."""
         slots = self._groups[group]
         return slots.row if slots.shape == shape else None
@@ -316,7 +316,7 @@ class CapacityIndex:
         slots = self._groups[group]
         return float(slots.table.load[slots.row])
 
-    def shapes(self, gpus: int, node_type: str, *, or_larger: bool = False) -> list[Shape]:
+    def shapes(self, gpus: int, node_type: str, *, or_larger: bool = False) -> list[CapacityShape]:
         """Existing shapes of that size, or of larger ones, too; of all types if `node_type` is
         empty."""
         return sorted(
@@ -326,7 +326,7 @@ class CapacityIndex:
             and node_type in ("", shape.node_type)
         )
 
-    def table(self, shape: Shape) -> ShapeTable:
+    def table(self, shape: CapacityShape) -> ShapeTable:
         """All groups of a shape."""
         return self._tables[shape]
 
@@ -345,7 +345,7 @@ class CapacityIndex:
                 ours, others = getattr(table, column)[row], getattr(their_table, column)[their_row]
                 assert ours == others, f"{name}: {column} is {ours}, not {others}"
 
-    def _table(self, shape: Shape) -> ShapeTable:
+    def _table(self, shape: CapacityShape) -> ShapeTable:
         found = self._tables.get(shape)
         if found is None:
             found = self._tables[shape] = ShapeTable(shape, self.horizon_slots)

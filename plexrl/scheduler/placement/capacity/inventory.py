@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from plexrl.ids import DeploymentId, GroupId, NodeId
-from plexrl.scheduler.placement.capacity.index import CapacityIndex, Shape
+from plexrl.scheduler.placement.capacity.index import CapacityIndex, CapacityShape
 from plexrl.scheduler.placement.capacity.needs import Need, kept_bytes, need_of
 from plexrl.scheduler.placement.capacity.node_pool import (
     NodeKind,
@@ -265,7 +265,7 @@ class Inventory:
         """The speeds of all nodes, fastest first."""
         return sorted(set(self._speed_by_type().values()), reverse=True)
 
-    def speed(self, shape: Shape) -> float | None:
+    def speed(self, shape: CapacityShape) -> float | None:
         """The speed of groups of this shape; None if no node is of their type any more."""
         return self._speed_by_type().get((shape.node_type, shape.gpu_memory_bytes, shape.gpu_kind))
 
@@ -461,9 +461,9 @@ class Inventory:
         return True
 
 
-def shape_of(group: Group) -> Shape:
+def shape_of(group: Group) -> CapacityShape:
     """The shape of a group."""
-    return Shape(group.node_type, group.gpu_memory_bytes, len(group.gpus), group.gpu_kind)
+    return CapacityShape(group.node_type, group.gpu_memory_bytes, len(group.gpus), group.gpu_kind)
 
 
 def rolls_out(state: State, group: Group) -> bool:

@@ -53,7 +53,7 @@ class ShiftSearch:
     """Only shifts without overlap; otherwise the overlap is part of the cost."""
 
 
-class Fit(NamedTuple):
+class ShiftFit(NamedTuple):
     """The best shift in one row."""
 
     row: int
@@ -138,15 +138,15 @@ class PeriodProfiles:
         folded = np.cumsum(edges.reshape(count, width)[:, :-1], axis=1)
         return np.rint(folded).astype(np.int32)
 
-    def search(self, rows: NDArray[np.intp], wanted: ShiftSearch) -> list[Fit]:
+    def search(self, rows: NDArray[np.intp], wanted: ShiftSearch) -> list[ShiftFit]:
         """The best shift of every row that has a fit, in the order of `rows`."""
         per_chunk = max(1, CELLS_PER_CHUNK // (3 * self.cells))
-        found: list[Fit] = []
+        found: list[ShiftFit] = []
         for begin in range(0, len(rows), per_chunk):
             found += self._search_chunk(rows[begin : begin + per_chunk], wanted)
         return found
 
-    def _search_chunk(self, rows: NDArray[np.intp], wanted: ShiftSearch) -> list[Fit]:
+    def _search_chunk(self, rows: NDArray[np.intp], wanted: ShiftSearch) -> list[ShiftFit]:
         cells = self.cells
         # Three periods: a segment may begin in the first and end in the third.
         sums = np.zeros((len(rows), 3 * cells + 1), dtype=np.int32)
@@ -173,7 +173,7 @@ class PeriodProfiles:
             strict=True,
         )
         return [
-            Fit(row, shift, slots * per_cycle, slots_near * per_cycle, least)
+            ShiftFit(row, shift, slots * per_cycle, slots_near * per_cycle, least)
             for row, shift, slots, slots_near, least in found
             if least != math.inf
         ]

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plexrl.ids import DeploymentId, GroupId
-from plexrl.scheduler.placement.capacity.index import GroupSlots, Shape, ShapeTable
+from plexrl.scheduler.placement.capacity.index import CapacityShape, GroupSlots, ShapeTable
 
 Names = tuple[GroupId, ...]
-Shapes = tuple[Shape, ...]
+Shapes = tuple[CapacityShape, ...]
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Unions:
             del self._tables[shapes]
 
     def least_loaded(
-        self, gpus: int, can_take: Callable[[Shape], NDArray[np.bool_] | None], count: int
+        self, gpus: int, can_take: Callable[[CapacityShape], NDArray[np.bool_] | None], count: int
     ) -> list[Names]:
         """At most `count` unions that have so many GPUs and whose groups can all take a deployment,
         the least loaded first; among equals those whose first group is the oldest.
@@ -93,7 +93,7 @@ class Unions:
         `can_take`: the rows of a shape's table that can; None: the shape does not suit.
         """
         found: list[tuple[float, int, Names]] = []
-        masks: dict[Shape, NDArray[np.bool_] | None] = {}
+        masks: dict[CapacityShape, NDArray[np.bool_] | None] = {}
         for shapes, table in self._tables.items():
             if sum([shape.gpus for shape in shapes]) != gpus:
                 continue

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.placement.borders import may_divide
-from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable
+from plexrl.scheduler.placement.capacity.index import CapacityShape, ShapeTable
 from plexrl.scheduler.placement.capacity.needs import kept_bytes, need_of
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.rules.settings import Settings
@@ -41,7 +41,7 @@ def members_of(groups: Sequence[Group]) -> list[DeploymentId]:
 
 
 def exclude_own(
-    cluster: Cluster, shape: Shape, deployment: Deployment, fits_row: NDArray[np.bool_]
+    cluster: Cluster, shape: CapacityShape, deployment: Deployment, fits_row: NDArray[np.bool_]
 ) -> None:
     """Exclude the group that the deployment is on, and those of rollouts that generate at the same
     time as this one: those of its job."""
@@ -64,7 +64,7 @@ def shapes(
     gpus: int | None = None,
     *,
     or_larger: bool = False,
-) -> list[Shape]:
+) -> list[CapacityShape]:
     """The shapes of groups that the deployment could join, of `gpus` GPUs (default: its own number)
     or, with `or_larger`, of more; with `speed` only those on nodes of this speed."""
     need, inventory = need_of(deployment), cluster.inventory
@@ -78,7 +78,7 @@ def shapes(
     ]
 
 
-def is_alike(shape: Shape, group: Group) -> bool:
+def is_alike(shape: CapacityShape, group: Group) -> bool:
     """Whether groups of the shape have GPUs like those of `group`."""
     of_group = group.node_type, group.gpu_memory_bytes, group.gpu_kind
     return (shape.node_type, shape.gpu_memory_bytes, shape.gpu_kind) == of_group
@@ -116,7 +116,7 @@ def unions(
     assert trace is not None, "only a trace can be searched for"
     taken = [*deployment.placement.groups, *[group.group for group in beside]]
 
-    def rows_of(shape: Shape) -> NDArray[np.bool_] | None:
+    def rows_of(shape: CapacityShape) -> NDArray[np.bool_] | None:
         if shape not in shapes(cluster, deployment, speed, shape.gpus) or (
             beside and not is_alike(shape, beside[0])
         ):

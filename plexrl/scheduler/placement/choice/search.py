@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from plexrl.ids import DeploymentId, GroupId
 from plexrl.scheduler.placement.capacity.index import ShapeTable, sorted_passes
-from plexrl.scheduler.placement.capacity.shift_search import Fit, PeriodProfiles, ShiftSearch
+from plexrl.scheduler.placement.capacity.shift_search import PeriodProfiles, ShiftFit, ShiftSearch
 from plexrl.scheduler.placement.choice.candidates import (
     can_take,
     exclude_own,
@@ -66,7 +66,7 @@ SPILL_BYTES_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class GroupChoice:
     """A group to join, or a part of it, and the shift of the reservation."""
 
     group: GroupId
@@ -88,7 +88,7 @@ def find(
     mode: PlacementMode,
     now: float,
     speed: float | None = None,
-) -> Choice | None:
+) -> GroupChoice | None:
     """The group that this mode chooses, on nodes of this speed only if one is given; changes
     nothing. Groups of the deployment's own job are chosen whatever their speed."""
     match mode:
@@ -102,12 +102,12 @@ def find(
             return _by_round(cluster, deployment, speed)
         case PlacementMode.COLOCATED:
             own = own_group(cluster, deployment)
-            return None if own is None else Choice(group=own.group.group, mode=mode)
+            return None if own is None else GroupChoice(group=own.group.group, mode=mode)
         case PlacementMode.SPANNING:
             return _spanning(cluster, deployment, now)
         case PlacementMode.SIBLINGS:
             group = siblings_group(cluster, deployment)
-            return None if group is None else Choice(group=group.group, mode=mode)
+            return None if group is None else GroupChoice(group=group.group, mode=mode)
         case _:
             raise AssertionError(f"{mode} does not join an existing group")
 
@@ -121,7 +121,7 @@ def nearest(
     count: int,
     speed: float | None = None,
     beside: Sequence[Group] = (),
-) -> list[Choice]:
+) -> list[GroupChoice]:
     """At most `count` groups in which the deployment's trace fits, best first; with `speed` only
     those on nodes of this speed. `beside`: for the ranks that these groups leave, on nodes like
     theirs.
@@ -129,7 +129,7 @@ def nearest(
     Excludes groups in which a member or the newcomer would wait more than its job accepts (PlexRL
     §7.2). Contention is predicted for the best fitting groups only.
     """
-    found: list[Choice] = []
+    found: list[GroupChoice] = []
     most = max(count, PREDICTIONS_MAX)
     for choice in fitting(
         cluster, deployment, now, strict=strict, count=most, speed=speed, beside=beside
@@ -245,7 +245,7 @@ def fitting(
     count: int | None = None,
     speed: float | None = None,
     beside: Sequence[Group] = (),
-) -> list[Choice]:
+) -> list[GroupChoice]:
     """At most `count` groups in which the deployment's trace fits, best first. `beside`: as in
     `nearest`. Of those with equal cost the smaller is first, then the one of fewer groups, then the
     older."""
@@ -283,7 +283,7 @@ def fitting(
                 found.append(_Candidate(fit.cost, gpus, serial, names, fit))
     found.sort(key=_order)
     return [
-        Choice(
+        GroupChoice(
             group=each.names[0],
             beside=each.names[1:],
             mode=PlacementMode.STRICT if each.fit.overlap_s == 0 else PlacementMode.OVERLAP,
@@ -303,7 +303,7 @@ class _Candidate(NamedTuple):
     gpus: int
     serial: int
     names: tuple[GroupId, ...]
-    fit: Fit
+    fit: ShiftFit
 
 
 def _order(each: _Candidate) -> tuple[float, int, int, int, tuple[GroupId, ...]]:
@@ -347,7 +347,7 @@ def _fits_of(
     bound: float,
     *,
     is_part: bool,
-) -> list[Fit]:
+) -> list[ShiftFit]:
     """The fits with at most so much overlap in the first pass that has one. `is_part`: in groups
     that may be divided only."""
     for some in sorted_passes(table, rows, table.load):
@@ -359,7 +359,7 @@ def _fits_of(
     return []
 
 
-def _fits_of_union(cluster: Cluster, union: Sequence[Group], wanted: ShiftSearch) -> list[Fit]:
+def _fits_of_union(cluster: Cluster, union: Sequence[Group], wanted: ShiftSearch) -> list[ShiftFit]:
     """The best shift of a union, if it has a fit."""
     profiles = PeriodProfiles(cluster.settings.config.horizon_slots, wanted.footprint.cycles)
     intervals = intervals_of(cluster, union)
@@ -370,11 +370,11 @@ def _fits_of_union(cluster: Cluster, union: Sequence[Group], wanted: ShiftSearch
 
 def _by_load(
     cluster: Cluster, deployment: Deployment, mode: PlacementMode, speed: float | None
-) -> Choice | None:
+) -> GroupChoice | None:
     duty = cluster.inventory.duty(deployment)
     if deployment.demand.trace is not None:
         duty = deployment.demand.trace.duty
-    best: tuple[tuple[float, ...], Choice] | None = None
+    best: tuple[tuple[float, ...], GroupChoice] | None = None
     for shape in shapes(cluster, deployment, speed):
         table = cluster.inventory.index.table(shape)
         fits_row = can_take(cluster.settings, table, deployment, duty)
@@ -393,7 +393,7 @@ def _by_load(
             assert name is not None, "a free row has capacity"
             group = cluster.state.groups[name]
             if not has_tight_bound(cluster, deployment, group.members):
-                best = key, Choice(group=name, mode=mode)
+                best = key, GroupChoice(group=name, mode=mode)
                 break
             if deployment.demand.trace is None or not predictions:
                 # A demand that is unknown cannot be shown to keep the bound.
@@ -401,16 +401,16 @@ def _by_load(
             predictions -= 1
             expected = predicted_contention(cluster, deployment, [group])
             if expected is not None and keeps_bounds(cluster, deployment, group.members, expected):
-                best = key, Choice(group=name, mode=mode, contention=expected.group)
+                best = key, GroupChoice(group=name, mode=mode, contention=expected.group)
                 break
     return None if best is None else best[1]
 
 
-def _by_round(cluster: Cluster, deployment: Deployment, speed: float | None) -> Choice | None:
+def _by_round(cluster: Cluster, deployment: Deployment, speed: float | None) -> GroupChoice | None:
     """The group whose round takes the deployment at the least cost; the fullest among equals."""
     if deployment.demand.trace is None:
         return None
-    best: tuple[tuple[float, ...], Choice] | None = None
+    best: tuple[tuple[float, ...], GroupChoice] | None = None
     for shape in shapes(cluster, deployment, speed):
         table = cluster.inventory.index.table(shape)
         fits_row = can_take(cluster.settings, table, deployment, deployment.demand.trace.duty)
@@ -426,11 +426,11 @@ def _by_round(cluster: Cluster, deployment: Deployment, speed: float | None) -> 
                 continue
             key = (cost, -float(table.load[row]), float(table.serial[row]))
             if best is None or key < best[0]:
-                best = key, Choice(group=group, mode=PlacementMode.CO_EXECUTED, cost=cost)
+                best = key, GroupChoice(group=group, mode=PlacementMode.CO_EXECUTED, cost=cost)
     return None if best is None else best[1]
 
 
-def _spanning(cluster: Cluster, deployment: Deployment, now: float) -> Choice | None:
+def _spanning(cluster: Cluster, deployment: Deployment, now: float) -> GroupChoice | None:
     """The job's own rollouts' groups, and beside them the gaps of another group, or free GPUs."""
     own = own_rollout_groups(cluster, deployment)
     if not own:
@@ -451,7 +451,7 @@ def _spanning(cluster: Cluster, deployment: Deployment, now: float) -> Choice | 
             )
     if not is_free:
         return None
-    return Choice(group=first, beside=tuple(others), mode=PlacementMode.SPANNING)
+    return GroupChoice(group=first, beside=tuple(others), mode=PlacementMode.SPANNING)
 
 
 def pays(

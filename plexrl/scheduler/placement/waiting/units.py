@@ -28,7 +28,7 @@ Sizes = tuple[Size, ...]
 """The sizes of a unit's deployments, ascending."""
 
 
-class Owner(NamedTuple):
+class UnitOwner(NamedTuple):
     """Tenant and priority class, which together determine the first criteria of the order."""
 
     tenant: TenantId
@@ -38,7 +38,7 @@ class Owner(NamedTuple):
 class EquivalenceClass(NamedTuple):
     """What interchangeable units have in common, in addition to their sizes: all fit, or none."""
 
-    owner: Owner
+    owner: UnitOwner
     expected_s: float
     """Expected length, rounded by `expected_step`."""
     lasts_s: float

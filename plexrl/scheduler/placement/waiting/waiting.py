@@ -21,9 +21,9 @@ from plexrl.scheduler.placement.waiting.units import (
     EquivalenceClass,
     Head,
     Member,
-    Owner,
     Size,
     Unit,
+    UnitOwner,
     expected_length,
     expected_step,
     size_of,
@@ -121,7 +121,7 @@ class Waiting:
         needs = (duty, ordered[0].spec.state_bytes) if len(ordered) == 1 else (0.0, 0)
         head = Head(first.created_at, first.serial, first.name, *needs)
         length_s = expected_length(job)
-        owner = Owner(job.tenant, job.priority)
+        owner = UnitOwner(job.tenant, job.priority)
         equivalence = EquivalenceClass(owner, expected_step(length_s), length_s, demand, job.slo)
         unit = Unit(head, tuple(each.size for each in members), equivalence, tuple(members))
         for member in members:

@@ -52,7 +52,7 @@ class InFlight:
 
 
 @dataclass(slots=True, kw_only=True)
-class Workload:
+class DeploymentWork:
     """The work of a deployment."""
 
     queue: list[OperationId] = field(default_factory=list)

@@ -6,7 +6,7 @@ from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.workload import Prompts
 
 
-class Groups:
+class PromptGroups:
     """Takes prompts in order and collects their trajectories."""
 
     def __init__(self, prompts: Prompts) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from plexrl.sim.rollout.engine.rewards import Rewards
 from plexrl.sim.rollout.engine.trajectory import SimulatedTrajectory
 from plexrl.sim.rollout.systems.dispatch import Dispatcher, dispatch
-from plexrl.sim.rollout.systems.groups import Groups
+from plexrl.sim.rollout.systems.groups import PromptGroups
 from plexrl.sim.rollout.world import World
 
 
@@ -17,7 +17,7 @@ class Synchronous:
         """`dispatcher` distributes each batch over the instances."""
         self._world = world
         self._dispatch = dispatcher
-        self._groups = Groups(world.prompts)
+        self._groups = PromptGroups(world.prompts)
         self._ready: list[SimulatedTrajectory] = []
         self._rewards = Rewards(world.setting.rewards, world.setting.workload.seed)
 

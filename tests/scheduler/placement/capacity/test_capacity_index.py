@@ -11,7 +11,7 @@ from plexrl import errors
 from plexrl.scheduler.placement.capacity.index import (
     CANDIDATES_PER_PASS,
     CapacityIndex,
-    Shape,
+    CapacityShape,
     ShapeTable,
     sorted_passes,
 )
@@ -21,7 +21,7 @@ from tests.examples import examples
 from tests.scheduler.placement.capacity.footprint_strategies import HORIZON, footprints, slow_slots
 
 Segments = tuple[tuple[float, float, int], ...]
-SHAPE = Shape("t", 1 << 30, 8)
+SHAPE = CapacityShape("t", 1 << 30, 8)
 
 
 def index_with(residents: list[Footprint]) -> CapacityIndex:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId, GroupId
-from plexrl.scheduler.placement.capacity.index import CapacityIndex, Shape
+from plexrl.scheduler.placement.capacity.index import CapacityIndex, CapacityShape
 from plexrl.scheduler.placement.capacity.unions import Unions
 from plexrl.scheduler.state.demand.trace import whole_ring
 from tests.examples import examples
@@ -20,7 +20,7 @@ def index_of_groups(loads: list[int]) -> CapacityIndex:
     index = CapacityIndex(HORIZON)
     for number, gpus in enumerate(SIZES):
         name = GroupId(f"g{number}")
-        index.add_group(name, Shape("t", 1 << 30, gpus), serial=number)
+        index.add_group(name, CapacityShape("t", 1 << 30, gpus), serial=number)
         index.reserve(name, DeploymentId("there"), whole_ring(HORIZON), loads[number] / 4)
         index.update_capacity(
             name, is_open=True, host_bytes_free=1, state_bytes_free=(number + 1) * gpus
@@ -49,7 +49,7 @@ def test_the_least_loaded_unions_that_can_take_a_deployment_are_found(
         unions.enter(name, [index.slots(GroupId(f"g{number}")) for number in groups])
         present[member] = tuple(groups)
 
-    def can_take(shape: Shape) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    def can_take(shape: CapacityShape) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         table = index.table(shape)
         return np.array([name is not None and int(name[1:]) not in closed for name in table.groups])
 

@@ -11,16 +11,16 @@ from plexrl.scheduler.placement.waiting.units import (
     EquivalenceClass,
     Head,
     Member,
-    Owner,
     Size,
     Unit,
+    UnitOwner,
 )
 from tests.examples import examples
 
 
 def unit(number: int, random: Random) -> Unit:
     name = DeploymentId(f"d{number}")
-    owner = Owner(TenantId(random.choice("tuv")), random.randint(-1, 1))
+    owner = UnitOwner(TenantId(random.choice("tuv")), random.randint(-1, 1))
     size = Size(random.choice(("", "x")), random.randint(1, 3), random.random() < 0.5)
     state_bytes = random.randint(0, 2)
     equivalence = EquivalenceClass(owner, 64.0, 100.0, ((state_bytes, None, None),), None)
