@@ -15,7 +15,7 @@ def test_a_critic_has_another_prior_than_a_policy_of_its_size() -> None:
     actor = cluster.core.cluster.state.deployments[DeploymentId("a/actor")]
 
     def key(text: str) -> str:
-        return shape_key(replace(actor, spec_json=text))
+        return shape_key(replace(actor, spec=replace(actor.spec, spec_json=text)))
 
     causal = key('{"model": {"head": "causal"}, "workers": 1}')
     assert causal == key('{"model": {"path": "/another"}, "workers": 1}')
