@@ -377,7 +377,8 @@ class AdmissionWalk:
         if number is not None:
             self._shares[number] = tenant_share(cluster.holdings, job.tenant, self._now)
         groups = [group for each in gang for group in cluster.state.groups_of(each)]
-        new = {len(group.gpus) for group in groups if _is_new(group)}
+        names = {each.deployment for each in gang}
+        new = {len(group.gpus) for group in groups if _is_new(group, names)}
         if new and cluster.settings.anybody_shares:
             self._failed.clear()
             self._failed_kinds.clear()
@@ -447,9 +448,9 @@ class AdmissionWalk:
         return gang[0].spec.state_bytes <= self._bounds.free_state_bytes(size_of(gang[0]))
 
 
-def _is_new(group: Group) -> bool:
-    """Whether others may join the group, and only the deployment that was placed now is in it."""
-    return group.shared and len(group.members) == 1
+def _is_new(group: Group, placed: set[DeploymentId]) -> bool:
+    """Whether others may join the group, and only deployments that were placed now are in it."""
+    return group.shared and placed.issuperset(group.members)
 
 
 def size_key(size: Size) -> str:

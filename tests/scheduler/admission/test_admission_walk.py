@@ -148,6 +148,30 @@ SMALL: Request = ("t", 1, 0.0, 0, 0.0, 0, 0, "", False)
     ending=[0],
     is_tight=False,
 )
+# The two of a gang begin a group together, which a deployment of another tenant joins.
+@example(
+    policy="spread",
+    wanted=[
+        ("v", 2, 20.0, 0, 0.0, 0, 2, "y", True),
+        ("t", 3, 20.0, 1 << 20, 1.0, 1, 0, "y", False),
+        ("v", 3, 10.0, 3 << 20, 300.0, -1, 0, "y", False),
+        ("u", 4, 0.0, 3 << 20, 0.0, 1, 2, "x", True),
+        ("u", 4, 45.0, 1 << 20, 1.0, -1, 0, "", True),
+        ("t", 2, 0.0, 3 << 20, 0.0, 1, 0, "x", False),
+        ("t", 2, 0.0, 0, 300.0, 0, 0, "y", True),
+        ("t", 2, 30.0, 1 << 20, 0.0, 1, 2, "x", True),
+        ("u", 2, 20.0, 3 << 20, 0.0, 0, 2, "y", False),
+        ("u", 4, 10.0, 3 << 20, 300.0, 0, 0, "", False),
+        ("t", 3, 20.0, 1 << 20, 1.0, 0, 0, "", True),
+        ("t", 1, 20.0, 0, 0.0, 1, 2, "y", False),
+        ("u", 1, 30.0, 3 << 20, 0.0, -1, 0, "", False),
+        ("u", 4, 45.0, 1 << 20, 1.0, 0, 0, "y", False),
+        ("v", 4, 20.0, 0, 1.0, 0, 2, "x", True),
+        ("t", 1, 20.0, 0, 300.0, -1, 0, "", False),
+    ],
+    ending=[98, 36],
+    is_tight=True,
+)
 @settings(max_examples=examples(20), deadline=None)
 @given(st.sampled_from(POLICIES), requests, endings, st.booleans())
 def test_a_pass_places_the_same_as_a_scan_of_all_waiting_deployments(
