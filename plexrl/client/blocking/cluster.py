@@ -19,7 +19,7 @@ from plexrl.client.display.first_contact import FirstContact
 from plexrl.client.display.handle_repr import handle_repr, without_credentials
 from plexrl.client.futures.checkpoints import list_call
 from plexrl.client.trackers.feed import ChosenTrackers
-from plexrl.errors import AuthenticationError, InvalidRequestError
+from plexrl.errors import AuthenticationError, InvalidRequestError, StorageError
 from plexrl.limits import check_numbers
 from plexrl.wire.messages.cluster_views import (
     DescribedTenants,
@@ -469,6 +469,10 @@ def open_cluster(
 
 
 def _followed(job: Job, chosen: ChosenTrackers) -> Job:
-    """The job, whose metrics are copied to trackers."""
-    job._follow(chosen.names_for(job.job), chosen.folder)
+    """The job, whose metrics are copied to trackers. It exists, and its caller needs it, also if
+    they cannot be copied."""
+    try:
+        job._follow(chosen.names_for(job.job), chosen.folder)
+    except StorageError as error:
+        LOG.warning("the metrics of %s are copied to no tracker: %s", job.job, error)
     return job

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -54,7 +55,10 @@ class TrackerFeed:
             raise StorageError(
                 f"the folder of trackers cannot be written ({error}): set PLEXRL_TRACKER_DIR"
             ) from error
-        self._thread = threading.Thread(target=self._copy, daemon=True, name="trackers")
+        # Forks that outlive this process would keep the lock.
+        lock = weakref.ref(self._lock)
+        os.register_at_fork(after_in_child=lambda: _close(lock()))
+        self._thread = threading.Thread(target=self._copy_guarded, daemon=True, name="trackers")
         self._thread.start()
         atexit.register(self.close)
 
@@ -81,6 +85,12 @@ class TrackerFeed:
                 "when the job is attached again in this folder",
                 *(self._run.job, CLOSE_S),
             )
+
+    def _copy_guarded(self) -> None:
+        try:
+            self._copy()
+        except OSError as error:
+            LOG.warning("the metrics of %s are copied no more: %s", self._run.job, error)
 
     def _copy(self) -> None:
         with self._lock as lock:
@@ -193,3 +203,8 @@ class ChosenTrackers:
         except (OSError, ValueError, InvalidRequestError) as error:
             LOG.warning("the trackers of %s are not continued: %s", job, error)
             return ()
+
+
+def _close(file: IO[str] | None) -> None:
+    if file is not None:
+        file.close()

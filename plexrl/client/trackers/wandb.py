@@ -65,9 +65,11 @@ def open_run(run: TrackedRun) -> WandbRun:
             silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True
         ),
     )
-    # Online the service knows the rows that controllers on other machines have written.
+    if opened.offline:
+        return WandbRun(opened, last_row)
+    # Online the service says what it has: files here may hold rows that were never sent.
     known = opened.summary.get(ROW_KEY, 0)  # type: ignore[no-untyped-call]  # W&B has no type here
-    return WandbRun(opened, max(last_row, int(known)))
+    return WandbRun(opened, int(known))
 
 
 def settled_last_row(folder: Path, job: str) -> int:

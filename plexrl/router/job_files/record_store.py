@@ -1,5 +1,6 @@
 """Small files of jobs, each written as a whole: samples, and what is seen of runs."""
 
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -36,13 +37,16 @@ class RecordFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._writing = threading.Lock()
+        """Two writers of one file would share its temporary file."""
 
     def write(self, key: str, content: bytes) -> None:
         path = self._directory / key
         try:
-            for folder in (self._directory, path.parents[1], path.parent):
-                make_private_folder(folder)
-            write_durably(path, content)
+            with self._writing:
+                for folder in (self._directory, path.parents[1], path.parent):
+                    make_private_folder(folder)
+                write_durably(path, content)
         except OSError as error:
             raise write_error(self._directory, error) from error
 

@@ -6,7 +6,7 @@ ends by itself once the run is well again.
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Final
 
@@ -159,7 +159,8 @@ class RunHealth:
         self._means: dict[str, _Mean] = {}
         self._kl: dict[int, _Mean] = {}
         """By the number of optimizer steps by which the samples' weights are older."""
-        self._trainer_step = 0
+        self._trainer_step: int | None = None
+        """None: not known, as after a restart."""
         self._sampled_step: int | None = None
         """Optimizer steps in the weights of the newest samples."""
 
@@ -179,8 +180,9 @@ class RunHealth:
                 self._add("equal_rewards", seen.flat_rows, seen.rows)
                 if seen.clip_fraction is not None:
                     self._add("clipped", seen.clip_fraction * seen.tokens, seen.tokens)
-                if seen.kl is not None and self._sampled_step is not None:
-                    behind = max(0, self._trainer_step - self._sampled_step)
+                trained, sampled = self._trainer_step, self._sampled_step
+                if seen.kl is not None and trained is not None and sampled is not None:
+                    behind = max(0, trained - sampled)
                     name = "kl_older_weights" if behind else "kl_same_weights"
                     self._add(name, seen.kl * seen.tokens, seen.tokens)
                     self._kl.setdefault(behind, _Mean()).add(seen.kl * seen.tokens, seen.tokens)
@@ -218,6 +220,18 @@ class RunHealth:
     def _counts(self, name: str) -> bool:
         """Whether enough was seen for a warning."""
         return name == "not_finite" or self._means[name].weight >= COUNT_MIN
+
+
+def of_critic(seen: Observation) -> Observation:
+    """What counts of a critic: only whether its numbers are finite. Its steps and clipped values
+    say nothing of the policy."""
+    match seen:
+        case Stepped():
+            return replace(seen, trainer_step=None)
+        case Trained():
+            return replace(seen, clip_fraction=None, rows=0, flat_rows=0, kl=None)
+        case _:
+            return seen
 
 
 def check_limits(limits: Mapping[str, float]) -> dict[str, float]:

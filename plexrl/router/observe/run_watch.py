@@ -22,7 +22,13 @@ from plexrl.model.text.files import text_files
 from plexrl.model.text.tokenizer import EOS
 from plexrl.router.job_files.record_store import RecordStore
 from plexrl.router.observe.run_figures import end_tokens, generated, stepped, trained
-from plexrl.router.observe.run_health import Observation, Rewarded, RunHealth, merge_views
+from plexrl.router.observe.run_health import (
+    Observation,
+    Rewarded,
+    RunHealth,
+    merge_views,
+    of_critic,
+)
 from plexrl.storage.model_folder import model_folder
 from plexrl.wire.messages.run_views import RunHealthView
 from plexrl.wire.messages.runs import Generate, Sync
@@ -42,6 +48,10 @@ JOBS_MAX = 10_000
 KEPT_S = 10.0
 """Time between two writes of a job's figures while its warnings do not change; also the age up to
 which what other routers wrote is used."""
+OTHERS_S = 600.0
+"""Age from which what another router saw counts no more: it may serve the job no longer."""
+WAITING_MAX = 64
+"""Operations that wait to be looked at, with their batches in memory; more are not looked at."""
 SETTINGS = "settings"
 UNWATCHED: RunHealthView = {"watched": False, "warnings": [], "figures": {}, "kl": {}}
 WATCHED = frozenset(
@@ -64,6 +74,14 @@ class _Settings(msgspec.Struct):
     limits: dict[str, float] = {}
 
 
+class _Seen(msgspec.Struct):
+    """What a router has seen of a job."""
+
+    at: float
+    """Unix time."""
+    view: RunHealthView
+
+
 class _Job:
     """What this router knows of one job."""
 
@@ -74,6 +92,8 @@ class _Job:
         """By rollout deployment: the last sync kept the KV cache."""
         self.ends: dict[str, tuple[int, ...]] = {}
         """End tokens by rollout deployment."""
+        self.writing = threading.Lock()
+        """Held while its file is written: two writers would share a temporary file."""
         self.written_at = 0.0
         self.written_codes: list[str] = []
         self.read_at = 0.0
@@ -92,6 +112,7 @@ class RunWatch:
         self._threads = threads
         self._jobs: OrderedDict[str, _Job] = OrderedDict()
         self._lock = threading.Lock()
+        self._room = threading.BoundedSemaphore(WAITING_MAX)
 
     def finished(
         self,
@@ -117,8 +138,13 @@ class RunWatch:
         await self._in_thread(lambda: self._set(job, settings))
 
     async def view(self, job: str) -> RunHealthView:
-        """What all routers have seen of the job."""
-        return await self._in_thread(lambda: self._view(job))
+        """What all routers have seen of the job; nothing, if that cannot be read now: no request
+        fails for it."""
+        try:
+            return await self._in_thread(lambda: self._view(job))
+        except (PlexRLError, OSError, msgspec.MsgspecError) as error:
+            LOG.warning("what was seen of the run of %s cannot be read: %s", job, error)
+            return UNWATCHED
 
     def own_views(self) -> dict[str, RunHealthView]:
         """What this router has seen, by job."""
@@ -134,10 +160,16 @@ class RunWatch:
                 work(*arguments)
             except Exception:
                 LOG.exception("the watch of a run failed; the run itself goes on")
+            finally:
+                self._room.release()
 
+        if not self._room.acquire(blocking=False):
+            LOG.info("%d operations wait to be looked at: one is left out", WAITING_MAX)
+            return
         try:
             self._threads.submit(guarded)
         except RuntimeError:
+            self._room.release()
             # The router is stopping.
             LOG.info("the watch of runs has ended")
 
@@ -179,7 +211,11 @@ class RunWatch:
                 seen = trained(batches, result.get("metrics", {}))
             case _:
                 seen = stepped(result, is_refused=is_refused)
-        self._observe(name, seen)
+        self._observe(name, of_critic(seen) if self._is_critic(command) else seen)
+
+    def _is_critic(self, command: "AnyRun") -> bool:
+        spec = self._find_spec(command.deployment, command.incarnation)
+        return spec is not None and spec.model.head == "value"
 
     def _ends(self, job: _Job, command: "AnyRun") -> tuple[int, ...]:
         known = job.ends.get(command.deployment)
@@ -193,14 +229,16 @@ class RunWatch:
         job = self._job(name)
         if not job.settings.on:
             return
-        with self._lock:
-            job.health.observe(seen)
-            view = job.health.view()
-        codes = [warning["code"] for warning in view["warnings"]]
-        now = time.monotonic()
-        if codes != job.written_codes or now - job.written_at >= KEPT_S:
-            job.written_at, job.written_codes = now, codes
-            self._store.write(f"{_folder(name)}/{self._router}", msgspec.json.encode(view))
+        with job.writing:
+            with self._lock:
+                job.health.observe(seen)
+                view = job.health.view()
+            codes = [warning["code"] for warning in view["warnings"]]
+            now = time.monotonic()
+            if codes != job.written_codes or now - job.written_at >= KEPT_S:
+                job.written_at, job.written_codes = now, codes
+                record = _Seen(at=time.time(), view=view)
+                self._store.write(f"{_folder(name)}/{self._router}", msgspec.json.encode(record))
 
     def _job(self, name: str) -> _Job:
         with self._lock:
@@ -234,7 +272,8 @@ class RunWatch:
                 # Before, its own file is from before this router's restart.
                 names = [each for each in names if each != self._router]
             texts = [self._store.read(f"{folder}/{each}") for each in names]
-            job.others = [msgspec.json.decode(t, type=RunHealthView) for t in texts if t]
+            found = [msgspec.json.decode(text, type=_Seen) for text in texts if text]
+            job.others = [each.view for each in found if time.time() - each.at < OTHERS_S]
         with self._lock:
             own = job.health.view()
         return merge_views([own, *job.others])

@@ -175,7 +175,8 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         error = early_end(operation, now)
     else:
         deployment.wpg.backoff.clear()
-        if event.state_intact and publish_first(
+        may_repeat = event.state_intact and not is_over(operation, now)
+        if may_repeat and publish_first(
             state, context.settings, effects, deployment, operation, error, now
         ):
             effects.touch_all(deployment.placement.groups)

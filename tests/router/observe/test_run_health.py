@@ -1,6 +1,7 @@
 """A sick run is named, and a well one is not."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from plexrl.router.observe.run_health import (
     Trained,
     check_limits,
     merge_views,
+    of_critic,
 )
 
 
@@ -69,7 +71,10 @@ def test_a_well_run_has_no_warning() -> None:
         ("failed_rewards", [Rewarded(total=32, failed=4)]),
         ("not_finite", [taught(loss=math.nan)]),
         ("not_finite", [Stepped(grad_norm=math.inf, trainer_step=None)]),
-        ("kl_same_weights", [drawn(), taught(kl=0.02)]),
+        (
+            "kl_same_weights",
+            [drawn(trainer_step=2), Stepped(grad_norm=1.0, trainer_step=2), taught(kl=0.02)],
+        ),
         (
             "kl_older_weights",
             [drawn(), Stepped(grad_norm=1.0, trainer_step=2), taught(kl=0.2)],
@@ -194,3 +199,18 @@ def test_end_tokens_of_a_model_are_also_those_that_its_generation_config_lacks()
         "generation_config.json": '{"eos_token_id": 3}',
     }
     assert end_tokens(files) == (3, 7)
+
+
+def test_the_divergence_is_not_judged_before_the_trainers_step_is_known() -> None:
+    assert codes(drawn(trainer_step=7), taught(kl=0.02)) == []
+
+
+def test_a_critic_counts_for_numbers_that_are_not_finite_alone() -> None:
+    step = Stepped(grad_norm=math.inf, trainer_step=9)
+    assert codes(of_critic(step)) == ["not_finite"]
+    values = taught(clip_fraction=0.9, flat_rows=32, kl=5.0)
+    actor = (drawn(trainer_step=2), Stepped(grad_norm=1.0, trainer_step=2))
+    assert codes(*actor, of_critic(replace(step, grad_norm=1.0)), of_critic(values)) == []
+    assert codes(*actor, of_critic(replace(step, grad_norm=1.0)), taught(kl=0.02)) == [
+        "kl_same_weights"
+    ]

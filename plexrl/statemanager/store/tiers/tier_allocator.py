@@ -196,7 +196,7 @@ class TierAllocator:
         """
         with self._referenced_in_host(name) as version:
             if version is not None:
-                self.cancel_background()
+                self.cancel_background(version.manifest.deployment)
                 self._copy_to_nvme(version, None)
 
     def move_to_nvme(self, name: str) -> None:
