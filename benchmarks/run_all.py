@@ -11,7 +11,6 @@ interrupted goes on where it stood, if the commit is still the same: what has en
 `out/bench/COMMIT/`. With `--quick` the output goes to the terminal and no file is written.
 """
 
-import argparse
 import ast
 import json
 import os
@@ -202,10 +201,7 @@ def chosen(names: Sequence[str]) -> dict[str, list[str]]:
 
 def main() -> None:
     """Run all, or those named; exit 1 if the tree is dirty, or if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("names", nargs="*", metavar="BENCHMARK", help="such as faults.py")
-    parser.add_argument("--quick", action="store_true", help="smallest sizes; write no file")
-    wanted = chosen(parser.parse_args().names)
+    wanted = chosen([word for word in sys.argv[1:] if word != "--quick"])
     changed = subprocess.run(
         ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout

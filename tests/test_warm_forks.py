@@ -32,8 +32,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("is_warm", [True, False], ids=["warm", "anew"])
-@pytest.mark.parametrize("victim", ["agent", "fork server"])
+@pytest.mark.parametrize(
+    ("is_warm", "victim"), [(True, "agent"), (True, "fork server"), (False, "agent")]
+)
 def test_a_fork_server_has_torch_and_the_agents_environment_and_ends_with_it(
     tmp_path: Path, is_warm: bool, victim: str
 ) -> None:

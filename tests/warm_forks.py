@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver, process, util
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ def _start_when_asked(listener: socket.socket, end: int) -> None:
     context = multiprocessing.get_context("forkserver")
     server = context.Process(target=_serve, args=(listener,), daemon=True)
     server.start()
+    # It is no child that a test has left.
+    process._children.discard(server)  # type: ignore[attr-defined]  # it has no other way
     select.select([end], [], [])
     server.terminate()
     server.join()

@@ -282,8 +282,9 @@ class Job(JobRecords):
         `failed_prompts_max` prompts are dropped one after another because all that was tried for
         them failed; 0: as many as a batch has, and at least 8.
 
-        Settings from `backend` on are as in `rollout_deployment`, for each instance. No two of them
-        share a group.
+        `backend`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`, `kv_cache_bytes`,
+        `cuda_graphs`, `lora`, `parallelism`, `tp_sizes`, `pace`, `node_type`, `shares_gpus` and
+        `trace` are as in `rollout_deployment`, for each instance. No two of them share a group.
 
         Raises:
             InvalidRequestError: a number is out of range, or `sampling` has no seed.
@@ -399,7 +400,9 @@ class Job(JobRecords):
         """Create a model that scores rows, or return the existing deployment: `model` gets a head
         with one label, as in `transformers`' `AutoModelForSequenceClassification`.
 
-        All else is as in `reference_deployment`. Raises as that.
+        `name`, `workers`, `parallelism`, `backend`, `dtype`, `exclusive`, `max_sequence_tokens`,
+        `layers_on_device`, `node_type` and `trace` are as in `reference_deployment`. Raises as
+        that.
         """
         options = {
             "workers": workers,
