@@ -147,15 +147,20 @@ def test_a_refused_request_uses_its_number_and_training_goes_on(
     trainer: tinker.TrainingClient,
 ) -> None:
     row = datum(ROWS[0], logprobs=[-1.0] * 5, advantages=[1.0] * 5)
-    with pytest.raises(tinker.UnprocessableEntityError, match='loss_fn="importance_sampling"'):
+    with pytest.raises(tinker.RequestFailedError, match='loss_fn="importance_sampling"'):
         trainer.forward_backward([row], "stable_reinforce").result(LIMIT_S)
-    with pytest.raises(tinker.UnprocessableEntityError, match="takes clip_low_threshold"):
+    # In two parts, of which the SDK sends the first one last.
+    with pytest.raises(tinker.RequestFailedError, match='loss_fn="importance_sampling"'):
+        trainer.forward_backward([row] * 1025, "stable_reinforce").result(LIMIT_S)
+    with pytest.raises(tinker.UnprocessableEntityError, match="greater than or equal to 3600"):
+        trainer.save_state("short", ttl_seconds=5).result(LIMIT_S)
+    with pytest.raises(tinker.RequestFailedError, match="takes clip_low_threshold"):
         trainer.forward_backward([row], "ppo", {"clip": 0.2}).result(LIMIT_S)
     wrong = datum(ROWS[0], weights=[1.0] * 5)
     wrong.loss_fn_inputs["target_tokens"] = types.TensorData(
         data=[9, 9, 9, 9, 9], dtype="int64", shape=[5]
     )
-    with pytest.raises(tinker.UnprocessableEntityError, match="shifted by one token"):
+    with pytest.raises(tinker.RequestFailedError, match="shifted by one token"):
         trainer.forward_backward([wrong], "cross_entropy").result(LIMIT_S)
     with pytest.raises(tinker.RequestFailedError, match="no gradients"):
         trainer.optim_step(types.AdamParams(learning_rate=0.1)).result(LIMIT_S)
