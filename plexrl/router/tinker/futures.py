@@ -224,7 +224,7 @@ class Futures:
                 elif not future.operation:
                     return Answer(json=future.result)
                 else:
-                    polled = await self._poll_operations(key, future, left)
+                    polled = await self._poll_operations(key, future, deadline)
                     if polled.view is not None:
                         return _try_again(future, polled.view)
                     if "weights_record" in future.result:
@@ -244,21 +244,20 @@ class Futures:
                 await asyncio.sleep(min(RETRY_S, left))
         return Answer(json=_paused(future.id, reason))
 
-    async def _poll_operations(self, key: str, future: FutureRecord, wait_s: float) -> Polled:
+    async def _poll_operations(self, key: str, future: FutureRecord, deadline: float) -> Polled:
         if future.after and future.after not in self._loaded:
             try:
-                polled = await self._api.poll(key, future.after, wait_s)
+                polled = await self._api.poll(key, future.after, _left(deadline))
             except UnknownOperationError:
                 # The scheduler has forgotten the load, which was long ago.
-                self._loaded.add(future.after)
-                return await self._api.poll(key, future.operation, wait_s)
+                polled = Polled()
             if polled.view is not None:
                 return polled
             if polled.error is not None:
                 await self._forget_load(key, future.after)
                 return polled
             self._loaded.add(future.after)
-        return await self._api.poll(key, future.operation, wait_s)
+        return await self._api.poll(key, future.operation, _left(deadline))
 
     async def _written(self, key: str, polled: Polled, deadline: float) -> Polled:
         """The same, once saved weights are on the disk; why they are not; or, at the deadline, an
@@ -317,14 +316,19 @@ class Futures:
                     return Answer(json={"metrics": named})
         except PlexRLError as error:
             return Answer(json=error_answer(error))
-        self._keep_weights(kept)
+        self._keep_weights(future)
         return Answer(json=kept["answer"])
 
-    def _keep_weights(self, kept: Mapping[str, Any]) -> None:
-        if (fields := kept.get("weights_record")) is not None:
-            found = WeightsRecord(**fields)
-            if self._records.find(WeightsRecord, found.id) is None or kept["overwrites"]:
-                self._records.put(found)
+    def _keep_weights(self, future: FutureRecord) -> None:
+        """Note saved weights, once: a later poll does not bring deleted ones back."""
+        now = self._records.find(FutureRecord, future.id)
+        if now is None or "weights_record" not in now.result or now.result.get("is_kept"):
+            return
+        found = WeightsRecord(**now.result["weights_record"])
+        if self._records.find(WeightsRecord, found.id) is None or now.result["overwrites"]:
+            self._records.put(found)
+        now.result["is_kept"] = True
+        self._records.put(now)
 
     async def _acknowledge(self, key: str, operation: str) -> None:
         try:
@@ -407,6 +411,10 @@ class Futures:
                 pending.future.error = error_answer(error)
                 self._records.put(pending.future)
                 return
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def request_digest(text: str) -> str:

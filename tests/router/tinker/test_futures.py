@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,7 +16,13 @@ from plexrl.errors import InvalidRequestError, OverloadedError
 from plexrl.router.tinker import futures as module
 from plexrl.router.tinker.api import ClusterApi
 from plexrl.router.tinker.futures import Futures, Pending
-from plexrl.router.tinker.records import FutureRecord, ModelRecord, RecordFile, RolloutRecord
+from plexrl.router.tinker.records import (
+    FutureRecord,
+    ModelRecord,
+    RecordFile,
+    RolloutRecord,
+    WeightsRecord,
+)
 from plexrl.wire.tensors import encode_body
 
 MODEL = "s:train:0"
@@ -34,11 +41,12 @@ class Cluster:
         self.submitted: list[str] = []
         self.known: set[str] = set()
         self.is_down = False
+        self.result: dict[str, Any] = {"metrics": {}}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Submissions are accepted, and done at once."""
         del receive
-        status, body = 200, encode_body({"result": {"metrics": {}}}, {})
+        status, body = 200, encode_body({"result": self.result}, {})
         operation = scope["path"].rpartition("/")[2]
         if self.is_down:
             status, body = 503, refusal("unavailable")
@@ -154,6 +162,25 @@ def test_a_sampler_is_polled_though_the_scheduler_has_forgotten_its_load(
         assert (await futures.poll(KEY, future)).json == {"done": True}
 
     run(records, cluster, sample)
+
+
+def test_a_poll_that_is_repeated_does_not_bring_deleted_weights_back(records: RecordFile) -> None:
+    cluster = Cluster()
+    cluster.result = {"durable": True}
+    weights = WeightsRecord(id="tinker://w", session="s", model=MODEL, checkpoint="c")
+    kept = {"weights_record": msgspec.to_builtins(weights), "overwrites": True, "answer": {}}
+
+    async def save(futures: Futures, model: ModelRecord) -> None:
+        pending = step(1)
+        pending.future.kind, pending.future.result = "save_weights", kept
+        await futures.train(model, 1, pending)
+        assert (await futures.poll(KEY, found(records, 1))).json == {}
+        [saved] = records.all(WeightsRecord)
+        records.drop(saved)
+        assert (await futures.poll(KEY, found(records, 1))).json == {}
+        assert records.all(WeightsRecord) == []
+
+    run(records, cluster, save)
 
 
 def test_a_model_whose_session_has_ended_leaves_nothing_that_waits(

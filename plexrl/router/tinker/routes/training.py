@@ -240,7 +240,7 @@ async def _read(client: Client, kind: type[JsonT]) -> JsonT:
     Raises:
         InvalidRequestError: it is refused.
     """
-    body = await client.body()
+    body = await client.json()
     try:
         return kind.read(body)
     except InvalidRequestError as error:
