@@ -396,10 +396,12 @@ class Sessions:
                 await self._keep_unpolled(future)
             elif future.kind == "save_for_sampler":
                 saves.append(future.id)
+        models = self.records.all(ModelRecord, session.id)
+        for model in models:
+            self.futures.forget_model(model.id)
         for kind in (FutureRecord, SamplerRecord, RolloutRecord):
             self.records.drop_all(kind, session.id)
-        for model in self.records.all(ModelRecord, session.id):
-            self.futures.forget_model(model.id)
+        for model in models:
             for save in saves:
                 if save.startswith(f"{model.id}:"):
                     await self._delete_ephemeral(model, save.rpartition(":")[2])
