@@ -174,14 +174,15 @@ class RouterServices:
                 upload = await self.blobs.receive(chunks, self.body_bytes_max)
         except (OverloadedError, StorageFullError):
             # A client that is still sending does not read the response.
-            await self._drain(body)
+            await self.drain(body)
             raise
         try:
             yield upload
         finally:
             upload.drop()
 
-    async def _drain(self, body: LimitedBody) -> None:
+    async def drain(self, body: LimitedBody) -> None:
+        """Receive the rest of a refused body, and drop it."""
         left = self.body_bytes_max
         with suppress(ConnectionLostError, BodyRefusedError):
             async for chunk in timed_chunks(body.chunks(), body.timeout_s):

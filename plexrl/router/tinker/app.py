@@ -19,6 +19,7 @@ from plexrl.router.tinker.api import ClusterApi
 from plexrl.router.tinker.records import RecordFile
 from plexrl.router.tinker.routes import checkpoints, sampling, training
 from plexrl.router.tinker.routes import sessions as session_routes
+from plexrl.router.tinker.routes.client import BODY_BYTES_MAX
 from plexrl.router.tinker.sessions import Sessions
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ LOG = logging.getLogger(__name__)
 PREFIX = "/api/v1/"
 KEY_PREFIX = "tml-"
 """The SDK refuses a key that begins otherwise."""
-BODY_BYTES_MAX = 64 << 20
-"""Largest body. The SDK divides a batch into parts of about 5 MB."""
 POLLS = f"{PREFIX}retrieve_future"
 """The SDK repeats a poll that fails with 5xx without a pause, and after 429 with one."""
 RECORDS = "tinker.sqlite"

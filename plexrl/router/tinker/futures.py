@@ -14,6 +14,7 @@ from plexrl.errors import (
     NotFoundError,
     OverloadedError,
     PlexRLError,
+    UnavailableError,
     UnknownOperationError,
 )
 from plexrl.router.services.error_responses import RETRIABLE
@@ -40,6 +41,8 @@ FORGOTTEN = frozenset({"sample", "forward", "forward_backward", "optim_step"})
 """Kinds whose answers are forgotten some time after they were sent."""
 WAITING_BYTES_MAX = 1 << 30
 """Bound on all batches that the scheduler does not have yet."""
+TENANT_WAITING_BYTES_MAX = WAITING_BYTES_MAX // 2
+"""Bound on those of one tenant."""
 KEPT_S = 600.0
 """How long an answer that was sent can be asked for again."""
 HALTING = frozenset({"forward_backward", "optim_step", "load_weights", "create_model"})
@@ -52,6 +55,7 @@ class Pending:
 
     key: str
     """The client's `Authorization` header."""
+    tenant: str
     kind: str
     """Kind of PlexRL's operation."""
     params: Mapping[str, Any]
@@ -104,16 +108,29 @@ class Futures:
             self._records.drop(record)
 
     def forget_model(self, model_id: str) -> None:
-        """Drop what is known of a model whose session has ended."""
+        """Drop what is known of a model whose session has ended, and what waits for it."""
         self._sequences.pop(model_id, None)
+        if (task := self._tasks.pop(model_id, None)) is not None:
+            task.cancel()
+        for request in [each for each in self._waiting if each.rpartition(":")[0] == model_id]:
+            self._waiting.pop(request).sent.set()
 
     def is_known(self, model: ModelRecord, seq: int) -> bool:
         """Whether a model's request of this number has arrived before."""
         return self._sequence(model).is_known(seq)
 
-    def refuse(self, model: ModelRecord, seq: int) -> None:
-        """A request was refused, and has used its number."""
+    def refuse(self, model: ModelRecord, seq: int, error: PlexRLError) -> None:
+        """A request was refused: it has used its number, and polls of its future say why. Raises
+        as `RequestSequence.add`."""
         if self._sequence(model).add(seq, None):
+            self._records.put(
+                FutureRecord(
+                    id=f"{model.id}:{seq}",
+                    session=model.session,
+                    kind="refused",
+                    error=error_answer(error),
+                )
+            )
             self._submit_next(model)
 
     async def train(self, model: ModelRecord, seq: int, pending: Pending) -> str:
@@ -125,12 +142,8 @@ class Futures:
         """
         sequence = self._sequence(model)
         request = pending.future.id
-        waiting = sum(each.nbytes for each in self._waiting.values())
-        if waiting + pending.nbytes > WAITING_BYTES_MAX and seq != sequence.next_seq:
-            raise OverloadedError(
-                f"{waiting} bytes of batches wait for the scheduler, or for earlier requests",
-                retry_after_s=1.0,
-            )
+        if seq != sequence.next_seq:
+            self._check_waiting(pending)
         if not sequence.add(seq, pending):
             return request
         is_next = seq == sequence.next_seq
@@ -144,6 +157,19 @@ class Futures:
             except TimeoutError:
                 LOG.info("%s waits for the scheduler", request)
         return request
+
+    def _check_waiting(self, pending: Pending) -> None:
+        waiting = self._waiting.values()
+        own = sum(each.nbytes for each in waiting if each.tenant == pending.tenant)
+        for count, most in (
+            (own, TENANT_WAITING_BYTES_MAX),
+            (sum(each.nbytes for each in waiting), WAITING_BYTES_MAX),
+        ):
+            if count + pending.nbytes > most:
+                raise OverloadedError(
+                    f"{count} bytes of batches wait for the scheduler, or for earlier requests",
+                    retry_after_s=1.0,
+                )
 
     async def sample(
         self,
@@ -198,7 +224,7 @@ class Futures:
                 elif not future.operation:
                     return Answer(json=future.result)
                 else:
-                    polled = await self._poll_operations(key, future, left)
+                    polled = await self._poll_operations(key, future, deadline)
                     if polled.view is not None:
                         return _try_again(future, polled.view)
                     if "weights_record" in future.result:
@@ -208,6 +234,8 @@ class Futures:
                         break
                     return await self._answer(key, future, polled)
             except UnknownOperationError as error:
+                if self._refuse_lost(future):
+                    continue
                 raise NotFoundError(f"{future.id} is lost: send the request again") from error
             except TimeoutError:
                 break
@@ -216,16 +244,20 @@ class Futures:
                 await asyncio.sleep(min(RETRY_S, left))
         return Answer(json=_paused(future.id, reason))
 
-    async def _poll_operations(self, key: str, future: FutureRecord, wait_s: float) -> Polled:
+    async def _poll_operations(self, key: str, future: FutureRecord, deadline: float) -> Polled:
         if future.after and future.after not in self._loaded:
-            polled = await self._api.poll(key, future.after, wait_s)
+            try:
+                polled = await self._api.poll(key, future.after, _left(deadline))
+            except UnknownOperationError:
+                # The scheduler has forgotten the load, which was long ago.
+                polled = Polled()
             if polled.view is not None:
                 return polled
             if polled.error is not None:
                 await self._forget_load(key, future.after)
                 return polled
             self._loaded.add(future.after)
-        return await self._api.poll(key, future.operation, wait_s)
+        return await self._api.poll(key, future.operation, _left(deadline))
 
     async def _written(self, key: str, polled: Polled, deadline: float) -> Polled:
         """The same, once saved weights are on the disk; why they are not; or, at the deadline, an
@@ -284,14 +316,19 @@ class Futures:
                     return Answer(json={"metrics": named})
         except PlexRLError as error:
             return Answer(json=error_answer(error))
-        self._keep_weights(kept)
+        self._keep_weights(future)
         return Answer(json=kept["answer"])
 
-    def _keep_weights(self, kept: Mapping[str, Any]) -> None:
-        if (fields := kept.get("weights_record")) is not None:
-            found = WeightsRecord(**fields)
-            if self._records.find(WeightsRecord, found.id) is None or kept["overwrites"]:
-                self._records.put(found)
+    def _keep_weights(self, future: FutureRecord) -> None:
+        """Note saved weights, once: a later poll does not bring deleted ones back."""
+        now = self._records.find(FutureRecord, future.id)
+        if now is None or "weights_record" not in now.result or now.result.get("is_kept"):
+            return
+        found = WeightsRecord(**now.result["weights_record"])
+        if self._records.find(WeightsRecord, found.id) is None or now.result["overwrites"]:
+            self._records.put(found)
+        now.result["is_kept"] = True
+        self._records.put(now)
 
     async def _acknowledge(self, key: str, operation: str) -> None:
         try:
@@ -300,21 +337,50 @@ class Futures:
             LOG.warning("the failure of %s was not acknowledged: %s", operation, error)
 
     def _sequence(self, model: ModelRecord) -> RequestSequence[Pending]:
-        return self._sequences.setdefault(model.id, RequestSequence(model.next_seq))
+        found = self._sequences.get(model.id)
+        if found is None:
+            found = self._sequences[model.id] = RequestSequence(model.next_seq)
+            for each in self._records.all(FutureRecord, model.session):
+                owner, _, number = each.id.rpartition(":")
+                if owner == model.id and each.error is not None and number.isdecimal():
+                    found.add(int(number), None)
+        return found
+
+    def _refuse_lost(self, future: FutureRecord) -> bool:
+        """Refuse a training request that waited in a router that is gone, so that later ones do not
+        wait for it. False: the future is none of these."""
+        owner, _, number = future.id.rpartition(":")
+        model = self._records.find(ModelRecord, owner)
+        is_kept = self._records.find(FutureRecord, future.id) is not None
+        if model is None or not is_kept or not number.isdecimal():
+            return False
+        if future.id in self._waiting or self._sequence(model).is_known(int(number)):
+            return False
+        error = UnavailableError(
+            f"{future.id} was lost in a restart of the router, before the scheduler had it: send "
+            "the batch again"
+        )
+        self.refuse(model, int(number), error)
+        return True
 
     def _submit_next(self, model: ModelRecord) -> None:
         running = self._tasks.get(model.id)
         if running is None or running.done():
-            self._tasks[model.id] = asyncio.create_task(self._submit_all(model.id))
+            task = asyncio.create_task(self._submit_all(model.id, self._sequence(model)))
+            self._tasks[model.id] = task
 
-    async def _submit_all(self, model_id: str) -> None:
-        sequence = self._sequences[model_id]
+    async def _submit_all(self, model_id: str, sequence: RequestSequence[Pending]) -> None:
         while (pending := sequence.take()) is not None:
-            await self._submit(model_id, pending)
-            self._note_next(model_id, sequence)
+            try:
+                await self._submit(model_id, pending)
+                self._note_next(model_id, sequence)
+            except Exception:  # The next requests of the model must not wait for ever.
+                LOG.exception("%s was not noted", pending.future.id)
             self._waiting.pop(pending.future.id, None)
             pending.sent.set()
         self._note_next(model_id, sequence)
+        if self._tasks.get(model_id) is asyncio.current_task():
+            del self._tasks[model_id]
 
     def _note_next(self, model_id: str, sequence: RequestSequence[Pending]) -> None:
         model = self._records.find(ModelRecord, model_id)
@@ -345,6 +411,10 @@ class Futures:
                 pending.future.error = error_answer(error)
                 self._records.put(pending.future)
                 return
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def request_digest(text: str) -> str:

@@ -1,9 +1,9 @@
 """What the router remembers of Tinker clients, in a file that outlives the router.
 
 Sessions, models, samplers, saved weights and futures are records; operations and their results are
-the scheduler's. A record is written before the answer that depends on it is sent. The file is not
-synced to the disk: a killed router loses nothing, a machine that loses power may lose the last
-records.
+the scheduler's. A record is written before the answer that depends on it is sent. The file is
+synced to the disk at its checkpoints only: a killed router loses nothing, a machine that loses
+power may lose the last records, and the file stays whole.
 """
 
 import sqlite3
@@ -102,7 +102,7 @@ class RecordFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = sqlite3.connect(path, isolation_level=None)
         self._file.execute("PRAGMA journal_mode=WAL")
-        self._file.execute("PRAGMA synchronous=OFF")
+        self._file.execute("PRAGMA synchronous=NORMAL")
         self._file.execute(
             "CREATE TABLE IF NOT EXISTS records (kind TEXT, id TEXT, session TEXT, body BLOB, "
             "PRIMARY KEY (kind, id)) WITHOUT ROWID"

@@ -74,19 +74,31 @@ class Sessions:
         started_at = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_S)
-            self.futures.forget_answered(time.monotonic())
-            for session in self.records.all(SessionRecord):
-                seen_at = self._seen.get(session.id, started_at)
-                if not session.is_finished and time.monotonic() - seen_at > GONE_S:
-                    LOG.info("the client of %s is gone", session.id)
-                    await self._end(session)
-            now = time.time()
-            for each in self.records.all(WeightsRecord):
-                if each.expires_at is not None and each.expires_at < now:
-                    try:
-                        await self._delete(each)
-                    except PlexRLError as error:
-                        LOG.warning("%s was not deleted: %s", each.id, error)
+            try:
+                await self.sweep(started_at, time.monotonic(), time.time())
+            except Exception:  # What failed once may succeed the next time; nobody else sweeps.
+                LOG.exception("clients that are gone were not all forgotten")
+
+    async def sweep(self, started_at: float, now: float, time_now: float) -> None:
+        """One round of `run`. `started_at` and `now` are of the monotonic clock, `time_now` is in
+        seconds since the epoch."""
+        self.futures.forget_answered(now)
+        for session in self.records.all(SessionRecord):
+            if not session.is_finished and now - self._seen.get(session.id, started_at) > GONE_S:
+                LOG.info("the client of %s is gone", session.id)
+                await self._end(session)
+        for each in self.records.all(WeightsRecord):
+            if each.expires_at is not None and each.expires_at < time_now:
+                try:
+                    await self._delete(each)
+                except PlexRLError as error:
+                    LOG.warning("%s was not deleted: %s", each.id, error)
+        for session in self.records.all(SessionRecord):
+            # One that has futures is just about to end.
+            left = (FutureRecord, WeightsRecord)
+            if session.is_finished and not any(self.records.all(x, session.id) for x in left):
+                self.records.drop_all(ModelRecord, session.id)
+                self.records.drop(session)
 
     def find(self, kind: type[RecordT], id: str, caller: Caller) -> RecordT:
         """A record that the caller may see. Raises `NotFoundError`."""
@@ -149,15 +161,16 @@ class Sessions:
             return
         body = {"outcome": outcome, "reason": detail}
         await self.api.call(key, "POST", f"/v1/jobs/{session.id}/finish", body)
-        bases = self._base_jobs(session.id)
-        await self._end(session)
-        for job in bases - self._used_bases():
-            await self.api.call(key, "POST", f"/v1/jobs/{job}/finish", {"outcome": "completed"})
+        async with self._bases:
+            bases = self._base_jobs(session.id)
+            await self._end(session)
+            for job in bases - self._used_bases():
+                await self.api.call(key, "POST", f"/v1/jobs/{job}/finish", {"outcome": "completed"})
 
     async def create_model(self, key: str, caller: Caller, asked: CreateModel) -> ModelRecord:
         """Make a model of the name that follows from the request."""
         folder = await self.folder_of(asked.base_model, caller)
-        lora = self._lora(folder, asked.lora_config)
+        lora = await asyncio.to_thread(self._lora, folder, asked.lora_config)
         return await self.deploy_model(
             key,
             self.find(SessionRecord, asked.session_id, caller),
@@ -212,13 +225,14 @@ class Sessions:
             checkpoint = (weights.session, weights.checkpoint)
             return await self.sampler_of(key, session, sampler, model, checkpoint, weights.id)
         folder = await self.folder_of(base_model, caller)
-        found = SamplerRecord(
-            id=sampler,
-            session=session.id,
-            deployment=await self._base_deployment(key, session, folder),
-            base_model=base_model,
-        )
-        self.records.put(found)
+        async with self._bases:
+            found = SamplerRecord(
+                id=sampler,
+                session=session.id,
+                deployment=await self._base_deployment(key, session, folder),
+                base_model=base_model,
+            )
+            self.records.put(found)
         return found
 
     async def sampler_of(
@@ -342,23 +356,22 @@ class Sessions:
         self.records.put(RolloutRecord(id=deployment, session=session.id))
 
     async def _base_deployment(self, key: str, session: SessionRecord, folder: str) -> str:
-        """The deployment of a base model that all sessions of a tenant share, in a job of its
-        own."""
+        """The deployment of a base model that all sessions of a tenant share, in a job of its own.
+        The caller holds `_bases` until the sampler is noted, so that nobody ends the job."""
         options = _options(session.metadata, OPTIONS["rollout"])
         kind = request_digest(f"{session.tenant} {folder} {options}")
-        async with self._bases:
-            for each in self._live_samplers():
-                job = each.deployment.partition("/")[0]
-                if job.startswith(f"tinker-base-{kind}"):
-                    try:
-                        await self.api.call(key, "POST", f"/v1/jobs/{job}/heartbeat")
-                        return each.deployment
-                    except (ConflictError, UnknownJobError) as error:
-                        LOG.info("%s has ended: %s", job, error)
-            job = f"tinker-base-{kind}-{secrets.token_hex(4)}"
-            await self._make_job(key, job, f"base model {Path(folder).name}")
-            await self._deploy_rollout(key, session, f"{job}/base", folder, None)
-            return f"{job}/base"
+        for each in self._live_samplers():
+            job = each.deployment.partition("/")[0]
+            if job.startswith(f"tinker-base-{kind}"):
+                try:
+                    await self.api.call(key, "POST", f"/v1/jobs/{job}/heartbeat")
+                    return each.deployment
+                except (ConflictError, UnknownJobError) as error:
+                    LOG.info("%s has ended: %s", job, error)
+        job = f"tinker-base-{kind}-{secrets.token_hex(4)}"
+        await self._make_job(key, job, f"base model {Path(folder).name}")
+        await self._deploy_rollout(key, session, f"{job}/base", folder, None)
+        return f"{job}/base"
 
     def _live_samplers(self) -> Iterable[SamplerRecord]:
         live = {each.id for each in self.records.all(SessionRecord) if not each.is_finished}
@@ -377,18 +390,33 @@ class Sessions:
         session.is_finished = True
         self.records.put(session)
         self._seen.pop(session.id, None)
-        saves = [
-            future.id
-            for future in self.records.all(FutureRecord, session.id)
-            if future.kind == "save_for_sampler" and "weights_record" not in future.result
-        ]
+        saves = []
+        for future in self.records.all(FutureRecord, session.id):
+            if "weights_record" in future.result:
+                await self._keep_unpolled(future)
+            elif future.kind == "save_for_sampler":
+                saves.append(future.id)
+        models = self.records.all(ModelRecord, session.id)
+        for model in models:
+            self.futures.forget_model(model.id)
         for kind in (FutureRecord, SamplerRecord, RolloutRecord):
             self.records.drop_all(kind, session.id)
-        for model in self.records.all(ModelRecord, session.id):
-            self.futures.forget_model(model.id)
+        for model in models:
             for save in saves:
                 if save.startswith(f"{model.id}:"):
                     await self._delete_ephemeral(model, save.rpartition(":")[2])
+
+    async def _keep_unpolled(self, future: FutureRecord) -> None:
+        """Note saved weights whose answer the client has not waited for."""
+        found = WeightsRecord(**future.result["weights_record"])
+        if future.result.get("is_kept") or self.records.find(WeightsRecord, found.id) is not None:
+            return
+        try:
+            await self.services.checkpoint_quota.files(found.session, found.checkpoint)
+        except PlexRLError as error:
+            LOG.info("%s is not kept: %s", found.id, error)
+            return
+        self.records.put(found)
 
     async def _delete_ephemeral(self, model: ModelRecord, number: str) -> None:
         name = f"{ephemeral_prefix(model)}{number}"

@@ -11,6 +11,7 @@ from tinker import types
 
 from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.model.text.tokenizer import EOS
+from tests.cluster.tools import wait_until
 from tests.router.tinker.clients import LIMIT_S, ROWS, Tenant, datum, prompt, supervised
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -147,15 +148,20 @@ def test_a_refused_request_uses_its_number_and_training_goes_on(
     trainer: tinker.TrainingClient,
 ) -> None:
     row = datum(ROWS[0], logprobs=[-1.0] * 5, advantages=[1.0] * 5)
-    with pytest.raises(tinker.UnprocessableEntityError, match='loss_fn="importance_sampling"'):
+    with pytest.raises(tinker.RequestFailedError, match='loss_fn="importance_sampling"'):
         trainer.forward_backward([row], "stable_reinforce").result(LIMIT_S)
-    with pytest.raises(tinker.UnprocessableEntityError, match="takes clip_low_threshold"):
+    # In two parts, of which the SDK sends the first one last.
+    with pytest.raises(tinker.RequestFailedError, match='loss_fn="importance_sampling"'):
+        trainer.forward_backward([row] * 1025, "stable_reinforce").result(LIMIT_S)
+    with pytest.raises(tinker.UnprocessableEntityError, match="greater than or equal to 3600"):
+        trainer.save_state("short", ttl_seconds=5).result(LIMIT_S)
+    with pytest.raises(tinker.RequestFailedError, match="takes clip_low_threshold"):
         trainer.forward_backward([row], "ppo", {"clip": 0.2}).result(LIMIT_S)
     wrong = datum(ROWS[0], weights=[1.0] * 5)
     wrong.loss_fn_inputs["target_tokens"] = types.TensorData(
         data=[9, 9, 9, 9, 9], dtype="int64", shape=[5]
     )
-    with pytest.raises(tinker.UnprocessableEntityError, match="shifted by one token"):
+    with pytest.raises(tinker.RequestFailedError, match="shifted by one token"):
         trainer.forward_backward([wrong], "cross_entropy").result(LIMIT_S)
     with pytest.raises(tinker.RequestFailedError, match="no gradients"):
         trainer.optim_step(types.AdamParams(learning_rate=0.1)).result(LIMIT_S)
@@ -184,6 +190,10 @@ def test_saved_weights_are_listed_described_and_deleted(
     rest.delete_checkpoint_from_tinker_path(path.path).result(LIMIT_S)
     found = rest.list_checkpoints(trainer.model_id).result(LIMIT_S).checkpoints
     assert "weights/listed" not in [each.checkpoint_id for each in found]
+    with tenant.http() as http:
+        assert http.get("/training_runs", params={"limit": -1}).status_code == 422
+        large = http.post("/weights_info", json={"tinker_path": "x" * (9 << 20)})
+        assert large.status_code == 413
     names = [each.model_name for each in rest.get_server_capabilities().result().supported_models]
     assert names == ["tiny"]
 
@@ -196,12 +206,25 @@ def test_a_session_that_finished_holds_nothing_and_is_told_so(
         made.save_weights_and_get_sampling_client().result(LIMIT_S)
         made.save_state("stays").result(LIMIT_S)
         session = client.holder.get_session_id()
+        save = {"model_id": made.model_id, "seq_id": 3, "path": "unpolled"}
+        with tenant.http() as http:
+            http.post("/save_weights", json=save).raise_for_status()
+
+        def is_saved() -> bool:
+            listed = plexrl.get(f"/jobs/{session}/checkpoints").json()["checkpoints"]
+            states = {each["name"]: each["state"] for each in listed}
+            return states.get("0.weights.unpolled") == "durable"
+
+        wait_until(is_saved, "the weights were not written")
         # What the documentation says of a client that is silent.
         assert plexrl.get(f"/jobs/{session}").json()["controller_timeout_s"] == 60.0
     with tenant.http() as http, tenant.http("/v1") as plexrl:
         assert plexrl.get(f"/jobs/{session}").json()["state"] == "COMPLETED"
         left = {each.name for each in (cluster.data_dir / "checkpoints" / session).iterdir()}
-        assert left == {"0.weights.stays"}
+        assert left == {"0.weights.stays", "0.weights.unpolled"}
+        kept = {each["tinker_path"] for each in http.get("/checkpoints").json()["checkpoints"]}
+        path = f"tinker://{session}:train:0/weights"
+        assert {f"{path}/stays", f"{path}/unpolled"} <= kept
         assert http.post("/session_heartbeat", json={"session_id": session}).status_code == 410
         body = {"session_id": session, "model_seq_id": 1, "base_model": "tiny"}
         assert http.post("/create_model", json=body).status_code == 410

@@ -14,8 +14,9 @@ advantages set the scale. `ratio` is exp(logprob - logprobs), A the advantages.
     dro                   -Σ (logprob · A - beta / 2 · (logprob - logprobs)²)
     gspo                  ppo with one ratio for each row, exp of its mean log ratio
 
-`dro` and `gspo` count the sampled tokens only: those with an advantage or a logprob that is not 0,
-or, for `gspo`, those with `sequence_ratio_mask` above 0.
+All but `cross_entropy` count the sampled tokens only: those with an advantage that is not 0, or
+with a logprob other than 0 and above `LOGPROB_MIN`; for `gspo` also with `sequence_ratio_mask`
+above 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,16 +55,23 @@ SETTINGS: Mapping[str, Mapping[str, float]] = {
 """Settings of each loss (`loss_fn_config`) and their defaults."""
 MAX_TOKENS = 1 << 30
 """Sent where the client bounds no completion: the deployment's own bound holds."""
+LOGPROB_MIN = -80.0
+"""A logprob below is no sampled token's: it fills the place of a prompt's token. Its ratio is
+infinite in float32."""
+TOKENS_MAX = 2**31
+"""Token ids are below."""
 ABORTED = 2
 """Code of a sample that was interrupted, in results."""
 
 
 def check_loss(batch: TrainBatch) -> None:
-    """Refuse a loss, a setting or an input that PlexRL does not have.
+    """Refuse what could not be read, and a loss, a setting or an input that PlexRL does not have.
 
     Raises:
         InvalidRequestError: names it, and what to write instead.
     """
+    if batch.error is not None:
+        raise batch.error
     if batch.loss == "stable_reinforce":
         raise InvalidRequestError(STABLE_REINFORCE, parameter="loss_fn")
     if batch.loss not in INPUTS:
@@ -115,6 +123,14 @@ def _check_row(batch: TrainBatch, row: int, datum: Datum) -> None:
     if not datum.tokens.size:
         raise BatchShapeError(f"row {row} has no tokens", row=row)
     targets = datum.inputs["target_tokens"]
+    if targets.dtype.kind != "i" or not 0 <= targets[-1] < TOKENS_MAX:
+        raise BatchShapeError(
+            f"the last target of row {row} is {targets[-1]}: target_tokens are integers, and the "
+            f"last one is a token id from 0 to {TOKENS_MAX - 1}",
+            row=row,
+        )
+    if datum.tokens.min() < 0:
+        raise BatchShapeError(f"row {row} has a token below 0", row=row)
     differs = targets[:-1] != datum.tokens[1:]
     # Logprobs of targets that do not count are those of the next input token.
     wrong = differs & _counts(batch, datum)[:-1]
@@ -134,7 +150,9 @@ def _counts(batch: TrainBatch, datum: Datum) -> Array:
     if batch.loss == "cross_entropy":
         found: Array = _weights(datum) != 0
         return found
-    counted: Array = (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
+    logprobs = inputs["logprobs"]
+    is_sampled = (logprobs != 0) & (logprobs > LOGPROB_MIN)
+    counted: Array = (inputs["advantages"] != 0) | is_sampled
     if "sequence_ratio_mask" in inputs:
         return counted & (inputs["sequence_ratio_mask"] > 0)
     return counted
@@ -170,10 +188,12 @@ def train_request(batch: TrainBatch) -> tuple[str, dict[str, Any], Arrays]:
         name: per_token(lambda each, name=name: each.inputs[name])  # type: ignore[misc]
         for name in ("logprobs", "advantages")
     }
-    has_mask = batch.loss in ("dro", "gspo")
-    arrays["mask"] = per_token(
-        lambda each: _counts(batch, each) if has_mask else np.ones(each.tokens.shape)
-    )
+    mask = per_token(lambda each: _counts(batch, each))
+    if not mask.any() and batch.loss not in ("dro", "gspo"):
+        # Without an advantage, these losses are 0 in all tokens, whatever their logprobs.
+        mask = per_token(lambda each: np.ones(each.tokens.shape))
+        arrays["logprobs"] = np.zeros_like(arrays["logprobs"])
+    arrays["mask"] = mask
     return "forward_backward", {"loss": _loss(batch)}, arrays
 
 
@@ -220,9 +240,12 @@ def sample_request(asked: Sample) -> tuple[dict[str, Any], Arrays]:
     Raises:
         InvalidRequestError: the prompt is empty, or a number is out of range.
     """
-    tokens = np.array(asked.prompt.tokens, np.int64)
-    if not tokens.size or tokens.min() < 0 or tokens.max() >= 2**31:
-        raise InvalidRequestError("the prompt needs token ids of 0 or above, and at least one")
+    given_tokens = asked.prompt.tokens
+    if not given_tokens or min(given_tokens) < 0 or max(given_tokens) >= TOKENS_MAX:
+        raise InvalidRequestError(
+            f"the prompt needs token ids from 0 to {TOKENS_MAX - 1}, and at least one"
+        )
+    tokens = np.array(given_tokens, np.int64)
     last = asked.prompt_logprobs_last_n
     if last is not None and (not asked.prompt_logprobs or last >= tokens.size):
         raise InvalidRequestError(

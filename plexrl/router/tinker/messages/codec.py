@@ -20,6 +20,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from plexrl.errors import InvalidRequestError
+from plexrl.router.tinker.messages.fields import check_fields
 from plexrl.wire.tensors import Array
 
 PROTOBUF = "application/x-protobuf"
@@ -109,6 +110,8 @@ class TrainBatch:
     settings: Mapping[str, float | str]
     forward_only: bool
     data: tuple[Datum, ...]
+    error: InvalidRequestError | None = None
+    """Why the rest was not read. The request has a number, which it uses."""
 
 
 Json = TypeVar("Json", bound="JsonRequest")
@@ -155,25 +158,35 @@ def _extras(request: BaseModel, where: str) -> Iterator[tuple[str, str, Any]]:
 def read_train_batch(body: bytes) -> TrainBatch:
     """Decode the body of `forward_backward`.
 
+    What it has that PlexRL cannot read is its `error`, without any row.
+
     Raises:
-        InvalidRequestError: it is no such message, or has a field that PlexRL does not know.
+        InvalidRequestError: it is no such message, or has too many fields.
     """
+    check_fields(body, _CLASSES["ForwardBackwardRequest"].DESCRIPTOR)
     message: Any = _CLASSES["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise InvalidRequestError(f"the body is no ForwardBackwardRequest: {error}") from error
-    _refuse_unknown(message)
     settings: dict[str, float | str] = {each.key: each.value for each in message.numbers}
     for each in message.settings:
         settings[each.key] = each.value.text or each.value.number
+    data: tuple[Datum, ...] = ()
+    refusal: InvalidRequestError | None = None
+    try:
+        _refuse_unknown(message)
+        data = tuple(_datum(row, each) for row, each in enumerate(message.data))
+    except InvalidRequestError as error:
+        refusal = error
     return TrainBatch(
         model_id=message.model_id,
         seq_id=message.seq_id,
         loss=message.loss_fn,
         settings=settings,
         forward_only=message.forward_only,
-        data=tuple(_datum(row, each) for row, each in enumerate(message.data)),
+        data=data,
+        error=refusal,
     )
 
 
@@ -197,7 +210,7 @@ def _datum(row: int, message: Any) -> Datum:
     for chunk in message.model_input:
         if chunk.HasField("image") or chunk.HasField("audio"):
             raise InvalidRequestError(f"row {row} has an image or audio: send tokens only")
-        parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
+        parts.append(_numbers(row, "encoded_text", chunk.encoded_text.tokens, np.dtype("<i4")))
     tokens = np.concatenate(parts) if parts else np.empty(0, "<i4")
     inputs = {each.key: _array(row, each.key, each.value) for each in message.loss_fn_inputs}
     return Datum(tokens=tokens, inputs=inputs)
@@ -213,7 +226,16 @@ def _array(row: int, name: str, message: Any) -> Array:
         )
     if dtype is None:
         raise InvalidRequestError(f"{name} of row {row} is neither float32 nor int64")
-    found: Array = np.frombuffer(bytes(message.dense), dtype)
+    return _numbers(row, name, message.dense, dtype)
+
+
+def _numbers(row: int, name: str, dense: bytes, dtype: np.dtype[Any]) -> Array:
+    if len(dense) % dtype.itemsize:
+        raise InvalidRequestError(
+            f"{name} of row {row} has {len(dense)} bytes, which is no multiple of the "
+            f"{dtype.itemsize} bytes of {dtype}"
+        )
+    found: Array = np.frombuffer(dense, dtype)
     return found
 
 

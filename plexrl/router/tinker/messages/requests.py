@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from plexrl.errors import InvalidRequestError
+from plexrl.limits import SAMPLES_MAX
 from plexrl.router.tinker.messages.codec import JsonRequest
 
 STABLE_REINFORCE = (
@@ -192,7 +193,7 @@ class Sample(JsonRequest):
 
     sampling_session_id: str | None = None
     seq_id: int | None = None
-    num_samples: int = Field(1, ge=1)
+    num_samples: int = Field(1, ge=1, le=SAMPLES_MAX)
     prompt: Prompt
     sampling_params: Sampling = Sampling()
     prompt_logprobs: bool | None = None

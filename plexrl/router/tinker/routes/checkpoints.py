@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from plexrl.errors import InvalidRequestError
 from plexrl.router.tinker.messages.requests import PathName, Ttl
 from plexrl.router.tinker.records import ModelRecord, WeightsRecord
-from plexrl.router.tinker.routes.client import Client, TinkerClient
+from plexrl.router.tinker.routes.client import Client, Limit, Offset, TinkerClient
 
 ROUTES = APIRouter()
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
@@ -40,7 +40,7 @@ async def weights_info(client: TinkerClient) -> dict[str, Any]:
 
 
 @ROUTES.get("/training_runs")
-async def runs(client: TinkerClient, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+async def runs(client: TinkerClient, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
     """The caller's models, newest first."""
     found = client.sessions.owned(ModelRecord, client.caller)
     page = [_run(client, each) for each in found[offset : offset + limit]]
@@ -63,7 +63,7 @@ async def checkpoints(client: TinkerClient, run: str) -> dict[str, Any]:
 
 @ROUTES.get("/checkpoints")
 async def all_checkpoints(
-    client: TinkerClient, limit: int = 100, offset: int = 0
+    client: TinkerClient, limit: Limit = 100, offset: Offset = 0
 ) -> dict[str, Any]:
     """The caller's saved weights, newest first."""
     found = client.sessions.owned(WeightsRecord, client.caller)

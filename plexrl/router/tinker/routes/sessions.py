@@ -18,7 +18,7 @@ from plexrl.router.tinker.messages.requests import (
     SessionName,
 )
 from plexrl.router.tinker.records import FutureRecord, ModelRecord, SamplerRecord, SessionRecord
-from plexrl.router.tinker.routes.client import TinkerClient
+from plexrl.router.tinker.routes.client import Limit, Offset, TinkerClient
 
 ROUTES = APIRouter()
 NOTICE = (
@@ -118,7 +118,7 @@ async def finish(client: TinkerClient, session: str) -> None:
 
 
 @ROUTES.get("/sessions")
-async def sessions(client: TinkerClient, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+async def sessions(client: TinkerClient, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
     """The caller's sessions, newest first."""
     found = client.sessions.owned(SessionRecord, client.caller)
     return {"sessions": [each.id for each in found[offset : offset + limit]]}

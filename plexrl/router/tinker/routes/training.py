@@ -22,7 +22,7 @@ from plexrl.router.tinker.messages.requests import (
     SaveWeights,
 )
 from plexrl.router.tinker.records import FutureRecord, ModelRecord, WeightsRecord
-from plexrl.router.tinker.routes.client import Client, TinkerClient
+from plexrl.router.tinker.routes.client import Client, JsonT, TinkerClient
 from plexrl.router.tinker.sessions import (
     EPHEMERAL_KEPT,
     checkpoint_name,
@@ -30,6 +30,7 @@ from plexrl.router.tinker.sessions import (
     tokenizer_of,
     without_seed,
 )
+from plexrl.wire.tensors import Arrays
 
 ROUTES = APIRouter()
 Made = Callable[[ModelRecord], Awaitable[Pending]]
@@ -80,7 +81,7 @@ async def forward_backward(client: TinkerClient) -> dict[str, Any]:
 
         kind, params, arrays, kept = await asyncio.to_thread(translate)
         future = _future(model, batch.seq_id, kind, kept)
-        return Pending(key=client.key, kind=kind, params=params, arrays=arrays, future=future)
+        return _pending(client, kind, params, future, arrays)
 
     return await _submit(client, batch.model_id, batch.seq_id, make)
 
@@ -88,12 +89,12 @@ async def forward_backward(client: TinkerClient) -> dict[str, Any]:
 @ROUTES.post("/optim_step")
 async def optim_step(client: TinkerClient) -> dict[str, Any]:
     """A step of AdamW with the gradients that wait, and this step's numbers."""
-    asked = await client.read(OptimStep)
+    asked = await _read(client, OptimStep)
 
     async def make(model: ModelRecord) -> Pending:
         future = _future(model, asked.seq_id, "optim_step", {})
         params = asked.adam_params.model_dump(include=set(type(asked.adam_params).model_fields))
-        return Pending(key=client.key, kind="optim_step", params=params, future=future)
+        return _pending(client, "optim_step", params, future)
 
     return await _submit(client, asked.model_id, asked.seq_id, make)
 
@@ -101,7 +102,7 @@ async def optim_step(client: TinkerClient) -> dict[str, Any]:
 @ROUTES.post("/save_weights")
 async def save_weights(client: TinkerClient) -> dict[str, Any]:
     """Save a checkpoint to resume training from."""
-    asked = await client.read(SaveWeights)
+    asked = await _read(client, SaveWeights)
 
     async def make(model: ModelRecord) -> Pending:
         name = checkpoint_name(model, "weights", asked.path)
@@ -113,7 +114,7 @@ async def save_weights(client: TinkerClient) -> dict[str, Any]:
             model, asked.seq_id, "save_weights", _saves(record, answer, asked.overwrite)
         )
         params = {"name": name, "overwrite": asked.overwrite}
-        return Pending(key=client.key, kind="save_checkpoint", params=params, future=future)
+        return _pending(client, kind="save_checkpoint", params=params, future=future)
 
     return await _submit(client, asked.model_id, asked.seq_id, make)
 
@@ -121,7 +122,7 @@ async def save_weights(client: TinkerClient) -> dict[str, Any]:
 @ROUTES.post("/save_weights_for_sampler")
 async def save_for_sampler(client: TinkerClient) -> dict[str, Any]:
     """Save weights to sample from, by a path or by a sampler of their own."""
-    asked = await client.read(SaveForSampler)
+    asked = await _read(client, SaveForSampler)
 
     async def make(model: ModelRecord) -> Pending:
         kept: dict[str, Any]
@@ -150,7 +151,7 @@ async def save_for_sampler(client: TinkerClient) -> dict[str, Any]:
                 "keep_prefix": ephemeral_prefix(model),
             }
         future = _future(model, asked.seq_id, "save_for_sampler", kept)
-        return Pending(key=client.key, kind="save_checkpoint", params=params, future=future)
+        return _pending(client, kind="save_checkpoint", params=params, future=future)
 
     return await _submit(client, asked.model_id, asked.seq_id, make)
 
@@ -158,7 +159,7 @@ async def save_for_sampler(client: TinkerClient) -> dict[str, Any]:
 @ROUTES.post("/load_weights")
 async def load_weights(client: TinkerClient) -> dict[str, Any]:
     """Load saved weights into a model, or make a model of them."""
-    asked = await client.read(LoadWeights)
+    asked = await _read(client, LoadWeights)
     if asked.model_id is None or asked.seq_id is None:
         return await _create_of_weights(client, asked)
 
@@ -223,11 +224,55 @@ def _load(client: Client, model: ModelRecord, request: str, asked: LoadWeights) 
         operation=request,
         result={"answer": answer},
     )
-    return Pending(key=client.key, kind="load_checkpoint", params=params, future=future)
+    return _pending(client, "load_checkpoint", params, future)
+
+
+class _Number(msgspec.Struct):
+    """What a body that is refused still has to say."""
+
+    model_id: str
+    seq_id: int
+
+
+async def _read(client: Client, kind: type[JsonT]) -> JsonT:
+    """The JSON of a model's request. One that is refused uses its number.
+
+    Raises:
+        InvalidRequestError: it is refused.
+    """
+    body = await client.json()
+    try:
+        return kind.read(body)
+    except InvalidRequestError as error:
+        try:
+            numbered = msgspec.json.decode(body, type=_Number)
+        except msgspec.DecodeError:
+            raise error from None
+        client.sessions.futures.refuse(client.model(numbered.model_id), numbered.seq_id, error)
+        raise
+
+
+def _pending(
+    client: Client,
+    kind: str,
+    params: dict[str, Any],
+    future: FutureRecord,
+    arrays: Arrays | None = None,
+) -> Pending:
+    return Pending(
+        key=client.key,
+        tenant=client.caller.tenant,
+        kind=kind,
+        params=params,
+        arrays=arrays,
+        future=future,
+    )
 
 
 async def _submit(client: Client, model_id: str, seq: int, make: Made) -> dict[str, Any]:
-    """Submit a model's request in the order of its numbers. One that is refused uses its number."""
+    """Submit a model's request in the order of its numbers. One that is refused uses its number,
+    and the poll of its future says why: the SDK sends the first part of a batch only after the
+    answers to all others, so that it must have these."""
     model = client.model(model_id)
     if client.sessions.futures.is_known(model, seq):
         return {"request_id": f"{model.id}:{seq}", "model_id": model.id}
@@ -235,9 +280,9 @@ async def _submit(client: Client, model_id: str, seq: int, make: Made) -> dict[s
         pending = await make(model)
     except RETRIABLE:
         raise
-    except PlexRLError:
-        client.sessions.futures.refuse(model, seq)
-        raise
+    except PlexRLError as error:
+        client.sessions.futures.refuse(model, seq, error)
+        return {"request_id": f"{model.id}:{seq}", "model_id": model.id}
     request = await client.sessions.futures.train(model, seq, pending)
     return {"request_id": request, "model_id": model.id}
 

@@ -17,6 +17,7 @@ from plexrl.router.tinker.messages.codec import (
     sample_output,
     train_output,
 )
+from plexrl.router.tinker.messages.fields import FIELDS_MAX
 from plexrl.router.tinker.messages.requests import CreateModel, LoadWeights, OptimStep, Sample
 
 INPUTS: dict[str, Any] = {"target_tokens": [4, 5, 6], "weights": [0.0, 1.0, -0.5]}
@@ -74,8 +75,9 @@ def test_the_sdk_reads_samples_and_the_logprobs_of_prompts() -> None:
 
 def test_fields_that_plexrl_does_not_know_are_refused_where_they_ask_for_something() -> None:
     unknown = encoded().SerializeToString() + b"\xf8\x07\x01"
-    with pytest.raises(InvalidRequestError, match="field 127"):
-        read_train_batch(unknown)
+    batch = read_train_batch(unknown)
+    assert "field 127" in str(batch.error)
+    assert (batch.model_id, batch.seq_id, batch.data) == ("m", 7, ())
     known = b'{"session_id": "s", "model_seq_id": 0, "base_model": "b", "news": %s}'
     assert CreateModel.read(known % b"null").base_model == "b"
     assert CreateModel.read(known % b"[]").base_model == "b"
@@ -95,6 +97,29 @@ def test_samples_that_plexrl_cannot_draw_are_refused_by_name() -> None:
             Sample.read(prompt % field)
     with pytest.raises(InvalidRequestError, match='loss_fn="importance_sampling"'):
         Sample.read(prompt % b'"record_stability_info": true')
+    with pytest.raises(InvalidRequestError, match="num_samples"):
+        Sample.read(prompt % b'"num_samples": 65537')
+
+
+@pytest.mark.parametrize("field", [b"\x1a\x00", b"\x2a\x00", b"\xf8\x07\x01"])
+def test_a_body_of_more_fields_than_a_batch_has_is_refused_before_it_is_parsed(
+    field: bytes,
+) -> None:
+    with pytest.raises(InvalidRequestError, match="fields"):
+        read_train_batch(field * (FIELDS_MAX + 1))
+    size = len(field) * FIELDS_MAX
+    row = (
+        b"\x1a" + bytes([size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + field * FIELDS_MAX
+    )
+    with pytest.raises(InvalidRequestError, match="fields"):
+        read_train_batch(row)
+
+
+def test_a_long_shape_is_refused_before_it_is_parsed() -> None:
+    message = encoded()
+    message.data[0].loss_fn_inputs["weights"].shape.extend([0] * 100)
+    with pytest.raises(InvalidRequestError, match="shape has 101 bytes"):
+        read_train_batch(message.SerializeToString())
 
 
 def test_what_is_no_message_is_refused() -> None:
