@@ -18,7 +18,7 @@ class OpenAIAccess:
     base_url: str
     """URL below which the endpoints are; ends in `/v1`."""
     api_key: str = field(repr=False)
-    """Opens this job's endpoints only, until the job ends."""
+    """Opens this job's endpoints only, until the job ends or has another controller."""
     model: str
     """Name of the model in requests."""
 

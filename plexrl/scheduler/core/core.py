@@ -290,7 +290,8 @@ class SchedulerCore:
             if source is not None:
                 check_not_halted(source)
         check_room(state, context.settings, event, deployment, source)
-        seen(context, job, now)
+        if not event.from_job_key:
+            seen(context, job, now)
         operation = enqueue(state, context.effects, event, deployment, now)
         record_estimate(state, context.settings, deployment, operation, now)
         if event.deadline_s is not None:

@@ -167,6 +167,8 @@ def take_over(
     if job.controller == controller:
         return
     job.controller = controller
+    # Agents of the former controller must not generate for the new one, which makes its own keys.
+    job.keys = []
     if not keep_gradients:
         for name in job.deployments:
             deployment = state.deployment(name)
@@ -193,7 +195,7 @@ def failure_acknowledged(state: State, event: FailureAcknowledged, now: float) -
 
 
 def job_key_added(context: Context, event: JobKeyAdded, now: float) -> None:
-    """Add an API key to a job. It is valid until the job ends.
+    """Add an API key to a job. It is valid until the job ends or has another controller.
 
     Raises:
         UnknownJobError: there is no such job.

@@ -8,7 +8,7 @@ import pytest
 
 from plexrl.client.data.results import GenerateResult, Sample, WeightsSpan
 from plexrl.errors import InvalidRequestError
-from plexrl.model.text.tokenizer import EOS, Tokenizer
+from plexrl.model.text.tokenizer import EOS, Tokenizer, vocabulary_files
 from plexrl.router.http.openai.prompts import canonical, chat_prompt, chat_settings
 from plexrl.router.http.openai.requests import ChatRequest
 from plexrl.router.http.openai.texts import CALL_BEGIN, CALL_END, GrowingText, split_calls
@@ -20,19 +20,25 @@ from plexrl.router.http.openai.trajectory import (
     segments,
 )
 
-TOKENIZER = Tokenizer.from_vocabulary("abcdefghijklmnopqrstuvwxyz :\n")
 APPENDS = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
     "{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 REWRITES = APPENDS.replace("{{ m.content }}", "{{ m.content if loop.last else 'dropped' }}")
+TOKENIZER = Tokenizer.from_files(
+    {
+        **vocabulary_files("abcdefghijklmnopqrstuvwxyz :\n"),
+        "chat_template.jinja": APPENDS,
+        "additional_chat_templates/rewrites.jinja": REWRITES,
+    }
+)
 USER = {"role": "user", "content": "hello"}
 REPLY = {"role": "assistant", "content": "ab"}
 TOOL = {"role": "tool", "content": "result"}
 
 
-def request(*messages: dict[str, Any], template: str = APPENDS) -> ChatRequest:
+def request(*messages: dict[str, Any], template: str | None = None) -> ChatRequest:
     return made(messages=list(messages), chat_template=template)
 
 
@@ -40,7 +46,7 @@ def made(**fields: Any) -> ChatRequest:
     return ChatRequest.model_validate({"model": "actor", "messages": [USER], **fields})
 
 
-def captured(tokens: list[int], template: str = APPENDS) -> tuple[list[int], list[bytes]]:
+def captured(tokens: list[int], template: str | None = None) -> tuple[list[int], list[bytes]]:
     """A prompt, and its captured call with this reply."""
     first = request(USER, template=template)
     prompt = chat_prompt(TOKENIZER, first)
@@ -82,9 +88,15 @@ def test_another_history_continues_nothing(messages: tuple[dict[str, Any], ...])
 
 
 def test_a_template_that_rewrites_earlier_turns_begins_another_segment() -> None:
-    known = replies(decode_calls(captured(TOKENIZER.encode("ab"), REWRITES)[1]))
-    found = chat_prompt(TOKENIZER, request(USER, REPLY, TOOL, template=REWRITES), known)
+    known = replies(decode_calls(captured(TOKENIZER.encode("ab"), "rewrites")[1]))
+    found = chat_prompt(TOKENIZER, request(USER, REPLY, TOOL, template="rewrites"), known)
     assert found.parent is None
+
+
+def test_a_template_of_the_client_is_not_rendered() -> None:
+    for template in ("{{ 'a' * 9 }}", APPENDS, ""):
+        with pytest.raises(InvalidRequestError, match="the model's own templates"):
+            chat_prompt(TOKENIZER, request(USER, template=template))
 
 
 def test_segments_join_the_turns_of_each_branch() -> None:

@@ -115,6 +115,7 @@ class OpenAIGeneration:
             "operation": self.operation,
             "deployment": f"{self.job}/{self.name}",
             "deadline_s": None,
+            "from_job_key": self.caller.job is not None,
             **self.caller.claim,
         }
         await submit_checked(self.services, fields, checked, upload)

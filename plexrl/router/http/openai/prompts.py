@@ -59,8 +59,13 @@ def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, known: Sequence[Repl
     begins with.
 
     Raises:
-        InvalidRequestError: the model has no template, or it refuses the messages.
+        InvalidRequestError: the model has no such template, or it refuses the messages.
     """
+    # A template is a program, and runs in the router: a client's own is not rendered.
+    if request.chat_template is not None and request.chat_template not in tokenizer.template_names:
+        raise InvalidRequestError(
+            "chat_template: name one of the model's own templates", where="body.chat_template"
+        )
     messages = request.conversation()
     plain, settings = canonical(messages), chat_settings(request)
     for reply in sorted(known, key=lambda each: -each.measure):

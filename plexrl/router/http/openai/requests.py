@@ -123,7 +123,7 @@ class ChatRequest(_Request):
         None, description="with `none` the template gets no tools"
     )
     chat_template: str | None = Field(
-        None, description="a template, or the name of one of the model's; absent: the model's own"
+        None, description="the name of one of the model's own templates; absent: the usual one"
     )
     chat_template_kwargs: dict[str, Any] = Field({}, description="what the template reads besides")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Header, Request
@@ -43,8 +44,8 @@ def is_endpoint(path: str) -> bool:
 @ROUTES.post("/{job}/keys", status_code=201, summary="Create an API key of a job; it is shown once")
 async def add_key(request: Request, services: Services, job: str) -> dict[str, Any]:
     """The key opens the OpenAI-compatible endpoints of this job and nothing else, is valid until
-    the job ends, and what it asks for counts as the job's. A job has at most 16 keys: a further
-    one takes the place of the oldest."""
+    the job ends or has another controller, and what it asks for counts as the job's. A job has at
+    most 16 keys: a further one takes the place of the oldest."""
     key = new_api_key()
     await services.ask(request, dict, "add_job_key", job=job, key_digest=key_digest(key))
     return {"job": job, "api_key": key}
@@ -228,7 +229,12 @@ async def _tokenizer(
     if (found := services.tokenizers.get(key)) is not None:
         return found
     if spec.model.path is not None:
-        await services.model_access.check(spec.model.path, caller)
+        owner = caller
+        if caller.job is not None:
+            # With an operator's job, its key reads the model that the operator has named.
+            view = await services.scheduler.call("checkpoint_owner", {"tenant": caller.tenant})
+            owner = replace(caller, is_operator=bool(view["is_operator"]))
+        await services.model_access.check(spec.model.path, owner)
     loop = asyncio.get_running_loop()
     files = await loop.run_in_executor(services.threads, texts_of, spec.model)
     found = Tokenizer.from_files(files)

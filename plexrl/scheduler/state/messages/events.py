@@ -303,6 +303,8 @@ class OperationSubmitted(Event, frozen=True, gc=False):
     controller: str = ""
     published: bool = False
     """For `sync_weights`: pull the version that the newest `publish` of the source made."""
+    from_job_key: bool = False
+    """Sent with a key of the job, which an agent has: it does not show that the controller lives."""
 
 
 class OperationCancelled(Event, frozen=True, kw_only=True):
