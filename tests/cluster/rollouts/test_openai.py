@@ -1,7 +1,6 @@
 """The `openai` package against a cluster: completions and chats, keys of a job, captured calls."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,7 +24,7 @@ MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> plexrl.ModelSpec:
     """`MODEL` as a directory with a chat template."""
-    folder: Path = tmp_path_factory.mktemp("model")
+    folder = tmp_path_factory.mktemp("model")
     made: Any = build_model(MODEL)
     made.save_pretrained(folder)
     files = {**vocabulary_files(VOCABULARY), "chat_template.jinja": TEMPLATE}
@@ -113,7 +112,10 @@ def test_errors_are_of_openais_kinds(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="the deployment's name is 'actor'") as unknown:
         chat(client, hello, model="gpt")
     assert unknown.value.param == "model"
-    for options in ({"presence_penalty": 0.5}, {"temperature": -1.0}, {"max_tokens": 0}):
+    for options in (
+        *({"presence_penalty": 0.5}, {"temperature": -1.0}, {"max_tokens": 0}),
+        *({"n": 1000, "max_tokens": 400, "logprobs": True, "top_logprobs": 20},),
+    ):
         with pytest.raises(openai.BadRequestError):
             chat(client, hello, **options)
     with pytest.raises(openai.BadRequestError, match="the model's own templates"):

@@ -16,6 +16,9 @@ COMPLETION_TOKENS = 16
 """Tokens of a completion whose request names no number, as OpenAI has it."""
 STOPS_MAX = 16
 TOP_LOGPROBS_MAX = 20
+STOP_MAX = 1000
+"""Characters of a stop string."""
+StopString = Annotated[str, Field(max_length=STOP_MAX)]
 NO_EFFECT = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -45,7 +48,7 @@ class _Request(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=STOPS_MAX)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=STOPS_MAX)] | None = None
     top_k: int = Field(0, description="0: the whole vocabulary")
     stop_token_ids: list[int] = Field([], max_length=1000)
     ignore_eos: bool = False
@@ -174,7 +177,7 @@ def _plain_call(where: str, call: Any) -> dict[str, Any]:
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         return {**call, "function": {"name": function["name"], "arguments": arguments}}
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"a call of a tool is not in OpenAI's form ({error}): give its function's name and its "
             "arguments as JSON",

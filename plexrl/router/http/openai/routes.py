@@ -26,6 +26,8 @@ from plexrl.router.services.authentication import Caller, key_digest
 from plexrl.router.services.services import RouterServices, Services
 from plexrl.wire.parameter_checks import check_identifier, check_name
 
+CHOICES_MAX = 64
+"""Choices of a captured call."""
 TOKENIZERS_MAX = 32
 """Tokenizers that a router keeps."""
 DEPLOYMENT = "/{job}/deployments/{name}/openai"
@@ -78,10 +80,12 @@ async def completions(
     """The call is captured if the path or the header `PlexRL-Trajectory` names a trajectory."""
     caller, spec = await _opened(request, services, job, name, body)
     given = body.prompts()
-    captured = _captured(trajectory or plexrl_trajectory, len(given))
+    captured = _captured(trajectory or plexrl_trajectory, len(given), body.n)
     tokenizer = await _tokenizer(services, caller, f"{job}/{name}", spec)
     known = await _replies(services, job, name, captured)
-    prompts = [text_prompt(tokenizer, body, each, known) for each in given]
+    prompts = await asyncio.to_thread(
+        lambda: [text_prompt(tokenizer, body, each, known) for each in given]
+    )
     sampling = body.sampling(body.max_tokens or spec.max_sequence_tokens, body.logprobs or 0)
     return await _answer(
         OpenAIGeneration(
@@ -121,7 +125,7 @@ async def chat_completions(
     call is captured if the path or the header `PlexRL-Trajectory` names a trajectory: a
     conversation that goes on after a captured reply then continues its exact tokens."""
     caller, spec = await _opened(request, services, job, name, body)
-    captured = _captured(trajectory or plexrl_trajectory, 1)
+    captured = _captured(trajectory or plexrl_trajectory, 1, body.n)
     tokenizer = await _tokenizer(services, caller, f"{job}/{name}", spec)
     known = await _replies(services, job, name, captured)
     prompt: Prompt = await asyncio.to_thread(chat_prompt, tokenizer, body, known)
@@ -152,13 +156,13 @@ async def captured_segments(
     after the trajectory's last call."""
     caller = await services.caller(request)
     await services.spec(f"{job}/{name}", caller)
-    calls = await _calls(services, job, name, _captured(trajectory, 1))
+    calls = await _calls(services, job, name, _captured(trajectory, 1, 1))
     if not calls:
         raise NotFoundError(
             f"nothing of trajectory {trajectory!r} is captured: name it in the path or the header "
             "of its requests, and read it within an hour after the last one"
         )
-    return JSONResponse({"segments": segments(calls)})
+    return await asyncio.to_thread(lambda: JSONResponse({"segments": segments(calls)}))
 
 
 async def _opened(
@@ -181,13 +185,18 @@ async def _opened(
     return caller, spec
 
 
-def _captured(trajectory: str, prompts: int) -> str:
+def _captured(trajectory: str, prompts: int, choices: int) -> str:
     if not trajectory:
         return ""
     check_name("trajectory", trajectory)
     if prompts > 1:
         raise InvalidRequestError(
             f"{prompts} prompts in one call of a trajectory: send one", where="body.prompt"
+        )
+    if choices > CHOICES_MAX:
+        raise InvalidRequestError(
+            f"{choices} choices in one call of a trajectory: {CHOICES_MAX} are the most",
+            where="body.n",
         )
     return trajectory
 
@@ -201,9 +210,12 @@ async def _answer(generation: OpenAIGeneration) -> Response:
     await generation.submit()
     if not generation.body.stream:
         return JSONResponse(await generation.answer())
-    services = generation.services
+    chunks = generation.chunks()
+    if not generation.is_repeatable:
+        disconnects = generation.services.disconnects
+        chunks = disconnects.guard(chunks, generation.caller, generation.operation)
     return StreamingResponse(
-        services.disconnects.guard(generation.chunks(), generation.caller, generation.operation),
+        chunks,
         media_type=SERVER_SENT,
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
@@ -218,7 +230,9 @@ async def _calls(services: RouterServices, job: str, name: str, trajectory: str)
 
 
 async def _replies(services: RouterServices, job: str, name: str, trajectory: str) -> list[Any]:
-    return replies(await _calls(services, job, name, trajectory)) if trajectory else []
+    if not trajectory:
+        return []
+    return await asyncio.to_thread(replies, await _calls(services, job, name, trajectory))
 
 
 async def _tokenizer(

@@ -304,7 +304,7 @@ class OperationSubmitted(Event, frozen=True, gc=False):
     published: bool = False
     """For `sync_weights`: pull the version that the newest `publish` of the source made."""
     from_job_key: bool = False
-    """Sent with a key of the job, which an agent has: it does not show that the controller lives."""
+    """Sent with a key of the job, which agents have: no sign that its controller lives."""
 
 
 class OperationCancelled(Event, frozen=True, kw_only=True):
