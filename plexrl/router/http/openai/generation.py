@@ -112,9 +112,18 @@ class OpenAIGeneration:
 
         Raises:
             InvalidRequestError: the answer could have more than `LOGPROBS_MAX` logprobs.
+            QuotaExceededError: there is no room to capture the call.
             PlexRLError: what `submit` of operations raises.
         """
         self._check_logprobs()
+        if self.trajectory:
+            await asyncio.get_running_loop().run_in_executor(
+                self.services.threads,
+                self.services.captures.check,
+                self.job,
+                f"{self.name}/{self.trajectory}",
+                self.operation,
+            )
         params = GenerateParams(
             samples_per_prompt=self.body.n, sampling=self.sampling, stream=self.body.stream
         )
