@@ -1,5 +1,6 @@
 """A rollout deployment's OpenAI-compatible endpoint, for any client or agent harness."""
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -29,7 +30,7 @@ class OpenAIAccess:
             InvalidRequestError: `name` cannot be a file name.
         """
         check_name("trajectory", name)
-        root = self.base_url.removesuffix("/v1").partition("/trajectories/")[0]
+        root = re.sub(r"(/trajectories/[^/]+)?/v1$", "", self.base_url)
         return replace(self, base_url=f"{root}/trajectories/{quote(name)}/v1")
 
 

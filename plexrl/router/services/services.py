@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
@@ -77,6 +78,10 @@ class RouterServices:
     """Largest payload of an operation, in bytes."""
     tokenizers: OrderedDict[tuple[str, str], Tokenizer] = field(default_factory=OrderedDict)
     """Tokenizers used last, by deployment and its specification."""
+    tokenizer_locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = field(
+        default_factory=WeakValueDictionary
+    )
+    """Held while a tokenizer is loaded."""
     shutdown: Shutdown = field(default_factory=Shutdown)
 
     async def caller(self, request: Request) -> Caller:

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from plexrl.client.blocking.openai_access import OpenAIAccess
 from plexrl.client.data.results import GenerateResult, Sample, WeightsSpan
 from plexrl.errors import InvalidRequestError
 from plexrl.model.text.tokenizer import EOS, Tokenizer, vocabulary_files
@@ -228,6 +229,39 @@ def test_streamed_text_is_never_taken_back() -> None:
     first = text.take(TOKENIZER.encode("abc"))
     text.restart()
     assert first + text.take(TOKENIZER.encode("abcd")) == "abcd"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "tool_calls": 5},
+        {"role": "assistant", "tool_calls": [5]},
+        {"role": "user", "content": "\ud800"},
+    ],
+)
+def test_messages_that_cannot_be_read_are_refused(message: dict[str, Any]) -> None:
+    refused = request(message)
+    with pytest.raises(InvalidRequestError):
+        read(refused)
+
+
+def read(body: ChatRequest) -> None:
+    body.check_known()
+    body.conversation()
+
+
+def test_a_prompt_with_half_a_character_is_refused() -> None:
+    refused = COMPLETION.model_copy(update={"prompt": "\ud800"})
+    with pytest.raises(InvalidRequestError, match="whole characters"):
+        refused.check_known()
+
+
+def test_an_endpoint_of_any_job_has_trajectories() -> None:
+    url = "http://host/v1/jobs/trajectories/deployments/actor/openai"
+    access = OpenAIAccess(base_url=f"{url}/v1", api_key="", model="actor")
+    for name in ("one", "v1"):
+        access = access.for_trajectory(name)
+        assert access.base_url == f"{url}/trajectories/{name}/v1"
 
 
 @pytest.mark.parametrize(

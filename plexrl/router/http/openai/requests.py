@@ -99,6 +99,11 @@ class CompletionRequest(_Request):
         default=True, description="add what the tokenizer adds to a text, such as BOS"
     )
 
+    def check_known(self) -> None:
+        """As for all requests; and prompts must be text that can be encoded."""
+        super().check_known()
+        _check_text("prompt", [each for each in self.prompts() if isinstance(each, str)])
+
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids.
 
@@ -135,6 +140,11 @@ class ChatRequest(_Request):
         """The tools that the template gets; None: none."""
         return None if self.tool_choice == "none" else self.tools or None
 
+    def check_known(self) -> None:
+        """As for all requests; and what the template reads must be text that can be encoded."""
+        super().check_known()
+        _check_text("messages", [self.messages, self.tools, self.chat_template_kwargs])
+
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as templates read them: contents as texts, arguments of calls as objects.
 
@@ -142,6 +152,16 @@ class ChatRequest(_Request):
             InvalidRequestError: a message has a part that is no text.
         """
         return [plain_message(index, message) for index, message in enumerate(self.messages)]
+
+
+def _check_text(name: str, value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"{name} cannot be read ({error}): give whole characters, and less depth",
+            where=f"body.{name}",
+        ) from error
 
 
 def plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -166,6 +186,11 @@ def plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
         content = "".join(texts)
     found["content"] = content or ""
     if "tool_calls" in found:
+        if not isinstance(found["tool_calls"], list):
+            raise InvalidRequestError(
+                f"tool_calls of message {index} is no list: give a list of calls",
+                where=f"{where}.tool_calls",
+            )
         found["tool_calls"] = [_plain_call(where, call) for call in found["tool_calls"]]
     return found
 

@@ -240,8 +240,20 @@ async def _tokenizer(
 ) -> Tokenizer:
     """The deployment's tokenizer. Raises `NotFoundError` and as `Tokenizer`."""
     key = (deployment, spec.to_json())
-    if (found := services.tokenizers.get(key)) is not None:
+    # A tokenizer may be large: it is loaded once, however many requests wait for it.
+    async with services.tokenizer_locks.setdefault(key, asyncio.Lock()):
+        if (found := services.tokenizers.get(key)) is None:
+            found = await _load_tokenizer(services, caller, spec)
+            services.tokenizers[key] = found
+        services.tokenizers.move_to_end(key)
+        while len(services.tokenizers) > TOKENIZERS_MAX:
+            services.tokenizers.popitem(last=False)
         return found
+
+
+async def _load_tokenizer(
+    services: RouterServices, caller: Caller, spec: DeploymentSpec
+) -> Tokenizer:
     if spec.model.path is not None:
         owner = caller
         if caller.job is not None:
@@ -251,8 +263,4 @@ async def _tokenizer(
         await services.model_access.check(spec.model.path, owner)
     loop = asyncio.get_running_loop()
     files = await loop.run_in_executor(services.threads, texts_of, spec.model)
-    found = Tokenizer.from_files(files)
-    services.tokenizers[key] = found
-    while len(services.tokenizers) > TOKENIZERS_MAX:
-        services.tokenizers.popitem(last=False)
-    return found
+    return await asyncio.to_thread(Tokenizer.from_files, files)
