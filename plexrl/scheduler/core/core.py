@@ -32,6 +32,7 @@ from plexrl.scheduler.jobs.controllers import (
     failure_acknowledged,
     job_finished,
     job_key_added,
+    job_keys_revoked,
     job_submitted,
     seen,
 )
@@ -137,6 +138,7 @@ class SchedulerCore:
             ev.FailureAcknowledged: partial(failure_acknowledged, context.state),
             ev.JobFinished: partial(job_finished, context),
             ev.JobKeyAdded: partial(job_key_added, context),
+            ev.JobKeysRevoked: partial(job_keys_revoked, context),
             ev.DeploymentCreated: partial(deployment_created, context),
             ev.DeploymentRelaid: partial(deployment_relaid, context),
             ev.DeploymentEnded: partial(deployment_ended, context),

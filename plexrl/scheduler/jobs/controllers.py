@@ -32,6 +32,7 @@ from plexrl.scheduler.state.messages.events import (
     FailureAcknowledged,
     JobFinished,
     JobKeyAdded,
+    JobKeysRevoked,
     JobSubmitted,
 )
 from plexrl.scheduler.state.records import Job, State
@@ -211,6 +212,14 @@ def job_key_added(context: Context, event: JobKeyAdded, now: float) -> None:
     check_controller(job, event.controller)
     if event.key_digest not in job.keys:
         job.keys = [*job.keys, event.key_digest][-JOB_KEYS_MAX:]
+
+
+def job_keys_revoked(context: Context, event: JobKeysRevoked, now: float) -> None:
+    """Remove the API keys of a job. Raises `UnknownJobError`, `ControllerReplacedError`."""
+    del now
+    job = find_job(context.state, event.job)
+    check_controller(job, event.controller)
+    job.keys = []
 
 
 def job_finished(context: Context, event: JobFinished, now: float) -> None:

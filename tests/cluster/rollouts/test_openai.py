@@ -143,6 +143,13 @@ def test_a_jobs_key_opens_its_endpoints_only_and_ends_with_the_job(
             ):
                 assert http.get(path).status_code == 403, path
             assert http.post(f"/v1/jobs/{job.job}/keys").status_code == 403
+            keys = f"{embedded.url}/v1/jobs/{job.job}/keys"
+            tenant = {"Authorization": f"Bearer {embedded.api_key}"}
+            assert httpx.delete(keys, headers=tenant).json() == {"job": job.job}
+            assert http.get(f"{access.base_url}/models").status_code == 401
+            access = rollout.openai()
+            http.headers["Authorization"] = f"Bearer {access.api_key}"
+            assert http.get(f"{access.base_url}/models").status_code == 200
             job.finish("completed")
             assert http.get(f"{access.base_url}/models").status_code == 401
         with pytest.raises(plexrl.errors.JobEndedError):

@@ -53,6 +53,13 @@ async def add_key(request: Request, services: Services, job: str) -> dict[str, A
     return {"job": job, "api_key": key}
 
 
+@ROUTES.delete("/{job}/keys", summary="Revoke all API keys of a job")
+async def revoke_keys(request: Request, services: Services, job: str) -> dict[str, Any]:
+    """No router accepts them any more once this is answered; requests in progress are finished."""
+    await services.ask(request, dict, "revoke_job_keys", job=job)
+    return {"job": job}
+
+
 @ROUTES.get(f"{DEPLOYMENT}/v1/models", summary="The deployment as OpenAI's list of models")
 @ROUTES.get(f"{TRAJECTORY}/v1/models", include_in_schema=False)
 async def models(request: Request, services: Services, job: str, name: str) -> dict[str, Any]:

@@ -114,6 +114,13 @@ class JobKeyAdded(Event, frozen=True, kw_only=True):
     controller: str = ""
 
 
+class JobKeysRevoked(Event, frozen=True, kw_only=True):
+    """All API keys of a job became invalid."""
+
+    job: JobId
+    controller: str = ""
+
+
 class TenantConfigured(Event, frozen=True, kw_only=True):
     """An operator set a tenant's weight, quotas and highest priority; None: no limit."""
 
@@ -335,6 +342,7 @@ CODEC: Codec[Event] = Codec(
     ApiKeyAdded,
     ApiKeyRevoked,
     JobKeyAdded,
+    JobKeysRevoked,
     TenantConfigured,
     NodeDrainChanged,
     NodeRemoved,
