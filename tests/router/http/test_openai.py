@@ -155,7 +155,9 @@ def test_segments_join_the_turns_of_each_branch() -> None:
     assert left["logprobs"] == [0.0] * len(before) + [-0.5, -0.5, -0.5, 0.0, 0.0, -1.0, -2.0]
     assert left["weights"] == [(len(before), 2, 5), (len(prompt), 3, 6)]
     assert left["operations"] == ["one", "two"]
-    assert segments(decode_calls(rows[1:])) == [], "a turn without its beginning is no segment"
+    assert list(segments(decode_calls(rows[1:]))) == [], (
+        "a turn without its beginning is no segment"
+    )
 
 
 def test_calls_of_tools_are_read_from_a_reply() -> None:

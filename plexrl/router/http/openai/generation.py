@@ -193,12 +193,8 @@ class OpenAIGeneration:
                 raise from_wire(found["error"])
             elif "waiting" in found and self.services.shutdown.has_begun:
                 raise ConnectionLostError("the router stops: send the request again")
-            for row in found.get("rows", ()):
-                part = await asyncio.to_thread(texts[row["sample"]].take, row["tokens"])
-                if part:
-                    yield chunk(
-                        self.asked, [text_choice(self.asked, row["sample"], part, is_first=False)]
-                    )
+            for part in await asyncio.to_thread(self._parts, texts, found.get("rows", ())):
+                yield part
         result = await self._result()
         samples = [sample for group in result.samples for sample in group]
         wholes = await asyncio.to_thread(self._wholes, samples, texts)
@@ -208,6 +204,14 @@ class OpenAIGeneration:
                 yield part
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             yield chunk(self.asked, [], usage=usage(self.tokens, result))
+
+    def _parts(self, texts: Sequence[GrowingText], rows: Sequence[Any]) -> list[bytes]:
+        parts = [(row["sample"], texts[row["sample"]].take(row["tokens"])) for row in rows]
+        return [
+            chunk(self.asked, [text_choice(self.asked, sample, part, is_first=False)])
+            for sample, part in parts
+            if part
+        ]
 
     def _wholes(self, samples: Sequence[Sample], texts: Sequence[GrowingText]) -> list[str]:
         wholes = [reply_text(self.tokenizer, self.asked, sample) for sample in samples]

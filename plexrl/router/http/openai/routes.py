@@ -1,7 +1,9 @@
 """OpenAI-compatible routes of a rollout deployment, the captured calls, and keys of a job."""
 
 import asyncio
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +21,7 @@ from plexrl.router.http.openai.generation import (
 )
 from plexrl.router.http.openai.prompts import Prompt, chat_prompt, text_prompt
 from plexrl.router.http.openai.requests import ChatRequest, CompletionRequest
-from plexrl.router.http.openai.trajectory import decode_calls, replies, segments
+from plexrl.router.http.openai.trajectory import CapturedCall, decode_calls, replies, segments
 from plexrl.router.http.routes.deployments import texts_of
 from plexrl.router.http.routes.streams import SERVER_SENT
 from plexrl.router.services.authentication import Caller, key_digest
@@ -157,7 +159,7 @@ async def chat_completions(
 @ROUTES.get(f"{TRAJECTORY}/captured", summary="The segments of a captured trajectory")
 async def captured_segments(
     request: Request, services: Services, job: str, name: str, trajectory: str
-) -> JSONResponse:
+) -> StreamingResponse:
     """Each has `tokens`, and for each of them `mask` (1: drawn) and `logprobs`; `weights`, spans of
     `[start, version, trainer_step]`; `finish_reason` and `operations`. They are kept for an hour
     after the trajectory's last call."""
@@ -169,7 +171,15 @@ async def captured_segments(
             f"nothing of trajectory {trajectory!r} is captured: name it in the path or the header "
             "of its requests, and read it within an hour after the last one"
         )
-    return await asyncio.to_thread(lambda: JSONResponse({"segments": segments(calls)}))
+    # Segments share turns, so all of them may be much longer than the calls: one is made at a time.
+    return StreamingResponse(_segment_parts(calls), media_type="application/json")
+
+
+def _segment_parts(calls: list[CapturedCall]) -> Iterator[bytes]:
+    yield b'{"segments":['
+    for index, segment in enumerate(segments(calls)):
+        yield (b"," if index else b"") + json.dumps(segment).encode()
+    yield b"]}"
 
 
 async def _opened(
@@ -216,7 +226,7 @@ def _operation(job: str, name: str, key: str) -> str:
 async def _answer(generation: OpenAIGeneration) -> Response:
     await generation.submit()
     if not generation.body.stream:
-        return JSONResponse(await generation.answer())
+        return await asyncio.to_thread(JSONResponse, await generation.answer())
     chunks = generation.chunks()
     if not generation.is_repeatable:
         disconnects = generation.services.disconnects

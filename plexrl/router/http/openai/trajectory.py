@@ -8,7 +8,7 @@ segment.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -156,17 +156,17 @@ def replies(calls: Sequence[CapturedCall]) -> list[Reply]:
     return found
 
 
-def segments(calls: Sequence[CapturedCall]) -> list[dict[str, Any]]:
+def segments(calls: Sequence[CapturedCall]) -> Iterator[dict[str, Any]]:
     """The segments of a trajectory as plain values, by the time of their last calls: the fields of
     `CapturedSegment`."""
     by_call = {call.call: call for call in calls}
     continued = {call.parent for call in calls if call.parent is not None}
-    return [
+    return (
         _segment(call, index, by_call)
         for call in calls
         for index in range(len(call.choices))
         if (call.call, index) not in continued and _path(call, by_call) is not None
-    ]
+    )
 
 
 def _path(call: CapturedCall, by_call: Mapping[str, CapturedCall]) -> list[list[int]] | None:
