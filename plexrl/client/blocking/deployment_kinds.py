@@ -419,8 +419,9 @@ class RolloutDeployment(Deployment):
 
     def openai(self, trajectory: str | None = None) -> OpenAIAccess:
         """The deployment's OpenAI-compatible endpoint: `base_url`, `api_key` and `model`. The key
-        is new, opens this job's endpoints only, and is valid until the job ends. With a
-        `trajectory`, calls are captured under this name. Raises as `captured`."""
+        is new, opens this job's endpoints only, and is valid until the job ends or has another
+        controller. With a `trajectory`, calls are captured under this name. Raises as
+        `captured`."""
         access = open_access(self._transport, self.deployment)
         return access if trajectory is None else access.for_trajectory(trajectory)
 

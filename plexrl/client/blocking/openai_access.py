@@ -1,5 +1,6 @@
 """A rollout deployment's OpenAI-compatible endpoint, for any client or agent harness."""
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -18,7 +19,7 @@ class OpenAIAccess:
     base_url: str
     """URL below which the endpoints are; ends in `/v1`."""
     api_key: str = field(repr=False)
-    """Opens this job's endpoints only, until the job ends."""
+    """Opens this job's endpoints only, until the job ends or has another controller."""
     model: str
     """Name of the model in requests."""
 
@@ -29,7 +30,7 @@ class OpenAIAccess:
             InvalidRequestError: `name` cannot be a file name.
         """
         check_name("trajectory", name)
-        root = self.base_url.removesuffix("/v1").partition("/trajectories/")[0]
+        root = re.sub(r"(/trajectories/[^/]+)?/v1$", "", self.base_url)
         return replace(self, base_url=f"{root}/trajectories/{quote(name)}/v1")
 
 

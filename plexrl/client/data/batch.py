@@ -190,7 +190,8 @@ class Batch:
     ) -> "Batch":
         """A batch of captured `segments`, or of those of `environments`: their tokens, the mask of
         what the model drew, and its logprobs. With `advantages`, one number for each segment, all
-        drawn tokens of a segment get it.
+        drawn tokens of a segment get it. Segments that share turns, such as those of a call with
+        `n` above 1 and what follows it, each train the shared turns.
 
         Raises:
             BatchShapeError: there is not one advantage for each segment.

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """One message: `role`, `content`, and whatever the template reads."""
 
+TEXT_MAX = 1 << 26
+"""Characters that a template may write."""
+
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -68,6 +71,8 @@ def render_chat(
             **variables,
         ):
             rendered += block
+            if len(rendered) > TEXT_MAX:
+                raise ValueError(f"it writes more than {TEXT_MAX} characters")
             begun.length = len(rendered)
     except Exception as error:
         # A template raises what it likes: `raise_exception`, a missing key, a wrong type.

@@ -188,6 +188,11 @@ class Tokenizer:
         `generation_config.json`, and if it has none those of `config.json`."""
         return end_token_ids(self._files)
 
+    @property
+    def template_names(self) -> frozenset[str]:
+        """The names of the model's own chat templates; the usual one is `default`."""
+        return frozenset(chat_templates(self._files))
+
     def encode(
         self,
         text: str,

@@ -226,7 +226,7 @@ def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog, Captures, Reco
         return (
             DirectoryBlobStore(folder / "blobs"),
             MetricsFiles(folder / "metrics", **bounds),
-            CaptureFiles(folder / CAPTURES),
+            CaptureFiles(folder / CAPTURES, job_bytes_max=config.captures_job_bytes_max),
             RecordFiles(folder / "records"),
         )
     cache = LocalCache(
@@ -236,7 +236,8 @@ def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog, Captures, Reco
     blobs = ObjectBlobStore(ObjectStore(shared), cache)
     metrics = MetricsObjects(ObjectStore(shared), config.router, **bounds)
     records = RecordObjects(ObjectStore(f"{shared.rstrip('/')}/records"))
-    return blobs, metrics, CaptureObjects(ObjectStore(shared)), records
+    captures = CaptureObjects(ObjectStore(shared), job_bytes_max=config.captures_job_bytes_max)
+    return blobs, metrics, captures, records
 
 
 def _close_stores(services: RouterServices) -> None:

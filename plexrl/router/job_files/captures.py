@@ -12,8 +12,11 @@ import logging
 import os
 import random
 import shutil
+import threading
 import time
 import uuid
+from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -33,18 +36,71 @@ KEPT_S = 3600.0
 """How long a trajectory is kept after its last call."""
 PERIOD_S = 600.0
 """Time between two deletions of old trajectories."""
+MEASURED_S = 60.0
+"""Time between two measurements of a job's bytes."""
+JOBS_MAX = 1000
+"""Jobs whose bytes are remembered."""
 FOLDER = "captures"
+
+
+class Uses:
+    """Bytes of the captured calls of each job, measured once in a while and counted in between. So
+    what other routers have added may be missing for `MEASURED_S` seconds. Thread-safe."""
+
+    def __init__(self, job_bytes_max: int) -> None:
+        self._job_bytes_max = job_bytes_max
+        self._lock = threading.Lock()
+        self._uses: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """By job: until when it counts, by the monotonic clock, and the bytes."""
+
+    def check(self, job: str, measure: Callable[[], int]) -> None:
+        """Raises `QuotaExceededError` if the job has no room for a further call."""
+        now = time.monotonic()
+        with self._lock:
+            until, used = self._uses.get(job, (0.0, 0))
+        if until <= now:
+            used = measure()
+            with self._lock:
+                self._uses[job] = (now + MEASURED_S, used)
+                self._uses.move_to_end(job)
+                while len(self._uses) > JOBS_MAX:
+                    self._uses.popitem(last=False)
+        if used >= self._job_bytes_max:
+            raise QuotaExceededError(
+                f"job {job!r} has {used} bytes of captured calls; the bound is "
+                f"{self._job_bytes_max}: wait an hour after a trajectory's last call, or have the "
+                "operator raise captures_job_bytes_max",
+                used=used,
+                quota=self._job_bytes_max,
+            )
+
+    def add(self, job: str, nbytes: int) -> None:
+        """Count a call."""
+        with self._lock:
+            if job in self._uses:
+                until, used = self._uses[job]
+                self._uses[job] = (until, used + nbytes)
 
 
 class Captures(Protocol):
     """Captured calls. A trajectory is named by its job, and by a name inside of it. The methods
     block."""
 
+    def check(self, job: str, trajectory: str, call: str) -> None:
+        """Check that a call may be added. One that is kept already may.
+
+        Raises:
+            QuotaExceededError: the trajectory has `CALLS_MAX` calls, or the job `job_bytes_max`
+                bytes of them.
+            StorageError, StoreUnavailableError: it cannot be read.
+        """
+        ...
+
     def add(self, job: str, trajectory: str, call: str, row: bytes) -> None:
         """Keep a call of a trajectory; it is durable when this returns.
 
         Raises:
-            QuotaExceededError: the trajectory has `CALLS_MAX` calls.
+            QuotaExceededError: as `check`.
             StorageError, StoreUnavailableError: it cannot be written.
         """
         ...
@@ -62,20 +118,35 @@ class Captures(Protocol):
 class CaptureFiles:
     """Captured calls in files under one directory, which all routers share."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, job_bytes_max: int) -> None:
         self._directory = directory
+        self._uses = Uses(job_bytes_max)
         make_private_folder(directory)
 
+    def check(self, job: str, trajectory: str, call: str) -> None:
+        folder = self._folder(job, trajectory)
+        try:
+            if (folder / f"{quote(call, safe='')}.json").exists():
+                return
+            calls = sum(1 for _ in folder.iterdir()) if folder.exists() else 0
+        except FileNotFoundError:
+            calls = 0
+        except OSError as error:
+            raise write_error(self._directory, error) from error
+        check_room(trajectory, calls)
+        self._uses.check(job, lambda: _file_bytes(folder.parent))
+
     def add(self, job: str, trajectory: str, call: str, row: bytes) -> None:
+        self.check(job, trajectory, call)
         folder = self._folder(job, trajectory)
         path = folder / f"{quote(call, safe='')}.json"
         part = folder / f"{uuid.uuid4().hex}.part"
         try:
             if not folder.exists():
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                flush(folder.parent)
                 flush(self._directory)
-            check_room(trajectory, sum(1 for _ in folder.iterdir()))
+            # Another call may have made the folder, and not have flushed it yet.
+            flush(folder.parent)
             try:
                 create_durably(part, row)
                 rename_durably(part, path)
@@ -85,9 +156,14 @@ class CaptureFiles:
                 raise
         except OSError as error:
             raise write_error(self._directory, error) from error
+        self._uses.add(job, len(row))
 
     def read(self, job: str, trajectory: str) -> list[bytes]:
-        return [path.read_bytes() for path in self._folder(job, trajectory).glob("*.json")]
+        found = []
+        for path in self._folder(job, trajectory).glob("*.json"):
+            with suppress(FileNotFoundError):
+                found.append(path.read_bytes())
+        return found
 
     def discard(self, *, older_than_s: float) -> None:
         # By the clock of the file system, which on a mount is another machine's.
@@ -110,13 +186,24 @@ class CaptureFiles:
 class CaptureObjects:
     """Captured calls in an object store."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, *, job_bytes_max: int) -> None:
         self._store = store
+        self._uses = Uses(job_bytes_max)
+
+    def check(self, job: str, trajectory: str, call: str) -> None:
+        folder = _key(job, trajectory)
+        keys = {each.key for each in self._store.find(folder)}
+        if f"{folder}/{quote(call, safe='')}.json" in keys:
+            return
+        check_room(trajectory, len(keys))
+        below = folder.rpartition("/")[0]
+        self._uses.check(job, lambda: sum(each.nbytes for each in self._store.find(below)))
 
     def add(self, job: str, trajectory: str, call: str, row: bytes) -> None:
+        self.check(job, trajectory, call)
         folder = _key(job, trajectory)
-        check_room(trajectory, sum(1 for _ in self._store.find(folder)))
         self._store.write(f"{folder}/{quote(call, safe='')}.json", row)
+        self._uses.add(job, len(row))
 
     def read(self, job: str, trajectory: str) -> list[bytes]:
         found = []
@@ -145,6 +232,14 @@ def check_room(trajectory: str, calls: int) -> None:
             used=calls,
             quota=CALLS_MAX,
         )
+
+
+def _file_bytes(folder: Path) -> int:
+    found = 0
+    for path in folder.glob("*/*"):
+        with suppress(FileNotFoundError):
+            found += path.stat().st_size
+    return found
 
 
 async def collect_captures(captures: Captures) -> None:

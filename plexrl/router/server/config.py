@@ -72,6 +72,8 @@ class RouterConfig:
     """Bound on all metrics of one job."""
     samples_job_bytes_max: int = 64 << 20
     """Bound on the samples that a job's controller logs; those of the oldest steps are deleted."""
+    captures_job_bytes_max: int = 8 << 30
+    """Bound on the captured calls of one job, which are kept for an hour."""
     tenant_checkpoints_max: int = 1000
     """Checkpoints of a tenant without a bound of its own."""
     tenant_checkpoint_bytes_max: int | None = None
@@ -107,6 +109,7 @@ class RouterConfig:
             "metrics_row_bytes_max",
             "metrics_job_bytes_max",
             "samples_job_bytes_max",
+            "captures_job_bytes_max",
             "tenant_checkpoints_max",
             "tenant_checkpoint_bytes_max",
             "audit_bytes_max",

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
@@ -77,6 +78,10 @@ class RouterServices:
     """Largest payload of an operation, in bytes."""
     tokenizers: OrderedDict[tuple[str, str], Tokenizer] = field(default_factory=OrderedDict)
     """Tokenizers used last, by deployment and its specification."""
+    tokenizer_locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = field(
+        default_factory=WeakValueDictionary
+    )
+    """Held while a tokenizer is loaded."""
     shutdown: Shutdown = field(default_factory=Shutdown)
 
     async def caller(self, request: Request) -> Caller:
@@ -86,6 +91,9 @@ class RouterServices:
             AuthenticationError: the request has no key or an unknown one.
             OverloadedError: too many such requests came from the same address.
         """
+        known = getattr(request.state, "caller", None)
+        if isinstance(known, Caller):
+            return known
         address = request.client.host if request.client else ""
         caller = await self.keys.caller_of(request.headers.get("authorization", ""), address)
         if caller.job is not None and not is_open(request.scope["path"], caller.job):
@@ -95,7 +103,11 @@ class RouterServices:
             )
         request.state.is_operator = caller.is_operator
         request.state.tenant, request.state.key = caller.tenant, caller.key
-        return replace(caller, controller=request.headers.get(CONTROLLER_HEADER, ""))
+        controller = request.headers.get(CONTROLLER_HEADER, "")
+        found: Caller = replace(caller, controller=controller)
+        # A key of a job is not cached, and the handlers of a request ask several times.
+        request.state.caller = found
+        return found
 
     async def operator(self, request: Request) -> Caller:
         """Return the caller, who must be the operator. Raises `PermissionDeniedError`."""

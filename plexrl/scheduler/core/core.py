@@ -32,6 +32,7 @@ from plexrl.scheduler.jobs.controllers import (
     failure_acknowledged,
     job_finished,
     job_key_added,
+    job_keys_revoked,
     job_submitted,
     seen,
 )
@@ -137,6 +138,7 @@ class SchedulerCore:
             ev.FailureAcknowledged: partial(failure_acknowledged, context.state),
             ev.JobFinished: partial(job_finished, context),
             ev.JobKeyAdded: partial(job_key_added, context),
+            ev.JobKeysRevoked: partial(job_keys_revoked, context),
             ev.DeploymentCreated: partial(deployment_created, context),
             ev.DeploymentRelaid: partial(deployment_relaid, context),
             ev.DeploymentEnded: partial(deployment_ended, context),
@@ -290,7 +292,8 @@ class SchedulerCore:
             if source is not None:
                 check_not_halted(source)
         check_room(state, context.settings, event, deployment, source)
-        seen(context, job, now)
+        if not event.from_job_key:
+            seen(context, job, now)
         operation = enqueue(state, context.effects, event, deployment, now)
         record_estimate(state, context.settings, deployment, operation, now)
         if event.deadline_s is not None:

@@ -32,6 +32,7 @@ from plexrl.scheduler.state.messages.events import (
     FailureAcknowledged,
     JobFinished,
     JobKeyAdded,
+    JobKeysRevoked,
     JobSubmitted,
 )
 from plexrl.scheduler.state.records import Job, State
@@ -167,6 +168,8 @@ def take_over(
     if job.controller == controller:
         return
     job.controller = controller
+    # Agents of the former controller must not generate for the new one, which makes its own keys.
+    job.keys = []
     if not keep_gradients:
         for name in job.deployments:
             deployment = state.deployment(name)
@@ -193,7 +196,7 @@ def failure_acknowledged(state: State, event: FailureAcknowledged, now: float) -
 
 
 def job_key_added(context: Context, event: JobKeyAdded, now: float) -> None:
-    """Add an API key to a job. It is valid until the job ends.
+    """Add an API key to a job. It is valid until the job ends or has another controller.
 
     Raises:
         UnknownJobError: there is no such job.
@@ -209,6 +212,14 @@ def job_key_added(context: Context, event: JobKeyAdded, now: float) -> None:
     check_controller(job, event.controller)
     if event.key_digest not in job.keys:
         job.keys = [*job.keys, event.key_digest][-JOB_KEYS_MAX:]
+
+
+def job_keys_revoked(context: Context, event: JobKeysRevoked, now: float) -> None:
+    """Remove the API keys of a job. Raises `UnknownJobError`, `ControllerReplacedError`."""
+    del now
+    job = find_job(context.state, event.job)
+    check_controller(job, event.controller)
+    job.keys = []
 
 
 def job_finished(context: Context, event: JobFinished, now: float) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
+from plexrl.model.text.tokenizer import vocabulary_files
+from plexrl.worker.models import build_model
 
 VOCABULARY = "abcdefghijklmnopqrstuvwxyz 0123456789:.\n"
 TEMPLATE = (
@@ -16,13 +18,25 @@ TEMPLATE = (
     "{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-EXTRA = {"chat_template": TEMPLATE}
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> plexrl.ModelSpec:
+    """`MODEL` as a directory with a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    made: Any = build_model(MODEL)
+    made.save_pretrained(folder)
+    files = {**vocabulary_files(VOCABULARY), "chat_template.jinja": TEMPLATE}
+    files["generation_config.json"] = files.pop("config.json")
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return plexrl.ModelSpec(path=str(folder))
+
+
 @pytest.fixture
-def rollout(job: plexrl.Job) -> plexrl.RolloutDeployment:
-    return job.rollout_deployment("actor", MODEL, max_sequence_tokens=512)
+def rollout(job: plexrl.Job, model: plexrl.ModelSpec) -> plexrl.RolloutDeployment:
+    return job.rollout_deployment("actor", model, max_sequence_tokens=512)
 
 
 @pytest.fixture
@@ -38,7 +52,7 @@ def client_of(access: plexrl.OpenAIAccess) -> openai.OpenAI:
 def chat(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
     settings: dict[str, Any] = {"model": "actor", "max_tokens": 12, "seed": 7, **options}
     return client.chat.completions.create(
-        messages=messages, extra_body={**EXTRA, **settings.pop("extra", {})}, **settings
+        messages=messages, extra_body=settings.pop("extra", {}), **settings
     )
 
 
@@ -98,11 +112,14 @@ def test_errors_are_of_openais_kinds(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="the deployment's name is 'actor'") as unknown:
         chat(client, hello, model="gpt")
     assert unknown.value.param == "model"
-    for options in ({"presence_penalty": 0.5}, {"temperature": -1.0}, {"max_tokens": 0}):
+    for options in (
+        *({"presence_penalty": 0.5}, {"temperature": -1.0}, {"max_tokens": 0}),
+        *({"n": 1000, "max_tokens": 400, "logprobs": True, "top_logprobs": 20},),
+    ):
         with pytest.raises(openai.BadRequestError):
             chat(client, hello, **options)
-    with pytest.raises(openai.BadRequestError, match="chat template"):
-        chat(client, hello, extra={"chat_template": None})
+    with pytest.raises(openai.BadRequestError, match="the model's own templates"):
+        chat(client, hello, extra={"chat_template": TEMPLATE})
     wrong = openai.OpenAI(base_url=str(client.base_url), api_key="plx-none", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
         wrong.models.list()
@@ -126,6 +143,13 @@ def test_a_jobs_key_opens_its_endpoints_only_and_ends_with_the_job(
             ):
                 assert http.get(path).status_code == 403, path
             assert http.post(f"/v1/jobs/{job.job}/keys").status_code == 403
+            keys = f"{embedded.url}/v1/jobs/{job.job}/keys"
+            tenant = {"Authorization": f"Bearer {embedded.api_key}"}
+            assert httpx.delete(keys, headers=tenant).json() == {"job": job.job}
+            assert http.get(f"{access.base_url}/models").status_code == 401
+            access = rollout.openai()
+            http.headers["Authorization"] = f"Bearer {access.api_key}"
+            assert http.get(f"{access.base_url}/models").status_code == 200
             job.finish("completed")
             assert http.get(f"{access.base_url}/models").status_code == 401
         with pytest.raises(plexrl.errors.JobEndedError):
@@ -133,7 +157,7 @@ def test_a_jobs_key_opens_its_endpoints_only_and_ends_with_the_job(
 
 
 def test_captured_turns_are_one_segment_of_exact_tokens(
-    job: plexrl.Job, rollout: plexrl.RolloutDeployment
+    job: plexrl.Job, rollout: plexrl.RolloutDeployment, model: plexrl.ModelSpec
 ) -> None:
     tokenizer = rollout.tokenizer()
     access = rollout.openai("first")
@@ -163,7 +187,7 @@ def test_captured_turns_are_one_segment_of_exact_tokens(
     )
     assert [span.version for span in segment.weights] == [0, 0, 0]
     assert "result 0" in tokenizer.decode(segment.tokens)
-    train = job.train_deployment("train", MODEL)
+    train = job.train_deployment("train", model)
     batch = plexrl.Batch.from_segments([segment], [1.0])
     result = train.forward_backward(batch, plexrl.losses.importance_sampling()).result()
     assert result.metrics["tokens"] == len(drawn)

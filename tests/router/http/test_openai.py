@@ -6,13 +6,20 @@ import msgspec
 import numpy as np
 import pytest
 
+from plexrl.client.blocking.openai_access import OpenAIAccess
 from plexrl.client.data.results import GenerateResult, Sample, WeightsSpan
 from plexrl.errors import InvalidRequestError
-from plexrl.model.text.tokenizer import EOS, Tokenizer
-from plexrl.router.http.openai.prompts import canonical, chat_prompt, chat_settings
-from plexrl.router.http.openai.requests import ChatRequest
+from plexrl.model.text.tokenizer import EOS, Tokenizer, vocabulary_files
+from plexrl.router.http.openai.prompts import (
+    canonical,
+    chat_prompt,
+    chat_settings,
+    text_prompt,
+)
+from plexrl.router.http.openai.requests import ChatRequest, CompletionRequest
 from plexrl.router.http.openai.texts import CALL_BEGIN, CALL_END, GrowingText, split_calls
 from plexrl.router.http.openai.trajectory import (
+    History,
     decode_calls,
     history_digest,
     make_call,
@@ -20,19 +27,32 @@ from plexrl.router.http.openai.trajectory import (
     segments,
 )
 
-TOKENIZER = Tokenizer.from_vocabulary("abcdefghijklmnopqrstuvwxyz :\n")
 APPENDS = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
     "{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+DROPS = APPENDS.replace("m.content", "m.content.split(':')[-1]")
+SPACED = APPENDS.replace("<eos>", " <eos>")
 REWRITES = APPENDS.replace("{{ m.content }}", "{{ m.content if loop.last else 'dropped' }}")
+TOKENIZER = Tokenizer.from_files(
+    {
+        **vocabulary_files("abcdefghijklmnopqrstuvwxyz :\n"),
+        "chat_template.jinja": APPENDS,
+        "additional_chat_templates/rewrites.jinja": REWRITES,
+        "additional_chat_templates/drops.jinja": DROPS,
+        "additional_chat_templates/spaced.jinja": SPACED,
+    }
+)
+COMPLETION = CompletionRequest.model_validate(
+    {"model": "actor", "prompt": "", "add_special_tokens": False}
+)
 USER = {"role": "user", "content": "hello"}
 REPLY = {"role": "assistant", "content": "ab"}
 TOOL = {"role": "tool", "content": "result"}
 
 
-def request(*messages: dict[str, Any], template: str = APPENDS) -> ChatRequest:
+def request(*messages: dict[str, Any], template: str | None = None) -> ChatRequest:
     return made(messages=list(messages), chat_template=template)
 
 
@@ -40,15 +60,17 @@ def made(**fields: Any) -> ChatRequest:
     return ChatRequest.model_validate({"model": "actor", "messages": [USER], **fields})
 
 
-def captured(tokens: list[int], template: str = APPENDS) -> tuple[list[int], list[bytes]]:
+def captured(
+    tokens: list[int], template: str | None = None, reply: dict[str, Any] = REPLY
+) -> tuple[list[int], list[bytes]]:
     """A prompt, and its captured call with this reply."""
     first = request(USER, template=template)
     prompt = chat_prompt(TOKENIZER, first)
     sample = Sample(tokens, np.full(len(tokens), -0.5, np.float32), "stop", (WeightsSpan(0, 2, 5),))
-    history = canonical([USER, REPLY])
+    history = canonical([USER, reply])
     digest = history_digest("chat", history, chat_settings(first))
     result = GenerateResult([[sample]], 2)
-    call = make_call("one", 1.0, None, prompt.tokens, result, histories=[(2, digest)])
+    call = make_call("one", 1.0, None, prompt.tokens, result, histories=[History(2, digest)])
     return prompt.tokens, [msgspec.json.encode(call)]
 
 
@@ -82,9 +104,31 @@ def test_another_history_continues_nothing(messages: tuple[dict[str, Any], ...])
 
 
 def test_a_template_that_rewrites_earlier_turns_begins_another_segment() -> None:
-    known = replies(decode_calls(captured(TOKENIZER.encode("ab"), REWRITES)[1]))
-    found = chat_prompt(TOKENIZER, request(USER, REPLY, TOOL, template=REWRITES), known)
+    known = replies(decode_calls(captured(TOKENIZER.encode("ab"), "rewrites")[1]))
+    found = chat_prompt(TOKENIZER, request(USER, REPLY, TOOL, template="rewrites"), known)
     assert found.parent is None
+
+
+def test_a_template_that_drops_thoughts_begins_another_segment() -> None:
+    thought = {**REPLY, "content": "thought:ab"}
+    known = replies(decode_calls(captured(TOKENIZER.encode("thought:ab"), "drops", thought)[1]))
+    found = chat_prompt(TOKENIZER, request(USER, thought, TOOL, template="drops"), known)
+    assert found.parent is None
+
+
+def test_a_drawn_end_token_comes_once_however_the_template_writes_it() -> None:
+    drawn = [*TOKENIZER.encode("ab"), EOS]
+    before, rows = captured(drawn, "spaced")
+    known = replies(decode_calls(rows))
+    found = chat_prompt(TOKENIZER, request(USER, REPLY, TOOL, template="spaced"), known)
+    behind = TOKENIZER.encode("\ntool: result\nassistant: ")
+    assert found.tokens == [*before, *drawn, *behind]
+
+
+def test_a_template_of_the_client_is_not_rendered() -> None:
+    for template in ("{{ 'a' * 9 }}", APPENDS, ""):
+        with pytest.raises(InvalidRequestError, match="the model's own templates"):
+            chat_prompt(TOKENIZER, request(USER, template=template))
 
 
 def test_segments_join_the_turns_of_each_branch() -> None:
@@ -96,7 +140,12 @@ def test_segments_join_the_turns_of_each_branch() -> None:
         for token in (5, 6)
     ]
     second = make_call(
-        "two", 2.0, reply, prompt, GenerateResult([samples], 3), histories=[(4, "x"), (4, "y")]
+        "two",
+        2.0,
+        reply,
+        prompt,
+        GenerateResult([samples], 3),
+        histories=[History(4, "x"), History(4, "y")],
     )
     rows.append(msgspec.json.encode(second))
     left, right = segments(decode_calls(rows))
@@ -106,7 +155,9 @@ def test_segments_join_the_turns_of_each_branch() -> None:
     assert left["logprobs"] == [0.0] * len(before) + [-0.5, -0.5, -0.5, 0.0, 0.0, -1.0, -2.0]
     assert left["weights"] == [(len(before), 2, 5), (len(prompt), 3, 6)]
     assert left["operations"] == ["one", "two"]
-    assert segments(decode_calls(rows[1:])) == [], "a turn without its beginning is no segment"
+    assert list(segments(decode_calls(rows[1:]))) == [], (
+        "a turn without its beginning is no segment"
+    )
 
 
 def test_calls_of_tools_are_read_from_a_reply() -> None:
@@ -118,6 +169,60 @@ def test_calls_of_tools_are_read_from_a_reply() -> None:
         assert split_calls(broken) == (broken, [])
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "f", "arguments": "not json"}',
+        '{"name": "f", "arguments": {"a": "\\ud800"}}',
+        '{"name": "f", "arguments": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    ],
+    ids=["text", "surrogate", "deep"],
+)
+def test_a_call_that_no_client_could_return_stays_text(body: str) -> None:
+    text = f"{CALL_BEGIN}{body}{CALL_END}"
+    assert split_calls(text) == (text, [])
+
+
+def test_a_long_text_grows_as_the_whole_is_decoded() -> None:
+    tokens = [*TOKENIZER.encode("ab c"), EOS] * 100
+    text = GrowingText(TOKENIZER, [], holds_calls=False)
+    for at in range(0, len(tokens), 3):
+        text.take(tokens[at : at + 3])
+        assert text.sent == TOKENIZER.decode(tokens[: at + 3])
+    assert len(text.sent) == 400
+
+
+def test_a_text_that_begins_anew_in_another_way_is_not_sent() -> None:
+    text = GrowingText(TOKENIZER, [], holds_calls=False)
+    text.take(TOKENIZER.encode("abc"))
+    text.restart()
+    assert text.take(TOKENIZER.encode("axcdef")) == ""
+    assert text.sent == "abc"
+
+
+def test_an_empty_reply_changes_no_later_request() -> None:
+    prompt = text_prompt(TOKENIZER, COMPLETION, "ab")
+    result = GenerateResult([[Sample([EOS], np.zeros(1, np.float32), "stop")]], 0)
+    digest = history_digest("text", "ab")
+    call = make_call("one", 1.0, None, prompt.tokens, result, histories=[History(2, digest)])
+    again = text_prompt(TOKENIZER, COMPLETION, "ab", replies([call]))
+    assert again == prompt
+
+
+def test_a_drawn_stop_string_comes_once() -> None:
+    prompt = TOKENIZER.encode("ab")
+    drawn = TOKENIZER.encode("c::")
+    result = GenerateResult([[Sample(drawn, np.zeros(3, np.float32), "stop")]], 0)
+    history = History(3, history_digest("text", "abc"), tail="::")
+    known = replies([make_call("one", 1.0, None, prompt, result, histories=[history])])
+    found = text_prompt(TOKENIZER, COMPLETION, "abc::d", known)
+    assert found.parent == known[0]
+    assert found.tokens == TOKENIZER.encode("abc::d")
+    for other in ("abcd", "abc:d", "abc"):
+        found = text_prompt(TOKENIZER, COMPLETION, other, known)
+        assert (found.parent, found.tokens) == (None, TOKENIZER.encode(other))
+
+
 def test_streamed_text_is_never_taken_back() -> None:
     text = GrowingText(TOKENIZER, ["stop"], holds_calls=False)
     parts = [text.take(TOKENIZER.encode(part)) for part in ("ab s", "t", "a", " st", "op", "x")]
@@ -126,6 +231,39 @@ def test_streamed_text_is_never_taken_back() -> None:
     first = text.take(TOKENIZER.encode("abc"))
     text.restart()
     assert first + text.take(TOKENIZER.encode("abcd")) == "abcd"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "tool_calls": 5},
+        {"role": "assistant", "tool_calls": [5]},
+        {"role": "user", "content": "\ud800"},
+    ],
+)
+def test_messages_that_cannot_be_read_are_refused(message: dict[str, Any]) -> None:
+    refused = request(message)
+    with pytest.raises(InvalidRequestError):
+        read(refused)
+
+
+def read(body: ChatRequest) -> None:
+    body.check_known()
+    body.conversation()
+
+
+def test_a_prompt_with_half_a_character_is_refused() -> None:
+    refused = COMPLETION.model_copy(update={"prompt": "\ud800"})
+    with pytest.raises(InvalidRequestError, match="whole characters"):
+        refused.check_known()
+
+
+def test_an_endpoint_of_any_job_has_trajectories() -> None:
+    url = "http://host/v1/jobs/trajectories/deployments/actor/openai"
+    access = OpenAIAccess(base_url=f"{url}/v1", api_key="", model="actor")
+    for name in ("one", "v1"):
+        access = access.for_trajectory(name)
+        assert access.base_url == f"{url}/trajectories/{name}/v1"
 
 
 @pytest.mark.parametrize(

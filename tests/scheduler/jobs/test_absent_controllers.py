@@ -71,6 +71,17 @@ def test_a_controller_that_waited_for_the_scheduler_keeps_its_job(restored: bool
     assert cluster.core.job_view("a", cluster.now)["attached"]
 
 
+@pytest.mark.parametrize("from_job_key", [False, True])
+def test_only_the_controllers_own_operations_show_that_it_lives(from_job_key: bool) -> None:
+    cluster = cluster_with_job()
+    cluster.start_node()
+    cluster.deploy("a/actor", "rollout")
+    cluster.pass_time(TIMEOUT_S - 1)
+    cluster.submit("a:0", "a/actor", "generate", from_job_key=from_job_key)
+    cluster.pass_time(TIMEOUT_S - 1)
+    assert cluster.core.job_view("a", cluster.now)["attached"] is not from_job_key
+
+
 def test_a_controller_that_is_away_after_a_long_outage_has_no_second_time() -> None:
     cluster = cluster_with_job()
     restart_after(cluster, 10 * REATTACH_S, restored=False)

@@ -109,6 +109,29 @@ def test_a_jobs_newest_keys_are_valid_until_it_ends() -> None:
     assert cluster.core.dump() == before
 
 
+def test_a_jobs_keys_are_revoked_together() -> None:
+    cluster = cluster_with_a_tenant()
+    cluster.job("j", controller="first")
+    cluster.send(ev.JobKeyAdded(job="j", key_digest=NEW, controller="first"))
+    with pytest.raises(errors.ControllerReplacedError):
+        cluster.send(ev.JobKeysRevoked(job="j", controller="former"))
+    assert is_valid(cluster, NEW)
+    for _ in range(2):
+        cluster.send(ev.JobKeysRevoked(job="j", controller="first"))
+        assert not is_valid(cluster, NEW)
+    assert is_valid(cluster, OLD), "the tenant's keys stay"
+
+
+def test_a_later_controller_makes_keys_of_its_own() -> None:
+    cluster = cluster_with_a_tenant()
+    cluster.job("j", controller="first")
+    cluster.send(ev.JobKeyAdded(job="j", key_digest=NEW, controller="first"))
+    cluster.send(ev.ControllerAttached(job="j", controller="first"))
+    assert is_valid(cluster, NEW)
+    cluster.send(ev.ControllerAttached(job="j", controller="second"))
+    assert not is_valid(cluster, NEW)
+
+
 def test_a_revocation_is_answered_once_every_router_has_dropped_the_key(tmp_path: Path) -> None:
     async def talk() -> None:
         forgotten: list[str] = []

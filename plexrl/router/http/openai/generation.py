@@ -23,6 +23,7 @@ from plexrl.errors import (
     ConnectionLostError,
     ExecutionError,
     InvalidRequestError,
+    OperationCancelledError,
     PlexRLError,
     from_wire,
 )
@@ -46,7 +47,7 @@ from plexrl.router.http.openai.answers import (
 from plexrl.router.http.openai.prompts import Prompt, canonical, chat_settings
 from plexrl.router.http.openai.requests import ChatRequest, CompletionRequest, plain_message
 from plexrl.router.http.openai.texts import GrowingText
-from plexrl.router.http.openai.trajectory import history_digest, make_call
+from plexrl.router.http.openai.trajectory import History, history_digest, make_call
 from plexrl.router.http.operation_checks import check_operation
 from plexrl.router.http.routes.operations import submit_checked
 from plexrl.router.http.streams.events import read_cursor
@@ -59,6 +60,8 @@ from plexrl.wire.tensors import decode_body, encode_body
 
 WAIT_S = 2.0
 """Time after which it is checked whether the client is still there."""
+LOGPROBS_MAX = 2_000_000
+"""Logprobs that an answer may have."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,9 +82,12 @@ class OpenAIGeneration:
     trajectory: str
     """Name of the captured trajectory; empty: the call is not captured."""
     operation: str = ""
+    is_repeatable: bool = field(init=False)
+    """Whether the client may send it again, as the same operation."""
     asked: Asked = field(init=False)
 
     def __post_init__(self) -> None:
+        self.is_repeatable = bool(self.operation)
         self.operation = self.operation or f"{self.job}:{uuid.uuid4().hex}"
         is_chat = isinstance(self.body, ChatRequest)
         self.asked = Asked(
@@ -102,7 +108,22 @@ class OpenAIGeneration:
         return [prompt.tokens for prompt in self.prompts]
 
     async def submit(self) -> None:
-        """Have the generation accepted. Raises what `submit` of operations raises."""
+        """Have the generation accepted.
+
+        Raises:
+            InvalidRequestError: the answer could have more than `LOGPROBS_MAX` logprobs.
+            QuotaExceededError: there is no room to capture the call.
+            PlexRLError: what `submit` of operations raises.
+        """
+        self._check_logprobs()
+        if self.trajectory:
+            await asyncio.get_running_loop().run_in_executor(
+                self.services.threads,
+                self.services.captures.check,
+                self.job,
+                f"{self.name}/{self.trajectory}",
+                self.operation,
+            )
         params = GenerateParams(
             samples_per_prompt=self.body.n, sampling=self.sampling, stream=self.body.stream
         )
@@ -115,19 +136,35 @@ class OpenAIGeneration:
             "operation": self.operation,
             "deployment": f"{self.job}/{self.name}",
             "deadline_s": None,
+            "from_job_key": self.caller.job is not None,
             **self.caller.claim,
         }
         await submit_checked(self.services, fields, checked, upload)
+
+    def _check_logprobs(self) -> None:
+        if not self.asked.has_logprobs:
+            return
+        tokens = min(self.sampling.max_tokens, self.spec.max_sequence_tokens)
+        each = 1 + self.sampling.top_logprobs
+        if (found := len(self.prompts) * self.body.n * tokens * each) > LOGPROBS_MAX:
+            raise InvalidRequestError(
+                f"the answer could have {found} logprobs, and {LOGPROBS_MAX} are the most: ask for "
+                "fewer samples, tokens or likely tokens",
+                where="body.logprobs",
+            )
 
     async def answer(self) -> dict[str, Any]:
         """Wait for the result, capture the call and return the answer.
 
         Raises:
-            ConnectionLostError: the client has left; the generation is cancelled.
+            ConnectionLostError: the client has left; the generation is cancelled, unless it is
+                repeatable.
         """
         result = await self._result()
         await self._capture(result)
-        return whole_answer(self.tokenizer, self.asked, self.tokens, result)
+        return await asyncio.to_thread(
+            whole_answer, self.tokenizer, self.asked, self.tokens, result
+        )
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events. A failure is the last one."""
@@ -156,27 +193,37 @@ class OpenAIGeneration:
                 raise from_wire(found["error"])
             elif "waiting" in found and self.services.shutdown.has_begun:
                 raise ConnectionLostError("the router stops: send the request again")
-            for row in found.get("rows", ()):
-                if part := texts[row["sample"]].take(row["tokens"]):
-                    yield chunk(
-                        self.asked, [text_choice(self.asked, row["sample"], part, is_first=False)]
-                    )
+            for part in await asyncio.to_thread(self._parts, texts, found.get("rows", ())):
+                yield part
         result = await self._result()
-        await self._capture(result)
         samples = [sample for group in result.samples for sample in group]
-        for at, (sample, text) in enumerate(zip(samples, texts, strict=True)):
-            for part in self._end(at, sample, text):
+        wholes = await asyncio.to_thread(self._wholes, samples, texts)
+        await self._capture(result)
+        for at, (sample, text, whole) in enumerate(zip(samples, texts, wholes, strict=True)):
+            for part in await asyncio.to_thread(self._end, at, sample, text, whole):
                 yield part
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             yield chunk(self.asked, [], usage=usage(self.tokens, result))
 
-    def _end(self, index: int, sample: Sample, text: GrowingText) -> list[bytes]:
-        whole = reply_text(self.tokenizer, self.asked, sample)
-        if self.tokenizer.decode(text.tokens) != self.tokenizer.decode(sample.tokens):
-            raise ExecutionError(
-                "the generation was repeated after a fault, and has drawn another text than the "
-                "one sent so far: send the request again"
-            )
+    def _parts(self, texts: Sequence[GrowingText], rows: Sequence[Any]) -> list[bytes]:
+        parts = [(row["sample"], texts[row["sample"]].take(row["tokens"])) for row in rows]
+        return [
+            chunk(self.asked, [text_choice(self.asked, sample, part, is_first=False)])
+            for sample, part in parts
+            if part
+        ]
+
+    def _wholes(self, samples: Sequence[Sample], texts: Sequence[GrowingText]) -> list[str]:
+        wholes = [reply_text(self.tokenizer, self.asked, sample) for sample in samples]
+        for whole, text in zip(wholes, texts, strict=True):
+            if not whole.startswith(text.sent):
+                raise ExecutionError(
+                    "the generation was repeated after a fault, and has drawn another text than "
+                    "the one sent so far: send the request again"
+                )
+        return wholes
+
+    def _end(self, index: int, sample: Sample, text: GrowingText, whole: str) -> list[bytes]:
         content = whole
         if self.asked.has_tools:
             content = reply_message(self.asked, index, whole)["content"] or ""
@@ -194,6 +241,8 @@ class OpenAIGeneration:
             if OperationState(view["state"]).is_final:
                 break
             if await self.request.is_disconnected():
+                if self.is_repeatable:
+                    raise ConnectionLostError("the client has left: its generation goes on")
                 await self.services.scheduler.call(
                     "cancel_operation", {"operation": self.operation, **self.caller.claim}
                 )
@@ -207,12 +256,25 @@ class OpenAIGeneration:
         decode = generate_decoder(self.body.n, [len(prompt) for prompt in self.tokens])
         result = decode(json.loads(view["result_json"]), arrays)
         assert isinstance(result, GenerateResult)
+        if any(each.finish_reason == "abort" for group in result.samples for each in group):
+            raise OperationCancelledError("the generation was cut off: send the request again")
         return result
 
     async def _capture(self, result: GenerateResult) -> None:
         """Store the call, if it belongs to a trajectory."""
         if not self.trajectory:
             return
+        row = await asyncio.to_thread(self._captured, result)
+        await asyncio.get_running_loop().run_in_executor(
+            self.services.threads,
+            self.services.captures.add,
+            self.job,
+            f"{self.name}/{self.trajectory}",
+            self.operation,
+            row,
+        )
+
+    def _captured(self, result: GenerateResult) -> bytes:
         call = make_call(
             self.operation,
             time.time(),
@@ -221,17 +283,10 @@ class OpenAIGeneration:
             result,
             histories=self._histories(result.samples[0]),
         )
-        await asyncio.get_running_loop().run_in_executor(
-            self.services.threads,
-            self.services.captures.add,
-            self.job,
-            f"{self.name}/{self.trajectory}",
-            self.operation,
-            msgspec.json.encode(call),
-        )
+        return msgspec.json.encode(call)
 
-    def _histories(self, samples: Sequence[Sample]) -> list[tuple[int, str]]:
-        """The length and the digest of the history that each sample ends."""
+    def _histories(self, samples: Sequence[Sample]) -> list[History]:
+        """The history that each sample ends."""
         texts = [reply_text(self.tokenizer, self.asked, sample) for sample in samples]
         if isinstance(self.body, ChatRequest):
             settings, before = chat_settings(self.body), self.body.conversation()
@@ -239,12 +294,20 @@ class OpenAIGeneration:
             for index, text in enumerate(texts):
                 reply = plain_message(len(before), reply_message(self.asked, index, text))
                 history = canonical([*before, reply])
-                found.append((len(history), history_digest("chat", history, settings)))
+                digest = history_digest("chat", history, settings)
+                found.append(History(len(history), digest))
             return found
         given = self.body.prompts()[0]
         if not isinstance(given, str):
-            return [(0, "") for _ in samples]
-        return [(len(given + text), history_digest("text", given + text)) for text in texts]
+            return [History(0, "") for _ in samples]
+        return [
+            History(
+                len(given + text),
+                history_digest("text", given + text),
+                self.tokenizer.decode(sample.tokens)[len(text) :],
+            )
+            for sample, text in zip(samples, texts, strict=True)
+        ]
 
 
 def repeated_operation(job: str, deployment: str, key: str) -> str:

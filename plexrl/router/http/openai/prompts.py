@@ -13,6 +13,7 @@ those that drop earlier thoughts, begin a new segment instead, as the model then
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from plexrl.errors import InvalidRequestError
@@ -59,14 +60,20 @@ def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, known: Sequence[Repl
     begins with.
 
     Raises:
-        InvalidRequestError: the model has no template, or it refuses the messages.
+        InvalidRequestError: the model has no such template, or it refuses the messages.
     """
+    # A template is a program, and runs in the router: a client's own is not rendered.
+    if request.chat_template is not None and request.chat_template not in tokenizer.template_names:
+        raise InvalidRequestError(
+            "chat_template: name one of the model's own templates", where="body.chat_template"
+        )
     messages = request.conversation()
     plain, settings = canonical(messages), chat_settings(request)
+    digest = cache(lambda measure: history_digest("chat", plain[:measure], settings))
     for reply in sorted(known, key=lambda each: -each.measure):
         if reply.measure >= len(plain):
             continue
-        if history_digest("chat", plain[: reply.measure], settings) != reply.digest:
+        if digest(reply.measure) != reply.digest:
             continue
         if (behind := _after_reply(tokenizer, request, messages, reply)) is not None:
             return Prompt(tokens=[*reply.tokens, *behind], parent=reply)
@@ -82,14 +89,19 @@ def text_prompt(
 ) -> Prompt:
     """The prompt of a completion; as `chat_prompt`."""
     if not isinstance(given, str):
-        for reply in sorted(known, key=lambda each: -len(each.tokens)):
-            if given[: len(reply.tokens)] == reply.tokens:
+        for reply in sorted(known, key=lambda each: -each.length):
+            if reply.begins(given):
                 return Prompt(tokens=given, parent=reply)
         return Prompt(tokens=given)
     assert tokenizer is not None, "texts need a tokenizer"
+    digest = cache(lambda measure: history_digest("text", given[:measure]))
     for reply in sorted(known, key=lambda each: -each.measure):
-        if history_digest("text", given[: reply.measure]) == reply.digest:
-            behind = tokenizer.encode(given[reply.measure :], control_tokens=True)
+        # The drawn tokens hold the stop string too, so it must not come a second time.
+        rest = given[reply.measure :]
+        if not rest or not rest.startswith(reply.tail):
+            continue
+        if digest(reply.measure) == reply.digest:
+            behind = tokenizer.encode(rest[len(reply.tail) :], control_tokens=True)
             return Prompt(tokens=[*reply.tokens, *behind], parent=reply)
     tokens = tokenizer.encode(
         given, add_special_tokens=request.add_special_tokens, control_tokens=True
@@ -113,10 +125,15 @@ def _after_reply(
     closing = probed.rpartition(_PROBE)[2]
     if _PROBE not in probed or not before.endswith(closing) or not whole.startswith(before):
         return None
+    if until[-1]["content"].strip() not in before:
+        # The template drops a part of the reply, such as its thoughts.
+        return None
     behind = tokenizer.encode(closing + whole[len(before) :], control_tokens=True)
     ends = tokenizer.end_tokens
-    if reply.drawn and reply.tokens[-1] in ends and behind[:1] and behind[0] in ends:
-        del behind[0]
+    if reply.drawn and reply.drawn[-1] in ends:
+        written = tokenizer.encode(closing, control_tokens=True)
+        first = next((at for at, token in enumerate(written) if token in ends), -1)
+        del behind[: first + 1]
     return behind
 
 

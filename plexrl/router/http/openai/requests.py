@@ -16,6 +16,9 @@ COMPLETION_TOKENS = 16
 """Tokens of a completion whose request names no number, as OpenAI has it."""
 STOPS_MAX = 16
 TOP_LOGPROBS_MAX = 20
+STOP_MAX = 1000
+"""Characters of a stop string."""
+StopString = Annotated[str, Field(max_length=STOP_MAX)]
 NO_EFFECT = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -45,7 +48,7 @@ class _Request(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=STOPS_MAX)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=STOPS_MAX)] | None = None
     top_k: int = Field(0, description="0: the whole vocabulary")
     stop_token_ids: list[int] = Field([], max_length=1000)
     ignore_eos: bool = False
@@ -96,6 +99,11 @@ class CompletionRequest(_Request):
         default=True, description="add what the tokenizer adds to a text, such as BOS"
     )
 
+    def check_known(self) -> None:
+        """As for all requests; and prompts must be text that can be encoded."""
+        super().check_known()
+        _check_text("prompt", [each for each in self.prompts() if isinstance(each, str)])
+
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids.
 
@@ -123,7 +131,7 @@ class ChatRequest(_Request):
         None, description="with `none` the template gets no tools"
     )
     chat_template: str | None = Field(
-        None, description="a template, or the name of one of the model's; absent: the model's own"
+        None, description="the name of one of the model's own templates; absent: the usual one"
     )
     chat_template_kwargs: dict[str, Any] = Field({}, description="what the template reads besides")
 
@@ -132,6 +140,11 @@ class ChatRequest(_Request):
         """The tools that the template gets; None: none."""
         return None if self.tool_choice == "none" else self.tools or None
 
+    def check_known(self) -> None:
+        """As for all requests; and what the template reads must be text that can be encoded."""
+        super().check_known()
+        _check_text("messages", [self.messages, self.tools, self.chat_template_kwargs])
+
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as templates read them: contents as texts, arguments of calls as objects.
 
@@ -139,6 +152,16 @@ class ChatRequest(_Request):
             InvalidRequestError: a message has a part that is no text.
         """
         return [plain_message(index, message) for index, message in enumerate(self.messages)]
+
+
+def _check_text(name: str, value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"{name} cannot be read ({error}): give whole characters, and less depth",
+            where=f"body.{name}",
+        ) from error
 
 
 def plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -163,6 +186,11 @@ def plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
         content = "".join(texts)
     found["content"] = content or ""
     if "tool_calls" in found:
+        if not isinstance(found["tool_calls"], list):
+            raise InvalidRequestError(
+                f"tool_calls of message {index} is no list: give a list of calls",
+                where=f"{where}.tool_calls",
+            )
         found["tool_calls"] = [_plain_call(where, call) for call in found["tool_calls"]]
     return found
 
@@ -174,7 +202,7 @@ def _plain_call(where: str, call: Any) -> dict[str, Any]:
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         return {**call, "function": {"name": function["name"], "arguments": arguments}}
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"a call of a tool is not in OpenAI's form ({error}): give its function's name and its "
             "arguments as JSON",

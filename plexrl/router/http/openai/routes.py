@@ -1,7 +1,10 @@
 """OpenAI-compatible routes of a rollout deployment, the captured calls, and keys of a job."""
 
 import asyncio
+import json
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Header, Request
@@ -18,13 +21,15 @@ from plexrl.router.http.openai.generation import (
 )
 from plexrl.router.http.openai.prompts import Prompt, chat_prompt, text_prompt
 from plexrl.router.http.openai.requests import ChatRequest, CompletionRequest
-from plexrl.router.http.openai.trajectory import decode_calls, replies, segments
+from plexrl.router.http.openai.trajectory import CapturedCall, decode_calls, replies, segments
 from plexrl.router.http.routes.deployments import texts_of
 from plexrl.router.http.routes.streams import SERVER_SENT
 from plexrl.router.services.authentication import Caller, key_digest
 from plexrl.router.services.services import RouterServices, Services
 from plexrl.wire.parameter_checks import check_identifier, check_name
 
+CHOICES_MAX = 64
+"""Choices of a captured call."""
 TOKENIZERS_MAX = 32
 """Tokenizers that a router keeps."""
 DEPLOYMENT = "/{job}/deployments/{name}/openai"
@@ -43,11 +48,18 @@ def is_endpoint(path: str) -> bool:
 @ROUTES.post("/{job}/keys", status_code=201, summary="Create an API key of a job; it is shown once")
 async def add_key(request: Request, services: Services, job: str) -> dict[str, Any]:
     """The key opens the OpenAI-compatible endpoints of this job and nothing else, is valid until
-    the job ends, and what it asks for counts as the job's. A job has at most 16 keys: a further
-    one takes the place of the oldest."""
+    the job ends or has another controller, and what it asks for counts as the job's. A job has at
+    most 16 keys: a further one takes the place of the oldest."""
     key = new_api_key()
     await services.ask(request, dict, "add_job_key", job=job, key_digest=key_digest(key))
     return {"job": job, "api_key": key}
+
+
+@ROUTES.delete("/{job}/keys", summary="Revoke all API keys of a job")
+async def revoke_keys(request: Request, services: Services, job: str) -> dict[str, Any]:
+    """No router accepts them any more once this is answered; requests in progress are finished."""
+    await services.ask(request, dict, "revoke_job_keys", job=job)
+    return {"job": job}
 
 
 @ROUTES.get(f"{DEPLOYMENT}/v1/models", summary="The deployment as OpenAI's list of models")
@@ -77,10 +89,12 @@ async def completions(
     """The call is captured if the path or the header `PlexRL-Trajectory` names a trajectory."""
     caller, spec = await _opened(request, services, job, name, body)
     given = body.prompts()
-    captured = _captured(trajectory or plexrl_trajectory, len(given))
+    captured = _captured(trajectory or plexrl_trajectory, len(given), body.n)
     tokenizer = await _tokenizer(services, caller, f"{job}/{name}", spec)
     known = await _replies(services, job, name, captured)
-    prompts = [text_prompt(tokenizer, body, each, known) for each in given]
+    prompts = await asyncio.to_thread(
+        lambda: [text_prompt(tokenizer, body, each, known) for each in given]
+    )
     sampling = body.sampling(body.max_tokens or spec.max_sequence_tokens, body.logprobs or 0)
     return await _answer(
         OpenAIGeneration(
@@ -120,7 +134,7 @@ async def chat_completions(
     call is captured if the path or the header `PlexRL-Trajectory` names a trajectory: a
     conversation that goes on after a captured reply then continues its exact tokens."""
     caller, spec = await _opened(request, services, job, name, body)
-    captured = _captured(trajectory or plexrl_trajectory, 1)
+    captured = _captured(trajectory or plexrl_trajectory, 1, body.n)
     tokenizer = await _tokenizer(services, caller, f"{job}/{name}", spec)
     known = await _replies(services, job, name, captured)
     prompt: Prompt = await asyncio.to_thread(chat_prompt, tokenizer, body, known)
@@ -145,19 +159,27 @@ async def chat_completions(
 @ROUTES.get(f"{TRAJECTORY}/captured", summary="The segments of a captured trajectory")
 async def captured_segments(
     request: Request, services: Services, job: str, name: str, trajectory: str
-) -> JSONResponse:
+) -> StreamingResponse:
     """Each has `tokens`, and for each of them `mask` (1: drawn) and `logprobs`; `weights`, spans of
     `[start, version, trainer_step]`; `finish_reason` and `operations`. They are kept for an hour
     after the trajectory's last call."""
     caller = await services.caller(request)
     await services.spec(f"{job}/{name}", caller)
-    calls = await _calls(services, job, name, _captured(trajectory, 1))
+    calls = await _calls(services, job, name, _captured(trajectory, 1, 1))
     if not calls:
         raise NotFoundError(
             f"nothing of trajectory {trajectory!r} is captured: name it in the path or the header "
             "of its requests, and read it within an hour after the last one"
         )
-    return JSONResponse({"segments": segments(calls)})
+    # Segments share turns, so all of them may be much longer than the calls: one is made at a time.
+    return StreamingResponse(_segment_parts(calls), media_type="application/json")
+
+
+def _segment_parts(calls: list[CapturedCall]) -> Iterator[bytes]:
+    yield b'{"segments":['
+    for index, segment in enumerate(segments(calls)):
+        yield (b"," if index else b"") + json.dumps(segment).encode()
+    yield b"]}"
 
 
 async def _opened(
@@ -180,13 +202,18 @@ async def _opened(
     return caller, spec
 
 
-def _captured(trajectory: str, prompts: int) -> str:
+def _captured(trajectory: str, prompts: int, choices: int) -> str:
     if not trajectory:
         return ""
     check_name("trajectory", trajectory)
     if prompts > 1:
         raise InvalidRequestError(
             f"{prompts} prompts in one call of a trajectory: send one", where="body.prompt"
+        )
+    if choices > CHOICES_MAX:
+        raise InvalidRequestError(
+            f"{choices} choices in one call of a trajectory: {CHOICES_MAX} are the most",
+            where="body.n",
         )
     return trajectory
 
@@ -199,10 +226,13 @@ def _operation(job: str, name: str, key: str) -> str:
 async def _answer(generation: OpenAIGeneration) -> Response:
     await generation.submit()
     if not generation.body.stream:
-        return JSONResponse(await generation.answer())
-    services = generation.services
+        return await asyncio.to_thread(JSONResponse, await generation.answer())
+    chunks = generation.chunks()
+    if not generation.is_repeatable:
+        disconnects = generation.services.disconnects
+        chunks = disconnects.guard(chunks, generation.caller, generation.operation)
     return StreamingResponse(
-        services.disconnects.guard(generation.chunks(), generation.caller, generation.operation),
+        chunks,
         media_type=SERVER_SENT,
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
@@ -217,7 +247,9 @@ async def _calls(services: RouterServices, job: str, name: str, trajectory: str)
 
 
 async def _replies(services: RouterServices, job: str, name: str, trajectory: str) -> list[Any]:
-    return replies(await _calls(services, job, name, trajectory)) if trajectory else []
+    if not trajectory:
+        return []
+    return await asyncio.to_thread(replies, await _calls(services, job, name, trajectory))
 
 
 async def _tokenizer(
@@ -225,14 +257,27 @@ async def _tokenizer(
 ) -> Tokenizer:
     """The deployment's tokenizer. Raises `NotFoundError` and as `Tokenizer`."""
     key = (deployment, spec.to_json())
-    if (found := services.tokenizers.get(key)) is not None:
+    # A tokenizer may be large: it is loaded once, however many requests wait for it.
+    async with services.tokenizer_locks.setdefault(key, asyncio.Lock()):
+        if (found := services.tokenizers.get(key)) is None:
+            found = await _load_tokenizer(services, caller, spec)
+            services.tokenizers[key] = found
+        services.tokenizers.move_to_end(key)
+        while len(services.tokenizers) > TOKENIZERS_MAX:
+            services.tokenizers.popitem(last=False)
         return found
+
+
+async def _load_tokenizer(
+    services: RouterServices, caller: Caller, spec: DeploymentSpec
+) -> Tokenizer:
     if spec.model.path is not None:
-        await services.model_access.check(spec.model.path, caller)
+        owner = caller
+        if caller.job is not None:
+            # With an operator's job, its key reads the model that the operator has named.
+            view = await services.scheduler.call("checkpoint_owner", {"tenant": caller.tenant})
+            owner = replace(caller, is_operator=bool(view["is_operator"]))
+        await services.model_access.check(spec.model.path, owner)
     loop = asyncio.get_running_loop()
     files = await loop.run_in_executor(services.threads, texts_of, spec.model)
-    found = Tokenizer.from_files(files)
-    services.tokenizers[key] = found
-    while len(services.tokenizers) > TOKENIZERS_MAX:
-        services.tokenizers.popitem(last=False)
-    return found
+    return await asyncio.to_thread(Tokenizer.from_files, files)

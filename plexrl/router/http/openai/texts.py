@@ -13,7 +13,10 @@ CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 """What models of the Hermes and Qwen families write around a call, which is JSON with `name` and
 `arguments`."""
 
-_CALL = re.compile(rf"{CALL_BEGIN}\s*(\{{.*?\}})\s*{CALL_END}", re.DOTALL)
+_BEGIN = re.compile(rf"{CALL_BEGIN}\s*(?=\{{)")
+_END = re.compile(rf"\}}\s*{CALL_END}")
+_WINDOW = 64
+"""Tokens after which a growing text is not decoded again, but for this context."""
 _PARTIAL = "\ufffd"
 """What stands for bytes that are no whole character yet."""
 
@@ -38,11 +41,12 @@ def split_calls(text: str) -> tuple[str, list[FoundCall]]:
     with text between and behind calls, has none: nothing of it is lost."""
     calls: list[FoundCall] = []
     first, end = len(text), 0
-    for found in _CALL.finditer(text):
-        call = _read_call(found[1])
-        if call is None or (calls and text[end : found.start()].strip()):
+    while (begun := _BEGIN.search(text, end)) is not None:
+        ended = _END.search(text, begun.end())
+        call = None if ended is None else _read_call(text[begun.end() : ended.start() + 1])
+        if ended is None or call is None or (calls and text[end : begun.start()].strip()):
             return text, []
-        first, end = min(first, found.start()), found.end()
+        first, end = min(first, begun.start()), ended.end()
         calls.append(call)
     if not calls or text[end:].strip():
         return text, []
@@ -52,13 +56,17 @@ def split_calls(text: str) -> tuple[str, list[FoundCall]]:
 def _read_call(text: str) -> FoundCall | None:
     try:
         plain: dict[str, Any] = json.loads(text)
-    except ValueError:
+        name, arguments = plain.get("name"), plain.get("arguments", {})
+        if not isinstance(name, str):
+            return None
+        if isinstance(arguments, str):
+            json.loads(arguments)
+        else:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        # Half of a surrogate pair can be escaped in JSON, but not be sent.
+        f"{name}{arguments}".encode()
+    except (ValueError, RecursionError):
         return None
-    name, arguments = plain.get("name"), plain.get("arguments", {})
-    if not isinstance(name, str):
-        return None
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
     return FoundCall(name, arguments)
 
 
@@ -77,30 +85,40 @@ class GrowingText:
     holds_calls: bool
     """Text from the first call on is kept back: calls are sent as such when they are whole."""
     tokens: list[int] = field(default_factory=list)
-    sent: int = 0
-    """Characters that were sent."""
+    sent: str = ""
+    _fixed: str = ""
+    """The text of the tokens up to `_end`. Later ones are decoded behind those from `_begin`."""
+    _begin: int = 0
+    _end: int = 0
 
     def take(self, tokens: Sequence[int]) -> str:
         """Add tokens; returns the next part of the text to send."""
         self.tokens += tokens
-        text = self.tokenizer.decode(self.tokens).rstrip(_PARTIAL)
+        text = self._decoded().rstrip(_PARTIAL)
         marks = [*self.stops, *([CALL_BEGIN] if self.holds_calls else [])]
         text = cut_at_stop(text, marks)
         text = text[: len(text) - max((_begun(text, mark) for mark in marks), default=0)]
-        return self._part(text)
+        if len(text) <= len(self.sent) or not text.startswith(self.sent):
+            return ""
+        part, self.sent = text[len(self.sent) :], text
+        return part
 
     def restart(self) -> None:
         """Forget the tokens: the generation has begun anew. The text that was sent stays."""
-        self.tokens = []
+        self.tokens, self._fixed = [], ""
+        self._begin = self._end = 0
 
     def rest(self, text: str) -> str:
         """What is left to send of the sample's final text."""
-        return self._part(text)
+        return text[len(self.sent) :]
 
-    def _part(self, text: str) -> str:
-        part = text[self.sent :]
-        self.sent = max(self.sent, len(text))
-        return part
+    def _decoded(self) -> str:
+        context = self.tokenizer.decode(self.tokens[self._begin : self._end])
+        text = self._fixed + self.tokenizer.decode(self.tokens[self._begin :])[len(context) :]
+        is_long = len(self.tokens) - self._end >= _WINDOW
+        if is_long and not text.endswith(_PARTIAL) and len(text) > len(self._fixed):
+            self._fixed, self._begin, self._end = text, self._end, len(self.tokens)
+        return text
 
 
 def _begun(text: str, mark: str) -> int:

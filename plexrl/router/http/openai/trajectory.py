@@ -8,9 +8,9 @@ segment.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,6 +31,16 @@ class CapturedChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the history that ends with this reply; see `history_digest`."""
     measure: int
     """Length of this history: messages, or characters."""
+    tail: str = ""
+    """Drawn text that the reply is without: the stop string, and what was drawn with it."""
+
+
+class History(NamedTuple):
+    """The history that a reply ends, as in `CapturedChoice`."""
+
+    measure: int
+    digest: str
+    tail: str = ""
 
 
 class CapturedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,12 +63,32 @@ class Reply:
 
     parent: tuple[str, int]
     """Its call, and the choice."""
-    tokens: list[int]
-    """All tokens of the sequence, up to the last drawn one."""
-    drawn: int
-    """How many of them are the reply's own."""
+    before: list[list[int]]
+    """Parts of the sequence up to the reply. All replies of a call share them."""
+    drawn: list[int]
+    """The reply's own tokens."""
     measure: int
     digest: str
+    tail: str
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens of the sequence, up to the last drawn one."""
+        return [token for part in (*self.before, self.drawn) for token in part]
+
+    @property
+    def length(self) -> int:
+        """The number of `tokens`."""
+        return sum(map(len, self.before)) + len(self.drawn)
+
+    def begins(self, tokens: list[int]) -> bool:
+        """Whether `tokens` begin with those of the sequence."""
+        at = 0
+        for part in (*self.before, self.drawn):
+            if tokens[at : at + len(part)] != part:
+                return False
+            at += len(part)
+        return True
 
 
 def history_digest(kind: str, history: Any, settings: Mapping[str, Any] | None = None) -> str:
@@ -81,20 +111,19 @@ def make_call(
     prompt: Sequence[int],
     result: GenerateResult,
     *,
-    histories: Sequence[tuple[int, str]],
+    histories: Sequence[History],
 ) -> CapturedCall:
-    """The row of a call with one prompt. `histories`: of each sample the measure and the digest."""
-    behind = 0 if parent is None else len(parent.tokens)
+    """The row of a call with one prompt. `histories`: one for each sample."""
+    behind = 0 if parent is None else parent.length
     choices = [
         CapturedChoice(
             tokens=sample.tokens,
             logprobs=sample.logprobs.tolist(),
             finish_reason=sample.finish_reason,
             weights=[(span.start, span.version, span.trainer_step) for span in sample.weights],
-            digest=digest,
-            measure=measure,
+            **history._asdict(),
         )
-        for sample, (measure, digest) in zip(result.samples[0], histories, strict=True)
+        for sample, history in zip(result.samples[0], histories, strict=True)
     ]
     return CapturedCall(
         call=call,
@@ -113,31 +142,31 @@ def replies(calls: Sequence[CapturedCall]) -> list[Reply]:
         path = _path(call, by_call)
         if path is None:
             continue
-        before = [token for part in path for token in part]
         for index, choice in enumerate(call.choices):
             found.append(
                 Reply(
                     parent=(call.call, index),
-                    tokens=[*before, *choice.tokens],
-                    drawn=len(choice.tokens),
+                    before=path,
+                    drawn=choice.tokens,
                     measure=choice.measure,
                     digest=choice.digest,
+                    tail=choice.tail,
                 )
             )
     return found
 
 
-def segments(calls: Sequence[CapturedCall]) -> list[dict[str, Any]]:
+def segments(calls: Sequence[CapturedCall]) -> Iterator[dict[str, Any]]:
     """The segments of a trajectory as plain values, by the time of their last calls: the fields of
     `CapturedSegment`."""
     by_call = {call.call: call for call in calls}
     continued = {call.parent for call in calls if call.parent is not None}
-    return [
+    return (
         _segment(call, index, by_call)
         for call in calls
         for index in range(len(call.choices))
         if (call.call, index) not in continued and _path(call, by_call) is not None
-    ]
+    )
 
 
 def _path(call: CapturedCall, by_call: Mapping[str, CapturedCall]) -> list[list[int]] | None:

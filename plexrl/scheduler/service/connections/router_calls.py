@@ -72,7 +72,8 @@ class RouterCalls:
             "submit_job": (calls.SubmitJob, self._submit_job),
             "finish_job": (ev.JobFinished, self._change_job),
             "heartbeat": (ev.ControllerSeen, self._heartbeat),
-            "add_job_key": (ev.JobKeyAdded, self._add_job_key),
+            "add_job_key": (ev.JobKeyAdded, self._change_job_keys),
+            "revoke_job_keys": (ev.JobKeysRevoked, self._change_job_keys),
             "attach_job": (ev.ControllerAttached, self._change_job),
             "acknowledge": (ev.FailureAcknowledged, self._acknowledge),
             "list_jobs": (calls.Nothing, self._list_jobs),
@@ -186,7 +187,9 @@ class RouterCalls:
         await self._shell.request(event)
         return self._core.job_view(event.job, self._now())
 
-    async def _add_job_key(self, scope: Scope, event: ev.JobKeyAdded) -> Plain:
+    async def _change_job_keys(
+        self, scope: Scope, event: ev.JobKeyAdded | ev.JobKeysRevoked
+    ) -> Plain:
         self._check_job(scope, event.job)
         await self._shell.request(event)
         return {}

@@ -114,6 +114,13 @@ class JobKeyAdded(Event, frozen=True, kw_only=True):
     controller: str = ""
 
 
+class JobKeysRevoked(Event, frozen=True, kw_only=True):
+    """All API keys of a job became invalid."""
+
+    job: JobId
+    controller: str = ""
+
+
 class TenantConfigured(Event, frozen=True, kw_only=True):
     """An operator set a tenant's weight, quotas and highest priority; None: no limit."""
 
@@ -303,6 +310,8 @@ class OperationSubmitted(Event, frozen=True, gc=False):
     controller: str = ""
     published: bool = False
     """For `sync_weights`: pull the version that the newest `publish` of the source made."""
+    from_job_key: bool = False
+    """Sent with a key of the job, which agents have: no sign that its controller lives."""
 
 
 class OperationCancelled(Event, frozen=True, kw_only=True):
@@ -333,6 +342,7 @@ CODEC: Codec[Event] = Codec(
     ApiKeyAdded,
     ApiKeyRevoked,
     JobKeyAdded,
+    JobKeysRevoked,
     TenantConfigured,
     NodeDrainChanged,
     NodeRemoved,
