@@ -14,7 +14,7 @@ import pytest
 from plexrl.client.trackers.feed import ChosenTrackers
 from plexrl.client.trackers.tracker import check_trackers, marked_values
 from plexrl.errors import ControllerReplacedError, InvalidRequestError
-from tests.client.trackers.read_back import JOB, READERS, feed_of, metrics_of
+from tests.client.trackers.read_back import JOB, READERS, feed_of, log_step, metrics_of
 
 NO_TRACKIO = pytest.mark.skipif(
     find_spec("trackio") is None,
@@ -56,7 +56,7 @@ def test_a_later_controller_continues_the_run_after_its_last_row(name: str, tmp_
     for some in (steps[:2], [], steps[2:]):
         feed = feed_of(tmp_path, [name])
         for step in some:
-            log.append(JOB, step, {"reward/mean": step / 8})
+            log_step(log, step)
         feed.close("completed" if some == steps[2:] else None)
     assert READERS[name](tmp_path) == expected(steps)
 
