@@ -30,6 +30,7 @@ FULL: Plain = {
             "capabilities": ["IPC_LOCK"],
             "nodeSelector": {"node.kubernetes.io/instance-type": "p5en.48xlarge"},
         },
+        {"name": "claimed", "gpus": 4, "gpuDeviceClass": "gpu.nvidia.com"},
         {
             "name": "cpu",
             "workers": "pods",
@@ -41,6 +42,13 @@ FULL: Plain = {
             "blockLabel": "example.com/row,example.com/pod,topology.kubernetes.io/rack",
         },
     ],
+    "events": {
+        "url": "mqtts://plexrl@broker.example:8884/site/prod",
+        "secretName": "broker",
+        "passwordKey": "password",
+        "caKey": "ca.crt",
+        "settings": {"interval_s": 1},
+    },
     "scheduler": {"replicas": 2, "settings": {"starvation_bound_s": 300}},
     "journal": {"type": "postgresql", "postgresql": {"secretName": "journal"}},
     "router": {
