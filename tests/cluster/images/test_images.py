@@ -31,7 +31,7 @@ USER = 54_321
 KEY = "plx-operator-of-the-images-test"
 GIB = 1 << 30
 PACKAGES_MB = {"control": 450, "node": 1600}
-"""Bounds on what the images add to their base, torch without CUDA; `docs/kubernetes.md` has both."""
+"""Bounds on what images add to their base, torch without CUDA; `docs/kubernetes.md` has both."""
 START_S = 240.0
 CONTROLLER = """
 import os
