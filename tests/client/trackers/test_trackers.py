@@ -14,7 +14,7 @@ import pytest
 from plexrl.client.trackers.feed import ChosenTrackers
 from plexrl.client.trackers.tracker import check_trackers, marked_values
 from plexrl.errors import ControllerReplacedError, InvalidRequestError
-from tests.client.trackers.read_back import JOB, READERS, feed_of, log_step, metrics_of
+from tests.client.trackers.read_back import JOB, KEY, READERS, feed_of, log_step, metrics_of
 
 NO_TRACKIO = pytest.mark.skipif(
     find_spec("trackio") is None,
@@ -75,7 +75,7 @@ def test_a_killed_controller_loses_and_repeats_no_row(name: str, tmp_path: Path)
             check=False,
         )
         assert ended.returncode == -signal.SIGKILL
-    metrics_of(tmp_path).append(JOB, 44, {"reward/mean": 5.5})
+    metrics_of(tmp_path).append(KEY, 44, {"reward/mean": 5.5})
     feed_of(tmp_path, [name]).close("completed")
     assert READERS[name](tmp_path) == expected(list(range(1, 45)))
 
@@ -118,7 +118,7 @@ def test_a_replaced_controller_ends_its_copies(tmp_path: Path) -> None:
     feed = TrackerFeed(run, ["tensorboard"], read)  # type: ignore[arg-type]  # reads nothing
     feed._thread.join()
     # The lock is free: the new controller's feed does not wait.
-    metrics_of(tmp_path).append(JOB, 1, {"reward/mean": 1 / 8})
+    metrics_of(tmp_path).append(KEY, 1, {"reward/mean": 1 / 8})
     feed_of(tmp_path, ["tensorboard"]).close()
     assert READERS["tensorboard"](tmp_path) == expected([1])
     feed.close()
@@ -129,7 +129,7 @@ def test_a_tracker_that_fails_does_not_disturb_the_controller(
 ) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / JOB).write_text("a file where the folder belongs")
-    metrics_of(tmp_path).append(JOB, 1, {"reward/mean": 1 / 8})
+    metrics_of(tmp_path).append(KEY, 1, {"reward/mean": 1 / 8})
     feed = feed_of(tmp_path, ["tensorboard"])
     feed.close()
     assert "tracker tensorboard failed" in caplog.text
