@@ -47,17 +47,20 @@ def log_step(log: MetricsFiles, step: int) -> None:
         threading.Event().wait(0.001)
 
 
-def write_and_die(folder: Path, name: str, first: int, last: int) -> None:
-    """Be a controller that logs the steps `first` to `last`, and is killed while its tracker
-    writes."""
+def write_and_end(folder: Path, name: str, first: int, last: int, end: str) -> None:
+    """Be a controller that logs the steps `first` to `last`. It is killed while its tracker writes
+    (`kill`), or returns without closing anything (`exit`)."""
     feed = feed_of(folder, [name])
     log = metrics_of(folder)
     for step in range(first, last + 1):
         log_step(log, step)
-        feed.wake()
+        if step == first or end == "kill":
+            # Else the last rows are copied when the process ends.
+            feed.wake()
         while step == first and feed.copied(name) < step:
             threading.Event().wait(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def tensorboard_rows(folder: Path) -> Found:
@@ -123,4 +126,4 @@ READERS: dict[str, Callable[[Path], Found]] = {
 
 
 if __name__ == "__main__":
-    write_and_die(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    write_and_end(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
