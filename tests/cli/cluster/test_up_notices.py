@@ -10,6 +10,8 @@ import pytest
 
 from plexrl.cli.cluster.up.command import print_endpoint
 from plexrl.cluster.data_dir.endpoint import Endpoint
+from plexrl.cluster.join.authority import Authority
+from plexrl.cluster.join.head import AUTHORITY_FOLDER
 
 KEY = "very-secret"
 URLS = "http://one:1,http://two:2"
@@ -77,6 +79,18 @@ def test_what_is_no_terminal_gets_commands_that_read_the_keys(
     assert said.endswith(
         "\n\n`plexrl node token` prints the command that makes another machine a node.\n"
     )
+
+
+def test_only_a_terminal_gets_a_token_that_admits_a_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data_dir: Path
+) -> None:
+    Authority.open(data_dir / AUTHORITY_FOLDER)
+    found = endpoint(data_dir, join_address="host:3")
+    said = at_terminal(monkeypatch, found)
+    assert "\nTo make another machine a node, within " in said
+    assert "plexrl node join host:3\n" in said
+    print_endpoint(endpoint(data_dir), as_json=False, has_docs=True)
+    assert "node" not in capsys.readouterr().out, "no other machine can join"
 
 
 def test_only_what_there_is_has_a_line(monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> None:
