@@ -39,8 +39,9 @@ def test_a_call_is_answered_and_the_first_reply_without_one_is_scored(
 def test_the_model_reads_why_a_call_failed(
     environment: ToolEnvironment, call: str, error: str
 ) -> None:
-    (message,) = environment.step(f"<tool_call>{call}</tool_call>").observation
-    assert isinstance(message, dict)
+    observation = environment.step(f"<tool_call>{call}</tool_call>").observation
+    assert not isinstance(observation, str)
+    (message,) = observation
     assert message["content"].startswith(error)
 
 
