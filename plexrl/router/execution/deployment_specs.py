@@ -2,14 +2,12 @@
 
 import asyncio
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plexrl.errors import StorageError, UnavailableError
 from plexrl.model.deployment_spec import DeploymentSpec, deployment_spec_from_json
 from plexrl.router.execution.scheduler_link import SchedulerLink
-
-if TYPE_CHECKING:
-    from plexrl.wire.messages.views import DeploymentView
+from plexrl.wire import scheduler_methods as m
 
 SPECS_MAX = 10_000
 RETRY_S = 0.2
@@ -38,9 +36,7 @@ class DeploymentSpecs:
             claim: dict[str, Any] = {"tenant": scope}
             if scope is None:
                 claim["as_operator"] = True
-            view: DeploymentView = await self._scheduler.call(
-                "get_deployment", {"deployment": deployment, **claim}
-            )
+            view = await self._scheduler.call(m.GET_DEPLOYMENT, {"deployment": deployment, **claim})
             found = deployment_spec_from_json(view["spec_json"])
             self._specs[key] = found
             while len(self._specs) > SPECS_MAX:

@@ -14,7 +14,7 @@ from statistics import fmean, median
 
 from plexrl.errors import InvalidRequestError
 from plexrl.traces.convert.cycles import Row, split_cycles
-from plexrl.wire.operation_phases import MOVES
+from plexrl.wire.operations import MOVES
 
 NOT_IN_CYCLES = MOVES | {"barrier"}
 """Kinds of operation that are not part of any cycle."""

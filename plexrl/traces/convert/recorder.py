@@ -14,7 +14,7 @@ from typing import Any
 
 from plexrl.traces.convert.cycles import Row, split_cycles
 from plexrl.traces.schema import OUTCOMES, SEGMENTS_MAX, TraceJob, TraceSegment
-from plexrl.wire.operation_phases import MOVES
+from plexrl.wire.operations import MOVES
 
 FUNCTIONS = {
     "forward": "log_prob",

@@ -55,6 +55,7 @@ from plexrl.router.http.streams.token_reader import TokenReader
 from plexrl.router.services.authentication import Caller
 from plexrl.router.services.error_responses import public_error
 from plexrl.router.services.services import RouterServices
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.operations import GenerateParams, OperationState, SamplingParams
 from plexrl.wire.tensors import decode_body, encode_body
 
@@ -244,7 +245,7 @@ class OpenAIGeneration:
                 if self.is_repeatable:
                     raise ConnectionLostError("the client has left: its generation goes on")
                 await self.services.scheduler.call(
-                    "cancel_operation", {"operation": self.operation, **self.caller.claim}
+                    m.CANCEL_OPERATION, {"operation": self.operation, **self.caller.claim}
                 )
                 raise ConnectionLostError("the client has left: its generation is cancelled")
             if self.services.shutdown.has_begun:

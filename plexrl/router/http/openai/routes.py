@@ -26,6 +26,7 @@ from plexrl.router.http.routes.deployments import texts_of
 from plexrl.router.http.routes.streams import SERVER_SENT
 from plexrl.router.services.authentication import Caller, key_digest
 from plexrl.router.services.services import RouterServices, Services
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.parameter_checks import check_identifier, check_name
 
 CHOICES_MAX = 64
@@ -51,14 +52,14 @@ async def add_key(request: Request, services: Services, job: str) -> dict[str, A
     the job ends or has another controller, and what it asks for counts as the job's. A job has at
     most 16 keys: a further one takes the place of the oldest."""
     key = new_api_key()
-    await services.ask(request, dict, "add_job_key", job=job, key_digest=key_digest(key))
+    await services.ask(request, m.ADD_JOB_KEY, job=job, key_digest=key_digest(key))
     return {"job": job, "api_key": key}
 
 
 @ROUTES.delete("/{job}/keys", summary="Revoke all API keys of a job")
 async def revoke_keys(request: Request, services: Services, job: str) -> dict[str, Any]:
     """No router accepts them any more once this is answered; requests in progress are finished."""
-    await services.ask(request, dict, "revoke_job_keys", job=job)
+    await services.ask(request, m.REVOKE_JOB_KEYS, job=job)
     return {"job": job}
 
 
@@ -275,7 +276,7 @@ async def _load_tokenizer(
         owner = caller
         if caller.job is not None:
             # With an operator's job, its key reads the model that the operator has named.
-            view = await services.scheduler.call("checkpoint_owner", {"tenant": caller.tenant})
+            view = await services.scheduler.call(m.CHECKPOINT_OWNER, {"tenant": caller.tenant})
             owner = replace(caller, is_operator=bool(view["is_operator"]))
         await services.model_access.check(spec.model.path, owner)
     loop = asyncio.get_running_loop()

@@ -7,13 +7,13 @@ from fastapi import APIRouter, Request, Response
 from plexrl.router.http.schemas import BatchRequest, ExchangeRequest, Limited, RolloutRequest
 from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.services.services import RESPONSE_MARGIN_S, RouterServices, Services
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.messages.rollout_views import (
     MeasuredRollout,
     RolloutBody,
     Rollouts,
     RolloutStatus,
 )
-from plexrl.wire.messages.views import JobView
 from plexrl.wire.tensors import MEDIA_TYPE
 
 WAIT_S_MAX = 60.0
@@ -114,7 +114,7 @@ async def _ask(
     request: Request, services: RouterServices, job: str, method: str, wait_s: float, **fields: Any
 ) -> Any:
     # Only who may see the job gets further.
-    await services.ask(request, JobView, "get_job", job=job)
+    await services.ask(request, m.GET_JOB, job=job)
     wait_s = min(wait_s, WAIT_S_MAX)
     params = {"job": job, "wait_s": wait_s, **fields}
     return await services.rollouts.call(method, params, timeout_s=wait_s + RESPONSE_MARGIN_S)

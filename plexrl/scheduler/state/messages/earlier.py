@@ -57,7 +57,7 @@ def upgrade_event(event: Plain) -> None:
         event["settings"] = msgspec.json.decode(text, type=Plain)
 
 
-def upgrade_report(params: Mapping[str, Any]) -> Plain:
+def upgrade_report(params: Mapping[str, object]) -> dict[str, object]:
     """The parameters of a report; a router of an earlier version is about to be replaced, and what
     its workers have done must not be lost."""
     found = dict(params)
