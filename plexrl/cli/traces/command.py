@@ -279,11 +279,11 @@ def record(out: Out, access: Access, output: Output) -> None:
     check_out(out, suffixes=(*SUFFIXES, ".json"))
     with access.open() as cluster:
         status = cluster.status()
-        jobs, operations = cluster.jobs(), list(operation_rows(cluster))
+        history = history_of(cluster.jobs(), operation_rows(cluster), status)
     if out.suffix == ".json":
-        count = write_history(out, history_of(jobs, operations, status))
+        count = write_history(out, history)
     else:
-        count = write_jobs(out, recorded(jobs, operations, float(status["now"])))
+        count = write_jobs(out, recorded(history.jobs, history.operations, history.now))
     _report(out, count, {}, output.as_json)
 
 

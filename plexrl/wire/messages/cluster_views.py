@@ -243,7 +243,14 @@ class ClusterTotals(TypedDict):
     operations_finished: int
     """For a tenant, without the operations that never ran."""
     context_switches: NotRequired[int]
-    """For operators only."""
+    """For operators only, as are the next fields."""
+    steps_set_aside: NotRequired[int]
+    """As in `FaultsView`."""
+    newest_set_aside: NotRequired[str]
+    snapshot_error: NotRequired[str]
+    events: NotRequired[BrokerView | None]
+    parts: NotRequired[dict[str, PartView]]
+    """Added by the router."""
 
 
 class ClusterView(ClusterTotals):
@@ -269,13 +276,6 @@ class ClusterView(ClusterTotals):
     planning: dict[str, str | int | float | bool | None]
     """Settings that decide which jobs share and who goes next, by their names in
     `SchedulerConfig`."""
-    steps_set_aside: NotRequired[int]
-    """As in `FaultsView`; for operators only, as are the next fields."""
-    newest_set_aside: NotRequired[str]
-    snapshot_error: NotRequired[str]
-    events: NotRequired[BrokerView | None]
-    parts: NotRequired[dict[str, PartView]]
-    """Added by the router."""
 
 
 class UsageView(TypedDict):
