@@ -202,7 +202,7 @@ def test_a_result_instead_of_rows_is_refused_with_a_hint(job: plexrl.Job) -> Non
         UNCHECKED.from_samples(PROMPTS, plexrl.GenerateResult([], 0), [[1.0]])
     with pytest.raises(errors.BatchShapeError, match=r"not a list of rows: give its \.logprobs$"):
         UNCHECKED([[3]]).with_values("ref_logprobs", plexrl.ForwardResult([]))
-    view = {"operation": "o", "state": "pending"}
+    view: Any = {"operation": "o", "state": "pending"}
     pending: Any = plexrl.Future(job._transport, view, lambda *_: None)
     with pytest.raises(errors.BatchShapeError, match="not a list of rows: wait for its result"):
         UNCHECKED([[3]]).with_values("ref_logprobs", pending)

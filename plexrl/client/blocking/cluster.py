@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from msgspec import UNSET, UnsetType
@@ -237,7 +237,7 @@ class Cluster:
         """
         wanted = {"job": job, "deployment": deployment, "kind": kind}
         check_numbers("page", {"after": after, "limit": limit})
-        query: dict[str, Any] = {"after": after, "limit": limit}
+        query: dict[str, str | float] = {"after": after, "limit": limit}
         query |= {name: value for name, value in wanted.items() if value is not None}
         found: Operations = self._transport.ask("GET", "/v1/operations", query=query)
         return found["operations"]

@@ -55,7 +55,7 @@ class Deployment:
         limited._deadline_s = requests.checked_deadline(deadline_s)
         return limited
 
-    def barrier(self) -> Future[dict[str, Any]]:
+    def barrier(self) -> Future[dict[str, object]]:
         """Submit an operation without effect, which finishes after all operations before it. The
         result is empty."""
         return self._submit(requests.barrier(self.deployment))

@@ -394,7 +394,7 @@ def decode_step(result: Mapping[str, Any], arrays: "Arrays") -> StepResult:
     return StepResult(dict(result["metrics"]), int(result.get("trainer_step", 0)))
 
 
-def decode_plain(result: Mapping[str, Any], arrays: "Arrays") -> dict[str, Any]:
+def decode_plain(result: Mapping[str, Any], arrays: "Arrays") -> dict[str, object]:
     """Decodes results without arrays."""
     del arrays
     return dict(result)
