@@ -311,7 +311,8 @@ def test_numpy_numbers_are_accepted() -> None:
 def test_non_finite_metrics_survive_a_round_trip() -> None:
     row = metrics_row(np.int64(3), {"loss": NAN, "up": INF, "down": -INF, "r": np.float32(0.5)})
     assert row["values"] == {"loss": "NaN", "up": "Infinity", "down": "-Infinity", "r": 0.5}
-    [back] = read_rows([{"index": 1, "time": 0.0, "step": row["step"], "values": row["values"]}])
+    sent: Any = row["values"]
+    [back] = read_rows([{"index": 1, "time": 0.0, "step": row["step"], "values": sent}])
     assert np.isnan(back["values"].pop("loss"))
     assert back["values"] == {"up": INF, "down": -INF, "r": 0.5}
     assert back["step"] == 3

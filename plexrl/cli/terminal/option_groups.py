@@ -39,7 +39,7 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     return grouped
 
 
-def given_options(context: typer.Context) -> dict[str, Any]:
+def given_options(context: typer.Context) -> dict[str, object]:
     """The parameters that the command line sets, by name."""
     return {
         name: value

@@ -171,17 +171,17 @@ def describe(
 ) -> None:
     """Counts, sums and quantiles of a trace."""
     from plexrl.traces import describe_jobs, describe_lengths, fit_lengths, fit_workload
-    from plexrl.traces.describe import offered_load
+    from plexrl.traces.describe import JobsDescription, LengthsDescription, offered_load
 
     source = _open_trace(trace, layout, skip_bad)
     if source.table.name == "lengths":
         if gpus is not None:
             refuse({"gpus": gpus}, ("gpus",), "response lengths have no load on GPUs")
-        found = describe_lengths(source.rows)
+        described: JobsDescription | LengthsDescription = describe_lengths(source.rows)
     else:
-        found = describe_jobs(source.rows)
+        described = describe_jobs(source.rows)
         if gpus is not None:
-            found["offered_load"] = offered_load(found, gpus)
+            described["offered_load"] = offered_load(described, gpus)
     laws: list[tuple[str, str, float | None]] = []
     if fit:
         rows = _open_trace(trace, layout, skip_bad).rows
@@ -189,13 +189,14 @@ def describe(
             laws = fit_workload(rows).describe()
         else:
             model = fit_lengths(rows)
-            found["group_correlation"] = model.correlation
+            if described["table"] == "lengths":
+                described["group_correlation"] = model.correlation
             laws = [("output_tokens", model.fit.distribution.describe(), model.fit.distance)]
-        found["laws"] = [{"of": of, "law": law, "distance": off} for of, law, off in laws]
+        described["laws"] = [{"of": of, "law": law, "distance": off} for of, law, off in laws]
     if as_json:
-        write_json(found)
+        write_json(described)
         return
-    print_description(trace, found)
+    print_description(trace, described)
     if laws:
         print_distributions(laws)
 

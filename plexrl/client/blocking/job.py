@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from plexrl.client.blocking.bounded_rollout import BoundedRollout
 from plexrl.client.blocking.deployment_kinds import (
@@ -466,7 +466,9 @@ class Job(JobRecords):
     ) -> None:
         end_with_block(self, error)
 
-    def _deploy(self, name: str, kind: str, model: "ModelSpec", options: dict[str, Any]) -> str:
+    def _deploy(
+        self, name: str, kind: str, model: "ModelSpec", options: Mapping[str, object]
+    ) -> str:
         self._control.check()
         call = requests.create_deployment(self.job, name, kind, model, options)
         LOG.info("deployment %s: once placed, its workers load torch and the model", name)
