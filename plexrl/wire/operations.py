@@ -169,7 +169,7 @@ class AdamParams(Params, frozen=True, kw_only=True):
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
     """`muon` steps the matrices of decoder layers, and AdamW all other parameters."""
     momentum: float | None = None
-    """Of SGD, whose absence is 0, and of Muon, whose absence is 0.95."""
+    """Momentum of SGD (absent: 0) and of Muon (absent: 0.95)."""
     beta1: float = 0.9
     """Decay rate of the first moment."""
     beta2: float = 0.95

@@ -60,7 +60,7 @@ class PacedOptions:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where tenants that run together meet."""
+    """Synchronises tenants that run together."""
 
     ready: threading.Barrier
     """Passed when the workers of all are ready."""

@@ -281,7 +281,7 @@ class AsyncFuture(Generic[ResultT]):
 
 
 def poll_s(deadline: float | None) -> float:
-    """How long the next poll of a wait until `deadline` (monotonic clock) lasts."""
+    """Length in seconds of the next poll of a wait until `deadline` (monotonic clock)."""
     return POLL_S if deadline is None else min(POLL_S, max(0.0, deadline - time.monotonic()))
 
 

@@ -83,12 +83,12 @@ class ClusterHead:
 
     @property
     def join_address(self) -> TlsAddress:
-        """Where nodes join."""
+        """The address at which nodes join."""
         return TlsAddress(self.advertised, self.join_port)
 
     @property
     def scheduler_listen(self) -> str:
-        """Where the scheduler listens for other machines."""
+        """The address at which the scheduler listens for other machines."""
         return str(TlsAddress(self._options.host, self.scheduler_port))
 
     @property

@@ -42,7 +42,7 @@ Engine = tuple[WorkerName, str]
 
 
 def name_of(request: AnyEngineRequest) -> str:
-    """What a request is called on the wire and in messages."""
+    """The name of a request on the wire and in messages."""
     return str(request.__struct_config__.tag)
 
 

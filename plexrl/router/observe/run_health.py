@@ -104,7 +104,7 @@ class Trained:
     rows: int
     """Rows with advantages."""
     flat_rows: int
-    """Those whose advantages are all 0."""
+    """Rows whose advantages are all 0."""
     kl: float | None
     """KL to the policy that drew the tokens; absent: the loss has none."""
     clip_fraction: float | None

@@ -12,7 +12,7 @@ from plexrl.sim.fidelity.run_forecast import RunForecast
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of the durations of a job's cycles, in seconds."""
+    """Quantiles of the durations of a job's cycles, in seconds."""
 
     median: float
     p95: float
@@ -47,7 +47,7 @@ class GroupCycles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FidelityDocument:
-    """What `plexrl fidelity` prints of a replay."""
+    """The document that `plexrl fidelity` prints for a replay."""
 
     policy: str
     groups: list[GroupCycles]
@@ -72,7 +72,7 @@ class JobMeans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionDocument:
-    """What `plexrl fidelity --from` prints of a prediction."""
+    """The document that `plexrl fidelity --from` prints for a prediction."""
 
     policy: str
     jobs: list[JobMeans]

@@ -24,7 +24,7 @@ class Policy(Protocol):
         ...
 
     def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
-        """These trajectories ended at `world.now`."""
+        """Record that trajectories ended at `world.now`."""
         ...
 
     def trained(self) -> None:

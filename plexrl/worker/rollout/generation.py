@@ -244,7 +244,7 @@ class Sample:
     before its first run."""
     logprobs: Any = None
     details: TokenDetails | None = None
-    """Of the drawn tokens, as `tokens`; None: nothing is wanted."""
+    """Details of the drawn tokens, as `tokens`; None: nothing is wanted."""
 
     @property
     def group(self) -> tuple[str, int]:

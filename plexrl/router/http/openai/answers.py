@@ -21,7 +21,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What an answer needs of its request."""
+    """The properties of a request that its answer depends on."""
 
     answer: str
     """Id of the answer."""

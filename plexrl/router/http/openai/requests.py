@@ -31,7 +31,7 @@ _OFF: tuple[object, ...] = (None, 0, 0.0, False, {}, [])
 
 
 class StreamOptions(BaseModel):
-    """What a stream has beside the text."""
+    """The options of a stream."""
 
     model_config = ConfigDict(extra="ignore")
     include_usage: bool = False
@@ -57,7 +57,7 @@ class _Request(BaseModel):
     )
 
     def sampling(self, max_tokens: int, top_logprobs: int) -> SamplingParams:
-        """How tokens are drawn."""
+        """The parameters of sampling."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             max_tokens=max_tokens,

@@ -106,8 +106,8 @@ async def end(request: Request, services: Services, job: str, name: str) -> Depl
 async def copy(
     request: Request, services: Services, job: str, name: str, body: CopyRequest
 ) -> DeploymentView:
-    """It has the same model, layout and settings, and a model's first weights. A request with the
-    name and the settings of an existing deployment returns that one."""
+    """The copy has the same model, layout and settings, and the model's initial weights. A request
+    with the name and the settings of an existing deployment returns that one."""
     caller = await services.caller(request)
     check_name("deployment", body.name)
     view = await services.deployment(caller, f"{job}/{name}")

@@ -143,7 +143,7 @@ async def metrics(
 
 @ROUTES.post("/{job}/samples", status_code=204, summary="Keep samples of a step")
 async def add_samples(request: Request, services: Services, job: str, body: SamplesRequest) -> None:
-    """They replace the samples that the step has. The oldest steps beyond the bounds are
+    """The samples replace those that the step has. The oldest steps beyond the bounds are
     deleted."""
     await services.ask(request, m.GET_JOB, job=job)
     rows: list[SampleView] = [
@@ -165,7 +165,7 @@ async def add_samples(request: Request, services: Services, job: str, body: Samp
 
 @ROUTES.get("/{job}/samples", summary="The steps that have samples")
 async def sampled_steps(request: Request, services: Services, job: str) -> SampledSteps:
-    """In ascending order."""
+    """Numbers of the steps with samples, ascending."""
     await services.ask(request, m.GET_JOB, job=job)
     loop = asyncio.get_running_loop()
     return {"steps": await loop.run_in_executor(services.threads, services.samples.steps, job)}

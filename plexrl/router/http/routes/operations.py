@@ -172,10 +172,10 @@ async def cancel(request: Request, services: Services, operation: str) -> Operat
 async def stop_rows(
     request: Request, services: Services, operation: str, body: StopRowsRequest
 ) -> OperationView:
-    """These rows end with the tokens that they have and finish reason `abort`; the other rows go
-    on. Rows count from 0 over all prompts. A row that has ended stays as it is.
+    """The named rows end with the tokens that they have and finish reason `abort`; others go on.
+    Rows count from 0 over all prompts. A row that has ended stays as it is.
 
-    It is kept with the operation: rows of a pending one draw nothing, also if it is pending because
+    The request is kept with the operation: rows of a pending one draw nothing, also if it is pending because
     its workers were lost and its run is repeated.
     """
     rows = sorted(set(body.rows))

@@ -45,7 +45,7 @@ class Rewards:
         self._stream = stream(seed, "rollout rewards")
 
     def seconds(self, prompt: int) -> float:
-        """From the end of a response to its reward."""
+        """Seconds from the end of a response to its reward."""
         is_slow = uniform(self._stream, prompt) < self._costs.slow_part
         return self._costs.slow_s if is_slow else self._costs.usual_s
 

@@ -58,7 +58,8 @@ class SlotTable:
         self.logprobs = np.zeros((slots, sequence_tokens_max), dtype=np.float32)
         """Logprobs of the drawn tokens, from index 0."""
         self._details: dict[int, TokenDetails] = {}
-        """Of slots whose generations want them: room for every token that may be drawn."""
+        """Details of the slots whose generations want them: room for every token that may be
+        drawn."""
 
     @property
     def free(self) -> int:

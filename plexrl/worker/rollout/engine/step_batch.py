@@ -109,7 +109,7 @@ def order_work(work: Work, block_tokens: int) -> tuple[Work, list[int]]:
 
 
 def _cuts(lengths: Ints, blocks: Ints, block_tokens: int) -> list[int]:
-    """Where groups begin. Rows are sorted by length, and rows of one token by context."""
+    """Indexes at which groups begin. Rows are sorted by length, those of one token by context."""
     cuts = [0]
     singles = int(np.searchsorted(lengths, 1, side="right"))
     # Block counts of single-token rows ascend. A cut at i spares earlier rows the longer padding.

@@ -32,7 +32,7 @@ class StoredVersion:
     """All versions of this WPG that are on NVMe, by node: they survive a power cut."""
 
     def move_to(self, nodes: Iterable[NodeId]) -> None:
-        """These nodes hold the version, and no others."""
+        """Record that exactly these nodes hold the version."""
         self.nodes = list(nodes)
 
     def keep_only(self, nodes: Collection[NodeId]) -> None:

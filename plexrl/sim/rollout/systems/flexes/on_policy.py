@@ -123,7 +123,7 @@ class OnPolicy(Coordinated):
         self._tell(InstanceLost(instance=name))
 
     def _is_present(self, trajectory: SimulatedTrajectory) -> bool:
-        """It was not aborted with its prompt, and its prompt is not trained."""
+        """Whether it was not aborted with its prompt, and its prompt is not trained."""
         return self._trajectories.get(trajectory.number) is trajectory
 
     def _rewarded(self, trajectory: SimulatedTrajectory) -> None:
@@ -166,8 +166,8 @@ class OnPolicy(Coordinated):
         return lambda: action() if world.version == version else None
 
     def _free(self, names: Sequence[InstanceId]) -> None:
-        """These instances were told to stop. They train when they have stopped and have the state
-        of training."""
+        """Let instances that were told to stop train once they have stopped and hold the state of
+        training."""
         world = self._world
         freed = [self._instances[name] for name in names]
         gpus = sum(each.costs.gpus for each in freed)

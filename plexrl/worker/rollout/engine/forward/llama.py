@@ -88,7 +88,7 @@ def window_of(config: Any, kind: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What the layers of one kind share in one pass."""
+    """The values that the layers of one kind share in one pass."""
 
     cos_T1D: torch.Tensor
     sin_T1D: torch.Tensor

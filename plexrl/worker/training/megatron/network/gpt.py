@@ -177,7 +177,7 @@ def _transformer_config(
 
 
 def _stages(sizes: Dimensions, layout: Parallelism) -> list[list[str]] | None:
-    """What each pipeline stage has, in Megatron's words; None for one stage."""
+    """The layers of each pipeline stage, in Megatron's words; None for one stage."""
     if layout.pp == 1:
         return None
     found = [["decoder"] * len(layers) for layers in stage_layers(sizes.layers, layout.pp)]
