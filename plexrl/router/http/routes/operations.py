@@ -175,8 +175,8 @@ async def stop_rows(
     """The named rows end with the tokens that they have and finish reason `abort`; others go on.
     Rows count from 0 over all prompts. A row that has ended stays as it is.
 
-    The request is kept with the operation: rows of a pending one draw nothing, also if it is pending because
-    its workers were lost and its run is repeated.
+    The request is kept with the operation: rows of a pending one draw nothing, also if it is
+    pending because its workers were lost and its run is repeated.
     """
     rows = sorted(set(body.rows))
     return await services.ask(request, m.CANCEL_OPERATION, operation=operation, rows=rows)
