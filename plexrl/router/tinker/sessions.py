@@ -24,6 +24,7 @@ from plexrl.model.spec import ModelSpec
 from plexrl.router.services.authentication import Caller
 from plexrl.router.services.services import RouterServices
 from plexrl.router.tinker.api import ClusterApi
+from plexrl.router.tinker.completions import Completions
 from plexrl.router.tinker.futures import Futures, request_digest
 from plexrl.router.tinker.messages.requests import CreateModel, CreateSession, LoraConfig
 from plexrl.router.tinker.records import (
@@ -64,6 +65,7 @@ class Sessions:
         self.api = api
         self.records = records
         self.futures = Futures(api, records)
+        self.completions = Completions(api, records)
         self._bases = asyncio.Lock()
         self._seen: dict[str, float] = {}
         """When each session was last heard of, by the monotonic clock."""

@@ -216,6 +216,24 @@ class FutureName(JsonRequest):
     allow_metadata_only: bool = False
 
 
+class SamplerTarget(_Part):
+    """A sampler, or a clone of it in the client."""
+
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(default=0, ge=0)
+
+
+class FutureNames(JsonRequest):
+    """Asks which samples of a sampler have ended."""
+
+    target: SamplerTarget
+    prev_cursor: int = Field(default=0, ge=0)
+    timeout: float | None = Field(default=None, ge=0)
+    """Seconds to wait for one; None: as long as the server holds a poll."""
+    retrieved_request_ids: tuple[str, ...] = ()
+    """Samples whose results the client has."""
+
+
 class Ttl(JsonRequest):
     """A checkpoint's time to live; None: it is kept."""
 

@@ -18,7 +18,6 @@ REFUSED = {
     "copy_weights": "the path as it is: it stays readable after its session has ended",
     "create_custom_loss": "forward_backward_custom with a function, which runs in the client",
     "join_sampling_session": "a sampling client of each process",
-    "retrieve_futures": "retrieve_future",
 }
 """Routes that the SDK has and PlexRL has not, and what to use instead."""
 
