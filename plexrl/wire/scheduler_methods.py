@@ -25,7 +25,7 @@ from plexrl.wire.messages.cluster_views import (
     ServiceLevels,
     Tenants,
     TenantView,
-    Usage,
+    UsageReport,
 )
 from plexrl.wire.messages.node_queries import (
     JobCheckpoints,
@@ -60,7 +60,7 @@ ADD_KEY = Method[AddedKeyView]("add_key")
 REVOKE_KEY = Method[EmptyView]("revoke_key")
 MODEL_ROOTS = Method[ModelRootsView]("model_roots")
 CHECKPOINT_OWNER = Method[CheckpointOwnerView]("checkpoint_owner")
-LIST_USAGE = Method[Usage]("list_usage")
+LIST_USAGE = Method[UsageReport]("list_usage")
 STATUS = Method[ClusterView]("status")
 CONDITIONS = Method[ConditionsView]("conditions")
 ETA_QUALITY = Method[EtaQualityView]("eta_quality")

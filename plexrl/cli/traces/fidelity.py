@@ -13,7 +13,7 @@ from plexrl.cli.traces.prediction import SEEDS, WARM_UP_CYCLES, Policy, Seeds, W
 if TYPE_CHECKING:
     from plexrl.sim.fidelity.history import LeftOut
     from plexrl.sim.fidelity.planning import Planning
-    from plexrl.sim.fidelity.values import GroupCycles, Quantiles
+    from plexrl.sim.fidelity.values import CycleQuantiles, GroupCycles
     from plexrl.traces.convert.history import History
 
 
@@ -127,7 +127,7 @@ def _warn_left_out(jobs: "Sequence[LeftOut]") -> None:
         warn(f"left out: {job.job}: {job.reason}")
 
 
-def _seconds(quantiles: "Quantiles") -> str:
+def _seconds(quantiles: "CycleQuantiles") -> str:
     return f"{quantiles.median:.2f} / {quantiles.p95:.2f} s"
 
 

@@ -33,7 +33,7 @@ from plexrl.wire.messages.cluster_views import (
     NodeView,
     SharingView,
     StatusView,
-    Usage,
+    UsageReport,
     UsageView,
     UsedKeyView,
 )
@@ -245,14 +245,14 @@ class Cluster:
     def usage(self) -> list[UsageView]:
         """Usage, one row for each job and kind of operation: the tenant's own; for the operator
         that of all tenants."""
-        found: Usage = self._transport.ask("GET", "/v1/usage")
+        found: UsageReport = self._transport.ask("GET", "/v1/usage")
         return found["usage"]
 
     def sharing(self) -> list[SharingView]:
         """Savings by sharing GPUs, one row for each job with savings: the tenant's own; for the
         operator all. `saved_gpu_seconds` is `isolated_gpu_seconds` (on groups of its own) less
         `held_gpu_seconds` (its part of shared groups); negative if sharing cost more."""
-        found: Usage = self._transport.ask("GET", "/v1/usage")
+        found: UsageReport = self._transport.ask("GET", "/v1/usage")
         return found["sharing"]
 
     def tenants(self) -> list[DescribedTenantView]:

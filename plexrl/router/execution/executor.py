@@ -34,8 +34,8 @@ from plexrl.router.dispatch.run_parts import (
 from plexrl.router.execution.early_transfers import EarlyTransfers, Workers
 from plexrl.router.execution.worker_link import WorkerGoneError, WorkerLink
 from plexrl.wire.messages import (
-    Abort,
     AbortOperation,
+    AbortRun,
     AnyReply,
     AnyRun,
     DiscardBlobs,
@@ -177,7 +177,7 @@ class Executor:
 
     async def _abort(self, command: AbortOperation, worker: WorkerName, address: str) -> None:
         try:
-            await self.link(worker, address).send(frame_header(Abort(abort=command)))
+            await self.link(worker, address).send(frame_header(AbortRun(abort=command)))
         except (WorkerGoneError, PlexRLError, OSError) as error:
             # Nothing runs on this rank.
             LOG.info("%s did not receive the abort of %s: %s", worker, command.operation, error)

@@ -8,7 +8,7 @@ import numpy as np
 
 from plexrl.model.text.files import TOKENIZER, end_token_ids, read_object
 from plexrl.router.dispatch.reductions import row_masks
-from plexrl.router.observe.run_health import Generated, Stepped, Trained
+from plexrl.router.observe.run_health import GeneratedSamples, Stepped, Trained
 from plexrl.wire.tensors import Array, Arrays
 
 SHORT_TOKENS = 16
@@ -36,13 +36,13 @@ def generated(
     *,
     keeps_cache: bool,
     max_tokens: int,
-) -> Generated:
+) -> GeneratedSamples:
     """The figures of a `generate`. `arrays` has `finish` [samples], `lengths` [samples], `tokens`
     [all tokens]; `keeps_cache`: the last sync kept the KV cache of earlier weights. That samples of
     at most `SHORT_TOKENS` end by length says nothing: many tasks have answers of a known length."""
     finish, lengths = arrays["finish"], arrays["lengths"]
     continued = {segment[0] for segment in result.get("segments", ()) if segment[1] > 0}
-    return Generated(
+    return GeneratedSamples(
         samples=int((finish != 2).sum()),
         by_length=int((finish == 1).sum()) if max_tokens > SHORT_TOKENS else 0,
         past_end=_past_end(arrays["tokens"], lengths, finish != 2, ends),

@@ -11,7 +11,7 @@ from plexrl.sim.fidelity.run_forecast import RunForecast
 
 
 @dataclass(frozen=True, slots=True)
-class Quantiles:
+class CycleQuantiles:
     """Quantiles of the durations of a job's cycles, in seconds."""
 
     median: float
@@ -24,8 +24,8 @@ class JobCycles:
 
     job: str
     cycles: int
-    measured_s: Quantiles
-    predicted_s: Quantiles
+    measured_s: CycleQuantiles
+    predicted_s: CycleQuantiles
     error: Errors
     law_s: float | None
     """Predicted from drawn cycles; None: no prediction."""
@@ -140,5 +140,5 @@ def _job(group: GroupFidelity, job: str) -> JobCycles:
     )
 
 
-def _quantiles(values: Sequence[float]) -> Quantiles:
-    return Quantiles(median(values), p95_of(values))
+def _quantiles(values: Sequence[float]) -> CycleQuantiles:
+    return CycleQuantiles(median(values), p95_of(values))

@@ -462,7 +462,7 @@ class Keys(TypedDict):
     keys: list[UsedKeyView]
 
 
-class Usage(TypedDict):
+class UsageReport(TypedDict):
     """Usage by job and kind of operation, and savings by sharing, by job."""
 
     usage: list[UsageView]

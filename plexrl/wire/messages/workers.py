@@ -44,7 +44,7 @@ class StartRun(WorkerRequest, frozen=True, kw_only=True, tag="run"):
     share: RankShare
 
 
-class Abort(WorkerRequest, frozen=True, kw_only=True, tag="abort"):
+class AbortRun(WorkerRequest, frozen=True, kw_only=True, tag="abort"):
     """Stop a generation, or rows of it. It is not answered."""
 
     abort: AbortOperation
@@ -94,7 +94,7 @@ class ReadStream(EngineRequest, frozen=True, kw_only=True, tag="read_stream"):
 
 
 AnyEngineRequest = EngineStatistics | EngineLoad | Pause | Resume | SetTp | ReadStream
-AnyRequest = StartRun | Abort | AnyEngineRequest
+AnyRequest = StartRun | AbortRun | AnyEngineRequest
 
 
 RunResult = dict[str, Any]

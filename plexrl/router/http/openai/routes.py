@@ -23,7 +23,7 @@ from plexrl.router.http.openai.prompts import Prompt, chat_prompt, text_prompt
 from plexrl.router.http.openai.requests import ChatRequest, CompletionRequest
 from plexrl.router.http.openai.trajectory import (
     CapturedCall,
-    Reply,
+    CapturedReply,
     decode_calls,
     replies,
     segments,
@@ -97,7 +97,7 @@ class _Target:
         """Id of the deployment."""
         return f"{self.job}/{self.name}"
 
-    async def replies(self) -> list[Reply]:
+    async def replies(self) -> list[CapturedReply]:
         """The captured replies of the trajectory so far."""
         if not self.trajectory:
             return []
@@ -128,7 +128,7 @@ Target = Annotated[_Target, Depends(_target)]
 async def completions(target: Target, body: CompletionRequest) -> Response:
     """The call is captured if the path or the header `PlexRL-Trajectory` names a trajectory."""
 
-    def write(tokenizer: Tokenizer, spec: DeploymentSpec, known: list[Reply]) -> _Written:
+    def write(tokenizer: Tokenizer, spec: DeploymentSpec, known: list[CapturedReply]) -> _Written:
         prompts = [text_prompt(tokenizer, body, text, known) for text in body.prompts()]
         sampling = body.sampling(body.max_tokens or spec.max_sequence_tokens, body.logprobs or 0)
         return prompts, sampling
@@ -147,7 +147,7 @@ async def chat_completions(target: Target, body: ChatRequest) -> Response:
     call is captured if the path or the header `PlexRL-Trajectory` names a trajectory: a
     conversation that goes on after a captured reply then continues its exact tokens."""
 
-    def write(tokenizer: Tokenizer, spec: DeploymentSpec, known: list[Reply]) -> _Written:
+    def write(tokenizer: Tokenizer, spec: DeploymentSpec, known: list[CapturedReply]) -> _Written:
         prompt = chat_prompt(tokenizer, body, known)
         return [prompt], chat_sampling(body, prompt, spec)
 
@@ -161,7 +161,7 @@ _Written = tuple[list[Prompt], SamplingParams]
 async def _generate(
     target: _Target,
     body: ChatRequest | CompletionRequest,
-    write: Callable[[Tokenizer, DeploymentSpec, list[Reply]], _Written],
+    write: Callable[[Tokenizer, DeploymentSpec, list[CapturedReply]], _Written],
 ) -> Response:
     """Answer a request whose prompts `write` makes, in a thread."""
     caller, spec = await _opened(target, body)

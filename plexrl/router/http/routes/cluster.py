@@ -39,7 +39,7 @@ from plexrl.wire.messages.cluster_views import (
     Nodes,
     NodeView,
     StatusView,
-    Usage,
+    UsageReport,
 )
 from plexrl.wire.parameter_checks import check_name
 
@@ -170,7 +170,7 @@ async def revoke_key(request: Request, services: Services, name: str, key: str) 
 
 
 @ROUTES.get("/usage", summary="Usage by job and kind of operation; savings by sharing, by job")
-async def usage(request: Request, services: Services) -> Usage:
+async def usage(request: Request, services: Services) -> UsageReport:
     """The tenant's own usage; for the operator that of all tenants."""
     return await services.ask(request, m.LIST_USAGE)
 

@@ -126,7 +126,7 @@ class RouterCalls:
         await self._shell.confirm_lead()
         return {"blobs": unreferenced_payloads(self._core.cluster.state, call.blobs)}
 
-    async def _list_usage(self, scope: Scope, _: calls.Nothing) -> cv.Usage:
+    async def _list_usage(self, scope: Scope, _: calls.Nothing) -> cv.UsageReport:
         sharing = sharing_view(self._core.cluster.state, scope, self._now())
         return {"usage": usage_view(self._core.cluster.state, scope), "sharing": sharing}
 
