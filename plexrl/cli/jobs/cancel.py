@@ -93,11 +93,13 @@ def _cancel(job: "Job", reason: str) -> CancelledJob:
 
 
 def _operations(view: "JobView") -> int:
-    return sum(each["pending"] + len(each["running"]) for each in view["deployments"])
+    return sum(
+        deployment["pending"] + len(deployment["running"]) for deployment in view["deployments"]
+    )
 
 
 def _placed(view: "JobView") -> "list[DeploymentView]":
-    return [each for each in view["deployments"] if each["group"] is not None]
+    return [deployment for deployment in view["deployments"] if deployment["group"] is not None]
 
 
 def _released(result: CancelledJob) -> str:

@@ -86,15 +86,15 @@ def jobs(
 def residencies(job: JobView) -> str:
     """Where the state of each of the job's deployments is, as text."""
     return ", ".join(
-        f"{each['deployment'].rpartition('/')[2]} {each['residency']}"
-        + (" (paced)" if each["pace"] else "")
-        for each in job["deployments"]
+        f"{deployment['deployment'].rpartition('/')[2]} {deployment['residency']}"
+        + (" (paced)" if deployment["pace"] else "")
+        for deployment in job["deployments"]
     )
 
 
 def _waits(job: JobView) -> str:
     """The part of its time that the job waited for others, and the greatest that it accepts."""
-    parts = [each["waiting_part"] for each in job["deployments"]]
+    parts = [deployment["waiting_part"] for deployment in job["deployments"]]
     worst = max((part for part in parts if part is not None), default=None)
     return f"{'-' if worst is None else f'{worst:.0%}'} of {job['slo']:.0%}"
 
@@ -160,8 +160,8 @@ def logs(
     if output.as_json:
         write_json(answer["logs"])
         return
-    for each in answer["logs"]:
-        write_text(f"==> {_where(each)} <==\n{each['text']}\n")
+    for log in answer["logs"]:
+        write_text(f"==> {_where(log)} <==\n{log['text']}\n")
 
 
 def _where(log: LogView) -> str:

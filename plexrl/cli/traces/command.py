@@ -345,10 +345,10 @@ def _wandb_runs(trace: str, metrics: list[str] | None, skip_bad: bool) -> "Itera
     from plexrl.traces import read_runs
 
     phases = {}
-    for each in metrics or ():
-        name, equals, phase = each.rpartition("=")
+    for metric in metrics or ():
+        name, equals, phase = metric.rpartition("=")
         if not equals:
-            raise typer.BadParameter(f"{each!r}: write it as NAME=PHASE")
+            raise typer.BadParameter(f"{metric!r}: write it as NAME=PHASE")
         phases[name] = phase
     on_problem = _printer(trace, sys.stderr) if skip_bad else None
     return read_runs(trace, metrics=phases, skip_bad=skip_bad, on_problem=on_problem)

@@ -49,9 +49,9 @@ class Job(JobRecords):
     def __init__(self, transport: Transport, view: JobView, *, heartbeat: bool) -> None:
         super().__init__(transport, view, transport.controller or Controller())
         self.gradients_found: dict[str, int] = {
-            each["deployment"]: each["waiting_gradients"]
-            for each in view["deployments"]
-            if each["waiting_gradients"]
+            deployment["deployment"]: deployment["waiting_gradients"]
+            for deployment in view["deployments"]
+            if deployment["waiting_gradients"]
         }
         """By deployment: the `forward_backward` calls since its last step, at the attachment."""
         self._control.receive_failure(view["failure"], self._control.acknowledged_count)

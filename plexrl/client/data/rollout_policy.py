@@ -216,5 +216,5 @@ def policy_fields(policy: RolloutPolicy) -> PolicyFields:
 def plain_fields(policy: RolloutPolicy) -> dict[str, object]:
     """`policy_fields` as JSON values, for the order of a rollout."""
     found = policy_fields(policy)
-    plain: dict[str, object] = {each.name: getattr(found, each.name) for each in fields(found)}
+    plain: dict[str, object] = {field.name: getattr(found, field.name) for field in fields(found)}
     return plain | {"adaptive_tp": msgspec.to_builtins(found.adaptive_tp)}

@@ -34,7 +34,9 @@ def is_durable(listing: Mapping[str, Any], name: str, seq: int) -> bool:
         CheckpointNotFoundError: the checkpoint does not exist, and no node writes it.
         PlexRLError: the error with which the checkpoint failed.
     """
-    found = next((each for each in listing["checkpoints"] if each["name"] == name), None)
+    found = next(
+        (checkpoint for checkpoint in listing["checkpoints"] if checkpoint["name"] == name), None
+    )
     if found is None:
         if listing["failed"]:
             # A node that does not reply may be the one that writes the checkpoint.

@@ -237,7 +237,7 @@ class _ApiView:
             UnavailableError: no router answers.
         """
         found = await self._ask("GET", "/v1/nodes")
-        return {each["node"] for each in found["nodes"] if each["alive"]}
+        return {node["node"] for node in found["nodes"] if node["alive"]}
 
     async def remove(self, node: str) -> None:
         """Forget a node that has no work.

@@ -341,7 +341,7 @@ class Executor:
         run = parts.run_of(command)
         workers = _workers(command.deployment, command.incarnation, command.addresses)
         if command.kind in SPLIT_KINDS:
-            links = tuple(self.link(*each) for each in workers)
+            links = tuple(self.link(*worker) for worker in workers)
             self._latest[command.deployment] = Workers(command.incarnation, links)
         payload_name, partial = blobs_of(command)
         # What is left of an interrupted generation is another payload.
@@ -397,7 +397,7 @@ class Executor:
         if body and (spoilt := await asyncio.to_thread(result_error, command.kind, body)):
             self._report_failed(command, spoilt.to_wire(), state_intact=True)
             return
-        steps = [each["trainer_step"] for each in results if "trainer_step" in each]
+        steps = [result["trainer_step"] for result in results if "trainer_step" in result]
         ref: BlobRef | None = None
         unfinished = 0
         if body:

@@ -62,12 +62,12 @@ class ClusterHealth:
         """Health without a key: codes, times and counts, no names and no messages."""
         found = await self.conditions()
         parts = self.parts()
-        restarts = [each.last_restart_at for each in parts.values() if each.last_restart_at]
+        restarts = [part.last_restart_at for part in parts.values() if part.last_restart_at]
         return {
             "ok": not found,
             "scheduler": self._scheduler.is_connected,
             "conditions": [{"code": each["code"], "since": each["since"]} for each in found],
-            "restarts": sum(each.restarts for each in parts.values()),
+            "restarts": sum(part.restarts for part in parts.values()),
             "last_restart_at": max(restarts, default=None),
         }
 

@@ -267,11 +267,11 @@ class RunWatch:
         if not job.read_at or now - job.read_at >= KEPT_S:
             job.read_at = now
             folder = _folder(name)
-            names = [each for each in self._store.sizes(folder) if each != SETTINGS]
+            names = [size for size in self._store.sizes(folder) if size != SETTINGS]
             if job.written_at:
                 # Before, its own file is from before this router's restart.
-                names = [each for each in names if each != self._router]
-            texts = [self._store.read(f"{folder}/{each}") for each in names]
+                names = [name for name in names if name != self._router]
+            texts = [self._store.read(f"{folder}/{name}") for name in names]
             found = [msgspec.json.decode(text, type=_Seen) for text in texts if text]
             job.others = [each.view for each in found if time.time() - each.at < OTHERS_S]
         with self._lock:

@@ -94,7 +94,7 @@ def _make_app(services: RouterServices, timeout_s: float) -> FastAPI:
 
 def _with_bearer(scope: "Scope") -> "Scope":
     """The scope of a request whose `X-API-Key` is an `Authorization` header."""
-    headers = [each for each in scope["headers"] if each[0] != b"authorization"]
+    headers = [header for header in scope["headers"] if header[0] != b"authorization"]
     for name, value in scope["headers"]:
         if name == b"x-api-key":
             key = value.decode("latin-1").removeprefix(KEY_PREFIX)

@@ -362,12 +362,12 @@ class Sessions:
         The caller holds `_bases` until the sampler is noted, so that nobody ends the job."""
         options = _options(session.metadata, OPTIONS["rollout"])
         kind = request_digest(f"{session.tenant} {folder} {options}")
-        for each in self._live_samplers():
-            job = each.deployment.partition("/")[0]
+        for sampler in self._live_samplers():
+            job = sampler.deployment.partition("/")[0]
             if job.startswith(f"tinker-base-{kind}"):
                 try:
                     await self.api.call(key, "POST", f"/v1/jobs/{job}/heartbeat")
-                    return each.deployment
+                    return sampler.deployment
                 except (ConflictError, UnknownJobError) as error:
                     LOG.info("%s has ended: %s", job, error)
         job = f"tinker-base-{kind}-{secrets.token_hex(4)}"
@@ -464,7 +464,9 @@ def without_seed(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _jobs_of(samplers: Iterable[SamplerRecord]) -> set[str]:
-    jobs = {each.deployment.partition("/")[0] for each in samplers if each.checkpoint is None}
+    jobs = {
+        sampler.deployment.partition("/")[0] for sampler in samplers if sampler.checkpoint is None
+    }
     return jobs
 
 

@@ -72,7 +72,7 @@ def record(
 
 
 def _row(job: PastJob, runs: Mapping[str, Sequence[PastRun]], now: float) -> TraceJob | None:
-    deployments = [each for each in job.deployments if each.deployment in runs]
+    deployments = [deployment for deployment in job.deployments if deployment.deployment in runs]
     if not deployments:
         return None
     training = [deployment for deployment in deployments if deployment.kind != "rollout"]

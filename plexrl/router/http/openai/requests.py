@@ -102,7 +102,7 @@ class CompletionRequest(_Request):
     def check_known(self) -> None:
         """As for all requests; and prompts must be text that can be encoded."""
         super().check_known()
-        _check_text("prompt", [each for each in self.prompts() if isinstance(each, str)])
+        _check_text("prompt", [prompt for prompt in self.prompts() if isinstance(prompt, str)])
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids.

@@ -148,13 +148,13 @@ async def add_samples(request: Request, services: Services, job: str, body: Samp
     await services.ask(request, m.GET_JOB, job=job)
     rows: list[SampleView] = [
         {
-            "prompt": each.prompt,
-            "text": each.text,
-            "reward": each.reward,
-            "length": each.length,
-            "ended_by": each.ended_by,
+            "prompt": sample.prompt,
+            "text": sample.text,
+            "reward": sample.reward,
+            "length": sample.length,
+            "ended_by": sample.ended_by,
         }
-        for each in body.samples
+        for sample in body.samples
     ]
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(
@@ -236,7 +236,7 @@ async def checkpoint_file(
     current, files = await services.checkpoint_quota.files(job, name)
     if version is not None and version != current:
         raise ConflictError(f"checkpoint {name!r} of job {job!r} was replaced: download it again")
-    file = next((each for each in files if each.path == path), None)
+    file = next((file for file in files if file.path == path), None)
     if file is None:
         raise CheckpointNotFoundError(f"checkpoint {name!r} of job {job!r} has no file {path!r}")
     start = min(max(start, 0), file.nbytes)

@@ -19,7 +19,7 @@ async def every(request: Request, services: Services) -> Rollouts:
     found = await services.rollout_views.views()
     if not caller.is_operator:
         listed = await services.scheduler.call(m.LIST_JOBS, caller.claim)
-        own = {each["job"] for each in listed["jobs"]}
+        own = {job["job"] for job in listed["jobs"]}
         found = [each for each in found if each["job"] in own]
     return {"rollouts": found}
 

@@ -37,7 +37,7 @@ class StoredVersion:
 
     def keep_only(self, nodes: Collection[NodeId]) -> None:
         """The nodes that are not among `nodes` drop the version."""
-        self.nodes = [each for each in self.nodes if each in nodes]
+        self.nodes = [node for node in self.nodes if node in nodes]
 
     def lose(self) -> None:
         """No node holds the version."""

@@ -61,7 +61,7 @@ class OnPolicy(Coordinated):
         longest = setting.workload.prompt_tokens + setting.workload.limit
         self._planner = None
         if self._parts.parallelism and setting.model is not None:
-            sizes = [each for each in setting.model.sizes(longest) if not setting.gpus % each]
+            sizes = [size for size in setting.model.sizes(longest) if not setting.gpus % size]
             profile = {size: setting.model.costs(size).step_s(1, 0) for size in sizes}
             self._planner = ParallelismPlanner(sizes, setting.costs.gpus, profile=profile)
         self._stream = StreamTrainer(setting.costs.train_gpu_s_per_token)
@@ -145,7 +145,7 @@ class OnPolicy(Coordinated):
             elif isinstance(command, ReportScaleDown):
                 freed = command.freed
         reports = (ReportQueuedGroup, ReportScaleDown)
-        super()._issue([each for each in commands if not isinstance(each, reports)])
+        super()._issue([command for command in commands if not isinstance(command, reports)])
         if freed:
             world = self._world
             world.at(world.now + world.setting.command_s, self._in_round(lambda: self._free(freed)))
