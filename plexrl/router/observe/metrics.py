@@ -14,6 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.wire.messages.cluster_views import HealthView
 from plexrl.wire.messages.run_views import RunHealthView
 
@@ -148,13 +149,13 @@ class RunHealthCollector(Collector):
 
     def __init__(
         self,
-        views: Mapping[str, RunHealthView],
+        views: Mapping[JobKey, RunHealthView],
         jobs: Sequence[Mapping[str, Any]],
         named: Sequence[Mapping[str, Any]],
     ) -> None:
         """`views` are by job; `jobs` and `named` as in `ServiceLevelCollector`."""
-        self._views = [views[job["job"]] for job in jobs if job["job"] in views]
-        self._named = [(each, views[each["job"]]) for each in named if each["job"] in views]
+        self._views = [view for job in jobs if (view := views.get(_key(job)))]
+        self._named = [(job, view) for job in named if (view := views.get(_key(job)))]
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
@@ -191,3 +192,7 @@ def metrics_text(*collectors: Collector) -> bytes:
     for collector in collectors:
         registry.register(collector)
     return generate_latest(registry)
+
+
+def _key(job: Mapping[str, Any]) -> JobKey:
+    return JobKey(job["tenant"], job["job"])

@@ -53,7 +53,9 @@ def certainty(plan: CapacityPlan) -> str:
         )
     if plan.broken_budgets:
         broken = ", ".join(budget.text for budget in plan.broken_budgets)
-        text += f" But at that size {broken} does not hold; larger clusters were not looked at for that."
+        text += (
+            f" But at that size {broken} does not hold; larger ones were not looked at for that."
+        )
     cheapest = cheapest_feasible(plan)
     if cheapest is not None and cheapest != plan.nodes:
         cost = short(plan.results[cheapest].cost)

@@ -14,6 +14,7 @@ from plexrl.errors import InvalidRequestError, NotFoundError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.text.tokenizer import Tokenizer
 from plexrl.process.folders.operator_key import new_api_key
+from plexrl.router.execution.deployment_specs import OwnedSpec
 from plexrl.router.http.openai.generation import (
     OpenAIGeneration,
     chat_sampling,
@@ -30,6 +31,7 @@ from plexrl.router.http.openai.trajectory import (
 )
 from plexrl.router.http.routes.deployments import texts_of
 from plexrl.router.http.routes.streams import SERVER_SENT
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.router.services.authentication import Caller, key_digest
 from plexrl.router.services.services import RouterServices, Services
 from plexrl.wire import scheduler_methods as m
@@ -97,11 +99,12 @@ class _Target:
         """Id of the deployment."""
         return f"{self.job}/{self.name}"
 
-    async def replies(self) -> list[CapturedReply]:
-        """The captured replies of the trajectory so far."""
+    async def replies(self, tenant: str) -> list[CapturedReply]:
+        """The captured replies of the trajectory of a tenant's job so far."""
         if not self.trajectory:
             return []
-        calls = await _calls(self.services, self.job, self.name, self.trajectory)
+        key = JobKey(tenant, self.job)
+        calls = await _calls(self.services, key, self.name, self.trajectory)
         return await asyncio.to_thread(replies, calls)
 
 
@@ -164,17 +167,18 @@ async def _generate(
     write: Callable[[Tokenizer, DeploymentSpec, list[CapturedReply]], _Written],
 ) -> Response:
     """Answer a request whose prompts `write` makes, in a thread."""
-    caller, spec = await _opened(target, body)
+    caller, (spec, tenant) = await _opened(target, body)
     count = len(body.prompts()) if isinstance(body, CompletionRequest) else 1
     captured = _captured(target.trajectory, count, body.n)
     tokenizer = await _tokenizer(target.services, caller, target.deployment, spec)
-    known = await target.replies()
+    known = await target.replies(tenant)
     prompts, sampling = await asyncio.to_thread(write, tokenizer, spec, known)
     return await _answer(
         OpenAIGeneration(
             services=target.services,
             request=target.request,
             caller=caller,
+            tenant=tenant,
             job=target.job,
             name=target.name,
             spec=spec,
@@ -196,8 +200,8 @@ async def captured_segments(
     `[start, version, trainer_step]`; `finish_reason` and `operations`. They are kept for an hour
     after the trajectory's last call."""
     caller = await services.caller(request)
-    await services.spec(f"{job}/{name}", caller)
-    calls = await _calls(services, job, name, _captured(trajectory, 1, 1))
+    owned = await services.owned_spec(f"{job}/{name}", caller)
+    calls = await _calls(services, JobKey(owned.tenant, job), name, _captured(trajectory, 1, 1))
     if not calls:
         raise NotFoundError(
             f"nothing of trajectory {trajectory!r} is captured: name it in the path or the header "
@@ -216,19 +220,19 @@ def _segment_parts(calls: list[CapturedCall]) -> Iterator[bytes]:
 
 async def _opened(
     target: _Target, body: ChatRequest | CompletionRequest
-) -> tuple[Caller, DeploymentSpec]:
+) -> tuple[Caller, OwnedSpec]:
     caller = await target.services.caller(target.request)
-    spec = await target.services.spec(target.deployment, caller)
-    name = target.name
-    if spec.kind != "rollout":
-        raise InvalidRequestError(f"{name!r} is a {spec.kind} deployment, and only rollouts answer")
+    owned = await target.services.owned_spec(target.deployment, caller)
+    name, kind = target.name, owned.spec.kind
+    if kind != "rollout":
+        raise InvalidRequestError(f"{name!r} is a {kind} deployment, and only rollouts answer")
     body.check_known()
     if body.model not in (name, target.deployment):
         raise NotFoundError(
             f"there is no model {body.model!r} here: the deployment's name is {name!r}",
             where="body.model",
         )
-    return caller, spec
+    return caller, owned
 
 
 def _captured(trajectory: str, prompts: int, choices: int) -> str:
@@ -268,7 +272,7 @@ async def _answer(generation: OpenAIGeneration) -> Response:
 
 
 async def _calls(
-    services: RouterServices, job: str, name: str, trajectory: str
+    services: RouterServices, job: JobKey, name: str, trajectory: str
 ) -> list[CapturedCall]:
     loop = asyncio.get_running_loop()
     rows = await loop.run_in_executor(
