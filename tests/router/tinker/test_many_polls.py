@@ -5,8 +5,8 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -47,6 +47,14 @@ async def submit(http: httpx.AsyncClient, sampler: str, number: int) -> None:
     (await http.post("/asample", json=body)).raise_for_status()
 
 
+async def beat(http: httpx.AsyncClient, session: str) -> None:
+    """Heartbeats, as the SDK sends them."""
+    while True:
+        with suppress(httpx.TransportError):
+            await http.post("/session_heartbeat", json={"session_id": session})
+        await asyncio.sleep(10.0)
+
+
 async def poll(http: httpx.AsyncClient, sampler: str, clone: int, answers: list[int]) -> None:
     """Polls as the SDK does: at once after an answer, a second later after an error."""
     target = {"sampling_session_id": sampler, "cloned_sampler_id": clone}
@@ -73,6 +81,8 @@ def test_2000_open_samples_outlive_a_killed_router_with_a_poll_for_each_sampler(
             base_url=f"{tenant.url}/api/v1", headers=headers, timeout=60, limits=limits
         ) as http:
             samplers = await make_samplers(http, ("tiny", "second"))
+            session = samplers[0].partition(":")[0]
+            beating = asyncio.create_task(beat(http, session))
             for sampler in samplers:
                 for clone in range(CLONES):
                     first = clone * CLONE
@@ -91,10 +101,9 @@ def test_2000_open_samples_outlive_a_killed_router_with_a_poll_for_each_sampler(
             await asyncio.sleep(WATCHED_S)
             seen: dict[tuple[str, int], list[int]] = {who: [*answers[who]] for who in answers}
             assert not any(each.done() for each in polls), time.monotonic() - began
-            for each in polls:
+            for each in (beating, *polls):
                 each.cancel()
-            await asyncio.gather(*polls, return_exceptions=True)
-            session: Any = samplers[0].partition(":")[0]
+            await asyncio.gather(beating, *polls, return_exceptions=True)
             reason = {"reason": {"type": "interrupted"}}
             (await http.post(f"/sessions/{session}/finish", json=reason)).raise_for_status()
             return seen

@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,13 +112,11 @@ class Rank:
         assert np.array_equal(self.memory, expected)
 
 
-def once(happens: Mapping[str, Callable[[], object]]) -> Callable[[str], None]:
+def once(happens: dict[str, Callable[[], None]]) -> Callable[[str], None]:
     """Fault points that call `happens` on their first visit."""
 
-    left = dict(happens)
-
     def reach(at: str) -> None:
-        left.pop(at, lambda: None)()
+        happens.pop(at, lambda: None)()
 
     return reach
 
@@ -423,11 +421,10 @@ def test_a_replica_that_is_promoted_and_evicted_during_a_save_is_kept(
         with store.lease_in_memory(name, name) as lease:
             assert lease.tier == HOST
 
-    happens: dict[str, Callable[[], object]]
-    happens = {
-        "put.reserved": bring,
-        "put.copied": lambda: store.allocator.copy_to_nvme(name, keep=False),
-    }
+    def copy() -> None:
+        store.allocator.copy_to_nvme(name, keep=False)
+
+    happens: dict[str, Callable[[], None]] = {"put.reserved": bring, "put.copied": copy}
     monkeypatch.setattr(store._faults, "reach", once(happens))
     other.put(5)
     assert not happens
