@@ -63,7 +63,8 @@ class _Steps:
     def __init__(self, state: State, skipped: frozenset[str]) -> None:
         self._state, self._skipped = state, skipped
         self._count = 0
-        self._kind = self._subject = ""
+        self._kind = ""
+        self._subject: object = ""
         self._repeated: dict[str, int] | None = None
 
     @property
@@ -71,7 +72,7 @@ class _Steps:
         """The name of the step that runs."""
         return f"{self._kind} {self._subject}".rstrip()
 
-    def name(self, kind: str, subject: str) -> bool:
+    def name(self, kind: str, subject: object) -> bool:
         """Name the next step. False: it must be skipped."""
         self._kind, self._subject = kind, subject
         return not self._skipped or self.current not in self._skipped
@@ -125,7 +126,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
         if is_due:
             for what in effects.due(now):
                 # Not counted: thousands may be due at once, and each only once.
-                if steps.name("timer", str(what)):
+                if steps.name("timer", what):
                     _look_again(context, what, now)
         while True:
             if waiting.must_retry or waiting.newcomers:
@@ -139,7 +140,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
             if not (cluster.holdings.detached and waiting and _preempt(context, steps, now)):
                 break
         if len(state.ended) > state.ended_jobs and steps.begin("forgetting"):
-            forget_ended(state, context.settings)
+            forget_ended(context)
     except MemoryError:
         raise
     except Exception as error:
@@ -166,13 +167,13 @@ def _place(context: Context, steps: _Steps, now: float) -> None:
 
 
 def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
-    dirty, groups = context.effects.dirty, context.state.groups
+    dirty, groups, step = context.effects.dirty, context.state.groups, context.step(now)
     while dirty:
         touched = next(iter(dirty))
         del dirty[touched]
         group = groups.get(touched)
         if group is not None and steps.begin("group", touched):
-            GroupStep(context, group, now).advance()
+            GroupStep(context, step, group).advance()
 
 
 def _end_cycles(context: Context, steps: _Steps, now: float) -> None:
@@ -198,22 +199,22 @@ def _look_again(context: Context, what: Subject, now: float) -> None:
         case TimerKind.GROUP:
             effects.touch(GroupId(name))
         case TimerKind.DEADLINE:
-            deadline_passed(state, effects, OperationId(name), now)
+            deadline_passed(context.step(now), OperationId(name))
         case TimerKind.PLACEMENT | TimerKind.ADMISSION:
             context.cluster.waiting.retry_all_if_any()
         case TimerKind.PROFILE:
             look_for_profile(context.cluster, effects, DeploymentId(name), now)
         case TimerKind.OVERDUE:
-            found = find_overrun(state, context.settings, effects, DeploymentId(name), now)
+            found = find_overrun(context.step(now), DeploymentId(name))
             if found is not None:
                 restart(context, found.deployment, found.reason, now, counts=found.counts)
         case TimerKind.NODE if name in state.nodes:
             reconcile_node(context, NodeId(name), now)
         case TimerKind.LAUNCH if name in state.deployments:
-            launch_if_due(state, effects, state.deployment(DeploymentId(name)), now)
+            launch_if_due(context.step(now), state.deployment(DeploymentId(name)))
         case TimerKind.MIGRATION:
             deployment = state.deployments.get(DeploymentId(name))
             if deployment is not None and deployment.wpg.state == WpgState.MIGRATING:
-                send_migration(state, effects, deployment)
+                send_migration(context.step(now), deployment)
         case TimerKind.JOB if (job := state.jobs.get(JobId(name))) is not None:
             detach_or_cancel(context, job, now)

@@ -82,7 +82,7 @@ from plexrl.scheduler.recovery.nodes import (
     state_migrated,
 )
 from plexrl.scheduler.rules.config import SchedulerConfig, with_core_settings
-from plexrl.scheduler.rules.limits import check_numbers, within_limits
+from plexrl.scheduler.rules.limits import RANGES, check_numbers
 from plexrl.scheduler.rules.lookups import (
     check_live,
     find_deployment,
@@ -122,8 +122,8 @@ class SchedulerCore:
             ev.SchedulerStarted: self._scheduler_started,
             ev.NodeJoined: partial(node_joined, context),
             ev.NodeLost: partial(node_lost, context),
-            ev.RouterJoined: partial(router_joined, context.state, context.effects),
-            ev.RouterLost: partial(router_lost, context.state, context.effects),
+            ev.RouterJoined: partial(router_joined, context),
+            ev.RouterLost: partial(router_lost, context),
             ev.TenantCreated: partial(tenant_created, context.state),
             ev.ApiKeyAdded: partial(api_key_added, context.state),
             ev.ApiKeyRevoked: partial(api_key_revoked, context.state),
@@ -132,7 +132,7 @@ class SchedulerCore:
             ev.NodeRemoved: partial(node_removed, context.state, context.cluster),
             ev.StateMigrated: partial(state_migrated, context),
             ev.StateReported: partial(state_reported, context.state, context.effects),
-            ev.JobSubmitted: partial(job_submitted, context.cluster, context.effects),
+            ev.JobSubmitted: partial(job_submitted, context),
             ev.ControllerSeen: partial(controller_seen, context),
             ev.ControllerAttached: partial(controller_attached, context),
             ev.FailureAcknowledged: partial(failure_acknowledged, context.state),
@@ -146,7 +146,7 @@ class SchedulerCore:
             ev.WorkerExited: self._worker_exited,
             ev.OperationSubmitted: self._operation_submitted,
             ev.OperationCancelled: self._operation_cancelled,
-            ev.OperationFinished: self._operation_finished,
+            ev.OperationFinished: partial(run_finished, context),
             ev.OperationFailed: partial(run_failed, context),
             ev.TimerFired: self._timer_fired,
             ev.ServiceResumed: partial(excuse_silence, context.state),
@@ -161,10 +161,11 @@ class SchedulerCore:
             PlexRLError: the event is refused, and nothing has changed.
             Fault: a step failed halfway; the core must not be used any more.
         """
-        context = self._context
+        context, kind = self._context, type(event)
         try:
-            check_numbers(event)
-            self._handlers[type(event)](event, now)
+            if kind in RANGES:
+                check_numbers(event)
+            self._handlers[kind](event, now)
         except MemoryError:
             raise
         except Exception as error:
@@ -218,7 +219,7 @@ class SchedulerCore:
             self._cluster.inventory.node_changed(node)
         self._effects.timer_at = None
         excuse_silence(self._state, event, now)
-        watch_all(self._state, self._effects, now)
+        watch_all(self._context.step(now))
 
     def _take_settings(self, settings: dict[str, Any]) -> None:
         learned = self.settings.learns
@@ -262,7 +263,7 @@ class SchedulerCore:
     def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
         context, state = self._context, self._state
         deployment = find_deployment(state, event.deployment)
-        job = find_job(state, deployment.job)
+        job = state.jobs[deployment.job]
         check_controller(job, event.controller)
         known = state.operations.get(event.operation)
         if known is not None:
@@ -286,30 +287,29 @@ class SchedulerCore:
         check_source(event, deployment, source)
         if source is not None:
             check_not_ended(source)
-        check_deadline(event)
+        if event.deadline_s is not None:
+            check_deadline(event.deadline_s)
         if event.kind in HALTED:
             check_not_halted(deployment)
             if source is not None:
                 check_not_halted(source)
-        check_room(state, context.settings, event, deployment, source)
+        check_room(context, event, deployment, source)
         if not event.from_job_key:
             seen(context, job, now)
-        operation = enqueue(state, context.effects, event, deployment, now)
-        record_estimate(state, context.settings, deployment, operation, now)
+        step = context.step(now)
+        operation = enqueue(step, event, deployment)
+        record_estimate(step, deployment, operation)
         if event.deadline_s is not None:
             await_deadline(context.effects, operation)
-
-    def _operation_finished(self, event: ev.OperationFinished, now: float) -> None:
-        run_finished(self._context, within_limits(event), now)
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
         operation = self._operation(event.operation)
         deployment = self._deployment(operation.deployment)
         check_controller(self._job(deployment.job), event.controller)
         if event.rows is None:
-            cancel(self._state, self._effects, operation, now)
+            cancel(self._context.step(now), operation)
         else:
-            stop_rows(self._state, self._effects, operation, event.rows)
+            stop_rows(self._context.step(now), operation, event.rows)
 
     def _timer_fired(self, event: ev.TimerFired, now: float) -> None:
         """The pending wake-up has fired; due timers are handled after every event."""

@@ -20,14 +20,14 @@ def place_waiting(context: Context, now: float) -> None:
         job = state.job(deployment.job)
         if deployment.wpg.processes.incarnation:
             # It had GPUs before, and lost them.
-            settle(state, effects, deployment)
+            settle(context.step(now), deployment)
         else:
             deployment.wpg.launch_first()
         if deployment.wpg.state != WpgState.MIGRATING:
-            launch(state, effects, deployment, now)
+            launch(context.step(now), deployment)
         await_profile(context.settings, effects, deployment)
         if has_all_gpus(state, job):
-            all_placed(state, context.settings, job)
+            all_placed(context, job)
 
     for node in sorted(context.cluster.inventory.draining):
         for group in drain(context.cluster, node, now):

@@ -188,7 +188,7 @@ def deployment_ended(context: Context, event: DeploymentEnded, now: float) -> No
         f"deployment {deployment.deployment!r} was ended before this operation was carried out",
         job=job.job,
     )
-    end_deployment(context.cluster, context.effects, deployment, error, now)
+    end_deployment(context, deployment, error, now)
     _leave_job(context.cluster, job, deployment)
     seen(context, job, now)
     context.cluster.waiting.retry_all()
@@ -234,4 +234,4 @@ def _leave_job(cluster: Cluster, job: Job, deployment: Deployment) -> None:
             # Alone, or as the rest of a gang, at the place of its age.
             cluster.wait(other)
     if others and has_all_gpus(cluster.state, job):
-        all_placed(cluster.state, cluster.settings, job)
+        all_placed(cluster, job)

@@ -69,7 +69,7 @@ def _idle_partial_jobs(cluster: Cluster, now: float) -> tuple[list[Job], list[fl
         if not placed:
             continue
         idle_at = max(_idle_at(cluster.settings, each) for each in placed)
-        if idle_at <= now and all(may_displace(state, cluster.settings, each) for each in placed):
+        if idle_at <= now and all(may_displace(cluster, each) for each in placed):
             found.append(job)
         else:
             again_at = max(idle_at, now + CHECK_EACH_S) if math.isfinite(idle_at) else now

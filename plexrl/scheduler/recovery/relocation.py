@@ -29,6 +29,7 @@ from plexrl.scheduler.placement.contention.service_level import waiting_bound
 from plexrl.scheduler.placement.placement import join, modes, place, vacate
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.step import Step
 from plexrl.scheduler.rules.switch_cost import HOST, record_tier, round_trip_s
 from plexrl.scheduler.state.demand.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.state.deployment.wpg.moves import MoveCause, Relocation
@@ -236,30 +237,31 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     context.effects.touch_all(unite_all(cluster, old_groups, now))
     deployment.wpg.moves.done(relocation.reason, now)
     cluster.waiting.retry_all()
-    settle(state, context.effects, deployment)
+    settle(context.step(now), deployment)
     return True
 
 
-def settle(state: State, effects: Effects, deployment: Deployment) -> None:
+def settle(step: Step, deployment: Deployment) -> None:
     """After a change of GPUs: start the migration of the state, or let the workers launch."""
     # With several nodes, each holds the parts of its former ranks only, which may have moved.
+    effects = step.effects
     held = set(deployment.wpg.stored.nodes) if len(deployment.wpg.stored.nodes) == 1 else set()
     missing = sorted(set(deployment.placement.nodes) - held)
     if deployment.work.replay.durable_seq and missing:
         deployment.wpg.await_copies(missing)
-        send_migration(state, effects, deployment)
+        send_migration(step, deployment)
     else:
         deployment.wpg.resume()
         _release_left_nodes(effects, deployment)
 
 
-def send_migration(state: State, effects: Effects, deployment: Deployment) -> None:
+def send_migration(step: Step, deployment: Deployment) -> None:
     """Send (or resend) the order to copy the durable version to the nodes that lack it."""
-    nodes = state.nodes
+    nodes = step.state.nodes
     alive = tuple(node for node in deployment.wpg.stored.awaited_nodes if nodes[node].alive)
     sources = tuple(nodes[node].statemanager for node in deployment.wpg.stored.nodes)
     if alive:
-        effects.emit(
+        step.effects.emit(
             MigrateState(
                 deployment=deployment.deployment,
                 seq=deployment.work.replay.durable_seq,
@@ -270,8 +272,9 @@ def send_migration(state: State, effects: Effects, deployment: Deployment) -> No
         )
 
 
-def migrated(state: State, effects: Effects, deployment: Deployment, node: NodeId) -> bool:
+def migrated(step: Step, deployment: Deployment, node: NodeId) -> bool:
     """Note that a node has the durable version. True once all have, so the workers can launch."""
+    effects = step.effects
     if (
         deployment.wpg.state != WpgState.MIGRATING
         or node not in deployment.wpg.stored.awaited_nodes
@@ -282,7 +285,7 @@ def migrated(state: State, effects: Effects, deployment: Deployment, node: NodeI
     _release_left_nodes(effects, deployment)
     deployment.wpg.stored.move_to(deployment.placement.nodes)
     # Only the durable version was copied.
-    forget_previous(state, effects, deployment)
+    forget_previous(step, deployment)
     record_tier(deployment, HOST)
     deployment.wpg.resume()
     return True

@@ -177,8 +177,10 @@ def _model(
 ) -> MoveLaw | None:
     """The cost model of the path on the deployment's GPUs, or on `ranks`; None: nothing
     measured."""
-    there = deployment.placement.ranks or ranks or ()
     models = state.move_laws
+    if not models:
+        return None
+    there = deployment.placement.ranks or ranks or ()
     model = models.get(_path(state, there, kind, tier))
     if model is None:
         # The reverse direction uses the same links.

@@ -459,9 +459,9 @@ def test_a_wpg_whose_state_is_being_copied_is_not_displaced() -> None:
     cluster = migrating()
     context = cluster.core._context
     deployment = context.state.deployment("a/actor")
-    assert not may_displace(context.state, context.settings, deployment)
+    assert not may_displace(context, deployment)
     cluster.settle()
-    assert may_displace(context.state, context.settings, deployment)
+    assert may_displace(context, deployment)
 
 
 def test_each_move_doubles_the_time_until_the_next_one() -> None:
