@@ -192,7 +192,7 @@ def _why_another_holds(
     passed = _passed(holder, now)
     if passed:
         began_at = holder.demand.burst.started_at or now
-        left_s = max(0.0, began_at + settings.config.burst_max_s - now)
+        left_s = max(0.0, began_at + cluster.settings.config.burst_max_s - now)
         reason = f"{who} is in the middle of its burst, {passed}; it yields in {left_s:.0f} s"
         return f"{reason} at the latest", "burst", None
     return f"{who} is in the middle of its burst", "burst", eta_s
