@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plexrl.errors import StorageError, UnavailableError
 from plexrl.model.deployment_spec import DeploymentSpec, deployment_spec_from_json
@@ -15,16 +15,21 @@ SPECS_MAX = 10_000
 RETRY_S = 0.2
 
 
+class OwnedSpec(NamedTuple):
+    """A specification, and the tenant whose deployment it describes."""
+
+    spec: DeploymentSpec
+    tenant: str
+
+
 class DeploymentSpecs:
     """A bounded cache with separate entries for every scope, so that no tenant reads another's."""
 
     def __init__(self, scheduler: SchedulerLink) -> None:
         self._scheduler = scheduler
-        self._specs: OrderedDict[tuple[str, str | None, int], DeploymentSpec] = OrderedDict()
+        self._specs: OrderedDict[tuple[str, str | None, int], OwnedSpec] = OrderedDict()
 
-    async def read(
-        self, deployment: str, scope: str | None, incarnation: int = 0
-    ) -> DeploymentSpec:
+    async def read(self, deployment: str, scope: str | None, incarnation: int = 0) -> OwnedSpec:
         """Return a specification in the scope of a tenant, or in every scope (None): that of an
         incarnation of its workers, or with any of its layouts.
 
@@ -41,18 +46,18 @@ class DeploymentSpecs:
             view: DeploymentView = await self._scheduler.call(
                 "get_deployment", {"deployment": deployment, **claim}
             )
-            found = deployment_spec_from_json(view["spec_json"])
+            found = OwnedSpec(deployment_spec_from_json(view["spec_json"]), view["tenant"])
             self._specs[key] = found
             while len(self._specs) > SPECS_MAX:
                 self._specs.popitem(last=False)
         return found
 
-    def cached(self, deployment: str, incarnation: int) -> DeploymentSpec | None:
+    def cached(self, deployment: str, incarnation: int) -> OwnedSpec | None:
         """Return the specification of workers whose runs this router has executed; None if it is no
         longer known."""
         return self._specs.get((deployment, None, incarnation))
 
-    async def await_own(self, deployment: str, incarnation: int) -> DeploymentSpec:
+    async def await_own(self, deployment: str, incarnation: int) -> OwnedSpec:
         """Return the specification of workers whose run this router executes. While the scheduler
         is unreachable the call waits: the run outlives a restart of the scheduler.
 

@@ -249,8 +249,8 @@ class Executor:
         workers = self._latest.get(deployment)
         if workers is None:
             return
-        spec = self.specs.cached(deployment, workers.incarnation)
-        if spec is None:
+        owned = self.specs.cached(deployment, workers.incarnation)
+        if owned is None:
             return
         nbytes = memoryview(body).nbytes
 
@@ -258,7 +258,7 @@ class Executor:
             # A large upload is a map of its file, and only a read checks what the file holds.
             return body if nbytes <= INLINE_BYTES_MAX else await self._blobs.read(payload)
 
-        self._early.begin(deployment, params, payload, nbytes, read, workers, spec)
+        self._early.begin(deployment, params, payload, nbytes, read, workers, owned.spec)
 
     def discard_early(self, deployment: str, payload: BlobRef) -> None:
         """Let the workers forget the payload of an operation that was not accepted."""
@@ -322,8 +322,11 @@ class Executor:
     async def _parts(self, command: AnyRun) -> RunParts:
         assert self.specs is not None
         spec = None
-        if command.kind in SPLIT_KINDS:
-            spec = await self.specs.await_own(command.deployment, command.incarnation)
+        if command.kind in SPLIT_KINDS or (
+            self.watch is not None and command.kind in self.watch.kinds
+        ):
+            owned = await self.specs.await_own(command.deployment, command.incarnation)
+            spec = owned.spec
         payload, partial = blobs_of(command)
         if payload is not None:
             workers = command.incarnation, len(command.addresses)

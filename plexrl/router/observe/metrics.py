@@ -14,6 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.wire.messages.cluster_views import HealthView
 from plexrl.wire.messages.run_views import RunHealthView
 
@@ -148,13 +149,13 @@ class RunHealthCollector(Collector):
 
     def __init__(
         self,
-        views: Mapping[str, RunHealthView],
+        views: Mapping[JobKey, RunHealthView],
         jobs: Sequence[Mapping[str, Any]],
         named: Sequence[Mapping[str, Any]],
     ) -> None:
         """`views` are by job; `jobs` and `named` as in `ServiceLevelCollector`."""
-        self._views = [views[each["job"]] for each in jobs if each["job"] in views]
-        self._named = [(each, views[each["job"]]) for each in named if each["job"] in views]
+        self._views = [view for each in jobs if (view := views.get(_key(each)))]
+        self._named = [(each, view) for each in named if (view := views.get(_key(each)))]
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
@@ -191,3 +192,7 @@ def metrics_text(*collectors: Collector) -> bytes:
     for each in collectors:
         registry.register(each)
     return generate_latest(registry)
+
+
+def _key(job: Mapping[str, Any]) -> JobKey:
+    return JobKey(job["tenant"], job["job"])

@@ -22,7 +22,7 @@ from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.text.tokenizer import Tokenizer
 from plexrl.router.blobs.store import BlobStore, Upload
 from plexrl.router.blobs.upload_admission import UploadAdmission, timed_chunks
-from plexrl.router.execution.deployment_specs import DeploymentSpecs
+from plexrl.router.execution.deployment_specs import DeploymentSpecs, OwnedSpec
 from plexrl.router.execution.engines import Engines
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.rollout_link import RolloutLink
@@ -31,6 +31,7 @@ from plexrl.router.job_files.captures import Captures
 from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 from plexrl.router.job_files.metrics_log import MetricsLog
 from plexrl.router.job_files.model_access import ModelAccess
+from plexrl.router.job_files.record_store import JobKey, RecordStore
 from plexrl.router.job_files.samples import SampleLog
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.rollouts import RolloutViews
@@ -39,7 +40,12 @@ from plexrl.router.server.request_limits import BODY_KEY, BodyRefusedError, Limi
 from plexrl.router.services.authentication import Caller, KeyCache, is_open
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.router.services.shutdown import Shutdown
-from plexrl.wire.messages.views import DeploymentView, OperationView
+from plexrl.wire.messages.views import (
+    DeploymentView,
+    ExplainedJobView,
+    JobView,
+    OperationView,
+)
 from plexrl.wire.tensors import MEDIA_TYPE
 
 ViewT = TypeVar("ViewT")
@@ -59,6 +65,7 @@ class RouterServices:
     blobs: BlobStore
     metrics: MetricsLog
     captures: Captures
+    records: RecordStore
     samples: SampleLog
     run_watch: RunWatch
     specs: DeploymentSpecs
@@ -136,6 +143,10 @@ class RouterServices:
 
     async def spec(self, deployment: str, caller: Caller) -> DeploymentSpec:
         """Return a deployment's specification. Raises `UnknownDeploymentError`."""
+        return (await self.owned_spec(deployment, caller)).spec
+
+    async def owned_spec(self, deployment: str, caller: Caller) -> OwnedSpec:
+        """Return a deployment's specification and its tenant. Raises `UnknownDeploymentError`."""
         return await self.specs.read(deployment, caller.scope)
 
     async def operation(self, caller: Caller, operation: str, wait_s: float) -> OperationView:
@@ -158,6 +169,11 @@ class RouterServices:
         fields = {"deployment": deployment, **caller.claim}
         view: DeploymentView = await self.scheduler.call("get_deployment", fields)
         return view
+
+    async def job_key(self, request: Request, job: str) -> JobKey:
+        """What the files of a job are kept by; as `ask`, the caller may have the job. Raises
+        `UnknownJobError`."""
+        return job_key(await self.ask(request, JobView, "get_job", job=job))
 
     async def check_job(self, caller: Caller, job: str) -> None:
         """Check that the caller may see a job, which another controller may have. Raises
@@ -201,6 +217,11 @@ class RouterServices:
                 left -= len(chunk)
                 if left < 0:
                     return
+
+
+def job_key(view: JobView | ExplainedJobView) -> JobKey:
+    """What the files of a job are kept by."""
+    return JobKey(view["tenant"], view["job"])
 
 
 async def router_services(request: Request) -> RouterServices:

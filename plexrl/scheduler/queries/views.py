@@ -99,6 +99,7 @@ def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
     return {
         "deployment": deployment.deployment,
         "job": deployment.job,
+        "tenant": state.job(deployment.job).tenant,
         "kind": deployment.spec.kind,
         "workers": deployment.spec.workers,
         "exclusive": deployment.spec.exclusive,

@@ -141,6 +141,7 @@ class DeploymentView(TypedDict):
 
     deployment: DeploymentId
     job: JobId
+    tenant: TenantId
     kind: str
     workers: int
     exclusive: bool

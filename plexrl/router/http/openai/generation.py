@@ -52,6 +52,7 @@ from plexrl.router.http.operation_checks import check_operation
 from plexrl.router.http.routes.operations import submit_checked
 from plexrl.router.http.streams.events import read_cursor
 from plexrl.router.http.streams.token_reader import TokenReader
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.router.services.authentication import Caller
 from plexrl.router.services.error_responses import public_error
 from plexrl.router.services.services import RouterServices
@@ -71,6 +72,8 @@ class OpenAIGeneration:
     services: RouterServices
     request: Request
     caller: Caller
+    tenant: str
+    """The job's."""
     job: str
     name: str
     """Name of the deployment in its job."""
@@ -120,7 +123,7 @@ class OpenAIGeneration:
             await asyncio.get_running_loop().run_in_executor(
                 self.services.threads,
                 self.services.captures.check,
-                self.job,
+                JobKey(self.tenant, self.job),
                 f"{self.name}/{self.trajectory}",
                 self.operation,
             )
@@ -268,7 +271,7 @@ class OpenAIGeneration:
         await asyncio.get_running_loop().run_in_executor(
             self.services.threads,
             self.services.captures.add,
-            self.job,
+            JobKey(self.tenant, self.job),
             f"{self.name}/{self.trajectory}",
             self.operation,
             row,

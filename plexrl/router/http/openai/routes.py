@@ -14,6 +14,7 @@ from plexrl.errors import InvalidRequestError, NotFoundError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.text.tokenizer import Tokenizer
 from plexrl.process.folders.operator_key import new_api_key
+from plexrl.router.execution.deployment_specs import OwnedSpec
 from plexrl.router.http.openai.generation import (
     OpenAIGeneration,
     chat_sampling,
@@ -24,6 +25,7 @@ from plexrl.router.http.openai.requests import ChatRequest, CompletionRequest
 from plexrl.router.http.openai.trajectory import CapturedCall, decode_calls, replies, segments
 from plexrl.router.http.routes.deployments import texts_of
 from plexrl.router.http.routes.streams import SERVER_SENT
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.router.services.authentication import Caller, key_digest
 from plexrl.router.services.services import RouterServices, Services
 from plexrl.wire.parameter_checks import check_identifier, check_name
@@ -87,11 +89,11 @@ async def completions(
     idempotency_key: str = Header(""),
 ) -> Response:
     """The call is captured if the path or the header `PlexRL-Trajectory` names a trajectory."""
-    caller, spec = await _opened(request, services, job, name, body)
+    caller, (spec, tenant) = await _opened(request, services, job, name, body)
     given = body.prompts()
     captured = _captured(trajectory or plexrl_trajectory, len(given), body.n)
     tokenizer = await _tokenizer(services, caller, f"{job}/{name}", spec)
-    known = await _replies(services, job, name, captured)
+    known = await _replies(services, JobKey(tenant, job), name, captured)
     prompts = await asyncio.to_thread(
         lambda: [text_prompt(tokenizer, body, each, known) for each in given]
     )
@@ -101,6 +103,7 @@ async def completions(
             services=services,
             request=request,
             caller=caller,
+            tenant=tenant,
             job=job,
             name=name,
             spec=spec,
@@ -133,16 +136,17 @@ async def chat_completions(
     """The conversation is written by the model's own chat template, which also gets the tools. The
     call is captured if the path or the header `PlexRL-Trajectory` names a trajectory: a
     conversation that goes on after a captured reply then continues its exact tokens."""
-    caller, spec = await _opened(request, services, job, name, body)
+    caller, (spec, tenant) = await _opened(request, services, job, name, body)
     captured = _captured(trajectory or plexrl_trajectory, 1, body.n)
     tokenizer = await _tokenizer(services, caller, f"{job}/{name}", spec)
-    known = await _replies(services, job, name, captured)
+    known = await _replies(services, JobKey(tenant, job), name, captured)
     prompt: Prompt = await asyncio.to_thread(chat_prompt, tokenizer, body, known)
     return await _answer(
         OpenAIGeneration(
             services=services,
             request=request,
             caller=caller,
+            tenant=tenant,
             job=job,
             name=name,
             spec=spec,
@@ -164,8 +168,8 @@ async def captured_segments(
     `[start, version, trainer_step]`; `finish_reason` and `operations`. They are kept for an hour
     after the trajectory's last call."""
     caller = await services.caller(request)
-    await services.spec(f"{job}/{name}", caller)
-    calls = await _calls(services, job, name, _captured(trajectory, 1, 1))
+    owned = await services.owned_spec(f"{job}/{name}", caller)
+    calls = await _calls(services, JobKey(owned.tenant, job), name, _captured(trajectory, 1, 1))
     if not calls:
         raise NotFoundError(
             f"nothing of trajectory {trajectory!r} is captured: name it in the path or the header "
@@ -188,18 +192,20 @@ async def _opened(
     job: str,
     name: str,
     body: ChatRequest | CompletionRequest,
-) -> tuple[Caller, DeploymentSpec]:
+) -> tuple[Caller, OwnedSpec]:
     caller = await services.caller(request)
-    spec = await services.spec(f"{job}/{name}", caller)
-    if spec.kind != "rollout":
-        raise InvalidRequestError(f"{name!r} is a {spec.kind} deployment, and only rollouts answer")
+    owned = await services.owned_spec(f"{job}/{name}", caller)
+    if owned.spec.kind != "rollout":
+        raise InvalidRequestError(
+            f"{name!r} is a {owned.spec.kind} deployment, and only rollouts answer"
+        )
     body.check_known()
     if body.model not in (name, f"{job}/{name}"):
         raise NotFoundError(
             f"there is no model {body.model!r} here: the deployment's name is {name!r}",
             where="body.model",
         )
-    return caller, spec
+    return caller, owned
 
 
 def _captured(trajectory: str, prompts: int, choices: int) -> str:
@@ -238,7 +244,7 @@ async def _answer(generation: OpenAIGeneration) -> Response:
     )
 
 
-async def _calls(services: RouterServices, job: str, name: str, trajectory: str) -> list[Any]:
+async def _calls(services: RouterServices, job: JobKey, name: str, trajectory: str) -> list[Any]:
     loop = asyncio.get_running_loop()
     rows = await loop.run_in_executor(
         services.threads, services.captures.read, job, f"{name}/{trajectory}"
@@ -246,7 +252,7 @@ async def _calls(services: RouterServices, job: str, name: str, trajectory: str)
     return await asyncio.to_thread(decode_calls, rows)
 
 
-async def _replies(services: RouterServices, job: str, name: str, trajectory: str) -> list[Any]:
+async def _replies(services: RouterServices, job: JobKey, name: str, trajectory: str) -> list[Any]:
     if not trajectory:
         return []
     return await asyncio.to_thread(replies, await _calls(services, job, name, trajectory))

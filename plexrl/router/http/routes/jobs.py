@@ -21,7 +21,7 @@ from plexrl.router.http.schemas import (
 )
 from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.observe.run_health import check_limits
-from plexrl.router.services.services import Services
+from plexrl.router.services.services import Services, job_key
 from plexrl.wire.messages.node_queries import JobCheckpoints, JobLogs
 from plexrl.wire.messages.run_views import LoggedRow, SampledSteps, SampleView, StepSamples
 from plexrl.wire.messages.views import (
@@ -55,7 +55,7 @@ async def submit(request: Request, services: Services, body: JobRequest) -> JobV
     fields["controller"] = caller.controller
     view: JobView = await services.scheduler.call("submit_job", fields)
     if warnings is not True:
-        await services.run_watch.begin(body.job, on=warnings is not False, limits=limits)
+        await services.run_watch.begin(job_key(view), on=warnings is not False, limits=limits)
     return view
 
 
@@ -69,7 +69,7 @@ async def list_jobs(request: Request, services: Services) -> Jobs:
 async def get(request: Request, services: Services, job: str) -> JobView:
     """State, reason, times and deployments of the job."""
     view = await services.ask(request, JobView, "get_job", job=job)
-    return {**view, "health": await services.run_watch.view(job)}
+    return {**view, "health": await services.run_watch.view(job_key(view))}
 
 
 @ROUTES.get("/{job}/explain", summary="Why the job waits or runs, and until when")
@@ -78,7 +78,7 @@ async def explain(request: Request, services: Services, job: str) -> ExplainedJo
     what its asynchronous rollouts wait for, such as rewards (`rollouts`; null: their service does
     not answer)."""
     view = await services.ask(request, ExplainedJobView, "explain_job", job=job)
-    health = await services.run_watch.view(job)
+    health = await services.run_watch.view(job_key(view))
     return {**view, "rollouts": await services.rollout_views.waits(job), "health": health}
 
 
@@ -114,12 +114,12 @@ async def add_metrics(
 ) -> LoggedRow:
     """Rows are only added; a second row with the same step replaces nothing. The answer has the
     warnings of the job's run."""
-    await services.ask(request, JobView, "get_job", job=job)
+    key = await services.job_key(request, job)
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(
-        services.threads, services.metrics.append, job, body.step, body.values
+        services.threads, services.metrics.append, key, body.step, body.values
     )
-    return {"warnings": (await services.run_watch.view(job))["warnings"]}
+    return {"warnings": (await services.run_watch.view(key))["warnings"]}
 
 
 @ROUTES.get(
@@ -134,9 +134,9 @@ async def metrics(
     after: Annotated[int, Limited("page", "after", in_query=True)] = 0,
 ) -> Response:
     """About a megabyte of rows. Repeat with the last row's `index` until no rows come."""
-    await services.ask(request, JobView, "get_job", job=job)
+    key = await services.job_key(request, job)
     loop = asyncio.get_running_loop()
-    found = await loop.run_in_executor(services.threads, services.metrics.page, job, after)
+    found = await loop.run_in_executor(services.threads, services.metrics.page, key, after)
     return Response(found, media_type="application/json")
 
 
@@ -144,7 +144,7 @@ async def metrics(
 async def add_samples(request: Request, services: Services, job: str, body: SamplesRequest) -> None:
     """They replace the samples that the step has. The oldest steps beyond the bounds are
     deleted."""
-    await services.ask(request, JobView, "get_job", job=job)
+    key = await services.job_key(request, job)
     rows: list[SampleView] = [
         {
             "prompt": each.prompt,
@@ -157,17 +157,17 @@ async def add_samples(request: Request, services: Services, job: str, body: Samp
     ]
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(
-        services.threads, services.samples.write, job, body.step, rows, body.total
+        services.threads, services.samples.write, key, body.step, rows, body.total
     )
-    services.run_watch.rewarded(job, total=body.total, failed=min(body.failed, body.total))
+    services.run_watch.rewarded(key, total=body.total, failed=min(body.failed, body.total))
 
 
 @ROUTES.get("/{job}/samples", summary="The steps that have samples")
 async def sampled_steps(request: Request, services: Services, job: str) -> SampledSteps:
     """In ascending order."""
-    await services.ask(request, JobView, "get_job", job=job)
+    key = await services.job_key(request, job)
     loop = asyncio.get_running_loop()
-    return {"steps": await loop.run_in_executor(services.threads, services.samples.steps, job)}
+    return {"steps": await loop.run_in_executor(services.threads, services.samples.steps, key)}
 
 
 @ROUTES.get("/{job}/samples/{step}", summary="The samples of a step")
@@ -178,9 +178,9 @@ async def samples(
     step: Annotated[int, Limited("metrics", "step", in_query=True)],
 ) -> StepSamples:
     """404 `not_found` if the step has none."""
-    await services.ask(request, JobView, "get_job", job=job)
+    key = await services.job_key(request, job)
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(services.threads, services.samples.read, job, step)
+    return await loop.run_in_executor(services.threads, services.samples.read, key, step)
 
 
 @ROUTES.get("/{job}/logs", summary="The last lines of the job's worker logs")
