@@ -12,18 +12,16 @@ from plexrl.scheduler.accounting.retention import forget_ended
 from plexrl.scheduler.core.cycles import cycle_over
 from plexrl.scheduler.core.placing import place_waiting
 from plexrl.scheduler.dispatch.group_step import GroupStep
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, restart
 from plexrl.scheduler.operations.deadlines.cancellation import deadline_passed
 from plexrl.scheduler.operations.deadlines.overdue import find_overrun
 from plexrl.scheduler.placement.capacity.awaited_profiles import look_for_profile
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.recovery.deadlocks import break_deadlocks
 from plexrl.scheduler.recovery.evacuation import reconcile_node
 from plexrl.scheduler.recovery.preemption import preempt_detached
 from plexrl.scheduler.recovery.relocation import send_migration
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.timers import Subject, TimerKind
 from plexrl.scheduler.state.records import State
 
@@ -119,7 +117,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     is_due = bool(timers) and timers[0][0] <= now
     must_forget = len(state.ended) > state.ended_jobs
     preempts = cluster.holdings.detached and waiting
-    if not (dirty or is_due or must_forget or preempts or _has_steps(cluster, effects)):
+    if not (dirty or is_due or must_forget or preempts or _has_steps(context)):
         return
     steps = _Steps(state, skipped)
     try:
@@ -147,8 +145,8 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
         raise Fault(steps.current, error) from error
 
 
-def _has_steps(cluster: Cluster, effects: Effects) -> bool:
-    waiting = cluster.waiting
+def _has_steps(context: Context) -> bool:
+    effects, waiting = context.effects, context.cluster.waiting
     return bool(effects.dirty or effects.cycles_over or waiting.must_retry or waiting.newcomers)
 
 
@@ -167,13 +165,13 @@ def _place(context: Context, steps: _Steps, now: float) -> None:
 
 
 def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
-    dirty, groups, step = context.effects.dirty, context.state.groups, context.step(now)
+    dirty, groups = context.effects.dirty, context.state.groups
     while dirty:
         touched = next(iter(dirty))
         del dirty[touched]
         group = groups.get(touched)
         if group is not None and steps.begin("group", touched):
-            GroupStep(context, step, group).advance()
+            GroupStep(context, group, now).advance()
 
 
 def _end_cycles(context: Context, steps: _Steps, now: float) -> None:
@@ -187,9 +185,7 @@ def _end_cycles(context: Context, steps: _Steps, now: float) -> None:
 
 def has_work(context: Context) -> bool:
     """Whether an event has caused commands or steps. A refused event must cause none."""
-    return bool(context.effects.commands or context.effects.discards) or _has_steps(
-        context.cluster, context.effects
-    )
+    return bool(context.effects.commands or context.effects.discards) or _has_steps(context)
 
 
 def _look_again(context: Context, what: Subject, now: float) -> None:
@@ -203,7 +199,7 @@ def _look_again(context: Context, what: Subject, now: float) -> None:
         case TimerKind.PLACEMENT | TimerKind.ADMISSION:
             context.cluster.waiting.retry_all_if_any()
         case TimerKind.PROFILE:
-            look_for_profile(context.cluster, effects, DeploymentId(name), now)
+            look_for_profile(context, DeploymentId(name), now)
         case TimerKind.OVERDUE:
             found = find_overrun(context.step(now), DeploymentId(name))
             if found is not None:

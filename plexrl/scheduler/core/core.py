@@ -24,7 +24,6 @@ from plexrl.scheduler.core.cycles import learning_changed
 from plexrl.scheduler.core.invariants import check
 from plexrl.scheduler.core.outcomes import run_failed, run_finished
 from plexrl.scheduler.core.snapshot import decode, encode
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.controllers import (
     check_controller,
     controller_attached,
@@ -59,7 +58,7 @@ from plexrl.scheduler.operations.submission.backpressure import check_room
 from plexrl.scheduler.operations.submission.checks import check_deadline, check_same, check_source
 from plexrl.scheduler.operations.submission.lost_payloads import lost_payloads, replace_payload
 from plexrl.scheduler.placement.capacity.awaited_profiles import await_all_profiles
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.queries.eta import record_estimate
 from plexrl.scheduler.queries.event_records import ClusterRecords
 from plexrl.scheduler.queries.explain_job import explain_job
@@ -129,9 +128,9 @@ class SchedulerCore:
             ev.ApiKeyRevoked: partial(api_key_revoked, context.state),
             ev.TenantConfigured: self._tenant_configured,
             ev.NodeDrainChanged: partial(node_drain_changed, context),
-            ev.NodeRemoved: partial(node_removed, context.state, context.cluster),
+            ev.NodeRemoved: partial(node_removed, context.cluster),
             ev.StateMigrated: partial(state_migrated, context),
-            ev.StateReported: partial(state_reported, context.state, context.effects),
+            ev.StateReported: self._state_reported,
             ev.JobSubmitted: partial(job_submitted, context),
             ev.ControllerSeen: partial(controller_seen, context),
             ev.ControllerAttached: partial(controller_attached, context),
@@ -211,7 +210,7 @@ class SchedulerCore:
             self._take_settings(event.settings)
             for at in patience_ends(self._cluster):
                 self._effects.wake(at, timers.PLACEMENT)
-            await_all_profiles(self._cluster, self._effects)
+            await_all_profiles(self._context)
         state = self._state
         state.routers.clear()
         for node in state.nodes.values():
@@ -226,6 +225,9 @@ class SchedulerCore:
         self._cluster.reconfigure(with_core_settings(self.settings.config, settings))
         if self.settings.learns != learned:
             learning_changed(self._cluster)
+
+    def _state_reported(self, event: ev.StateReported, now: float) -> None:
+        state_reported(self._context.step(now), event)
 
     def _tenant_configured(self, event: ev.TenantConfigured, now: float) -> None:
         del now
@@ -382,7 +384,7 @@ class SchedulerCore:
     def job_view(self, job: JobId, now: float) -> vt.JobView:
         """One job. Raises `UnknownJobError`."""
         del now
-        return job_view(self._state, self.settings, self._job(job))
+        return job_view(self._cluster, self._job(job))
 
     def explain_job(self, job: JobId, now: float, *, sees_all: bool = False) -> vt.ExplainedJobView:
         """Why a job waits or how it runs; an operator `sees_all`. Raises `UnknownJobError`."""
@@ -391,7 +393,7 @@ class SchedulerCore:
     def list_jobs(self, tenant: TenantId | None, now: float) -> list[vt.JobView]:
         """All jobs of a tenant, or of all tenants, oldest first."""
         del now
-        return list_jobs(self._state, self.settings, tenant)
+        return list_jobs(self._cluster, tenant)
 
     def jobs_of(self, tenant: TenantId) -> list[JobId]:
         """Ids of all stored jobs of a tenant."""

@@ -14,7 +14,6 @@ from plexrl.ids import FencingToken
 from plexrl.scheduler.accounting.usage import bill_run, discard, meter_run
 from plexrl.scheduler.dispatch.bursts import end_burst
 from plexrl.scheduler.dispatch.group_step import GroupStep
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import (
     end_job,
     granted,
@@ -36,7 +35,7 @@ from plexrl.scheduler.operations.submission.lost_payloads import (
     is_awaited,
     may_have_run,
 )
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.recovery.rebuilding import LOST_CODES, fall_back, publish_again
 from plexrl.scheduler.recovery.relocation import cancel_move
 from plexrl.scheduler.rules.limits import within_limits
@@ -49,7 +48,6 @@ from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import OperationFailed, OperationFinished
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
@@ -87,7 +85,7 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         work.advance_to(event.trainer_step)
     command = work.end_run(name)
     if command is None:
-        _move_finished(context, step, deployment, operation, event)
+        _move_finished(context, deployment, operation, event, now)
     elif event.unfinished_rows and operation.is_interrupted and not is_over(operation, now):
         _interrupted(step, deployment, operation, event)
     else:
@@ -224,7 +222,7 @@ def _move_failed(
         end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
     else:
         if is_intact:
-            _move_called_off(context.cluster, context.effects, deployment, operation, error, now)
+            _move_called_off(context, deployment, operation, error, now)
         elif isinstance(error, DeviceMemoryFullError):
             # Some ranks had memory and have loaded. No fault of this deployment refused the others.
             restart(context, deployment, error.message, now, counts=False)
@@ -273,12 +271,12 @@ def _group_of(state: State, deployment: Deployment) -> Group:
 
 def _move_finished(
     context: Context,
-    step: Step,
     deployment: Deployment,
     operation: Operation,
     event: OperationFinished,
+    now: float,
 ) -> None:
-    state, now = step.state, step.now
+    state, step = context.state, context.step(now)
     deployment.wpg.end_move()
     began_at = operation.started_at if operation.started_at is not None else now
     finish_operation(step, deployment, operation, event)
@@ -304,7 +302,7 @@ def _move_finished(
         group_lock.count_offload(state, deployment, now - began_at)
         if deployment.spec.kind == "train":
             change_job(state.jobs[deployment.job], _SUSPENDS)
-        _hand_over(context, step, deployment)
+        _hand_over(context, deployment, now)
     else:
         deployment.demand.estimates.observe(kind, operation.tokens, event.compute_s)
         _version_made(step, deployment, event)
@@ -325,12 +323,12 @@ def _version_made(
         retire_log(step, deployment, former_seq)
 
 
-def _hand_over(context: Context, step: Step, former: Deployment) -> None:
+def _hand_over(context: Context, former: Deployment, now: float) -> None:
     """The former holder is offloaded: the locks go to the incoming members that are still ready and
     have all theirs."""
-    state = step.state
+    state = context.state
     for group in state.groups_of(former):
-        group_step = GroupStep(context, step, group)
+        group_step = GroupStep(context, group, now)
         incoming = group_step.successor()
         if incoming is None or incoming.deployment != group.incoming:
             _end_switch(context, group)
@@ -359,15 +357,14 @@ def _end_switch(context: Context, group: Group) -> None:
 
 
 def _move_called_off(
-    cluster: Cluster,
-    effects: Effects,
+    context: Context,
     deployment: Deployment,
     operation: Operation,
     error: PlexRLError,
     now: float,
 ) -> None:
     """A move changed nothing. The deployment that needed it waits for a back-off."""
-    state = cluster.state
+    state, effects = context.state, context.effects
     group = _group_of(state, deployment)
     deployment.wpg.end_move()
     change_operation(operation, OperationTrigger.FAILED)
@@ -393,7 +390,7 @@ def _move_called_off(
         deployment.wpg.delay_snapshots(now + SNAPSHOT_BACK_OFF_S)
         return
     if deployment.wpg.moves.planned is not None:
-        cancel_move(cluster, deployment, now)
+        cancel_move(context.cluster, deployment, now)
         for node in deployment.placement.nodes:
             effects.wake(deployment.wpg.moves.not_before, timers.node_check(node))
         if operation.kind == OperationKind.OFFLOAD and held_back is deployment:

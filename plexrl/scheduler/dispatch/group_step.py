@@ -26,19 +26,18 @@ from plexrl.scheduler.dispatch.candidates.readiness import (
 )
 from plexrl.scheduler.dispatch.idle_time import expected_next, may_fill, must_leave
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import launch
 from plexrl.scheduler.operations.deadlines.cancellation import interrupt_all
 from plexrl.scheduler.operations.held.holding import renew_token
 from plexrl.scheduler.operations.operations import start_move, start_run
 from plexrl.scheduler.operations.replay import has_much_to_replay, leans_on_its_source
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.recovery.evacuation import displace, leaving_fillers
 from plexrl.scheduler.recovery.rebuilding import may_replay
 from plexrl.scheduler.recovery.relocation import finish as finish_relocation
 from plexrl.scheduler.recovery.relocation import is_due, is_stopping
 from plexrl.scheduler.rules.ordering import first
-from plexrl.scheduler.rules.step import Step
 from plexrl.scheduler.state import group_lock
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -59,7 +58,8 @@ class GroupStep:
         *("_context", "_effects", "_group", "_groups", "_now", "_settings", "_state", "_step"),
     )
 
-    def __init__(self, context: Context, step: Step, group: Group) -> None:
+    def __init__(self, context: Context, group: Group, now: float) -> None:
+        step = context.step(now)
         self._context, self._step, self._state = context, step, step.state
         self._groups = [group]
         """The group, or all groups of its holder."""
@@ -70,7 +70,7 @@ class GroupStep:
         self._settings = step.settings
         self._effects = step.effects
         self._group = group
-        self._now = step.now
+        self._now = now
 
     def advance(self) -> None:
         """Decide and start the group's next step."""
@@ -228,7 +228,7 @@ class GroupStep:
         for group in self._state.groups_of(member):
             if group in self._groups:
                 continue
-            step = GroupStep(self._context, self._step, group)
+            step = GroupStep(self._context, group, self._now)
             longest_s = max(longest_s, step.free_in_s(member, is_first=is_first))
         return longest_s
 
@@ -375,7 +375,7 @@ class GroupStep:
             return expected
         for group in self._state.groups_of(expected):
             if group not in self._groups:
-                step = GroupStep(self._context, self._step, group)
+                step = GroupStep(self._context, group, self._now)
                 if group.incoming is not None or step._waiting() or step.free_in_s(expected):
                     return None
         return expected

@@ -16,11 +16,11 @@ from plexrl.errors import (
 from plexrl.scheduler.accounting.earlier_jobs import usual_length
 from plexrl.scheduler.accounting.fair_shares import begin_to_wait
 from plexrl.scheduler.accounting.tenants import check_budget, check_live_jobs, check_priority
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach, detach_or_cancel, end_job
 from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_error, root_of
 from plexrl.scheduler.operations.gradients import gradients_to_come
 from plexrl.scheduler.operations.operations import check_saved, enqueue_zero_grad
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.rules.lookups import find_deployment, find_job, find_live_job, find_operation
 from plexrl.scheduler.rules.step import Step
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -94,7 +94,7 @@ def job_submitted(context: Context, event: JobSubmitted, now: float) -> None:
         priority=event.priority,
         gang=event.gang,
         expected_s=event.expected_s,
-        usual_s=usual_length(cluster.state, cluster.settings, event.tenant, event.name),
+        usual_s=usual_length(context, event.tenant, event.name),
         slo=default_slo if event.slo is None else event.slo,
         controller=event.controller,
         halts_on_failure=event.halts_on_failure,

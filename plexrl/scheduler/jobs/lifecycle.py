@@ -19,14 +19,13 @@ from plexrl.scheduler.accounting.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.accounting.retention import last_incarnation
 from plexrl.scheduler.accounting.sharing import note_wait
 from plexrl.scheduler.accounting.usage import discard, meter
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail_operation, interrupt
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.queue_order import return_to_queue
 from plexrl.scheduler.placement.capacity.overlaps import follow
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.rendezvous import (
     may_span,
@@ -85,7 +84,7 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
     state.ended[job.job] = None
     context.cluster.holdings.count_live_job(job.tenant, -1)
     if trigger is JobTrigger.COMPLETED:
-        remember_length(state, context.settings, job, now)
+        remember_length(context, job, now)
     job.attached = False
     context.cluster.holdings.detached.pop(job.job, None)
     for name in job.deployments:
@@ -268,7 +267,7 @@ def _change_prior(cluster: Cluster, deployment: Deployment) -> None:
     cluster.unmeasured.add(deployment)
     if not cluster.unmeasured.has(deployment):
         return
-    take_prior(deployment, prior_of(cluster.state, cluster.settings, shape_key(deployment)))
+    take_prior(deployment, prior_of(cluster, shape_key(deployment)))
     if deployment.deployment in cluster.waiting:
         cluster.demand_changed(deployment)
     elif deployment.placement.reservation is not None:

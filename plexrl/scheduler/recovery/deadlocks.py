@@ -24,10 +24,9 @@ from collections.abc import Sequence
 
 from plexrl.ids import GroupId, JobId, TenantId
 from plexrl.scheduler.accounting.quotas import allows_gpus, over_quota
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.placement.capacity.needs import Need, need_of
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.fit.feasibility import fit_as_placed, is_possible
 from plexrl.scheduler.recovery.evacuation import displace, may_displace
 from plexrl.scheduler.rules.settings import Settings

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from plexrl.ids import DeploymentId, NodeId
 from plexrl.scheduler.accounting.fair_shares import begin_to_wait
 from plexrl.scheduler.accounting.profiler import forget_open_cycle
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import end_job, has_gpu, stop
 from plexrl.scheduler.operations.deadlines.cancellation import interrupt_all
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.placement import vacate
 from plexrl.scheduler.placement.rendezvous import may_span
 from plexrl.scheduler.recovery.rebuilding import rebuild

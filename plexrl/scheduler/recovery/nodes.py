@@ -2,9 +2,8 @@
 
 from plexrl.errors import ConflictError, NotFoundError
 from plexrl.ids import NodeId
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import end_job, launch, restart, send_launch, worker_ready
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.recovery.evacuation import placed_on, reconcile_node, replace_shrunk
 from plexrl.scheduler.recovery.rebuilding import LOST_CODES, fall_back
 from plexrl.scheduler.recovery.relocation import migrated, send_migration, settle
@@ -19,7 +18,7 @@ from plexrl.scheduler.state.messages.events import (
     NodeRemoved,
     StateMigrated,
 )
-from plexrl.scheduler.state.records import Deployment, Node, State
+from plexrl.scheduler.state.records import Deployment, Node
 from plexrl.wire.messages import ReleaseState, StopWorkers
 
 MIGRATION_RETRY_S = 2.0
@@ -127,7 +126,7 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
             context.effects.touch_all(deployment.placement.groups)
 
 
-def node_removed(state: State, cluster: Cluster, event: NodeRemoved, now: float) -> None:
+def node_removed(cluster: Cluster, event: NodeRemoved, now: float) -> None:
     """Forget a node that has no work. If its agent connects again, it is a new node.
 
     Raises:
@@ -135,6 +134,7 @@ def node_removed(state: State, cluster: Cluster, event: NodeRemoved, now: float)
         NotFoundError: there is no such node.
     """
     del now
+    state = cluster.state
     node = state.nodes.get(event.node)
     if node is None:
         raise NotFoundError(f"there is no node {event.node!r}")

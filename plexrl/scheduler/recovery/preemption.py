@@ -7,7 +7,7 @@ longest ago. The job loses nothing: once a controller attaches it, its deploymen
 like new ones and continue from their state. Operations submitted before run first.
 """
 
-from plexrl.scheduler.jobs.context import Context
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.recovery.deadlocks import is_waited_for, placed_of
 from plexrl.scheduler.recovery.evacuation import displace, may_displace
 from plexrl.scheduler.rules.step import Situation

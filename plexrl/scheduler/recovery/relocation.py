@@ -17,19 +17,18 @@ from typing import assert_never
 from plexrl.ids import GroupId, NodeId
 from plexrl.scheduler.accounting.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.accounting.sharing import note_wait
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.operations.replay import forget_previous
 from plexrl.scheduler.placement.borders import unite_all
 from plexrl.scheduler.placement.capacity.overlaps import overlap_s
 from plexrl.scheduler.placement.choice.scarcity import is_scarce
 from plexrl.scheduler.placement.choice.search import GroupChoice, find, nearest
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.contention.colocation import is_colocated, own_group
 from plexrl.scheduler.placement.contention.service_level import waiting_bound
 from plexrl.scheduler.placement.placement import join, modes, place, vacate
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.step import Situation, Step
 from plexrl.scheduler.rules.switch_cost import HOST, record_tier, round_trip_s
 from plexrl.scheduler.state.demand.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.state.deployment.wpg.moves import MoveCause, Relocation
@@ -96,12 +95,12 @@ def consider_relief(cluster: Cluster, deployment: Deployment, now: float) -> boo
     if all(len(group.members) == 1 and not group.is_closed for group in groups):
         return False
     state, settings = cluster.state, cluster.settings
-    part, bound = _waiting(deployment), waiting_bound(state, settings, deployment)
+    part, bound = _waiting(deployment), waiting_bound(cluster, deployment)
     if part <= bound:
         # Of an open group, the other members were checked at the end of their own cycles.
         for group in groups:
             is_less = group.is_closed and part < REOPEN_PART * bound
-            if is_less and _may_reopen(state, settings, group):
+            if is_less and _may_reopen(cluster, group):
                 group.is_closed = False
                 cluster.inventory.refresh(group)
                 cluster.waiting.retry_all()
@@ -115,7 +114,7 @@ def consider_relief(cluster: Cluster, deployment: Deployment, now: float) -> boo
         return False
     members = {name: None for group in groups for name in group.members}
     if len(members) < 2 or any(
-        _waiting(each) - waiting_bound(state, settings, each) > part - bound
+        _waiting(each) - waiting_bound(cluster, each) > part - bound
         for each in map(state.deployment, members)
     ):
         return False
@@ -340,7 +339,7 @@ def _destination(
             near += nearest(cluster, deployment, now, strict=True, count=4)
             if not near and holds_up_others(cluster, deployment):
                 near = nearest(cluster, deployment, now, strict=False, count=4)
-            found = _reachable(cluster.state, cluster.settings, deployment, near)
+            found = _reachable(cluster, deployment, near)
             if found and gain_s(cluster, deployment, found[0]) > HYSTERESIS * cost_s(
                 cluster.state, deployment
             ):
@@ -392,14 +391,12 @@ def _elsewhere(
             case PlacementMode.STRICT | PlacementMode.OVERLAP:
                 strict = mode == PlacementMode.STRICT
                 found = nearest(cluster, deployment, now, strict=strict, count=4)
-                for choice in _reachable(cluster.state, cluster.settings, deployment, found):
+                for choice in _reachable(cluster, deployment, found):
                     if suits(choice):
                         return choice
             case _:
                 joined = find(cluster, deployment, mode, now)
-                if joined is None or not _reachable(
-                    cluster.state, cluster.settings, deployment, [joined]
-                ):
+                if joined is None or not _reachable(cluster, deployment, [joined]):
                     continue
                 if suits(joined):
                     return joined
@@ -407,15 +404,19 @@ def _elsewhere(
 
 
 def _reachable(
-    state: State, settings: Settings, deployment: Deployment, choices: list[GroupChoice]
+    situation: Situation, deployment: Deployment, choices: list[GroupChoice]
 ) -> list[GroupChoice]:
-    if settings.config.migrates or not _has_state(deployment):
+    if situation.settings.config.migrates or not _has_state(deployment):
         return choices
     there = set(deployment.wpg.stored.nodes)
     return [
         choice
         for choice in choices
-        if {gpu.node for name in (choice.group, *choice.beside) for gpu in state.groups[name].gpus}
+        if {
+            gpu.node
+            for name in (choice.group, *choice.beside)
+            for gpu in situation.state.groups[name].gpus
+        }
         <= there
     ]
 
@@ -424,10 +425,11 @@ def _has_state(deployment: Deployment) -> bool:
     return deployment.work.replay.durable_seq > 0 or deployment.wpg.residency == Residency.DEVICE
 
 
-def _may_reopen(state: State, settings: Settings, group: Group) -> bool:
+def _may_reopen(situation: Situation, group: Group) -> bool:
     """Whether all members wait for much less than their jobs accept."""
+    state = situation.state
     for member in map(state.deployment, group.members):
-        if _waiting(member) >= REOPEN_PART * waiting_bound(state, settings, member):
+        if _waiting(member) >= REOPEN_PART * waiting_bound(situation, member):
             return False
     return True
 
