@@ -5,9 +5,9 @@
     python examples/gemma_arithmetic.py out/gemma --job JOB      (resume)
 
 Adapters are trained on the frozen model, so two such jobs on one machine share its weights. Each
-step draws its problems from the seed and its own number: a controller that resumes a job goes on as
-if it had never stopped. Without PLEXRL_URL the script joins the cluster of this machine, or starts
-an embedded one.
+step draws its problems from the seed and its own number, so a controller that resumes a job goes on
+with the problems that come next. Without PLEXRL_URL the script joins the cluster of this machine,
+or starts an embedded one.
 """
 
 import argparse
@@ -69,10 +69,12 @@ class Controller:
         return self.tokenizer.encode(problem[0], add_special_tokens=True)
 
     def generate(
-        self, problems: list[Problem], n: int, **sampling: float
+        self, problems: list[Problem], n: int, *, temperature: float = 1.0, seed: int = 0
     ) -> tuple[list[list[plexrl.Sample]], npt.NDArray[np.float64]]:
         """Samples and whether each is exactly the answer, `[problems][n]`."""
-        params = plexrl.SamplingParams(max_tokens=8, stop_strings=("\n",), **sampling)
+        params = plexrl.SamplingParams(
+            max_tokens=8, stop_strings=("\n",), temperature=temperature, seed=seed
+        )
         prompts = [self.prompt(problem) for problem in problems]
         samples = self.rollout.generate(prompts, n=n, sampling=params).result().samples
         exact = [
@@ -105,16 +107,16 @@ class Controller:
         problems = self.problems(step, self.options.prompts)
         samples, rewards = self.generate(problems, n=SAMPLES, seed=step + 1)
         spread = rewards.std(1, keepdims=True)
+        keep = spread[:, 0] > 0
         batch = plexrl.Batch.from_samples(
             [self.prompt(problem) for problem in problems],
             samples,
             (rewards - rewards.mean(1, keepdims=True)) / (spread + 1e-4),
-            keep=spread[:, 0] > 0,
+            # Each step of the loop is one of the optimizer, from whose number a job is resumed.
+            keep=keep if keep.any() else None,
         )
-        if len(batch):
-            loss = plexrl.losses.grpo(clip_high=0.28)
-            self.actor.forward_backward(batch, loss, micro_batch_tokens=MICRO_BATCH_TOKENS)
-        # Without a gradient too, so that the trainer's steps count those of the loop.
+        loss = plexrl.losses.grpo(clip_high=0.28)
+        self.actor.forward_backward(batch, loss, micro_batch_tokens=MICRO_BATCH_TOKENS)
         self.actor.optim_step(learning_rate=2e-4, grad_clip_norm=1.0)
         return {"reward": float(rewards.mean()), "trained_rows": float(len(batch))}
 

@@ -47,7 +47,6 @@ def _read(file: Path) -> tuple[Any, Any]:
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, dtype=torch.bfloat16, quantization_config=whole, **source
     )
-    del model.config.quantization_config
     return model, AutoTokenizer.from_pretrained(file.parent, **source)
 
 

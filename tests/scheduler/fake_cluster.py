@@ -445,6 +445,10 @@ class FakeCluster:
                 if run.kind == OperationKind.OFFLOAD:
                     wpg.device = None
             return
+        if isinstance(run, cmd.SaveCheckpoint) and wpg.device is None:
+            assert run.seq == 0 or run.seq in wpg.versions, f"no version {run.seq} to save"
+            assert run.seq == max(wpg.versions, default=0), f"{run.seq} is not the state"
+            return
         assert wpg.device is not None, f"{run.operation} ran without its state on the device"
         if run.kind in MUTATING and run.operation not in wpg.device:
             if run.kind in SUPERSEDING:

@@ -31,7 +31,10 @@ NODES = ("n1", "n2", "n3")
 GPUS = 2
 WARM = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))
 POLICIES = ("isolated", "pack", "pack", "spread", "spread+backfill", "co-execution")
-TRAIN_KINDS = ("forward_backward", "optim_step", "forward", "barrier", "load_checkpoint", "publish")
+TRAIN_KINDS = (
+    *("forward_backward", "optim_step", "forward", "barrier"),
+    *("load_checkpoint", "save_checkpoint", "publish"),
+)
 CYCLES = {"rollout": ("sync_weights", "generate"), "forward": ("forward",), "batch": ("generate",)}
 INTACT_CODES = ("state_tier_full", "execution_failed", "unavailable")
 BROKEN_CODES = ("execution_failed", "connection_lost", "state_lost", "state_tier_full")

@@ -26,6 +26,7 @@ from plexrl.scheduler.dispatch.candidates.readiness import (
 )
 from plexrl.scheduler.dispatch.idle_time import expected_next, may_fill, must_leave
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
+from plexrl.scheduler.dispatch.stored_saves import start_stored_saves
 from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import launch
 from plexrl.scheduler.operations.deadlines.cancellation import interrupt_all
@@ -77,6 +78,7 @@ class GroupStep:
             for left in leaving_fillers(self._state, self._settings, self._effects, self._group):
                 displace(self._context, left, "the members of its group have left", self._now)
             return
+        start_stored_saves(self._state, self._effects, self._group, self._now)
         if self._group.holder is None:
             if self._group.incoming is not None:
                 # It awaits the offloads on its other groups.

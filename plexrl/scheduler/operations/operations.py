@@ -24,6 +24,7 @@ from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
 from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.rules.next_use import next_use_s
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.state.messages.runs import make_move, make_run
@@ -46,6 +47,7 @@ _OFFLOAD: Final = OperationKind.OFFLOAD
 _GENERATE: Final = OperationKind.GENERATE
 _OPTIM_STEP: Final = OperationKind.OPTIM_STEP
 _SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
+_OFFLOADED: Final = Residency.OFFLOADED
 _STARTED: Final = OperationTrigger.STARTED
 _FINISHED: Final = OperationTrigger.FINISHED
 _FAILS: Final = OperationTrigger.FAILED
@@ -236,6 +238,28 @@ class Starting:
                 abort(self._effects, command, operation.stopped_rows)
             self._effects.commands.append(command)
 
+    def save_stored(self, deployment: Deployment, operation: Operation) -> None:
+        """Have the workers of an offloaded deployment save a checkpoint from its stored state."""
+        group = self._state.groups[deployment.placement.groups[0]]
+        work = deployment.work
+        deployment.demand.meter(self._now)
+        operation.seq = work.replay.durable_seq
+        change_operation(operation, _STARTED)
+        operation.started_at = self._now
+        note_start(deployment, operation, self._now)
+        if operation.expected_at is not None:
+            compare_start(self._state, group, operation, self._now)
+        operation.token = group.token
+        operation.group = group.group
+        if not work.queue:
+            deployment.demand.burst.stop_wanting()
+        command = make_run(group, deployment, operation, (), replay=False)
+        work.begin_run(command)
+        if not work.watch_at and self._state.overdue_s:
+            watch(self._state, self._effects, deployment, self._now)
+        if self._state.routers:
+            self._effects.commands.append(command)
+
     def move(
         self, deployment: Deployment, kind: OperationKind, seq: int, cause: Deployment | None = None
     ) -> None:
@@ -393,6 +417,9 @@ class Finishing:
         self._into_history(deployment, operation)
 
     def _note_run(self, deployment: Deployment, operation: Operation) -> None:
+        if deployment.wpg.residency is _OFFLOADED:
+            # A checkpoint of the stored state, outside of any cycle.
+            return
         began_at = operation.started_at if operation.started_at is not None else self._now
         overlapped = _rollouts_generate(self._state, deployment)
         run_ended(deployment, operation.kind, began_at, self._now, overlapped=overlapped)
