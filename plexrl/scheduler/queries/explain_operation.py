@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.dispatch.candidates.busy_time import last_free_group, overdue_s
+from plexrl.scheduler.dispatch.candidates.busy_time import (
+    OVERDUE_S_MIN,
+    last_free_group,
+    overdue_s,
+)
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.operations.deadlines.bounds import runs
@@ -186,7 +190,25 @@ def _why_another_holds(
             for each in before
         ]
         return f"{', '.join(names)} goes first by the rule {rule}", rule, eta_s
+    passed = _passed(holder, now)
+    if passed:
+        began_at = holder.demand.burst.started_at or now
+        left_s = max(0.0, began_at + settings.config.burst_max_s - now)
+        reason = f"{who} is in the middle of its burst, {passed}; it yields in {left_s:.0f} s"
+        return f"{reason} at the latest", "burst", None
     return f"{who} is in the middle of its burst", "burst", eta_s
+
+
+def _passed(holder: Deployment, now: float) -> str:
+    """What is said of a burst that no estimate covers any more; empty: one does."""
+    burst = holder.demand.burst
+    if burst.started_at is None:
+        return ""
+    usual_s = holder.demand.estimates.burst_s(burst.tokens)
+    passed_s = now - burst.started_at - usual_s
+    if passed_s <= OVERDUE_S_MIN:
+        return ""
+    return f"{passed_s:.0f} s longer than usual" if usual_s else "whose length is not known yet"
 
 
 def _is_late(state: State, group: Group, now: float) -> bool:

@@ -55,7 +55,7 @@ def make_backend(
         case "rollout", "vllm":
             from plexrl.worker.rollout.vllm.installation import require_vllm
 
-            require_vllm()
+            require_vllm(device.torch_device.type)
             from plexrl.worker.rollout.engine.tensor_parallel import rank_group
             from plexrl.worker.rollout.vllm.backend import VllmRolloutBackend
 

@@ -1,8 +1,10 @@
 """Renders the Helm chart for tests, with the real `helm`."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ FULL: Plain = {
             "capabilities": ["IPC_LOCK"],
             "nodeSelector": {"node.kubernetes.io/instance-type": "p5en.48xlarge"},
         },
+        {"name": "claimed", "gpus": 4, "gpuDeviceClass": "gpu.nvidia.com"},
         {
             "name": "cpu",
             "workers": "pods",
@@ -39,6 +42,13 @@ FULL: Plain = {
             "blockLabel": "example.com/row,example.com/pod,topology.kubernetes.io/rack",
         },
     ],
+    "events": {
+        "url": "mqtts://plexrl@broker.example:8884/site/prod",
+        "secretName": "broker",
+        "passwordKey": "password",
+        "caKey": "ca.crt",
+        "settings": {"interval_s": 1},
+    },
     "scheduler": {"replicas": 2, "settings": {"starvation_bound_s": 300}},
     "journal": {"type": "postgresql", "postgresql": {"secretName": "journal"}},
     "router": {
@@ -79,15 +89,21 @@ SHARED_VOLUME: Plain = {
 VALUES: dict[str, Plain] = {"defaults": {}, "full": FULL, "shared-volume": SHARED_VOLUME}
 
 
+KUBERNETES = "1.37.0"
+"""A helm that is older than this takes its own version for the cluster's."""
+HELM = shutil.which("helm", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
 def needs_helm() -> None:
     """Skips where `helm` is not installed."""
-    if shutil.which("helm") is None:
-        pytest.skip("no helm on PATH: the chart cannot be rendered")
+    if HELM is None:
+        pytest.skip("no helm: the chart cannot be rendered")
 
 
 def helm(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run helm."""
-    return subprocess.run(["helm", *arguments], capture_output=True, text=True, check=False)
+    assert HELM is not None
+    return subprocess.run([HELM, *arguments], capture_output=True, text=True, check=False)
 
 
 def render(values: Plain, folder: Path, *, namespace: str = NAMESPACE) -> list[Plain]:
@@ -98,18 +114,23 @@ def render(values: Plain, folder: Path, *, namespace: str = NAMESPACE) -> list[P
     """
     path = folder / "values.json"
     path.write_text(json.dumps(values))
-    shown = helm("template", RELEASE, str(CHART), "--namespace", namespace, "-f", str(path))
+    shown = _template(path, namespace)
     assert shown.returncode == 0, shown.stderr
-    return [each for each in yaml.safe_load_all(shown.stdout) if each]
+    return [each for each in yaml.load_all(shown.stdout, yaml.CSafeLoader) if each]
 
 
 def refused(values: Plain, folder: Path) -> str:
-    """Why helm refuses these values."""
+    """Why helm refuses these values; paths are written with points, whatever its version."""
     path = folder / "values.json"
     path.write_text(json.dumps(values))
-    shown = helm("template", RELEASE, str(CHART), "--namespace", NAMESPACE, "-f", str(path))
+    shown = _template(path, NAMESPACE)
     assert shown.returncode != 0, "helm accepts the values"
-    return shown.stderr
+    return shown.stderr.replace("/", ".")
+
+
+def _template(values: Path, namespace: str) -> "subprocess.CompletedProcess[str]":
+    options = ("--namespace", namespace, "--kube-version", KUBERNETES, "-f", str(values))
+    return helm("template", RELEASE, str(CHART), *options)
 
 
 def of_kind(objects: list[Plain], kind: str) -> dict[str, Plain]:

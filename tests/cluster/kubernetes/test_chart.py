@@ -18,6 +18,7 @@ from plexrl.worker.interface.config import AgentConfig
 from tests.cluster.kubernetes.chart import (
     CHART,
     FULL,
+    KUBERNETES,
     SHARED_VOLUME,
     VALUES,
     helm,
@@ -74,7 +75,7 @@ def test_the_validation_finds_a_misspelt_field(tmp_path: Path) -> None:
 
 
 def test_helm_finds_no_fault_in_the_chart() -> None:
-    shown = helm("lint", "--strict", str(CHART))
+    shown = helm("lint", "--strict", "--kube-version", KUBERNETES, str(CHART))
     assert shown.returncode == 0, shown.stdout + shown.stderr
 
 
@@ -100,10 +101,29 @@ def test_helm_finds_no_fault_in_the_chart() -> None:
         ({"rollout": {"replicas": 2}}, "rollout"),
         ({"rollout": {"volume": {"size": "much"}}}, "/rollout/volume/size"),
         ({"user": 0}, "/user"),
+        ({"events": {"url": "http://broker"}}, "/events/url"),
+        ({"events": {"settings": {"password": "open"}}}, "/events/settings"),
+        ({"events": {"url": "mqtt://broker", "passwordKey": "p"}}, "events.secretName"),
+        ({"nodePools": [{"name": "a", "gpuResource": "a.b/c", "gpuDeviceClass": "d"}]}, "pool a"),
+        (
+            {
+                "nodePools": [
+                    {
+                        "name": "a",
+                        "workers": "pods",
+                        "gpuDeviceClass": "d",
+                        "hostMemoryPath": "/m",
+                        "hostNetwork": True,
+                        "nvme": {"hostPath": "/n"},
+                    }
+                ]
+            },
+            "workers: daemon",
+        ),
     ],
 )
 def test_wrong_values_are_refused_by_name(values: Plain, place: str, tmp_path: Path) -> None:
-    assert place in refused(values, tmp_path)
+    assert place.strip("/").replace("/", ".") in refused(values, tmp_path)
 
 
 def test_every_value_is_in_the_schema_and_every_default_is_valid() -> None:
@@ -205,7 +225,9 @@ def test_secrets_are_in_no_configuration_of_the_release(tmp_path: Path) -> None:
     )
     assert "${JOURNAL}" in text
     assert "${sha256:OPERATOR_KEY}" in text
-    assert "password" not in text
+    assert "password" not in text.replace("password_file", "").replace(
+        "/run/plexrl-events/password", ""
+    )
 
 
 def test_one_scheduler_is_replaced_and_several_are_rolled(tmp_path: Path) -> None:
@@ -256,6 +278,43 @@ def test_the_node_takes_all_its_gpus_in_one_container(tmp_path: Path) -> None:
     assert spec["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 8
     memory = next(volume for volume in spec["volumes"] if volume["name"] == "memory")
     assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "512Gi"}
+
+
+def test_gpus_of_a_device_class_are_claimed_by_the_node_alone(tmp_path: Path) -> None:
+    objects = render(FULL, tmp_path)
+    (name,) = of_kind(objects, "ResourceClaimTemplate")
+    (request,) = of_kind(objects, "ResourceClaimTemplate")[name]["spec"]["spec"]["devices"][
+        "requests"
+    ]
+    assert request["exactly"]["deviceClassName"] == "gpu.nvidia.com"
+    assert request["exactly"]["count"] == 4
+    spec = pod_specs(objects)[f"DaemonSet/{name}"]
+    (claim,) = spec["resourceClaims"]
+    assert claim["resourceClaimTemplateName"] == name
+    containers = [*spec["containers"], *spec["initContainers"]]
+    claiming = {
+        each["name"]: each["resources"]["claims"]
+        for each in containers
+        if "claims" in each.get("resources", {})
+    }
+    assert claiming == {"node": [{"name": claim["name"]}]}
+    node = json.loads(of_kind(objects, "ConfigMap")[name]["data"]["node.json"])
+    assert (node["statemanager"]["device"], node["agent"]["gpus"]) == ("cuda", 4)
+
+
+def test_the_scheduler_finds_the_secrets_of_its_broker(tmp_path: Path) -> None:
+    objects = render(FULL, tmp_path)
+    maps = of_kind(objects, "ConfigMap")
+    events = json.loads(maps["demo-plexrl-scheduler"]["data"]["scheduler.json"])["events"]
+    spec = pod_specs(objects)["Deployment/demo-plexrl-scheduler"]
+    (volume,) = (each for each in spec["volumes"] if each.get("secret"))
+    assert volume["secret"]["secretName"] == "broker"
+    (mount,) = (
+        each for each in spec["containers"][0]["volumeMounts"] if each["name"] == volume["name"]
+    )
+    files = {f"{mount['mountPath']}/{each['path']}" for each in volume["secret"]["items"]}
+    assert {events["password_file"], events["ca"]} == files
+    assert (events["interval_s"], events.get("key")) == (1, None)
 
 
 def test_folders_of_the_node_get_the_pods_user_and_only_they_do(tmp_path: Path) -> None:

