@@ -1,13 +1,13 @@
 """Gemma 3 270M learns arithmetic: a short supervised phase, then GRPO with an exact-match reward.
 
     python -m scripts.gemma_model out/gemma
+    plexrl up --virtual-gpus 2 --gpu-memory 4GiB      (with its PLEXRL_URL and PLEXRL_API_KEY)
     python examples/gemma_arithmetic.py out/gemma --seed 1
     python examples/gemma_arithmetic.py out/gemma --job JOB      (resume)
 
 Adapters are trained on the frozen model, so two such jobs on one machine share its weights. Each
 step draws its problems from the seed and its own number, so a controller that resumes a job goes on
-with the problems that come next. Without PLEXRL_URL the script joins the cluster of this machine,
-or starts an embedded one.
+with the problems that come next.
 """
 
 import argparse

@@ -37,7 +37,7 @@ def test_the_count_is_exact(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = {
+    config: dict[str, object] = {
         "vocab_size": 50,
         "hidden_size": heads * head_dim,
         "head_dim": head_dim,

@@ -1,12 +1,12 @@
 """Checkpoints of offloaded deployments are saved while another one holds the group."""
 
+import math
+
 import pytest
 
+from plexrl.ids import JobId
 from plexrl.wire import messages as cmd
-from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
-
-SAVE = OperationKind.SAVE_CHECKPOINT
 
 
 def cluster_with_an_offloaded_member() -> FakeCluster:
@@ -29,8 +29,8 @@ def cluster_with_an_offloaded_member() -> FakeCluster:
 
 
 def run_of(cluster: FakeCluster, operation: str) -> cmd.Run:
-    (run,) = [run for run in cluster.runs if run.operation == operation]
-    return run
+    found: cmd.Run = next(run for run in cluster.runs if run.operation == operation)
+    return found
 
 
 def kinds(cluster: FakeCluster) -> list[tuple[str, str]]:
@@ -38,7 +38,8 @@ def kinds(cluster: FakeCluster) -> list[tuple[str, str]]:
 
 
 def gpu_seconds(cluster: FakeCluster, job: str) -> float:
-    return sum(row.gpu_seconds for row in cluster.core._context.state.jobs[job].usage.values())
+    usage = cluster.core._context.state.jobs[JobId(job)].usage
+    return math.fsum(row.gpu_seconds for row in usage.values())
 
 
 def test_an_offloaded_deployment_saves_its_stored_version_while_another_computes() -> None:
