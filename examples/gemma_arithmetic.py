@@ -98,7 +98,7 @@ class Controller:
         batch = plexrl.Batch.from_completions([self.prompt(each) for each in problems], answers)
         loss = plexrl.losses.cross_entropy()
         trained = self.actor.forward_backward(batch, loss, micro_batch_tokens=MICRO_BATCH_TOKENS)
-        self.actor.optim_step(learning_rate=5e-4, grad_clip_norm=1.0)
+        self.actor.optim_step(learning_rate=1e-3, grad_clip_norm=1.0)
         return {"sft/loss": trained.result().metrics["loss"]}
 
     def grpo_step(self, step: int) -> dict[str, float]:
@@ -140,7 +140,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("model", help="directory that scripts/gemma_model.py made")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--digits", type=int, default=2, help="digits of each number")
+    parser.add_argument("--digits", type=int, default=1, help="digits of each number")
     parser.add_argument("--sft-steps", type=int, default=30)
     parser.add_argument("--sft-rows", type=int, default=16, help="problems of a supervised step")
     parser.add_argument("--grpo-steps", type=int, default=60)

@@ -9,11 +9,14 @@ deployment waits until the version is pinned.
 from typing import Final
 
 from plexrl.scheduler.dispatch.candidates.readiness import next_operation
-from plexrl.scheduler.operations.operations import Starting
+from plexrl.scheduler.operations.deadlines.bounds import watch
+from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages.effects import Effects
-from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.messages.runs import make_run
+from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationKind
 
@@ -34,7 +37,7 @@ def start_stored_saves(state: State, effects: Effects, group: Group, now: float)
         head = _stored_save(state, group, member, now)
         if head is not None:
             member.work.take_head()
-            Starting(state, effects, now).save_stored(member, head)
+            _start(state, effects, group, member, head, now)
 
 
 def _stored_save(state: State, group: Group, member: Deployment, now: float) -> Operation | None:
@@ -50,3 +53,29 @@ def _stored_save(state: State, group: Group, member: Deployment, now: float) -> 
     is_whole = not replay.replaying and replay.durable_seq == replay.completed_seq
     # Workers answer a repeated (operation, token) with their first answer: a retry loads the state.
     return head if is_whole and head.token != group.token else None
+
+
+def _start(
+    state: State,
+    effects: Effects,
+    group: Group,
+    member: Deployment,
+    operation: Operation,
+    now: float,
+) -> None:
+    member.demand.meter(now)
+    operation.seq = member.work.replay.durable_seq
+    change_operation(operation, OperationTrigger.STARTED)
+    operation.started_at = now
+    note_start(member, operation, now)
+    if operation.expected_at is not None:
+        compare_start(state, group, operation, now)
+    operation.token, operation.group = group.token, group.group
+    if not member.work.queue:
+        member.demand.burst.stop_wanting()
+    command = make_run(group, member, operation, (), replay=False)
+    member.work.begin_run(command)
+    if not member.work.watch_at and state.overdue_s:
+        watch(state, effects, member, now)
+    if state.routers:
+        effects.commands.append(command)

@@ -238,28 +238,6 @@ class Starting:
                 abort(self._effects, command, operation.stopped_rows)
             self._effects.commands.append(command)
 
-    def save_stored(self, deployment: Deployment, operation: Operation) -> None:
-        """Have the workers of an offloaded deployment save a checkpoint from its stored state."""
-        group = self._state.groups[deployment.placement.groups[0]]
-        work = deployment.work
-        deployment.demand.meter(self._now)
-        operation.seq = work.replay.durable_seq
-        change_operation(operation, _STARTED)
-        operation.started_at = self._now
-        note_start(deployment, operation, self._now)
-        if operation.expected_at is not None:
-            compare_start(self._state, group, operation, self._now)
-        operation.token = group.token
-        operation.group = group.group
-        if not work.queue:
-            deployment.demand.burst.stop_wanting()
-        command = make_run(group, deployment, operation, (), replay=False)
-        work.begin_run(command)
-        if not work.watch_at and self._state.overdue_s:
-            watch(self._state, self._effects, deployment, self._now)
-        if self._state.routers:
-            self._effects.commands.append(command)
-
     def move(
         self, deployment: Deployment, kind: OperationKind, seq: int, cause: Deployment | None = None
     ) -> None:
