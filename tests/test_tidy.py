@@ -24,6 +24,7 @@ DIRECTION = (
     "statemanager",
     "latency",
     "traces",
+    "environments",
     "client",
     "rewards",
     "model",
@@ -49,6 +50,7 @@ LAYERS = {
         "trackers",
         "data",
     ),
+    "environments": ("adapters", "roll_out", "trajectory", "tools", "texts", "environment"),
     "cluster": (
         "supervisor",
         "ray",
@@ -93,7 +95,7 @@ LAYERS = {
     "storage": ("multipart", "model_folder", "object_store", "location"),
     "traces": ("sources", "describe", "convert", "formats", "generate", "io", "schema", "bundled"),
     "wire": (
-        *("parameter_checks", "tensors", "links", "operation_phases", "rpc", "messages"),
+        *("parameter_checks", "tensors", "links", "rpc", "scheduler_methods", "messages"),
         *("codec", "framing", "operations"),
     ),
     "worker": (

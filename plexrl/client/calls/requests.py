@@ -2,6 +2,7 @@
 
 import logging
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -39,7 +40,7 @@ from plexrl.wire.parameter_checks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from plexrl.client.data.batch import Batch
     from plexrl.model.spec import ModelSpec
@@ -180,6 +181,28 @@ def generate(
     )
 
 
+def streams_of(
+    first_samples: "Sequence[int] | None", prompts: "Sequence[Sequence[int]]"
+) -> "Arrays | None":
+    """The `settings` of `generate` for the prompts' random streams.
+
+    Raises:
+        BatchShapeError: there is not one for each prompt, or one is no whole number from 0.
+    """
+    if first_samples is None:
+        return None
+    import numpy as np
+
+    from plexrl.client.data.batch_rows import check_count, rows_of
+
+    rows = rows_of("first_samples", first_samples)
+    numbers = [
+        number for number in rows if isinstance(number, int | np.integer) and 0 <= number < 2**63
+    ]
+    check_count("whole numbers in first_samples", len(numbers), "prompts", len(prompts))
+    return {"first_sample": np.array(numbers, dtype=np.int64)}
+
+
 def _naming_cut_samples(decoder: results.Decoder, max_tokens: int | None) -> results.Decoder:
     """`decoder`, with a warning of samples that ended before `max_tokens`, at the bound of the
     deployment. None: the bound of each sample is not known."""
@@ -272,7 +295,7 @@ def barrier(deployment: str) -> Submission:
     return submission(deployment, OperationKind.BARRIER, None, results.decode_plain)
 
 
-def create_job(name: str, job_id: str | None, options: dict[str, Any]) -> Call:
+def create_job(name: str, job_id: str | None, options: Mapping[str, object]) -> Call:
     """Submit a job.
 
     Raises:
@@ -290,7 +313,7 @@ def create_job(name: str, job_id: str | None, options: dict[str, Any]) -> Call:
 
 
 def create_deployment(
-    job: str, name: str, kind: str, model: "ModelSpec", options: dict[str, Any]
+    job: str, name: str, kind: str, model: "ModelSpec", options: Mapping[str, object]
 ) -> Call:
     """Create a deployment.
 

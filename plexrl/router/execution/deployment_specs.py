@@ -2,14 +2,12 @@
 
 import asyncio
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from plexrl.errors import StorageError, UnavailableError
 from plexrl.model.deployment_spec import DeploymentSpec, deployment_spec_from_json
 from plexrl.router.execution.scheduler_link import SchedulerLink
-
-if TYPE_CHECKING:
-    from plexrl.wire.messages.views import DeploymentView
+from plexrl.wire import scheduler_methods as m
 
 SPECS_MAX = 10_000
 RETRY_S = 0.2
@@ -43,9 +41,7 @@ class DeploymentSpecs:
             claim: dict[str, Any] = {"tenant": scope}
             if scope is None:
                 claim["as_operator"] = True
-            view: DeploymentView = await self._scheduler.call(
-                "get_deployment", {"deployment": deployment, **claim}
-            )
+            view = await self._scheduler.call(m.GET_DEPLOYMENT, {"deployment": deployment, **claim})
             found = OwnedSpec(deployment_spec_from_json(view["spec_json"]), view["tenant"])
             self._specs[key] = found
             while len(self._specs) > SPECS_MAX:

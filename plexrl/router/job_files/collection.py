@@ -7,12 +7,15 @@ the scheduler has forgotten it, also what a job of the same id and tenant has no
 import asyncio
 import logging
 import random
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 from urllib.parse import unquote
 
 from plexrl.errors import NotFoundError, PlexRLError
 from plexrl.router.job_files.captures import Captures
 from plexrl.router.job_files.record_store import RecordStore
+from plexrl.wire.messages.cluster_views import CheckpointOwnerView
+from plexrl.wire.scheduler_methods import CHECKPOINT_OWNER, Method
 
 LOG = logging.getLogger(__name__)
 
@@ -27,15 +30,17 @@ SUBJECTS = ("samples", "health", "metrics")
 """What is kept as long as the scheduler remembers the job."""
 
 
-class Scheduler(Protocol):
+class JobOwners(Protocol):
     """The part of `SchedulerLink` that this module uses."""
 
-    async def call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+    async def call(
+        self, method: Method[CheckpointOwnerView], params: Mapping[str, object]
+    ) -> CheckpointOwnerView:
         """Call the scheduler. Raises `PlexRLError`."""
         ...
 
 
-async def collect_job_files(captures: Captures, records: RecordStore, scheduler: Scheduler) -> None:
+async def collect_job_files(captures: Captures, records: RecordStore, scheduler: JobOwners) -> None:
     """Delete what is old, until cancelled."""
     while True:
         try:
@@ -47,7 +52,7 @@ async def collect_job_files(captures: Captures, records: RecordStore, scheduler:
 
 
 async def discard_forgotten(
-    records: RecordStore, scheduler: Scheduler, *, older_than_s: float
+    records: RecordStore, scheduler: JobOwners, *, older_than_s: float
 ) -> None:
     """Delete the files of jobs that the scheduler does not know, if all of a job's are older.
     Raises as `RecordStore` and `SchedulerLink.call`."""
@@ -62,9 +67,9 @@ async def discard_forgotten(
                     await asyncio.to_thread(_discard, records, folder, older_than_s)
 
 
-async def _known_jobs(scheduler: Scheduler, tenant: str) -> set[str]:
+async def _known_jobs(scheduler: JobOwners, tenant: str) -> set[str]:
     try:
-        return set((await scheduler.call("checkpoint_owner", {"tenant": tenant}))["jobs"])
+        return set((await scheduler.call(CHECKPOINT_OWNER, {"tenant": tenant}))["jobs"])
     except NotFoundError:
         return set()
 

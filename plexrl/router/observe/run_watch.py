@@ -23,8 +23,8 @@ from plexrl.model.text.tokenizer import EOS
 from plexrl.router.job_files.record_store import JobKey, RecordStore
 from plexrl.router.observe.run_figures import end_tokens, generated, stepped, trained
 from plexrl.router.observe.run_health import (
+    GivenRewards,
     Observation,
-    Rewarded,
     RunHealth,
     merge_views,
     of_critic,
@@ -134,7 +134,7 @@ class RunWatch:
     def rewarded(self, job: JobKey, *, total: int, failed: int) -> None:
         """Rewards of a job have come; returns at once."""
         if total:
-            self._submit(self._observe, job, Rewarded(total=total, failed=failed))
+            self._submit(self._observe, job, GivenRewards(total=total, failed=failed))
 
     async def begin(self, job: JobKey, *, on: bool, limits: Mapping[str, float]) -> None:
         """Set the job's `run_warnings`, whose limits are checked."""

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
@@ -40,6 +40,7 @@ from plexrl.router.server.request_limits import BODY_KEY, BodyRefusedError, Limi
 from plexrl.router.services.authentication import Caller, KeyCache, is_open
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.router.services.shutdown import Shutdown
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.messages.views import (
     DeploymentView,
     ExplainedJobView,
@@ -123,23 +124,20 @@ class RouterServices:
             raise PermissionDeniedError("this needs the operator's key")
         return caller
 
-    async def ask(self, request: Request, _: type[ViewT], method: str, **fields: Any) -> ViewT:
-        """Call the scheduler with `fields` and the claim of the sender of the request. The type is
-        that of the view with which the method answers.
+    async def ask(self, request: Request, method: m.Method[ViewT], **fields: object) -> ViewT:
+        """Call the scheduler with `fields` and the claim of the sender of the request.
 
         Raises as `caller` and `SchedulerLink.call`.
         """
         caller = await self.caller(request)
-        view: ViewT = await self.scheduler.call(method, {**fields, **caller.claim})
-        return view
+        return await self.scheduler.call(method, {**fields, **caller.claim})
 
     async def ask_as_operator(
-        self, request: Request, _: type[ViewT], method: str, **fields: Any
+        self, request: Request, method: m.Method[ViewT], **fields: object
     ) -> ViewT:
         """As `ask`; the sender must be the operator. Raises `PermissionDeniedError`."""
         caller = await self.operator(request)
-        view: ViewT = await self.scheduler.call(method, {**fields, **caller.claim})
-        return view
+        return await self.scheduler.call(method, {**fields, **caller.claim})
 
     async def spec(self, deployment: str, caller: Caller) -> DeploymentSpec:
         """Return a deployment's specification. Raises `UnknownDeploymentError`."""
@@ -157,28 +155,26 @@ class RouterServices:
             with suppress(TimeoutError):
                 async with asyncio.timeout(None) as wait:
                     with self.shutdown.interrupting(wait):
-                        view: OperationView = await self.scheduler.call(
-                            "wait_operation", fields, timeout_s=wait_s + RESPONSE_MARGIN_S
+                        return await self.scheduler.call(
+                            m.WAIT_OPERATION, fields, timeout_s=wait_s + RESPONSE_MARGIN_S
                         )
-                        return view
-        view = await self.scheduler.call("wait_operation", {**fields, "timeout_s": 0.0})
-        return view
+        return await self.scheduler.call(m.WAIT_OPERATION, {**fields, "timeout_s": 0.0})
 
     async def deployment(self, caller: Caller, deployment: str) -> DeploymentView:
         """Return the scheduler's view of a deployment. Raises `UnknownDeploymentError`."""
         fields = {"deployment": deployment, **caller.claim}
-        view: DeploymentView = await self.scheduler.call("get_deployment", fields)
-        return view
+        return await self.scheduler.call(m.GET_DEPLOYMENT, fields)
 
     async def job_key(self, request: Request, job: str) -> JobKey:
         """What the files of a job are kept by; as `ask`, the caller may have the job. Raises
         `UnknownJobError`."""
-        return job_key(await self.ask(request, JobView, "get_job", job=job))
+        view = await self.ask(request, m.GET_JOB, job=job)
+        return job_key(view)
 
     async def check_job(self, caller: Caller, job: str) -> None:
         """Check that the caller may see a job, which another controller may have. Raises
         `UnknownJobError`."""
-        await self.scheduler.call("get_job", {"job": job, **caller.rights})
+        await self.scheduler.call(m.GET_JOB, {"job": job, **caller.rights})
 
     @asynccontextmanager
     async def upload(self, request: Request, caller: Caller) -> AsyncIterator[Upload]:

@@ -172,7 +172,7 @@ def kept_gpus(cluster: Cluster, now: float) -> int:
     elif cluster.settings.config.reservations:
         heads = list(state.reservations)
     else:
-        heads = [DeploymentId(each["deployment"]) for each in blocking_heads(cluster, now)]
+        heads = [DeploymentId(head["deployment"]) for head in blocking_heads(cluster, now)]
     if not heads or not pool.free_gpus():
         return 0
     gangs = [gang_of(cluster, state.deployment(name)) for name in heads]
@@ -262,7 +262,7 @@ def _attempt(
         return {"way": mode.value, **counts, "over_slo": False, "why": why}
     refused = [f"{counts[name]} {words}" for name, words in _REFUSALS if counts[name]]
     open_count, over_slo = counts["open"], False
-    own = f"{waiting_bound(cluster.state, cluster.settings, deployment):.0%} for this one"
+    own = f"{waiting_bound(cluster, deployment):.0%} for this one"
     if open_count and not searches:
         refused.append(f"{open_count} have capacity by load and memory")
     elif (

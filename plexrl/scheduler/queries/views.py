@@ -21,7 +21,7 @@ from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_sharing import why_it_shares
 from plexrl.scheduler.rules.config import planning
 from plexrl.scheduler.rules.lookups import owner_of
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.step import Situation
 from plexrl.scheduler.rules.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.scheduler.state.operation import Operation
@@ -144,8 +144,9 @@ def _schedule_view(schedule: CheckpointSchedule | None) -> CheckpointScheduleVie
     return {"every": schedule.every, "keep_last": schedule.keep_last}
 
 
-def job_view(state: State, settings: Settings, job: Job) -> JobView:
+def job_view(situation: Situation, job: Job) -> JobView:
     """One job with its deployments."""
+    state = situation.state
     return {
         "job": job.job,
         "tenant": job.tenant,
@@ -155,7 +156,7 @@ def job_view(state: State, settings: Settings, job: Job) -> JobView:
         "reason": job.reason,
         "failure": failure_view(job_failure(state, job)),
         "priority": job.priority,
-        "slo": bound_of(settings, job),
+        "slo": bound_of(situation.settings, job),
         "gpu_seconds": sum(row.gpu_seconds for row in job.usage.values()),
         "controller_timeout_s": job.controller_timeout_s,
         "submitted_at": job.submitted_at,
@@ -164,18 +165,15 @@ def job_view(state: State, settings: Settings, job: Job) -> JobView:
     }
 
 
-def list_jobs(state: State, settings: Settings, tenant: TenantId | None) -> list[JobView]:
+def list_jobs(situation: Situation, tenant: TenantId | None) -> list[JobView]:
     """All jobs of a tenant, or of all tenants, oldest first."""
-    return [
-        job_view(state, settings, job)
-        for job in state.jobs.values()
-        if tenant in (None, job.tenant)
-    ]
+    state = situation.state
+    return [job_view(situation, job) for job in state.jobs.values() if tenant in (None, job.tenant)]
 
 
 def live_workers(state: State) -> dict[DeploymentId, int]:
     """The incarnation of each deployment whose workers are all ready."""
-    found = (each for each in state.deployments.values() if each.wpg.is_ready)
+    found = (deployment for deployment in state.deployments.values() if deployment.wpg.is_ready)
     return {each.deployment: each.wpg.processes.incarnation for each in found}
 
 
@@ -244,9 +242,9 @@ def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> N
 def lost_nodes(state: State) -> list[tuple[NodeId, float]]:
     """The nodes whose agents were lost, and when; without those that drain."""
     return [
-        (each.node, each.lost_at)
-        for each in state.nodes.values()
-        if not each.alive and each.lost_at is not None and not each.is_draining
+        (node.node, node.lost_at)
+        for node in state.nodes.values()
+        if not node.alive and node.lost_at is not None and not node.is_draining
     ]
 
 
@@ -255,12 +253,12 @@ def restarting(state: State) -> list[tuple[str, float]]:
     each with its text and since when an operation waits."""
     return [
         (
-            f"{each.deployment} (start {each.wpg.processes.starts}): "
-            f"{each.wpg.processes.ended_because}",
-            state.operations[each.work.queue[0]].submitted_at,
+            f"{deployment.deployment} (start {deployment.wpg.processes.starts}): "
+            f"{deployment.wpg.processes.ended_because}",
+            state.operations[deployment.work.queue[0]].submitted_at,
         )
-        for each in state.deployments.values()
-        if each.work.queue and each.wpg.processes.starts > STARTS_NAMED
+        for deployment in state.deployments.values()
+        if deployment.work.queue and deployment.wpg.processes.starts > STARTS_NAMED
     ]
 
 
@@ -268,7 +266,7 @@ def expected_nodes(cluster: Cluster, now: float) -> list[NodeId]:
     """The nodes that are connected, or may be back before their work is placed elsewhere."""
     patience_s = cluster.settings.config.node_replace_s
     nodes = cluster.state.nodes.values()
-    return [each.node for each in nodes if each.lost_at is None or now < each.lost_at + patience_s]
+    return [node.node for node in nodes if node.lost_at is None or now < node.lost_at + patience_s]
 
 
 def operation_log(
@@ -328,7 +326,9 @@ def unreferenced_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRe
     """The payloads, and partial results, that neither an unfinished operation nor a recovery
     needs."""
     operations = state.operations.values()
-    kept = [each for each in operations if each.is_logged or not each.state.is_final]
+    kept = [
+        operation for operation in operations if operation.is_logged or not operation.state.is_final
+    ]
     needed = {ref for each in kept for ref in (each.payload, each.partial)}
     return [blob for blob in blobs if blob not in needed]
 
@@ -403,7 +403,7 @@ def _count_over_slo(cluster: Cluster, names: Iterable[DeploymentId]) -> int:
     for name in names:
         deployment = cluster.state.deployments[name]
         part = measured_waiting_part(deployment)
-        if part is not None and part > waiting_bound(cluster.state, cluster.settings, deployment):
+        if part is not None and part > waiting_bound(cluster, deployment):
             count += 1
     return count
 
@@ -420,7 +420,7 @@ def usage_view(state: State, tenant: TenantId | None) -> list[UsageView]:
             "failed": row.failed,
             "tokens": row.tokens,
             "gpu_seconds": row.gpu_seconds,
-            "paced": any(state.deployments[each].spec.pace for each in job.deployments),
+            "paced": any(state.deployments[deployment].spec.pace for deployment in job.deployments),
         }
         for job in state.jobs.values()
         if tenant in (None, job.tenant)

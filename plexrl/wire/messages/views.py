@@ -469,7 +469,7 @@ class RolloutWaitView(TypedDict):
 
 
 class TextFilesView(TypedDict):
-    """What encodes a model's text."""
+    """The files of a model's tokenizer."""
 
     files: dict[str, str]
     """The text of each file by its name: `tokenizer.json`, its configuration and others."""

@@ -194,7 +194,7 @@ def _whole(spec: ModelSpec, reason: str) -> LaidOutModel:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """In the block, modules get their parameters on `meta`."""
+    """Within the block, modules get their parameters on `meta`."""
 
     def move(_: nn.Module, __: str, parameter: nn.Parameter | None) -> Any:
         # The memory was only reserved: nothing has been written to it.

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def data_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def endpoint(data_dir: Path, **fields: str) -> Endpoint:
+def endpoint(data_dir: Path, **fields: Any) -> Endpoint:
     return Endpoint(url=URLS, api_key=KEY, pid=1, data_dir=str(data_dir), **fields)
 
 

@@ -3,17 +3,20 @@
 import asyncio
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plexrl.errors import NotFoundError
+from plexrl.ids import JobId, TenantId
 from plexrl.router.job_files.collection import discard_forgotten
 from plexrl.router.job_files.metrics_log import MetricsFiles
 from plexrl.router.job_files.record_store import JobKey, RecordFiles, RecordObjects, RecordStore
 from plexrl.router.job_files.samples import SampleLog
 from plexrl.storage.object_store import ObjectStore
+from plexrl.wire.messages.cluster_views import CheckpointOwnerView
 
 SAMPLES: list[Any] = [{"prompt": "p", "text": "x", "reward": 1.0, "length": 3, "ended_by": "stop"}]
 KNOWN, FORGOTTEN, GONE = JobKey("a/b", "j/1"), JobKey("a/b", "j/2"), JobKey("gone", "j/1")
@@ -22,11 +25,17 @@ KNOWN, FORGOTTEN, GONE = JobKey("a/b", "j/1"), JobKey("a/b", "j/2"), JobKey("gon
 class Remembered:
     """A scheduler that remembers one job of one tenant."""
 
-    async def call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+    async def call(self, method: str, params: Mapping[str, object]) -> CheckpointOwnerView:
         assert method == "checkpoint_owner"
         if params["tenant"] != KNOWN.tenant:
             raise NotFoundError("there is no such tenant")
-        return {"jobs": [KNOWN.job]}
+        return {
+            "tenant": TenantId(KNOWN.tenant),
+            "is_operator": False,
+            "checkpoints_max": None,
+            "checkpoint_bytes_max": None,
+            "jobs": [JobId(KNOWN.job)],
+        }
 
 
 @pytest.fixture(params=["files", "objects"])

@@ -421,10 +421,10 @@ def test_a_replica_that_is_promoted_and_evicted_during_a_save_is_kept(
         with store.lease_in_memory(name, name) as lease:
             assert lease.tier == HOST
 
-    def spill() -> None:
+    def copy() -> None:
         store.allocator.copy_to_nvme(name, keep=False)
 
-    happens: dict[str, Callable[[], None]] = {"put.reserved": bring, "put.copied": spill}
+    happens: dict[str, Callable[[], None]] = {"put.reserved": bring, "put.copied": copy}
     monkeypatch.setattr(store._faults, "reach", once(happens))
     other.put(5)
     assert not happens

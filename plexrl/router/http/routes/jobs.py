@@ -22,6 +22,7 @@ from plexrl.router.http.schemas import (
 from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.observe.run_health import check_limits
 from plexrl.router.services.services import Services, job_key
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.messages.node_queries import JobCheckpoints, JobLogs
 from plexrl.wire.messages.run_views import LoggedRow, SampledSteps, SampleView, StepSamples
 from plexrl.wire.messages.views import (
@@ -53,7 +54,7 @@ async def submit(request: Request, services: Services, body: JobRequest) -> JobV
     limits = {} if isinstance(warnings, bool) else check_limits(warnings)
     fields["tenant"] = body.tenant or caller.tenant
     fields["controller"] = caller.controller
-    view: JobView = await services.scheduler.call("submit_job", fields)
+    view = await services.scheduler.call(m.SUBMIT_JOB, fields)
     if warnings is not True:
         await services.run_watch.begin(job_key(view), on=warnings is not False, limits=limits)
     return view
@@ -62,13 +63,13 @@ async def submit(request: Request, services: Services, body: JobRequest) -> JobV
 @ROUTES.get("", summary="All jobs that the caller may see")
 async def list_jobs(request: Request, services: Services) -> Jobs:
     """The tenant's own jobs; for the operator all jobs."""
-    return await services.ask(request, Jobs, "list_jobs")
+    return await services.ask(request, m.LIST_JOBS)
 
 
 @ROUTES.get("/{job}", summary="One job with its deployments")
 async def get(request: Request, services: Services, job: str) -> JobView:
     """State, reason, times and deployments of the job."""
-    view = await services.ask(request, JobView, "get_job", job=job)
+    view = await services.ask(request, m.GET_JOB, job=job)
     return {**view, "health": await services.run_watch.view(job_key(view))}
 
 
@@ -77,7 +78,7 @@ async def explain(request: Request, services: Services, job: str) -> ExplainedJo
     """Reasons, holders and estimates for the job's unfinished operations and its deployments, and
     what its asynchronous rollouts wait for, such as rewards (`rollouts`; null: their service does
     not answer)."""
-    view = await services.ask(request, ExplainedJobView, "explain_job", job=job)
+    view = await services.ask(request, m.EXPLAIN_JOB, job=job)
     health = await services.run_watch.view(job_key(view))
     return {**view, "rollouts": await services.rollout_views.waits(job), "health": health}
 
@@ -85,13 +86,13 @@ async def explain(request: Request, services: Services, job: str) -> ExplainedJo
 @ROUTES.post("/{job}/finish", summary="End a job")
 async def finish(request: Request, services: Services, job: str, body: FinishRequest) -> JobView:
     """A job that has ended stays as it is."""
-    return await services.ask(request, JobView, "finish_job", job=job, **body.model_dump())
+    return await services.ask(request, m.FINISH_JOB, job=job, **body.model_dump())
 
 
 @ROUTES.post("/{job}/heartbeat", summary="Heartbeat of the controller; attaches a detached job")
 async def heartbeat(request: Request, services: Services, job: str) -> HeartbeatView:
     """`failure` is the job's first failure that no controller has acknowledged."""
-    return await services.ask(request, HeartbeatView, "heartbeat", job=job)
+    return await services.ask(request, m.HEARTBEAT, job=job)
 
 
 @ROUTES.post("/{job}/attach", summary="Become the job's controller")
@@ -105,7 +106,7 @@ async def attach(
     `keep_gradients` is set.
     """
     fields = {"job": job, "keep_gradients": keep_gradients, "controller": ""}
-    return await services.ask(request, JobView, "attach_job", **fields)
+    return await services.ask(request, m.ATTACH_JOB, **fields)
 
 
 @ROUTES.post("/{job}/metrics", summary="Add a row of metrics")
@@ -142,18 +143,18 @@ async def metrics(
 
 @ROUTES.post("/{job}/samples", status_code=204, summary="Keep samples of a step")
 async def add_samples(request: Request, services: Services, job: str, body: SamplesRequest) -> None:
-    """They replace the samples that the step has. The oldest steps beyond the bounds are
+    """The samples replace those that the step has. The oldest steps beyond the bounds are
     deleted."""
     key = await services.job_key(request, job)
     rows: list[SampleView] = [
         {
-            "prompt": each.prompt,
-            "text": each.text,
-            "reward": each.reward,
-            "length": each.length,
-            "ended_by": each.ended_by,
+            "prompt": sample.prompt,
+            "text": sample.text,
+            "reward": sample.reward,
+            "length": sample.length,
+            "ended_by": sample.ended_by,
         }
-        for each in body.samples
+        for sample in body.samples
     ]
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(
@@ -164,7 +165,7 @@ async def add_samples(request: Request, services: Services, job: str, body: Samp
 
 @ROUTES.get("/{job}/samples", summary="The steps that have samples")
 async def sampled_steps(request: Request, services: Services, job: str) -> SampledSteps:
-    """In ascending order."""
+    """Numbers of the steps with samples, ascending."""
     key = await services.job_key(request, job)
     loop = asyncio.get_running_loop()
     return {"steps": await loop.run_in_executor(services.threads, services.samples.steps, key)}
@@ -192,15 +193,13 @@ async def logs(
     lines: Annotated[int, Limited("page", "lines", in_query=True)] = 100,
 ) -> JobLogs:
     """`failed` lists the nodes that returned no logs, and why."""
-    return await services.ask(
-        request, JobLogs, "read_log", job=job, deployment=deployment, lines=lines
-    )
+    return await services.ask(request, m.READ_LOG, job=job, deployment=deployment, lines=lines)
 
 
 @ROUTES.get("/{job}/checkpoints", summary="The job's checkpoints, also those being written")
 async def checkpoints(request: Request, services: Services, job: str) -> JobCheckpoints:
     """`failed` lists the nodes that did not report their checkpoints, and why."""
-    return await services.ask(request, JobCheckpoints, "list_checkpoints", job=job)
+    return await services.ask(request, m.LIST_CHECKPOINTS, job=job)
 
 
 @ROUTES.get("/{job}/checkpoints/{name}/files", summary="The files of a complete checkpoint")
@@ -209,7 +208,7 @@ async def checkpoint_files(
 ) -> CheckpointFiles:
     """Each with its `path` and `bytes`. `version` names this state of the checkpoint."""
     caller = await services.caller(request)
-    await services.scheduler.call("get_job", {"job": job, **caller.claim})
+    await services.scheduler.call(m.GET_JOB, {"job": job, **caller.claim})
     version, found = await services.checkpoint_quota.files(job, name)
     listed: list[FileView] = [{"path": file.path, "bytes": file.nbytes} for file in found]
     return {"version": version, "files": listed}
@@ -233,11 +232,11 @@ async def checkpoint_file(
     """The bytes from `start` to before `stop`. 404 `unknown_checkpoint` if the checkpoint has no
     such file, 409 `conflict` if it is not of that `version` any more."""
     caller = await services.caller(request)
-    await services.scheduler.call("get_job", {"job": job, **caller.claim})
+    await services.scheduler.call(m.GET_JOB, {"job": job, **caller.claim})
     current, files = await services.checkpoint_quota.files(job, name)
     if version is not None and version != current:
         raise ConflictError(f"checkpoint {name!r} of job {job!r} was replaced: download it again")
-    file = next((each for each in files if each.path == path), None)
+    file = next((file for file in files if file.path == path), None)
     if file is None:
         raise CheckpointNotFoundError(f"checkpoint {name!r} of job {job!r} has no file {path!r}")
     start = min(max(start, 0), file.nbytes)
@@ -253,5 +252,5 @@ async def checkpoint_file(
 async def delete_checkpoint(request: Request, services: Services, job: str, name: str) -> None:
     """404 `unknown_checkpoint` if the job has no such checkpoint."""
     caller = await services.caller(request)
-    await services.scheduler.call("get_job", {"job": job, **caller.claim})
+    await services.scheduler.call(m.GET_JOB, {"job": job, **caller.claim})
     await services.checkpoint_quota.delete(job, name)
