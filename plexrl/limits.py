@@ -211,6 +211,13 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "hidden": _count(8, 1 << 20),
         "layers": _count(1, 1 << 16),
     },
+    "roll_out": {
+        "turns_max": _count(1, 10_000),
+        "max_sequence_tokens": _maybe(_COUNT),
+        "steps_at_once": _count(1, 10_000),
+        "step_timeout_s": _WAIT,
+        "operations_at_once": _count(1, 256),
+    },
     "trace": {"period_s": replace(_SECONDS, least=1e-3), "jitter_s": _SECONDS},
     "segment": {"offset_s": _SECONDS, "duration_s": _SECONDS, "slack_s": _SECONDS},
     "tenant": {

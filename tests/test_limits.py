@@ -95,7 +95,7 @@ GROUP_OF: dict[str, str] = {
     "RewardDeployment.score": "forward",
     "RewardScheduler.finished": "result",
     "RewardScheduler.finished_async": "result",
-    "RolloutDeployment.generate": "generate",
+    "RolloutDeployment.generate": "generate sampling",
     "RolloutDeployment.generate_stream": "generate",
     "RolloutDeployment.judge": "grading",
     "RolloutDeployment.pause": "pause",
@@ -133,7 +133,11 @@ GROUP_OF: dict[str, str] = {
     "value": "loss",
 }
 """The groups of what takes numbers: a function, a method, or a class whose fields they are."""
-OTHER_NAMES = {"n": "samples_per_prompt", "clip": "value_clip"}
+OTHER_NAMES = {
+    "n": "samples_per_prompt",
+    "clip": "value_clip",
+    "first_samples": "first_sample",
+}
 RESULTS = {
     *("Chunk", "GenerateResult", "RolloutBatch", "Run", "Sample", "SampleReward", "StepResult"),
     *("TrainResult", "Grade", "RolloutProfile", "WeightsSpan", "ScoreResult", "SyncReport"),

@@ -24,6 +24,7 @@ DIRECTION = (
     "statemanager",
     "latency",
     "traces",
+    "environments",
     "client",
     "rewards",
     "model",
@@ -49,6 +50,7 @@ LAYERS = {
         "trackers",
         "data",
     ),
+    "environments": ("adapters", "roll_out", "trajectory", "tools", "texts", "environment"),
     "cluster": (
         "supervisor",
         "ray",

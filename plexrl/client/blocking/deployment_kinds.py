@@ -315,6 +315,7 @@ class RolloutDeployment(Deployment):
         n: int = 1,
         sampling: SamplingParams | None = None,
         stream: bool | Literal["rows"] = False,
+        first_samples: Sequence[int] | None = None,
     ) -> GenerateFuture:
         """Draw `n` samples for each of `prompts`, which are lists of token ids.
 
@@ -323,11 +324,19 @@ class RolloutDeployment(Deployment):
         `future.stream()`; with `stream="rows"` each sample when it has ended, by
         `future.samples()`.
 
+        `first_samples` has the `first_sample` of each prompt, so that its samples do not depend on
+        the other prompts of the call.
+
         Raises:
-            BatchShapeError: a prompt is not a list of whole numbers.
+            BatchShapeError: a row or `first_samples` has another form or length.
         """
         submission = requests.generate(
-            self.deployment, prompts, n, sampling or SamplingParams(), stream=stream
+            self.deployment,
+            prompts,
+            n,
+            sampling or SamplingParams(),
+            stream=stream,
+            settings=requests.streams_of(first_samples, prompts),
         )
         return self._submit_for(submission, GenerateFuture, n)
 
@@ -426,8 +435,7 @@ class RolloutDeployment(Deployment):
         return access if trajectory is None else access.for_trajectory(trajectory)
 
     def captured(self, trajectory: str) -> list[CapturedSegment]:
-        """What the model has read and written in the calls of a trajectory, for
-        `Batch.from_segments`.
+        """What the model read and wrote in a trajectory's calls, for `Batch.from_segments`.
 
         Raises:
             NotFoundError: nothing is captured under this name, or its last call was an hour ago.

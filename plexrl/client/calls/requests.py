@@ -4,6 +4,7 @@ import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
@@ -179,6 +180,26 @@ def generate(
         ),
         {**batch.arrays(()), **(settings or {})},
     )
+
+
+def streams_of(
+    first_samples: "Sequence[int] | None", prompts: "Sequence[Sequence[int]]"
+) -> "Arrays | None":
+    """The `settings` of `generate` for the prompts' random streams.
+
+    Raises:
+        BatchShapeError: there is not one for each prompt, or one is no whole number from 0.
+    """
+    if first_samples is None:
+        return None
+    import numpy as np
+
+    from plexrl.client.data.batch_rows import check_count, rows_of
+
+    rows = rows_of("first_samples", first_samples)
+    numbers = [number for number in rows if isinstance(number, Integral) and 0 <= number < 2**63]
+    check_count("whole numbers in first_samples", len(numbers), "prompts", len(prompts))
+    return {"first_sample": np.array(numbers, dtype=np.int64)}
 
 
 def _naming_cut_samples(decoder: results.Decoder, max_tokens: int | None) -> results.Decoder:

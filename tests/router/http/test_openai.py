@@ -10,6 +10,7 @@ from plexrl.client.blocking.openai_access import OpenAIAccess
 from plexrl.client.data.results import GenerateResult, Sample, WeightsSpan
 from plexrl.errors import InvalidRequestError
 from plexrl.model.text.tokenizer import EOS, Tokenizer, vocabulary_files
+from plexrl.model.text.tool_calls import CALL_BEGIN, CALL_END, split_calls
 from plexrl.router.http.openai.prompts import (
     canonical,
     chat_prompt,
@@ -17,7 +18,7 @@ from plexrl.router.http.openai.prompts import (
     text_prompt,
 )
 from plexrl.router.http.openai.requests import ChatRequest, CompletionRequest
-from plexrl.router.http.openai.texts import CALL_BEGIN, CALL_END, GrowingText, split_calls
+from plexrl.router.http.openai.texts import GrowingText
 from plexrl.router.http.openai.trajectory import (
     CallHistory,
     decode_calls,

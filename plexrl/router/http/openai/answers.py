@@ -8,7 +8,8 @@ from typing import Any
 from plexrl.client.data.results import GenerateResult, Sample
 from plexrl.errors import PlexRLError
 from plexrl.model.text.tokenizer import Tokenizer
-from plexrl.router.http.openai.texts import cut_at_stop, split_calls, token_text
+from plexrl.model.text.tool_calls import split_calls
+from plexrl.router.http.openai.texts import cut_at_stop, token_text
 
 DONE = b"data: [DONE]\n\n"
 TYPES = {

@@ -1,0 +1,1 @@
+"""Other libraries as environments and sources of tasks."""
