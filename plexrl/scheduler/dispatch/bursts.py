@@ -24,6 +24,13 @@ def go_on_with_burst(
     holder.demand.burst.serve(head.tokens, now)
 
 
+def is_within_bound(settings: Settings, holder: Deployment, now: float) -> bool:
+    """Whether the holder's burst is shorter than `burst_max_s`, for which it may hold the group
+    though others wait."""
+    began_at = holder.demand.burst.started_at
+    return now - (began_at if began_at is not None else now) < settings.config.burst_max_s
+
+
 def is_after_burst(
     state: State, settings: Settings, deployment: Deployment, pause_s: float
 ) -> bool:

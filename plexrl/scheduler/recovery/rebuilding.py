@@ -37,7 +37,7 @@ def rebuild(
     at most twice that of the better choice.
     """
     nodes = state.nodes
-    lost = [each for each in deployment.wpg.stored.nodes if not nodes[each].alive]
+    lost = [node for node in deployment.wpg.stored.nodes if not nodes[node].alive]
     if not lost or not deployment.work.replay.past_is_whole:
         return False
     for name in lost if settings.config.lost_nodes_return else ():

@@ -58,8 +58,12 @@ async def beat(http: httpx.AsyncClient, session: str) -> None:
 async def finish(http: httpx.AsyncClient, session: str) -> None:
     """Ends the session, again while the cluster is busy with it, as the SDK does."""
     reason = {"reason": {"type": "interrupted"}}
-    while (await http.post(f"/sessions/{session}/finish", json=reason)).status_code == 503:
+    for _ in range(60):
+        response = await http.post(f"/sessions/{session}/finish", json=reason)
+        if response.status_code != 503:
+            break
         await asyncio.sleep(1.0)
+    response.raise_for_status()
 
 
 async def poll(http: httpx.AsyncClient, sampler: str, clone: int, answers: list[int]) -> None:
