@@ -314,6 +314,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     # A setting of the routers. An hour after the last wrong key, a network may send one again.
     "router": {
         "refused_keys_burst": _count(1, 1_000_000),
+        "runs_max": _count(0, 10_000),
         "refused_keys_per_s": Bounds(1 / 3600, 1e6),
     },
     "plexrl up": {
