@@ -4,12 +4,13 @@
 
 One GPU, two jobs. The first plays trajectories of several turns, and its tools take 0.5 to 2 s; it
 stalls while all of them are in their tools. The other always has work. Both engines are paced (a
-14B model on an H800, ten times as fast), so that other load of this machine counts little; a switch
-takes about 0.2 s. Three ways for the other job to use the GPU:
+14B model on an A40, five times as fast, over a link of 1 TB/s), so that other load of this machine
+counts little; a switch takes about 0.3 s. Three ways for the other job to use the GPU:
 
 * *preemptible*: it gets idle time only;
-* *member*: it shares the GPU in turns with the first, as any job does;
-* *member, short bursts*: as member, with `burst_max_s` of 0.5 s.
+* *member, 0.5 s bursts* and *2 s bursts*: it shares the GPU in turns with the first, as any job
+  does, and `burst_max_s` is 0.5 or 2 s. With the default of 300 s, a job that always has work
+  queued keeps the GPU for 300 s whenever the first stalls: too long to measure here.
 
 *idle part* is the part of the first job's time, alone, in which it has no generation queued or
 running. *got*
@@ -36,13 +37,14 @@ from plexrl.environments import PlainText, Step, Trajectory, roll_out
 
 VOCABULARY = "0123456789:"
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=1)
-PACE = "h800:qwen2.5-14b@0.1"
-TRAJECTORIES, TURNS, ROUNDS = 4, sized(5, quick=2), sized(2, quick=1)
-MAX_TOKENS = sized(1024, quick=64)
+PACE = "a40:qwen2.5-14b@0.2,link=1e12"
+TRAJECTORIES, TURNS, ROUNDS = 8, sized(5, quick=2), sized(2, quick=1)
+MAX_TOKENS = sized(90, quick=16)
 STALL_S = sized((0.5, 2.0), quick=(0.05, 0.1))
 ALONE_S = sized(15.0, quick=1.0)
 """How long the other job draws alone."""
-WAYS = ("preemptible", "member", "member, short bursts")
+WAYS = {"preemptible": 300.0, "member, 0.5 s bursts": 0.5, "member, 2 s bursts": 2.0}
+"""`burst_max_s` of each way."""
 
 
 @dataclass
@@ -84,7 +86,7 @@ class Other:
 
     def _draw(self, seed: int) -> None:
         while not self._ends.is_set():
-            sampling = plexrl.SamplingParams(max_tokens=MAX_TOKENS // 4, seed=seed)
+            sampling = plexrl.SamplingParams(max_tokens=MAX_TOKENS, seed=seed)
             groups = self._rollout.generate([[3, 4, 5]], n=8, sampling=sampling).result().samples
             count = sum(len(sample.tokens) for group in groups for sample in group)
             self._drawn.append((time.monotonic(), count))
@@ -97,8 +99,10 @@ class Other:
             thread.start()
         while not self._drawn:
             time.sleep(0.01)
-        yield
-        self._ends.set()
+        try:
+            yield
+        finally:
+            self._ends.set()
 
     def tokens(self, since: float, until: float) -> int:
         """Tokens of generations that ended in this time."""
@@ -191,33 +195,34 @@ def passes(cluster: plexrl.Cluster, *, preemptible: bool) -> tuple[Pass, Pass]:
 
 
 @contextmanager
-def one_gpu(burst_max_s: float | None) -> Iterator[plexrl.Cluster]:
+def one_gpu(burst_max_s: float) -> Iterator[plexrl.Cluster]:
     """A cluster with one GPU."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "cluster.toml"
-        config.write_text(f"[scheduler]\nburst_max_s = {burst_max_s or 300.0}\n")
+        config.write_text(f"[scheduler]\nburst_max_s = {burst_max_s}\n")
         data = Path(folder) / "data"
         words = ["up", "--config", config, "--data-dir", data, "--virtual-gpus", "1", "--gpus", "0"]
         command = [sys.executable, "-m", "plexrl.cli.app", *map(str, words), "--policy", "pack"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as up:
             assert up.stdout is not None
             up.stdout.readline()
-            with plexrl.connect(data_dir=data) as cluster:
-                yield cluster
-            up.terminate()
+            try:
+                with plexrl.connect(data_dir=data) as cluster:
+                    yield cluster
+            finally:
+                up.terminate()
 
 
 def main() -> None:
     """Run and print the benchmark."""
     rows, figures = [], {}
-    for way in WAYS:
-        bound = 0.5 if way.endswith("bursts") else None
-        with one_gpu(bound) as cluster:
+    for way, burst_max_s in WAYS.items():
+        with one_gpu(burst_max_s) as cluster:
             most = drawn_alone(cluster)
             alone, shared = passes(cluster, preemptible=way == "preemptible")
         got, slowdown = shared.other_per_s / most, shared.first_s / alone.first_s
         is_equal = shared.tokens == alone.tokens
-        name = way.replace(", ", "_").replace(" ", "_")
+        name = way.replace(", ", "_").replace(" ", "_").replace(".", "_")
         figures |= {
             f"{name}_idle_part": alone.idle_part,
             f"{name}_got": got,
