@@ -43,7 +43,7 @@ from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.latency.costs import QWEN3_30B_A3B
 from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20
-from plexrl.rollout.policies.length_dispatch import LONG_PART, Batch, choose_division
+from plexrl.rollout.policies.length_dispatch import LONG_PART, DispatchedBatch, choose_division
 from plexrl.rollout.policies.length_ranker import LengthExample, LengthRanker, Tokens, fit
 from plexrl.rollout.trajectories.lengths import RECENT_MAX, RankedLength
 from plexrl.sim.rollout.engine.instance import Instance
@@ -238,7 +238,7 @@ def by_ranks(
 ) -> list[list[int]]:
     """As a live rollout divides: the longest first, on instances of their own if that is sooner."""
     ordered = np.argsort(-expected, kind="stable").tolist()
-    batch = Batch(
+    batch = DispatchedBatch(
         expected=[max(1, int(expected[at])) for at in ordered],
         samples=1,
         prompt_tokens=prompt_tokens,

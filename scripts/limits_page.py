@@ -45,13 +45,22 @@ def filled_in(page: str) -> str:
         ValueError: a table has no markers in the page.
     """
     for name, text in tables().items():
-        begin, end = f"<!-- {name}: generated -->\n\n", f"\n\n<!-- {name}: end -->"
-        head, found_begin, rest = page.partition(begin)
-        _, found_end, tail = rest.partition(end)
-        if not found_begin or not found_end:
-            raise ValueError(f"{PAGE} has no part {name}: write its two markers into it")
-        page = "".join((head, begin, text, end, tail))
+        page = replace_part(page, name, text)
     return page
+
+
+def replace_part(page: str, name: str, text: str) -> str:
+    """A page with a new text between the markers of a generated part.
+
+    Raises:
+        ValueError: the part has no markers in the page.
+    """
+    begin, end = f"<!-- {name}: generated -->\n\n", f"\n\n<!-- {name}: end -->"
+    head, found_begin, rest = page.partition(begin)
+    _, found_end, tail = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"the page has no part {name}: write its two markers into it")
+    return "".join((head, begin, text, end, tail))
 
 
 def main() -> None:

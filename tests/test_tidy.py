@@ -97,7 +97,7 @@ LAYERS = {
     "storage": ("multipart", "model_folder", "object_store", "location"),
     "traces": ("sources", "describe", "convert", "formats", "generate", "io", "schema", "bundled"),
     "wire": (
-        *("parameter_checks", "tensors", "links", "operation_phases", "rpc", "messages"),
+        *("parameter_checks", "tensors", "links", "rpc", "scheduler_methods", "messages"),
         *("codec", "framing", "operations"),
     ),
     "worker": (

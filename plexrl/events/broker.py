@@ -20,6 +20,7 @@ from plexrl.errors import InvalidRequestError, LeaseLostError, StorageError
 from plexrl.events.config import BrokerConfig
 from plexrl.events.outbox import EventOutbox, Message
 from plexrl.events.records import SchedulerRecord
+from plexrl.wire.messages.cluster_views import BrokerView
 
 if TYPE_CHECKING:
     import aiomqtt
@@ -63,7 +64,7 @@ class Broker:
         self.error = ""
         """Why there is no connection; empty: there is one, or none was tried."""
 
-    def view(self) -> dict[str, object]:
+    def view(self) -> BrokerView:
         """For operators."""
         return {
             "connected": self.is_connected,

@@ -8,7 +8,7 @@ from plexrl.events.config import BrokerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ReceivedEvent:
     """One message."""
 
     topic: str
@@ -19,7 +19,7 @@ class Event:
     """It was published before this subscription."""
 
 
-async def events(config: BrokerConfig, below: str = "") -> AsyncIterator[Event]:
+async def events(config: BrokerConfig, below: str = "") -> AsyncIterator[ReceivedEvent]:
     """Every event whose topic begins with the levels `below`: first the present states, then those
     that come.
 
@@ -47,7 +47,7 @@ async def events(config: BrokerConfig, below: str = "") -> AsyncIterator[Event]:
                 name = str(message.topic).removeprefix(f"{config.prefix}/")
                 payload = message.payload
                 assert isinstance(payload, bytes), "paho gives bytes"
-                yield Event(name, payload, message.retain)
+                yield ReceivedEvent(name, payload, message.retain)
     except aiomqtt.MqttError as error:
         raise UnavailableError(
             f"no connection to the event broker at {config.host}:{config.port}: {error}"

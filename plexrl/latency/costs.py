@@ -50,12 +50,12 @@ class EngineCosts:
     """Seconds of a training step that do not depend on tokens and GPUs: optimizer, pipeline."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if not isinstance(value, int | float) or isinstance(value, bool):
-                raise InvalidRequestError(f"{each.name} is {value!r}: give a number")
+                raise InvalidRequestError(f"{field.name} is {value!r}: give a number")
             if not math.isfinite(value) or value < 0:
-                raise InvalidRequestError(f"{each.name} is {value}: give a number of at least 0")
+                raise InvalidRequestError(f"{field.name} is {value}: give a number of at least 0")
         if self.kv_reserve >= 1:
             raise InvalidRequestError(f"kv_reserve is {self.kv_reserve}: give a part below 1")
         for name in ("kv_tokens", "gpus"):
@@ -121,7 +121,7 @@ def read_costs(path: Path) -> EngineCosts:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InvalidRequestError(f"cannot read costs from {path}: {error}") from error
-    names = [each.name for each in fields(EngineCosts)]
+    names = [field.name for field in fields(EngineCosts)]
     unknown = sorted(set(values) - set(names)) if isinstance(values, dict) else None
     if unknown is None or unknown:
         found = "no JSON object" if unknown is None else f"unknown {', '.join(unknown)}"

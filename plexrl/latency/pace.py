@@ -43,7 +43,7 @@ class Training(Protocol):
         ...
 
     def publish_s(self) -> float:
-        """From the order to publish until the version can be pulled."""
+        """Seconds from the order to publish until the version can be pulled."""
         ...
 
 

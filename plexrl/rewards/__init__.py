@@ -7,7 +7,7 @@ from plexrl.rewards.graders.answers import exact, numeric
 from plexrl.rewards.graders.judge import Judge, last_number
 from plexrl.rewards.graders.mathematics import MathGrader
 from plexrl.rewards.graders.programs import ProgramGrader, ProgramTest
-from plexrl.rewards.sandbox.limits import Ending, Limits, Program, Run
+from plexrl.rewards.sandbox.limits import Ending, Limits, Program, ProgramRun
 from plexrl.rewards.sandbox.sandbox import Sandbox
 from plexrl.rewards.scheduler import Graded, GradedSamples, RewardScheduler, SampleReward
 
@@ -23,9 +23,9 @@ __all__ = [
     "Outcome",
     "Program",
     "ProgramGrader",
+    "ProgramRun",
     "ProgramTest",
     "RewardScheduler",
-    "Run",
     "SampleReward",
     "Sandbox",
     "TimeoutSettings",

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal, NotRequired, TypedDict
 
 from plexrl.traces.schema import ResponseLength, TraceJob
 
@@ -71,7 +71,60 @@ SIZE_CLASSES = ((1, "1 GPU"), (2, "2-7 GPUs"), (8, "8-31 GPUs"), (32, "32-127 GP
 LARGEST = (128, "128 GPUs and more")
 
 
-def describe_jobs(jobs: Iterable[TraceJob]) -> dict[str, Any]:
+class LawRow(TypedDict):
+    """A fitted distribution of one column."""
+
+    of: str
+    law: str
+    distance: float | None
+    """Its Kolmogorov distance from the sample; None: it has none."""
+
+
+class SizeRow(TypedDict):
+    """The jobs of one class of sizes."""
+
+    size: str
+    jobs: int
+    gpu_hours: float
+
+
+class LengthsDescription(TypedDict):
+    """A table of response lengths in figures."""
+
+    table: Literal["lengths"]
+    responses: int
+    grouped: int
+    """Responses with a group."""
+    quantities: dict[str, dict[str, float]]
+    """`ColumnSketch.summary` by column."""
+    group_correlation: NotRequired[float | None]
+    """Fitted, as `laws`."""
+    laws: NotRequired[list[LawRow]]
+
+
+class JobsDescription(TypedDict):
+    """A trace's jobs in figures."""
+
+    table: Literal["jobs"]
+    jobs: int
+    arrivals_s: float
+    """From the first submission to the last."""
+    end_s: float
+    gpu_hours: float
+    """With rollouts."""
+    tenants: int
+    sizes: list[SizeRow]
+    models: dict[str, int]
+    """Jobs by model, of the first `NAMES_MAX` models; as `outcomes`."""
+    outcomes: dict[str, int]
+    quantities: dict[str, dict[str, float]]
+    offered_load: NotRequired[float]
+    """As `offered_load`, if the GPUs are known."""
+    laws: NotRequired[list[LawRow]]
+    """Fitted."""
+
+
+def describe_jobs(jobs: Iterable[TraceJob]) -> JobsDescription:
     """Counts, sums and quantiles of a trace's jobs, as plain values."""
     quantities = ("gap_s", "duration_s", "gpus", "wait_s", "period_s", "duty", "state_bytes")
     sketches = {name: ColumnSketch() for name in quantities}
@@ -121,7 +174,7 @@ def describe_jobs(jobs: Iterable[TraceJob]) -> dict[str, Any]:
     }
 
 
-def describe_lengths(lengths: Iterable[ResponseLength]) -> dict[str, Any]:
+def describe_lengths(lengths: Iterable[ResponseLength]) -> LengthsDescription:
     """Counts and quantiles of a table of response lengths, as plain values."""
     sketches = {"output_tokens": ColumnSketch(), "prompt_tokens": ColumnSketch()}
     count = grouped = 0
@@ -139,11 +192,11 @@ def describe_lengths(lengths: Iterable[ResponseLength]) -> dict[str, Any]:
     }
 
 
-def offered_load(found: dict[str, Any], gpus: int) -> float:
+def offered_load(description: JobsDescription, gpus: int) -> float:
     """GPU time that the jobs need, relative to the time of `gpus` GPUs between the first and the
     last arrival; infinity if all jobs arrive at once."""
-    offered: float = found["gpu_hours"] * 3600.0
-    return offered / (gpus * found["arrivals_s"]) if found["arrivals_s"] else math.inf
+    arrivals_s = description["arrivals_s"]
+    return description["gpu_hours"] * 3600.0 / (gpus * arrivals_s) if arrivals_s else math.inf
 
 
 def _count(names: Counter[str], name: str) -> None:

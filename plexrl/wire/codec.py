@@ -32,8 +32,8 @@ from plexrl.errors import InvalidRequestError
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
-Plain = dict[str, Any]
-"""A message as JSON values, before its fields are typed."""
+JsonObject = dict[str, Any]
+"""A JSON object before its fields are typed: what a decoder gives, and an upgrade changes."""
 
 
 class Codec(Generic[MessageT]):
@@ -43,7 +43,7 @@ class Codec(Generic[MessageT]):
     def __init__(
         self,
         *kinds: type[MessageT],
-        upgrade: Callable[[Plain], None] = lambda _: None,
+        upgrade: Callable[[JsonObject], None] = lambda _: None,
         earlier: re.Pattern[bytes] | None = None,
     ) -> None:
         """`upgrade` changes a message of an earlier version to what the present types say; it sees
@@ -79,7 +79,7 @@ class Codec(Generic[MessageT]):
         """
         body = line.encode() if isinstance(line, str) else line
         if self._earlier is not None and self._earlier.search(body):
-            plain = msgspec.json.decode(body, type=Plain)
+            plain = msgspec.json.decode(body, type=JsonObject)
             self._upgrade(plain)
             return msgspec.convert(plain, self._kinds[str(plain["type"])])
         decoded: MessageT = self._decoder.decode(body)

@@ -7,7 +7,7 @@ entry 0 of a row is never used.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, TypedDict
 
 import msgspec
 
@@ -169,7 +169,7 @@ class AdamParams(Params, frozen=True, kw_only=True):
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
     """`muon` steps the matrices of decoder layers, and AdamW all other parameters."""
     momentum: float | None = None
-    """Of SGD, whose absence is 0, and of Muon, whose absence is 0.95."""
+    """Momentum of SGD (absent: 0) and of Muon (absent: 0.95)."""
     beta1: float = 0.9
     """Decay rate of the first moment."""
     beta2: float = 0.95
@@ -439,3 +439,53 @@ OperationParams = (
     | CheckpointParams
     | SyncWeightsParams
 )
+
+MOVES = frozenset({"load", "offload", "snapshot"})
+"""Kinds that move a deployment's state; their run has a single phase."""
+
+Span = tuple[float, float]
+"""Start and end, in seconds of the scheduler's clock."""
+
+
+class TimedRow(TypedDict):
+    """The fields of `LoggedOperationView` by which the phases are known."""
+
+    kind: str
+    submitted_at: float
+    started_at: float | None
+    finished_at: float | None
+    switch_s: float
+    transfer_s: float
+    compute_s: float | None
+
+
+def ended_at(row: TimedRow) -> float:
+    """When an operation of the log ended."""
+    ended = row["finished_at"]
+    assert ended is not None, "the log has finished operations only"
+    return ended
+
+
+def phases(row: TimedRow) -> list[tuple[str, Span]]:
+    """Name and span of each phase with a duration above 0, in order.
+
+    The log has only the durations of a run's transfer and computation. The transfer is assumed to
+    come first, and the rest of the run is overhead of the control plane. Likewise, context switches
+    are assumed to be at the end of the wait.
+    """
+    submitted, started, finished = row["submitted_at"], row["started_at"], ended_at(row)
+    if started is None:
+        found = [("queue", (submitted, finished))]
+    elif row["kind"] in MOVES:
+        found = [("move", (started, finished))]
+    else:
+        switching = started - row["switch_s"]
+        sent = min(started + row["transfer_s"], finished)
+        computed = min(sent + (row["compute_s"] or 0.0), finished)
+        found = [
+            ("queue", (submitted, switching)),
+            ("switch", (switching, started)),
+            ("transfer", (started, sent)),
+            ("compute", (sent, computed)),
+        ]
+    return [(name, (start, end)) for name, (start, end) in found if end > start]

@@ -113,7 +113,7 @@ def _check_stops(sampling: SamplingParams) -> None:
         )
     sequences: Any = sampling.stop_sequences
     is_list = isinstance(sequences, list | tuple)
-    if not is_list or not all(_are_tokens(each) and len(each) for each in sequences):
+    if not is_list or not all(_are_tokens(sequence) and len(sequence) for sequence in sequences):
         raise InvalidRequestError(
             f"stop_sequences is {short(sequences)}: give lists of one or more token ids, such as "
             "[tokenizer.encode(text)]",

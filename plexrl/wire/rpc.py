@@ -32,7 +32,7 @@ from plexrl.wire.framing import read_frame, write_frame
 LOG = logging.getLogger(__name__)
 
 MessageT = TypeVar("MessageT")
-Handler = Callable[["Peer", dict[str, Any]], Awaitable[Mapping[str, Any] | None]]
+Handler = Callable[["Peer", dict[str, object]], Awaitable[Mapping[str, object] | None]]
 
 IN_FLIGHT_MAX = 4096
 """Most requests of the other side that are handled at once; more wait in the socket."""
@@ -61,7 +61,7 @@ class Peer:
         self._closes = False
 
     async def call(
-        self, method: str, params: Mapping[str, Any] | None = None, *, timeout_s: float = 30.0
+        self, method: str, params: Mapping[str, object] | None = None, *, timeout_s: float = 30.0
     ) -> dict[str, Any]:
         """The other side's answer to `method`.
 
@@ -86,7 +86,7 @@ class Peer:
         finally:
             self._pending.pop(call_id, None)
 
-    async def notify(self, method: str, params: Mapping[str, Any] | None = None) -> None:
+    async def notify(self, method: str, params: Mapping[str, object] | None = None) -> None:
         """Call `method` without an answer."""
         if self._closed:
             raise ConnectionLostError(f"cannot send {method!r}: the connection is closed; retry")
@@ -162,7 +162,7 @@ class Peer:
         if self._closes:
             self.close()
 
-    async def _result(self, header: dict[str, Any]) -> Mapping[str, Any]:
+    async def _result(self, header: dict[str, Any]) -> Mapping[str, object]:
         method, params = header["method"], header.get("params")
         handler = self._handlers.get(method) if isinstance(method, str) else None
         if handler is None:
@@ -196,7 +196,7 @@ def _in_snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-def read_message(params: Mapping[str, Any], kind: type[MessageT]) -> MessageT:
+def read_message(params: Mapping[str, object], kind: type[MessageT]) -> MessageT:
     """The message that a call of `Peer.ask` or `Peer.tell` carries.
 
     Raises:
@@ -209,11 +209,11 @@ def read_message(params: Mapping[str, Any], kind: type[MessageT]) -> MessageT:
 
 
 def on_message(
-    kind: type[MessageT], act: Callable[[MessageT], Awaitable[Mapping[str, Any] | None]]
+    kind: type[MessageT], act: Callable[[MessageT], Awaitable[Mapping[str, object] | None]]
 ) -> Handler:
     """The handler of a message: `act` gets it in its type."""
 
-    async def handle(_: Peer, params: dict[str, Any]) -> Mapping[str, Any] | None:
+    async def handle(_: Peer, params: dict[str, object]) -> Mapping[str, object] | None:
         return await act(read_message(params, kind))
 
     return handle
@@ -221,12 +221,12 @@ def on_message(
 
 def on_command(
     read: Callable[[object], MessageT],
-    act: Callable[[MessageT], Awaitable[Mapping[str, Any] | None]],
+    act: Callable[[MessageT], Awaitable[Mapping[str, object] | None]],
 ) -> Handler:
     """The handler of calls that carry a command as `command`, which `read` types; it raises
     `msgspec.ValidationError` of a malformed one."""
 
-    async def handle(_: Peer, params: dict[str, Any]) -> Mapping[str, Any] | None:
+    async def handle(_: Peer, params: dict[str, object]) -> Mapping[str, object] | None:
         try:
             command = read(params.get("command"))
         except msgspec.ValidationError as error:

@@ -1,17 +1,18 @@
 """The Chrome trace shows each phase once, at its time, and who held the GPUs."""
 
-from typing import Any
+from typing import Any, cast
 
-from plexrl.client.display.chrome_trace import chrome_trace
-from plexrl.wire.operation_phases import phases
+from plexrl.client.display.chrome_trace import ChromeTrace, chrome_trace
+from plexrl.wire.messages.views import LoggedOperationView
+from plexrl.wire.operations import phases
 
-Plain = dict[str, Any]
 
-
-def row(index: int, job: str, kind: str, times: tuple[float, ...], **fields: Any) -> Plain:
+def row(
+    index: int, job: str, kind: str, times: tuple[float, ...], **fields: Any
+) -> LoggedOperationView:
     """A row of the log; `times` are those of submission, start and end."""
     submitted, started, finished = times
-    return {
+    found = {
         "index": index,
         "operation": f"{job}:{index}",
         "job": job,
@@ -31,6 +32,7 @@ def row(index: int, job: str, kind: str, times: tuple[float, ...], **fields: Any
         "group": "g0",
         **fields,
     }
+    return cast("LoggedOperationView", found)
 
 
 ROWS = [
@@ -43,10 +45,10 @@ ROWS = [
 ]
 
 
-def slices(trace: Plain) -> dict[tuple[str, str], list[tuple[str, float, float]]]:
+def slices(trace: ChromeTrace) -> dict[tuple[str, str], list[tuple[str, float, float]]]:
     """(process, thread) to its slices as (name, start, seconds)."""
     names = {
-        (event["pid"], event["tid"]): event["args"]["name"]
+        (event["pid"], event["tid"]): str(event["args"]["name"])
         for event in trace["traceEvents"]
         if event["name"] in ("process_name", "thread_name")
     }
@@ -66,9 +68,9 @@ def test_phases_are_disjoint_and_within_the_operation() -> None:
         ("transfer", (102.0, 103.0)),
         ("compute", (103.0, 106.0)),
     ]
-    longer = {**ROWS[1], "transfer_s": 4.0, "compute_s": 9.0}
+    longer: LoggedOperationView = {**ROWS[1], "transfer_s": 4.0, "compute_s": 9.0}
     assert phases(longer)[-1] == ("compute", (106.0, 107.0))
-    never = {**ROWS[1], "started_at": None}
+    never: LoggedOperationView = {**ROWS[1], "started_at": None}
     assert phases(never) == [("queue", (99.0, 107.0))]
 
 
@@ -103,7 +105,8 @@ def test_overlapping_runs_get_separate_threads() -> None:
 def test_queue_threads_sort_below_compute_threads() -> None:
     rows = [row(n, "a", "barrier", (0.0, n + 1.0, n + 2.0), compute_s=1.0) for n in range(3)]
     events = chrome_trace(rows, "a")["traceEvents"]
-    places = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    sorts = [e for e in events if e["name"] == "thread_sort_index"]
+    places = {e["tid"]: int(str(e["args"]["sort_index"])) for e in sorts}
     queues = {e["tid"] for e in events if e["ph"] == "X" and e["cat"].startswith("queue")}
     computing = {e["tid"] for e in events if e["ph"] == "X" and e["cat"] == "compute"}
     assert len(queues) == 3

@@ -4,12 +4,13 @@ import pytest
 
 from plexrl.client.calls.controller import Controller
 from plexrl.errors import EarlierFailureError
+from plexrl.wire.messages.cluster_views import ErrorView
 
 
-def failure(operation: str) -> dict[str, object]:
+def failure(operation: str) -> ErrorView:
     """A failure as responses report it."""
     details = {"operation": operation, "deployment": "j/actor", "kind": "optim_step"}
-    return dict(EarlierFailureError(f"{operation} failed", **details).to_wire())
+    return EarlierFailureError(f"{operation} failed", **details).to_wire()
 
 
 def test_a_received_failure_is_raised_unless_its_future_is_awaited() -> None:

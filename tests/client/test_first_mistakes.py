@@ -202,7 +202,7 @@ def test_a_result_instead_of_rows_is_refused_with_a_hint(job: plexrl.Job) -> Non
         UNCHECKED.from_samples(PROMPTS, plexrl.GenerateResult([], 0), [[1.0]])
     with pytest.raises(errors.BatchShapeError, match=r"not a list of rows: give its \.logprobs$"):
         UNCHECKED([[3]]).with_values("ref_logprobs", plexrl.ForwardResult([]))
-    view = {"operation": "o", "state": "pending"}
+    view: Any = {"operation": "o", "state": "pending"}
     pending: Any = plexrl.Future(job._transport, view, lambda *_: None)
     with pytest.raises(errors.BatchShapeError, match="not a list of rows: wait for its result"):
         UNCHECKED([[3]]).with_values("ref_logprobs", pending)
@@ -311,7 +311,8 @@ def test_numpy_numbers_are_accepted() -> None:
 def test_non_finite_metrics_survive_a_round_trip() -> None:
     row = metrics_row(np.int64(3), {"loss": NAN, "up": INF, "down": -INF, "r": np.float32(0.5)})
     assert row["values"] == {"loss": "NaN", "up": "Infinity", "down": "-Infinity", "r": 0.5}
-    [back] = read_rows([{"index": 1, "time": 0.0, "step": row["step"], "values": row["values"]}])
+    sent: Any = row["values"]
+    [back] = read_rows([{"index": 1, "time": 0.0, "step": row["step"], "values": sent}])
     assert np.isnan(back["values"].pop("loss"))
     assert back["values"] == {"up": INF, "down": -INF, "r": 0.5}
     assert back["step"] == 3

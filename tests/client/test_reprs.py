@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tests.client.fake_router import JOB
 KEY = "s3cret"
 NOWHERE = "http://user:pass@127.0.0.1:9"
 """Unreachable, so a repr that made a request would fail."""
-PENDING = {
+PENDING: Any = {
     "operation": "sums-1:ab",
     "state": "pending",
     "kind": "generate",

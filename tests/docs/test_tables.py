@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterator
 
+import pytest
+
 from plexrl.limits import LIMITS
 from plexrl.model.architecture.families import EVERY, FAMILIES
 from plexrl.model.capabilities import BACKENDS
@@ -66,3 +68,11 @@ def test_the_page_of_limits_has_every_option_with_its_bounds() -> None:
     assert len(shown) == sum(map(len, LIMITS.values()))
     assert "| `sampling` | `temperature` | number | 1e-06 | 1000000 | 0 |" in shown
     assert "| `plexrl node token` | `uses` | whole number | 1 | 1,000,000 |  |" in shown
+
+
+def test_the_table_of_tinkers_routes_is_up_to_date() -> None:
+    pytest.importorskip("tinker")
+    from scripts import tinker_routes
+
+    page = tinker_routes.PAGE.read_text()
+    assert page == tinker_routes.filled_in(page), "run `python -m scripts.tinker_routes`"

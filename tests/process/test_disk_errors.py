@@ -22,6 +22,7 @@ from plexrl.process.folders.disk_errors import AWAY, FAILING
 from plexrl.router.blobs import upload
 from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.router.job_files.metrics_log import MetricsFiles
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.router.services.error_responses import error_response
 from plexrl.scheduler.operations.held.holding import is_held
 from plexrl.scheduler.service.journal.database import Postgres, open_database, translate
@@ -95,15 +96,15 @@ def test_a_read_only_disk_refuses_payloads_and_metrics_until_it_is_writable(
 ) -> None:
     with small_disk(tmp_path / "disk", "4m") as disk:
         blobs = DirectoryBlobStore(disk.path / "blobs")
-        metrics = MetricsFiles(disk.path / "metrics", row_bytes_max=1000, job_bytes_max=10_000)
+        metrics = MetricsFiles(disk.path, row_bytes_max=1000, job_bytes_max=10_000)
         ref = BlobRef("o")
         asyncio.run(blobs.write(ref, b"former"))
         disk.make_read_only()
         with pytest.raises(StorageUnavailableError):
             asyncio.run(blobs.write(ref, b"new"))
         with pytest.raises(StorageUnavailableError):
-            metrics.append("j", 0, {"loss": 1.0})
+            metrics.append(JobKey("t", "j"), 0, {"loss": 1.0})
         disk.make_writable()
         asyncio.run(blobs.write(ref, b"new"))
-        metrics.append("j", 0, {"loss": 1.0})
+        metrics.append(JobKey("t", "j"), 0, {"loss": 1.0})
         assert bytes(asyncio.run(blobs.read(ref))) == b"new"

@@ -12,6 +12,7 @@ from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.router.blobs.store import INLINE_BYTES_MAX
 from plexrl.router.job_files.metrics_log import MetricsFiles
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.statemanager.checkpoint.write import publish
 from plexrl.statemanager.protocol.ticket_key import make_ticket_key
 from plexrl.statemanager.store.disk_space import replace_file
@@ -60,9 +61,9 @@ def receive_many_payloads(folder: Path) -> None:
 
 
 def write_metrics(folder: Path) -> None:
-    log = MetricsFiles(folder / "metrics", row_bytes_max=1000, job_bytes_max=10_000)
-    log.append("job", 1, {"loss": 1.0})
-    log.append("job", 2, {"loss": 2.0})
+    log = MetricsFiles(folder, row_bytes_max=1000, job_bytes_max=10_000)
+    log.append(JobKey("tenant", "job"), 1, {"loss": 1.0})
+    log.append(JobKey("tenant", "job"), 2, {"loss": 2.0})
 
 
 def publish_checkpoint(folder: Path) -> None:

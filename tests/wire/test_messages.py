@@ -10,8 +10,8 @@ from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.wire.framing import Header
 from plexrl.wire.messages import (
     RUNS,
-    Abort,
     AbortOperation,
+    AbortRun,
     AnyRun,
     EngineLoad,
     EngineStatistics,
@@ -92,7 +92,9 @@ def test_a_run_reaches_router_and_worker_with_its_parameters(kind: OperationKind
 @pytest.mark.parametrize(
     "request_",
     [
-        Abort(abort=AbortOperation(operation="o", deployment="d", addresses=("a",), rows=(1, 2))),
+        AbortRun(
+            abort=AbortOperation(operation="o", deployment="d", addresses=("a",), rows=(1, 2))
+        ),
         EngineStatistics(ask="a"),
         EngineLoad(ask="a"),
         Pause(ask="a", for_s=2.0),

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import struct
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -149,13 +150,13 @@ async def _conversation(
 
 
 def test_calls_are_answered_errors_pass_over_and_a_lost_peer_is_noticed() -> None:
-    async def double(_: Peer, params: dict[str, int]) -> dict[str, int]:
+    async def double(_: Peer, params: dict[str, Any]) -> dict[str, Any]:
         return {"value": 2 * params["value"]}
 
-    async def refuse(_: Peer, params: dict[str, int]) -> None:
+    async def refuse(_: Peer, params: dict[str, Any]) -> None:
         raise errors.CapacityError("full", **params)
 
-    async def hang(_: Peer, __: dict[str, int]) -> None:
+    async def hang(_: Peer, __: dict[str, Any]) -> None:
         await asyncio.Event().wait()
 
     async def talk() -> None:

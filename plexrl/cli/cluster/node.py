@@ -4,7 +4,7 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -354,7 +354,7 @@ def _node_options(
     from plexrl.cluster.config.node_options import NodeOptions
 
     file = NodeFile() if joining.config is None else read_node_file(joining.config)
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "data_dir": joining.data_dir,
         "name": joining.name,
         "gpus": resources.gpus,

@@ -1,9 +1,9 @@
 """`plexrl status`, `plexrl nodes` and `plexrl groups`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,7 +22,14 @@ from plexrl.cli.terminal.help import CommandGroup
 from plexrl.cli.terminal.option_groups import given_options, option_name, with_option_groups
 from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import NotFoundError
-from plexrl.wire.messages.cluster_views import EtaQualityView, PartView, StatusView
+from plexrl.wire.messages.cluster_views import (
+    BrokerView,
+    EtaQualityView,
+    GpuView,
+    NodeView,
+    PartView,
+    StatusView,
+)
 
 nodes_app = typer.Typer(cls=CommandGroup)
 NodeName = Annotated[str, typer.Argument(help="The node's name.")]
@@ -74,8 +81,8 @@ def _inside(quality: EtaQualityView) -> str:
     return f"{inside} of {quality['estimates']}"
 
 
-def _broker(events: Mapping[str, Any]) -> str:
-    counts = "{sent} sent, {queued} waiting, {dropped} dropped".format(**events)
+def _broker(events: BrokerView) -> str:
+    counts = f"{events['sent']} sent, {events['queued']} waiting, {events['dropped']} dropped"
     if events["connected"]:
         return f"connected: {counts}"
     return f"not connected ({events['error'] or 'not tried yet'}): {counts}"
@@ -97,7 +104,7 @@ def nodes(context: typer.Context, access: Access, output: Output) -> None:
         show_nodes(cluster.nodes(), output)
 
 
-def show_nodes(found: Sequence[Mapping[str, Any]], output: Output) -> None:
+def show_nodes(found: Sequence[NodeView], output: Output) -> None:
     """Print two tables, because one with all columns is wider than a terminal. There is no second
     one if nothing is known of where the nodes are and all are equally fast. A third one has what
     holds their GPUs up."""
@@ -135,7 +142,7 @@ _PLACE = {"address": "host", "fabric": "fabric", "type": "node_type", "block": "
 """Field by heading. Only the operator is told addresses."""
 
 
-def _text(name: str, node: dict[str, Any]) -> str:
+def _text(name: str, node: NodeView) -> str:
     return str(node.get(name, ""))
 
 
@@ -228,18 +235,18 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.1f} GiB"
 
 
-def _host_tier(node: dict[str, Any]) -> str:
+def _host_tier(node: NodeView) -> str:
     """Its size and, until that is done, how far its StateManager is in allocating it in advance."""
     size = _gib(node["host_memory_bytes"])
     ready, wanted = node.get("host_ready_bytes", 0), node.get("host_prefault_bytes", 0)
     return f"{size}, {ready / wanted:.0%} ready" if ready < wanted else size
 
 
-def _reserved(node: dict[str, Any]) -> str:
+def _reserved(node: NodeView) -> str:
     return f"{node['gpus_reserved']}/{node['gpus']}"
 
 
-def _gpu_ranges(gpus: list[dict[str, Any]]) -> str:
+def _gpu_ranges(gpus: list[GpuView]) -> str:
     """The GPUs of each node with ranges, such as `node0:0-3,6, node1:0`."""
     by_node: dict[str, list[int]] = {}
     for gpu in gpus:

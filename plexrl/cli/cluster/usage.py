@@ -1,8 +1,9 @@
 """`plexrl usage`: GPU-hours, operations and tokens by tenant, job or kind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,10 +16,8 @@ from plexrl.cli.terminal.context import (
     write_json,
 )
 from plexrl.cli.terminal.option_groups import with_option_groups
+from plexrl.wire.messages.cluster_views import SharingView, UsageView
 
-COUNTS = ("operations", "failed", "tokens", "gpu_seconds")
-SHARED = ("isolated_gpu_hours", "held_gpu_hours", "saved_gpu_hours")
-"""Figures of whole jobs, which sums by kind of operation lack."""
 HOUR_S = 3600.0
 
 
@@ -30,6 +29,43 @@ class By(StrEnum):
 
 KEYS = {By.TENANT: ("tenant",), By.JOB: ("tenant", "job", "name"), By.KIND: ("kind",)}
 """Key columns of each kind of sum."""
+
+
+@dataclass(slots=True)
+class UsageSum:
+    """The use of all jobs with one key."""
+
+    key: tuple[str, ...]
+    operations: int = 0
+    failed: int = 0
+    tokens: int = 0
+    gpu_seconds: float = 0.0
+    paced_gpu_hours: float = 0.0
+    isolated_gpu_hours: float = 0.0
+    """What the jobs would have held alone; of whole jobs, as are the next fields: a sum by kind of
+    operation has none."""
+    held_gpu_hours: float = 0.0
+    saved_gpu_hours: float = 0.0
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU time, in hours."""
+        return self.gpu_seconds / HOUR_S
+
+    def record(self, by: By) -> dict[str, str | float]:
+        """The columns of the sum by their names, as CSV and JSON have them."""
+        shared = {} if by is By.KIND else {name: getattr(self, name) for name in SHARED}
+        return {
+            **dict(zip(KEYS[by], self.key, strict=True)),
+            "gpu_hours": self.gpu_hours,
+            **{name: getattr(self, name) for name in COUNTS},
+            **shared,
+            "paced_gpu_hours": self.paced_gpu_hours,
+        }
+
+
+COUNTS = ("operations", "failed", "tokens", "gpu_seconds")
+SHARED = ("isolated_gpu_hours", "held_gpu_hours", "saved_gpu_hours")
 
 
 @with_option_groups
@@ -48,78 +84,77 @@ def usage(
         rows = add_up(cluster.usage(), by)
         if by is not By.KIND:
             rows = with_sharing(rows, cluster.sharing(), by)
-    shared = () if by is By.KIND else SHARED
-    columns = (*KEYS[by], "gpu_hours", *COUNTS, *shared, "paced_gpu_hours")
+    records = [row.record(by) for row in rows]
     if as_csv:
-        write_csv(columns, [[row[name] for name in columns] for row in rows])
+        columns = tuple(UsageSum(("",) * len(KEYS[by])).record(by))
+        write_csv(columns, [[*record.values()] for record in records])
         return
     if output.as_json:
-        write_json(rows)
+        write_json(records)
         return
+    _print(rows, by)
+
+
+def _print(rows: Sequence[UsageSum], by: By) -> None:
     total = _total(rows, by)
+    is_shared = by is not By.KIND
     keys = tuple(key for key in KEYS[by] if key != "name")
-    hours = tuple(name for name in ("gpu_hours", "saved_gpu_hours") if name in columns)
     cells = [
         (
-            *(row[key] for key in keys),
-            *(f"{row[name]:.4f}" for name in hours),
-            *(row[name] for name in COUNTS[:3]),
+            *row.key[: len(keys)],
+            *(f"{hours:.4f}" for hours in (row.gpu_hours, row.saved_gpu_hours)[: 1 + is_shared]),
+            *(row.operations, row.failed, row.tokens),
         )
         for row in [*rows, total]
     ]
-    headings = (*keys, *("GPU-hours", "saved")[: len(hours)], *COUNTS[:3])
-    print_table("", headings, cells)
-    if total["paced_gpu_hours"]:
+    hours = ("GPU-hours", "saved")[: 1 + is_shared]
+    print_table("", (*keys, *hours, *COUNTS[:3]), cells)
+    if total.paced_gpu_hours:
         print_line(
-            f"{total['paced_gpu_hours']:.4f} of the GPU-hours are of paced jobs, whose GPUs "
-            "computed nothing."
+            f"{total.paced_gpu_hours:.4f} of the GPU-hours are of paced jobs, whose GPUs computed "
+            "nothing."
         )
-    if shared:
-        isolated, held, saved = (f"{total[name]:.4f}" for name in SHARED)
+    if is_shared:
         print_line(
-            f"Sharing saved {saved} GPU-hours: on groups of their own the jobs would have held "
-            f"{isolated}, and they held {held}."
+            f"Sharing saved {total.saved_gpu_hours:.4f} GPU-hours: on groups of their own the jobs "
+            f"would have held {total.isolated_gpu_hours:.4f}, and they held "
+            f"{total.held_gpu_hours:.4f}."
         )
 
 
-def with_sharing(
-    rows: list[dict[str, Any]], sharing: Sequence[Mapping[str, Any]], by: By
-) -> list[dict[str, Any]]:
+def with_sharing(rows: list[UsageSum], sharing: Sequence[SharingView], by: By) -> list[UsageSum]:
     """`rows` with the GPU-hours that their jobs would have held alone, held and saved. A job that
     held GPUs without running anything gets a row."""
-    found = {tuple(row[name] for name in KEYS[by]): {**row} for row in rows}
-    for row in found.values():
-        row.update(dict.fromkeys(SHARED, 0.0))
-    for each in sharing:
-        key = tuple(each[name] for name in KEYS[by])
-        empty = dict.fromkeys((*COUNTS, "gpu_hours", "paced_gpu_hours", *SHARED), 0)
-        row = found.setdefault(key, {**dict(zip(KEYS[by], key, strict=True)), **empty})
-        for name in SHARED:
-            row[name] += each[name.replace("_hours", "_seconds")] / HOUR_S
-    return list(found.values())
+    by_key = {row.key: row for row in rows}
+    for view in sharing:
+        row = by_key.setdefault(_key(view, by), UsageSum(_key(view, by)))
+        row.isolated_gpu_hours += view["isolated_gpu_seconds"] / HOUR_S
+        row.held_gpu_hours += view["held_gpu_seconds"] / HOUR_S
+        row.saved_gpu_hours += view["saved_gpu_seconds"] / HOUR_S
+    return list(by_key.values())
 
 
-def add_up(usage_rows: Sequence[Mapping[str, Any]], by: By) -> list[dict[str, Any]]:
+def add_up(usage: Sequence[UsageView], by: By) -> list[UsageSum]:
     """Sums of the scheduler's rows by key, in the order of first appearance."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for row in usage_rows:
-        key = tuple(row[name] for name in KEYS[by])
-        total = found.setdefault(
-            key,
-            {
-                **dict(zip(KEYS[by], key, strict=True)),
-                **dict.fromkeys(COUNTS, 0),
-                "paced_gpu_hours": 0.0,
-            },
-        )
-        for name in COUNTS:
-            total[name] += row[name]
-        total["paced_gpu_hours"] += row["gpu_seconds"] / HOUR_S if row["paced"] else 0.0
-    return [{**row, "gpu_hours": row["gpu_seconds"] / HOUR_S} for row in found.values()]
+    by_key: dict[tuple[str, ...], UsageSum] = {}
+    for view in usage:
+        row = by_key.setdefault(_key(view, by), UsageSum(_key(view, by)))
+        row.operations += view["operations"]
+        row.failed += view["failed"]
+        row.tokens += view["tokens"]
+        row.gpu_seconds += view["gpu_seconds"]
+        row.paced_gpu_hours += view["gpu_seconds"] / HOUR_S if view["paced"] else 0.0
+    return list(by_key.values())
 
 
-def _total(rows: list[dict[str, Any]], by: By) -> dict[str, Any]:
-    first, *rest = KEYS[by]
-    names = ("gpu_hours", "paced_gpu_hours", *COUNTS, *(() if by is By.KIND else SHARED))
-    sums = {name: sum(row[name] for row in rows) for name in names}
-    return {first: "all", **dict.fromkeys(rest, ""), **sums}
+def _key(view: UsageView | SharingView, by: By) -> tuple[str, ...]:
+    return tuple(str(view.get(name)) for name in KEYS[by])
+
+
+def _total(rows: Sequence[UsageSum], by: By) -> UsageSum:
+    _, *rest = KEYS[by]
+    total = UsageSum(("all", *("" for _ in rest)))
+    for row in rows:
+        for name in (*COUNTS, *SHARED, "paced_gpu_hours"):
+            setattr(total, name, getattr(total, name) + getattr(row, name))
+    return total

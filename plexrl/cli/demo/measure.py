@@ -103,7 +103,7 @@ def measure_phase(name: str, jobs: Sequence[JobResult], rows: Iterable[Row]) -> 
             # An isolated job's GPU is not another one's, though it is the same in this run.
             users.setdefault(gpu if name == "shared" else (job.job, gpu), []).append(job)
     gpu_seconds = sum(
-        union_seconds([(job.submitted_at, job.ended_at) for job in each]) for each in users.values()
+        union_seconds([(job.submitted_at, job.ended_at) for job in user]) for user in users.values()
     )
     return PhaseResult(
         name=name,

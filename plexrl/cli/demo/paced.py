@@ -60,7 +60,7 @@ class PacedOptions:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where tenants that run together meet."""
+    """Synchronises tenants that run together."""
 
     ready: threading.Barrier
     """Passed when the workers of all are ready."""
@@ -104,7 +104,7 @@ def run_paced_demo(options: PacedOptions, console: Console) -> dict[str, Any]:
             shared, drawn = _run(cluster, options, "shared", tenants)
             check_shared(shared)
             console.print("paced, shared: done; now each tenant alone …")
-            alone = [_run(cluster, options, "isolated", [each]) for each in tenants]
+            alone = [_run(cluster, options, "isolated", [tenant]) for tenant in tenants]
     finally:
         embedded.close()
     found: dict[str, Any] = {
@@ -136,7 +136,9 @@ def _run(
         with cluster.create_job(title) as job:
             began_at, results = _train(job, options, tenant, start)
         view = next(each for each in cluster.jobs() if each["job"] == job.job)
-        train = next(each for each in view["deployments"] if each["kind"] == "train")
+        train = next(
+            deployment for deployment in view["deployments"] if deployment["kind"] == "train"
+        )
         assert view["ended_at"] is not None, "the block has ended the job"
         result = JobResult(
             name=title,

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plexrl.cli.demo.measure import SWITCH_KINDS, DemoSpan, PhaseResult
 
@@ -43,9 +43,9 @@ def write_report(result: DemoResult, folder: Path) -> Path:
     return page
 
 
-def report_json(result: DemoResult) -> dict[str, Any]:
+def report_json(result: DemoResult) -> dict[str, object]:
     """The figures for programs."""
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         "jobs": [
             {
                 "name": job.name,
@@ -68,7 +68,7 @@ def report_json(result: DemoResult) -> dict[str, Any]:
     return body
 
 
-def phase_json(phase: PhaseResult) -> dict[str, Any]:
+def phase_json(phase: PhaseResult) -> dict[str, object]:
     """One phase's figures."""
     return {
         **{name: getattr(phase, name) for name in FIGURES},

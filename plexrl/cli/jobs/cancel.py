@@ -1,6 +1,6 @@
 """`plexrl cancel`: cancels jobs."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
@@ -11,7 +11,26 @@ from plexrl.errors import JobEndedError, PlexRLError
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.job import Job
+    from plexrl.wire.messages.cluster_views import ErrorView
     from plexrl.wire.messages.views import DeploymentView, JobView
+
+
+class CancelledJob(TypedDict):
+    """A job that was cancelled."""
+
+    job: str
+    name: str
+    tenant: str
+    state: str
+    operations_cancelled: int
+    gpus_freed: int
+
+
+class UncancelledJob(TypedDict):
+    """A job that was not cancelled."""
+
+    job: str
+    error: "ErrorView"
 
 
 @with_option_groups
@@ -29,27 +48,29 @@ def cancel(
     There is no confirmation. If one of JOBS is unknown, none is cancelled. If one has ended, the
     others are cancelled, and the exit code is 1.
     """
-    results: list[dict[str, Any]] = []
+    results: list[CancelledJob | UncancelledJob] = []
+    is_refused = False
     with access.open() as cluster:
-        found = {job.job: job for job in [find_job(cluster, each) for each in jobs]}
-        for job in found.values():
+        named = {job.job: job for job in [find_job(cluster, name) for name in jobs]}
+        for job in named.values():
             try:
-                results.append(_cancel(job, reason))
+                cancelled = _cancel(job, reason)
             except PlexRLError as error:
+                is_refused = True
                 results.append({"job": job.job, "error": error.to_wire()})
                 if not output.as_json:
                     warn(f"plexrl: {error.message}")
+            else:
+                results.append(cancelled)
+                if not output.as_json:
+                    print_line(f"{job.job} is cancelled: {_released(cancelled)}.")
     if output.as_json:
         write_json(results)
-    else:
-        for result in results:
-            if "error" not in result:
-                print_line(f"{result['job']} is cancelled: {_released(result)}.")
-    if any("error" in result for result in results):
+    if is_refused:
         raise typer.Exit(1)
 
 
-def _cancel(job: "Job", reason: str) -> dict[str, Any]:
+def _cancel(job: "Job", reason: str) -> CancelledJob:
     before = job.status()
     if is_live(before):
         job.finish("cancelled", reason)
@@ -72,14 +93,16 @@ def _cancel(job: "Job", reason: str) -> dict[str, Any]:
 
 
 def _operations(view: "JobView") -> int:
-    return sum(each["pending"] + len(each["running"]) for each in view["deployments"])
+    return sum(
+        deployment["pending"] + len(deployment["running"]) for deployment in view["deployments"]
+    )
 
 
 def _placed(view: "JobView") -> "list[DeploymentView]":
-    return [each for each in view["deployments"] if each["group"] is not None]
+    return [deployment for deployment in view["deployments"] if deployment["group"] is not None]
 
 
-def _released(result: dict[str, Any]) -> str:
+def _released(result: CancelledJob) -> str:
     operations, gpus = result["operations_cancelled"], result["gpus_freed"]
     ends = "1 operation ends" if operations == 1 else f"{operations} operations end"
     return f"{ends} unfinished, it releases {'1 GPU' if gpus == 1 else f'{gpus} GPUs'}"

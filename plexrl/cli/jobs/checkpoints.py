@@ -111,7 +111,7 @@ def keep_checkpoints(
     """Delete the complete checkpoints of a job except those of the highest steps."""
     with access.open() as cluster:
         found = find_job(cluster, job)
-        whole = [each for each in found.checkpoints() if each["state"] == DURABLE]
+        whole = [checkpoint for checkpoint in found.checkpoints() if checkpoint["state"] == DURABLE]
         whole.sort(key=lambda each: (each["step"], each["as_of"]))
         gone = whole[:-count]
         for each in gone:
@@ -167,7 +167,7 @@ def delete_checkpoints(
 
 def _known(job: "Job", names: Sequence[str]) -> dict[str, CheckpointView]:
     """The job's checkpoints by name. Raises `CheckpointNotFoundError` if one of `names` is none."""
-    known = {each["name"]: each for each in job.checkpoints()}
+    known = {checkpoint["name"]: checkpoint for checkpoint in job.checkpoints()}
     unknown = [name for name in names if name not in known]
     if unknown:
         existing = ", ".join(sorted(known)) or "none"

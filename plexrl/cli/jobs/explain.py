@@ -65,9 +65,9 @@ def print_rollouts(rollouts: list[RolloutWaitView] | None) -> None:
     if rollouts is None:
         print_line("What its asynchronous rollouts wait for is unknown: their service is away.")
         return
-    for each in rollouts:
-        if each["waits_for"]:
-            print_line(f"{each['rollout']}: {each['waits_for']}.")
+    for rollout in rollouts:
+        if rollout["waits_for"]:
+            print_line(f"{rollout['rollout']}: {rollout['waits_for']}.")
 
 
 def print_holders(holders: list[HolderView]) -> None:

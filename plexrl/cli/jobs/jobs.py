@@ -1,8 +1,7 @@
 """`plexrl jobs` and `plexrl logs`: jobs and their workers' logs."""
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,9 +19,11 @@ from plexrl.cli.terminal.job_ids import JobArgument, find_job, is_live, new_line
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.messages.node_queries import JobLogs, LogView
+from plexrl.wire.messages.views import DeploymentStatus, JobView
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.job import Job
+    from plexrl.wire.messages.workers import EngineView
 
 POLL_S = 1.0
 """Interval between two looks at logs that are followed."""
@@ -53,7 +54,9 @@ def jobs(
     wanted = _states(state)
     with access.open() as cluster:
         if job is not None:
-            _show_one(_with_engines(find_job(cluster, job)), output)
+            one = find_job(cluster, job)
+            view = one.status()
+            _show_one(view, _with_engines(one, view), output)
             return
         known = cluster.jobs()
     if wanted:
@@ -79,18 +82,18 @@ def jobs(
         warn(f"{left_out} ended jobs are not shown: use `plexrl jobs --all`")
 
 
-def residencies(job: Mapping[str, Any]) -> str:
+def residencies(job: JobView) -> str:
     """Where the state of each of the job's deployments is, as text."""
     return ", ".join(
-        f"{each['deployment'].rpartition('/')[2]} {each['residency']}"
-        + (" (paced)" if each["pace"] else "")
-        for each in job["deployments"]
+        f"{deployment['deployment'].rpartition('/')[2]} {deployment['residency']}"
+        + (" (paced)" if deployment["pace"] else "")
+        for deployment in job["deployments"]
     )
 
 
-def _waits(job: dict[str, Any]) -> str:
+def _waits(job: JobView) -> str:
     """The part of its time that the job waited for others, and the greatest that it accepts."""
-    parts = [each["waiting_part"] for each in job["deployments"]]
+    parts = [deployment["waiting_part"] for deployment in job["deployments"]]
     worst = max((part for part in parts if part is not None), default=None)
     return f"{'-' if worst is None else f'{worst:.0%}'} of {job['slo']:.0%}"
 
@@ -104,7 +107,7 @@ def _states(given: list[str] | None) -> frozenset[str]:
     return wanted
 
 
-def _show_one(found: dict[str, Any], output: Output) -> None:
+def _show_one(job: JobView, deployments: list[DeploymentStatus], output: Output) -> None:
     fields = ("kind", "state", "residency", "groups", "workers", "pending")
     cells: Cells = {
         "deployment": lambda each: each["deployment"].rpartition("/")[2],
@@ -117,17 +120,18 @@ def _show_one(found: dict[str, Any], output: Output) -> None:
     }
     if not output.as_json:
         print_line(
-            f"{found['job']}: {found['name']} of {found['tenant']} is {found['state']}; it accepts "
-            f"to wait {found['slo']:.0%} of its time."
+            f"{job['job']}: {job['name']} of {job['tenant']} is {job['state']}; it accepts "
+            f"to wait {job['slo']:.0%} of its time."
         )
-    output.table(cells, found["deployments"], found)
-    if not output.as_json:
-        for each in found["deployments"]:
-            if each["pace"]:
-                print_line(paced_line(each["deployment"], each["pace"]))
-        print_warnings(found.get("health"))
-    for text in (found["reason"], (found["failure"] or {}).get("message")):
-        if text and not output.as_json:
+    output.table(cells, deployments, {**job, "deployments": deployments})
+    if output.as_json:
+        return
+    for deployment in deployments:
+        if deployment["pace"]:
+            print_line(paced_line(deployment["deployment"], deployment["pace"]))
+    print_warnings(job.get("health"))
+    for text in (job["reason"], job["failure"] and job["failure"]["message"]):
+        if text:
             print_line(text)
 
 
@@ -155,8 +159,8 @@ def logs(
     if output.as_json:
         write_json(answer["logs"])
         return
-    for each in answer["logs"]:
-        write_text(f"==> {_where(each)} <==\n{each['text']}\n")
+    for log in answer["logs"]:
+        write_text(f"==> {_where(log)} <==\n{log['text']}\n")
 
 
 def _where(log: LogView) -> str:
@@ -189,18 +193,17 @@ def _follow(job: "Job", deployment: str | None, answer: JobLogs, output: Output)
         answer = job.read_logs(deployment, lines=FOLLOWED_LINES)
 
 
-def _with_engines(job: "Job") -> dict[str, Any]:
-    """A job's view with the state of its rollout engines."""
-    view = job.status()
-    deployments = []
-    for each in view["deployments"]:
-        rollout = each["kind"] == "rollout"
-        engines = job.deployment_status(each["deployment"])["engines"] if rollout else []
-        deployments.append({**each, "engines": engines})
-    return {**view, "deployments": deployments}
+def _with_engines(job: "Job", view: JobView) -> list[DeploymentStatus]:
+    """A job's deployments with the state of their rollout engines."""
+    deployments: list[DeploymentStatus] = []
+    for deployment in view["deployments"]:
+        rollout = deployment["kind"] == "rollout"
+        engines = job.deployment_status(deployment["deployment"])["engines"] if rollout else []
+        deployments.append({**deployment, "engines": engines})
+    return deployments
 
 
-def _engine(stats: dict[str, Any]) -> str:
+def _engine(stats: "EngineView") -> str:
     """An engine as text, such as `3 run, 1 wait, cache 40 %, 2 preemptions`."""
     used = 100 * stats["blocks_held"] / stats["blocks"]
     paused = "paused, " if stats["paused"] else ""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -116,7 +116,7 @@ def write_rows(rows: Sequence[Row]) -> None:
     write_json([_as_json(row) for row in rows])
 
 
-def _as_json(row: Row) -> dict[str, Any]:
+def _as_json(row: Row) -> dict[str, object]:
     """The row in its wire form, because JSON has no non-finite numbers."""
     from plexrl.client.data.metric_rows import metrics_row
 

@@ -1,7 +1,7 @@
 """`plexrl rollouts`: asynchronous rollouts, their buffers and instances."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -9,8 +9,14 @@ from plexrl.cli.terminal.context import Access, Cells, Output, print_line, write
 from plexrl.cli.terminal.job_ids import find_job
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.errors import InvalidRequestError
+from plexrl.wire.messages.rollout_views import InstanceView, RolloutStatus
 
-View = dict[str, Any]
+
+class _InstanceRow(InstanceView):
+    """An instance with the rollout that it belongs to."""
+
+    name: str
+    of: RolloutStatus
 
 
 @with_option_groups
@@ -40,7 +46,7 @@ def rollouts(
     show(found, output)
 
 
-def show(found: Sequence[Mapping[str, Any]], output: Output) -> None:
+def show(found: Sequence[RolloutStatus], output: Output) -> None:
     """Print rollouts as the cluster describes them."""
     cells: Cells = {
         "job": "job",
@@ -56,7 +62,7 @@ def show(found: Sequence[Mapping[str, Any]], output: Output) -> None:
     output.table(cells, found)
     if output.as_json or not found:
         return
-    instances = [
+    instances: list[_InstanceRow] = [
         {**each, "name": name, "of": view}
         for view in found
         for name, each in view["instances"].items()
@@ -102,8 +108,7 @@ def shares(counts: dict[str, int]) -> str:
     )
 
 
-def _kv_cache(instance: View) -> str:
+def _kv_cache(instance: InstanceView) -> str:
     """The tokens in the KV cache and its size in tokens."""
-    if not instance["kv_budget"]:
-        return ""
-    return f"{100 * instance['kv_tokens'] / instance['kv_budget']:.0f} %"
+    used, size = instance["kv_tokens"], instance["kv_budget"]
+    return f"{100 * used / size:.0f} %" if size and used is not None else ""

@@ -43,7 +43,7 @@ def compare(a: First, b: Second, as_json: Json = False) -> None:
         )
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _document(path: Path) -> dict[str, object]:
     """The results in a folder or file.
 
     Raises:
@@ -83,7 +83,7 @@ def _is_document(found: Any) -> bool:
     )
 
 
-def _values(found: "ResultComparison") -> dict[str, Any]:
+def _values(found: "ResultComparison") -> dict[str, object]:
     values = asdict(found)
     for of in ("pairs", "smallest"):
         for pair, plain in zip(getattr(found, of), values[of], strict=True):

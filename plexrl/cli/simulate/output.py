@@ -3,7 +3,6 @@
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from plexrl.cli.simulate.answers import Answers
 from plexrl.cli.simulate.report import billed, report
@@ -153,7 +152,7 @@ def write(found: Answers, folder: Path, *, quiet: bool) -> None:
         print_line("Written: " + ", ".join(map(str, written)))
 
 
-def _headline_values(line: Headline) -> dict[str, Any]:
+def _headline_values(line: Headline) -> dict[str, object]:
     def band(values: Band) -> dict[str, float]:
         return {"median": values.median, "lowest": values.values[0], "highest": values.values[-1]}
 
@@ -170,7 +169,7 @@ def _headline_values(line: Headline) -> dict[str, Any]:
     }
 
 
-def _plan_values(plan: CapacityPlan) -> dict[str, Any]:
+def _plan_values(plan: CapacityPlan) -> dict[str, object]:
     return {
         "policy": plan.policy,
         "nodes": plan.nodes,

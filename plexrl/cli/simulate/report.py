@@ -69,7 +69,7 @@ def report(
 def labels(scenarios: Sequence[Scenario]) -> list[str]:
     """The label of each run: policy and differing settings; the report shows sizes itself."""
     names = varying(scenarios)
-    types = {nodes_of(each) for each in scenarios if len(each.pools) > 1}
+    types = {nodes_of(scenario) for scenario in scenarios if len(scenario.pools) > 1}
     found = []
     for scenario in scenarios:
         parts = [f"{name} {setting(scenario, name)}" for name in names]

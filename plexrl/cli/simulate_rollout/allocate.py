@@ -64,7 +64,7 @@ def allocate_rollout(
         ) from error
     pools = _pools(pool)
     cluster = RolloutClusterOptions(
-        gpus=sum(each.kind.gpus for each in pools.values()),
+        gpus=sum(pool.kind.gpus for pool in pools.values()),
         batch=batch,
         model=model,
         tensor_parallel=tensor_parallel,

@@ -249,7 +249,7 @@ def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
         gpus = (rollout_gpus or 0) if name in SPLIT else 0
         found += [
             replace(
-                each,
+                variant,
                 staleness=bound,
                 rollout_gpus=gpus,
                 over_launch_prompts=options.over_launch,
@@ -258,7 +258,7 @@ def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
                 ends=ends if name == SystemName.PAT else Ends.PROJECTED,
             )
             for bound in ([FIXED_STALENESS[name]] if name in FIXED_STALENESS else bounds)
-            for each in _variants(name, ablation=options.ablation)
+            for variant in _variants(name, ablation=options.ablation)
         ]
     return list(dict.fromkeys(found))
 

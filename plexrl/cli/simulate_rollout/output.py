@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from plexrl.cli.terminal.context import print_line, print_table, warn, write_text
 from plexrl.errors import InvalidRequestError
@@ -87,7 +86,7 @@ def bound_lines(settings: Sequence[Setting], outcomes: Sequence[RolloutOutcome])
     ]
 
 
-def document(settings: Sequence[Setting], outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
+def document(settings: Sequence[Setting], outcomes: Sequence[RolloutOutcome]) -> dict[str, object]:
     """The results as JSON values; equal questions give equal values except `speed`."""
     runs = [outcome.values() for outcome in outcomes]
     return {

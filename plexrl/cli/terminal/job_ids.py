@@ -64,7 +64,7 @@ def _matching(jobs: Sequence[JobView], text: str) -> JobView | None:
 
 
 def paced_line(deployment: str, pace: str) -> str:
-    """What to say of a paced deployment."""
+    """A sentence which says that a deployment is paced."""
     return f"{deployment} is paced ({pace}): its GPUs compute nothing."
 
 

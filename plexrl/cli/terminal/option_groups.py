@@ -28,18 +28,18 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     def grouped(**values: Any) -> None:
         for name, group in groups.items():
-            values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         command(**values)
 
     # Options without defaults come first in a signature; typer calls by keyword.
     parameters.sort(key=lambda each: each.default is not inspect.Parameter.empty)
     grouped.__name__, grouped.__doc__ = command.__name__, command.__doc__
-    grouped.__annotations__ = {each.name: each.annotation for each in parameters}
+    grouped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     grouped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return grouped
 
 
-def given_options(context: typer.Context) -> dict[str, Any]:
+def given_options(context: typer.Context) -> dict[str, object]:
     """The parameters that the command line sets, by name."""
     return {
         name: value
@@ -58,15 +58,15 @@ def option_name(parameter: str) -> str:
 def _options(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
     panel = getattr(group, "PANEL", None)
-    for each in fields(group):
-        for option in getattr(hints[each.name], "__metadata__", ()):
+    for field in fields(group):
+        for option in getattr(hints[field.name], "__metadata__", ()):
             option.rich_help_panel = panel or option.rich_help_panel
     return [
         inspect.Parameter(
-            each.name,
+            field.name,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            annotation=hints[each.name],
-            default=inspect.Parameter.empty if each.default is MISSING else each.default,
+            annotation=hints[field.name],
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
         )
-        for each in fields(group)
+        for field in fields(group)
     ]

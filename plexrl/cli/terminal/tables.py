@@ -28,7 +28,7 @@ def table_lines(columns: Row, rows: Sequence[Row], width: int | None) -> list[st
     if sum(least) > available:
         return _blocks(columns, cells, width)
     widths = _shrunk(natural, least, available)
-    rule = [["─" * each for each in widths]] if head else []
+    rule = [["─" * width for width in widths]] if head else []
     return [line for row in [*head, *rule, *cells] for line in _row_lines(row, widths)]
 
 

@@ -171,17 +171,17 @@ def describe(
 ) -> None:
     """Counts, sums and quantiles of a trace."""
     from plexrl.traces import describe_jobs, describe_lengths, fit_lengths, fit_workload
-    from plexrl.traces.describe import offered_load
+    from plexrl.traces.describe import JobsDescription, LengthsDescription, offered_load
 
     source = _open_trace(trace, layout, skip_bad)
     if source.table.name == "lengths":
         if gpus is not None:
             refuse({"gpus": gpus}, ("gpus",), "response lengths have no load on GPUs")
-        found = describe_lengths(source.rows)
+        described: JobsDescription | LengthsDescription = describe_lengths(source.rows)
     else:
-        found = describe_jobs(source.rows)
+        described = describe_jobs(source.rows)
         if gpus is not None:
-            found["offered_load"] = offered_load(found, gpus)
+            described["offered_load"] = offered_load(described, gpus)
     laws: list[tuple[str, str, float | None]] = []
     if fit:
         rows = _open_trace(trace, layout, skip_bad).rows
@@ -189,13 +189,14 @@ def describe(
             laws = fit_workload(rows).describe()
         else:
             model = fit_lengths(rows)
-            found["group_correlation"] = model.correlation
+            if described["table"] == "lengths":
+                described["group_correlation"] = model.correlation
             laws = [("output_tokens", model.fit.distribution.describe(), model.fit.distance)]
-        found["laws"] = [{"of": of, "law": law, "distance": off} for of, law, off in laws]
+        described["laws"] = [{"of": of, "law": law, "distance": off} for of, law, off in laws]
     if as_json:
-        write_json(found)
+        write_json(described)
         return
-    print_description(trace, found)
+    print_description(trace, described)
     if laws:
         print_distributions(laws)
 
@@ -279,11 +280,11 @@ def record(out: Out, access: Access, output: Output) -> None:
     check_out(out, suffixes=(*SUFFIXES, ".json"))
     with access.open() as cluster:
         status = cluster.status()
-        jobs, operations = cluster.jobs(), list(operation_rows(cluster))
+        history = history_of(cluster.jobs(), operation_rows(cluster), status)
     if out.suffix == ".json":
-        count = write_history(out, history_of(jobs, operations, status))
+        count = write_history(out, history)
     else:
-        count = write_jobs(out, recorded(jobs, operations, float(status["now"])))
+        count = write_jobs(out, recorded(history.jobs, history.operations, history.now))
     _report(out, count, {}, output.as_json)
 
 
@@ -344,10 +345,10 @@ def _wandb_runs(trace: str, metrics: list[str] | None, skip_bad: bool) -> "Itera
     from plexrl.traces import read_runs
 
     phases = {}
-    for each in metrics or ():
-        name, equals, phase = each.rpartition("=")
+    for metric in metrics or ():
+        name, equals, phase = metric.rpartition("=")
         if not equals:
-            raise typer.BadParameter(f"{each!r}: write it as NAME=PHASE")
+            raise typer.BadParameter(f"{metric!r}: write it as NAME=PHASE")
         phases[name] = phase
     on_problem = _printer(trace, sys.stderr) if skip_bad else None
     return read_runs(trace, metrics=phases, skip_bad=skip_bad, on_problem=on_problem)

@@ -1,8 +1,9 @@
 """`plexrl fidelity`: compares simulated cycles with a live cluster's history."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,7 +11,9 @@ from plexrl.cli.terminal.context import Cells, Json, print_line, print_records, 
 from plexrl.cli.traces.prediction import SEEDS, WARM_UP_CYCLES, Policy, Seeds, WarmUp, histories
 
 if TYPE_CHECKING:
+    from plexrl.sim.fidelity.history import LeftOut
     from plexrl.sim.fidelity.planning import Planning
+    from plexrl.sim.fidelity.values import CycleQuantiles, GroupCycles
     from plexrl.traces.convert.history import History
 
 
@@ -51,34 +54,33 @@ def fidelity(
         seeds=range(1, seeds + 1),
         warm_up=warm_up,
     )
-    values = fidelity_values(found, planning.name)
+    document = fidelity_values(found, planning.name)
     if as_json:
-        write_json(values)
+        write_json(asdict(document))
         return
-    for group in values["groups"]:
+    for group in document.groups:
         _print(group)
-    for each in values["left_out"]:
-        warn(f"left out: {each['job']}: {each['reason']}")
+    _warn_left_out(document.left_out)
 
 
-def _print(group: dict[str, Any]) -> None:
+def _print(group: "GroupCycles") -> None:
     cells: Cells = {
-        "job": "job",
-        "cycles": "cycles",
-        "measured p50 / p95": lambda job: _seconds(job["measured_s"]),
-        "predicted p50 / p95": lambda job: _seconds(job["predicted_s"]),
+        "job": lambda job: job.job,
+        "cycles": lambda job: job.cycles,
+        "measured p50 / p95": lambda job: _seconds(job.measured_s),
+        "predicted p50 / p95": lambda job: _seconds(job.predicted_s),
         "error of a cycle p50 / p95": lambda job: (
-            f"{100 * job['error']['median']:.1f} / {100 * job['error']['p95']:.1f} %"
+            f"{100 * job.error.median:.1f} / {100 * job.error.p95:.1f} %"
         ),
-        "by law p50": lambda job: _with_error(job["law_s"], job["measured_s"]["median"]),
-        "alone p50": lambda job: _with_error(job["alone_s"], job["measured_s"]["median"]),
+        "by law p50": lambda job: _with_error(job.law_s, job.measured_s.median),
+        "alone p50": lambda job: _with_error(job.alone_s, job.measured_s.median),
     }
-    print_records(f"Group {group['group']}", cells, group["jobs"])
-    errors, unwaited = group["error"], group["alone_error"]
+    print_records(f"Group {group.group}", cells, group.jobs)
+    errors, unwaited = group.error, group.alone_error
     print_line(
-        f"Error over {group['cycles']} cycles: median {100 * errors['median']:.1f} %, 95th "
-        f"percentile {100 * errors['p95']:.1f} %; if no job waited: "
-        f"{100 * unwaited['median']:.1f} % and {100 * unwaited['p95']:.1f} %."
+        f"Error over {group.cycles} cycles: median {100 * errors.median:.1f} %, 95th percentile "
+        f"{100 * errors.p95:.1f} %; if no job waited: {100 * unwaited.median:.1f} % and "
+        f"{100 * unwaited.p95:.1f} %."
     )
 
 
@@ -94,37 +96,39 @@ def _predict(
     from plexrl.sim.fidelity.values import run_forecast_values
 
     found = forecast_run(run, sources, planning, seeds=seeds, warm_up=warm_up)
-    values = run_forecast_values(found, planning.name)
+    document = run_forecast_values(found, planning.name)
     if as_json:
-        write_json(values)
+        write_json(asdict(document))
         return
     cells: Cells = {
-        "job": "job",
-        "cycles": "cycles",
+        "job": lambda job: job.job,
+        "cycles": lambda job: job.cycles,
         "measured mean / p95": lambda job: (
-            f"{job['measured_mean_s']:.2f} / {job['measured_p95_s']:.2f} s"
+            f"{job.measured_mean_s:.2f} / {job.measured_p95_s:.2f} s"
         ),
-        "predicted mean / p95": lambda job: f"{job['mean_s']:.2f} / {job['p95_s']:.2f} s",
-        "error": lambda job: f"{100 * job['error']:+.1f} %",
-        "FIFO": lambda job: _with_error(job["fifo_s"], job["measured_mean_s"]),
-        "nobody waits": lambda job: _with_error(job["alone_s"], job["measured_mean_s"]),
+        "predicted mean / p95": lambda job: f"{job.mean_s:.2f} / {job.p95_s:.2f} s",
+        "error": lambda job: f"{100 * job.error:+.1f} %",
+        "FIFO": lambda job: _with_error(job.fifo_s, job.measured_mean_s),
+        "nobody waits": lambda job: _with_error(job.alone_s, job.measured_mean_s),
     }
-    print_records("Mean cycles, predicted from other runs", cells, values["jobs"])
-    error, fifo, unwaited = (
-        f"{100 * values[name]['mean']:.1f} %" for name in ("error", "fifo_error", "alone_error")
-    )
+    print_records("Mean cycles, predicted from other runs", cells, document.jobs)
+    error, fifo, unwaited = document.error, document.fifo_error, document.alone_error
     print_line(
-        f"Error over {len(values['jobs'])} jobs: median {100 * values['error']['median']:.1f} %, "
-        f"95th percentile {100 * values['error']['p95']:.1f} %, mean {error}; FIFO: mean {fifo}; "
-        f"nobody waits: mean {unwaited}. Skill over nobody waits {values['skill']:.2f}, over FIFO "
-        f"{values['skill_over_fifo']:.2f}."
+        f"Error over {len(document.jobs)} jobs: median {100 * error.median:.1f} %, 95th percentile "
+        f"{100 * error.p95:.1f} %, mean {100 * error.mean:.1f} %; FIFO: mean "
+        f"{100 * fifo.mean:.1f} %; nobody waits: mean {100 * unwaited.mean:.1f} %. Skill over "
+        f"nobody waits {document.skill:.2f}, over FIFO {document.skill_over_fifo:.2f}."
     )
-    for each in values["left_out"]:
-        warn(f"left out: {each['job']}: {each['reason']}")
+    _warn_left_out(document.left_out)
 
 
-def _seconds(quantiles: dict[str, float]) -> str:
-    return f"{quantiles['median']:.2f} / {quantiles['p95']:.2f} s"
+def _warn_left_out(jobs: "Sequence[LeftOut]") -> None:
+    for job in jobs:
+        warn(f"left out: {job.job}: {job.reason}")
+
+
+def _seconds(quantiles: "CycleQuantiles") -> str:
+    return f"{quantiles.median:.2f} / {quantiles.p95:.2f} s"
 
 
 def _with_error(predicted_s: float | None, measured_s: float) -> str:

@@ -1,5 +1,6 @@
 """`plexrl forecast`: predicts the cycles of jobs that would share, from recordings of them."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,6 @@ def forecast(
     """Predict the cycle times of a mix of jobs from recordings of their runs in other mixes."""
     from plexrl.sim.fidelity.planning import planning_of
     from plexrl.sim.fidelity.run_forecast import forecast_mix
-    from plexrl.sim.fidelity.values import forecast_values
 
     sources = histories(recordings)
     planning = planning_of(sources, policy)
@@ -41,18 +41,17 @@ def forecast(
         warm_up=warm_up,
         groups=groups,
     )
-    values = {"policy": planning.name, "jobs": [forecast_values(each) for each in found]}
     if as_json:
-        write_json(values)
+        write_json({"policy": planning.name, "jobs": [asdict(job) for job in found]})
         return
     cells: Cells = {
-        "job": "job",
-        "cycle mean / p95": lambda job: f"{job['mean_s']:.2f} / {job['p95_s']:.2f} s",
-        "alone": lambda job: f"{job['alone_s']:.2f} s",
-        "slowdown": lambda job: f"{100 * (job['mean_s'] / job['alone_s'] - 1.0):+.1f} %",
-        "with FIFO": lambda job: f"{job['fifo_s']:.2f} s",
+        "job": lambda job: job.job,
+        "cycle mean / p95": lambda job: f"{job.mean_s:.2f} / {job.p95_s:.2f} s",
+        "alone": lambda job: f"{job.alone_s:.2f} s",
+        "slowdown": lambda job: f"{100 * (job.mean_s / job.alone_s - 1.0):+.1f} %",
+        "with FIFO": lambda job: f"{job.fifo_s:.2f} s",
     }
-    print_records(f"Predicted cycles under {planning.name}", cells, values["jobs"])
+    print_records(f"Predicted cycles under {planning.name}", cells, found)
 
 
 def _copies(jobs: list[str]) -> dict[str, int]:

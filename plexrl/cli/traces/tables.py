@@ -1,33 +1,39 @@
 """The tables of `plexrl traces`."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from plexrl.cli.terminal.context import print_table, seconds
+
+if TYPE_CHECKING:
+    from plexrl.traces.describe import JobsDescription, LengthsDescription
 
 LABELS = {"gpus": "gpus + rollout_gpus"}
 """Labels of quantities that are not columns of the trace."""
 UNITS = ("p50", "p90", "p99", "max", "mean")
 
 
-def print_description(title: str, found: dict[str, Any]) -> None:
+def print_description(title: str, description: "JobsDescription | LengthsDescription") -> None:
     """Print the result of `describe_jobs` or `describe_lengths`."""
-    if found["table"] == "jobs":
+    if description["table"] == "jobs":
         facts = [
-            ("jobs", f"{found['jobs']:,}"),
-            ("arrivals over", seconds(found["arrivals_s"])),
-            ("GPU-hours with rollouts", f"{found['gpu_hours']:,.0f}"),
-            ("tenants", found["tenants"]),
+            ("jobs", f"{description['jobs']:,}"),
+            ("arrivals over", seconds(description["arrivals_s"])),
+            ("GPU-hours with rollouts", f"{description['gpu_hours']:,.0f}"),
+            ("tenants", f"{description['tenants']:,}"),
         ]
-        if "offered_load" in found:
-            facts.append(("offered load", f"{found['offered_load']:.2f}"))
-        for name in ("models", "outcomes"):
-            named = {key or "unknown": count for key, count in found[name].items()}
-            facts.append((name, ", ".join(f"{key} {count:,}" for key, count in named.items())))
+        if "offered_load" in description:
+            facts.append(("offered load", f"{description['offered_load']:.2f}"))
+        for name, counts in (
+            ("models", description["models"]),
+            ("outcomes", description["outcomes"]),
+        ):
+            texts = (f"{key or 'unknown'} {count:,}" for key, count in counts.items())
+            facts.append((name, ", ".join(texts)))
     else:
         facts = [
-            ("responses", f"{found['responses']:,}"),
-            ("with a group", f"{found['grouped']:,}"),
+            ("responses", f"{description['responses']:,}"),
+            ("with a group", f"{description['grouped']:,}"),
         ]
     print_table(title, ("", ""), facts)
     print_table(
@@ -35,16 +41,16 @@ def print_description(title: str, found: dict[str, Any]) -> None:
         ("", *UNITS),
         (
             (LABELS.get(name, name), *(_shown(name, values[unit]) for unit in UNITS))
-            for name, values in found["quantities"].items()
+            for name, values in description["quantities"].items()
         ),
     )
-    if found.get("sizes"):
+    if description["table"] == "jobs" and description["sizes"]:
         print_table(
             "Sizes",
             ("", "jobs", "GPU-hours"),
             (
                 (row["size"], f"{row['jobs']:,}", f"{row['gpu_hours']:,.0f}")
-                for row in found["sizes"]
+                for row in description["sizes"]
             ),
         )
 

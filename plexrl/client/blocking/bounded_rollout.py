@@ -205,7 +205,7 @@ class BoundedRollout:
     ) -> Iterator[RolloutBatch]:
         samples, seen = int(self._order["samples"]), list[int]()
         held: dict[int, list[_TrainedRow]] = {}
-        given: deque[Future[dict[str, Any]]] = deque()
+        given: deque[Future[dict[str, object]]] = deque()
         """The end of each part that the trainer has not done."""
         while len(seen) < self._batch_rows or held:
             whole = [held[each] for each in sorted(held) if len(held[each]) == samples]

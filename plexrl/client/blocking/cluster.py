@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from msgspec import UNSET, UnsetType
@@ -34,7 +34,7 @@ from plexrl.wire.messages.cluster_views import (
     NodeView,
     SharingView,
     StatusView,
-    Usage,
+    UsageReport,
     UsageView,
     UsedKeyView,
 )
@@ -243,7 +243,7 @@ class Cluster:
         """
         wanted = {"job": job, "deployment": deployment, "kind": kind}
         check_numbers("page", {"after": after, "limit": limit})
-        query: dict[str, Any] = {"after": after, "limit": limit}
+        query: dict[str, str | float] = {"after": after, "limit": limit}
         query |= {name: value for name, value in wanted.items() if value is not None}
         found: Operations = self._transport.ask("GET", "/v1/operations", query=query)
         return found["operations"]
@@ -251,14 +251,14 @@ class Cluster:
     def usage(self) -> list[UsageView]:
         """Usage, one row for each job and kind of operation: the tenant's own; for the operator
         that of all tenants."""
-        found: Usage = self._transport.ask("GET", "/v1/usage")
+        found: UsageReport = self._transport.ask("GET", "/v1/usage")
         return found["usage"]
 
     def sharing(self) -> list[SharingView]:
         """Savings by sharing GPUs, one row for each job with savings: the tenant's own; for the
         operator all. `saved_gpu_seconds` is `isolated_gpu_seconds` (on groups of its own) less
         `held_gpu_seconds` (its part of shared groups); negative if sharing cost more."""
-        found: Usage = self._transport.ask("GET", "/v1/usage")
+        found: UsageReport = self._transport.ask("GET", "/v1/usage")
         return found["sharing"]
 
     def tenants(self) -> list[DescribedTenantView]:

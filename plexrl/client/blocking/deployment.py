@@ -55,7 +55,7 @@ class Deployment:
         limited._deadline_s = requests.checked_deadline(deadline_s)
         return limited
 
-    def barrier(self) -> Future[dict[str, Any]]:
+    def barrier(self) -> Future[dict[str, object]]:
         """Submit an operation without effect, which finishes after all operations before it. The
         result is empty."""
         return self._submit(requests.barrier(self.deployment))
@@ -139,7 +139,7 @@ def missing_attribute(handle: object, base: type[object], name: str) -> Attribut
     holders: list[type] = [each for each in base.__subclasses__() if hasattr(each, name)]
     names = [holder.__name__ for holder in (type(handle), *holders)]
     kind, *others = (
-        each.removeprefix("Async").removesuffix("Deployment").lower() for each in names
+        name.removeprefix("Async").removesuffix("Deployment").lower() for name in names
     )
     text = f"a {kind} deployment has no {name}"
     if others and not name.startswith("_"):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from plexrl.client.blocking.deployment import Deployment
 from plexrl.client.blocking.judges import (
@@ -156,11 +156,11 @@ class TrainDeployment(Deployment):
         )
         return self._submit(requests.optim_step(self.deployment, params))
 
-    def zero_grad(self) -> Future[dict[str, Any]]:
+    def zero_grad(self) -> Future[dict[str, object]]:
         """Drop the accumulated gradients; a step also drops them. The result is empty."""
         return self._submit(requests.zero_grad(self.deployment))
 
-    def publish(self) -> Future[dict[str, Any]]:
+    def publish(self) -> Future[dict[str, object]]:
         """Publish the weights for syncs with `published`. The result has the number of optimizer
         steps in them (`trainer_step`)."""
         return self._submit(requests.publish(self.deployment))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from plexrl.client.blocking.bounded_rollout import BoundedRollout
 from plexrl.client.blocking.deployment_kinds import (
@@ -49,9 +49,9 @@ class Job(JobRecords):
     def __init__(self, transport: Transport, view: JobView, *, heartbeat: bool) -> None:
         super().__init__(transport, view, transport.controller or Controller())
         self.gradients_found: dict[str, int] = {
-            each["deployment"]: each["waiting_gradients"]
-            for each in view["deployments"]
-            if each["waiting_gradients"]
+            deployment["deployment"]: deployment["waiting_gradients"]
+            for deployment in view["deployments"]
+            if deployment["waiting_gradients"]
         }
         """By deployment: the `forward_backward` calls since its last step, at the attachment."""
         self._control.receive_failure(view["failure"], self._control.acknowledged_count)
@@ -466,7 +466,9 @@ class Job(JobRecords):
     ) -> None:
         end_with_block(self, error)
 
-    def _deploy(self, name: str, kind: str, model: "ModelSpec", options: dict[str, Any]) -> str:
+    def _deploy(
+        self, name: str, kind: str, model: "ModelSpec", options: Mapping[str, object]
+    ) -> str:
         self._control.check()
         call = requests.create_deployment(self.job, name, kind, model, options)
         LOG.info("deployment %s: once placed, its workers load torch and the model", name)

@@ -3,11 +3,11 @@
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from plexrl.client.calls.download import download
-from plexrl.client.calls.transport import Transport
+from plexrl.client.calls.transport import Query, Transport
 from plexrl.client.data.metric_rows import read_rows
 from plexrl.client.data.rollout_profile import RolloutProfile
 from plexrl.client.futures.checkpoints import list_call
@@ -92,7 +92,7 @@ class JobReader:
         """`logs`: the last `lines` of each worker's log, for one `deployment` or for all; `failed`:
         the nodes that returned none, and why."""
         check_numbers("page", {"lines": lines})
-        query: dict[str, Any] = {"lines": lines}
+        query: dict[str, str | float | bool | None] = {"lines": lines}
         if deployment is not None:
             query["deployment"] = deployment
         found: JobLogs = self._transport.ask("GET", f"{self._path}/logs", query=query)
@@ -134,7 +134,7 @@ class JobReader:
         """Finished operations of this job after index `after`, oldest first, at most `limit`; as
         `Cluster.operations`."""
         check_numbers("page", {"after": after, "limit": limit})
-        query = {"job": self.job, "after": after, "limit": limit}
+        query: Query = {"job": self.job, "after": after, "limit": limit}
         found: Operations = self._transport.ask("GET", "/v1/operations", query=query)
         return found["operations"]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIAccess:
-    """What a client of OpenAI's API needs: `OpenAI(base_url=…, api_key=…)`."""
+    """Address and key for a client of OpenAI's API: `OpenAI(base_url=…, api_key=…)`."""
 
     base_url: str
     """URL below which the endpoints are; ends in `/v1`."""

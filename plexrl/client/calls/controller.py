@@ -7,13 +7,15 @@ about the job contains such a failure, so the next call raises it even if no fut
 import threading
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from plexrl.client.calls.transport import Call, Steps
 from plexrl.errors import JobEndedError, from_wire
+from plexrl.wire.messages.cluster_views import ErrorView
+from plexrl.wire.messages.views import FailureView, JobView, PolledOperationView
 from plexrl.wire.operations import HALTED, OperationKind
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ class Controller:
         """`sent_bytes_max`: bound on the batches that are kept, in case the cluster loses them."""
         self.token = uuid.uuid4().hex
         """Identifies this controller: the cluster accepts requests of the job's latest one only."""
-        self._failure: Mapping[str, Any] | None = None
+        self._failure: ErrorView | None = None
         self._acknowledged_count = 0
         self._awaited: Counter[str] = Counter()
         self._last: dict[str, str] = {}
@@ -49,11 +51,11 @@ class Controller:
         return self._acknowledged_count
 
     @property
-    def failure(self) -> Mapping[str, Any] | None:
+    def failure(self) -> ErrorView | None:
         """The job's first unacknowledged failure, as last received."""
         return self._failure
 
-    def receive_failure(self, failure: Mapping[str, Any] | None, acknowledged_count: int) -> None:
+    def receive_failure(self, failure: ErrorView | None, acknowledged_count: int) -> None:
         """Store the job's first unacknowledged failure, or None. A response to a request that was
         sent at another `acknowledged_count` may be outdated and is ignored."""
         with self._lock:
@@ -83,7 +85,7 @@ class Controller:
                 if not self._awaited[operation]:
                     del self._awaited[operation]
 
-    def acknowledged(self, answer: Mapping[str, Any]) -> None:
+    def acknowledged(self, answer: FailureView) -> None:
         """Record that the cluster accepted an acknowledgement; `answer` has the next failure."""
         with self._lock:
             self._acknowledged_count += 1
@@ -122,7 +124,7 @@ class Controller:
 
 def submit(
     submission: "Submission", deadline_s: float | None, controller: Controller | None
-) -> Steps[dict[str, Any]]:
+) -> Steps[PolledOperationView]:
     """Submit an operation and return the cluster's view of it.
 
     Raises:
@@ -132,7 +134,7 @@ def submit(
     if controller is not None:
         controller.check()
         count = controller.acknowledged_count
-    view: dict[str, Any] = (yield submission.call.within(deadline_s)).json()
+    view: PolledOperationView = (yield submission.call.within(deadline_s)).json()
     if controller is not None:
         if submission.has_batch:
             controller.record_sent(str(view["operation"]), submission.call)
@@ -142,7 +144,7 @@ def submit(
     return view
 
 
-def check_completed(view: Mapping[str, Any]) -> None:
+def check_completed(view: JobView) -> None:
     """Check the view of a job that was to be completed.
 
     Raises:
@@ -165,6 +167,6 @@ def acknowledge_call(operation: str) -> Call:
     return Call(method="POST", path=path)
 
 
-def _failed(failure: Mapping[str, Any]) -> str:
+def _failed(failure: ErrorView) -> str:
     """The operation that an `EarlierFailureError` refers to."""
     return str(failure["details"]["operation"])

@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 from urllib.parse import quote
 
-from plexrl.client.calls.transport import Call, Transport
+from plexrl.client.calls.transport import Call, Query, Transport
 from plexrl.errors import InvalidRequestError, StorageError
 from plexrl.process.folders.durable_files import flush_tree, rename_durably
+from plexrl.wire.messages.views import CheckpointFiles, FileView
 
 PIECE_BYTES = 16 << 20
 
@@ -18,7 +19,7 @@ def download(transport: Transport, path: str, folder: str | os.PathLike[str]) ->
     target = Path(folder)
     if target.exists():
         raise InvalidRequestError(f"{target} exists: give a folder that does not")
-    listing = transport.ask("GET", f"{path}/files")
+    listing: CheckpointFiles = transport.ask("GET", f"{path}/files")
     part = target.with_name(f".{target.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
@@ -39,13 +40,11 @@ def download(transport: Transport, path: str, folder: str | os.PathLike[str]) ->
     return target
 
 
-def _download(
-    transport: Transport, path: str, version: str, file: dict[str, object], place: Path
-) -> None:
-    name, nbytes = str(file["path"]), int(str(file["bytes"]))
+def _download(transport: Transport, path: str, version: str, file: FileView, place: Path) -> None:
+    url = f"{path}/files/{quote(file['path'])}"
     with place.open("wb") as out:
-        for start in range(0, nbytes, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, nbytes)
-            query = {"start": start, "stop": stop, "version": version}
-            call = Call(method="GET", path=f"{path}/files/{quote(name)}", query=query)
+        for start in range(0, file["bytes"], PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, file["bytes"])
+            query: Query = {"start": start, "stop": stop, "version": version}
+            call = Call(method="GET", path=url, query=query)
             out.write(transport.request(call).content)

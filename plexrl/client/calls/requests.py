@@ -2,6 +2,7 @@
 
 import logging
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,7 +41,7 @@ from plexrl.wire.parameter_checks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from plexrl.client.data.batch import Batch
     from plexrl.model.spec import ModelSpec
@@ -293,7 +294,7 @@ def barrier(deployment: str) -> Submission:
     return submission(deployment, OperationKind.BARRIER, None, results.decode_plain)
 
 
-def create_job(name: str, job_id: str | None, options: dict[str, Any]) -> Call:
+def create_job(name: str, job_id: str | None, options: Mapping[str, object]) -> Call:
     """Submit a job.
 
     Raises:
@@ -311,7 +312,7 @@ def create_job(name: str, job_id: str | None, options: dict[str, Any]) -> Call:
 
 
 def create_deployment(
-    job: str, name: str, kind: str, model: "ModelSpec", options: dict[str, Any]
+    job: str, name: str, kind: str, model: "ModelSpec", options: Mapping[str, object]
 ) -> Call:
     """Create a deployment.
 

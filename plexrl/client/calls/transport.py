@@ -65,6 +65,8 @@ LOG_PERIOD_S = 60.0
 LOG = logging.getLogger(__name__)
 
 
+Query = Mapping[str, str | float | bool | None]
+"""Parameters of a request's query."""
 TRACEBACK_VARIABLE = "PLEXRL_TRACEBACK"
 """`full` keeps the SDK's inner frames in tracebacks."""
 
@@ -83,7 +85,7 @@ class Call:
 
     method: str
     path: str
-    query: dict[str, Any] = field(default_factory=dict)
+    query: Query = field(default_factory=dict)
     json: Any = None
     content: bytes | None = None
     content_type: str | None = None
@@ -337,9 +339,7 @@ class Transport(_Connections["httpx.Client"]):
                 return found
             time.sleep(self._retries.pause_s(call, timer, found))
 
-    def ask(
-        self, method: str, path: str, *, query: dict[str, Any] | None = None, body: Any = None
-    ) -> Any:
+    def ask(self, method: str, path: str, *, query: Query | None = None, body: Any = None) -> Any:
         """Send a request and return the JSON object of the response, a view of the type that the
         request is for; an empty one without content. Raises as `request`."""
         call = Call(method=method, path=path, query=query or {}, json=body)

@@ -31,13 +31,13 @@ class ProfileSubject:
 
     def check_serves(self, wanted: "ProfileSubject") -> None:
         """Raises InvalidRequestError: an engine of `wanted` has other times."""
-        for each in fields(self):
-            own, other = getattr(self, each.name), getattr(wanted, each.name)
+        for field in fields(self):
+            own, other = getattr(self, field.name), getattr(wanted, field.name)
             if own != other:
                 raise InvalidRequestError(
-                    f"the profile was measured with {each.name} {own!r}, and the engine has "
+                    f"the profile was measured with {field.name} {own!r}, and the engine has "
                     f"{other!r}: profile the rollout that is to use it into a file of its own",
-                    parameter=each.name,
+                    parameter=field.name,
                 )
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from plexrl.errors import InvalidRequestError
 from plexrl.limits import LIMITS
@@ -33,7 +32,7 @@ class DemandTrace:
     """Standard deviation of the cycle's length."""
 
 
-def plain_trace(trace: DemandTrace | Mapping[str, object] | None) -> dict[str, Any] | None:
+def plain_trace(trace: DemandTrace | Mapping[str, object] | None) -> dict[str, object] | None:
     """`trace` as JSON values.
 
     Raises:

@@ -7,7 +7,7 @@ so they are sent and stored as the texts `NaN`, `Infinity` and `-Infinity` (as i
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypedDict
 
 from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from plexrl.client.data.results import Sample
 
 
-def metrics_row(step: object, values: object) -> dict[str, Any]:
+class SentMetrics(TypedDict):
+    """A row of metrics, as it is sent."""
+
+    step: int
+    values: dict[str, float | str]
+
+
+def metrics_row(step: object, values: object) -> SentMetrics:
     """A row as JSON values.
 
     Raises:
@@ -41,7 +48,7 @@ def samples_body(
     texts: Sequence[str],
     rewards: Sequence[SupportsFloat | None],
     prompts: Sequence[str],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The body of the request that keeps samples of a step.
 
     Raises:

@@ -114,7 +114,8 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CapturedSegment:
-    """What the model has read and written as one sequence, over all turns that continue it."""
+    """The tokens that the model has read and written as one sequence, over all turns that continue
+    it."""
 
     tokens: list[int]
     """All tokens: prompts, drawn tokens, and what was put between them, such as tool output."""
@@ -184,7 +185,7 @@ class TrainResult:
     """For each row of the batch, in order, float32 `[tokens]`: logprobs under the weights before
     the step. Entry 0 is 0."""
     values: "list[npt.NDArray[np.float32]] | None" = None
-    """Of a critic, as `ForwardResult.values`, in place of the logprobs. None: it is no critic."""
+    """A critic's values, as `ForwardResult.values`, in place of logprobs. None: it is no critic."""
 
     def __repr__(self) -> str:
         rows = len(self.logprobs if self.values is None else self.values)
@@ -394,7 +395,7 @@ def decode_step(result: Mapping[str, Any], arrays: "Arrays") -> StepResult:
     return StepResult(dict(result["metrics"]), int(result.get("trainer_step", 0)))
 
 
-def decode_plain(result: Mapping[str, Any], arrays: "Arrays") -> dict[str, Any]:
+def decode_plain(result: Mapping[str, Any], arrays: "Arrays") -> dict[str, object]:
     """Decodes results without arrays."""
     del arrays
     return dict(result)

@@ -6,7 +6,7 @@ coordinator's settings follow from `PolicyFields` (`plexrl.rollout.coordinator.p
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, assert_never
+from typing import assert_never
 
 import msgspec
 
@@ -213,8 +213,8 @@ def policy_fields(policy: RolloutPolicy) -> PolicyFields:
             assert_never(policy)
 
 
-def plain_fields(policy: RolloutPolicy) -> dict[str, Any]:
+def plain_fields(policy: RolloutPolicy) -> dict[str, object]:
     """`policy_fields` as JSON values, for the order of a rollout."""
     found = policy_fields(policy)
-    plain: dict[str, Any] = {each.name: getattr(found, each.name) for each in fields(found)}
+    plain: dict[str, object] = {field.name: getattr(found, field.name) for field in fields(found)}
     return plain | {"adaptive_tp": msgspec.to_builtins(found.adaptive_tp)}

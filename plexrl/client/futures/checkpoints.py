@@ -6,13 +6,14 @@ from urllib.parse import quote
 
 from plexrl.client.calls.transport import Call, Steps
 from plexrl.client.data.results import Decoder, SavedCheckpoint
-from plexrl.client.futures.futures import AsyncFuture, Future, Pending, View
+from plexrl.client.futures.futures import AsyncFuture, Future, Pending
 from plexrl.errors import (
     CheckpointNotFoundError,
     OperationCancelledError,
     PlexRLError,
     from_wire,
 )
+from plexrl.wire.messages.views import OperationView
 
 if TYPE_CHECKING:
     from plexrl.client.calls.controller import Controller
@@ -33,7 +34,9 @@ def is_durable(listing: Mapping[str, Any], name: str, seq: int) -> bool:
         CheckpointNotFoundError: the checkpoint does not exist, and no node writes it.
         PlexRLError: the error with which the checkpoint failed.
     """
-    found = next((each for each in listing["checkpoints"] if each["name"] == name), None)
+    found = next(
+        (checkpoint for checkpoint in listing["checkpoints"] if checkpoint["name"] == name), None
+    )
     if found is None:
         if listing["failed"]:
             # A node that does not reply may be the one that writes the checkpoint.
@@ -59,7 +62,9 @@ def is_durable(listing: Mapping[str, Any], name: str, seq: int) -> bool:
 class PendingCheckpoint(Pending[SavedCheckpoint]):
     """A checkpoint that is first pinned, then written to the disk."""
 
-    def __init__(self, view: View, decoder: Decoder, controller: "Controller | None") -> None:
+    def __init__(
+        self, view: OperationView, decoder: Decoder, controller: "Controller | None"
+    ) -> None:
         super().__init__(view, decoder, controller)
         self._saved: SavedCheckpoint | None = None
         self._pause_s = POLL_S_MIN

@@ -19,6 +19,7 @@ from plexrl.errors import (
     PlexRLError,
 )
 from plexrl.limits import check_numbers
+from plexrl.wire.messages.views import OperationView
 
 if TYPE_CHECKING:
     import httpx
@@ -33,8 +34,6 @@ POLL_S = 25.0
 """How long the router waits for the result before it answers a poll."""
 LOG_PERIOD_S = 20.0
 """Time between two log messages about an operation that the caller waits for."""
-
-View = dict[str, Any]
 
 
 def poll_call(operation: str, wait_s: float) -> Call:
@@ -71,7 +70,9 @@ class Pending(Generic[ResultT]):
     """An accepted operation, its last view, and the steps to its result; both kinds of future carry
     them out."""
 
-    def __init__(self, view: View, decoder: Decoder, controller: "Controller | None") -> None:
+    def __init__(
+        self, view: OperationView, decoder: Decoder, controller: "Controller | None"
+    ) -> None:
         self.operation: str = view["operation"]
         self.view = view
         self.decoder = decoder
@@ -107,10 +108,10 @@ class Pending(Generic[ResultT]):
             yield from self.poll(0.0, time.monotonic())
         return self.is_done
 
-    def status(self) -> Steps[View]:
+    def status(self) -> Steps[OperationView]:
         """The cluster's view of the operation."""
         yield from self.done()
-        return dict(self.view)
+        return {**self.view}
 
     def cancel(self) -> Steps[None]:
         """Cancel the operation, or end a generation early."""
@@ -196,7 +197,7 @@ class Future(Generic[ResultT]):
 
     _steps: type[Pending[Any]] = Pending
 
-    def __init__(self, transport: Transport, view: View, decoder: Decoder) -> None:
+    def __init__(self, transport: Transport, view: OperationView, decoder: Decoder) -> None:
         self._transport = transport
         self._pending: Pending[ResultT] = self._steps(view, decoder, transport.controller)
 
@@ -233,7 +234,7 @@ class Future(Generic[ResultT]):
         """Why the operation was unfinished at the last poll, and until when by estimate."""
         return self._pending.explain()
 
-    def status(self) -> View:
+    def status(self) -> OperationView:
         """The cluster's view of the operation."""
         return self._transport.run(self._pending.status())
 
@@ -243,7 +244,7 @@ class AsyncFuture(Generic[ResultT]):
 
     _steps: type[Pending[Any]] = Pending
 
-    def __init__(self, transport: AsyncTransport, view: View, decoder: Decoder) -> None:
+    def __init__(self, transport: AsyncTransport, view: OperationView, decoder: Decoder) -> None:
         self._transport = transport
         self._pending: Pending[ResultT] = self._steps(view, decoder, transport.controller)
 
@@ -271,7 +272,7 @@ class AsyncFuture(Generic[ResultT]):
         """As `Future.explain`."""
         return self._pending.explain()
 
-    async def status(self) -> View:
+    async def status(self) -> OperationView:
         """As `Future.status`."""
         return await self._transport.run(self._pending.status())
 
@@ -280,7 +281,7 @@ class AsyncFuture(Generic[ResultT]):
 
 
 def poll_s(deadline: float | None) -> float:
-    """How long the next poll of a wait until `deadline` (monotonic clock) lasts."""
+    """Length in seconds of the next poll of a wait until `deadline` (monotonic clock)."""
     return POLL_S if deadline is None else min(POLL_S, max(0.0, deadline - time.monotonic()))
 
 
@@ -296,15 +297,15 @@ def not_finished(operation: str, timeout_s: float | None, why: str) -> DeadlineE
     )
 
 
-def explanation_text(view: View) -> str:
+def explanation_text(view: OperationView) -> str:
     """An operation's explanation in one line."""
-    found = view.get("explanation")
-    if not found:
+    explanation = view.get("explanation")
+    if not explanation:
         return str(view["state"])
-    is_running = found["rule"] == "running"
+    is_running = explanation["rule"] == "running"
     verb = "ends" if is_running else "starts"
-    eta = "" if found["eta_s"] is None else f", {verb} in about {found['eta_s']:.1f} s"
-    if found.get("eta_low_s") is not None:
-        eta += f" ({found['eta_low_s']:.1f} to {found['eta_high_s']:.1f} s)"
+    eta = "" if explanation["eta_s"] is None else f", {verb} in about {explanation['eta_s']:.1f} s"
+    if explanation.get("eta_low_s") is not None:
+        eta += f" ({explanation['eta_low_s']:.1f} to {explanation['eta_high_s']:.1f} s)"
     state = "" if is_running else f"{view['state']}: "
-    return f"{state}{found['reason']}{eta}"
+    return f"{state}{explanation['reason']}{eta}"

@@ -17,8 +17,9 @@ from plexrl.client.calls.transport import (
     is_unavailable,
 )
 from plexrl.client.data.results import Chunk, Decoder, GenerateResult, Sample, WeightsSpan
-from plexrl.client.futures.futures import AsyncFuture, Future, View
+from plexrl.client.futures.futures import AsyncFuture, Future
 from plexrl.errors import ExecutionError, InvalidRequestError, PlexRLError, from_wire
+from plexrl.wire.messages.views import OperationView
 
 LOG = logging.getLogger(__name__)
 
@@ -161,7 +162,9 @@ class SampleStream(StreamState[FinishedSample]):
 class GenerateFuture(Future[GenerateResult]):
     """The samples of a `generate`."""
 
-    def __init__(self, transport: Transport, view: View, decoder: Decoder, samples: int) -> None:
+    def __init__(
+        self, transport: Transport, view: OperationView, decoder: Decoder, samples: int
+    ) -> None:
         super().__init__(transport, view, decoder)
         self._samples = samples
 
@@ -211,7 +214,7 @@ class AsyncGenerateFuture(AsyncFuture[GenerateResult]):
     """Like `GenerateFuture`, for `await`."""
 
     def __init__(
-        self, transport: AsyncTransport, view: View, decoder: Decoder, samples: int
+        self, transport: AsyncTransport, view: OperationView, decoder: Decoder, samples: int
     ) -> None:
         super().__init__(transport, view, decoder)
         self._samples = samples

@@ -88,7 +88,7 @@ class DecodeProfiler:
             self._rollout.resume()
 
     def _fill(self, profile: DecodeProfile, loads: list[GridPoint], end: float) -> DecodeProfile:
-        known = {(each.tp, each.rows, each.prompt_tokens) for each in profile.points}
+        known = {(point.tp, point.rows, point.prompt_tokens) for point in profile.points}
         if not profile.switch_s:
             profile = self._with_switches(profile, loads)
             self._write(profile)
@@ -184,7 +184,7 @@ class DecodeProfiler:
         sampling = SamplingParams(max_tokens=load.draws, ignore_eos=True, seed=0)
         future = self._rollout.generate(prompts, sampling=sampling)
         end = time.monotonic() + ROWS_TIMEOUT_S
-        while sum(len(each["rows"]) for each in self._engines()) < len(prompts):
+        while sum(len(engine["rows"]) for engine in self._engines()) < len(prompts):
             if time.monotonic() > end:
                 raise ConflictError(
                     f"the prompts did not arrive in the engines of {self._rollout.deployment!r} "

@@ -6,10 +6,11 @@ import json
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import IO
+from weakref import WeakSet
 
 from plexrl.client.trackers.tracker import TrackedRun, Tracker, check_trackers, open_tracker
 from plexrl.errors import ControllerReplacedError, InvalidRequestError, StorageError
@@ -55,9 +56,7 @@ class TrackerFeed:
             raise StorageError(
                 f"the folder of trackers cannot be written ({error}): set PLEXRL_TRACKER_DIR"
             ) from error
-        # Forks that outlive this process would keep the lock.
-        lock = weakref.ref(self._lock)
-        os.register_at_fork(after_in_child=lambda: _close(lock()))
+        _closed_in_forks().add(self._lock)
         self._thread = threading.Thread(target=self._copy_guarded, daemon=True, name="trackers")
         self._thread.start()
         atexit.register(self.close)
@@ -160,8 +159,16 @@ class TrackerFeed:
         try:
             tracker = open_tracker(name, self._run)
             self._trackers[name] = tracker, tracker.last_row()
+            self._end_before_libraries()
         except Exception as error:
             self._warn(f"tracker {name}", error)
+
+    def _end_before_libraries(self) -> None:
+        """Close at exit before what a tracker's library does at exit: it registered that when it
+        opened the run, and the last registered function is called first."""
+        if not self._closing:
+            atexit.unregister(self.close)
+            atexit.register(self.close)
 
     def _close_all(self) -> None:
         for name, (tracker, _) in self._trackers.items():
@@ -205,6 +212,15 @@ class ChosenTrackers:
             return ()
 
 
-def _close(file: IO[str] | None) -> None:
-    if file is not None:
-        file.close()
+@cache
+def _closed_in_forks() -> "WeakSet[IO[str]]":
+    """Locks of this process: forks that outlive it would keep them. All have one handler, because
+    none can be removed."""
+    locks: WeakSet[IO[str]] = WeakSet()
+
+    def close() -> None:
+        for lock in list(locks):
+            lock.close()
+
+    os.register_at_fork(after_in_child=close)
+    return locks

@@ -83,12 +83,12 @@ class ClusterHead:
 
     @property
     def join_address(self) -> TlsAddress:
-        """Where nodes join."""
+        """The address at which nodes join."""
         return TlsAddress(self.advertised, self.join_port)
 
     @property
     def scheduler_listen(self) -> str:
-        """Where the scheduler listens for other machines."""
+        """The address at which the scheduler listens for other machines."""
         return str(TlsAddress(self._options.host, self.scheduler_port))
 
     @property
@@ -237,7 +237,7 @@ class _ApiView:
             UnavailableError: no router answers.
         """
         found = await self._ask("GET", "/v1/nodes")
-        return {each["node"] for each in found["nodes"] if each["alive"]}
+        return {node["node"] for node in found["nodes"] if node["alive"]}
 
     async def remove(self, node: str) -> None:
         """Forget a node that has no work.

@@ -188,7 +188,7 @@ def admit(
         JoinTokenError: the token admits no further node.
     """
     token = next(
-        (each for each in members.tokens if hmac.compare_digest(each.digest, digest)), None
+        (token for token in members.tokens if hmac.compare_digest(token.digest, digest)), None
     )
     if token is None:
         raise JoinTokenError(

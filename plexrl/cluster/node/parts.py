@@ -377,12 +377,12 @@ def with_memory(options: ClusterOptions, gpus: Gpus, root: Path = ROOT) -> Clust
 
 
 def scheduler_address(folders: Folders) -> str:
-    """Where the scheduler listens for processes of this machine."""
+    """The address at which the scheduler listens for processes of this machine."""
     return str(UnixAddress(str(folders.run / "scheduler.sock")))
 
 
 def rollout_address(folders: Folders) -> UnixAddress:
-    """Where the rollout service listens for processes of this machine."""
+    """The address at which the rollout service listens for processes of this machine."""
     return UnixAddress(str(folders.run / "rollout.sock"))
 
 

@@ -16,7 +16,7 @@ def usable_bytes(root: Path = ROOT) -> int:
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """How much of it can be allocated without pushing anything out but cached files.
+    """Bytes of memory that can be allocated without evicting anything but cached files.
 
     Args:
         root: the system's root folder.

@@ -12,7 +12,7 @@ from typing import Literal
 from plexrl.errors import InvalidRequestError, StorageError
 from plexrl.rewards.decisions.timeouts import AdaptiveTimeouts, TimeoutSettings
 from plexrl.rewards.grade import PASSED, Grade, Outcome
-from plexrl.rewards.sandbox.limits import Ending, Program, Run
+from plexrl.rewards.sandbox.limits import Ending, Program, ProgramRun
 from plexrl.rewards.sandbox.sandbox import Sandbox
 
 LOG = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class _Times:
         self._database.close()
 
 
-def _judge(run: Run, test: ProgramTest, timeout_s: float) -> Grade:
+def _judge(run: ProgramRun, test: ProgramTest, timeout_s: float) -> Grade:
     match run.ending:
         case Ending.TIMED_OUT:
             outcome, detail = Outcome.TIMED_OUT, f"no end after {timeout_s:.1f} s"

@@ -54,15 +54,15 @@ class Ending(StrEnum):
     """How a run ended."""
 
     EXITED = "exited"
-    """By itself; `Run.exit_code` says how."""
+    """By itself; `ProgramRun.exit_code` says how."""
     TIMED_OUT = "timed_out"
     """It was killed after its wall time."""
     KILLED = "killed"
-    """It reached the limit `Run.limit`."""
+    """It reached the limit `ProgramRun.limit`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ProgramRun:
     """The end of a program. All processes of it are gone."""
 
     ending: Ending

@@ -21,7 +21,7 @@ from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_W
 from plexrl.errors import SandboxError
 from plexrl.rewards.sandbox.cgroups import Cgroup
 from plexrl.rewards.sandbox.command import START_MARK, SandboxCommand
-from plexrl.rewards.sandbox.limits import Ending, Limits, Program, Run
+from plexrl.rewards.sandbox.limits import Ending, Limits, Program, ProgramRun
 
 START_S = 60.0
 """How long bubblewrap may take; a machine under heavy load takes seconds."""
@@ -38,7 +38,7 @@ def run_program(
     timeout_s: float,
     seccomp: bytes,
     cgroup: Cgroup | None,
-) -> Run:
+) -> ProgramRun:
     """Run a program to its end, or for `timeout_s` seconds; blocks the calling thread.
 
     Raises:
@@ -277,7 +277,7 @@ def _watch(child: SandboxProcess, deadline: float) -> str | None:
     return None if ended.poll(0) else "wall"
 
 
-def _result(child: SandboxProcess, ended_by: str | None, wall_s: float) -> Run:
+def _result(child: SandboxProcess, ended_by: str | None, wall_s: float) -> ProgramRun:
     """The result of a run that was ended by `ended_by`, or by itself."""
     out, err = (bytes(stream.content) for stream in child.streams)
     code = child.exit_code() if ended_by is None else None
@@ -288,7 +288,7 @@ def _result(child: SandboxProcess, ended_by: str | None, wall_s: float) -> Run:
         limit = "output"
     limit = limit or (SIGNAL_LIMITS.get(code) if code is not None else None)
     ending = Ending.EXITED if limit is None else Ending.KILLED
-    return Run(
+    return ProgramRun(
         ending=Ending.TIMED_OUT if ended_by == "wall" else ending,
         exit_code=None if limit else code,
         limit=limit,

@@ -14,7 +14,7 @@ from plexrl.errors import SandboxError
 from plexrl.limits import check_numbers
 from plexrl.rewards.sandbox.cgroups import usable_cgroups
 from plexrl.rewards.sandbox.command import PROGRAM_FOLDER, sandbox_command
-from plexrl.rewards.sandbox.limits import Limits, Program, Run
+from plexrl.rewards.sandbox.limits import Limits, Program, ProgramRun
 from plexrl.rewards.sandbox.runner import run_program
 from plexrl.rewards.sandbox.seccomp import compile_filter
 from plexrl.rewards.sandbox.session import Session
@@ -91,7 +91,7 @@ class Sandbox:
         """Whether the limit of memory holds for all processes of a program together."""
         return self._groups is not None
 
-    def run(self, program: Program, *, timeout_s: float) -> Run:
+    def run(self, program: Program, *, timeout_s: float) -> ProgramRun:
         """Run a program to its end, or for `timeout_s` seconds, in the calling thread. Waits
         before if `at_once` programs run.
 
@@ -119,7 +119,7 @@ class Sandbox:
         look = Program(command=("sh", "-c", 'command -v -- "$0"', command))
         return self._run(look, TRIAL_S).exit_code == 0
 
-    def _run(self, program: Program, timeout_s: float) -> Run:
+    def _run(self, program: Program, timeout_s: float) -> ProgramRun:
         group = nullcontext() if self._groups is None else self._groups.group(self.limits)
         with self._slots, group as cgroup:
             return run_program(
@@ -131,14 +131,14 @@ class Sandbox:
                 cgroup=cgroup,
             )
 
-    def submit(self, program: Program, *, timeout_s: float) -> Future[Run]:
+    def submit(self, program: Program, *, timeout_s: float) -> Future[ProgramRun]:
         """As `run`, in a thread of the sandbox as soon as one is free."""
         try:
             return self._threads.submit(self.run, program, timeout_s=timeout_s)
         except RuntimeError as error:
             raise SandboxError(CLOSED) from error
 
-    async def run_async(self, program: Program, *, timeout_s: float) -> Run:
+    async def run_async(self, program: Program, *, timeout_s: float) -> ProgramRun:
         """As `run`, for `async` controllers. A cancellation does not end a program that runs."""
         return await asyncio.wrap_future(self.submit(program, timeout_s=timeout_s))
 

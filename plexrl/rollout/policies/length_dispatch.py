@@ -72,7 +72,7 @@ class LengthSpread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class DispatchedBatch:
     """What is to be generated, and where."""
 
     expected: Sequence[int]
@@ -91,7 +91,7 @@ class Batch:
         return int(LONG_PART * sum(tokens > 0 for tokens in self.expected))
 
 
-def choose_division(model: CostModel, batch: Batch, past: Sequence[RankedLength]) -> int:
+def choose_division(model: CostModel, batch: DispatchedBatch, past: Sequence[RankedLength]) -> int:
     """Number of instances that serve only long prompts; 0: all instances serve all prompts.
 
     `past`: responses with what was expected of them, in any order. Without enough of them nothing
@@ -133,7 +133,7 @@ def latency_s(
 
 
 def generation_s(
-    model: CostModel, batch: Batch, lengths: Sequence[Sequence[int]], long: int
+    model: CostModel, batch: DispatchedBatch, lengths: Sequence[Sequence[int]], long: int
 ) -> float:
     """Seconds until all instances have generated responses of these lengths, by prompt, if `long`
     of them serve long prompts only."""
@@ -149,7 +149,7 @@ def generation_s(
     return max(_drain_s(model, share, batch.prompt_tokens, batch.kv_budget) for share in shares)
 
 
-def thin(batch: Batch, model: CostModel) -> tuple[Batch, CostModel]:
+def thin(batch: DispatchedBatch, model: CostModel) -> tuple[DispatchedBatch, CostModel]:
     """At most `SAMPLES_MAX` samples for the batch, and a model in which each of them loads its
     instance as all those for which it stands."""
     prompts = len(batch.expected)
@@ -170,7 +170,7 @@ def thin(batch: Batch, model: CostModel) -> tuple[Batch, CostModel]:
 
 def _division(
     model: CostModel,
-    batch: Batch,
+    batch: DispatchedBatch,
     spread: LengthSpread,
     objective: Callable[[tuple[float, float]], float],
 ) -> int:
@@ -190,7 +190,7 @@ def _division(
     return min(found)[2]
 
 
-def _draw(batch: Batch, past: Sequence[RankedLength], draw: int) -> list[list[int]]:
+def _draw(batch: DispatchedBatch, past: Sequence[RankedLength], draw: int) -> list[list[int]]:
     """Lengths of the responses to each prompt; `past` ascends by what was expected."""
     known = [each.expected for each in past]
     longest = max(each.tokens for each in past)

@@ -162,6 +162,6 @@ class Rounds:
 
 
 def extra_count(over_launch: float, count: int) -> int:
-    """How many more than `count` a short round starts: `over_launch · count`, rounded up, without
-    what the product's last bits add (Flexes §3)."""
+    """The number of prompts or samples that a short round starts beyond `count`: `over_launch ·
+    count`, rounded up, without what the product's last bits add (Flexes §3)."""
     return ceil(round(over_launch * count, 6)) - count

@@ -9,11 +9,13 @@ router queries the scheduler about payloads old enough that their submission end
 import asyncio
 import logging
 import random
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 from plexrl.errors import PlexRLError
-from plexrl.ids import BlobRef
 from plexrl.router.blobs.store import BlobStore
+from plexrl.wire import scheduler_methods as m
+from plexrl.wire.messages.cluster_views import NeedlessPayloadsView
 
 LOG = logging.getLogger(__name__)
 
@@ -29,7 +31,9 @@ QUERY_MAX = 5000
 class Scheduler(Protocol):
     """The part of `SchedulerLink` that this module uses."""
 
-    async def call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+    async def call(
+        self, method: m.Method[NeedlessPayloadsView], params: Mapping[str, object]
+    ) -> NeedlessPayloadsView:
         """Call the scheduler. Raises `PlexRLError`."""
         ...
 
@@ -59,9 +63,9 @@ async def collect_orphans(
             found = await asyncio.to_thread(blobs.payloads, older_than_s=older_than_s)
             for start in range(0, len(found), QUERY_MAX):
                 query = {"blobs": found[start : start + QUERY_MAX]}
-                orphans = (await scheduler.call("needless_payloads", query))["blobs"]
+                orphans = (await scheduler.call(m.NEEDLESS_PAYLOADS, query))["blobs"]
                 if orphans:
                     LOG.info("deleting %d payloads that no operation references", len(orphans))
-                    blobs.discard_all(BlobRef(ref) for ref in orphans)
+                    blobs.discard_all(orphans)
         except (PlexRLError, OSError) as error:
             LOG.info("payloads that no operation references stay for now: %s", error)

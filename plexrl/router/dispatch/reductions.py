@@ -136,5 +136,5 @@ def cause_of(failed: Sequence[Failed]) -> ErrorView:
     """The error to report of ranks that failed. A lack of device memory goes first: others may have
     failed because a rank was refused, and the scheduler mends it."""
     errors = [reply.error for reply in failed]
-    lacking = [each for each in errors if each["code"] == DeviceMemoryFullError.code]
+    lacking = [error for error in errors if error["code"] == DeviceMemoryFullError.code]
     return (lacking or errors)[0]

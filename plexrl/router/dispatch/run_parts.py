@@ -121,7 +121,7 @@ def join_samples(
     in parts."""
     if continuation is None and len(payloads) == 1:
         return (payloads[0],)
-    joined = plan.join_arrays([decode_body(each)[1] for each in payloads])
+    joined = plan.join_arrays([decode_body(payload)[1] for payload in payloads])
     if continuation is not None:
         joined = continuation.joined(joined)
     return encode_parts({}, joined)

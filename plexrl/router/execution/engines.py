@@ -42,7 +42,7 @@ Engine = tuple[WorkerName, str]
 
 
 def name_of(request: AnyEngineRequest) -> str:
-    """What a request is called on the wire and in messages."""
+    """The name of a request on the wire and in messages."""
     return str(request.__struct_config__.tag)
 
 
@@ -51,7 +51,7 @@ def engines_of(view: DeploymentView) -> list[Engine]:
     worker has not started."""
     layout = deployment_spec_from_json(view["spec_json"]).layout
     ranks = sorted(view["ranks"], key=lambda rank: rank["rank"])
-    addresses = [each["address"] for each in ranks if each["address"] is not None]
+    addresses = [rank["address"] for rank in ranks if rank["address"] is not None]
     if len(addresses) != layout.world_size:
         return []
     deployment, incarnation = view["deployment"], view["incarnation"]
@@ -115,7 +115,7 @@ class Engines:
                 f"{view['deployment']!r} has no workers now ({view['state']}), so there is nothing "
                 f"to {name_of(request)}: see `plexrl explain`"
             )
-        replies = [self.request(each, request, COMMAND_TIMEOUT_S) for each in engines]
+        replies = [self.request(engine, request, COMMAND_TIMEOUT_S) for engine in engines]
         return list(await asyncio.gather(*replies))
 
     async def stats(self, view: DeploymentView) -> list[EngineView]:
@@ -132,7 +132,7 @@ class Engines:
     ) -> list[Any]:
         if view["kind"] != "rollout":
             return []
-        requests = [self.request(each, request, STATS_TIMEOUT_S) for each in engines_of(view)]
+        requests = [self.request(engine, request, STATS_TIMEOUT_S) for engine in engines_of(view)]
         replies = await asyncio.gather(*requests, return_exceptions=True)
         found = []
         for reply in replies:

@@ -34,8 +34,8 @@ from plexrl.router.dispatch.run_parts import (
 from plexrl.router.execution.early_transfers import EarlyTransfers, Workers
 from plexrl.router.execution.worker_link import WorkerGoneError, WorkerLink
 from plexrl.wire.messages import (
-    Abort,
     AbortOperation,
+    AbortRun,
     AnyReply,
     AnyRun,
     DiscardBlobs,
@@ -177,7 +177,7 @@ class Executor:
 
     async def _abort(self, command: AbortOperation, worker: WorkerName, address: str) -> None:
         try:
-            await self.link(worker, address).send(frame_header(Abort(abort=command)))
+            await self.link(worker, address).send(frame_header(AbortRun(abort=command)))
         except (WorkerGoneError, PlexRLError, OSError) as error:
             # Nothing runs on this rank.
             LOG.info("%s did not receive the abort of %s: %s", worker, command.operation, error)
@@ -249,8 +249,8 @@ class Executor:
         workers = self._latest.get(deployment)
         if workers is None:
             return
-        spec = self.specs.cached(deployment, workers.incarnation)
-        if spec is None:
+        owned = self.specs.cached(deployment, workers.incarnation)
+        if owned is None:
             return
         nbytes = memoryview(body).nbytes
 
@@ -258,7 +258,7 @@ class Executor:
             # A large upload is a map of its file, and only a read checks what the file holds.
             return body if nbytes <= INLINE_BYTES_MAX else await self._blobs.read(payload)
 
-        self._early.begin(deployment, params, payload, nbytes, read, workers, spec)
+        self._early.begin(deployment, params, payload, nbytes, read, workers, owned.spec)
 
     def discard_early(self, deployment: str, payload: BlobRef) -> None:
         """Let the workers forget the payload of an operation that was not accepted."""
@@ -322,8 +322,11 @@ class Executor:
     async def _parts(self, command: AnyRun) -> RunParts:
         assert self.specs is not None
         spec = None
-        if command.kind in SPLIT_KINDS:
-            spec = await self.specs.await_own(command.deployment, command.incarnation)
+        if command.kind in SPLIT_KINDS or (
+            self.watch is not None and command.kind in self.watch.kinds
+        ):
+            owned = await self.specs.await_own(command.deployment, command.incarnation)
+            spec = owned.spec
         payload, partial = blobs_of(command)
         if payload is not None:
             workers = command.incarnation, len(command.addresses)
@@ -341,7 +344,7 @@ class Executor:
         run = parts.run_of(command)
         workers = _workers(command.deployment, command.incarnation, command.addresses)
         if command.kind in SPLIT_KINDS:
-            links = tuple(self.link(*each) for each in workers)
+            links = tuple(self.link(*worker) for worker in workers)
             self._latest[command.deployment] = Workers(command.incarnation, links)
         payload_name, partial = blobs_of(command)
         # What is left of an interrupted generation is another payload.
@@ -397,7 +400,7 @@ class Executor:
         if body and (spoilt := await asyncio.to_thread(result_error, command.kind, body)):
             self._report_failed(command, spoilt.to_wire(), state_intact=True)
             return
-        steps = [each["trainer_step"] for each in results if "trainer_step" in each]
+        steps = [result["trainer_step"] for result in results if "trainer_step" in result]
         ref: BlobRef | None = None
         unfinished = 0
         if body:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from plexrl.errors import (
     ConnectionLostError,
@@ -17,6 +17,9 @@ from plexrl.wire.links.credentials import Credentials
 from plexrl.wire.links.standing_link import RECONNECT_S, StandingLink
 from plexrl.wire.messages.reports import RouterJoined, RouterReport
 from plexrl.wire.rpc import Handler, Peer
+from plexrl.wire.scheduler_methods import Method
+
+ViewT = TypeVar("ViewT")
 
 LOG = logging.getLogger(__name__)
 
@@ -58,9 +61,13 @@ class SchedulerLink:
         return self._peer is not None
 
     async def call(
-        self, method: str, params: Mapping[str, Any], *, timeout_s: float = CALL_TIMEOUT_S
-    ) -> Any:
-        """Call the scheduler and return its reply, a view of the type that the method is for.
+        self,
+        method: Method[ViewT],
+        params: Mapping[str, object],
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> ViewT:
+        """Call the scheduler and return its reply, which is not validated.
 
         Raises:
             UnavailableError: no scheduler is connected; the call may or may not have had an effect.
@@ -70,7 +77,9 @@ class SchedulerLink:
         try:
             if peer is None:
                 raise ConnectionLostError("not connected")
-            return await peer.call(method, params, timeout_s=timeout_s)
+            answer: Any = await peer.call(str(method), params, timeout_s=timeout_s)
+            view: ViewT = answer
+            return view
         except ConnectionLostError as error:
             raise UnavailableError(
                 "the scheduler is restarting: the same request can be sent again",

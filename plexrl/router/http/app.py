@@ -39,16 +39,9 @@ from plexrl.router.http.routes import (
     streams,
 )
 from plexrl.router.http.schemas import ErrorResponse
-from plexrl.router.job_files.captures import (
-    FOLDER as CAPTURES,
-)
-from plexrl.router.job_files.captures import (
-    CaptureFiles,
-    CaptureObjects,
-    Captures,
-    collect_captures,
-)
+from plexrl.router.job_files.captures import Captures
 from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
+from plexrl.router.job_files.collection import collect_job_files
 from plexrl.router.job_files.metrics_log import MetricsFiles, MetricsLog
 from plexrl.router.job_files.metrics_objects import MetricsObjects
 from plexrl.router.job_files.model_access import ModelAccess
@@ -142,7 +135,9 @@ async def _background_tasks(
     tasks = [
         asyncio.create_task(services.scheduler.run()),
         asyncio.create_task(collect_results(services.blobs)),
-        asyncio.create_task(collect_captures(services.captures)),
+        asyncio.create_task(
+            collect_job_files(services.captures, services.records, services.scheduler)
+        ),
         asyncio.create_task(collect_orphans(services.blobs, services.scheduler)),
     ]
     if spans is not None:
@@ -163,7 +158,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
     data_dir = Path(config.data_dir)
     checkpoint_url = config.checkpoint_url or str(data_dir / "checkpoints")
     threads = ThreadPoolExecutor(STORE_CALLS_MAX, thread_name_prefix="store-calls")
-    blobs, metrics, captures, records = _stores(config)
+    blobs, metrics, records = _stores(config)
     credentials = None if config.tls is None else Credentials(config.tls)
     executor = Executor(blobs, credentials)
     refused = RefusedKeys(burst=config.refused_keys_burst, per_s=config.refused_keys_per_s)
@@ -197,7 +192,8 @@ def _make_services(config: RouterConfig) -> RouterServices:
         executor=executor,
         blobs=blobs,
         metrics=metrics,
-        captures=captures,
+        captures=Captures(records, job_bytes_max=config.captures_job_bytes_max),
+        records=records,
         samples=SampleLog(records, job_bytes_max=config.samples_job_bytes_max),
         run_watch=executor.watch,
         specs=specs,
@@ -217,7 +213,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
     )
 
 
-def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog, Captures, RecordStore]:
+def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog, RecordStore]:
     bounds = {
         "row_bytes_max": config.metrics_row_bytes_max,
         "job_bytes_max": config.metrics_job_bytes_max,
@@ -227,9 +223,8 @@ def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog, Captures, Reco
         folder = directory(shared)
         return (
             DirectoryBlobStore(folder / "blobs"),
-            MetricsFiles(folder / "metrics", **bounds),
-            CaptureFiles(folder / CAPTURES, job_bytes_max=config.captures_job_bytes_max),
-            RecordFiles(folder / "records"),
+            MetricsFiles(folder, **bounds),
+            RecordFiles(folder),
         )
     cache = LocalCache(
         Path(config.data_dir) / "blob-cache" / quote(config.router, safe=""),
@@ -237,9 +232,7 @@ def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog, Captures, Reco
     )
     blobs = ObjectBlobStore(ObjectStore(shared), cache)
     metrics = MetricsObjects(ObjectStore(shared), config.router, **bounds)
-    records = RecordObjects(ObjectStore(f"{shared.rstrip('/')}/records"))
-    captures = CaptureObjects(ObjectStore(shared), job_bytes_max=config.captures_job_bytes_max)
-    return blobs, metrics, captures, records
+    return blobs, metrics, RecordObjects(ObjectStore(shared))
 
 
 def _close_stores(services: RouterServices) -> None:

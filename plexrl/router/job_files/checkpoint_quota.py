@@ -15,6 +15,7 @@ from plexrl.errors import (
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.statemanager.checkpoint.folder import is_name
 from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, CheckpointRoot, StoredFile
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.messages.cluster_views import CheckpointOwnerView, DescribedTenantView, TenantView
 
 RETRY_S = 0.5
@@ -61,7 +62,7 @@ class CheckpointQuota:
         owner: CheckpointOwnerView
         while True:
             try:
-                owner = await self._scheduler.call("checkpoint_owner", {"job": job})
+                owner = await self._scheduler.call(m.CHECKPOINT_OWNER, {"job": job})
                 break
             except UnknownJobError:
                 # The job has ended, so nobody reads the run's result.
@@ -95,7 +96,7 @@ class CheckpointQuota:
     async def describe(self, tenant: TenantView) -> DescribedTenantView:
         """The scheduler's view of a tenant, with its checkpoints and its bounds."""
         asked = {"tenant": tenant["tenant"]}
-        owner: CheckpointOwnerView = await self._scheduler.call("checkpoint_owner", asked)
+        owner = await self._scheduler.call(m.CHECKPOINT_OWNER, asked)
         count, nbytes = await self._in_thread(lambda: self._root.use(owner["jobs"], None))
         checkpoints_max, bytes_max = await self._in_thread(lambda: self._bounds(owner))
         return {

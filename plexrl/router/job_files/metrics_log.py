@@ -1,23 +1,31 @@
-"""Metrics that controllers report: one JSON line for each row, one file for each job."""
+"""Metrics that controllers report: one JSON line for each row, one file for each job.
+
+metrics/<tenant>/<job>/rows.jsonl
+"""
 
 import json
 import os
+import threading
 import time
+from collections import OrderedDict
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
-from urllib.parse import quote
+from typing import BinaryIO, Protocol
 
 import msgspec
 
 from plexrl.client.data.metric_rows import json_number
 from plexrl.errors import PayloadTooLargeError, QuotaExceededError
-from plexrl.process.folders.durable_files import flush
+from plexrl.process.folders.durable_files import flush, make_folders_durably
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.router.blobs.upload import write_all, write_error
+from plexrl.router.job_files.record_store import JobKey
 
+FOLDER = "metrics"
 PAGE_BYTES = 1 << 20
 """Approximate size of a page of rows."""
+PLACES_MAX = 10_000
+"""Ends of pages that are remembered; readers that poll need one each."""
 
 
 class _Step(msgspec.Struct):
@@ -29,7 +37,7 @@ class _Step(msgspec.Struct):
 class MetricsLog(Protocol):
     """Metrics of all jobs. Rows of a job are numbered from 1, without gaps. The methods block."""
 
-    def append(self, job: str, step: int, values: dict[str, float]) -> None:
+    def append(self, job: JobKey, step: int, values: dict[str, float]) -> None:
         """Add a row. NaN and infinite numbers, which JSON cannot express, become the strings
         `NaN`, `Infinity` or `-Infinity`.
 
@@ -41,7 +49,7 @@ class MetricsLog(Protocol):
         """
         ...
 
-    def page(self, job: str, after: int) -> bytes:
+    def page(self, job: JobKey, after: int) -> bytes:
         """JSON `{"rows": […]}`: rows after number `after`, each with its number as `index`, and
         with the former step as `rewinds_from` if its step is lower. At most about `PAGE_BYTES`; an
         empty page means that there are no more. Raises `StoreUnavailableError`."""
@@ -53,25 +61,31 @@ class MetricsLog(Protocol):
 
 
 class MetricsFiles:
-    """Metrics of all jobs, in files under one directory."""
+    """Metrics of all jobs, in files under one directory, which all routers share."""
 
     def __init__(self, directory: Path, *, row_bytes_max: int, job_bytes_max: int) -> None:
         self._directory = directory
         self._row_bytes_max = row_bytes_max
         self._job_bytes_max = job_bytes_max
-        make_private_folder(directory)
+        self._lock = threading.Lock()
+        self._places: OrderedDict[tuple[JobKey, int], tuple[int, int]] = OrderedDict()
+        """By the number of a page's last row: the file, and where the row begins in it. There the
+        next page begins."""
+        make_private_folder(directory / FOLDER)
 
-    def append(self, job: str, step: int, values: dict[str, float]) -> None:
+    def append(self, job: JobKey, step: int, values: dict[str, float]) -> None:
         line = encode_row(step, values, self._row_bytes_max)
         try:
-            with self._path(job).open("a+b", buffering=0) as file:
+            path = self._path(job)
+            make_folders_durably(path.parent, mode=0o700)
+            with path.open("a+b", buffering=0) as file:
                 size = _drop_partial_line(file)
                 check_quota(job, size, len(line), self._job_bytes_max)
                 try:
                     write_all(file.fileno(), [line])
                     os.fsync(file.fileno())
                     if not size:
-                        flush(self._directory)
+                        flush(path.parent)
                 except OSError:
                     # A partial line would make the whole file unreadable.
                     file.truncate(size)
@@ -79,30 +93,53 @@ class MetricsFiles:
         except OSError as error:
             raise write_error(self._directory, error) from error
 
-    def page(self, job: str, after: int) -> bytes:
-        path = self._path(job)
-        rows: list[bytes] = []
-        size = 0
-        before: bytes | None = None
-        if path.exists():
-            with path.open("rb") as file:
-                for index, line in enumerate(file, start=1):
-                    # A last line without its newline is still being written.
-                    if index < after or not line.endswith(b"\n"):
-                        continue
-                    if index > after:
-                        rows.append(numbered(index, line, before))
-                        size += len(line)
-                    before = line
-                    if size >= PAGE_BYTES:
-                        break
-        return encode_page(rows)
+    def page(self, job: JobKey, after: int) -> bytes:
+        try:
+            with self._path(job).open("rb") as file:
+                return encode_page(self._rows(job, file, after))
+        except FileNotFoundError:
+            return encode_page([])
 
     def close(self) -> None:
         """Release nothing: no file stays open, and no work runs in the background."""
 
-    def _path(self, job: str) -> Path:
-        return self._directory / f"{quote(job, safe='')}.jsonl"
+    def _rows(self, job: JobKey, file: BinaryIO, after: int) -> list[bytes]:
+        rows: list[bytes] = []
+        size = 0
+        before: bytes | None = None
+        index, offset = self._begin(job, file, after)
+        for line in file:
+            # A last line without its newline is still being written.
+            if size >= PAGE_BYTES or not line.endswith(b"\n"):
+                break
+            index += 1
+            if index > after:
+                rows.append(numbered(index, line, before))
+                size += len(line)
+            before = line if index >= after else None
+            offset += len(line)
+        if before is not None:
+            self._remember(job, file, index, offset - len(before))
+        return rows
+
+    def _begin(self, job: JobKey, file: BinaryIO, after: int) -> tuple[int, int]:
+        """Go to the row of this number or to an earlier one; returns how many rows and bytes are
+        before it."""
+        with self._lock:
+            number, offset = self._places.get((job, after), (0, 0))
+        if number != os.fstat(file.fileno()).st_ino:
+            return 0, 0
+        return after - 1, file.seek(offset)
+
+    def _remember(self, job: JobKey, file: BinaryIO, index: int, offset: int) -> None:
+        with self._lock:
+            self._places[job, index] = os.fstat(file.fileno()).st_ino, offset
+            self._places.move_to_end((job, index))
+            if len(self._places) > PLACES_MAX:
+                self._places.popitem(last=False)
+
+    def _path(self, job: JobKey) -> Path:
+        return self._directory / job.folder(FOLDER) / "rows.jsonl"
 
 
 def _drop_partial_line(file: FileIO) -> int:
@@ -130,12 +167,12 @@ def encode_row(step: int, values: dict[str, float], bytes_max: int) -> bytes:
     return line
 
 
-def check_quota(job: str, used_bytes: int, row_bytes: int, bytes_max: int) -> None:
+def check_quota(job: JobKey, used_bytes: int, row_bytes: int, bytes_max: int) -> None:
     """Check that a job may add a row. Raises `QuotaExceededError`."""
     if used_bytes + row_bytes > bytes_max:
         raise QuotaExceededError(
-            f"job {job!r} has {used_bytes} bytes of metrics; the bound is {bytes_max}: report less "
-            "often, or have the operator raise metrics_job_bytes_max",
+            f"job {job.job!r} has {used_bytes} bytes of metrics; the bound is {bytes_max}: report "
+            "less often, or have the operator raise metrics_job_bytes_max",
             used=used_bytes,
             quota=bytes_max,
         )

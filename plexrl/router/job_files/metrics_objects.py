@@ -1,7 +1,7 @@
 """Metrics of jobs in an object store, for routers on several machines.
 
-    metrics/<job>/rows/<number>    one row, created once and never changed
-    metrics/<job>/pages/<number>   `PAGE_ROWS` rows, which replace their objects
+    metrics/<tenant>/<job>/rows/<number>    one row, created once and never changed
+    metrics/<tenant>/<job>/pages/<number>   `PAGE_ROWS` rows, which replace their objects
 
 A router appends by creating the object of the next number. If another router has created it, the
 next number is tried. So rows are never lost or renumbered, and have no gaps. Any router may write a
@@ -10,6 +10,7 @@ full page, since all routers would write the same.
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from plexrl.router.job_files.metrics_log import (
     encode_row,
     numbered,
 )
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.storage.object_store import ObjectStore
 
 LOG = logging.getLogger(__name__)
@@ -30,6 +32,9 @@ LOG = logging.getLogger(__name__)
 PAGE_ROWS = 500
 JOBS_MAX = 10_000
 """Jobs whose last row is remembered."""
+END_KEPT_S = 3600.0
+"""How long a last row is remembered without a further one. The rows of a forgotten job are deleted
+much later, and a new job of its id begins at 1."""
 READ_AT_ONCE = 64
 """Rows that are read together."""
 ATTEMPTS = 5
@@ -43,6 +48,8 @@ class _End:
     index: int
     nbytes: int
     """Size of all rows."""
+    used_at: float = 0.0
+    """By the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +82,12 @@ class MetricsObjects:
         self._job_bytes_max = job_bytes_max
         self._page_rows = page_rows
         self._lock = threading.Lock()
-        self._ends: OrderedDict[str, tuple[threading.Lock, _End | None]] = OrderedDict()
+        self._ends: OrderedDict[JobKey, tuple[threading.Lock, _End | None]] = OrderedDict()
         self._is_probed = False
         self._is_conditional = False
         self._pages = ThreadPoolExecutor(1, thread_name_prefix="metrics")
 
-    def append(self, job: str, step: int, values: dict[str, float]) -> None:
+    def append(self, job: JobKey, step: int, values: dict[str, float]) -> None:
         line = encode_row(step, values, self._row_bytes_max)
         self._probe()
         with self._lock:
@@ -94,7 +101,7 @@ class MetricsObjects:
         if end.index % self._page_rows == 0:
             self._pages.submit(self._write_pages, job)
 
-    def page(self, job: str, after: int) -> bytes:
+    def page(self, job: JobKey, after: int) -> bytes:
         for _ in range(ATTEMPTS - 1):
             try:
                 return self._page(job, after)
@@ -106,7 +113,7 @@ class MetricsObjects:
         """Stop writing pages; a router writes them later."""
         self._pages.shutdown(cancel_futures=True)
 
-    def _is_stored(self, job: str, end: _End, line: bytes) -> bool:
+    def _is_stored(self, job: JobKey, end: _End, line: bytes) -> bool:
         """Try to store a row after `end`, and move `end` to the last row that is stored now."""
         key = _row_key(job, end.index + 1)
         found: bytes | None = line
@@ -131,19 +138,22 @@ class MetricsObjects:
         except FileNotFoundError:
             return None
 
-    def _has_page(self, job: str, number: int) -> bool:
+    def _has_page(self, job: JobKey, number: int) -> bool:
         try:
             self._store.size(_page_key(job, number))
         except FileNotFoundError:
             return False
         return True
 
-    def _end(self, job: str) -> _End:
+    def _end(self, job: JobKey) -> _End:
         with self._lock:
             known = self._ends[job][1]
-        return self._listing(job).end if known is None else known
+        if known is None or time.monotonic() - known.used_at > END_KEPT_S:
+            return self._listing(job).end
+        return known
 
-    def _remember(self, job: str, lock: threading.Lock, end: _End) -> None:
+    def _remember(self, job: JobKey, lock: threading.Lock, end: _End) -> None:
+        end.used_at = time.monotonic()
         with self._lock:
             self._ends[job] = lock, end
             self._ends.move_to_end(job)
@@ -152,7 +162,7 @@ class MetricsObjects:
             if len(self._ends) > JOBS_MAX and not self._ends[oldest][0].locked():
                 del self._ends[oldest]
 
-    def _page(self, job: str, after: int) -> bytes:
+    def _page(self, job: JobKey, after: int) -> bytes:
         listing = self._listing(job)
         found: list[bytes] = []
         size = 0
@@ -179,7 +189,7 @@ class MetricsObjects:
                 index += 1
         return encode_page(found)
 
-    def _rows(self, job: str, indices: list[int]) -> list[bytes]:
+    def _rows(self, job: JobKey, indices: list[int]) -> list[bytes]:
         found: dict[int, bytes] = {}
 
         def read(index: int) -> None:
@@ -188,7 +198,7 @@ class MetricsObjects:
         self._store.each(read, indices)
         return [found[index] for index in indices]
 
-    def _write_pages(self, job: str) -> None:
+    def _write_pages(self, job: JobKey) -> None:
         try:
             listing = self._listing(job)
             self._store.delete(listing.replaced)
@@ -200,7 +210,7 @@ class MetricsObjects:
                 self._store.delete(_row_key(job, index) for index in indices)
         except (PlexRLError, FileNotFoundError) as error:
             # Another router has done it, or the next full page is written with this one.
-            LOG.info("pages of the metrics of %s were not written: %s", job, error)
+            LOG.info("pages of the metrics of %s were not written: %s", job.job, error)
 
     def _probe(self) -> None:
         """Warn once if routers could overwrite each other's rows."""
@@ -217,11 +227,11 @@ class MetricsObjects:
                 )
             self._is_probed = True
 
-    def _listing(self, job: str) -> _Listing:
+    def _listing(self, job: JobKey) -> _Listing:
         return _listing(self._store, job, self._page_rows)
 
 
-def _listing(store: ObjectStore, job: str, page_rows: int) -> _Listing:
+def _listing(store: ObjectStore, job: JobKey, page_rows: int) -> _Listing:
     pages: dict[int, int] = {}
     rows: dict[int, int] = {}
     for each in store.find(_folder(job)):
@@ -235,13 +245,13 @@ def _listing(store: ObjectStore, job: str, page_rows: int) -> _Listing:
     return _Listing(pages, rows, tuple(_row_key(job, index) for index in replaced), end)
 
 
-def _folder(job: str) -> str:
-    return f"metrics/{quote(job, safe='')}"
+def _folder(job: JobKey) -> str:
+    return job.folder("metrics")
 
 
-def _row_key(job: str, index: int) -> str:
+def _row_key(job: JobKey, index: int) -> str:
     return f"{_folder(job)}/rows/{index:012d}"
 
 
-def _page_key(job: str, number: int) -> str:
+def _page_key(job: JobKey, number: int) -> str:
     return f"{_folder(job)}/pages/{number:09d}"

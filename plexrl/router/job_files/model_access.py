@@ -15,6 +15,7 @@ import msgspec
 from plexrl.errors import InvalidRequestError, NotFoundError, UnknownJobError
 from plexrl.statemanager.checkpoint.folder import is_name
 from plexrl.storage.location import directory, is_url
+from plexrl.wire import scheduler_methods as m
 
 if TYPE_CHECKING:
     from plexrl.router.execution.scheduler_link import SchedulerLink
@@ -82,7 +83,7 @@ class ModelAccess:
         operator may load others too."""
         if caller.is_operator:
             return self._roots
-        reply = await self._scheduler.call("model_roots", {"name": caller.tenant})
+        reply = await self._scheduler.call(m.MODEL_ROOTS, {"name": caller.tenant})
         return (*self._roots, *reply["model_roots"])
 
     async def _are_readable(
@@ -118,7 +119,7 @@ class ModelAccess:
 
     async def _owns(self, job: str, caller: "Caller") -> bool:
         try:
-            await self._scheduler.call("get_job", {"job": job, **caller.rights})
+            await self._scheduler.call(m.GET_JOB, {"job": job, **caller.rights})
         except UnknownJobError:
             return False
         return True

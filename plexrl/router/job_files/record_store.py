@@ -1,34 +1,71 @@
-"""Small files of jobs, each written as a whole: samples, and what is seen of runs."""
+"""Small files of jobs, each written as a whole: samples, captured calls, and what is seen of runs.
 
-import threading
+A job's files are below `SUBJECT/TENANT/JOB`: a job's id may be used again once the scheduler has
+forgotten the job, by another tenant too.
+"""
+
+import os
+import shutil
+import time
+import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
+from urllib.parse import quote
 
-from plexrl.process.folders.durable_files import write_durably
+from plexrl.process.folders.durable_files import (
+    create_durably,
+    flush,
+    make_folders_durably,
+    rename_durably,
+)
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.router.blobs.upload import write_error
-from plexrl.storage.object_store import ObjectStore
+from plexrl.storage.object_store import ObjectStore, StoredObject
+
+
+class JobKey(NamedTuple):
+    """What the files of a job are kept by."""
+
+    tenant: str
+    job: str
+
+    def folder(self, subject: str) -> str:
+        """The folder of the job's files about a subject."""
+        return "/".join((subject, *(quote(part, safe="") for part in self)))
 
 
 class RecordStore(Protocol):
-    """Small files by key, `FOLDER/JOB/NAME`. The methods block. They raise `StorageError`, or
-    `StoreUnavailableError`."""
+    """Small files by key, `SUBJECT/TENANT/JOB/…/NAME`. The methods block. They raise
+    `StorageError`, `StoreUnavailableError` or `OSError`."""
 
     def write(self, key: str, content: bytes) -> None:
-        """Write a file as a whole, or replace it."""
+        """Write a file as a whole, or replace it; it is durable when this returns."""
         ...
 
     def read(self, key: str) -> bytes | None:
         """A file; None: there is none."""
         ...
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of the files in `FOLDER/JOB`, by name."""
+    def find(self, folder: str) -> list[StoredObject]:
+        """All files below a folder."""
+        ...
+
+    def folders(self, folder: str) -> list[str]:
+        """Names of the folders directly below a folder."""
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete files, if they exist."""
+        ...
+
+    def remove(self, folder: str) -> None:
+        """Delete a folder with all that it has, if it exists."""
+        ...
+
+    def clock(self) -> float:
+        """The time of a file that is written now, as `StoredObject.modified_s`."""
         ...
 
 
@@ -37,18 +74,32 @@ class RecordFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._writing = threading.Lock()
-        """Two writers of one file would share its temporary file."""
 
     def write(self, key: str, content: bytes) -> None:
         path = self._directory / key
         try:
-            with self._writing:
-                for folder in (self._directory, path.parents[1], path.parent):
-                    make_private_folder(folder)
-                write_durably(path, content)
+            make_private_folder(self._directory / key.partition("/")[0])
+            try:
+                self._write(path, content)
+            except FileNotFoundError:
+                # Another router has removed the folder, which was empty or old, meanwhile.
+                self._write(path, content)
         except OSError as error:
             raise write_error(self._directory, error) from error
+
+    def _write(self, path: Path, content: bytes) -> None:
+        make_folders_durably(path.parent, mode=0o700)
+        # Another writer may have made a folder, and not have flushed its name yet.
+        for parent in path.parent.relative_to(self._directory).parents:
+            flush(self._directory / parent)
+        part = path.with_name(f"{uuid.uuid4().hex}.part")
+        try:
+            create_durably(part, content)
+            rename_durably(part, path)
+        except OSError:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
 
     def read(self, key: str) -> bytes | None:
         try:
@@ -56,22 +107,43 @@ class RecordFiles:
         except FileNotFoundError:
             return None
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        found: dict[str, int] = {}
-        if not (self._directory / folder).is_dir():
-            return found
-        for path in (self._directory / folder).iterdir():
+    def find(self, folder: str) -> list[StoredObject]:
+        found = []
+        for path in (self._directory / folder).rglob("*"):
             # What a killed router was writing is no file yet.
             if path.suffix != ".part":
-                try:
-                    found[path.name] = path.stat().st_size
-                except FileNotFoundError:
-                    continue
+                with suppress(FileNotFoundError):
+                    about = path.stat()
+                    if path.is_file():
+                        key = str(path.relative_to(self._directory))
+                        found.append(StoredObject(key, about.st_size, about.st_mtime))
         return found
+
+    def folders(self, folder: str) -> list[str]:
+        try:
+            return [path.name for path in (self._directory / folder).iterdir() if path.is_dir()]
+        except FileNotFoundError:
+            return []
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             (self._directory / key).unlink(missing_ok=True)
+
+    def remove(self, folder: str) -> None:
+        path = self._directory / folder
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)
+        for parent in path.relative_to(self._directory).parents[:-2]:
+            try:
+                (self._directory / parent).rmdir()
+            except OSError:
+                # It has folders of other jobs.
+                return
+
+    def clock(self) -> float:
+        # By the clock of the file system, which on a mount is another machine's.
+        os.utime(self._directory)
+        return self._directory.stat().st_mtime
 
 
 class RecordObjects:
@@ -89,8 +161,17 @@ class RecordObjects:
         except FileNotFoundError:
             return None
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        return {each.key.rpartition("/")[2]: each.nbytes for each in self._store.find(folder)}
+    def find(self, folder: str) -> list[StoredObject]:
+        return self._store.find(folder)
+
+    def folders(self, folder: str) -> list[str]:
+        return self._store.folders(folder)
 
     def delete(self, keys: Iterable[str]) -> None:
         self._store.delete(keys)
+
+    def remove(self, folder: str) -> None:
+        self._store.delete(each.key for each in self._store.find(folder))
+
+    def clock(self) -> float:
+        return time.time()

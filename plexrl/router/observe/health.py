@@ -18,6 +18,7 @@ from plexrl.process.children.restart_log import PartHistory, read_parts
 from plexrl.process.conditions import Conditions, ConditionView
 from plexrl.process.folders.folder_watch import Finding, FolderWatch
 from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.messages import WorkerName
 from plexrl.wire.messages.cluster_views import HealthView
 
@@ -61,12 +62,12 @@ class ClusterHealth:
         """Health without a key: codes, times and counts, no names and no messages."""
         found = await self.conditions()
         parts = self.parts()
-        restarts = [each.last_restart_at for each in parts.values() if each.last_restart_at]
+        restarts = [part.last_restart_at for part in parts.values() if part.last_restart_at]
         return {
             "ok": not found,
             "scheduler": self._scheduler.is_connected,
             "conditions": [{"code": each["code"], "since": each["since"]} for each in found],
-            "restarts": sum(each.restarts for each in parts.values()),
+            "restarts": sum(part.restarts for part in parts.values()),
             "last_restart_at": max(restarts, default=None),
         }
 
@@ -144,7 +145,7 @@ class ClusterHealth:
 
     async def _scheduler_conditions(self) -> list[ConditionView]:
         try:
-            reply = await self._scheduler.call("conditions", {}, timeout_s=SCHEDULER_TIMEOUT_S)
+            reply = await self._scheduler.call(m.CONDITIONS, {}, timeout_s=SCHEDULER_TIMEOUT_S)
         except PlexRLError as error:
             self._own.hold(UnavailableError(f"the scheduler does not reply: {error.message}"))
             return []

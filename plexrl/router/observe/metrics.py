@@ -14,6 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.wire.messages.cluster_views import HealthView
 from plexrl.wire.messages.run_views import RunHealthView
 
@@ -40,9 +41,9 @@ class HealthCollector(Collector):
             labels=["code"],
         )
         longest: dict[str, float] = {}
-        for each in health["conditions"]:
-            code = each["code"]
-            longest[code] = max(longest.get(code, 0.0), self._now - each["since"])
+        for condition in health["conditions"]:
+            code = condition["code"]
+            longest[code] = max(longest.get(code, 0.0), self._now - condition["since"])
         for code, seconds in sorted(longest.items()):
             holds.add_metric([code], seconds)
         yield holds
@@ -110,12 +111,12 @@ class ServiceLevelCollector(Collector):
         self, jobs: Sequence[Mapping[str, Any]], named: Sequence[Mapping[str, Any]]
     ) -> None:
         """`jobs` are the scheduler's `ServiceLevelView`s; `named` those that have own figures."""
-        self._jobs = [each for each in jobs if each["waiting_part"] is not None]
+        self._jobs = [job for job in jobs if job["waiting_part"] is not None]
         self._named = named
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
-        over = sum(each["waiting_part"] > each["slo"] for each in self._jobs)
+        over = sum(job["waiting_part"] > job["slo"] for job in self._jobs)
         yield GaugeMetricFamily(
             "plexrl_slo_jobs", "Live jobs whose waiting is measured.", value=len(self._jobs)
         )
@@ -148,17 +149,17 @@ class RunHealthCollector(Collector):
 
     def __init__(
         self,
-        views: Mapping[str, RunHealthView],
+        views: Mapping[JobKey, RunHealthView],
         jobs: Sequence[Mapping[str, Any]],
         named: Sequence[Mapping[str, Any]],
     ) -> None:
         """`views` are by job; `jobs` and `named` as in `ServiceLevelCollector`."""
-        self._views = [views[each["job"]] for each in jobs if each["job"] in views]
-        self._named = [(each, views[each["job"]]) for each in named if each["job"] in views]
+        self._views = [view for job in jobs if (view := views.get(_key(job)))]
+        self._named = [(job, view) for job in named if (view := views.get(_key(job)))]
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
-        counts = Counter(each["code"] for view in self._views for each in view["warnings"])
+        counts = Counter(warning["code"] for view in self._views for warning in view["warnings"])
         sick = GaugeMetricFamily(
             "plexrl_run_warnings", "Live jobs with a warning of their run.", labels=["code"]
         )
@@ -188,6 +189,10 @@ class RunHealthCollector(Collector):
 def metrics_text(*collectors: Collector) -> bytes:
     """The metrics in Prometheus's text format."""
     registry = CollectorRegistry(auto_describe=False)
-    for each in collectors:
-        registry.register(each)
+    for collector in collectors:
+        registry.register(collector)
     return generate_latest(registry)
+
+
+def _key(job: Mapping[str, Any]) -> JobKey:
+    return JobKey(job["tenant"], job["job"])

@@ -107,23 +107,23 @@ class RolloutCollector(Collector):
             "plexrl_rollouts",
             "Asynchronous rollouts by state.",
             "state",
-            Counter(each["state"] for each in self._views),
+            Counter(view["state"] for view in self._views),
         )
-        instances = [each for view in self._views for each in view["instances"].values()]
+        instances = [instance for view in self._views for instance in view["instances"].values()]
         yield _by_label(
             "plexrl_rollout_instances",
             "Rollout instances by state.",
             "state",
-            Counter(each["state"] for each in instances),
+            Counter(instance["state"] for instance in instances),
         )
         for name, help_text, value in (
             (
                 *("pause", "Seconds without tokens for new weights."),
-                sum(each["pause_s"] for each in instances),
+                sum(instance["pause_s"] for instance in instances),
             ),
             (
                 *("transfer", "Seconds of fetching new weights beside generations."),
-                sum(each["transfer_s"] for each in instances),
+                sum(instance["transfer_s"] for instance in instances),
             ),
         ):
             found = GaugeMetricFamily(f"plexrl_rollout_pull_{name}_seconds", help_text)

@@ -8,7 +8,7 @@ import numpy as np
 
 from plexrl.model.text.files import TOKENIZER, end_token_ids, read_object
 from plexrl.router.dispatch.reductions import row_masks
-from plexrl.router.observe.run_health import Generated, Stepped, Trained
+from plexrl.router.observe.run_health import GeneratedSamples, Stepped, Trained
 from plexrl.wire.tensors import Array, Arrays
 
 SHORT_TOKENS = 16
@@ -36,13 +36,13 @@ def generated(
     *,
     keeps_cache: bool,
     max_tokens: int,
-) -> Generated:
-    """What a `generate` shows. `arrays` has `finish` [samples], `lengths` [samples] and `tokens`
+) -> GeneratedSamples:
+    """The figures of a `generate`. `arrays` has `finish` [samples], `lengths` [samples], `tokens`
     [all tokens]; `keeps_cache`: the last sync kept the KV cache of earlier weights. That samples of
     at most `SHORT_TOKENS` end by length says nothing: many tasks have answers of a known length."""
     finish, lengths = arrays["finish"], arrays["lengths"]
     continued = {segment[0] for segment in result.get("segments", ()) if segment[1] > 0}
-    return Generated(
+    return GeneratedSamples(
         samples=int((finish != 2).sum()),
         by_length=int((finish == 1).sum()) if max_tokens > SHORT_TOKENS else 0,
         past_end=_past_end(arrays["tokens"], lengths, finish != 2, ends),
@@ -52,7 +52,7 @@ def generated(
 
 
 def trained(batches: Sequence[Arrays], metrics: Mapping[str, Any]) -> Trained:
-    """What a `forward_backward` shows; `batches` are its rows in parts."""
+    """The figures of a `forward_backward`; `batches` are its rows in parts."""
     rows = flat_rows = 0
     for arrays in batches:
         if "advantages" not in arrays or not len(arrays["lengths"]):
@@ -73,7 +73,7 @@ def trained(batches: Sequence[Arrays], metrics: Mapping[str, Any]) -> Trained:
 
 
 def stepped(result: Mapping[str, Any], *, is_refused: bool) -> Stepped:
-    """What an `optim_step` shows. A step is refused if its numbers are not finite."""
+    """The figures of an `optim_step`. A step is refused if its numbers are not finite."""
     if is_refused:
         return Stepped(grad_norm=math.nan, trainer_step=None)
     metrics = result.get("metrics", {})

@@ -80,7 +80,7 @@ THRESHOLDS: Final[dict[str, Threshold]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
+class GeneratedSamples:
     """A `generate` has finished."""
 
     samples: int
@@ -104,7 +104,7 @@ class Trained:
     rows: int
     """Rows with advantages."""
     flat_rows: int
-    """Those whose advantages are all 0."""
+    """Rows whose advantages are all 0."""
     kl: float | None
     """KL to the policy that drew the tokens; absent: the loss has none."""
     clip_fraction: float | None
@@ -120,14 +120,14 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rewarded:
+class GivenRewards:
     """Rewards have come."""
 
     total: int
     failed: int
 
 
-Observation = Generated | Trained | Stepped | Rewarded
+Observation = GeneratedSamples | Trained | Stepped | GivenRewards
 
 
 @dataclass(slots=True)
@@ -167,7 +167,7 @@ class RunHealth:
     def observe(self, seen: Observation) -> None:
         """Take in what an operation returned."""
         match seen:
-            case Generated():
+            case GeneratedSamples():
                 self._sampled_step = seen.trainer_step
                 for name, count in (
                     ("ended_by_length", seen.by_length),
@@ -192,7 +192,7 @@ class RunHealth:
                 self._add("not_finite", float(not isfinite(seen.grad_norm)), 1)
                 if seen.trainer_step is not None:
                     self._trainer_step = seen.trainer_step
-            case Rewarded():
+            case GivenRewards():
                 self._add("failed_rewards", seen.failed, seen.total)
 
     def view(self) -> RunHealthView:

@@ -20,11 +20,11 @@ import msgspec
 from plexrl.errors import PlexRLError
 from plexrl.model.text.files import text_files
 from plexrl.model.text.tokenizer import EOS
-from plexrl.router.job_files.record_store import RecordStore
+from plexrl.router.job_files.record_store import JobKey, RecordStore
 from plexrl.router.observe.run_figures import end_tokens, generated, stepped, trained
 from plexrl.router.observe.run_health import (
+    GivenRewards,
     Observation,
-    Rewarded,
     RunHealth,
     merge_views,
     of_critic,
@@ -36,8 +36,8 @@ from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import Body, decode_body
 
 if TYPE_CHECKING:
-    from plexrl.model.deployment_spec import DeploymentSpec
     from plexrl.model.spec import ModelSpec
+    from plexrl.router.execution.deployment_specs import OwnedSpec
     from plexrl.wire.messages import AnyRun
 
 LOG = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ OTHERS_S = 600.0
 WAITING_MAX = 64
 """Operations that wait to be looked at, with their batches in memory; more are not looked at."""
 SETTINGS = "settings"
+FOLDER = "health"
 UNWATCHED: RunHealthView = {"watched": False, "warnings": [], "figures": {}, "kl": {}}
 WATCHED = frozenset(
     {
@@ -63,8 +64,8 @@ WATCHED = frozenset(
     }
 )
 
-FindSpec = Callable[[str, int], "DeploymentSpec | None"]
-"""The specification of a deployment's incarnation, if it is known here."""
+FindSpec = Callable[[str, int], "OwnedSpec | None"]
+"""The specification of a deployment's incarnation and its tenant, if they are known here."""
 
 
 class _Settings(msgspec.Struct):
@@ -103,6 +104,9 @@ class _Job:
 class RunWatch:
     """The runs of all jobs, as this router sees them."""
 
+    kinds = WATCHED
+    """Kinds of operations that are looked at, if it is known whose job they are of."""
+
     def __init__(
         self, store: RecordStore, router: str, find_spec: FindSpec, threads: Executor
     ) -> None:
@@ -110,7 +114,7 @@ class RunWatch:
         self._router = quote(router, safe="")
         self._find_spec = find_spec
         self._threads = threads
-        self._jobs: OrderedDict[str, _Job] = OrderedDict()
+        self._jobs: OrderedDict[JobKey, _Job] = OrderedDict()
         self._lock = threading.Lock()
         self._room = threading.BoundedSemaphore(WAITING_MAX)
 
@@ -127,26 +131,26 @@ class RunWatch:
         if command.kind in WATCHED and not command.replay:
             self._submit(self._read, command, payloads, result, body, refusal is not None)
 
-    def rewarded(self, job: str, *, total: int, failed: int) -> None:
+    def rewarded(self, job: JobKey, *, total: int, failed: int) -> None:
         """Rewards of a job have come; returns at once."""
         if total:
-            self._submit(self._observe, job, Rewarded(total=total, failed=failed))
+            self._submit(self._observe, job, GivenRewards(total=total, failed=failed))
 
-    async def begin(self, job: str, *, on: bool, limits: Mapping[str, float]) -> None:
+    async def begin(self, job: JobKey, *, on: bool, limits: Mapping[str, float]) -> None:
         """Set the job's `run_warnings`, whose limits are checked."""
         settings = _Settings(on, dict(limits))
         await self._in_thread(lambda: self._set(job, settings))
 
-    async def view(self, job: str) -> RunHealthView:
+    async def view(self, job: JobKey) -> RunHealthView:
         """What all routers have seen of the job; nothing, if that cannot be read now: no request
         fails for it."""
         try:
             return await self._in_thread(lambda: self._view(job))
         except (PlexRLError, OSError, msgspec.MsgspecError) as error:
-            LOG.warning("what was seen of the run of %s cannot be read: %s", job, error)
+            LOG.warning("what was seen of the run of %s cannot be read: %s", job.job, error)
             return UNWATCHED
 
-    def own_views(self) -> dict[str, RunHealthView]:
+    def own_views(self) -> dict[JobKey, RunHealthView]:
         """What this router has seen, by job."""
         with self._lock:
             return {name: job.health.view() for name, job in self._jobs.items() if job.settings.on}
@@ -181,7 +185,11 @@ class RunWatch:
         body: Sequence[Body],
         is_refused: bool,
     ) -> None:
-        name = command.deployment.rpartition("/")[0]
+        owned = self._find_spec(command.deployment, command.incarnation)
+        if owned is None:
+            # Nothing says any more whose job it is.
+            return
+        name = JobKey(owned.tenant, command.deployment.rpartition("/")[0])
         job = self._job(name)
         if not job.settings.on:
             return
@@ -196,7 +204,7 @@ class RunWatch:
                 if not body:
                     return
                 arrays = decode_body(body[0] if len(body) == 1 else b"".join(body))[1]
-                ends = self._ends(job, command)
+                ends = self._ends(job, command, owned)
                 kept = job.keeps_cache.get(command.deployment, False)
                 params = command.params if isinstance(command, Generate) else None
                 most = 0 if params is None else params.sampling.max_tokens
@@ -211,21 +219,15 @@ class RunWatch:
                 seen = trained(batches, result.get("metrics", {}))
             case _:
                 seen = stepped(result, is_refused=is_refused)
-        self._observe(name, of_critic(seen) if self._is_critic(command) else seen)
+        self._observe(name, of_critic(seen) if owned.spec.model.head == "value" else seen)
 
-    def _is_critic(self, command: "AnyRun") -> bool:
-        spec = self._find_spec(command.deployment, command.incarnation)
-        return spec is not None and spec.model.head == "value"
-
-    def _ends(self, job: _Job, command: "AnyRun") -> tuple[int, ...]:
+    def _ends(self, job: _Job, command: "AnyRun", owned: "OwnedSpec") -> tuple[int, ...]:
         known = job.ends.get(command.deployment)
         if known is None:
-            spec = self._find_spec(command.deployment, command.incarnation)
-            known = () if spec is None else _end_tokens(spec.model)
-            job.ends[command.deployment] = known
+            known = job.ends[command.deployment] = _end_tokens(owned.spec.model)
         return known
 
-    def _observe(self, name: str, seen: Observation) -> None:
+    def _observe(self, name: JobKey, seen: Observation) -> None:
         job = self._job(name)
         if not job.settings.on:
             return
@@ -238,15 +240,17 @@ class RunWatch:
             if codes != job.written_codes or now - job.written_at >= KEPT_S:
                 job.written_at, job.written_codes = now, codes
                 record = _Seen(at=time.time(), view=view)
-                self._store.write(f"{_folder(name)}/{self._router}", msgspec.json.encode(record))
+                self._store.write(
+                    f"{name.folder(FOLDER)}/{self._router}", msgspec.json.encode(record)
+                )
 
-    def _job(self, name: str) -> _Job:
+    def _job(self, name: JobKey) -> _Job:
         with self._lock:
             known = self._jobs.get(name)
             if known is not None:
                 self._jobs.move_to_end(name)
                 return known
-        text = self._store.read(f"{_folder(name)}/{SETTINGS}")
+        text = self._store.read(f"{name.folder(FOLDER)}/{SETTINGS}")
         settings = _Settings() if text is None else msgspec.json.decode(text, type=_Settings)
         with self._lock:
             known = self._jobs.setdefault(name, _Job(settings))
@@ -254,24 +258,23 @@ class RunWatch:
                 self._jobs.popitem(last=False)
         return known
 
-    def _set(self, name: str, settings: _Settings) -> None:
-        self._store.write(f"{_folder(name)}/{SETTINGS}", msgspec.json.encode(settings))
+    def _set(self, name: JobKey, settings: _Settings) -> None:
+        self._store.write(f"{name.folder(FOLDER)}/{SETTINGS}", msgspec.json.encode(settings))
         with self._lock:
             self._jobs[name] = _Job(settings)
 
-    def _view(self, name: str) -> RunHealthView:
+    def _view(self, name: JobKey) -> RunHealthView:
         job = self._job(name)
         if not job.settings.on:
             return UNWATCHED
         now = time.monotonic()
         if not job.read_at or now - job.read_at >= KEPT_S:
             job.read_at = now
-            folder = _folder(name)
-            names = [each for each in self._store.sizes(folder) if each != SETTINGS]
-            if job.written_at:
-                # Before, its own file is from before this router's restart.
-                names = [each for each in names if each != self._router]
-            texts = [self._store.read(f"{folder}/{each}") for each in names]
+            folder = name.folder(FOLDER)
+            # Before the first write, its own file is from before this router's restart.
+            others = {SETTINGS, self._router} if job.written_at else {SETTINGS}
+            keys = [each.key for each in self._store.find(folder)]
+            texts = [self._store.read(key) for key in keys if key.rpartition("/")[2] not in others]
             found = [msgspec.json.decode(text, type=_Seen) for text in texts if text]
             job.others = [each.view for each in found if time.time() - each.at < OTHERS_S]
         with self._lock:
@@ -288,7 +291,3 @@ def _end_tokens(model: "ModelSpec") -> tuple[int, ...]:
     except (PlexRLError, OSError, UnicodeDecodeError) as error:
         LOG.info("end tokens of %s are unknown: %s", model.path, error)
         return ()
-
-
-def _folder(job: str) -> str:
-    return f"health/{quote(job, safe='')}"

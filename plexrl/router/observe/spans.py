@@ -11,16 +11,18 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, get_args
 from urllib.parse import urlsplit
 
 from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.process.folders.durable_files import create_durably, rename_durably
 from plexrl.proxies import is_own_address
-from plexrl.wire.operation_phases import phases
+from plexrl.wire import scheduler_methods as m
+from plexrl.wire.messages.views import LoggedOperationView
+from plexrl.wire.operations import ended_at, phases
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -35,14 +37,24 @@ RETRY_S = 30.0
 """Pause after the collector has refused spans."""
 PAGE = 500
 NS = 1_000_000_000
-ATTRIBUTES = (
-    *("job", "deployment", "tenant", "group", "kind", "operation", "state", "tokens", "seq"),
-    *("payload_bytes", "result_bytes", "internal"),
-)
-Row = Mapping[str, Any]
+Attribute = Literal[
+    "job",
+    "deployment",
+    "tenant",
+    "group",
+    "kind",
+    "operation",
+    "state",
+    "tokens",
+    "seq",
+    "payload_bytes",
+    "result_bytes",
+    "internal",
+]
+ATTRIBUTES: tuple[Attribute, ...] = get_args(Attribute)
 
 
-def make_spans(rows: Sequence[Row]) -> "list[ReadableSpan]":
+def make_spans(rows: Sequence[LoggedOperationView]) -> "list[ReadableSpan]":
     """Make the spans of rows of the operation log."""
     from opentelemetry import trace
     from opentelemetry.sdk.resources import Resource
@@ -87,7 +99,7 @@ def make_spans(rows: Sequence[Row]) -> "list[ReadableSpan]":
                 phase, context=trace.set_span_in_context(whole), start_time=round(NS * start)
             )
             part.end(round(NS * end))
-        whole.end(round(NS * row["finished_at"]))
+        whole.end(round(NS * ended_at(row)))
     return list(kept.get_finished_spans())
 
 
@@ -131,12 +143,11 @@ class SpanSender:
             except (PlexRLError, OSError) as error:
                 LOG.info("no operations to send as spans: %s", error)
 
-    async def _rows(self, after: int) -> list[Row]:
+    async def _rows(self, after: int) -> list[LoggedOperationView]:
         wanted = {"tenant": None, "as_operator": True, "after": after, "limit": self._page}
-        found: list[Row] = (await self._scheduler.call("list_operations", wanted))["operations"]
-        return found
+        return (await self._scheduler.call(m.LIST_OPERATIONS, wanted))["operations"]
 
-    def _send(self, rows: Sequence[Row]) -> bool:
+    def _send(self, rows: Sequence[LoggedOperationView]) -> bool:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         return self._exporter.export(make_spans(rows)) == SpanExportResult.SUCCESS

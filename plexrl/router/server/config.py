@@ -101,7 +101,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_scheduler(self.scheduler, self.tls)
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
         check_numbers("router", own)
         for name in (
             "json_bytes_max",

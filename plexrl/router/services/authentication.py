@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from plexrl.errors import AuthenticationError
 from plexrl.router.server.refused_keys import RefusedKeys
 from plexrl.scheduler.accounting.tenants import key_id
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.links.handshakes import client_network
 from plexrl.wire.rpc import Peer
 
@@ -96,7 +97,7 @@ class KeyCache:
         self.refused.check(network, time.monotonic())
         clear_count = self._clear_count
         assert self.scheduler is not None
-        reply = await self.scheduler.call("authenticate", {"key_digest": digest})
+        reply = await self.scheduler.call(m.AUTHENTICATE, {"key_digest": digest})
         caller = Caller(
             reply["tenant"], bool(reply["is_operator"]), key=key_id(digest), job=reply.get("job")
         )

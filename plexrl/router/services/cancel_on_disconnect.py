@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from plexrl.errors import PlexRLError
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.router.services.authentication import Caller
+from plexrl.wire import scheduler_methods as m
 
 RECONNECT_S = 5.0
 """How long the generation waits for a reader to come back."""
@@ -42,7 +43,7 @@ class CancelOnDisconnect:
         del self._readers[operation]
         try:
             fields = {"operation": operation, **caller.claim}
-            await self._scheduler.call("cancel_operation", fields)
+            await self._scheduler.call(m.CANCEL_OPERATION, fields)
         except PlexRLError:
             # The operation is evicted already, or the scheduler is unreachable. In the second case
             # the generation ends by itself.

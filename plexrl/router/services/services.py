@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
@@ -22,7 +22,7 @@ from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.text.tokenizer import Tokenizer
 from plexrl.router.blobs.store import BlobStore, Upload
 from plexrl.router.blobs.upload_admission import UploadAdmission, timed_chunks
-from plexrl.router.execution.deployment_specs import DeploymentSpecs
+from plexrl.router.execution.deployment_specs import DeploymentSpecs, OwnedSpec
 from plexrl.router.execution.engines import Engines
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.rollout_link import RolloutLink
@@ -31,6 +31,7 @@ from plexrl.router.job_files.captures import Captures
 from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 from plexrl.router.job_files.metrics_log import MetricsLog
 from plexrl.router.job_files.model_access import ModelAccess
+from plexrl.router.job_files.record_store import JobKey, RecordStore
 from plexrl.router.job_files.samples import SampleLog
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.rollouts import RolloutViews
@@ -39,7 +40,13 @@ from plexrl.router.server.request_limits import BODY_KEY, BodyRefusedError, Limi
 from plexrl.router.services.authentication import Caller, KeyCache, is_open
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.router.services.shutdown import Shutdown
-from plexrl.wire.messages.views import DeploymentView, OperationView
+from plexrl.wire import scheduler_methods as m
+from plexrl.wire.messages.views import (
+    DeploymentView,
+    ExplainedJobView,
+    JobView,
+    OperationView,
+)
 from plexrl.wire.tensors import MEDIA_TYPE
 
 ViewT = TypeVar("ViewT")
@@ -59,6 +66,7 @@ class RouterServices:
     blobs: BlobStore
     metrics: MetricsLog
     captures: Captures
+    records: RecordStore
     samples: SampleLog
     run_watch: RunWatch
     specs: DeploymentSpecs
@@ -118,26 +126,27 @@ class RouterServices:
             raise PermissionDeniedError("this needs the operator's key")
         return caller
 
-    async def ask(self, request: Request, _: type[ViewT], method: str, **fields: Any) -> ViewT:
-        """Call the scheduler with `fields` and the claim of the sender of the request. The type is
-        that of the view with which the method answers.
+    async def ask(self, request: Request, method: m.Method[ViewT], **fields: object) -> ViewT:
+        """Call the scheduler with `fields` and the claim of the sender of the request.
 
         Raises as `caller` and `SchedulerLink.call`.
         """
         caller = await self.caller(request)
-        view: ViewT = await self.scheduler.call(method, {**fields, **caller.claim})
-        return view
+        return await self.scheduler.call(method, {**fields, **caller.claim})
 
     async def ask_as_operator(
-        self, request: Request, _: type[ViewT], method: str, **fields: Any
+        self, request: Request, method: m.Method[ViewT], **fields: object
     ) -> ViewT:
         """As `ask`; the sender must be the operator. Raises `PermissionDeniedError`."""
         caller = await self.operator(request)
-        view: ViewT = await self.scheduler.call(method, {**fields, **caller.claim})
-        return view
+        return await self.scheduler.call(method, {**fields, **caller.claim})
 
     async def spec(self, deployment: str, caller: Caller) -> DeploymentSpec:
         """Return a deployment's specification. Raises `UnknownDeploymentError`."""
+        return (await self.owned_spec(deployment, caller)).spec
+
+    async def owned_spec(self, deployment: str, caller: Caller) -> OwnedSpec:
+        """Return a deployment's specification and its tenant. Raises `UnknownDeploymentError`."""
         return await self.specs.read(deployment, caller.scope)
 
     async def operation(self, caller: Caller, operation: str, wait_s: float) -> OperationView:
@@ -148,23 +157,26 @@ class RouterServices:
             with suppress(TimeoutError):
                 async with asyncio.timeout(None) as wait:
                     with self.shutdown.interrupting(wait):
-                        view: OperationView = await self.scheduler.call(
-                            "wait_operation", fields, timeout_s=wait_s + RESPONSE_MARGIN_S
+                        return await self.scheduler.call(
+                            m.WAIT_OPERATION, fields, timeout_s=wait_s + RESPONSE_MARGIN_S
                         )
-                        return view
-        view = await self.scheduler.call("wait_operation", {**fields, "timeout_s": 0.0})
-        return view
+        return await self.scheduler.call(m.WAIT_OPERATION, {**fields, "timeout_s": 0.0})
 
     async def deployment(self, caller: Caller, deployment: str) -> DeploymentView:
         """Return the scheduler's view of a deployment. Raises `UnknownDeploymentError`."""
         fields = {"deployment": deployment, **caller.claim}
-        view: DeploymentView = await self.scheduler.call("get_deployment", fields)
-        return view
+        return await self.scheduler.call(m.GET_DEPLOYMENT, fields)
+
+    async def job_key(self, request: Request, job: str) -> JobKey:
+        """What the files of a job are kept by; as `ask`, the caller may have the job. Raises
+        `UnknownJobError`."""
+        view = await self.ask(request, m.GET_JOB, job=job)
+        return job_key(view)
 
     async def check_job(self, caller: Caller, job: str) -> None:
         """Check that the caller may see a job, which another controller may have. Raises
         `UnknownJobError`."""
-        await self.scheduler.call("get_job", {"job": job, **caller.rights})
+        await self.scheduler.call(m.GET_JOB, {"job": job, **caller.rights})
 
     @asynccontextmanager
     async def upload(self, request: Request, caller: Caller) -> AsyncIterator[Upload]:
@@ -203,6 +215,11 @@ class RouterServices:
                 left -= len(chunk)
                 if left < 0:
                     return
+
+
+def job_key(view: JobView | ExplainedJobView) -> JobKey:
+    """What the files of a job are kept by."""
+    return JobKey(view["tenant"], view["job"])
 
 
 async def router_services(request: Request) -> RouterServices:

@@ -30,7 +30,7 @@ LOG = logging.getLogger(__name__)
 PREFIX = "/api/v1/"
 KEY_PREFIX = "tml-"
 """The SDK refuses a key that begins otherwise."""
-POLLS = f"{PREFIX}retrieve_future"
+POLLS = (f"{PREFIX}retrieve_future", f"{PREFIX}retrieve_futures")
 """The SDK repeats a poll that fails with 5xx without a pause, and after 429 with one."""
 RECORDS = "tinker.sqlite"
 KEPT_STATUSES = (401, 403, 404, 413, 429)
@@ -94,7 +94,7 @@ def _make_app(services: RouterServices, timeout_s: float) -> FastAPI:
 
 def _with_bearer(scope: "Scope") -> "Scope":
     """The scope of a request whose `X-API-Key` is an `Authorization` header."""
-    headers = [each for each in scope["headers"] if each[0] != b"authorization"]
+    headers = [header for header in scope["headers"] if header[0] != b"authorization"]
     for name, value in scope["headers"]:
         if name == b"x-api-key":
             key = value.decode("latin-1").removeprefix(KEY_PREFIX)
@@ -109,7 +109,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
     headers = {}
     if isinstance(error, JobEndedError):
         status = 410
-    elif status >= 500 and request.url.path == POLLS:
+    elif status >= 500 and request.url.path in POLLS:
         status = 429
     elif isinstance(error, RETRIABLE):
         after_s = shown.details.get("retry_after_s", RETRY_AFTER_S)

@@ -50,7 +50,7 @@ HALTING = frozenset({"forward_backward", "optim_step", "load_weights", "create_m
 
 
 @dataclass(slots=True, kw_only=True)
-class Pending:
+class PendingRequest:
     """A training request that the scheduler does not have yet."""
 
     key: str
@@ -70,7 +70,7 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class FutureAnswer:
     """The answer to a poll: JSON, or protobuf."""
 
     json: Mapping[str, Any] | None = None
@@ -83,8 +83,8 @@ class Futures:
     def __init__(self, api: ClusterApi, records: RecordFile) -> None:
         self._api = api
         self._records = records
-        self._sequences: dict[str, RequestSequence[Pending]] = {}
-        self._waiting: dict[str, Pending] = {}
+        self._sequences: dict[str, RequestSequence[PendingRequest]] = {}
+        self._waiting: dict[str, PendingRequest] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._loaded: set[str] = set()
@@ -133,7 +133,7 @@ class Futures:
             )
             self._submit_next(model)
 
-    async def train(self, model: ModelRecord, seq: int, pending: Pending) -> str:
+    async def train(self, model: ModelRecord, seq: int, pending: PendingRequest) -> str:
         """Accept a request of a model; return the name of its future. The same number again is the
         same request.
 
@@ -158,7 +158,7 @@ class Futures:
                 LOG.info("%s waits for the scheduler", request)
         return request
 
-    def _check_waiting(self, pending: Pending) -> None:
+    def _check_waiting(self, pending: PendingRequest) -> None:
         waiting = self._waiting.values()
         own = sum(each.nbytes for each in waiting if each.tenant == pending.tenant)
         for count, most in (
@@ -204,7 +204,7 @@ class Futures:
             await self._api.submit(key, rollout.id, "generate", future.id, params, arrays)
             self._records.put(future)
 
-    async def poll(self, key: str, future: FutureRecord) -> Answer:
+    async def poll(self, key: str, future: FutureRecord) -> FutureAnswer:
         """Wait for a future's answer, `HOLD_S` seconds at most.
 
         Raises:
@@ -220,9 +220,9 @@ class Futures:
                     async with asyncio.timeout(left):
                         await pending.sent.wait()
                 elif future.error is not None:
-                    return Answer(json=future.error)
+                    return FutureAnswer(json=future.error)
                 elif not future.operation:
-                    return Answer(json=future.result)
+                    return FutureAnswer(json=future.result)
                 else:
                     polled = await self._poll_operations(key, future, deadline)
                     if polled.view is not None:
@@ -242,7 +242,7 @@ class Futures:
             except RETRIABLE as error:
                 reason = error.message
                 await asyncio.sleep(min(RETRY_S, left))
-        return Answer(json=_paused(future.id, reason))
+        return FutureAnswer(json=_paused(future.id, reason))
 
     async def _poll_operations(self, key: str, future: FutureRecord, deadline: float) -> Polled:
         if future.after and future.after not in self._loaded:
@@ -284,26 +284,26 @@ class Futures:
                 self._records.put(each)
         await self._acknowledge(key, load)
 
-    async def _answer(self, key: str, future: FutureRecord, polled: Polled) -> Answer:
+    async def _answer(self, key: str, future: FutureRecord, polled: Polled) -> FutureAnswer:
         if future.kind in FORGOTTEN:
             self._answered.setdefault(future.id, (time.monotonic(), future))
         if polled.error is not None:
             if future.kind in HALTING:
                 # The client has its failure with this answer, and decides what comes next.
                 await self._acknowledge(key, future.operation)
-            return Answer(json=error_answer(polled.error))
+            return FutureAnswer(json=error_answer(polled.error))
         assert polled.result is not None
         assert polled.arrays is not None
         result = polled.result
         if result.get("error") is not None:
-            return Answer(json={"error": result["error"]["message"], "category": "user"})
+            return FutureAnswer(json={"error": result["error"]["message"], "category": "user"})
         kept = future.result
         try:
             match future.kind:
                 case "sample":
-                    return Answer(protobuf=sample_result(kept["last"], polled.arrays))
+                    return FutureAnswer(protobuf=sample_result(kept["last"], polled.arrays))
                 case "forward" | "forward_backward":
-                    return Answer(
+                    return FutureAnswer(
                         protobuf=train_result(
                             kept["lengths"],
                             kept.get("weights"),
@@ -313,11 +313,11 @@ class Futures:
                     )
                 case "optim_step":
                     named = {f"{name}:mean": value for name, value in result["metrics"].items()}
-                    return Answer(json={"metrics": named})
+                    return FutureAnswer(json={"metrics": named})
         except PlexRLError as error:
-            return Answer(json=error_answer(error))
+            return FutureAnswer(json=error_answer(error))
         self._keep_weights(future)
-        return Answer(json=kept["answer"])
+        return FutureAnswer(json=kept["answer"])
 
     def _keep_weights(self, future: FutureRecord) -> None:
         """Note saved weights, once: a later poll does not bring deleted ones back."""
@@ -336,7 +336,7 @@ class Futures:
         except PlexRLError as error:
             LOG.warning("the failure of %s was not acknowledged: %s", operation, error)
 
-    def _sequence(self, model: ModelRecord) -> RequestSequence[Pending]:
+    def _sequence(self, model: ModelRecord) -> RequestSequence[PendingRequest]:
         found = self._sequences.get(model.id)
         if found is None:
             found = self._sequences[model.id] = RequestSequence(model.next_seq)
@@ -369,7 +369,7 @@ class Futures:
             task = asyncio.create_task(self._submit_all(model.id, self._sequence(model)))
             self._tasks[model.id] = task
 
-    async def _submit_all(self, model_id: str, sequence: RequestSequence[Pending]) -> None:
+    async def _submit_all(self, model_id: str, sequence: RequestSequence[PendingRequest]) -> None:
         while (pending := sequence.take()) is not None:
             try:
                 await self._submit(model_id, pending)
@@ -382,13 +382,13 @@ class Futures:
         if self._tasks.get(model_id) is asyncio.current_task():
             del self._tasks[model_id]
 
-    def _note_next(self, model_id: str, sequence: RequestSequence[Pending]) -> None:
+    def _note_next(self, model_id: str, sequence: RequestSequence[PendingRequest]) -> None:
         model = self._records.find(ModelRecord, model_id)
         if model is not None and model.next_seq != sequence.next_seq:
             model.next_seq = sequence.next_seq
             self._records.put(model)
 
-    async def _submit(self, model_id: str, pending: Pending) -> None:
+    async def _submit(self, model_id: str, pending: PendingRequest) -> None:
         model = self._records.find(ModelRecord, model_id)
         assert model is not None
         while True:
@@ -431,7 +431,7 @@ def error_answer(error: PlexRLError) -> dict[str, Any]:
     }
 
 
-def _try_again(future: FutureRecord, view: Mapping[str, Any]) -> Answer:
+def _try_again(future: FutureRecord, view: Mapping[str, Any]) -> FutureAnswer:
     """Why an operation is unfinished: what it waits for, who holds that, and until when."""
     told = view.get("explanation") or {}
     reason = str(told.get("reason") or "the request waits")
@@ -444,7 +444,7 @@ def _try_again(future: FutureRecord, view: Mapping[str, Any]) -> Answer:
             reason += f" ({told['eta_low_s']:.0f} to {told['eta_high_s']:.0f} s)"
     paused = _paused(future.id, reason)
     state = "active" if view["state"] == "running" else paused["queue_state"]
-    return Answer(json={**paused, "queue_state": state})
+    return FutureAnswer(json={**paused, "queue_state": state})
 
 
 def _paused(request: str, reason: str) -> dict[str, Any]:

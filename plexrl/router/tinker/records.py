@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 
-class Record(msgspec.Struct, kw_only=True):
+class ClientRecord(msgspec.Struct, kw_only=True):
     """Base of the records. `id` is unique among those of its class."""
 
     id: str
@@ -23,7 +23,7 @@ class Record(msgspec.Struct, kw_only=True):
     """Seconds since the epoch."""
 
 
-class SessionRecord(Record, kw_only=True):
+class SessionRecord(ClientRecord, kw_only=True):
     """A client of the SDK. Its id is that of its job."""
 
     tenant: str
@@ -32,7 +32,7 @@ class SessionRecord(Record, kw_only=True):
     is_finished: bool = False
 
 
-class ModelRecord(Record, kw_only=True):
+class ModelRecord(ClientRecord, kw_only=True):
     """A model that is trained: a train deployment of its session's job."""
 
     deployment: str
@@ -48,7 +48,7 @@ class ModelRecord(Record, kw_only=True):
     metadata: dict[str, Any] = {}
 
 
-class WeightsRecord(Record, kw_only=True):
+class WeightsRecord(ClientRecord, kw_only=True):
     """Saved weights. Its id is their path, `tinker://MODEL/weights/NAME`."""
 
     model: str
@@ -58,7 +58,7 @@ class WeightsRecord(Record, kw_only=True):
     metadata: dict[str, str] = {}
 
 
-class SamplerRecord(Record, kw_only=True):
+class SamplerRecord(ClientRecord, kw_only=True):
     """A client that samples."""
 
     deployment: str
@@ -69,7 +69,7 @@ class SamplerRecord(Record, kw_only=True):
     """Job and name of the checkpoint; None: the base model's weights."""
 
 
-class RolloutRecord(Record, kw_only=True):
+class RolloutRecord(ClientRecord, kw_only=True):
     """A rollout deployment of samplers. Its id is the deployment's."""
 
     loaded: tuple[str, str] | None = None
@@ -78,7 +78,7 @@ class RolloutRecord(Record, kw_only=True):
     """Operation that loads it; empty: nothing was loaded."""
 
 
-class FutureRecord(Record, kw_only=True):
+class FutureRecord(ClientRecord, kw_only=True):
     """A request whose result the client polls for."""
 
     kind: str
@@ -92,7 +92,7 @@ class FutureRecord(Record, kw_only=True):
     """Operation that must have succeeded before: the load of the weights. Empty: none."""
 
 
-RecordT = TypeVar("RecordT", bound=Record)
+RecordT = TypeVar("RecordT", bound=ClientRecord)
 
 
 class RecordFile:
@@ -109,7 +109,7 @@ class RecordFile:
         )
         self._file.execute("CREATE INDEX IF NOT EXISTS by_session ON records (session, kind)")
 
-    def put(self, record: Record) -> None:
+    def put(self, record: ClientRecord) -> None:
         """Add or replace a record."""
         row = (type(record).__name__, record.id, record.session, msgspec.json.encode(record))
         self._file.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
@@ -129,12 +129,12 @@ class RecordFile:
         found = [msgspec.json.decode(row[0], type=kind) for row in rows]
         return sorted(found, key=lambda each: each.made_at)
 
-    def drop(self, record: Record) -> None:
+    def drop(self, record: ClientRecord) -> None:
         """Remove a record."""
         query = "DELETE FROM records WHERE kind = ? AND id = ?"
         self._file.execute(query, (type(record).__name__, record.id))
 
-    def drop_all(self, kind: type[Record], session: str) -> None:
+    def drop_all(self, kind: type[ClientRecord], session: str) -> None:
         """Remove a session's records of a class."""
         query = "DELETE FROM records WHERE kind = ? AND session = ?"
         self._file.execute(query, (kind.__name__, session))

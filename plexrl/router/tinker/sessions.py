@@ -24,6 +24,7 @@ from plexrl.model.spec import ModelSpec
 from plexrl.router.services.authentication import Caller
 from plexrl.router.services.services import RouterServices
 from plexrl.router.tinker.api import ClusterApi
+from plexrl.router.tinker.completions import Completions
 from plexrl.router.tinker.futures import Futures, request_digest
 from plexrl.router.tinker.messages.requests import CreateModel, CreateSession, LoraConfig
 from plexrl.router.tinker.records import (
@@ -64,6 +65,7 @@ class Sessions:
         self.api = api
         self.records = records
         self.futures = Futures(api, records)
+        self.completions = Completions(api, records)
         self._bases = asyncio.Lock()
         self._seen: dict[str, float] = {}
         """When each session was last heard of, by the monotonic clock."""
@@ -360,12 +362,12 @@ class Sessions:
         The caller holds `_bases` until the sampler is noted, so that nobody ends the job."""
         options = _options(session.metadata, OPTIONS["rollout"])
         kind = request_digest(f"{session.tenant} {folder} {options}")
-        for each in self._live_samplers():
-            job = each.deployment.partition("/")[0]
+        for sampler in self._live_samplers():
+            job = sampler.deployment.partition("/")[0]
             if job.startswith(f"tinker-base-{kind}"):
                 try:
                     await self.api.call(key, "POST", f"/v1/jobs/{job}/heartbeat")
-                    return each.deployment
+                    return sampler.deployment
                 except (ConflictError, UnknownJobError) as error:
                     LOG.info("%s has ended: %s", job, error)
         job = f"tinker-base-{kind}-{secrets.token_hex(4)}"
@@ -462,7 +464,9 @@ def without_seed(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _jobs_of(samplers: Iterable[SamplerRecord]) -> set[str]:
-    jobs = {each.deployment.partition("/")[0] for each in samplers if each.checkpoint is None}
+    jobs = {
+        sampler.deployment.partition("/")[0] for sampler in samplers if sampler.checkpoint is None
+    }
     return jobs
 
 

@@ -33,7 +33,7 @@ from plexrl.scheduler.operations.submission.lost_payloads import (
     may_have_run,
 )
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.recovery.rebuilding import LOST_CODES, fall_back, publish_first, republish
+from plexrl.scheduler.recovery.rebuilding import LOST_CODES, fall_back, publish_again
 from plexrl.scheduler.recovery.relocation import cancel_move
 from plexrl.scheduler.rules.lookups import owner_of
 from plexrl.scheduler.rules.settings import Settings
@@ -149,8 +149,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         restart(context, deployment, error.message, now, counts=False)
         return
     if deployment.work.running[event.operation].replay:
-        if republish(context.state, context.settings, effects, deployment, operation, error, now):
-            effects.touch_all(deployment.placement.groups)
+        if publish_again(state, context.settings, effects, deployment, operation, error, now):
             return
         if is_held(error, state_intact=event.state_intact) or is_awaited(
             state, operation, error, now
@@ -176,10 +175,9 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     else:
         deployment.wpg.backoff.clear()
         may_repeat = event.state_intact and not is_over(operation, now)
-        if may_repeat and publish_first(
+        if may_repeat and publish_again(
             state, context.settings, effects, deployment, operation, error, now
         ):
-            effects.touch_all(deployment.placement.groups)
             return
     Finishing(state, effects, now).fail(operation, error)
     if event.state_intact:

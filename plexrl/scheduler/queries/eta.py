@@ -50,7 +50,7 @@ def _before(
     if deployment.placement.spans:
         # Of all its groups: it gets them together.
         groups = state.groups_of(deployment)
-        names = list(dict.fromkeys([name for each in groups for name in each.members]))
+        names = list(dict.fromkeys([name for group in groups for name in group.members]))
     for name in names:
         if name in (deployment.deployment, group.holder):
             continue
@@ -73,7 +73,7 @@ def start_s(
     if group.holder == deployment.deployment:
         return under_way_s(state, deployment, now)
     if group.incoming == deployment.deployment:
-        awaited = [each for each in state.groups_of(deployment) if each.holder is not None]
+        awaited = [group for group in state.groups_of(deployment) if group.holder is not None]
         last = max(awaited, key=lambda each: group_free_s(state, each, now))
         assert last.holder is not None, "only groups with a holder are awaited"
         holder = state.deployment(last.holder)
@@ -81,7 +81,7 @@ def start_s(
     own = candidate(state, deployment)
     rivals = _before(state, settings, group, deployment, own, now)
     # What goes before it on one of its groups runs beside what does on another.
-    free_s = {each.group: group_free_s(state, each, now) for each in state.groups_of(deployment)}
+    free_s = {group.group: group_free_s(state, group, now) for group in state.groups_of(deployment)}
     for rival in rivals:
         for name in state.deployments[DeploymentId(rival.name)].placement.groups:
             if name in free_s:
@@ -97,7 +97,7 @@ def record_estimate(
     if group is None or group.holder == deployment.deployment or len(deployment.work.queue) > 1:
         return
     groups = state.groups_of(deployment)
-    alone = all(len(each.members) == 1 and not each.fillers for each in groups)
+    alone = all(len(group.members) == 1 and not group.fillers for group in groups)
     if alone or deployment.spec.preemptible or not deployment.wpg.is_ready or deployment.spec.pace:
         # Waits for paced deployments are of modelled times, and say nothing of computed ones.
         return

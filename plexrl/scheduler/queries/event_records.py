@@ -135,14 +135,14 @@ def _job(state: State, job: Job) -> JobRecord:
         ended_at=job.ended_at,
         deployments=tuple(
             DeploymentRecord(
-                deployment=each.deployment,
-                kind=each.spec.kind,
-                state=each.wpg.state.value,
-                residency=each.wpg.residency.value,
-                group=each.placement.group,
-                nodes=tuple(each.placement.nodes),
+                deployment=deployment.deployment,
+                kind=deployment.spec.kind,
+                state=deployment.wpg.state.value,
+                residency=deployment.wpg.residency.value,
+                group=deployment.placement.group,
+                nodes=tuple(deployment.placement.nodes),
             )
-            for each in deployments
+            for deployment in deployments
         ),
     )
 

@@ -99,7 +99,8 @@ def _suitable(cluster: Cluster, waiting: Deployment, now: float) -> dict[JobId, 
 def _holder(state: State, job: Job, gpus: int, now: float) -> Holder:
     deployments = [state.deployment(name) for name in job.deployments]
     works = any(
-        bool(each.work.queue or each.work.running or each.wpg.moving) for each in deployments
+        bool(deployment.work.queue or deployment.work.running or deployment.wpg.moving)
+        for deployment in deployments
     )
     silent_s = now - (heard_at(state, job) if job.attached else job.seen_at)
     if not job.attached:
@@ -108,7 +109,9 @@ def _holder(state: State, job: Job, gpus: int, now: float) -> Holder:
         condition = GpuUse.SILENT
     else:
         condition = GpuUse.WORKING if works else GpuUse.IDLE
-    worked_at = max([_worked_at(each) for each in deployments], default=job.submitted_at)
+    worked_at = max(
+        [_worked_at(deployment) for deployment in deployments], default=job.submitted_at
+    )
     end_s = cancelled_without_controller_at(job) - now
     if job.attached:
         end_s = max(end_s, job.controller_timeout_s - silent_s)

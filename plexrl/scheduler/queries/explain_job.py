@@ -41,9 +41,13 @@ def explain_job(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> Ex
         "state": job.state.value,
         "slo": bound_of(cluster.settings, job),
         "summary": _summary(cluster, job, deployments, now, sees_all),
-        "deployments": [_deployment(cluster, each, now, sees_all) for each in deployments],
+        "deployments": [
+            _deployment(cluster, deployment, now, sees_all) for deployment in deployments
+        ],
         "operations": [
-            row for each in deployments for row in _operations(cluster, each, now, sees_all)
+            row
+            for deployment in deployments
+            for row in _operations(cluster, deployment, now, sees_all)
         ],
         "holders": holders(cluster, job, now, sees_all=sees_all),
         "eta_quality": eta_quality(cluster.state.eta_errors),
@@ -68,7 +72,7 @@ def _summary(
         for row in _operations(cluster, deployment, now, sees_all, most=1):
             if row["rule"] != "running":
                 return f"{row['operation']} waits: {row['reason']}"
-    if any(each.work.running for each in deployments):
+    if any(deployment.work.running for deployment in deployments):
         return "it runs"
     return "it waits for its controller's next operation"
 
@@ -135,7 +139,7 @@ def _topology(cluster: Cluster, deployment: Deployment) -> str:
     count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
     if len(blocks) == 1:
         return f"{count} in {blocks[0]}" if blocks[0] else f"{count}, without a block"
-    names = ", ".join(each or "no block" for each in blocks[:BLOCKS_MAX])
+    names = ", ".join(block or "no block" for block in blocks[:BLOCKS_MAX])
     names += ", ..." if len(blocks) > BLOCKS_MAX else ""
     part = common_part(blocks)
     return f"{count} in {len(blocks)} blocks of {part or 'several parts'} ({names})"
@@ -176,7 +180,7 @@ def _memory_view(cluster: Cluster, deployment: Deployment) -> MemoryView | None:
         others = cluster.inventory.device_bytes(group)[0] - memory.kept_bytes
     return {
         "terms": [
-            {"name": each.name, "nbytes": each.nbytes, "stays": each.stays} for each in memory.terms
+            {"name": term.name, "nbytes": term.nbytes, "stays": term.stays} for term in memory.terms
         ],
         "need_bytes": memory.need_bytes,
         "is_measured": memory.is_measured,

@@ -224,14 +224,17 @@ def _overdue(state: State, settings: Settings, deployment: Deployment, now: floa
     text = f"overdue for {late_s:.0f} s"
     if not state.overdue_s:
         return text
-    left_s = min(each.due_at for each in runs(state, settings, deployment)) - now
+    left_s = min(run.due_at for run in runs(state, settings, deployment)) - now
     return f"{text}; its workers are replaced in {max(0.0, left_s):.0f} s if it does not end"
 
 
 def _why_no_idle_time(state: State, group: Group) -> tuple[str, str, float | None]:
     """Why a filler does not have the lock: it is unknown when it gets it."""
     deployments = map(state.deployment, group.members)
-    if any(each.work.queue or each.work.running or each.wpg.moving for each in deployments):
+    if any(
+        deployment.work.queue or deployment.work.running or deployment.wpg.moving
+        for deployment in deployments
+    ):
         return (
             f"members of group {group.group} work; it is preemptible, and uses their idle time",
             "preemptible",

@@ -172,7 +172,7 @@ def kept_gpus(cluster: Cluster, now: float) -> int:
     elif cluster.settings.config.reservations:
         heads = list(state.reservations)
     else:
-        heads = [DeploymentId(each["deployment"]) for each in blocking_heads(cluster, now)]
+        heads = [DeploymentId(head["deployment"]) for head in blocking_heads(cluster, now)]
     if not heads or not pool.free_gpus():
         return 0
     gangs = [gang_of(cluster, state.deployment(name)) for name in heads]

@@ -21,9 +21,9 @@ def why_it_shares(cluster: Cluster, deployment: Deployment, *, sees_all: bool) -
     others = partners(cluster, deployment)
     rest = "".join(
         [
-            f"; switches with {each.deployment} take about "
-            f"{_switches_s(cluster, deployment, each):.1f} s a step"
-            for each in others[:1]
+            f"; switches with {other.deployment} take about "
+            f"{_switches_s(cluster, deployment, other):.1f} s a step"
+            for other in others[:1]
         ]
     )
     return f"shares GPUs: {_why_shared(cluster, deployment, sees_all)}{rest}"
@@ -50,13 +50,13 @@ def _why_alone(cluster: Cluster, rollout: Deployment) -> str:
         return "no other deployment of its job has as many GPUs or more and shares them"
     if not cluster.waiting:
         return "nobody waits for GPUs"
-    if any(takes_turns_with(cluster, rollout, each) for each in others):
+    if any(takes_turns_with(cluster, rollout, other) for other in others):
         return "nobody waits for more GPUs than are free"
-    if not any(may_take_turns((rollout, each)) for each in others):
+    if not any(may_take_turns((rollout, other)) for other in others):
         return "it works at the same time as the other deployments of its job"
-    if not any(takes_turns((rollout, each)) for each in others):
+    if not any(takes_turns((rollout, other)) for other in others):
         return "its demand, or that of its job's other deployments, is not measured yet"
-    least_s = min(_switches_s(cluster, rollout, each) for each in others)
+    least_s = min(_switches_s(cluster, rollout, other) for other in others)
     bound = waiting_bound(cluster.state, cluster.settings, rollout)
     return (
         f"switches of {least_s:.1f} s a step, or a guess, may break its service level {bound:.0%}"

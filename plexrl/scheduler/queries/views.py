@@ -99,6 +99,7 @@ def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
     return {
         "deployment": deployment.deployment,
         "job": deployment.job,
+        "tenant": state.job(deployment.job).tenant,
         "kind": deployment.spec.kind,
         "workers": deployment.spec.workers,
         "exclusive": deployment.spec.exclusive,
@@ -174,7 +175,7 @@ def list_jobs(state: State, settings: Settings, tenant: TenantId | None) -> list
 
 def live_workers(state: State) -> dict[DeploymentId, int]:
     """The incarnation of each deployment whose workers are all ready."""
-    found = (each for each in state.deployments.values() if each.wpg.is_ready)
+    found = (deployment for deployment in state.deployments.values() if deployment.wpg.is_ready)
     return {each.deployment: each.wpg.processes.incarnation for each in found}
 
 
@@ -243,9 +244,9 @@ def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> N
 def lost_nodes(state: State) -> list[tuple[NodeId, float]]:
     """The nodes whose agents were lost, and when; without those that drain."""
     return [
-        (each.node, each.lost_at)
-        for each in state.nodes.values()
-        if not each.alive and each.lost_at is not None and not each.is_draining
+        (node.node, node.lost_at)
+        for node in state.nodes.values()
+        if not node.alive and node.lost_at is not None and not node.is_draining
     ]
 
 
@@ -254,12 +255,12 @@ def restarting(state: State) -> list[tuple[str, float]]:
     each with its text and since when an operation waits."""
     return [
         (
-            f"{each.deployment} (start {each.wpg.processes.starts}): "
-            f"{each.wpg.processes.ended_because}",
-            state.operations[each.work.queue[0]].submitted_at,
+            f"{deployment.deployment} (start {deployment.wpg.processes.starts}): "
+            f"{deployment.wpg.processes.ended_because}",
+            state.operations[deployment.work.queue[0]].submitted_at,
         )
-        for each in state.deployments.values()
-        if each.work.queue and each.wpg.processes.starts > STARTS_NAMED
+        for deployment in state.deployments.values()
+        if deployment.work.queue and deployment.wpg.processes.starts > STARTS_NAMED
     ]
 
 
@@ -267,7 +268,7 @@ def expected_nodes(cluster: Cluster, now: float) -> list[NodeId]:
     """The nodes that are connected, or may be back before their work is placed elsewhere."""
     patience_s = cluster.settings.config.node_replace_s
     nodes = cluster.state.nodes.values()
-    return [each.node for each in nodes if each.lost_at is None or now < each.lost_at + patience_s]
+    return [node.node for node in nodes if node.lost_at is None or now < node.lost_at + patience_s]
 
 
 def operation_log(
@@ -327,7 +328,9 @@ def unreferenced_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRe
     """The payloads, and partial results, that neither an unfinished operation nor a recovery
     needs."""
     operations = state.operations.values()
-    kept = [each for each in operations if each.is_logged or not each.state.is_final]
+    kept = [
+        operation for operation in operations if operation.is_logged or not operation.state.is_final
+    ]
     needed = {ref for each in kept for ref in (each.payload, each.partial)}
     return [blob for blob in blobs if blob not in needed]
 
@@ -419,7 +422,7 @@ def usage_view(state: State, tenant: TenantId | None) -> list[UsageView]:
             "failed": row.failed,
             "tokens": row.tokens,
             "gpu_seconds": row.gpu_seconds,
-            "paced": any(state.deployments[each].spec.pace for each in job.deployments),
+            "paced": any(state.deployments[deployment].spec.pace for deployment in job.deployments),
         }
         for job in state.jobs.values()
         if tenant in (None, job.tenant)

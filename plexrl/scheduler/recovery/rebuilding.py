@@ -77,7 +77,7 @@ def _restart_from_initial(deployment: Deployment) -> bool:
     return True
 
 
-def republish(
+def publish_again(
     state: State,
     settings: Settings,
     effects: Effects,
@@ -86,38 +86,15 @@ def republish(
     error: PlexRLError,
     now: float,
 ) -> bool:
-    """Have the trainer publish again for a sync that cannot be repeated, and repeat it afterwards.
-    False: another publish would not help; nothing has changed."""
+    """Repeat a sync after another publish: the version that it was to pull is gone, for example by
+    a power cut of the trainer's node. The trainer publishes before anything else that it has to do,
+    so these are the same weights unless it has gone on meanwhile. False: another publish would not
+    help; nothing has changed."""
+    replays = operation.operation in deployment.work.replay.replaying
     if operation.source is None or error.code not in OUT_OF_REACH:
         return False
-    if deployment.spec.shares:
+    if replays and deployment.spec.shares:
         # It would hold the group while it waits, and the trainer may be another member.
-        return False
-    if deployment.wpg.processes.losses >= settings.config.launch_attempts:
-        return False
-    deployment.wpg.processes.fail((operation.operation,))
-    deployment.work.end_run(operation.operation)
-    trainer = state.deployment(operation.source)
-    name = publish_name(state, operation.operation, str(deployment.wpg.processes.losses))
-    operation.after = name
-    enqueue_publish(state, effects, trainer, name, operation.operation, now)
-    return True
-
-
-def publish_first(
-    state: State,
-    settings: Settings,
-    effects: Effects,
-    deployment: Deployment,
-    operation: Operation,
-    error: PlexRLError,
-    now: float,
-) -> bool:
-    """Repeat a sync, which is no longer in flight, after another publish: the version that it was
-    to pull is gone, for example by a power cut of the trainer's node. The trainer publishes before
-    anything else that it has to do, so these are the same weights unless it has gone on meanwhile.
-    False: another publish would not help; nothing has changed."""
-    if operation.source is None or error.code not in OUT_OF_REACH:
         return False
     if operation.publishes >= settings.config.launch_attempts:
         return False
@@ -128,8 +105,11 @@ def publish_first(
     enqueue_publish(
         state, effects, trainer, operation.after, operation.operation, now, at_once=True
     )
+    deployment.work.end_run(operation.operation)
     discard(operation)
-    requeue(state, deployment, operation, now)
+    if not replays:
+        requeue(state, deployment, operation, now)
+    effects.touch_all(deployment.placement.groups)
     return True
 
 

@@ -98,7 +98,7 @@ def check_numbers(event: ev.Event) -> None:
             )
     if isinstance(event, ev.DeploymentCreated) and event.trace is not None:
         trace = event.trace
-        longest = max(trace.jitter_s, *(each.slack_s for each in trace.segments), 0.0)
+        longest = max(trace.jitter_s, *(segment.slack_s for segment in trace.segments), 0.0)
         if longest > trace.period_s * COUNT_MAX or not 0 <= trace.cycles <= COUNT_MAX:
             raise InvalidRequestError(
                 f"the demand trace has a jitter or a slack of {longest:g} s for a period of "

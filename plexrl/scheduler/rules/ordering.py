@@ -171,8 +171,8 @@ def first(
 ) -> Candidate | None:
     """The candidate that goes next; None if there is none."""
     best, least = None, None
-    for each in candidates:
-        key = sort_key(ordering, each, now, starvation_bound_s)
+    for candidate in candidates:
+        key = sort_key(ordering, candidate, now, starvation_bound_s)
         if least is None or key < least:
-            best, least = each, key
+            best, least = candidate, key
     return best

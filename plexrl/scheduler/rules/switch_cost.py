@@ -113,7 +113,7 @@ def observe_move(
         return
     if kind is _LOAD and moved is not None and moved.bytes_moved:
         seconds += moved.prefetch_s
-        if any(state.groups[each].switched for each in deployment.placement.groups):
+        if any(state.groups[group].switched for group in deployment.placement.groups):
             deployment.demand.estimates.observe_prefetch(moved.prefetched_bytes / moved.bytes_moved)
     tier = HOST if moved is None else moved.tier
     if tier == NVME and kind is _LOAD:

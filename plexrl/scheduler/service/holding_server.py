@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from plexrl.errors import StorageError
 from plexrl.process.conditions import Conditions
 from plexrl.scheduler.service.listeners import Listeners
-from plexrl.scheduler.state.messages.calls import Plain
+from plexrl.scheduler.state.messages.calls import Answer, Parameters
 from plexrl.wire.links.dial import Link
+from plexrl.wire.messages.cluster_views import ConditionsView
 from plexrl.wire.messages.reports import Heartbeat
 from plexrl.wire.rpc import Handler, Peer
 
@@ -63,15 +64,15 @@ class HoldingServer:
         finally:
             self._peers.discard(peer)
 
-    async def _hello(self, peer: Peer, params: Plain) -> Heartbeat:
+    async def _hello(self, peer: Peer, params: Parameters) -> Heartbeat:
         del peer, params
         return {"is_holding": True}
 
-    async def _view(self, peer: Peer, params: Plain) -> Plain:
+    async def _view(self, peer: Peer, params: Parameters) -> ConditionsView:
         del peer, params
         return {"conditions": self._conditions.view()}
 
-    async def _refuse(self, peer: Peer, params: Plain) -> Plain:
+    async def _refuse(self, peer: Peer, params: Parameters) -> Answer:
         del peer, params
         assert self._reason is not None, "it listens without a reason"
         raise self._reason

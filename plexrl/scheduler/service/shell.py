@@ -69,6 +69,7 @@ from plexrl.wire.messages import (
     SetTimer,
     StopWorkers,
 )
+from plexrl.wire.messages.cluster_views import BrokerView, FaultsView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,7 +135,7 @@ class Shell:
         started."""
         self.on_change: Callable[[list[Command]], None] | None = None
         """Called with the commands of each batch, after the core has handled it."""
-        self.event_status: Callable[[], dict[str, object]] | None = None
+        self.event_status: Callable[[], BrokerView] | None = None
         """The connection to the MQTT broker, for operators; None: there is no broker."""
         self._journal = journal
         self._position = position
@@ -217,7 +218,7 @@ class Shell:
         """Wait until the core may be queried: at once, except after a bug."""
         await self._consistent.wait()
 
-    def faults(self) -> dict[str, object]:
+    def faults(self) -> FaultsView:
         """The scheduler's own faults, and the state of its events, for operators."""
         skipped = NONE_SKIPPED if self._skipped is None else self._skipped.view()
         events = None if self.event_status is None else self.event_status()

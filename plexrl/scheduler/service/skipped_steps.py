@@ -8,7 +8,7 @@ The log and `plexrl status` report it to operators.
 """
 
 import logging
-from typing import Any, Final
+from typing import Final
 
 from plexrl.errors import LeaseLostError, NotFoundError, SchedulerFaultError, StorageError
 from plexrl.ids import DeploymentId
@@ -16,10 +16,11 @@ from plexrl.scheduler.core.advance import EVENT, Fault
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.service.journal.journal import Journal
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire.messages.cluster_views import SkippedStepsView
 
 LOG = logging.getLogger(__name__)
 
-NONE_SKIPPED: Final[dict[str, Any]] = {"steps_set_aside": 0, "newest_set_aside": ""}
+NONE_SKIPPED: Final[SkippedStepsView] = {"steps_set_aside": 0, "newest_set_aside": ""}
 
 STEPS_MAX = 8
 """Maximum skipped steps of one event; if more fail, the whole event is skipped."""
@@ -37,7 +38,7 @@ class SkippedSteps:
         """The skipped steps of the event at `position`."""
         return self._steps.get(position, frozenset())
 
-    def view(self) -> dict[str, Any]:
+    def view(self) -> SkippedStepsView:
         """For operators: the number of skipped steps, and the newest one of this process."""
         return {
             "steps_set_aside": sum(len(steps) for steps in self._steps.values()),

@@ -7,7 +7,7 @@ from plexrl.ids import JobId, TenantId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyOwner:
-    """Whose API key it is."""
+    """The owner of an API key."""
 
     tenant: TenantId
     is_operator: bool = False

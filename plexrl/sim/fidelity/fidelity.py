@@ -100,7 +100,7 @@ def compare(
     """
     counts = [{job: len(each) for job, each in found.items()} for found in (predicted, alone)]
     wanted = {job: len(each) for job, each in measured.items()}
-    if any(each != wanted for each in counts):
+    if any(count != wanted for count in counts):
         raise InvalidRequestError(
             f"the predictions are not of the measured cycles: {wanted} were measured, "
             f"{counts[0]} predicted"

@@ -6,10 +6,7 @@ has too few or unequal cycles. Waiting of others for such a job is not predicted
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
+from dataclasses import dataclass, field, replace
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.fidelity.fidelity import Comparison, JobError, compare_drawn, compare_recorded
@@ -20,11 +17,17 @@ from plexrl.sim.fidelity.recording import (
     RecordedJob,
     overheads,
     recorded_run,
+    training_of,
 )
-from plexrl.traces.convert.history import History
+from plexrl.traces.convert.history import (
+    History,
+    PastDeployment,
+    PastJob,
+    PastOperation,
+    by_deployment,
+    runs_of,
+)
 from plexrl.traces.convert.recorder import record
-
-Plain = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +65,7 @@ class FoundJob:
     """Unique in the history."""
     group: str
     job: RecordedJob
-    view: Plain
-    """Its row of `/v1/jobs`."""
+    past: PastJob
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,7 +73,7 @@ class _Sharers:
     """Jobs of one group."""
 
     jobs: list[RecordedJob] = field(default_factory=list)
-    views: list[Plain] = field(default_factory=list)
+    past: list[PastJob] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     """Job names by id."""
 
@@ -95,20 +97,20 @@ def fidelity_of(
         InvalidRequestError: no job can be predicted, or they have
             different GPUs.
     """
-    rows = _by_deployment(history)
-    found, left_out = recorded_jobs(history, alone=alone, warm_up=warm_up)
+    operations = by_deployment(history.operations)
+    jobs, left_out = recorded_jobs(history, alone=alone, warm_up=warm_up)
     groups: dict[tuple[str, int], _Sharers] = {}
-    for each in found:
-        sharers = groups.setdefault((each.group, each.job.gpus), _Sharers())
-        sharers.jobs.append(each.job)
-        sharers.views.append(each.view)
-        sharers.names[each.view["job"]] = each.name
+    for job in jobs:
+        sharers = groups.setdefault((job.group, job.job.gpus), _Sharers())
+        sharers.jobs.append(job.job)
+        sharers.past.append(job.past)
+        sharers.names[job.past.job] = job.name
     return HistoryFidelity(
         groups=tuple(
             GroupFidelity(
                 group=group,
                 recorded=compare_recorded(sharers.jobs, planning, warm_up=warm_up),
-                drawn=_by_drawn_cycles(sharers, rows, history.now, planning, seeds, warm_up),
+                drawn=_by_drawn_cycles(sharers, operations, history.now, planning, seeds, warm_up),
             )
             for (group, _), sharers in sorted(groups.items())
         ),
@@ -125,30 +127,35 @@ def recorded_jobs(
     Raises:
         InvalidRequestError: no job has.
     """
-    rows = _by_deployment(history)
+    operations = by_deployment(history.operations)
     beyond = {} if alone is None else _overheads(alone)
     jobs: list[FoundJob] = []
     left_out: list[LeftOut] = []
-    for view in _plain(history)["jobs"]:
-        name = _name(view, history)
-        own = [row for each in _training(view) for row in rows.get(each["deployment"], ())]
-        found = _predictable({**view, "name": name}, own, beyond.get(view["name"]), warm_up)
-        if isinstance(found, str):
-            left_out.append(LeftOut(job=name, reason=found))
+    for past in history.jobs:
+        name = _name(past, history)
+        own = _training_operations(past, operations)
+        group_and_job = _predictable(past, name, own, beyond.get(past.name), warm_up)
+        if isinstance(group_and_job, str):
+            left_out.append(LeftOut(job=name, reason=group_and_job))
         else:
-            jobs.append(FoundJob(name=name, group=found[0], job=found[1], view=view))
+            group, job = group_and_job
+            jobs.append(FoundJob(name=name, group=group, job=job, past=past))
     if not jobs:
-        reasons = "; ".join(f"{each.job}: {each.reason}" for each in left_out) or "it has none"
+        reasons = "; ".join(f"{job.job}: {job.reason}" for job in left_out) or "it has none"
         raise InvalidRequestError(f"none of the recording's jobs can be predicted: {reasons}")
     return tuple(jobs), tuple(left_out)
 
 
 def _predictable(
-    view: Plain, own: Sequence[Plain], beyond: Overheads | None, warm_up: int
+    past: PastJob,
+    name: str,
+    own: Sequence[PastOperation],
+    beyond: Overheads | None,
+    warm_up: int,
 ) -> tuple[str, RecordedJob] | str:
     """The group and the cycles of a job, or the reason why it is left out."""
-    training = _training(view)
-    visited = sorted({row["group"] for row in own if _is_work(row)})
+    training = training_of(past)
+    visited = sorted({run.group or "" for run in runs_of(own) if run.kind not in NOT_IN_CYCLES})
     if len(training) != 1:
         return f"it has {len(training)} training deployments"
     if not visited:
@@ -156,7 +163,7 @@ def _predictable(
     if len(visited) > 1:
         return f"it moved between the groups {', '.join(visited)}"
     try:
-        (job,) = recorded_run([view], own, {view["name"]: beyond or overheads(own)})
+        (job,) = recorded_run([replace(past, name=name)], own, {name: beyond or overheads(own)})
     except InvalidRequestError as error:
         return error.message
     if len(job.cycles) <= warm_up:
@@ -166,64 +173,45 @@ def _predictable(
 
 def _by_drawn_cycles(
     sharers: _Sharers,
-    rows: Mapping[str, Sequence[Plain]],
+    operations: Mapping[str, Sequence[PastOperation]],
     now: float,
     planning: Planning,
     seeds: Sequence[int],
     warm_up: int,
 ) -> tuple[JobError, ...]:
     # References and judges have GPUs and cycles of their own.
-    views = [
-        {**view, "deployments": [d for d in view["deployments"] if d["kind"] != "forward"]}
-        for view in sharers.views
-    ]
+    jobs = [replace(job, deployments=_without_forward(job)) for job in sharers.past]
     own = [
-        row
-        for view in views
-        for each in view["deployments"]
-        for row in rows.get(each["deployment"], ())
+        operation
+        for job in jobs
+        for deployment in job.deployments
+        for operation in operations.get(deployment.deployment, ())
     ]
-    recorded = record(views, own, now)
+    recorded = record(jobs, own, now)
     if not all(job.cycles and job.segments for job in recorded):
         return ()
     names = sharers.names
     return compare_drawn(recorded, sharers.jobs, planning, seeds, names=names, warm_up=warm_up)
 
 
+def _without_forward(job: PastJob) -> tuple[PastDeployment, ...]:
+    return tuple(deployment for deployment in job.deployments if deployment.kind != "forward")
+
+
 def _overheads(alone: History) -> dict[str, Overheads]:
     """Overheads of each job's training operations, by job name."""
-    rows = _by_deployment(alone)
-    return {
-        view["name"]: overheads(
-            row for each in _training(view) for row in rows.get(each["deployment"], ())
-        )
-        for view in _plain(alone)["jobs"]
-    }
+    operations = by_deployment(alone.operations)
+    return {job.name: overheads(_training_operations(job, operations)) for job in alone.jobs}
 
 
-def _by_deployment(history: History) -> dict[str, list[Plain]]:
-    found: dict[str, list[Plain]] = {}
-    for row in _plain(history)["operations"]:
-        # Operations without a measured compute time count as computing for 0 s.
-        row["compute_s"] = row["compute_s"] or 0.0
-        found.setdefault(row["deployment"], []).append(row)
-    return found
+def _training_operations(
+    job: PastJob, operations: Mapping[str, Sequence[PastOperation]]
+) -> list[PastOperation]:
+    training = training_of(job)
+    return [each for deployment in training for each in operations.get(deployment.deployment, ())]
 
 
-def _plain(history: History) -> Plain:
-    plain: Plain = msgspec.to_builtins(history)
-    return plain
-
-
-def _name(view: Plain, history: History) -> str:
+def _name(past: PastJob, history: History) -> str:
     """The job's name, with its id if another job has the same name."""
-    alike = sum(job.name == view["name"] for job in history.jobs)
-    return view["name"] if alike == 1 else f"{view['name']} ({view['job']})"
-
-
-def _training(view: Plain) -> list[Plain]:
-    return [each for each in view["deployments"] if each["kind"] == "train"]
-
-
-def _is_work(row: Plain) -> bool:
-    return row["started_at"] is not None and row["kind"] not in NOT_IN_CYCLES
+    alike = sum(job.name == past.name for job in history.jobs)
+    return past.name if alike == 1 else f"{past.name} ({past.job})"

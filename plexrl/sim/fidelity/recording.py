@@ -13,8 +13,16 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from plexrl.errors import InvalidRequestError
-from plexrl.traces.convert.cycles import Row, split_cycles
-from plexrl.wire.operation_phases import MOVES
+from plexrl.traces.convert.cycles import split_cycles
+from plexrl.traces.convert.history import (
+    PastDeployment,
+    PastJob,
+    PastOperation,
+    PastRun,
+    by_deployment,
+    runs_of,
+)
+from plexrl.wire.operations import MOVES
 
 NOT_IN_CYCLES = MOVES | {"barrier"}
 """Kinds of operation that are not part of any cycle."""
@@ -68,19 +76,20 @@ Overheads = Mapping[str, float]
 """Control-plane overhead in seconds, by kind of operation."""
 
 
-def overheads(rows: Iterable[Row]) -> dict[str, float]:
-    """Median overhead of each kind of operation in `rows`: run time minus compute time."""
-    found: dict[str, list[float]] = {}
-    for row in _runs(rows):
-        beyond_s = row["finished_at"] - row["started_at"] - (row["compute_s"] or 0.0)
-        found.setdefault(row["kind"], []).append(max(0.0, beyond_s))
-    return {kind: median(each) for kind, each in found.items()}
+def overheads(operations: Iterable[PastOperation]) -> dict[str, float]:
+    """Median overhead of each kind of operation: run time minus compute time."""
+    beyond: dict[str, list[float]] = {}
+    for run in _finished(operations):
+        beyond.setdefault(run.kind, []).append(max(0.0, run.took_s - run.compute_s))
+    return {kind: median(values) for kind, values in beyond.items()}
 
 
 def recorded_run(
-    jobs: Iterable[Row], operations: Iterable[Row], beyond: Mapping[str, Overheads]
+    jobs: Iterable[PastJob],
+    operations: Iterable[PastOperation],
+    beyond: Mapping[str, Overheads],
 ) -> tuple[RecordedJob, ...]:
-    """The jobs of a run, by name, from rows of `/v1/jobs` and its operation log.
+    """The jobs of a run, by name, from its operation log.
 
     `beyond`: overheads of each job, by job name.
 
@@ -88,79 +97,86 @@ def recorded_run(
         InvalidRequestError: a job does not have exactly one training deployment, has no whole cycle
             in the log, has cycles of different operations, or lacks the overhead of a kind.
     """
-    by_deployment: dict[str, list[Row]] = {}
-    for row in operations:
-        by_deployment.setdefault(row["deployment"], []).append(row)
-    found: list[RecordedJob] = []
-    for job in sorted(jobs, key=lambda job: str(job["name"])):
-        training = [each for each in job["deployments"] if each["kind"] == "train"]
-        if len(training) != 1:
-            raise InvalidRequestError(
-                f"{job['name']} has {len(training)} training deployments: only jobs with one can "
-                "be predicted"
-            )
-        rows = by_deployment.get(training[0]["deployment"], [])
-        found.append(_record_jobs(job, training[0], rows, beyond.get(job["name"], {})))
-    return tuple(found)
+    own = by_deployment(operations)
+    return tuple(
+        _record_job(job, own, beyond.get(job.name, {}))
+        for job in sorted(jobs, key=lambda job: job.name)
+    )
 
 
-def _record_jobs(job: Row, deployment: Row, rows: Sequence[Row], beyond: Overheads) -> RecordedJob:
-    name = job["name"]
-    runs = sorted(_runs(rows), key=lambda row: (row["started_at"], row["index"]))
-    groups, _ = split_cycles([row for row in runs if row["kind"] not in NOT_IN_CYCLES])
+def training_of(job: PastJob) -> list[PastDeployment]:
+    """The training deployments of a job."""
+    return [deployment for deployment in job.deployments if deployment.kind == "train"]
 
-    if not groups:
-        raise InvalidRequestError(f"{name}: its operation log has no whole cycle: run it longer")
-    kinds = tuple(row["kind"] for row in groups[0])
+
+def _record_job(
+    job: PastJob, operations: Mapping[str, Sequence[PastOperation]], beyond: Overheads
+) -> RecordedJob:
+    training = training_of(job)
+    if len(training) != 1:
+        raise InvalidRequestError(
+            f"{job.name} has {len(training)} training deployments: only jobs with one can be "
+            "predicted"
+        )
+    runs = _finished(operations.get(training[0].deployment, ()))
+    groups = _equal_cycles(job.name, runs)
+    kinds = tuple(run.kind for run in groups[0])
     if unknown := sorted(set(kinds) - set(beyond)):
         raise InvalidRequestError(
-            f"{name}: the control-plane overhead of {', '.join(unknown)} is unknown: run such "
+            f"{job.name}: the control-plane overhead of {', '.join(unknown)} is unknown: run such "
             "operations on a group without other jobs"
         )
-    began_at = ended_at = float(job["submitted_at"])
-    cycles: list[RecordedCycle] = []
-    for number, group in enumerate(groups):
-        if tuple(row["kind"] for row in group) != kinds:
-            raise InvalidRequestError(
-                f"{name}: cycle {number} is {', '.join(row['kind'] for row in group)}, the first "
-                f"is {', '.join(kinds)}: only runs of equal cycles can be predicted"
-            )
-        cycles.append(_cycle(group, ended_at, beyond))
-        ended_at = group[-1]["finished_at"]
+    ends = [group[-1].finished_at for group in groups]
+    begins = [job.submitted_at, *ends[:-1]]
     return RecordedJob(
-        name=name,
-        gpus=deployment["workers"],
-        state_bytes=deployment["state_bytes"],
-        began_at=began_at,
+        name=job.name,
+        gpus=training[0].workers,
+        state_bytes=training[0].state_bytes,
+        began_at=job.submitted_at,
         kinds=kinds,
-        cycles=tuple(cycles),
-        load_s=_move_s(rows, "load"),
-        offload_s=_move_s(rows, "offload"),
-        control_s=median(beyond[kind] for kind in {row["kind"] for row in runs} & set(beyond)),
-    )
-
-
-def _runs(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if row["started_at"] is not None and row["state"] == "finished"]
-
-
-def _cycle(group: Sequence[Row], began_at: float, beyond: Overheads) -> RecordedCycle:
-    return RecordedCycle(
-        took_s=group[-1]["finished_at"] - began_at,
-        rollout_s=max(0.0, group[0]["submitted_at"] - began_at),
-        segments_s=tuple(float(row["compute_s"]) + beyond[row["kind"]] for row in group),
-        held_s=tuple(row["finished_at"] - row["started_at"] for row in group),
-        gaps_s=tuple(
-            max(0.0, row["submitted_at"] - former["finished_at"]) for former, row in pairwise(group)
+        cycles=tuple(
+            _cycle(group, began_at, beyond) for group, began_at in zip(groups, begins, strict=True)
         ),
-        tokens=int(group[0]["tokens"]),
+        load_s=_move_s(runs, "load"),
+        offload_s=_move_s(runs, "offload"),
+        control_s=median(beyond[kind] for kind in {run.kind for run in runs} & set(beyond)),
     )
 
 
-def _move_s(rows: Iterable[Row], kind: str) -> float:
+def _equal_cycles(name: str, runs: Sequence[PastRun]) -> list[list[PastRun]]:
+    """The whole cycles, all of the same kinds of operation; at least one."""
+    groups, _ = split_cycles([run for run in runs if run.kind not in NOT_IN_CYCLES])
+    if not groups:
+        raise InvalidRequestError(f"{name}: its operation log has no whole cycle: run it longer")
+    orders = [", ".join(run.kind for run in group) for group in groups]
+    for number, order in enumerate(orders):
+        if order != orders[0]:
+            raise InvalidRequestError(
+                f"{name}: cycle {number} is {order}, the first is {orders[0]}: only runs of equal "
+                "cycles can be predicted"
+            )
+    return groups
+
+
+def _finished(operations: Iterable[PastOperation]) -> list[PastRun]:
+    return [run for run in runs_of(operations) if run.state == "finished"]
+
+
+def _cycle(group: Sequence[PastRun], began_at: float, beyond: Overheads) -> RecordedCycle:
+    return RecordedCycle(
+        took_s=group[-1].finished_at - began_at,
+        rollout_s=max(0.0, group[0].submitted_at - began_at),
+        segments_s=tuple(run.compute_s + beyond[run.kind] for run in group),
+        held_s=tuple(run.took_s for run in group),
+        gaps_s=tuple(
+            max(0.0, run.submitted_at - former.finished_at) for former, run in pairwise(group)
+        ),
+        tokens=group[0].tokens,
+    )
+
+
+def _move_s(runs: Iterable[PastRun], kind: str) -> float:
     """Mean duration of a move, without the first load, which builds the model, if others exist."""
-    moves = sorted(
-        (row for row in _runs(rows) if row["kind"] == kind), key=lambda row: float(row["index"])
-    )
-    took = [float(row["finished_at"] - row["started_at"]) for row in moves]
+    moves = sorted((run for run in runs if run.kind == kind), key=lambda run: run.index)
+    took = [run.took_s for run in moves]
     return fmean(took[kind == "load" and len(took) > 1 :]) if took else 0.0

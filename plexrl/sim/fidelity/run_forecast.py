@@ -41,7 +41,7 @@ def profiles_in(
         found, without = recorded_jobs(source, warm_up=warm_up)
         left_out += without
         for each in found:
-            by_name.setdefault(each.view["name"], []).append(each.job)
+            by_name.setdefault(each.past.name, []).append(each.job)
     profiles = {name: profile_of(jobs, warm_up=warm_up) for name, jobs in sorted(by_name.items())}
     return profiles, tuple(left_out)
 
@@ -66,11 +66,11 @@ def forecast_run(
     """
     profiles, _ = profiles_in(sources, warm_up=warm_up)
     found, left_out = _new_jobs(run, sources, warm_up)
-    known = [each for each in found if each.view["name"] in profiles]
+    known = [each for each in found if each.past.name in profiles]
     unknown = tuple(
         LeftOut(job=each.name, reason="no other recording has a job of this name")
         for each in found
-        if each.view["name"] not in profiles
+        if each.past.name not in profiles
     )
     if not known:
         raise InvalidRequestError(
@@ -81,7 +81,7 @@ def forecast_run(
     mix = [
         PlannedJob(
             name=each.name,
-            profile=profiles[each.view["name"]],
+            profile=profiles[each.past.name],
             submit_s=each.job.began_at - began_at,
             cycles=len(each.job.cycles),
         )

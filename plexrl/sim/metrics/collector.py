@@ -351,8 +351,8 @@ class Collector:
         self._used_gpu_s[False] += gpu_s - rollout_part * gpu_s
 
     def _where(self, tail: Tail) -> GpuHours:
-        """Where the GPU-hours went. What is held and does not work is idle, and what is not held is
-        unallocated, so the parts sum to all GPU-hours."""
+        """GPU-hours by state of the GPU. A GPU that is held and does not work is idle, and one that
+        is not held is unallocated, so the parts sum to all GPU-hours."""
         placed_gpu_s = self._rollout_gpu_s if self._scenario.places_rollouts else 0.0
         total_gpu_s = self._scenario.gpus * self._drain_s
         unallocated = (total_gpu_s - self._grouped_gpu_s - placed_gpu_s) / HOUR_S

@@ -45,10 +45,12 @@ def column_types() -> dict[str, type]:
     """Columns of the table in order; those of `JobRow` may be empty."""
     hints = get_type_hints(JobRow)
     plain = {
-        each.name: next(
-            kind for kind in (*get_args(hints[each.name]), hints[each.name]) if kind is not NoneType
+        field.name: next(
+            kind
+            for kind in (*get_args(hints[field.name]), hints[field.name])
+            if kind is not NoneType
         )
-        for each in fields(JobRow)
+        for field in fields(JobRow)
     }
     return {**LEADING, **plain}
 
@@ -91,7 +93,7 @@ def write_job_rows(path: Path, runs: Iterable[RunOfRows]) -> int:
 
 def _rows(run: RunOfRows) -> Iterator[tuple[Any, ...]]:
     lead = (run.run, run.policy, run.nodes, run.seed)
-    names = [each.name for each in fields(JobRow)]
+    names = [field.name for field in fields(JobRow)]
     for row in read_batches(run.part, JobRow):
         yield (*lead, *(getattr(row, name) for name in names))
 

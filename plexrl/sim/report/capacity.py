@@ -16,7 +16,7 @@ MISSED = " (!)"
 def headline(plans: Sequence[CapacityPlan]) -> str:
     """The answer in one sentence: the fewest nodes of each policy, their cost, and the comparison
     with isolated groups."""
-    wanted = _listed([each.text for each in shown_objectives(plans)], "and")
+    wanted = _listed([objective.text for objective in shown_objectives(plans)], "and")
     found = sorted((plan for plan in plans if plan.nodes is not None), key=_by_need)
     lacking = [plan for plan in plans if plan.nodes is None]
     largest = max((max(plan.search.probes) for plan in lacking), default=0)
@@ -52,9 +52,9 @@ def certainty(plan: CapacityPlan) -> str:
             "more; more nodes do not always help this trace."
         )
     if plan.broken_budgets:
+        broken = ", ".join(budget.text for budget in plan.broken_budgets)
         text += (
-            f" But at that size {', '.join(each.text for each in plan.broken_budgets)} does not "
-            "hold; larger clusters were not looked at for that."
+            f" But at that size {broken} does not hold; larger ones were not looked at for that."
         )
     cheapest = cheapest_feasible(plan)
     if cheapest is not None and cheapest != plan.nodes:

@@ -220,7 +220,9 @@ def _objectives(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Compared
 
 def _asked_objectives(document: Mapping[str, Any]) -> tuple[Any, ...]:
     plans = document.get("smallest") or ()
-    return tuple(dict.fromkeys(each for plan in plans for each in plan["objectives"])) or (None,)
+    return tuple(
+        dict.fromkeys(objective for plan in plans for objective in plan["objectives"])
+    ) or (None,)
 
 
 def _point(asked: Mapping[str, Any], axes: Sequence[str]) -> tuple[Any, ...]:

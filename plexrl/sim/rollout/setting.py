@@ -150,7 +150,7 @@ NO_PARTS = Parts(tail=False, rewards=False, parallelism=False, stream=False)
 
 
 class Ends(StrEnum):
-    """Where `pat` expects unfinished responses to end."""
+    """The lengths that `pat` expects of unfinished responses."""
 
     PROJECTED = "projected"
     """At earlier lengths, as a live rollout does (`policies.adaptive_tp.projection`)."""

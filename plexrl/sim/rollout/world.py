@@ -24,7 +24,7 @@ class Policy(Protocol):
         ...
 
     def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
-        """These trajectories ended at `world.now`."""
+        """Record that trajectories ended at `world.now`."""
         ...
 
     def trained(self) -> None:
@@ -131,10 +131,11 @@ class World:
         quiet = 0
         while self.version < self.setting.steps:
             if not self._events or quiet > QUIET_EVENTS_MAX:
+                running = sum(instance.running_count for instance in self.instances)
+                waiting = sum(len(instance.waiting) for instance in self.instances)
                 raise InvariantError(
-                    f"training step {self.version} never begins: "
-                    f"{sum(each.running_count for each in self.instances)} trajectories run, "
-                    f"{sum(len(each.waiting) for each in self.instances)} wait"
+                    f"training step {self.version} never begins: {running} trajectories run, "
+                    f"{waiting} wait"
                 )
             before = self.version
             self.now, _, action = heapq.heappop(self._events)

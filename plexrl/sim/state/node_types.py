@@ -70,7 +70,7 @@ def with_fields(base: NodeType, values: Mapping[str, Any], *, where: str) -> Nod
     Raises:
         InvalidRequestError: as `node_type` does; the message begins with `where`.
     """
-    known = {each.name: each.type for each in fields(NodeType)}
+    known = {field.name: field.type for field in fields(NodeType)}
     for name, value in values.items():
         if name not in known:
             raise InvalidRequestError(

@@ -115,9 +115,9 @@ class DataPlane:
         failure, too, no task runs any more: the memory that tasks use may go after the return."""
         tasks = [self._movers.submit(task, place) for place in places]
         try:
-            return [each.result() for each in tasks]
+            return [task.result() for task in tasks]
         finally:
-            wait([each for each in tasks if not each.cancel()])
+            wait([task for task in tasks if not task.cancel()])
 
     def pipeline(
         self, tasks: Iterable[Callable[[], None]], cancelled: threading.Event | None = None

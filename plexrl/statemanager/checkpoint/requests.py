@@ -61,8 +61,8 @@ class WriteCheckpoint(Request, frozen=True, kw_only=True):
 
 
 class WriteFiles(msgspec.Struct, frozen=True, kw_only=True, tag="write_files"):
-    """From the StateManager that writes a checkpoint to that of another node: write some of its
-    files, in the background. It ends with the connection."""
+    """Asks the StateManager of another node to write some files of a checkpoint in the background.
+    The work ends with the connection."""
 
     deployment: str
     seq: int
@@ -82,14 +82,14 @@ class WriteFiles(msgspec.Struct, frozen=True, kw_only=True, tag="write_files"):
 
 
 class AskFiles(msgspec.Struct, frozen=True, kw_only=True, tag="ask_files"):
-    """How far is what the last `WriteFiles` of this connection asked for?"""
+    """Asks for the progress of the last `WriteFiles` of this connection."""
 
     stop: bool = False
     """Write nothing more; answered when nothing is written any more."""
 
 
 class FilesReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a `WriteFiles` is."""
+    """Progress of a `WriteFiles`."""
 
     bytes_done: int
     is_over: bool

@@ -188,7 +188,7 @@ class Checkpoint:
     def _check_heads(self) -> None:
         """Check that the files' headers match the manifest, so that other tools read the same."""
         found: dict[tuple[str, str], tuple[str, tuple[int, ...], int]] = {}
-        for file in (each.path for each in self.record.files):
+        for file in (file.path for file in self.record.files):
             try:
                 tensors = decode_head(self._head(file))
             except CorruptStateError as error:

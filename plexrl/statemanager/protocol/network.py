@@ -30,7 +30,7 @@ class Listening(Protocol):
 
     @property
     def address(self) -> object:
-        """Where it listens, with the port that the system chose."""
+        """The address at which it listens, with the port that the system chose."""
         ...
 
     def accept(self) -> socket.socket:
@@ -64,7 +64,7 @@ class Network:
 
     @classmethod
     def of(cls, tls: TlsFiles | None, fabric: str) -> "Network":
-        """From the fields of a configuration. Raises `InvalidRequestError`."""
+        """The network that the fields of a configuration describe. Raises `InvalidRequestError`."""
         return cls(None if tls is None else Credentials(tls), fabric == TRUSTED)
 
     def connect(self, address: str, timeout_s: float) -> BlockingSocket:

@@ -4,7 +4,7 @@ It contains the fields of jobs and operations that the recorder and the simulato
 payloads and results. Unknown fields are ignored.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,6 @@ from typing import Literal
 import msgspec
 
 from plexrl.errors import InvalidRequestError
-from plexrl.traces.convert.cycles import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +55,55 @@ class PastOperation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PastRun:
+    """An operation that ran, in seconds of the cluster's clock."""
+
+    kind: str
+    state: str
+    group: str | None
+    submitted_at: float
+    started_at: float
+    finished_at: float
+    compute_s: float
+    """Time of the workers; 0 if it was not measured."""
+    index: int
+    tokens: int
+
+    @property
+    def took_s(self) -> float:
+        """From its start to its completion."""
+        return self.finished_at - self.started_at
+
+
+def runs_of(operations: Iterable[PastOperation]) -> list[PastRun]:
+    """The operations that ran, in the order of their starts."""
+    runs = [
+        PastRun(
+            kind=operation.kind,
+            state=operation.state,
+            group=operation.group,
+            submitted_at=operation.submitted_at,
+            started_at=operation.started_at,
+            finished_at=operation.finished_at,
+            compute_s=operation.compute_s or 0.0,
+            index=operation.index,
+            tokens=operation.tokens,
+        )
+        for operation in operations
+        if operation.started_at is not None and operation.finished_at is not None
+    ]
+    return sorted(runs, key=lambda run: (run.started_at, run.index))
+
+
+def by_deployment(operations: Iterable[PastOperation]) -> dict[str, list[PastOperation]]:
+    """The operations of each deployment, in their order."""
+    own: dict[str, list[PastOperation]] = {}
+    for operation in operations:
+        own.setdefault(operation.deployment, []).append(operation)
+    return own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """A cluster's jobs and operations. Times are on its clock."""
 
@@ -68,7 +116,11 @@ class History:
     format: Literal["plexrl-history/1"] = "plexrl-history/1"
 
 
-def history_of(jobs: Iterable[Row], operations: Iterable[Row], status: Row) -> History:
+def history_of(
+    jobs: Iterable[Mapping[str, object]],
+    operations: Iterable[Mapping[str, object]],
+    status: Mapping[str, object],
+) -> History:
     """The history from a cluster's API views; `status` is that of `/v1/status`."""
     rows = {"jobs": list(jobs), "operations": list(operations)}
     header = {"now": status["now"], "planning": status.get("planning")}

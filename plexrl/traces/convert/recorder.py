@@ -7,14 +7,21 @@ operations are gone, the row covers the rest.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from plexrl.traces.convert.cycles import Row, split_cycles
+from plexrl.traces.convert.cycles import split_cycles
+from plexrl.traces.convert.history import (
+    PastJob,
+    PastOperation,
+    PastRun,
+    by_deployment,
+    runs_of,
+)
 from plexrl.traces.schema import OUTCOMES, SEGMENTS_MAX, TraceJob, TraceSegment
-from plexrl.wire.operation_phases import MOVES
+from plexrl.wire.operations import MOVES
 
 FUNCTIONS = {
     "forward": "log_prob",
@@ -47,92 +54,81 @@ class _Cycle:
     spans: list[_Span]
 
 
-@dataclass(slots=True)
-class _Runs:
-    """The runs of one deployment, ordered by start."""
-
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def busy_s(self) -> float:
-        return sum((row["finished_at"] - row["started_at"] for row in self.rows), 0.0)
-
-
-def record(jobs: Iterable[Row], operations: Iterable[Row], now: float) -> list[TraceJob]:
+def record(
+    jobs: Iterable[PastJob], operations: Iterable[PastOperation], now: float
+) -> list[TraceJob]:
     """A trace row for each job that ran, ordered by submission; the first submission is at 0.
 
-    `jobs` are rows of `/v1/jobs`, `operations` rows of `/v1/operations`. `now` is the cluster's
-    clock (`/v1/status`): the end of jobs that still run.
+    `now` is the cluster's clock: the end of jobs that still run.
     """
-    runs: dict[str, _Runs] = {}
-    for row in operations:
-        if row["started_at"] is not None and row["kind"] not in MOVES:
-            runs.setdefault(row["deployment"], _Runs()).rows.append(row)
-    for run in runs.values():
-        run.rows.sort(key=lambda row: (row["started_at"], row["index"]))
-    found = [_row(job, runs, now) for job in jobs]
-    ran = sorted((job for job in found if job), key=lambda job: (job.submit_s, job.job_id))
+    runs: dict[str, list[PastRun]] = {}
+    for deployment, own in by_deployment(operations).items():
+        if work := [run for run in runs_of(own) if run.kind not in MOVES]:
+            runs[deployment] = work
+    rows = [_row(job, runs, now) for job in jobs]
+    ran = sorted((row for row in rows if row), key=lambda row: (row.submit_s, row.job_id))
     start_s = ran[0].submit_s if ran else 0.0
     return [replace(job, submit_s=job.submit_s - start_s) for job in ran]
 
 
-def _row(job: Row, runs: Mapping[str, _Runs], now: float) -> TraceJob | None:
-    deployments = [each for each in job["deployments"] if each["deployment"] in runs]
+def _row(job: PastJob, runs: Mapping[str, Sequence[PastRun]], now: float) -> TraceJob | None:
+    deployments = [deployment for deployment in job.deployments if deployment.deployment in runs]
     if not deployments:
         return None
-    training = [deployment for deployment in deployments if deployment["kind"] != "rollout"]
-    rollouts = [deployment for deployment in deployments if deployment["kind"] == "rollout"]
-    first_s = min(
-        runs[deployment["deployment"]].rows[0]["started_at"] for deployment in deployments
-    )
-    end_s = job["ended_at"] if job["ended_at"] is not None else now
+    training = [deployment for deployment in deployments if deployment.kind != "rollout"]
+    rollouts = [deployment for deployment in deployments if deployment.kind == "rollout"]
+    first_s = min(runs[deployment.deployment][0].started_at for deployment in deployments)
+    end_s = job.ended_at if job.ended_at is not None else now
     demand: dict[str, Any] = {}
     waited_s = 0.0
     if training:
-        main = max(training, key=lambda each: (runs[each["deployment"]].busy_s, each["deployment"]))
-        rows = runs[main["deployment"]].rows
-        cycles, count, waited_s = _cycles(rows)
+        names = [deployment.deployment for deployment in training]
+        main = runs[max(names, key=lambda name: (_busy_s(runs[name]), name))]
+        cycles, count, waited_s = _cycles(main)
         demand = _demand(cycles, count)
-        ahead = [row for rollout in rollouts for row in runs[rollout["deployment"]].rows]
-        if demand and _overlap_s(rows, ahead) > ASYNCHRONOUS_PART * runs[main["deployment"]].busy_s:
+        ahead = [run for rollout in rollouts for run in runs[rollout.deployment]]
+        if demand and _overlap_s(main, ahead) > ASYNCHRONOUS_PART * _busy_s(main):
             demand["staleness"] = 1
     return TraceJob(
-        job_id=job["job"],
-        tenant=job["tenant"],
-        submit_s=job["submitted_at"],
+        job_id=job.job,
+        tenant=job.tenant,
+        submit_s=job.submitted_at,
         # The job ran, so its duration is not 0, even below the clock's resolution.
         duration_s=max(1e-6, end_s - first_s - waited_s),
-        gpus=sum(each["workers"] for each in training),
-        rollout_gpus=sum(rollout["workers"] for rollout in rollouts),
-        state_bytes=sum(each["state_bytes"] for each in training),
-        priority=job["priority"],
-        wait_s=max(0.0, first_s - job["submitted_at"]),
-        outcome=job["state"].lower() if job["state"].lower() in OUTCOMES else "",
+        gpus=sum(deployment.workers for deployment in training),
+        rollout_gpus=sum(rollout.workers for rollout in rollouts),
+        state_bytes=sum(deployment.state_bytes for deployment in training),
+        priority=job.priority,
+        wait_s=max(0.0, first_s - job.submitted_at),
+        outcome=job.state.lower() if job.state.lower() in OUTCOMES else "",
         **demand,
     )
 
 
-def _cycles(rows: Sequence[Row]) -> tuple[list[_Cycle], int, float]:
+def _busy_s(runs: Iterable[PastRun]) -> float:
+    return sum((run.took_s for run in runs), 0.0)
+
+
+def _cycles(runs: Sequence[PastRun]) -> tuple[list[_Cycle], int, float]:
     """The cycles of known length, the number of whole cycles (the length of the last one is unknown
     unless another begins), and the total wait for the group."""
-    whole, rest = split_cycles(rows)
-    found: list[tuple[float, list[_Span]]] = []
+    whole, rest = split_cycles(runs)
+    begun: list[tuple[float, list[_Span]]] = []
     waited_s = 0.0
-    free_s = rows[0]["submitted_at"]
+    free_s = runs[0].submitted_at
     for group in (*whole, rest) if rest else whole:
-        began_s = max(group[0]["submitted_at"], free_s) - waited_s
+        began_s = max(group[0].submitted_at, free_s) - waited_s
         spans: list[_Span] = []
-        for row in group:
-            waited_s += max(0.0, row["started_at"] - max(row["submitted_at"], free_s))
-            begin_s = row["started_at"] - waited_s - began_s
-            length_s = row["finished_at"] - row["started_at"]
-            function = FUNCTIONS.get(row["kind"]) or str(row["kind"])
-            spans.append(_Span(function=function, begin_s=begin_s, end_s=begin_s + length_s))
-            free_s = max(free_s, row["finished_at"])
-        found.append((began_s, spans))
+        for run in group:
+            waited_s += max(0.0, run.started_at - max(run.submitted_at, free_s))
+            begin_s = run.started_at - waited_s - began_s
+            function = FUNCTIONS.get(run.kind, run.kind)
+            spans.append(_Span(function=function, begin_s=begin_s, end_s=begin_s + run.took_s))
+            free_s = max(free_s, run.finished_at)
+        begun.append((began_s, spans))
     cycles = [
         _Cycle(length_s=after_s - began_s, spans=spans)
-        for (began_s, spans), (after_s, _) in pairwise(found)
+        for (began_s, spans), (after_s, _) in pairwise(begun)
     ]
     return cycles, len(whole), waited_s
 
@@ -182,20 +178,20 @@ def _merge(spans: Sequence[_Span], gap_s: float) -> list[_Span]:
     return found
 
 
-def _overlap_s(rows: Sequence[Row], others: Sequence[Row]) -> float:
-    """Seconds that runs of `rows` share with the union of `others`' runs."""
+def _overlap_s(runs: Sequence[PastRun], others: Iterable[PastRun]) -> float:
+    """Seconds that `runs` share with the union of `others`."""
     union: list[tuple[float, float]] = []
-    for row in sorted(others, key=lambda row: float(row["started_at"])):
-        if union and row["started_at"] <= union[-1][1]:
-            union[-1] = union[-1][0], max(union[-1][1], row["finished_at"])
+    for other in sorted(others, key=lambda run: run.started_at):
+        if union and other.started_at <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], other.finished_at)
         else:
-            union.append((row["started_at"], row["finished_at"]))
+            union.append((other.started_at, other.finished_at))
     total_s, at = 0.0, 0
-    for row in rows:
-        while at < len(union) and union[at][1] <= row["started_at"]:
+    for run in runs:
+        while at < len(union) and union[at][1] <= run.started_at:
             at += 1
         for begin_s, end_s in union[at:]:
-            if begin_s >= row["finished_at"]:
+            if begin_s >= run.finished_at:
                 break
-            total_s += min(end_s, row["finished_at"]) - max(begin_s, row["started_at"])
+            total_s += min(end_s, run.finished_at) - max(begin_s, run.started_at)
     return total_s

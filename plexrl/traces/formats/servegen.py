@@ -86,8 +86,8 @@ def draw_requests(files: list[Path], draw: Draw) -> Iterator[ResponseLength]:
         TraceError: a file is invalid; the message says where.
     """
     rng = np.random.default_rng(draw.seed)
-    stretches = [each for index, file in enumerate(files) for each in _stretches(index, file)]
-    weights = np.array([each.expected for each in stretches])
+    stretches = [stretch for index, file in enumerate(files) for stretch in _stretches(index, file)]
+    weights = np.array([stretch.expected for stretch in stretches])
     if not weights.sum() > 0:
         raise TraceError(f"{files[0].parent}: no client has both a rate and lengths at any time")
     counts = rng.multinomial(draw.requests, weights / weights.sum())

@@ -293,7 +293,7 @@ class Credentials:
 
 
 def _shutdown(connection: Connection) -> Callable[[], None]:
-    """What ends a connection; it does not keep the connection alive."""
+    """A function that ends a connection and does not keep it alive."""
     if isinstance(connection, asyncio.StreamWriter):
         # Its transport forgets the socket when it is closed.
         return partial(connection.get_extra_info("socket").shutdown, socket.SHUT_RDWR)

@@ -20,7 +20,7 @@ _Stamp = tuple[tuple[int, int, int], ...]
 
 
 class FollowedFiles(Generic[LoadedT]):
-    """What a function makes of files. Thread-safe."""
+    """The result of a function of files, made anew when they change. Thread-safe."""
 
     def __init__(self, paths: Sequence[str], load: Callable[[], LoadedT]) -> None:
         """`load` reads the files, and raises `InvalidRequestError` if they cannot be used.

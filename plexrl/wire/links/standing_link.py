@@ -116,7 +116,7 @@ class StandingLink:
 
     def _pause_s(self, failures: int) -> float:
         """Pause after `failures` rounds in a row without a connection."""
-        is_local = all(isinstance(each, UnixAddress) for each in self._addresses)
+        is_local = all(isinstance(address, UnixAddress) for address in self._addresses)
         if is_local or not failures:
             return RECONNECT_S
         pause_s: float = min(RECONNECT_S * 2.0 ** min(failures, 8), RECONNECT_S_MAX)

@@ -37,7 +37,7 @@ from plexrl.wire.messages.runs import (
     read_run,
 )
 from plexrl.wire.messages.workers import (
-    Abort,
+    AbortRun,
     Answer,
     AnyEngineRequest,
     AnyReply,
@@ -63,8 +63,8 @@ from plexrl.wire.messages.workers import (
 
 __all__ = [
     "RUNS",
-    "Abort",
     "AbortOperation",
+    "AbortRun",
     "Answer",
     "AnyCompute",
     "AnyEngineRequest",

@@ -7,6 +7,7 @@ these types.
 from typing import Any, NotRequired, TypedDict
 
 from plexrl.ids import (
+    BlobRef,
     DeploymentId,
     FencingToken,
     GroupId,
@@ -194,6 +195,46 @@ class NodeView(TypedDict):
     """What loads on its GPUs wait for; for operators only."""
 
 
+class BrokerView(TypedDict):
+    """State of the connection to the MQTT broker."""
+
+    connected: bool
+    error: str
+    """Why it is not; empty: it is, or was not tried yet."""
+    sent: int
+    queued: int
+    dropped: int
+
+
+class SkippedStepsView(TypedDict):
+    """Steps of the scheduler that failed, and were skipped."""
+
+    steps_set_aside: int
+    newest_set_aside: str
+    """The newest one of this process; empty: there is none."""
+
+
+class FaultsView(SkippedStepsView):
+    """Faults of the scheduler, and the state of its events."""
+
+    snapshot_error: str
+    """Why the latest snapshot failed; empty: it did not."""
+    events: BrokerView | None
+    """None: the cluster has no MQTT broker."""
+
+
+class PartView(TypedDict):
+    """A part of the cluster that has ended at least once since the cluster's start; times in
+    seconds since the epoch."""
+
+    restarts: int
+    last_restart_at: float | None
+    down_since: float | None
+    """None: the part runs."""
+    stuck_since: float | None
+    """None: the part answers."""
+
+
 class ClusterTotals(TypedDict):
     """Totals that a tenant sees of its own jobs."""
 
@@ -202,7 +243,14 @@ class ClusterTotals(TypedDict):
     operations_finished: int
     """For a tenant, without the operations that never ran."""
     context_switches: NotRequired[int]
-    """For operators only."""
+    """For operators only, as are the next fields."""
+    steps_set_aside: NotRequired[int]
+    """As in `FaultsView`."""
+    newest_set_aside: NotRequired[str]
+    snapshot_error: NotRequired[str]
+    events: NotRequired[BrokerView | None]
+    parts: NotRequired[dict[str, PartView]]
+    """Added by the router."""
 
 
 class ClusterView(ClusterTotals):
@@ -224,7 +272,7 @@ class ClusterView(ClusterTotals):
     """Deployments that waited a greater part of their time than their job accepts."""
     operations_pending: int
     held: list[HeldView]
-    eta_quality: "EtaQualityView"
+    eta_quality: EtaQualityView
     planning: dict[str, str | int | float | bool | None]
     """Settings that decide which jobs share and who goes next, by their names in
     `SchedulerConfig`."""
@@ -258,6 +306,13 @@ class UsedKeyView(KeyView):
 
     last_used_at: float | None
     """Since the start of the scheduler, to about a minute; None: not used."""
+
+
+class AddedKeyView(TypedDict):
+    """The scheduler has taken an API key."""
+
+    key: str
+    """Its id."""
 
 
 class NewKeyView(TypedDict):
@@ -317,6 +372,38 @@ class CheckpointOwnerView(TypedDict):
     jobs: list[JobId]
 
 
+class KeyOwnerView(TypedDict):
+    """The owner of an API key."""
+
+    tenant: TenantId
+    is_operator: bool
+    job: NotRequired[JobId | None]
+    """The job whose OpenAI-compatible endpoints are all that the key opens; None, and absent from
+    schedulers of earlier versions: it is a key of the tenant."""
+
+
+class ModelRootsView(TypedDict):
+    """Directories below which a tenant may load models."""
+
+    model_roots: tuple[str, ...]
+
+
+class EmptyView(TypedDict):
+    """The answer to a call that only changes something."""
+
+
+class NeedlessPayloadsView(TypedDict):
+    """Payloads that no operation needs."""
+
+    blobs: list[BlobRef]
+
+
+class ConditionsView(TypedDict):
+    """Conditions that the scheduler knows of."""
+
+    conditions: list[ConditionView]
+
+
 class HealthView(TypedDict):
     """Health of the cluster, as it is shown without a key."""
 
@@ -331,33 +418,12 @@ class HealthView(TypedDict):
     """Seconds since the epoch; None: no part was restarted."""
 
 
-class PartView(TypedDict):
-    """A part of the cluster that has ended at least once since the cluster's start; times in
-    seconds since the epoch."""
-
-    restarts: int
-    last_restart_at: float | None
-    down_since: float | None
-    """None: the part runs."""
-    stuck_since: float | None
-    """None: the part answers."""
-
-
 class StatusView(ClusterView):
     """The cluster in a few numbers, and its health."""
 
     conditions: list[ConditionView]
     restarts: int
     last_restart_at: float | None
-    parts: NotRequired[dict[str, PartView]]
-    """For operators only, as are the next fields."""
-    steps_set_aside: NotRequired[int]
-    """Steps of the scheduler that failed, and were skipped."""
-    newest_set_aside: NotRequired[str]
-    snapshot_error: NotRequired[str]
-    """Why the scheduler's latest snapshot failed; empty: it did not."""
-    events: NotRequired[dict[str, Any] | None]
-    """State of the connection to the MQTT broker; None: the cluster has none."""
 
 
 class Nodes(TypedDict):
@@ -396,7 +462,7 @@ class Keys(TypedDict):
     keys: list[UsedKeyView]
 
 
-class Usage(TypedDict):
+class UsageReport(TypedDict):
     """Usage by job and kind of operation, and savings by sharing, by job."""
 
     usage: list[UsageView]

@@ -114,7 +114,7 @@ class StateReported(Event, frozen=True, kw_only=True):
 
 
 class StateMoved(msgspec.Struct, frozen=True, kw_only=True):
-    """What a WPG's load or offload moved."""
+    """The bytes that a WPG's load or offload moved."""
 
     bytes_moved: int
     """Bytes of all ranks together."""

@@ -96,7 +96,7 @@ class Offload(Run, frozen=True, gc=False, tag="offload"):
 
     @property
     def save(self) -> SaveRequest:
-        """What each rank's StateManager is told."""
+        """The message to each rank's StateManager."""
         return SaveRequest(
             seq=self.seq,
             token=self.token,
@@ -119,7 +119,7 @@ class Snapshot(Run, frozen=True, gc=False, tag="snapshot"):
 
     @property
     def save(self) -> SaveRequest:
-        """What each rank's StateManager is told."""
+        """The message to each rank's StateManager."""
         return _kept_on_device(self)
 
 
@@ -209,7 +209,7 @@ class SaveCheckpoint(Run, frozen=True, gc=False, tag="save_checkpoint"):
 
     @property
     def save(self) -> SaveRequest:
-        """What each rank's StateManager is told."""
+        """The message to each rank's StateManager."""
         return _kept_on_device(self)
 
 

@@ -141,6 +141,7 @@ class DeploymentView(TypedDict):
 
     deployment: DeploymentId
     job: JobId
+    tenant: TenantId
     kind: str
     workers: int
     exclusive: bool
@@ -468,7 +469,7 @@ class RolloutWaitView(TypedDict):
 
 
 class TextFilesView(TypedDict):
-    """What encodes a model's text."""
+    """The files of a model's tokenizer."""
 
     files: dict[str, str]
     """The text of each file by its name: `tokenizer.json`, its configuration and others."""

@@ -23,7 +23,7 @@ class WorkerName(NamedTuple):
 
 
 class RankShare(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the router's plan adds to a run for one rank."""
+    """The part of the router's plan for one rank of a run."""
 
     micro_batches: int = 0
     """Number of micro-batches of a batch that is split; every rank computes as many."""
@@ -44,7 +44,7 @@ class StartRun(WorkerRequest, frozen=True, kw_only=True, tag="run"):
     share: RankShare
 
 
-class Abort(WorkerRequest, frozen=True, kw_only=True, tag="abort"):
+class AbortRun(WorkerRequest, frozen=True, kw_only=True, tag="abort"):
     """Stop a generation, or rows of it. It is not answered."""
 
     abort: AbortOperation
@@ -94,7 +94,7 @@ class ReadStream(EngineRequest, frozen=True, kw_only=True, tag="read_stream"):
 
 
 AnyEngineRequest = EngineStatistics | EngineLoad | Pause | Resume | SetTp | ReadStream
-AnyRequest = StartRun | Abort | AnyEngineRequest
+AnyRequest = StartRun | AbortRun | AnyEngineRequest
 
 
 RunResult = dict[str, Any]
@@ -207,7 +207,7 @@ class Failed(Reply, frozen=True, kw_only=True, tag="failed"):
 
 
 class Answer(Reply, frozen=True, kw_only=True, tag="answer"):
-    """What an engine request asked for."""
+    """The answer to an engine request."""
 
     answer: dict[str, Any]
 

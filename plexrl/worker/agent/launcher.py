@@ -22,7 +22,7 @@ PRELOAD = ["plexrl.worker.agent.fork_server.lifeline", "plexrl.worker.agent.fork
 
 
 class _Paced(msgspec.Struct):
-    """What a launcher reads of a deployment's specification."""
+    """The fields of a deployment's specification that a launcher reads."""
 
     pace: str = ""
 

@@ -27,7 +27,7 @@ class HostMemory:
 
     @property
     def steps(self) -> int:
-        """How far it is, of `READY_STEPS`; all if nothing is wanted."""
+        """Its progress in steps of `READY_STEPS`; all of them if nothing is wanted."""
         if self.ready_bytes >= self.wanted_bytes:
             return READY_STEPS
         return self.ready_bytes * READY_STEPS // self.wanted_bytes

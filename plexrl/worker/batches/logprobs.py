@@ -34,7 +34,7 @@ class VocabularyShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What to compute beside the logprobs."""
+    """The values that are computed beside the logprobs."""
 
     entropy: bool = False
     entropy_gradient: bool = False
@@ -50,7 +50,7 @@ def wanted_by_loss(loss: LossSpec) -> Wanted:
 
 
 def wanted_by_forward(params: ForwardParams) -> Wanted:
-    """What a `forward` asks for."""
+    """The values that a `forward` asks for."""
     return Wanted(entropy=params.entropy, top=params.top_logprobs)
 
 

@@ -30,7 +30,7 @@ from plexrl.worker.state.arena_tensors import (
 )
 from plexrl.worker.state.device import WorkerDevice
 from plexrl.worker.training.megatron.groups import join_groups
-from plexrl.worker.training.megatron.network.gpt import Network, make_network, place_parameters
+from plexrl.worker.training.megatron.network.gpt import GptNetwork, make_network, place_parameters
 from plexrl.worker.training.megatron.parameter_pieces import pieces_by_parameter
 from plexrl.worker.training.megatron.pipeline import Pipeline
 from plexrl.worker.training.megatron.shims import install_shims
@@ -96,7 +96,7 @@ class _StageMemory:
 
     def __init__(
         self,
-        network: Network,
+        network: GptNetwork,
         pieces: Mapping[str, Sequence[ParameterPiece]],
         laid_out: LaidOutModel,
         dtype: str,

@@ -38,7 +38,8 @@ def build_model(spec: ModelSpec) -> "nn.Module":
 
     Raises:
         InvalidRequestError: `transformers` refuses the architecture or its configuration, or the
-            model's directory lacks weights.
+            model's directory lacks weights, or has a value head in place of the head of a language
+            model.
     """
     with refusals_explained():
         if spec.path is None:
@@ -51,6 +52,7 @@ def build_model(spec: ModelSpec) -> "nn.Module":
         if spec.head == "value" and VALUE_HEAD in missing:
             missing.remove(VALUE_HEAD)
             torch.nn.init.zeros_(model.score.weight)
+        refuse_value_head(spec, found["unexpected_keys"])
         _refuse_missing(spec.path, missing)
         return _prepared(model, spec)
 
@@ -124,6 +126,20 @@ def _refuse_missing(path: str, missing: "Iterable[str]") -> None:
         raise InvalidRequestError(
             f"{path} lacks {len(names)} of the model's weights ({', '.join(names[:3])}, …): check "
             "that the directory is complete, and that the model has this head"
+        )
+
+
+def refuse_value_head(spec: ModelSpec, names: "Iterable[str]") -> None:
+    """Refuse to open a critic's or a reward model's directory, whose tensors have these names, as a
+    language model. With tied embeddings nothing would be missing.
+
+    Raises:
+        InvalidRequestError: it has a value head, and `spec` asks for a language model's head.
+    """
+    if spec.head == "causal" and VALUE_HEAD in names:
+        raise InvalidRequestError(
+            f"{spec.path} is a critic or a reward model ({VALUE_HEAD}), not a language model: open "
+            'it with head="value" or head="reward"'
         )
 
 

@@ -22,6 +22,7 @@ from plexrl.worker.models.build import (
     model_of_config,
     named_parameters,
     refusals_explained,
+    refuse_value_head,
 )
 from plexrl.worker.models.initial_draws import InitialDraws
 from plexrl.worker.models.weight_files import Index, PublishedWeights, WeightFiles
@@ -126,6 +127,7 @@ def lay_out_model(spec: ModelSpec) -> LaidOutModel:
         with parameters_on_meta():
             model = model_of_config(spec)
         files = WeightFiles(Path(spec.path))
+        refuse_value_head(spec, files.shapes)
         shapes = {name: tuple(each.shape) for name, each in named_parameters(model)}
         is_new = spec.head == "value" and VALUE_HEAD not in files.shapes
         zeros = frozenset({VALUE_HEAD} if is_new else ())
@@ -192,7 +194,7 @@ def _whole(spec: ModelSpec, reason: str) -> LaidOutModel:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """In the block, modules get their parameters on `meta`."""
+    """Within the block, modules get their parameters on `meta`."""
 
     def move(_: nn.Module, __: str, parameter: nn.Parameter | None) -> Any:
         # The memory was only reserved: nothing has been written to it.

@@ -13,7 +13,7 @@ from collections import deque
 from typing import Any
 
 from plexrl.errors import InvalidRequestError
-from plexrl.wire.messages import Abort, AnyRun, Generate, RunName, StartRun
+from plexrl.wire.messages import AbortRun, AnyRun, Generate, RunName, StartRun
 from plexrl.worker.interface.backend import Backend
 from plexrl.worker.process.server.server import REQUESTS_MAX, ReceivedRequest
 from plexrl.worker.process.worker import Worker
@@ -108,7 +108,7 @@ class FollowingWorker(Worker):
     def _arrive(self, request: ReceivedRequest) -> None:
         message = self._read(request)
         match message:
-            case None | Abort():
+            case None | AbortRun():
                 # The leader receives the abort too, and broadcasts when it happens.
                 return
             case StartRun(run=command):

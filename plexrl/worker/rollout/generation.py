@@ -21,7 +21,7 @@ _ALL_BITS = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class WeightSpan:
     """Consecutive tokens of a row, drawn by one version of the weights."""
 
     start: int
@@ -123,7 +123,7 @@ class Generation:
     details: list[TokenDetails | None] = field(default_factory=list)
     """None: no token was drawn, or nothing is wanted."""
     finish: list[int] = field(default_factory=list)
-    segments: list[list[Segment]] = field(default_factory=list)
+    segments: list[list[WeightSpan]] = field(default_factory=list)
     prompt_scores: list[PromptScores] = field(default_factory=list)
     """One entry per prompt, equal prompts share one; empty: not wanted."""
     unfinished: int = 0
@@ -223,7 +223,7 @@ class Generation:
 
 
 @dataclass(slots=True, eq=False)
-class Sample:
+class GeneratedRow:
     """One row of a generation, waiting or running."""
 
     generation: Generation
@@ -236,7 +236,7 @@ class Sample:
     """The same for all rows of the generation with these tokens."""
     names: list[bytes] = field(default_factory=list)
     """Names (prefix hashes, see `blocks`) of its first full blocks that are computed."""
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[WeightSpan] = field(default_factory=list)
     stream: int = 0
     """Id of its random stream; set when the sample first gets a slot."""
     tokens: Any = None
@@ -244,7 +244,7 @@ class Sample:
     before its first run."""
     logprobs: Any = None
     details: TokenDetails | None = None
-    """Of the drawn tokens, as `tokens`; None: nothing is wanted."""
+    """Details of the drawn tokens, as `tokens`; None: nothing is wanted."""
 
     @property
     def group(self) -> tuple[str, int]:
@@ -268,7 +268,7 @@ class Sample:
         if self.segments and self.segments[-1].start == start:
             self.segments.pop()
         if not self.segments or self.segments[-1].weights_seq != weights_seq:
-            self.segments.append(Segment(start=start, weights_seq=weights_seq))
+            self.segments.append(WeightSpan(start=start, weights_seq=weights_seq))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,14 +278,14 @@ class CarriedSample:
     generation: str
     row: int
     order: int
-    """As `Sample.order`."""
+    """As `GeneratedRow.order`."""
     known: int
     """Prompt tokens and drawn tokens."""
     tokens: Any
-    """As `Sample.tokens`, and `logprobs`."""
+    """As `GeneratedRow.tokens`, and `logprobs`."""
     logprobs: Any
     details: TokenDetails | None
-    segments: tuple[Segment, ...]
+    segments: tuple[WeightSpan, ...]
     blocks: tuple[int, ...] = ()
     """The blocks that it held; empty: it has no keys and values."""
     computed: int = 0

@@ -1,18 +1,19 @@
 """The tables of `plexrl nodes`."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from plexrl.cli.cluster.nodes import show_nodes
 from plexrl.cli.terminal.context import Output
+from plexrl.wire.messages.cluster_views import NodeView
 
 GIB = 1 << 30
 
 
-def node(name: str, **changes: Any) -> dict[str, Any]:
-    return {
+def node(name: str, **changes: Any) -> NodeView:
+    view = {
         "node": name,
         "gpus": 8,
         "gpus_reserved": 6,
@@ -28,9 +29,10 @@ def node(name: str, **changes: Any) -> dict[str, Any]:
         "host": "",
         **changes,
     }
+    return cast("NodeView", view)
 
 
-def shown(capsys: pytest.CaptureFixture[str], nodes: list[dict[str, Any]]) -> list[str]:
+def shown(capsys: pytest.CaptureFixture[str], nodes: list[NodeView]) -> list[str]:
     show_nodes(nodes, Output())
     return capsys.readouterr().out.splitlines()
 

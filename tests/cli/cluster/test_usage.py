@@ -22,5 +22,5 @@ def test_usage_of_a_paced_job_says_so() -> None:
     rows = usage_view(cluster.core._context.state, None)
     assert {(row["name"], row["paced"]) for row in rows} == {("real", False), ("paced", True)}
     (total,) = add_up([row for row in rows if row["kind"] == "optim_step"], By.KIND)
-    assert total["paced_gpu_hours"] == pytest.approx(20.0 / 3600)
-    assert total["gpu_hours"] == pytest.approx(40.0 / 3600)
+    assert total.paced_gpu_hours == pytest.approx(20.0 / 3600)
+    assert total.gpu_hours == pytest.approx(40.0 / 3600)

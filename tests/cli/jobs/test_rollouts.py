@@ -1,11 +1,14 @@
 """`plexrl rollouts`: what an operator reads of healthy and failed rollouts."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from plexrl.cli.jobs.rollouts import shares, show
 from plexrl.cli.terminal.context import Output
+
+if TYPE_CHECKING:
+    from plexrl.wire.messages.rollout_views import RolloutStatus
 
 
 def instance(state: str, reason: str = "", **load: Any) -> dict[str, Any]:
@@ -13,7 +16,7 @@ def instance(state: str, reason: str = "", **load: Any) -> dict[str, Any]:
     return {**absent, "state": state, "reason": reason, **load}
 
 
-VIEW: dict[str, Any] = {
+FIELDS: dict[str, Any] = {
     "job": "math-grpo-caf8d00a",
     "name": "rollout",
     "state": "failed",
@@ -41,6 +44,7 @@ VIEW: dict[str, Any] = {
         "rollout-1": instance("lost", "out of service for 60 s"),
     },
 }
+VIEW = cast("RolloutStatus", FIELDS)
 
 
 def test_a_narrow_terminal_has_the_figures_the_load_and_what_failed(

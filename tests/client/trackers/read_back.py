@@ -15,15 +15,17 @@ from plexrl.client.trackers.feed import TrackerFeed
 from plexrl.client.trackers.tracker import ROW_KEY, TrackedRun
 from plexrl.client.trackers.wandb import _records, settled_last_row
 from plexrl.router.job_files.metrics_log import MetricsFiles
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.wire.messages.views import MetricsRow
 
 JOB = "digits-1a2b3c4d"
+KEY = JobKey("operator", JOB)
 Found = list[tuple[int, float, float]]
 """Step, reward and row of each row, in the order of the rows."""
 
 
 def metrics_of(folder: Path) -> MetricsFiles:
-    return MetricsFiles(folder / "metrics", row_bytes_max=10_000, job_bytes_max=1 << 20)
+    return MetricsFiles(folder, row_bytes_max=10_000, job_bytes_max=1 << 20)
 
 
 def feed_of(folder: Path, names: Sequence[str]) -> TrackerFeed:
@@ -31,7 +33,7 @@ def feed_of(folder: Path, names: Sequence[str]) -> TrackerFeed:
     log = metrics_of(folder)
 
     def read(after: int) -> list[MetricsRow]:
-        return read_rows(json.loads(log.page(JOB, after))["rows"])
+        return read_rows(json.loads(log.page(KEY, after))["rows"])
 
     run = TrackedRun(job=JOB, name="digits", folder=folder / "runs")
     return TrackerFeed(run, names, read)
@@ -40,22 +42,25 @@ def feed_of(folder: Path, names: Sequence[str]) -> TrackerFeed:
 def log_step(log: MetricsFiles, step: int) -> None:
     """Log a row with a millisecond of its own: MLflow has no other order of rows."""
     logged_ms = time.time_ns() // 1_000_000
-    log.append(JOB, step, {"reward/mean": step / 8})
+    log.append(KEY, step, {"reward/mean": step / 8})
     while time.time_ns() // 1_000_000 <= logged_ms + 1:
         threading.Event().wait(0.001)
 
 
-def write_and_die(folder: Path, name: str, first: int, last: int) -> None:
-    """Be a controller that logs the steps `first` to `last`, and is killed while its tracker
-    writes."""
+def write_and_end(folder: Path, name: str, first: int, last: int, end: str) -> None:
+    """Be a controller that logs the steps `first` to `last`. It is killed while its tracker writes
+    (`kill`), or returns without closing anything (`exit`)."""
     feed = feed_of(folder, [name])
     log = metrics_of(folder)
     for step in range(first, last + 1):
         log_step(log, step)
-        feed.wake()
+        if step == first or end == "kill":
+            # Else the last rows are copied when the process ends.
+            feed.wake()
         while step == first and feed.copied(name) < step:
             threading.Event().wait(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def tensorboard_rows(folder: Path) -> Found:
@@ -121,4 +126,4 @@ READERS: dict[str, Callable[[Path], Found]] = {
 
 
 if __name__ == "__main__":
-    write_and_die(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    write_and_end(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

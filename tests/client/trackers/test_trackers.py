@@ -14,7 +14,7 @@ import pytest
 from plexrl.client.trackers.feed import ChosenTrackers
 from plexrl.client.trackers.tracker import check_trackers, marked_values
 from plexrl.errors import ControllerReplacedError, InvalidRequestError
-from tests.client.trackers.read_back import JOB, READERS, feed_of, log_step, metrics_of
+from tests.client.trackers.read_back import JOB, KEY, READERS, feed_of, log_step, metrics_of
 
 NO_TRACKIO = pytest.mark.skipif(
     find_spec("trackio") is None,
@@ -61,23 +61,46 @@ def test_a_later_controller_continues_the_run_after_its_last_row(name: str, tmp_
     assert READERS[name](tmp_path) == expected(steps)
 
 
+def run_controller(folder: Path, name: str, first: int, last: int, end: str) -> int:
+    controller = [sys.executable, "-m", "tests.client.trackers.read_back"]
+    ended = subprocess.run(
+        [*controller, str(folder), name, str(first), str(last), end],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={n: v for n, v in os.environ.items() if n not in WANDB_OF_THIS_PROCESS},
+        timeout=60,
+        check=False,
+    )
+    return ended.returncode
+
+
 @pytest.mark.parametrize("name", [*TRACKERS[:2], pytest.param("mlflow", marks=pytest.mark.slow)])
 def test_a_killed_controller_loses_and_repeats_no_row(name: str, tmp_path: Path) -> None:
     for first, last in ((1, 40), (41, 43)):
-        controller = [sys.executable, "-m", "tests.client.trackers.read_back"]
-        ended = subprocess.run(
-            [*controller, str(tmp_path), name, str(first), str(last)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={n: v for n, v in os.environ.items() if n not in WANDB_OF_THIS_PROCESS},
-            timeout=60,
-            check=False,
-        )
-        assert ended.returncode == -signal.SIGKILL
-    metrics_of(tmp_path).append(JOB, 44, {"reward/mean": 5.5})
+        assert run_controller(tmp_path, name, first, last, "kill") == -signal.SIGKILL
+    metrics_of(tmp_path).append(KEY, 44, {"reward/mean": 5.5})
     feed_of(tmp_path, [name]).close("completed")
     assert READERS[name](tmp_path) == expected(list(range(1, 45)))
+
+
+@pytest.mark.parametrize("name", TRACKERS[1:2])
+def test_a_controller_that_ends_writes_its_last_rows_before_the_library_ends(
+    name: str, tmp_path: Path
+) -> None:
+    assert run_controller(tmp_path, name, 1, 40, "exit") == 0
+    assert READERS[name](tmp_path) == expected(list(range(1, 41)))
+
+
+def test_a_fork_keeps_no_locks_of_its_parents_runs(tmp_path: Path) -> None:
+    feeds = [feed_of(tmp_path / name, ["tensorboard"]) for name in "ab"]
+    child = os.fork()
+    if not child:
+        os._exit(not all(feed._lock.closed for feed in feeds))
+    assert os.waitpid(child, 0)[1] == 0
+    assert not any(feed._lock.closed for feed in feeds)
+    for feed in feeds:
+        feed.close()
 
 
 def test_a_row_with_a_lower_step_is_marked() -> None:
@@ -118,7 +141,7 @@ def test_a_replaced_controller_ends_its_copies(tmp_path: Path) -> None:
     feed = TrackerFeed(run, ["tensorboard"], read)  # type: ignore[arg-type]  # reads nothing
     feed._thread.join()
     # The lock is free: the new controller's feed does not wait.
-    metrics_of(tmp_path).append(JOB, 1, {"reward/mean": 1 / 8})
+    metrics_of(tmp_path).append(KEY, 1, {"reward/mean": 1 / 8})
     feed_of(tmp_path, ["tensorboard"]).close()
     assert READERS["tensorboard"](tmp_path) == expected([1])
     feed.close()
@@ -129,7 +152,7 @@ def test_a_tracker_that_fails_does_not_disturb_the_controller(
 ) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / JOB).write_text("a file where the folder belongs")
-    metrics_of(tmp_path).append(JOB, 1, {"reward/mean": 1 / 8})
+    metrics_of(tmp_path).append(KEY, 1, {"reward/mean": 1 / 8})
     feed = feed_of(tmp_path, ["tensorboard"])
     feed.close()
     assert "tracker tensorboard failed" in caplog.text

@@ -40,8 +40,9 @@ def shared(crowded: EmbeddedCluster) -> LiveRun:
 
 
 def test_the_prediction_of_recorded_cycles_beats_no_waiting(shared: LiveRun) -> None:
-    beyond = overheads(shared.operations)
-    jobs = recorded_run(shared.jobs, shared.operations, {job.name: beyond for job in JOBS})
+    history = history_of(shared.jobs, shared.operations, shared.status)
+    beyond = overheads(history.operations)
+    jobs = recorded_run(history.jobs, history.operations, {job.name: beyond for job in JOBS})
     assert [job.name for job in jobs] == ["a", "b"]
     assert all(len(job.cycles) == CYCLES for job in jobs)
     for job in jobs:
@@ -79,9 +80,10 @@ def test_the_prediction_of_recorded_cycles_beats_no_waiting(shared: LiveRun) -> 
 
 
 def test_the_recorders_rows_of_a_live_run_can_be_simulated(shared: LiveRun) -> None:
-    beyond = overheads(shared.operations)
-    jobs = recorded_run(shared.jobs, shared.operations, {job.name: beyond for job in JOBS})
-    rows = record(shared.jobs, shared.operations, shared.status["now"])
+    history = history_of(shared.jobs, shared.operations, shared.status)
+    beyond = overheads(history.operations)
+    jobs = recorded_run(history.jobs, history.operations, {job.name: beyond for job in JOBS})
+    rows = record(history.jobs, history.operations, history.now)
     names = {view["job"]: view["name"] for view in shared.jobs}
     found = compare_drawn(rows, jobs, FIFO_LOCK, seeds=(1,), names=names)
     assert [job.job for job in found] == ["a", "b"]

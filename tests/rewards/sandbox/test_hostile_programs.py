@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plexrl.rewards.sandbox.limits import Ending, Limits, Program, Run
+from plexrl.rewards.sandbox.limits import Ending, Limits, Program, ProgramRun
 from plexrl.rewards.sandbox.sandbox import Sandbox
 from tests.rewards.conftest import LIMITS
 from tests.rewards.processes import processes_of
@@ -23,7 +23,7 @@ NEIGHBOUR = b"print(sum(int(each) for each in input().split()))"
 class Contained:
     """The run of a hostile program, beside which others have run unharmed."""
 
-    run: Run
+    run: ProgramRun
     marker: str
 
     @property

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.policies.length_dispatch import (
     SAMPLES_MAX,
-    Batch,
+    DispatchedBatch,
     LengthSpread,
     choose_division,
     generation_s,
@@ -86,7 +86,7 @@ def test_the_time_of_a_batch_is_that_of_its_steps(
     model: CostModel, lengths: list[list[int]], instances: int, long: int, kv: int
 ) -> None:
     long = min(long, instances - 1)
-    batch = Batch(
+    batch = DispatchedBatch(
         expected=[9] * len(lengths),
         samples=2,
         prompt_tokens=3,
@@ -110,7 +110,7 @@ def ranked(expected: Sequence[int], noise: float, seed: int) -> list[RankedLengt
 
 
 SLOW_IN_BATCHES = CostModel(k1=0, k2=1e-4, k3=1e-3, k4=0, k5=1)
-SKEWED = Batch(
+SKEWED = DispatchedBatch(
     expected=[4000] * 8 + [100] * 32, samples=1, prompt_tokens=1, instances=16, kv_budget=1e9
 )
 
@@ -148,7 +148,7 @@ def test_a_division_is_chosen_only_if_it_is_expected_to_gain(
     seed: int,
 ) -> None:
     """With equal past responses there are no misses, and the choice is by the expected lengths."""
-    batch = Batch(
+    batch = DispatchedBatch(
         expected=sorted(expected, reverse=True),
         samples=samples,
         prompt_tokens=10,
@@ -196,7 +196,7 @@ def test_what_is_simulated_of_a_batch_is_bounded(
     model: CostModel, prompts: int, samples: int, seed: int
 ) -> None:
     random = Random(seed)
-    batch = Batch(
+    batch = DispatchedBatch(
         expected=sorted((random.randint(0, 5000) for _ in range(prompts)), reverse=True),
         samples=samples,
         prompt_tokens=10,
@@ -220,7 +220,9 @@ def test_a_thinned_batch_takes_about_as_long(
     model = CostModel(k1=1e-8, k2=5e-3, k3=1e-4, k4=1e-3, k5=1.0)
     random = Random(5)
     expected = sorted((round(random.lognormvariate(6, 1)) for _ in range(prompts)), reverse=True)
-    batch = Batch(expected=expected, samples=samples, prompt_tokens=100, instances=8, kv_budget=kv)
+    batch = DispatchedBatch(
+        expected=expected, samples=samples, prompt_tokens=100, instances=8, kv_budget=kv
+    )
     thinned, scaled = thin(batch, model)
     assert len(thinned.expected) * thinned.samples < prompts * samples
     found, wanted = (

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from plexrl.errors import UnavailableError
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.router.blobs.garbage_collection import collect_orphans
+from plexrl.wire.messages.cluster_views import NeedlessPayloadsView
 
 LIMIT_S = 60.0
 
@@ -22,7 +24,7 @@ class Knowing:
         self.queries: asyncio.Queue[list[str]] = asyncio.Queue()
         self.is_away = True
 
-    async def call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+    async def call(self, method: str, params: Mapping[str, Any]) -> NeedlessPayloadsView:
         assert method == "needless_payloads"
         self.queries.put_nowait(list(params["blobs"]))
         if self.is_away:

@@ -27,6 +27,7 @@ from plexrl.router.blobs.store import (
     digested_ref,
 )
 from plexrl.router.job_files.metrics_log import MetricsFiles
+from plexrl.router.job_files.record_store import JobKey
 from tests.small_disk import small_disk
 
 
@@ -186,8 +187,8 @@ def test_an_upload_that_cannot_be_mapped_raises_and_leaves_no_file(tmp_path: Pat
 def test_a_full_disk_has_its_own_error_and_leaves_no_partial_file(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "8m") as disk:
         store = DirectoryBlobStore(disk.path / "blobs")
-        metrics = MetricsFiles(disk.path / "metrics", row_bytes_max=1 << 20, job_bytes_max=1 << 30)
-        metrics.append("j", 1, {"loss": 1.0})
+        metrics = MetricsFiles(disk.path, row_bytes_max=1 << 20, job_bytes_max=1 << 30)
+        metrics.append(JobKey("t", "j"), 1, {"loss": 1.0})
         disk.fill()
 
         async def store_it() -> None:
@@ -199,7 +200,7 @@ def test_a_full_disk_has_its_own_error_and_leaves_no_partial_file(tmp_path: Path
 
         def log_metrics() -> None:
             for step in range(2000):
-                metrics.append("j", step, {"loss": 1.0})
+                metrics.append(JobKey("t", "j"), step, {"loss": 1.0})
 
         attempts: tuple[Callable[[], None], ...] = (
             lambda: asyncio.run(store_it()),
@@ -212,11 +213,12 @@ def test_a_full_disk_has_its_own_error_and_leaves_no_partial_file(tmp_path: Path
                 attempt()
             assert caught.value.details["retry_after_s"]
         assert list((disk.path / "blobs").iterdir()) == []
-        assert (disk.path / "metrics" / "j.jsonl").read_bytes().endswith(b"}\n"), "half a line"
+        (rows,) = (disk.path / "metrics").rglob("*.jsonl")
+        assert rows.read_bytes().endswith(b"}\n"), "half a line"
         disk.free()
         asyncio.run(store_it())
         asyncio.run(take_in(2 * INLINE_BYTES_MAX))
-        metrics.append("j", 5, {"loss": 1.0})
+        metrics.append(JobKey("t", "j"), 5, {"loss": 1.0})
 
 
 @pytest.mark.parametrize("size", [10, INLINE_BYTES_MAX + 1])

@@ -10,7 +10,7 @@ from plexrl.errors import UnavailableError, UnknownDeploymentError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import tiny_qwen2
-from plexrl.router.execution.deployment_specs import DeploymentSpecs
+from plexrl.router.execution.deployment_specs import DeploymentSpecs, OwnedSpec
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.wire.rpc import Peer
 
@@ -21,6 +21,8 @@ SPEC = DeploymentSpec(
     workers=2,
     parallelism=Parallelism(dp=2),
 )
+
+OWNED = OwnedSpec(SPEC, "t")
 
 
 async def scheduler_at(address: Path, requests: list[dict[str, Any]]) -> asyncio.Server:
@@ -36,7 +38,7 @@ async def scheduler_at(address: Path, requests: list[dict[str, Any]]) -> asyncio
         seen = params["tenant"] == "t" or params.get("as_operator") is True
         if params["deployment"] != "j/a" or not seen:
             raise UnknownDeploymentError("there is none")
-        return {"spec_json": SPEC.to_json()}
+        return {"spec_json": SPEC.to_json(), "tenant": "t"}
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await Peer(reader, writer, {"hello": hello, "get_deployment": get_deployment}).run()
@@ -55,9 +57,9 @@ def test_a_specification_is_requested_once_in_each_scope_and_for_each_incarnatio
         await link.connected.wait()
         specs = DeploymentSpecs(link)
         for _ in range(2):
-            assert await specs.read("j/a", "t") == SPEC
+            assert await specs.read("j/a", "t") == OWNED
             for incarnation in (1, 2):
-                assert await specs.await_own("j/a", incarnation) == SPEC
+                assert await specs.await_own("j/a", incarnation) == OWNED
         with pytest.raises(UnknownDeploymentError):
             await specs.read("j/a", "other")
         with pytest.raises(UnknownDeploymentError):
@@ -77,7 +79,7 @@ def test_a_specification_is_requested_once_in_each_scope_and_for_each_incarnatio
 
 
 def test_assigned_work_waits_for_an_unreachable_scheduler(tmp_path: Path) -> None:
-    async def wait() -> DeploymentSpec:
+    async def wait() -> OwnedSpec:
         link = SchedulerLink([f"unix:{tmp_path}/s"], "r", {})
         specs = DeploymentSpecs(link)
         with pytest.raises(UnavailableError):
@@ -91,4 +93,4 @@ def test_assigned_work_waits_for_an_unreachable_scheduler(tmp_path: Path) -> Non
         server.close()
         return found
 
-    assert asyncio.run(wait()) == SPEC
+    assert asyncio.run(wait()) == OWNED

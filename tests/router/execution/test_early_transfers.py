@@ -82,7 +82,7 @@ class Surroundings:
             return {"tenant": "operator", "is_operator": True}
 
         async def deployment(_: Peer, __: Plain) -> Plain:
-            return {"spec_json": SPEC.to_json()}
+            return {"spec_json": SPEC.to_json(), "tenant": "t"}
 
         handlers = {
             "hello": hello,

@@ -20,7 +20,7 @@ from plexrl.router.http.openai.prompts import (
 from plexrl.router.http.openai.requests import ChatRequest, CompletionRequest
 from plexrl.router.http.openai.texts import GrowingText
 from plexrl.router.http.openai.trajectory import (
-    History,
+    CallHistory,
     decode_calls,
     history_digest,
     make_call,
@@ -71,7 +71,7 @@ def captured(
     history = canonical([USER, reply])
     digest = history_digest("chat", history, chat_settings(first))
     result = GenerateResult([[sample]], 2)
-    call = make_call("one", 1.0, None, prompt.tokens, result, histories=[History(2, digest)])
+    call = make_call("one", 1.0, None, prompt.tokens, result, histories=[CallHistory(2, digest)])
     return prompt.tokens, [msgspec.json.encode(call)]
 
 
@@ -146,7 +146,7 @@ def test_segments_join_the_turns_of_each_branch() -> None:
         reply,
         prompt,
         GenerateResult([samples], 3),
-        histories=[History(4, "x"), History(4, "y")],
+        histories=[CallHistory(4, "x"), CallHistory(4, "y")],
     )
     rows.append(msgspec.json.encode(second))
     left, right = segments(decode_calls(rows))
@@ -205,7 +205,7 @@ def test_an_empty_reply_changes_no_later_request() -> None:
     prompt = text_prompt(TOKENIZER, COMPLETION, "ab")
     result = GenerateResult([[Sample([EOS], np.zeros(1, np.float32), "stop")]], 0)
     digest = history_digest("text", "ab")
-    call = make_call("one", 1.0, None, prompt.tokens, result, histories=[History(2, digest)])
+    call = make_call("one", 1.0, None, prompt.tokens, result, histories=[CallHistory(2, digest)])
     again = text_prompt(TOKENIZER, COMPLETION, "ab", replies([call]))
     assert again == prompt
 
@@ -214,7 +214,7 @@ def test_a_drawn_stop_string_comes_once() -> None:
     prompt = TOKENIZER.encode("ab")
     drawn = TOKENIZER.encode("c::")
     result = GenerateResult([[Sample(drawn, np.zeros(3, np.float32), "stop")]], 0)
-    history = History(3, history_digest("text", "abc"), tail="::")
+    history = CallHistory(3, history_digest("text", "abc"), tail="::")
     known = replies([make_call("one", 1.0, None, prompt, result, histories=[history])])
     found = text_prompt(TOKENIZER, COMPLETION, "abc::d", known)
     assert found.parent == known[0]

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from plexrl.errors import PayloadTooLargeError, QuotaExceededError
 from plexrl.router.job_files import metrics_log
 from plexrl.router.job_files.metrics_log import MetricsFiles
+from plexrl.router.job_files.record_store import JobKey
 
 ROW_BYTES_MAX, JOB_BYTES_MAX = 200, 1000
+JOB = JobKey("t", "j/ob")
 
 
 @pytest.fixture
@@ -21,14 +23,14 @@ def log(tmp_path: Path) -> MetricsFiles:
 
 
 def rows(log: MetricsFiles, after: int = 0) -> list[tuple[int, int, dict[str, float]]]:
-    found = json.loads(log.page("j/ob", after))["rows"]
+    found = json.loads(log.page(JOB, after))["rows"]
     return [(row["index"], row["step"], row["values"]) for row in found]
 
 
 def test_rows_are_read_after_the_given_index(log: MetricsFiles) -> None:
     assert rows(log) == []
-    log.append("j/ob", 7, {"loss": 1.5})
-    log.append("j/ob", 8, {})
+    log.append(JOB, 7, {"loss": 1.5})
+    log.append(JOB, 8, {})
     assert rows(log) == [(1, 7, {"loss": 1.5}), (2, 8, {})]
     assert rows(log, after=1) == [(2, 8, {})]
     assert rows(log, after=2) == []
@@ -40,13 +42,13 @@ def test_any_names_and_numbers_survive_a_round_trip(
 ) -> None:
     folder = tmp_path_factory.mktemp("metrics")
     log = MetricsFiles(folder, row_bytes_max=10_000, job_bytes_max=10_000)
-    log.append("j/ob", -1, values)
+    log.append(JOB, -1, values)
     assert rows(log) == [(1, -1, values)]
 
 
 def test_a_row_that_is_too_large_is_refused_and_not_kept(log: MetricsFiles) -> None:
     with pytest.raises(PayloadTooLargeError, match="fewer values"):
-        log.append("j/ob", 1, {f"value{index}": 1.0 for index in range(50)})
+        log.append(JOB, 1, {f"value{index}": 1.0 for index in range(50)})
     assert rows(log) == []
 
 
@@ -55,30 +57,30 @@ def test_a_jobs_metrics_are_bounded_and_earlier_rows_stay(
 ) -> None:
     def flood() -> None:
         for step in range(1000):
-            log.append("j/ob", step, {"loss": 1.0})
+            log.append(JOB, step, {"loss": 1.0})
 
     with pytest.raises(QuotaExceededError, match="metrics_job_bytes_max"):
         flood()
     kept = rows(log)
     assert 10 < len(kept) < 100
-    [file] = tmp_path.glob("m/*")
+    [file] = tmp_path.rglob("*.jsonl")
     row_bytes = len(file.read_bytes().splitlines(keepends=True)[-1])
     assert JOB_BYTES_MAX - row_bytes < file.stat().st_size <= JOB_BYTES_MAX
-    log.append("another", 0, {"loss": 1.0})
+    log.append(JOB._replace(tenant="another"), 0, {"loss": 1.0})
     assert rows(log) == kept
 
 
 def test_non_finite_numbers_are_stored_as_texts(log: MetricsFiles) -> None:
-    log.append("j/ob", 1, {"loss": math.nan, "up": math.inf, "down": -math.inf, "reward": 0.5})
+    log.append(JOB, 1, {"loss": math.nan, "up": math.inf, "down": -math.inf, "reward": 0.5})
     kept = {"loss": "NaN", "up": "Infinity", "down": "-Infinity", "reward": 0.5}
-    assert json.loads(log.page("j/ob", 0), parse_constant=pytest.fail)["rows"][0]["values"] == kept
+    assert json.loads(log.page(JOB, 0), parse_constant=pytest.fail)["rows"][0]["values"] == kept
 
 
 def test_many_rows_come_in_pages(tmp_path: Path) -> None:
     log = MetricsFiles(tmp_path, row_bytes_max=1 << 20, job_bytes_max=1 << 30)
     padding = {"x" * 300_000: 1.0}
     for step in range(10):
-        log.append("j/ob", step, padding)
+        log.append(JOB, step, padding)
     first = rows(log)
     assert len(first) * 300_000 < metrics_log.PAGE_BYTES + 300_100
     found, after = list(first), first[-1][0]
@@ -88,13 +90,32 @@ def test_many_rows_come_in_pages(tmp_path: Path) -> None:
     assert [step for _, step, _ in found] == list(range(10))
 
 
+def test_a_page_begins_where_the_one_before_ended_without_reading_the_file_again(
+    log: MetricsFiles, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        log.append(JOB, step, {})
+    assert [index for index, _, _ in rows(log)] == [1, 2, 3]
+    (file,) = tmp_path.rglob("*.jsonl")
+    earlier, last = file.read_bytes().rsplit(b"\n", 2)[:2]
+    file.write_bytes(earlier.replace(b"\n", b" ") + b"\n" + last + b"\n")
+    log.append(JOB, 2, {})
+    log.append(JOB, 3, {})
+    found = json.loads(log.page(JOB, 3))["rows"]
+    assert [(row["index"], row["step"], row.get("rewinds_from")) for row in found] == [
+        (4, 2, 3),
+        (5, 3, None),
+    ]
+    assert rows(log, after=5) == []
+
+
 def test_a_row_that_a_power_cut_left_in_part_does_not_damage_the_next_one(
     log: MetricsFiles, tmp_path: Path
 ) -> None:
-    log.append("j/ob", 1, {"loss": 1.0})
-    (file,) = (tmp_path / "m").iterdir()
+    log.append(JOB, 1, {"loss": 1.0})
+    (file,) = tmp_path.rglob("*.jsonl")
     with file.open("ab") as opened:
         opened.write(b'{"step": 2, "ti')
     assert rows(log) == [(1, 1, {"loss": 1.0})]
-    log.append("j/ob", 3, {"loss": 3.0})
+    log.append(JOB, 3, {"loss": 3.0})
     assert rows(log) == [(1, 1, {"loss": 1.0}), (2, 3, {"loss": 3.0})]

@@ -8,11 +8,13 @@ import pytest
 
 from plexrl.errors import PayloadTooLargeError, QuotaExceededError
 from plexrl.router.job_files.metrics_objects import MetricsObjects
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.storage.object_store import ObjectStore
 from tests.moto_server import moto_server
 from tests.s3_server import BUCKET
 
 PAGE_ROWS = 10
+JOB = JobKey("t", "j/ob")
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +41,14 @@ def log_of(store: ObjectStore, router: str, job_bytes_max: int = 1 << 20) -> Met
 
 
 def rows(log: MetricsObjects, after: int = 0) -> list[tuple[int, int]]:
-    found = json.loads(log.page("j/ob", after))["rows"]
+    found = json.loads(log.page(JOB, after))["rows"]
     return [(row["index"], row["step"]) for row in found]
 
 
 def test_rows_of_two_routers_are_one_sequence(store: ObjectStore) -> None:
     one, two = log_of(store, "one"), log_of(store, "two")
     for step in range(2 * PAGE_ROWS + 5):
-        (one, two)[step // 3 % 2].append("j/ob", step, {"loss": 1.0})
+        (one, two)[step // 3 % 2].append(JOB, step, {"loss": 1.0})
     expected = [(step + 1, step) for step in range(2 * PAGE_ROWS + 5)]
     for log in (one, two, log_of(store, "three")):
         assert rows(log) == expected
@@ -60,13 +62,13 @@ def test_rows_of_two_routers_are_one_sequence(store: ObjectStore) -> None:
 def test_full_pages_replace_their_rows(store: ObjectStore) -> None:
     log = log_of(store, "one")
     for step in range(PAGE_ROWS):
-        log.append("j/ob", step, {})
+        log.append(JOB, step, {})
     log.close()  # Not before a page that is being written.
     log = log_of(store, "one")
     for step in range(PAGE_ROWS, 2 * PAGE_ROWS + 1):
-        log.append("j/ob", step, {})
+        log.append(JOB, step, {})
     log._pages.shutdown()
-    names = [each.key.split("/", 2)[2] for each in store.find("metrics")]
+    names = [each.key.split("/", 3)[3] for each in store.find("metrics")]
     assert names == ["pages/000000000", "pages/000000001", f"rows/{2 * PAGE_ROWS + 1:012d}"]
     assert [index for index, _ in rows(log_of(store, "two"))] == list(range(1, 2 * PAGE_ROWS + 2))
 
@@ -75,11 +77,11 @@ def test_a_router_that_knows_an_old_end_appends_after_the_pages_of_another(
     store: ObjectStore,
 ) -> None:
     old, other = log_of(store, "old"), log_of(store, "other")
-    old.append("j/ob", 0, {})
+    old.append(JOB, 0, {})
     for step in range(1, PAGE_ROWS + 2):
-        other.append("j/ob", step, {})
+        other.append(JOB, step, {})
     other._pages.shutdown()
-    old.append("j/ob", 99, {})
+    old.append(JOB, 99, {})
     expected = [*range(PAGE_ROWS + 2), 99]
     assert [step for _, step in rows(old)] == expected
     assert rows(log_of(store, "new")) == [(i + 1, step) for i, step in enumerate(expected)]
@@ -90,7 +92,7 @@ def test_routers_that_append_at_once_lose_no_row(store: ObjectStore) -> None:
 
     def append(number: int) -> None:
         for step in range(12):
-            logs[number].append("j/ob", 100 * number + step, {})
+            logs[number].append(JOB, 100 * number + step, {})
 
     threads = [threading.Thread(target=append, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -109,16 +111,16 @@ def test_routers_that_append_at_once_lose_no_row(store: ObjectStore) -> None:
 def test_bounds_hold_for_the_rows_of_all_routers(store: ObjectStore) -> None:
     one, two = log_of(store, "one", 400), log_of(store, "two", 400)
     with pytest.raises(PayloadTooLargeError):
-        one.append("j/ob", 0, {f"value{number}": 1.0 for number in range(50)})
+        one.append(JOB, 0, {f"value{number}": 1.0 for number in range(50)})
     for step in range(6):
-        (one, two)[step % 2].append("j/ob", step, {})
+        (one, two)[step % 2].append(JOB, step, {})
     for log in (one, two):
         with pytest.raises(QuotaExceededError, match="400"):
-            log.append("j/ob", 6, {"loss": 1.0, "reward": 1.0, "length": 1.0})
+            log.append(JOB, 6, {"loss": 1.0, "reward": 1.0, "length": 1.0})
     kept = rows(one)
     assert len(kept) == 6
     with pytest.raises(QuotaExceededError):
-        log_of(store, "new", 400).append("j/ob", 1, {"loss": 1.0, "reward": 1.0, "length": 1.0})
+        log_of(store, "new", 400).append(JOB, 1, {"loss": 1.0, "reward": 1.0, "length": 1.0})
     assert rows(two) == kept
 
 

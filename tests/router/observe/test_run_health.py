@@ -13,9 +13,9 @@ from plexrl.router.observe.run_figures import end_tokens, generated, stepped, tr
 from plexrl.router.observe.run_health import (
     THRESHOLDS,
     WINDOW,
-    Generated,
+    GeneratedSamples,
+    GivenRewards,
     Observation,
-    Rewarded,
     RunHealth,
     Stepped,
     Trained,
@@ -25,9 +25,9 @@ from plexrl.router.observe.run_health import (
 )
 
 
-def drawn(**fields: int) -> Generated:
+def drawn(**fields: int) -> GeneratedSamples:
     known = {"samples": 32, "by_length": 0, "past_end": 0, "old_cache": 0, "trainer_step": 0}
-    return Generated(**{**known, **fields})
+    return GeneratedSamples(**{**known, **fields})
 
 
 def taught(
@@ -68,7 +68,7 @@ def test_a_well_run_has_no_warning() -> None:
         ("old_cache", [drawn(old_cache=7)]),
         ("equal_rewards", [taught(flat_rows=26)]),
         ("clipped", [taught(clip_fraction=0.31)]),
-        ("failed_rewards", [Rewarded(total=32, failed=4)]),
+        ("failed_rewards", [GivenRewards(total=32, failed=4)]),
         ("not_finite", [taught(loss=math.nan)]),
         ("not_finite", [Stepped(grad_norm=math.inf, trainer_step=None)]),
         (
@@ -146,7 +146,7 @@ def test_views_of_several_routers_are_one() -> None:
     one, other = RunHealth(), RunHealth()
     one.observe(drawn(by_length=20))
     other.observe(drawn(by_length=30))
-    other.observe(Rewarded(total=20, failed=20))
+    other.observe(GivenRewards(total=20, failed=20))
     merged = merge_views([one.view(), other.view()])
     assert [(w["code"], w["value"]) for w in merged["warnings"]] == [
         ("ended_by_length", 30 / 32),
@@ -162,7 +162,7 @@ def test_samples_that_run_through_an_end_token_are_counted() -> None:
     }
     seen = generated(arrays, {"trainer_step": 4}, [2, 9], keeps_cache=False, max_tokens=64)
     # The second ends with its end token; the last one was interrupted.
-    assert seen == Generated(samples=4, by_length=3, past_end=2, old_cache=0, trainer_step=4)
+    assert seen == GeneratedSamples(samples=4, by_length=3, past_end=2, old_cache=0, trainer_step=4)
     short = generated(arrays, {}, [2, 9], keeps_cache=False, max_tokens=3)
     assert short.by_length == 0
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from plexrl.router.job_files.record_store import RecordFiles
+from plexrl.router.job_files.record_store import JobKey, RecordFiles
 from plexrl.router.observe import run_watch
 from plexrl.router.observe.run_watch import UNWATCHED, RunWatch
 
-JOB = "a"
+JOB = JobKey("t", "a")
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def view(watched: RunWatch) -> Any:
 def test_a_damaged_record_of_another_router_fails_no_request(
     tmp_path: Path, threads: ThreadPoolExecutor
 ) -> None:
-    RecordFiles(tmp_path).write(f"health/{JOB}/r1", b"{")
+    RecordFiles(tmp_path).write(f"{JOB.folder('health')}/r1", b"{")
     assert view(watch(tmp_path, threads)) == UNWATCHED
 
 

@@ -2,18 +2,19 @@
 
 import asyncio
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from plexrl.router.observe.spans import SpanSender, make_spans
+from plexrl.wire.messages.views import LoggedOperationView, Operations
 from tests.client.test_chrome_trace import row
 from tests.router.collector import Collector, collecting
 
-Plain = dict[str, Any]
 DEADLINE_S = 60.0
 
 
-def logged(index: int, **fields: Any) -> Plain:
+def logged(index: int, **fields: Any) -> LoggedOperationView:
     times = (100.0, 103.0, 107.0)
     return row(
         index,
@@ -35,15 +36,15 @@ def logged(index: int, **fields: Any) -> Plain:
 class Log:
     """A fake scheduler with an operation log."""
 
-    def __init__(self, rows: list[Plain]) -> None:
+    def __init__(self, rows: list[LoggedOperationView]) -> None:
         self.rows = rows
-        self.requests: list[Plain] = []
+        self.requests: list[Mapping[str, Any]] = []
 
-    async def call(self, method: str, params: Plain) -> Plain:
+    async def call(self, method: str, params: Mapping[str, Any]) -> Operations:
         assert method == "list_operations"
         self.requests.append(params)
-        found = [each for each in self.rows if each["index"] > params["after"]]
-        return {"operations": found[: params["limit"]]}
+        rows = [row for row in self.rows if row["index"] > params["after"]]
+        return {"operations": rows[: params["limit"]]}
 
 
 async def send_until(log: Log, collector: Collector, place: Path, count: int) -> None:

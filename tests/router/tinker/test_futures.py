@@ -15,7 +15,7 @@ import pytest
 from plexrl.errors import InvalidRequestError, OverloadedError
 from plexrl.router.tinker import futures as module
 from plexrl.router.tinker.api import ClusterApi
-from plexrl.router.tinker.futures import Futures, Pending
+from plexrl.router.tinker.futures import Futures, PendingRequest
 from plexrl.router.tinker.records import (
     FutureRecord,
     ModelRecord,
@@ -90,12 +90,12 @@ def run(
     asyncio.run(main())
 
 
-def step(seq: int, **fields: Any) -> Pending:
+def step(seq: int, **fields: Any) -> PendingRequest:
     record = FutureRecord(
         id=f"{MODEL}:{seq}", session="s", kind="optim_step", operation=f"{MODEL}:{seq}"
     )
     given = {"key": KEY, "tenant": "t", "kind": "optim_step", "params": {}, "future": record}
-    return Pending(**{**given, **fields})
+    return PendingRequest(**{**given, **fields})
 
 
 def found(records: RecordFile, seq: int) -> FutureRecord:

@@ -356,7 +356,7 @@ def test_a_repeated_sync_is_retried_when_its_new_publish_fails(
     (replayed,) = [run for run in cluster.runs if run.replay]
     refuse(cluster, replayed, StateLostError("the version is gone"))
     if is_cancelled:
-        cluster.send(ev.OperationCancelled(operation="sync#publish2"))
+        cluster.send(ev.OperationCancelled(operation="sync#publish1"))
     else:
         (publish,) = cluster.runs
         cluster.runs.remove(publish)

@@ -28,6 +28,7 @@ from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.workload.cycles import CycleDistribution
 from plexrl.sim.workload.scenario import Behaviour, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
+from plexrl.traces.convert.history import PastOperation, history_of
 from plexrl.traces.convert.recorder import record
 from plexrl.wire import messages as cmd
 from tests.examples import examples
@@ -79,6 +80,7 @@ class Log:
                     "deployment": command.deployment,
                     "kind": command.kind.value,
                     "state": "finished",
+                    "group": "g1",
                     "submitted_at": submitted_at,
                     "started_at": started_at,
                     "finished_at": now,
@@ -136,6 +138,20 @@ def simulated(
     return views, log.rows
 
 
+Rows = Sequence[Mapping[str, Any]]
+
+
+def recorded_of(
+    views: Rows, rows: Rows, beyond: Mapping[str, Mapping[str, float]]
+) -> tuple[RecordedJob, ...]:
+    history = history_of(views, rows, {"now": 1e9})
+    return recorded_run(history.jobs, history.operations, beyond)
+
+
+def past(rows: Rows) -> tuple[PastOperation, ...]:
+    return history_of([], rows, {"now": 1e9}).operations
+
+
 def none_added(jobs: Sequence[TraceJob]) -> Mapping[str, Mapping[str, float]]:
     return {job.job_id: dict.fromkeys(KINDS, 0.0) for job in jobs}
 
@@ -153,7 +169,7 @@ def test_a_recorded_simulation_predicts_itself(
         some_job("c", rollout_s=0.9, submit_s=0.7, state_bytes=9 << 20),
     ]
     views, rows = simulated(jobs, seed=seed, policy=policy)
-    recorded = recorded_run(views, rows, none_added(jobs))
+    recorded = recorded_of(views, rows, none_added(jobs))
     assert [len(job.cycles) for job in recorded] == [20, 15, 20]
     found = compare_recorded(recorded, named(policy))
     assert max(cycle.error for cycle in found.cycles) < 1e-6
@@ -164,7 +180,7 @@ def test_a_recorded_simulation_predicts_itself(
 def test_a_recorded_cycle_is_what_was_drawn() -> None:
     jobs = [some_job("a", rollout_s=1.0), some_job("b", rollout_s=1.1)]
     views, rows = simulated(jobs, seed=4)
-    for job, known in zip(recorded_run(views, rows, none_added(jobs)), jobs, strict=True):
+    for job, known in zip(recorded_of(views, rows, none_added(jobs)), jobs, strict=True):
         source = CycleDistribution(known, Behaviour(), 4)
         for number, cycle in enumerate(job.cycles):
             drawn = source.draw(number)
@@ -179,7 +195,7 @@ def test_a_recorded_cycle_is_what_was_drawn() -> None:
 def test_a_wrong_input_is_an_error_of_its_size() -> None:
     jobs = [some_job("a")]
     views, rows = simulated(jobs)
-    (recorded,) = recorded_run(views, rows, none_added(jobs))
+    (recorded,) = recorded_of(views, rows, none_added(jobs))
     longer = replace(
         recorded,
         cycles=tuple(
@@ -198,9 +214,9 @@ def test_a_wrong_input_is_an_error_of_its_size() -> None:
 def test_what_the_control_plane_adds_is_taken_from_a_run_alone() -> None:
     alone = [row("forward", 0.0, 0.0, 1.0, 0.9), row("forward", 2.0, 2.5, 3.0, 0.2)]
     alone += [row("forward", 3.0, 3.0, 4.0, 0.5), row("publish", 4.0, 4.0, 4.5, 0.5)]
-    assert overheads(alone) == pytest.approx({"forward": 0.3, "publish": 0.0})
+    assert overheads(past(alone)) == pytest.approx({"forward": 0.3, "publish": 0.0})
     log = [row("forward", 1.0, 3.0, 4.0, 0.5), row("publish", 4.5, 4.5, 5.5, 0.75)]
-    (job,) = recorded_run([view("a")], log, {"a": overheads(alone)})
+    (job,) = recorded_of([view("a")], log, {"a": overheads(past(alone))})
     (cycle,) = job.cycles
     assert cycle.segments_s == pytest.approx((0.8, 0.75))
     assert (cycle.rollout_s, cycle.gaps_s, cycle.took_s) == (1.0, (0.5,), 5.5)
@@ -210,20 +226,20 @@ def test_what_the_control_plane_adds_is_taken_from_a_run_alone() -> None:
 def test_what_was_never_run_alone_is_named() -> None:
     log = [row("forward", 1.0, 3.0, 4.0, 0.5), row("publish", 4.5, 4.5, 5.5, 0.75)]
     with pytest.raises(InvalidRequestError, match="overhead of publish"):
-        recorded_run([view("a")], log, {"a": {"forward": 0.1}})
+        recorded_of([view("a")], log, {"a": {"forward": 0.1}})
 
 
 def test_a_log_without_a_whole_cycle_is_refused() -> None:
     log = [row("barrier", 0.0, 0.0, 0.1, 0.0)]
     with pytest.raises(InvalidRequestError, match="no whole cycle"):
-        recorded_run([view("a")], log, {})
+        recorded_of([view("a")], log, {})
 
 
 def test_unequal_cycles_are_refused() -> None:
     kinds = ("forward", "publish", "forward", "forward", "publish")
     log = [row(kind, index, index, index + 1, 1.0) for index, kind in enumerate(kinds)]
     with pytest.raises(InvalidRequestError, match="cycle 1 is forward, forward, publish"):
-        recorded_run([view("a")], log, {"a": {"forward": 0.0, "publish": 0.0}})
+        recorded_of([view("a")], log, {"a": {"forward": 0.0, "publish": 0.0}})
 
 
 def test_predictions_of_other_cycles_are_refused() -> None:
@@ -292,8 +308,9 @@ def test_a_linear_move_cost_is_recovered() -> None:
 def test_a_job_alone_is_predicted_from_drawn_cycles(seed: int) -> None:
     jobs = [some_job("a", jitter=0.0, cycles=12)]
     views, rows = simulated(jobs, seed=seed)
-    recorded = recorded_run(views, rows, none_added(jobs))
-    told = record(views, rows, now=1e9)
+    recorded = recorded_of(views, rows, none_added(jobs))
+    history = history_of(views, rows, {"now": 1e9})
+    told = record(history.jobs, history.operations, now=history.now)
     (found,) = compare_drawn(told, recorded, PACK, seeds=(seed,), names={"a": "a"})
     assert found.error == pytest.approx(0.0, abs=1e-3)
     assert found.measured_s == pytest.approx(found.alone_s, rel=1e-3)
@@ -302,8 +319,9 @@ def test_a_job_alone_is_predicted_from_drawn_cycles(seed: int) -> None:
 def test_sharers_are_predicted_from_drawn_cycles() -> None:
     jobs = [some_job(name, rollout_s=1.0, jitter=0.15, cycles=100) for name in "abc"]
     views, rows = simulated(jobs, seed=7)
-    recorded = recorded_run(views, rows, none_added(jobs))
-    told = record(views, rows, now=1e9)
+    recorded = recorded_of(views, rows, none_added(jobs))
+    history = history_of(views, rows, {"now": 1e9})
+    told = record(history.jobs, history.operations, now=history.now)
     same = {name: name for name in "abc"}
     found = compare_drawn(told, recorded, PACK, seeds=(1, 2, 3), names=same)
     assert all(abs(job.error) < 0.1 for job in found), found
@@ -313,7 +331,7 @@ def test_sharers_are_predicted_from_drawn_cycles() -> None:
 def test_jobs_of_different_sizes_share_no_group() -> None:
     jobs = [some_job("a"), some_job("b")]
     views, rows = simulated(jobs)
-    one, two = recorded_run(views, rows, none_added(jobs))
+    one, two = recorded_of(views, rows, none_added(jobs))
     with pytest.raises(InvalidRequestError, match="shared one group"):
         predict_recorded([one, replace(two, gpus=2)], PACK)
 
@@ -331,11 +349,12 @@ def row(
         "deployment": "a/actor",
         "kind": kind,
         "state": "finished",
+        "group": "g1",
         "submitted_at": submitted_at,
         "started_at": started_at,
         "finished_at": finished_at,
         "compute_s": compute_s,
-        "index": started_at,
+        "index": round(1000 * started_at),
         "tokens": 7,
     }
 
@@ -346,4 +365,13 @@ def view(name: str) -> dict[str, Any]:
         {"deployment": f"{name}/rollout", "kind": "rollout", "workers": 1, "state_bytes": 1},
         {"deployment": f"{name}/actor", "kind": "train", "workers": 1, "state_bytes": 1},
     ]
-    return {"name": name, "job": name, "submitted_at": 0.0, "deployments": deployments}
+    return {
+        "name": name,
+        "job": name,
+        "tenant": "t",
+        "priority": 0,
+        "state": "COMPLETED",
+        "submitted_at": 0.0,
+        "ended_at": 1.0,
+        "deployments": deployments,
+    }

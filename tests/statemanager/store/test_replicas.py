@@ -247,7 +247,7 @@ def test_a_copy_on_nvme_makes_eviction_free(open_store: OpenStore) -> None:
     store = open_store(host_bytes=11 * MIB, nvme_bytes=11 * MIB)
     [rank] = ranks_of(store, 1)
     rank.put(1)
-    assert store.allocator.copy_to_nvme(rank.manifest(1).name)
+    assert store.allocator.copy_to_nvme(rank.manifest(1).name, in_background=True)
     written = sorted(path.stat().st_mtime_ns for path in nvme_files(store))
     rank.put(2)
     assert sorted(path.stat().st_mtime_ns for path in nvme_files(store)) == written
@@ -262,7 +262,7 @@ def test_a_copy_on_nvme_is_dropped_for_a_version_without_one(open_store: OpenSto
         rank.put(seq)
     # Its use is expected soon, so the other version is evicted; NVMe is full with the copy.
     store.touch(rank.manifest(1).name)
-    assert store.allocator.copy_to_nvme(rank.manifest(1).name)
+    assert store.allocator.copy_to_nvme(rank.manifest(1).name, in_background=True)
     rank.put(3)
     assert [v.tier for v in store.find(lambda _: True)] in ([HOST, NVME, HOST], [NVME, HOST, HOST])
     store.check()
@@ -375,7 +375,7 @@ def test_a_release_cancels_a_background_copy(open_store: OpenStore) -> None:
 
     def copy() -> None:
         try:
-            outcome.append(store.allocator.copy_to_nvme(rank.manifest(1).name))
+            outcome.append(store.allocator.copy_to_nvme(rank.manifest(1).name, in_background=True))
         except OperationCancelledError as error:
             outcome.append(error)
 
@@ -415,14 +415,16 @@ def test_a_replica_that_is_promoted_and_evicted_during_a_save_is_kept(
     other.fill(1, 3)
     first.put(5)
     name = first.manifest(5).name
-    store.allocator.spill(name)
+    store.allocator.copy_to_nvme(name, keep=False)
 
     def bring() -> None:
         with store.lease_in_memory(name, name) as lease:
             assert lease.tier == HOST
 
-    happens: dict[str, Callable[[], None]]
-    happens = {"put.reserved": bring, "put.copied": lambda: store.allocator.spill(name)}
+    def copy() -> None:
+        store.allocator.copy_to_nvme(name, keep=False)
+
+    happens: dict[str, Callable[[], None]] = {"put.reserved": bring, "put.copied": copy}
     monkeypatch.setattr(store._faults, "reach", once(happens))
     other.put(5)
     assert not happens

@@ -233,7 +233,9 @@ class StoreHistory(RuleBasedStateMachine):
     def copy_to_nvme(self, name: tuple[int, int]) -> None:
         before = self.tiers_of_versions()
         try:
-            is_there = self.store.allocator.copy_to_nvme(manifest(*name, 0).name)
+            is_there = self.store.allocator.copy_to_nvme(
+                manifest(*name, 0).name, in_background=True
+            )
         except StateTierFullError:
             is_there = False
         if is_there:
@@ -401,5 +403,5 @@ def _one_rank(store: Store, rank: int, seed: int) -> None:
                     if action == "prefetch":
                         store.prefetch(name, name)
                     else:
-                        store.allocator.copy_to_nvme(name)
+                        store.allocator.copy_to_nvme(name, in_background=True)
     arena.close()

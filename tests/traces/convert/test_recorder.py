@@ -1,11 +1,13 @@
 """A cluster's history becomes rows that describe each job without other jobs."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from plexrl.traces import read_jobs, record, write_jobs
+from plexrl.traces import TraceJob, read_jobs, record, write_jobs
+from plexrl.traces.convert.history import history_of
 
 Plain = dict[str, Any]
 START = 1_700_000_000.0
@@ -14,6 +16,7 @@ START = 1_700_000_000.0
 def job_view(name: str, **fields: Any) -> Plain:
     return {
         "job": name,
+        "name": name,
         "tenant": "t",
         "priority": 0,
         "state": "COMPLETED",
@@ -27,7 +30,12 @@ def job_view(name: str, **fields: Any) -> Plain:
     }
 
 
-class History:
+def record_rows(views: Iterable[Plain], rows: Iterable[Plain], *, now: float) -> list[TraceJob]:
+    history = history_of(views, rows, {"now": now})
+    return record(history.jobs, history.operations, history.now)
+
+
+class LoggedJob:
     """The log of one job: a serial loop, which waits for its group as told."""
 
     def __init__(self, name: str, start_s: float) -> None:
@@ -49,6 +57,10 @@ class History:
                 "job": self.name,
                 "deployment": f"{self.name}/{on}",
                 "kind": kind,
+                "state": "finished",
+                "group": "g1",
+                "compute_s": None,
+                "tokens": 0,
                 "submitted_at": submitted,
                 "started_at": started,
                 "finished_at": finished,
@@ -56,7 +68,7 @@ class History:
         )
 
 
-def grpo(history: History, cycles: int, *, wait_s: float) -> None:
+def grpo(history: LoggedJob, cycles: int, *, wait_s: float) -> None:
     for cycle in range(cycles):
         history.run("generate", 60.0 if cycle else 90.0, on="rollout")
         history.run("forward", 10.0, wait_s=wait_s)
@@ -67,10 +79,10 @@ def grpo(history: History, cycles: int, *, wait_s: float) -> None:
 
 @pytest.mark.parametrize("wait_s", [0.0, 13.0])
 def test_a_job_is_recorded_as_it_would_be_alone(tmp_path: Path, wait_s: float) -> None:
-    history = History("a", START + 7.0)
+    history = LoggedJob("a", START + 7.0)
     grpo(history, 6, wait_s=wait_s)
     view = job_view("a", ended_at=history.now)
-    [job] = record([view], reversed(history.rows), now=history.now + 1e6)
+    [job] = record_rows([view], reversed(history.rows), now=history.now + 1e6)
     assert (job.job_id, job.tenant, job.outcome, job.submit_s) == ("a", "t", "completed", 0.0)
     assert (job.gpus, job.rollout_gpus, job.state_bytes) == (8, 4, 100)
     assert (job.wait_s, job.cycles, job.staleness) == (7.0, 6, 0)
@@ -87,21 +99,21 @@ def test_a_job_is_recorded_as_it_would_be_alone(tmp_path: Path, wait_s: float) -
 
 
 def test_a_rollout_that_runs_ahead_is_recorded_as_staleness() -> None:
-    history = History("a", START)
+    history = LoggedJob("a", START)
     for _ in range(5):
         history.run("forward_backward", 20.0)
         history.run("optim_step", 5.0)
-    ahead = History("a", START + 2.0)
+    ahead = LoggedJob("a", START + 2.0)
     for _ in range(5):
         ahead.run("generate", 25.0, on="rollout")
-    [job] = record([job_view("a")], history.rows + ahead.rows, now=history.now)
+    [job] = record_rows([job_view("a")], history.rows + ahead.rows, now=history.now)
     assert (job.staleness, job.cycles) == (1, 5)
     assert [segment.function for segment in job.segments] == ["update"]
     assert job.period_s == 25.0
 
 
 def test_jobs_come_in_order_and_those_that_never_ran_do_not() -> None:
-    late, early = History("late", START + 50.0), History("early", START + 1.0)
+    late, early = LoggedJob("late", START + 50.0), LoggedJob("early", START + 1.0)
     grpo(late, 1, wait_s=0.0)
     grpo(early, 1, wait_s=0.0)
     views = [
@@ -109,7 +121,7 @@ def test_jobs_come_in_order_and_those_that_never_ran_do_not() -> None:
         job_view("idle"),
         job_view("early", state="FAILED", ended_at=early.now),
     ]
-    found = record(views, late.rows + early.rows, now=late.now + 10.0)
+    found = record_rows(views, late.rows + early.rows, now=late.now + 10.0)
     assert [(job.job_id, job.submit_s) for job in found] == [("early", 0.0), ("late", 40.0)]
     assert [job.outcome for job in found] == ["failed", ""]
     # One cycle has no next one to end it, so its length is not known; what it took is.
@@ -118,4 +130,4 @@ def test_jobs_come_in_order_and_those_that_never_ran_do_not() -> None:
 
 
 def test_an_empty_history_is_an_empty_trace() -> None:
-    assert record([], [], now=START) == []
+    assert record_rows([], [], now=START) == []

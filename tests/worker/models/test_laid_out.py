@@ -101,6 +101,16 @@ def test_a_directory_that_lacks_weights_is_refused(tmp_path: Path) -> None:
         lay_out_model(ModelSpec(path=str(tmp_path)))
 
 
+def test_a_critic_is_no_language_model_though_no_weight_is_missing(tmp_path: Path) -> None:
+    model: Any = build_model(CRITIC)
+    assert model.config.tie_word_embeddings
+    model.save_pretrained(tmp_path)
+    for opened in (build_model, lay_out_model):
+        with pytest.raises(InvalidRequestError, match=r'critic.*head="value"'):
+            opened(ModelSpec(path=str(tmp_path)))
+        opened(ModelSpec(path=str(tmp_path), head="value"))
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3_moe", "mixtral", "gemma3_text"])
 def test_a_streamed_model_computes_as_the_whole_one(name: str, at_once: bool) -> None:

@@ -118,8 +118,8 @@ class PodLauncher:
                 found = self._read(pod)
             except (ApiException, HTTPError) as error:
                 return f"the API server does not say why: {_text(error)}"
-            for each in found.status.container_statuses or ():
-                if (ended := each.state.terminated) is not None:
+            for status in found.status.container_statuses or ():
+                if (ended := status.state.terminated) is not None:
                     signal = f", signal {ended.signal}" if ended.signal else ""
                     return f"{ended.reason or 'ended'}, exit code {ended.exit_code}{signal}"
             if found.status.reason:
@@ -201,8 +201,8 @@ class PodLauncher:
             return
         if found.status.phase in ("Failed", "Succeeded"):
             raise OSError(f"the worker's pod {pod} ended at once: {self.reason(pod)}")
-        for each in found.status.container_statuses or ():
-            waiting = each.state.waiting
+        for status in found.status.container_statuses or ():
+            waiting = status.state.waiting
             if waiting is not None and waiting.reason in HOPELESS:
                 raise OSError(f"{pod} cannot start: {waiting.reason}: {waiting.message or ''}")
 

@@ -23,7 +23,7 @@ from plexrl.rollout.coordinator.strategies.routing import (
 )
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.instances.snapshot import InstanceLoad
-from plexrl.rollout.policies.length_dispatch import LONG_PART, Batch, choose_division
+from plexrl.rollout.policies.length_dispatch import LONG_PART, DispatchedBatch, choose_division
 from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.trajectories.record import SampleGroupId, Trajectory
 from plexrl.rollout.trajectories.server import TrajectoryServer
@@ -53,7 +53,7 @@ def divide_instances(
     prompts = [each.prompt_tokens for each in server.groups.values()]
     held.long = 0
     if prompts and kv_budgets:
-        batch = Batch(
+        batch = DispatchedBatch(
             expected=sorted((expected.get(each, 0) for each in server.groups), reverse=True),
             samples=samples,
             prompt_tokens=sum(prompts) / len(prompts),

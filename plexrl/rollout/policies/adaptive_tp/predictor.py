@@ -85,8 +85,8 @@ class _RowCurves:
         return [below, (self._curves[index], part)] if part else [below]
 
     def _further_row(self, x: float) -> Curve:
-        """What a row takes beyond two or more profiled numbers of rows. It is not the time by row:
-        a step has a constant part, which does not grow with the rows."""
+        """Time that one row adds beyond two or more profiled numbers of rows. It is not the time by
+        row: a step has a constant part, which does not grow with the rows."""
         (low, high), (one, other) = self._rows[-2:], self._curves[-2:]
         return Curve([(0.0, max(0.0, (other.at(x) - one.at(x)) / (high - low)))])
 

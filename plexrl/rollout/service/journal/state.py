@@ -37,13 +37,13 @@ from plexrl.rollout.trajectories.record import (
     SampleGroupId,
     trajectory_ids,
 )
+from plexrl.wire.codec import JsonObject
 from plexrl.wire.tensors import Array
 
 COMMANDS: dict[str, type[Any]] = {
     each.__name__: each for each in (Route, Interrupt, Abort, Pull, SwitchTp)
 }
 _HINTS = get_type_hints(InstanceWork)
-Plain = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class RolloutState:
         return state
 
     @classmethod
-    def restored(cls, order: RolloutOrder, seq: int, plain: Plain) -> "RolloutState":
+    def restored(cls, order: RolloutOrder, seq: int, plain: JsonObject) -> "RolloutState":
         """The state that `plain` was made of, after the event `seq`. Raises as msgspec."""
         return cls(
             RolloutCoordinator.restore(order.settings(), plain["core"]),
@@ -100,7 +100,7 @@ class RolloutState:
             seq,
         )
 
-    def plain(self) -> Plain:
+    def plain(self) -> JsonObject:
         """The state as JSON values, which later events do not change."""
         return {
             "core": self.core.state(),
@@ -194,14 +194,14 @@ def _check_decision(
         )
 
 
-def _plain_instances(instances: Instances) -> Plain:
+def _plain_instances(instances: Instances) -> JsonObject:
     return {
         "work": {name: _plain_work(work) for name, work in instances.work.items()},
     }
 
 
-def _plain_work(work: InstanceWork) -> Plain:
-    plain: Plain = {}
+def _plain_work(work: InstanceWork) -> JsonObject:
+    plain: JsonObject = {}
     for each in fields(work):
         value = getattr(work, each.name)
         if each.name == "unanswered":
@@ -210,7 +210,7 @@ def _plain_work(work: InstanceWork) -> Plain:
     return plain
 
 
-def _restored_instances(plain: Plain) -> Instances:
+def _restored_instances(plain: JsonObject) -> Instances:
     instances = Instances()
     for name, work in plain["work"].items():
         found = {

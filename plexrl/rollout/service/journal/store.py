@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,6 +35,7 @@ from plexrl.rollout.coordinator.messages import RolloutCommand, RolloutEvent
 from plexrl.rollout.policies.length_ranker import EXAMPLES_MAX, LengthExample
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
+from plexrl.wire.codec import JsonObject
 from plexrl.wire.tensors import Array
 
 KINDS: dict[str, type[RolloutEvent]] = {
@@ -72,7 +72,6 @@ CREATE TABLE IF NOT EXISTS examples (
 );
 CREATE TABLE IF NOT EXISTS steps (version INTEGER PRIMARY KEY, trainer_step INTEGER NOT NULL);
 """
-Plain = dict[str, Any]
 _FORMER_NAMES = {
     "eta_prompts": "over_launch_prompts",
     "eta_responses": "over_launch_responses",
@@ -118,7 +117,7 @@ class JournalEntry:
     step: tuple[int, int] | None = None
     """A version, and the trainer's step."""
     forgotten: Sequence[Forgotten] = ()
-    snapshot: Plain | None = None
+    snapshot: JsonObject | None = None
     """The state after the event; it replaces the events up to this one."""
     order: RolloutOrder | None = None
     """The order from this event on; it comes with a snapshot."""
@@ -185,7 +184,7 @@ class RolloutStore:
         found = self._reader.execute("SELECT rollout FROM about").fetchone()
         if found is None:
             return None
-        plain = msgspec.json.decode(found[0], type=Plain)
+        plain = msgspec.json.decode(found[0], type=JsonObject)
         named = {_FORMER_NAMES.get(name, name): value for name, value in plain.items()}
         return msgspec.convert(named, RolloutOrder)
 
@@ -218,7 +217,7 @@ class RolloutStore:
                 self._write_event(entry)
                 self._write_tokens(entry)
 
-    def write_snapshot(self, seq: int, snapshot: Plain) -> None:
+    def write_snapshot(self, seq: int, snapshot: JsonObject) -> None:
         """Replaces the stored events, of which `seq` is the latest one, by the state after them.
         Raises as `write`."""
         with self._writer as database:
@@ -243,7 +242,7 @@ class RolloutStore:
         self.tail_events += 1
         self.tail_bytes += len(text)
 
-    def _write_snapshot(self, seq: int, snapshot: Plain) -> None:
+    def _write_snapshot(self, seq: int, snapshot: JsonObject) -> None:
         database, body = self._writer, msgspec.json.encode(snapshot)
         database.execute("DELETE FROM snapshot")
         database.execute("INSERT INTO snapshot VALUES (?, ?)", (seq, body))
@@ -312,13 +311,13 @@ class RolloutStore:
                 for prompt, lengths in rows
             ]
 
-    def snapshot(self) -> tuple[int, Plain] | None:
+    def snapshot(self) -> tuple[int, JsonObject] | None:
         """The state, and the number of the event after which it was; None: there is none yet."""
         found = self._reader.execute("SELECT seq, body FROM snapshot").fetchone()
         if found is None:
             return None
         self.snapshot_bytes = len(found[1])
-        return found[0], msgspec.json.decode(found[1], type=Plain)
+        return found[0], msgspec.json.decode(found[1], type=JsonObject)
 
     def events(self) -> Iterator[tuple[int, RolloutEvent, int | None]]:
         """The events after the snapshot in order, each with its number and the checksum of what was

@@ -22,7 +22,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What an answer needs of its request."""
+    """The properties of a request that its answer depends on."""
 
     answer: str
     """Id of the answer."""
@@ -122,7 +122,7 @@ def logprobs(tokenizer: Tokenizer, asked: Asked, sample: Sample) -> dict[str, An
         for row in ([] if sample.top_logprobs is None else zip(*sample.top_logprobs, strict=True))
     ] or [[] for _ in sample.tokens]
     texts = [token_text(tokenizer, token) for token in sample.tokens]
-    values = [float(each) for each in sample.logprobs]
+    values = [float(logprob) for logprob in sample.logprobs]
     if asked.is_chat:
         rows = zip(texts, values, top, strict=True)
         content = [

@@ -47,14 +47,16 @@ from plexrl.router.http.openai.answers import (
 from plexrl.router.http.openai.prompts import Prompt, canonical, chat_settings
 from plexrl.router.http.openai.requests import ChatRequest, CompletionRequest, plain_message
 from plexrl.router.http.openai.texts import GrowingText
-from plexrl.router.http.openai.trajectory import History, history_digest, make_call
+from plexrl.router.http.openai.trajectory import CallHistory, history_digest, make_call
 from plexrl.router.http.operation_checks import check_operation
 from plexrl.router.http.routes.operations import submit_checked
 from plexrl.router.http.streams.events import read_cursor
 from plexrl.router.http.streams.token_reader import TokenReader
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.router.services.authentication import Caller
 from plexrl.router.services.error_responses import public_error
 from plexrl.router.services.services import RouterServices
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.operations import GenerateParams, OperationState, SamplingParams
 from plexrl.wire.tensors import decode_body, encode_body
 
@@ -71,6 +73,8 @@ class OpenAIGeneration:
     services: RouterServices
     request: Request
     caller: Caller
+    tenant: str
+    """The job's."""
     job: str
     name: str
     """Name of the deployment in its job."""
@@ -120,7 +124,7 @@ class OpenAIGeneration:
             await asyncio.get_running_loop().run_in_executor(
                 self.services.threads,
                 self.services.captures.check,
-                self.job,
+                JobKey(self.tenant, self.job),
                 f"{self.name}/{self.trajectory}",
                 self.operation,
             )
@@ -244,7 +248,7 @@ class OpenAIGeneration:
                 if self.is_repeatable:
                     raise ConnectionLostError("the client has left: its generation goes on")
                 await self.services.scheduler.call(
-                    "cancel_operation", {"operation": self.operation, **self.caller.claim}
+                    m.CANCEL_OPERATION, {"operation": self.operation, **self.caller.claim}
                 )
                 raise ConnectionLostError("the client has left: its generation is cancelled")
             if self.services.shutdown.has_begun:
@@ -268,7 +272,7 @@ class OpenAIGeneration:
         await asyncio.get_running_loop().run_in_executor(
             self.services.threads,
             self.services.captures.add,
-            self.job,
+            JobKey(self.tenant, self.job),
             f"{self.name}/{self.trajectory}",
             self.operation,
             row,
@@ -285,7 +289,7 @@ class OpenAIGeneration:
         )
         return msgspec.json.encode(call)
 
-    def _histories(self, samples: Sequence[Sample]) -> list[History]:
+    def _histories(self, samples: Sequence[Sample]) -> list[CallHistory]:
         """The history that each sample ends."""
         texts = [reply_text(self.tokenizer, self.asked, sample) for sample in samples]
         if isinstance(self.body, ChatRequest):
@@ -295,13 +299,13 @@ class OpenAIGeneration:
                 reply = plain_message(len(before), reply_message(self.asked, index, text))
                 history = canonical([*before, reply])
                 digest = history_digest("chat", history, settings)
-                found.append(History(len(history), digest))
+                found.append(CallHistory(len(history), digest))
             return found
         given = self.body.prompts()[0]
         if not isinstance(given, str):
-            return [History(0, "") for _ in samples]
+            return [CallHistory(0, "") for _ in samples]
         return [
-            History(
+            CallHistory(
                 len(given + text),
                 history_digest("text", given + text),
                 self.tokenizer.decode(sample.tokens)[len(text) :],

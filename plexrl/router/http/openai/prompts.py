@@ -19,7 +19,7 @@ from typing import Any
 from plexrl.errors import InvalidRequestError
 from plexrl.model.text.tokenizer import Tokenizer
 from plexrl.router.http.openai.requests import ChatRequest, CompletionRequest
-from plexrl.router.http.openai.trajectory import Reply, history_digest
+from plexrl.router.http.openai.trajectory import CapturedReply, history_digest
 
 NOISE = frozenset({"refusal", "annotations", "audio", "function_call", "id", "index", "type"})
 """Fields of messages, and of calls in them, that clients add to what they return."""
@@ -31,7 +31,7 @@ class Prompt:
     """One prompt."""
 
     tokens: list[int]
-    parent: Reply | None = None
+    parent: CapturedReply | None = None
     """The reply whose sequence it continues; None: it continues none."""
 
 
@@ -55,7 +55,9 @@ def canonical(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, known: Sequence[Reply] = ()) -> Prompt:
+def chat_prompt(
+    tokenizer: Tokenizer, request: ChatRequest, known: Sequence[CapturedReply] = ()
+) -> Prompt:
     """The prompt of a conversation, which continues the longest of the `known` replies that it
     begins with.
 
@@ -85,7 +87,7 @@ def text_prompt(
     tokenizer: Tokenizer | None,
     request: CompletionRequest,
     given: str | list[int],
-    known: Sequence[Reply] = (),
+    known: Sequence[CapturedReply] = (),
 ) -> Prompt:
     """The prompt of a completion; as `chat_prompt`."""
     if not isinstance(given, str):
@@ -110,7 +112,7 @@ def text_prompt(
 
 
 def _after_reply(
-    tokenizer: Tokenizer, request: ChatRequest, messages: list[dict[str, Any]], reply: Reply
+    tokenizer: Tokenizer, request: ChatRequest, messages: list[dict[str, Any]], reply: CapturedReply
 ) -> list[int] | None:
     """Tokens of what the template writes behind a reply; None: it writes the reply's history in
     another way when more messages follow."""

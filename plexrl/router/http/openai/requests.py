@@ -31,7 +31,7 @@ _OFF: tuple[object, ...] = (None, 0, 0.0, False, {}, [])
 
 
 class StreamOptions(BaseModel):
-    """What a stream has beside the text."""
+    """The options of a stream."""
 
     model_config = ConfigDict(extra="ignore")
     include_usage: bool = False
@@ -57,7 +57,7 @@ class _Request(BaseModel):
     )
 
     def sampling(self, max_tokens: int, top_logprobs: int) -> SamplingParams:
-        """How tokens are drawn."""
+        """The parameters of sampling."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             max_tokens=max_tokens,
@@ -102,7 +102,7 @@ class CompletionRequest(_Request):
     def check_known(self) -> None:
         """As for all requests; and prompts must be text that can be encoded."""
         super().check_known()
-        _check_text("prompt", [each for each in self.prompts() if isinstance(each, str)])
+        _check_text("prompt", [prompt for prompt in self.prompts() if isinstance(prompt, str)])
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids.

@@ -3,17 +3,18 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Depends, Header, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from plexrl.errors import InvalidRequestError, NotFoundError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.text.tokenizer import Tokenizer
 from plexrl.process.folders.operator_key import new_api_key
+from plexrl.router.execution.deployment_specs import OwnedSpec
 from plexrl.router.http.openai.generation import (
     OpenAIGeneration,
     chat_sampling,
@@ -21,11 +22,20 @@ from plexrl.router.http.openai.generation import (
 )
 from plexrl.router.http.openai.prompts import Prompt, chat_prompt, text_prompt
 from plexrl.router.http.openai.requests import ChatRequest, CompletionRequest
-from plexrl.router.http.openai.trajectory import CapturedCall, decode_calls, replies, segments
+from plexrl.router.http.openai.trajectory import (
+    CapturedCall,
+    CapturedReply,
+    decode_calls,
+    replies,
+    segments,
+)
 from plexrl.router.http.routes.deployments import texts_of
 from plexrl.router.http.routes.streams import SERVER_SENT
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.router.services.authentication import Caller, key_digest
 from plexrl.router.services.services import RouterServices, Services
+from plexrl.wire import scheduler_methods as m
+from plexrl.wire.operations import SamplingParams
 from plexrl.wire.parameter_checks import check_identifier, check_name
 
 CHOICES_MAX = 64
@@ -46,25 +56,25 @@ def is_endpoint(path: str) -> bool:
 
 
 @ROUTES.post("/{job}/keys", status_code=201, summary="Create an API key of a job; it is shown once")
-async def add_key(request: Request, services: Services, job: str) -> dict[str, Any]:
+async def add_key(request: Request, services: Services, job: str) -> dict[str, str]:
     """The key opens the OpenAI-compatible endpoints of this job and nothing else, is valid until
     the job ends or has another controller, and what it asks for counts as the job's. A job has at
     most 16 keys: a further one takes the place of the oldest."""
     key = new_api_key()
-    await services.ask(request, dict, "add_job_key", job=job, key_digest=key_digest(key))
+    await services.ask(request, m.ADD_JOB_KEY, job=job, key_digest=key_digest(key))
     return {"job": job, "api_key": key}
 
 
 @ROUTES.delete("/{job}/keys", summary="Revoke all API keys of a job")
-async def revoke_keys(request: Request, services: Services, job: str) -> dict[str, Any]:
+async def revoke_keys(request: Request, services: Services, job: str) -> dict[str, str]:
     """No router accepts them any more once this is answered; requests in progress are finished."""
-    await services.ask(request, dict, "revoke_job_keys", job=job)
+    await services.ask(request, m.REVOKE_JOB_KEYS, job=job)
     return {"job": job}
 
 
 @ROUTES.get(f"{DEPLOYMENT}/v1/models", summary="The deployment as OpenAI's list of models")
 @ROUTES.get(f"{TRAJECTORY}/v1/models", include_in_schema=False)
-async def models(request: Request, services: Services, job: str, name: str) -> dict[str, Any]:
+async def models(request: Request, services: Services, job: str, name: str) -> dict[str, object]:
     """One model: the deployment's name."""
     caller = await services.caller(request)
     await services.spec(f"{job}/{name}", caller)
@@ -72,46 +82,61 @@ async def models(request: Request, services: Services, job: str, name: str) -> d
     return {"object": "list", "data": [model]}
 
 
-@ROUTES.post(
-    f"{DEPLOYMENT}/v1/completions", summary="OpenAI's completions", response_class=Response
-)
-@ROUTES.post(f"{TRAJECTORY}/v1/completions", include_in_schema=False, response_class=Response)
-async def completions(
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The deployment that a request names, and how its call is captured and repeated."""
+
+    request: Request
+    services: RouterServices
+    job: str
+    name: str
+    trajectory: str
+    """Empty: the call is not captured."""
+    idempotency_key: str
+
+    @property
+    def deployment(self) -> str:
+        """Id of the deployment."""
+        return f"{self.job}/{self.name}"
+
+    async def replies(self, tenant: str) -> list[CapturedReply]:
+        """The captured replies of the trajectory of a tenant's job so far."""
+        if not self.trajectory:
+            return []
+        key = JobKey(tenant, self.job)
+        calls = await _calls(self.services, key, self.name, self.trajectory)
+        return await asyncio.to_thread(replies, calls)
+
+
+def _target(
     request: Request,
     services: Services,
     job: str,
     name: str,
-    body: CompletionRequest,
     trajectory: str = "",
     plexrl_trajectory: str = Header(""),
     idempotency_key: str = Header(""),
-) -> Response:
+) -> _Target:
+    captured = trajectory or plexrl_trajectory
+    return _Target(request, services, job, name, captured, idempotency_key)
+
+
+Target = Annotated[_Target, Depends(_target)]
+
+
+@ROUTES.post(
+    f"{DEPLOYMENT}/v1/completions", summary="OpenAI's completions", response_class=Response
+)
+@ROUTES.post(f"{TRAJECTORY}/v1/completions", include_in_schema=False, response_class=Response)
+async def completions(target: Target, body: CompletionRequest) -> Response:
     """The call is captured if the path or the header `PlexRL-Trajectory` names a trajectory."""
-    caller, spec = await _opened(request, services, job, name, body)
-    given = body.prompts()
-    captured = _captured(trajectory or plexrl_trajectory, len(given), body.n)
-    tokenizer = await _tokenizer(services, caller, f"{job}/{name}", spec)
-    known = await _replies(services, job, name, captured)
-    prompts = await asyncio.to_thread(
-        lambda: [text_prompt(tokenizer, body, each, known) for each in given]
-    )
-    sampling = body.sampling(body.max_tokens or spec.max_sequence_tokens, body.logprobs or 0)
-    return await _answer(
-        OpenAIGeneration(
-            services=services,
-            request=request,
-            caller=caller,
-            job=job,
-            name=name,
-            spec=spec,
-            tokenizer=tokenizer,
-            body=body,
-            prompts=prompts,
-            sampling=sampling,
-            trajectory=captured,
-            operation=_operation(job, name, idempotency_key),
-        )
-    )
+
+    def write(tokenizer: Tokenizer, spec: DeploymentSpec, known: list[CapturedReply]) -> _Written:
+        prompts = [text_prompt(tokenizer, body, text, known) for text in body.prompts()]
+        sampling = body.sampling(body.max_tokens or spec.max_sequence_tokens, body.logprobs or 0)
+        return prompts, sampling
+
+    return await _generate(target, body, write)
 
 
 @ROUTES.post(
@@ -120,38 +145,49 @@ async def completions(
     response_class=Response,
 )
 @ROUTES.post(f"{TRAJECTORY}/v1/chat/completions", include_in_schema=False, response_class=Response)
-async def chat_completions(
-    request: Request,
-    services: Services,
-    job: str,
-    name: str,
-    body: ChatRequest,
-    trajectory: str = "",
-    plexrl_trajectory: str = Header(""),
-    idempotency_key: str = Header(""),
-) -> Response:
+async def chat_completions(target: Target, body: ChatRequest) -> Response:
     """The conversation is written by the model's own chat template, which also gets the tools. The
     call is captured if the path or the header `PlexRL-Trajectory` names a trajectory: a
     conversation that goes on after a captured reply then continues its exact tokens."""
-    caller, spec = await _opened(request, services, job, name, body)
-    captured = _captured(trajectory or plexrl_trajectory, 1, body.n)
-    tokenizer = await _tokenizer(services, caller, f"{job}/{name}", spec)
-    known = await _replies(services, job, name, captured)
-    prompt: Prompt = await asyncio.to_thread(chat_prompt, tokenizer, body, known)
+
+    def write(tokenizer: Tokenizer, spec: DeploymentSpec, known: list[CapturedReply]) -> _Written:
+        prompt = chat_prompt(tokenizer, body, known)
+        return [prompt], chat_sampling(body, prompt, spec)
+
+    return await _generate(target, body, write)
+
+
+_Written = tuple[list[Prompt], SamplingParams]
+"""The prompts of a request, and how they are sampled."""
+
+
+async def _generate(
+    target: _Target,
+    body: ChatRequest | CompletionRequest,
+    write: Callable[[Tokenizer, DeploymentSpec, list[CapturedReply]], _Written],
+) -> Response:
+    """Answer a request whose prompts `write` makes, in a thread."""
+    caller, (spec, tenant) = await _opened(target, body)
+    count = len(body.prompts()) if isinstance(body, CompletionRequest) else 1
+    captured = _captured(target.trajectory, count, body.n)
+    tokenizer = await _tokenizer(target.services, caller, target.deployment, spec)
+    known = await target.replies(tenant)
+    prompts, sampling = await asyncio.to_thread(write, tokenizer, spec, known)
     return await _answer(
         OpenAIGeneration(
-            services=services,
-            request=request,
+            services=target.services,
+            request=target.request,
             caller=caller,
-            job=job,
-            name=name,
+            tenant=tenant,
+            job=target.job,
+            name=target.name,
             spec=spec,
             tokenizer=tokenizer,
             body=body,
-            prompts=[prompt],
-            sampling=chat_sampling(body, prompt, spec),
+            prompts=prompts,
+            sampling=sampling,
             trajectory=captured,
-            operation=_operation(job, name, idempotency_key),
+            operation=_operation(target.job, target.name, target.idempotency_key),
         )
     )
 
@@ -164,8 +200,8 @@ async def captured_segments(
     `[start, version, trainer_step]`; `finish_reason` and `operations`. They are kept for an hour
     after the trajectory's last call."""
     caller = await services.caller(request)
-    await services.spec(f"{job}/{name}", caller)
-    calls = await _calls(services, job, name, _captured(trajectory, 1, 1))
+    owned = await services.owned_spec(f"{job}/{name}", caller)
+    calls = await _calls(services, JobKey(owned.tenant, job), name, _captured(trajectory, 1, 1))
     if not calls:
         raise NotFoundError(
             f"nothing of trajectory {trajectory!r} is captured: name it in the path or the header "
@@ -183,23 +219,20 @@ def _segment_parts(calls: list[CapturedCall]) -> Iterator[bytes]:
 
 
 async def _opened(
-    request: Request,
-    services: RouterServices,
-    job: str,
-    name: str,
-    body: ChatRequest | CompletionRequest,
-) -> tuple[Caller, DeploymentSpec]:
-    caller = await services.caller(request)
-    spec = await services.spec(f"{job}/{name}", caller)
-    if spec.kind != "rollout":
-        raise InvalidRequestError(f"{name!r} is a {spec.kind} deployment, and only rollouts answer")
+    target: _Target, body: ChatRequest | CompletionRequest
+) -> tuple[Caller, OwnedSpec]:
+    caller = await target.services.caller(target.request)
+    owned = await target.services.owned_spec(target.deployment, caller)
+    name, kind = target.name, owned.spec.kind
+    if kind != "rollout":
+        raise InvalidRequestError(f"{name!r} is a {kind} deployment, and only rollouts answer")
     body.check_known()
-    if body.model not in (name, f"{job}/{name}"):
+    if body.model not in (name, target.deployment):
         raise NotFoundError(
             f"there is no model {body.model!r} here: the deployment's name is {name!r}",
             where="body.model",
         )
-    return caller, spec
+    return caller, owned
 
 
 def _captured(trajectory: str, prompts: int, choices: int) -> str:
@@ -238,18 +271,14 @@ async def _answer(generation: OpenAIGeneration) -> Response:
     )
 
 
-async def _calls(services: RouterServices, job: str, name: str, trajectory: str) -> list[Any]:
+async def _calls(
+    services: RouterServices, job: JobKey, name: str, trajectory: str
+) -> list[CapturedCall]:
     loop = asyncio.get_running_loop()
     rows = await loop.run_in_executor(
         services.threads, services.captures.read, job, f"{name}/{trajectory}"
     )
     return await asyncio.to_thread(decode_calls, rows)
-
-
-async def _replies(services: RouterServices, job: str, name: str, trajectory: str) -> list[Any]:
-    if not trajectory:
-        return []
-    return await asyncio.to_thread(replies, await _calls(services, job, name, trajectory))
 
 
 async def _tokenizer(
@@ -275,7 +304,7 @@ async def _load_tokenizer(
         owner = caller
         if caller.job is not None:
             # With an operator's job, its key reads the model that the operator has named.
-            view = await services.scheduler.call("checkpoint_owner", {"tenant": caller.tenant})
+            view = await services.scheduler.call(m.CHECKPOINT_OWNER, {"tenant": caller.tenant})
             owner = replace(caller, is_operator=bool(view["is_operator"]))
         await services.model_access.check(spec.model.path, owner)
     loop = asyncio.get_running_loop()

@@ -58,7 +58,7 @@ class GrowingText:
         self._begin = self._end = 0
 
     def rest(self, text: str) -> str:
-        """What is left to send of the sample's final text."""
+        """The part of the sample's final text that was not sent yet."""
         return text[len(self.sent) :]
 
     def _decoded(self) -> str:
@@ -71,7 +71,7 @@ class GrowingText:
 
 
 def _begun(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`."""
+    """Number of characters at the end of `text` that may be the beginning of `mark`."""
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:size]):
             return size

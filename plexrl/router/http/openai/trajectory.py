@@ -35,7 +35,7 @@ class CapturedChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Drawn text that the reply is without: the stop string, and what was drawn with it."""
 
 
-class History(NamedTuple):
+class CallHistory(NamedTuple):
     """The history that a reply ends, as in `CapturedChoice`."""
 
     measure: int
@@ -58,7 +58,7 @@ class CapturedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class CapturedReply:
     """A captured reply, with which later prompts may begin."""
 
     parent: tuple[str, int]
@@ -107,11 +107,11 @@ def decode_calls(rows: Sequence[bytes]) -> list[CapturedCall]:
 def make_call(
     call: str,
     at: float,
-    parent: Reply | None,
+    parent: CapturedReply | None,
     prompt: Sequence[int],
     result: GenerateResult,
     *,
-    histories: Sequence[History],
+    histories: Sequence[CallHistory],
 ) -> CapturedCall:
     """The row of a call with one prompt. `histories`: one for each sample."""
     behind = 0 if parent is None else parent.length
@@ -134,7 +134,7 @@ def make_call(
     )
 
 
-def replies(calls: Sequence[CapturedCall]) -> list[Reply]:
+def replies(calls: Sequence[CapturedCall]) -> list[CapturedReply]:
     """All replies of a trajectory. One whose parent is missing is left out."""
     by_call = {call.call: call for call in calls}
     found = []
@@ -144,7 +144,7 @@ def replies(calls: Sequence[CapturedCall]) -> list[Reply]:
             continue
         for index, choice in enumerate(call.choices):
             found.append(
-                Reply(
+                CapturedReply(
                     parent=(call.call, index),
                     before=path,
                     drawn=choice.tokens,

@@ -13,7 +13,6 @@ from plexrl.wire.messages.rollout_views import (
     Rollouts,
     RolloutStatus,
 )
-from plexrl.wire.messages.views import JobView
 from plexrl.wire.tensors import MEDIA_TYPE
 
 WAIT_S_MAX = 60.0
@@ -71,11 +70,12 @@ async def exchange(
 ) -> Response:
     """Prompts and rewards that are known have no effect, so a request may be repeated. Samples are
     those that lack a reward and came after the cursor `after`."""
-    found: RolloutBody = await _ask(
-        request, services, job, "exchange", wait_s, name=name, body=body.model_dump()
+    key = await services.job_key(request, job)
+    found: RolloutBody = await _call(
+        services, job, "exchange", wait_s, name=name, body=body.model_dump()
     )
     failed = sum(graded[2] is None for graded in body.rewards)
-    services.run_watch.rewarded(job, total=len(body.rewards), failed=failed)
+    services.run_watch.rewarded(key, total=len(body.rewards), failed=failed)
     return Response(found["body"], media_type=MEDIA_TYPE)
 
 
@@ -114,7 +114,13 @@ async def _ask(
     request: Request, services: RouterServices, job: str, method: str, wait_s: float, **fields: Any
 ) -> Any:
     # Only who may see the job gets further.
-    await services.ask(request, JobView, "get_job", job=job)
+    await services.job_key(request, job)
+    return await _call(services, job, method, wait_s, **fields)
+
+
+async def _call(
+    services: RouterServices, job: str, method: str, wait_s: float, **fields: Any
+) -> Any:
     wait_s = min(wait_s, WAIT_S_MAX)
     params = {"job": job, "wait_s": wait_s, **fields}
     return await services.rollouts.call(method, params, timeout_s=wait_s + RESPONSE_MARGIN_S)

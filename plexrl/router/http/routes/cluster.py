@@ -26,10 +26,10 @@ from plexrl.router.observe.metrics import (
 )
 from plexrl.router.services.authentication import key_digest
 from plexrl.router.services.services import Services
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.messages.cluster_views import (
     DescribedTenants,
     DescribedTenantView,
-    EtaQualityView,
     ForgottenNode,
     Groups,
     HealthView,
@@ -38,11 +38,8 @@ from plexrl.wire.messages.cluster_views import (
     NewTenantView,
     Nodes,
     NodeView,
-    ServiceLevels,
     StatusView,
-    Tenants,
-    TenantView,
-    Usage,
+    UsageReport,
 )
 from plexrl.wire.parameter_checks import check_name
 
@@ -66,9 +63,9 @@ async def metrics(request: Request, services: Services) -> Response:
     with suppress(PlexRLError):
         # Without a scheduler, `health` says so.
         call = partial(services.scheduler.call, params={}, timeout_s=SCHEDULER_TIMEOUT_S)
-        quality: EtaQualityView = await call("eta_quality")
+        quality = await call(m.ETA_QUALITY)
         found.append(WaitCollector(quality))
-        levels: ServiceLevels = await call("service_levels")
+        levels = await call(m.SERVICE_LEVELS)
         seen = [job for job in levels["jobs"] if caller and caller.scope in (None, job["tenant"])]
         found.append(ServiceLevelCollector(levels["jobs"], seen))
         runs = services.run_watch.own_views()
@@ -83,11 +80,14 @@ async def metrics(request: Request, services: Services) -> Response:
 async def status(request: Request, services: Services) -> StatusView:
     """Counts of nodes, GPUs, jobs and operations, and the cluster's health."""
     caller = await services.caller(request)
-    view: StatusView = await services.scheduler.call("status", caller.claim)
+    totals = await services.scheduler.call(m.STATUS, caller.claim)
     public = await services.health.public()
-    view["conditions"] = public["conditions"]
-    view["restarts"] = public["restarts"]
-    view["last_restart_at"] = public["last_restart_at"]
+    view: StatusView = {
+        **totals,
+        "conditions": public["conditions"],
+        "restarts": public["restarts"],
+        "last_restart_at": public["last_restart_at"],
+    }
     if caller.is_operator:
         view["conditions"] = await services.health.conditions()
         view["parts"] = msgspec.to_builtins(services.health.parts())
@@ -97,19 +97,19 @@ async def status(request: Request, services: Services) -> StatusView:
 @ROUTES.get("/nodes", summary="All nodes")
 async def nodes(request: Request, services: Services) -> Nodes:
     """The state of each node."""
-    return await services.ask(request, Nodes, "list_nodes")
+    return await services.ask(request, m.LIST_NODES)
 
 
 @ROUTES.get("/groups", summary="All node groups: lock holders and cost of context switches")
 async def groups(request: Request, services: Services) -> Groups:
     """For operators only."""
-    return await services.ask_as_operator(request, Groups, "list_groups")
+    return await services.ask_as_operator(request, m.LIST_GROUPS)
 
 
 @ROUTES.get("/tenants", summary="All tenants: weights, quotas and what they hold")
 async def tenants(request: Request, services: Services) -> DescribedTenants:
     """For operators only."""
-    found = await services.ask_as_operator(request, Tenants, "list_tenants")
+    found = await services.ask_as_operator(request, m.LIST_TENANTS)
     return {"tenants": [await services.checkpoint_quota.describe(t) for t in found["tenants"]]}
 
 
@@ -120,7 +120,7 @@ async def create_tenant(request: Request, services: Services, body: TenantReques
     check_name("tenant", body.name)
     key = new_api_key()
     await services.scheduler.call(
-        "create_tenant", {**caller.claim, "name": body.name, "key_digest": key_digest(key)}
+        m.CREATE_TENANT, {**caller.claim, "name": body.name, "key_digest": key_digest(key)}
     )
     return {"tenant": TenantId(body.name), "api_key": key}
 
@@ -131,16 +131,14 @@ async def configure_tenant(
 ) -> DescribedTenantView:
     """For operators only. Returns the tenant after the change."""
     settings = body.model_dump(exclude_unset=True)
-    changed = await services.ask_as_operator(
-        request, TenantView, "configure_tenant", name=name, **settings
-    )
+    changed = await services.ask_as_operator(request, m.CONFIGURE_TENANT, name=name, **settings)
     return await services.checkpoint_quota.describe(changed)
 
 
 @ROUTES.get("/tenants/{name}/keys", summary="A tenant's API keys: ids and times, not the keys")
 async def keys(request: Request, services: Services, name: str) -> Keys:
     """For operators only."""
-    return await services.ask_as_operator(request, Keys, "list_keys", name=name)
+    return await services.ask_as_operator(request, m.LIST_KEYS, name=name)
 
 
 @ROUTES.post(
@@ -158,42 +156,38 @@ async def add_key(request: Request, services: Services, name: str) -> NewKeyView
         # Commands on this data directory use the key in this file. The new key is on the disk
         # before it is valid, so that a full disk refuses the rotation instead of half doing it.
         staged = await asyncio.to_thread(stage_private, file, key)
-        reply = await services.scheduler.call("add_key", fields)
+        reply = await services.scheduler.call(m.ADD_KEY, fields)
         await asyncio.to_thread(rename_durably, staged, file)
     else:
-        reply = await services.scheduler.call("add_key", fields)
+        reply = await services.scheduler.call(m.ADD_KEY, fields)
     return {"tenant": TenantId(name), "key": reply["key"], "api_key": key}
 
 
 @ROUTES.delete("/tenants/{name}/keys/{key}", status_code=204, summary="Revoke an API key")
 async def revoke_key(request: Request, services: Services, name: str, key: str) -> None:
     """For operators only. `key` is the key's id."""
-    await services.ask_as_operator(request, dict, "revoke_key", name=name, key=key)
+    await services.ask_as_operator(request, m.REVOKE_KEY, name=name, key=key)
 
 
 @ROUTES.get("/usage", summary="Usage by job and kind of operation; savings by sharing, by job")
-async def usage(request: Request, services: Services) -> Usage:
+async def usage(request: Request, services: Services) -> UsageReport:
     """The tenant's own usage; for the operator that of all tenants."""
-    return await services.ask(request, Usage, "list_usage")
+    return await services.ask(request, m.LIST_USAGE)
 
 
 @ROUTES.post("/nodes/{node}/drain", summary="Move all work off a node and place no new work on it")
 async def drain(request: Request, services: Services, node: str) -> NodeView:
     """For operators only."""
-    return await services.ask_as_operator(
-        request, NodeView, "drain_node", node=node, is_draining=True
-    )
+    return await services.ask_as_operator(request, m.DRAIN_NODE, node=node, is_draining=True)
 
 
 @ROUTES.post("/nodes/{node}/undrain", summary="Put a drained node back in use")
 async def undrain(request: Request, services: Services, node: str) -> NodeView:
     """For operators only."""
-    return await services.ask_as_operator(
-        request, NodeView, "drain_node", node=node, is_draining=False
-    )
+    return await services.ask_as_operator(request, m.DRAIN_NODE, node=node, is_draining=False)
 
 
 @ROUTES.delete("/nodes/{node}", summary="Forget a node that has left and has no work")
 async def remove_node(request: Request, services: Services, node: str) -> ForgottenNode:
     """For operators only."""
-    return await services.ask_as_operator(request, ForgottenNode, "remove_node", node=node)
+    return await services.ask_as_operator(request, m.REMOVE_NODE, node=node)

@@ -24,6 +24,7 @@ from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.services.services import Services
 from plexrl.storage.location import is_url
 from plexrl.storage.model_folder import model_folder
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.messages.views import (
     CreatedDeploymentView,
     DeploymentStatus,
@@ -77,7 +78,7 @@ async def deploy(
         "trace": None if body.trace is None else body.trace.model_dump(),
     }
     try:
-        view: DeploymentView = await services.scheduler.call("create_deployment", asked)
+        view = await services.scheduler.call(m.CREATE_DEPLOYMENT, asked)
     except ModelDoesNotFitError as error:
         is_default = body.max_sequence_tokens is None
         raise with_fitting_length(error, spec, is_default=is_default) from error
@@ -96,7 +97,7 @@ async def deployment(request: Request, services: Services, job: str, name: str) 
 async def end(request: Request, services: Services, job: str, name: str) -> DeploymentView:
     """Its GPUs, memory and disk space are free again. What it has not done fails as cancelled, and
     it takes no more operations. A deployment that has ended stays as it is."""
-    return await services.ask(request, DeploymentView, "end_deployment", deployment=f"{job}/{name}")
+    return await services.ask(request, m.END_DEPLOYMENT, deployment=f"{job}/{name}")
 
 
 @ROUTES.post(
@@ -105,15 +106,14 @@ async def end(request: Request, services: Services, job: str, name: str) -> Depl
 async def copy(
     request: Request, services: Services, job: str, name: str, body: CopyRequest
 ) -> DeploymentView:
-    """It has the same model, layout and settings, and a model's first weights. A request with the
-    name and the settings of an existing deployment returns that one."""
+    """The copy has the same model, layout and settings, and the model's initial weights. A request
+    with the name and the settings of an existing deployment returns that one."""
     caller = await services.caller(request)
     check_name("deployment", body.name)
     view = await services.deployment(caller, f"{job}/{name}")
     return await services.ask(
         request,
-        DeploymentView,
-        "create_deployment",
+        m.CREATE_DEPLOYMENT,
         deployment=f"{job}/{body.name}",
         job=job,
         # `exclusive` says it already, of a rollout that does not share its GPUs.
@@ -148,8 +148,7 @@ async def set_parallelism(
     spec = with_layout(deployment_spec_from_json(view["spec_json"]), layout)
     return await services.ask(
         request,
-        DeploymentView,
-        "relayout_deployment",
+        m.RELAYOUT_DEPLOYMENT,
         deployment=deployment,
         state_bytes=state_bytes(spec, parameter_count(spec.model)),
         memory=msgspec.to_builtins(device_memory(spec)),
@@ -163,7 +162,7 @@ async def set_parallelism(
 )
 async def recover(request: Request, services: Services, job: str, name: str) -> FailureView:
     """`failure` is the job's next failure to acknowledge."""
-    return await services.ask(request, FailureView, "acknowledge", deployment=f"{job}/{name}")
+    return await services.ask(request, m.ACKNOWLEDGE, deployment=f"{job}/{name}")
 
 
 @ROUTES.get(

@@ -21,8 +21,9 @@ from plexrl.router.http.schemas import (
 )
 from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.observe.run_health import check_limits
-from plexrl.router.services.services import Services
+from plexrl.router.services.services import Services, job_key
 from plexrl.runs.records import FOLDER, RunRecords
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.messages.node_queries import JobCheckpoints, JobLogs, LogView
 from plexrl.wire.messages.run_views import LoggedRow, SampledSteps, SampleView, StepSamples
 from plexrl.wire.messages.views import (
@@ -56,23 +57,23 @@ async def submit(request: Request, services: Services, body: JobRequest) -> JobV
     limits = {} if isinstance(warnings, bool) else check_limits(warnings)
     fields["tenant"] = body.tenant or caller.tenant
     fields["controller"] = caller.controller
-    view: JobView = await services.scheduler.call("submit_job", fields)
+    view = await services.scheduler.call(m.SUBMIT_JOB, fields)
     if warnings is not True:
-        await services.run_watch.begin(body.job, on=warnings is not False, limits=limits)
+        await services.run_watch.begin(job_key(view), on=warnings is not False, limits=limits)
     return view
 
 
 @ROUTES.get("", summary="All jobs that the caller may see")
 async def list_jobs(request: Request, services: Services) -> Jobs:
     """The tenant's own jobs; for the operator all jobs."""
-    return await services.ask(request, Jobs, "list_jobs")
+    return await services.ask(request, m.LIST_JOBS)
 
 
 @ROUTES.get("/{job}", summary="One job with its deployments")
 async def get(request: Request, services: Services, job: str) -> JobView:
     """State, reason, times and deployments of the job."""
-    view = await services.ask(request, JobView, "get_job", job=job)
-    return {**view, "health": await services.run_watch.view(job)}
+    view = await services.ask(request, m.GET_JOB, job=job)
+    return {**view, "health": await services.run_watch.view(job_key(view))}
 
 
 @ROUTES.get("/{job}/explain", summary="Why the job waits or runs, and until when")
@@ -80,21 +81,21 @@ async def explain(request: Request, services: Services, job: str) -> ExplainedJo
     """Reasons, holders and estimates for the job's unfinished operations and its deployments, and
     what its asynchronous rollouts wait for, such as rewards (`rollouts`; null: their service does
     not answer)."""
-    view = await services.ask(request, ExplainedJobView, "explain_job", job=job)
-    health = await services.run_watch.view(job)
+    view = await services.ask(request, m.EXPLAIN_JOB, job=job)
+    health = await services.run_watch.view(job_key(view))
     return {**view, "rollouts": await services.rollout_views.waits(job), "health": health}
 
 
 @ROUTES.post("/{job}/finish", summary="End a job")
 async def finish(request: Request, services: Services, job: str, body: FinishRequest) -> JobView:
     """A job that has ended stays as it is."""
-    return await services.ask(request, JobView, "finish_job", job=job, **body.model_dump())
+    return await services.ask(request, m.FINISH_JOB, job=job, **body.model_dump())
 
 
 @ROUTES.post("/{job}/heartbeat", summary="Heartbeat of the controller; attaches a detached job")
 async def heartbeat(request: Request, services: Services, job: str) -> HeartbeatView:
     """`failure` is the job's first failure that no controller has acknowledged."""
-    return await services.ask(request, HeartbeatView, "heartbeat", job=job)
+    return await services.ask(request, m.HEARTBEAT, job=job)
 
 
 @ROUTES.post("/{job}/attach", summary="Become the job's controller")
@@ -108,7 +109,7 @@ async def attach(
     `keep_gradients` is set.
     """
     fields = {"job": job, "keep_gradients": keep_gradients, "controller": ""}
-    return await services.ask(request, JobView, "attach_job", **fields)
+    return await services.ask(request, m.ATTACH_JOB, **fields)
 
 
 @ROUTES.post("/{job}/metrics", summary="Add a row of metrics")
@@ -117,12 +118,12 @@ async def add_metrics(
 ) -> LoggedRow:
     """Rows are only added; a second row with the same step replaces nothing. The answer has the
     warnings of the job's run."""
-    await services.ask(request, JobView, "get_job", job=job)
+    key = await services.job_key(request, job)
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(
-        services.threads, services.metrics.append, job, body.step, body.values
+        services.threads, services.metrics.append, key, body.step, body.values
     )
-    return {"warnings": (await services.run_watch.view(job))["warnings"]}
+    return {"warnings": (await services.run_watch.view(key))["warnings"]}
 
 
 @ROUTES.get(
@@ -137,40 +138,40 @@ async def metrics(
     after: Annotated[int, Limited("page", "after", in_query=True)] = 0,
 ) -> Response:
     """About a megabyte of rows. Repeat with the last row's `index` until no rows come."""
-    await services.ask(request, JobView, "get_job", job=job)
+    key = await services.job_key(request, job)
     loop = asyncio.get_running_loop()
-    found = await loop.run_in_executor(services.threads, services.metrics.page, job, after)
+    found = await loop.run_in_executor(services.threads, services.metrics.page, key, after)
     return Response(found, media_type="application/json")
 
 
 @ROUTES.post("/{job}/samples", status_code=204, summary="Keep samples of a step")
 async def add_samples(request: Request, services: Services, job: str, body: SamplesRequest) -> None:
-    """They replace the samples that the step has. The oldest steps beyond the bounds are
+    """The samples replace those that the step has. The oldest steps beyond the bounds are
     deleted."""
-    await services.ask(request, JobView, "get_job", job=job)
+    key = await services.job_key(request, job)
     rows: list[SampleView] = [
         {
-            "prompt": each.prompt,
-            "text": each.text,
-            "reward": each.reward,
-            "length": each.length,
-            "ended_by": each.ended_by,
+            "prompt": sample.prompt,
+            "text": sample.text,
+            "reward": sample.reward,
+            "length": sample.length,
+            "ended_by": sample.ended_by,
         }
-        for each in body.samples
+        for sample in body.samples
     ]
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(
-        services.threads, services.samples.write, job, body.step, rows, body.total
+        services.threads, services.samples.write, key, body.step, rows, body.total
     )
-    services.run_watch.rewarded(job, total=body.total, failed=min(body.failed, body.total))
+    services.run_watch.rewarded(key, total=body.total, failed=min(body.failed, body.total))
 
 
 @ROUTES.get("/{job}/samples", summary="The steps that have samples")
 async def sampled_steps(request: Request, services: Services, job: str) -> SampledSteps:
-    """In ascending order."""
-    await services.ask(request, JobView, "get_job", job=job)
+    """Numbers of the steps with samples, ascending."""
+    key = await services.job_key(request, job)
     loop = asyncio.get_running_loop()
-    return {"steps": await loop.run_in_executor(services.threads, services.samples.steps, job)}
+    return {"steps": await loop.run_in_executor(services.threads, services.samples.steps, key)}
 
 
 @ROUTES.get("/{job}/samples/{step}", summary="The samples of a step")
@@ -181,9 +182,9 @@ async def samples(
     step: Annotated[int, Limited("metrics", "step", in_query=True)],
 ) -> StepSamples:
     """404 `not_found` if the step has none."""
-    await services.ask(request, JobView, "get_job", job=job)
+    key = await services.job_key(request, job)
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(services.threads, services.samples.read, job, step)
+    return await loop.run_in_executor(services.threads, services.samples.read, key, step)
 
 
 @ROUTES.get("/{job}/logs", summary="The last lines of the job's worker logs")
@@ -196,9 +197,7 @@ async def logs(
 ) -> JobLogs:
     """`failed` lists the nodes that returned no logs, and why. A controller that runs on the
     cluster is the deployment `controller` of the node `head`."""
-    found = await services.ask(
-        request, JobLogs, "read_log", job=job, deployment=deployment, lines=lines
-    )
+    found = await services.ask(request, m.READ_LOG, job=job, deployment=deployment, lines=lines)
     if not services.runs_max or deployment not in (None, CONTROLLER):
         return found
     caller = await services.caller(request)
@@ -214,7 +213,7 @@ async def logs(
 @ROUTES.get("/{job}/checkpoints", summary="The job's checkpoints, also those being written")
 async def checkpoints(request: Request, services: Services, job: str) -> JobCheckpoints:
     """`failed` lists the nodes that did not report their checkpoints, and why."""
-    return await services.ask(request, JobCheckpoints, "list_checkpoints", job=job)
+    return await services.ask(request, m.LIST_CHECKPOINTS, job=job)
 
 
 @ROUTES.get("/{job}/checkpoints/{name}/files", summary="The files of a complete checkpoint")
@@ -223,7 +222,7 @@ async def checkpoint_files(
 ) -> CheckpointFiles:
     """Each with its `path` and `bytes`. `version` names this state of the checkpoint."""
     caller = await services.caller(request)
-    await services.scheduler.call("get_job", {"job": job, **caller.claim})
+    await services.scheduler.call(m.GET_JOB, {"job": job, **caller.claim})
     version, found = await services.checkpoint_quota.files(job, name)
     listed: list[FileView] = [{"path": file.path, "bytes": file.nbytes} for file in found]
     return {"version": version, "files": listed}
@@ -247,11 +246,11 @@ async def checkpoint_file(
     """The bytes from `start` to before `stop`. 404 `unknown_checkpoint` if the checkpoint has no
     such file, 409 `conflict` if it is not of that `version` any more."""
     caller = await services.caller(request)
-    await services.scheduler.call("get_job", {"job": job, **caller.claim})
+    await services.scheduler.call(m.GET_JOB, {"job": job, **caller.claim})
     current, files = await services.checkpoint_quota.files(job, name)
     if version is not None and version != current:
         raise ConflictError(f"checkpoint {name!r} of job {job!r} was replaced: download it again")
-    file = next((each for each in files if each.path == path), None)
+    file = next((file for file in files if file.path == path), None)
     if file is None:
         raise CheckpointNotFoundError(f"checkpoint {name!r} of job {job!r} has no file {path!r}")
     start = min(max(start, 0), file.nbytes)
@@ -267,5 +266,5 @@ async def checkpoint_file(
 async def delete_checkpoint(request: Request, services: Services, job: str, name: str) -> None:
     """404 `unknown_checkpoint` if the job has no such checkpoint."""
     caller = await services.caller(request)
-    await services.scheduler.call("get_job", {"job": job, **caller.claim})
+    await services.scheduler.call(m.GET_JOB, {"job": job, **caller.claim})
     await services.checkpoint_quota.delete(job, name)

@@ -35,6 +35,7 @@ from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.services.authentication import Caller
 from plexrl.router.services.error_responses import final_response
 from plexrl.router.services.services import RouterServices, Services
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.messages.views import ExplanationView, FailureView, Operations, OperationView
 from plexrl.wire.operations import (
     CheckpointParams,
@@ -158,29 +159,27 @@ async def acknowledge(request: Request, services: Services, operation: str) -> F
     Acknowledging an operation that has not failed changes nothing. `failure` is the job's next
     failure to acknowledge.
     """
-    return await services.ask(request, FailureView, "acknowledge", operation=operation)
+    return await services.ask(request, m.ACKNOWLEDGE, operation=operation)
 
 
 @ROUTES.delete("/operations/{operation:path}", summary="Cancel an operation")
 async def cancel(request: Request, services: Services, operation: str) -> OperationView:
     """A pending operation never runs. A running generation ends with the tokens drawn so far."""
-    return await services.ask(request, OperationView, "cancel_operation", operation=operation)
+    return await services.ask(request, m.CANCEL_OPERATION, operation=operation)
 
 
 @ROUTES.post("/operations/{operation:path}/stop-rows", summary="Stop rows of a generation")
 async def stop_rows(
     request: Request, services: Services, operation: str, body: StopRowsRequest
 ) -> OperationView:
-    """These rows end with the tokens that they have and finish reason `abort`; the other rows go
-    on. Rows count from 0 over all prompts. A row that has ended stays as it is.
+    """The named rows end with the tokens that they have and finish reason `abort`; others go on.
+    Rows count from 0 over all prompts. A row that has ended stays as it is.
 
-    It is kept with the operation: rows of a pending one draw nothing, also if it is pending because
-    its workers were lost and its run is repeated.
+    The request is kept with the operation: rows of a pending one draw nothing, also if it is
+    pending because its workers were lost and its run is repeated.
     """
     rows = sorted(set(body.rows))
-    return await services.ask(
-        request, OperationView, "cancel_operation", operation=operation, rows=rows
-    )
+    return await services.ask(request, m.CANCEL_OPERATION, operation=operation, rows=rows)
 
 
 @ROUTES.get("/operations", summary="Finished operations after index `after`")
@@ -199,7 +198,7 @@ async def log(
     The scheduler keeps as many as its `history` setting allows.
     """
     fields = {"job": job, "deployment": deployment, "kind": kind, "after": after, "limit": limit}
-    return await services.ask(request, Operations, "list_operations", **fields)
+    return await services.ask(request, m.LIST_OPERATIONS, **fields)
 
 
 def held_explanation(reason: str) -> ExplanationView:
@@ -280,7 +279,7 @@ async def submit_checked(
         await services.blobs.publish(upload, payload)
     submitting: asyncio.Task[OperationView] = asyncio.create_task(
         services.scheduler.call(
-            "submit_operation",
+            m.SUBMIT_OPERATION,
             {
                 **fields,
                 "kind": checked.kind.value,

@@ -1,17 +1,13 @@
 """Routes that show asynchronous rollouts, and the page about them."""
 
-from typing import TYPE_CHECKING
-
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from plexrl.router.http.dashboard.page import HEADERS, PAGE
 from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.services.services import Services
+from plexrl.wire import scheduler_methods as m
 from plexrl.wire.messages.rollout_views import Rollouts
-
-if TYPE_CHECKING:
-    from plexrl.wire.messages.views import Jobs
 
 ROUTES = APIRouter(tags=["rollouts"], route_class=ViewRoute)
 
@@ -22,8 +18,8 @@ async def every(request: Request, services: Services) -> Rollouts:
     caller = await services.caller(request)
     found = await services.rollout_views.views()
     if not caller.is_operator:
-        listed: Jobs = await services.scheduler.call("list_jobs", caller.claim)
-        own = {each["job"] for each in listed["jobs"]}
+        listed = await services.scheduler.call(m.LIST_JOBS, caller.claim)
+        own = {job["job"] for job in listed["jobs"]}
         found = [each for each in found if each["job"] in own]
     return {"rollouts": found}
 

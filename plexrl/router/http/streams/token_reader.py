@@ -113,7 +113,7 @@ class TokenReader:
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 if final in done:
                     return
-                for task in [each for each in reads if each in done]:
+                for task in [read for read in reads if read in done]:
                     replica = reads.pop(task)
                     found = task.result()
                     if "rows" in found:

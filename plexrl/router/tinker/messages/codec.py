@@ -169,7 +169,7 @@ def read_train_batch(body: bytes) -> TrainBatch:
         message.ParseFromString(body)
     except DecodeError as error:
         raise InvalidRequestError(f"the body is no ForwardBackwardRequest: {error}") from error
-    settings: dict[str, float | str] = {each.key: each.value for each in message.numbers}
+    settings: dict[str, float | str] = {number.key: number.value for number in message.numbers}
     for each in message.settings:
         settings[each.key] = each.value.text or each.value.number
     data: tuple[Datum, ...] = ()
@@ -277,12 +277,12 @@ def sample_output(
 ) -> bytes:
     """A `SampleResponse`. `prompt_logprobs` float32 `[n]` are NaN where there is none."""
     message: Any = _CLASSES["SampleResponse"]()
-    for each in samples:
-        added = message.sequences.add(stop_reason=each.stop_reason)
-        added.tokens = np.ascontiguousarray(each.tokens, "<i4").tobytes()
-        added.logprobs = np.ascontiguousarray(each.logprobs, "<f4").tobytes()
-        if each.top is not None:
-            _write_top(added.top, each.top)
+    for sample in samples:
+        added = message.sequences.add(stop_reason=sample.stop_reason)
+        added.tokens = np.ascontiguousarray(sample.tokens, "<i4").tobytes()
+        added.logprobs = np.ascontiguousarray(sample.logprobs, "<f4").tobytes()
+        if sample.top is not None:
+            _write_top(added.top, sample.top)
     if prompt_logprobs is not None:
         message.prompt_logprobs = np.ascontiguousarray(prompt_logprobs, "<f4").tobytes()
     if top_prompt is not None:

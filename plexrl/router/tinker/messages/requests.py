@@ -89,7 +89,7 @@ class ModelName(JsonRequest):
     model_id: str
 
 
-class AdamParams(_Part):
+class AdamRequest(_Part):
     """One step of AdamW, with the SDK's defaults."""
 
     learning_rate: float = 0.0001
@@ -100,12 +100,12 @@ class AdamParams(_Part):
     grad_clip_norm: float = 0.0
 
 
-class OptimStep(JsonRequest):
+class OptimStepRequest(JsonRequest):
     """A step of the optimizer."""
 
     model_id: str
     seq_id: int
-    adam_params: AdamParams
+    adam_params: AdamRequest
 
 
 class SaveWeights(JsonRequest):
@@ -154,17 +154,17 @@ class CreateSampler(JsonRequest):
     model_path: str | None = None
 
 
-class Chunk(_Part):
+class PromptChunk(_Part):
     """A part of a prompt."""
 
     type: str = "encoded_text"
     tokens: tuple[int, ...] = ()
 
 
-class Prompt(_Part):
+class PromptRequest(_Part):
     """A prompt."""
 
-    chunks: list[Chunk]
+    chunks: list[PromptChunk]
 
     @property
     def tokens(self) -> list[int]:
@@ -188,13 +188,13 @@ class Sampling(_Part):
     top_p: float = 1.0
 
 
-class Sample(JsonRequest):
+class SampleRequest(JsonRequest):
     """Samples of one prompt."""
 
     sampling_session_id: str | None = None
     seq_id: int | None = None
     num_samples: int = Field(1, ge=1, le=SAMPLES_MAX)
-    prompt: Prompt
+    prompt: PromptRequest
     sampling_params: Sampling = Sampling()
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(0, ge=0)
@@ -203,7 +203,7 @@ class Sample(JsonRequest):
     record_stability_info: bool | None = None
 
     @model_validator(mode="after")
-    def _is_possible(self) -> "Sample":
+    def _is_possible(self) -> "SampleRequest":
         if self.record_stability_info:
             raise ValueError(STABLE_REINFORCE)
         return self
@@ -214,6 +214,24 @@ class FutureName(JsonRequest):
 
     request_id: str
     allow_metadata_only: bool = False
+
+
+class SamplerTarget(_Part):
+    """A sampler, or a clone of it in the client."""
+
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(default=0, ge=0)
+
+
+class FutureNames(JsonRequest):
+    """Asks which samples of a sampler have ended."""
+
+    target: SamplerTarget
+    prev_cursor: int = Field(default=0, ge=0)
+    timeout: float | None = Field(default=None, ge=0)
+    """Seconds to wait for one; None: as long as the server holds a poll."""
+    retrieved_request_ids: tuple[str, ...] = ()
+    """Samples whose results the client has."""
 
 
 class Ttl(JsonRequest):

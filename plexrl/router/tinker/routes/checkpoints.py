@@ -18,7 +18,6 @@ REFUSED = {
     "copy_weights": "the path as it is: it stays readable after its session has ended",
     "create_custom_loss": "forward_backward_custom with a function, which runs in the client",
     "join_sampling_session": "a sampling client of each process",
-    "retrieve_futures": "retrieve_future",
 }
 """Routes that the SDK has and PlexRL has not, and what to use instead."""
 
@@ -58,7 +57,7 @@ async def run(client: TinkerClient, run: str) -> dict[str, Any]:
 async def checkpoints(client: TinkerClient, run: str) -> dict[str, Any]:
     """The saved weights of a model."""
     model = client.sessions.find(ModelRecord, run, client.caller)
-    return {"checkpoints": [_checkpoint(each) for each in _weights_of(client, model)]}
+    return {"checkpoints": [_checkpoint(weights) for weights in _weights_of(client, model)]}
 
 
 @ROUTES.get("/checkpoints")
@@ -104,7 +103,7 @@ def _weights_of(client: Client, model: ModelRecord) -> list[WeightsRecord]:
 
 
 def _run(client: Client, model: ModelRecord) -> dict[str, Any]:
-    saved = [_checkpoint(each) for each in _weights_of(client, model)]
+    saved = [_checkpoint(weights) for weights in _weights_of(client, model)]
     last = {each["checkpoint_type"]: each for each in saved}
     return {
         "training_run_id": model.id,

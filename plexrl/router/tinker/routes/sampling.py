@@ -5,8 +5,9 @@ from typing import Any
 from fastapi import APIRouter
 
 from plexrl.errors import InvalidRequestError
+from plexrl.router.tinker.completions import HOLD_S, Completion
 from plexrl.router.tinker.messages.batches import sample_request
-from plexrl.router.tinker.messages.requests import CreateSampler, Sample
+from plexrl.router.tinker.messages.requests import CreateSampler, FutureNames, SampleRequest
 from plexrl.router.tinker.records import FutureRecord, RolloutRecord, SamplerRecord
 from plexrl.router.tinker.routes.client import TinkerClient
 
@@ -40,7 +41,7 @@ async def get_sampler(client: TinkerClient, sampler: str) -> dict[str, Any]:
 @ROUTES.post("/asample")
 async def sample(client: TinkerClient) -> dict[str, Any]:
     """Draw samples of a prompt."""
-    asked = await client.read(Sample)
+    asked = await client.read(SampleRequest)
     if asked.sampling_session_id is None or asked.seq_id is None:
         raise InvalidRequestError("give a sampling_session_id and a seq_id, as the SDK does")
     sampler = client.sessions.find(SamplerRecord, asked.sampling_session_id, client.caller)
@@ -60,3 +61,29 @@ async def sample(client: TinkerClient) -> dict[str, Any]:
     )
     ids = [f"{request}.{index}" for index in range(asked.num_samples)]
     return {"request_id": request, "sample_sequence_ids": ids}
+
+
+@ROUTES.post("/retrieve_futures")
+async def retrieve_all(client: TinkerClient) -> dict[str, Any]:
+    """The samples of a sampler that have ended since the last poll. 410: its session has ended."""
+    asked = await client.read(FutureNames)
+    target = asked.target
+    sampler = client.sessions.find(SamplerRecord, target.sampling_session_id, client.caller)
+    client.session(sampler.session)
+    completions = client.sessions.completions
+    completions.drop(sampler, asked.retrieved_request_ids)
+    hold_s = HOLD_S if asked.timeout is None else min(asked.timeout, HOLD_S)
+    ended, cursor = await completions.poll(
+        client.key, sampler, target.cloned_sampler_id, asked.prev_cursor, hold_s
+    )
+    return {"completions": [_shown(completion) for completion in ended], "cursor": cursor}
+
+
+def _shown(completion: Completion) -> dict[str, Any]:
+    if completion.is_failed:
+        return {"state": "failed", "request_id": completion.request}
+    return {
+        "state": "finished",
+        "request_id": completion.request,
+        "response_payload_uncompressed_size": completion.nbytes,
+    }

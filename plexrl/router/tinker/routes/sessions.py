@@ -36,6 +36,8 @@ DEPTH = 2
 async def config(client: TinkerClient) -> dict[str, Any]:
     """Settings of the SDK; those that are absent have its defaults."""
     del client
+    # Not `sample_use_retrieve_futures`: a client with it has no bound on its samples, so that more
+    # than a deployment's queue holds are refused with 429, after which it slows down for 10 s.
     return {"sample_max_concurrent_requests": SAMPLES_AT_ONCE}
 
 

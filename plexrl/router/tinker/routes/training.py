@@ -10,14 +10,14 @@ from fastapi import APIRouter
 
 from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.router.services.error_responses import RETRIABLE
-from plexrl.router.tinker.futures import Pending
+from plexrl.router.tinker.futures import PendingRequest
 from plexrl.router.tinker.messages.batches import check_loss, train_request, weights_of_forward
 from plexrl.router.tinker.messages.codec import read_train_batch
 from plexrl.router.tinker.messages.requests import (
     CreateModel,
     LoadWeights,
     ModelName,
-    OptimStep,
+    OptimStepRequest,
     SaveForSampler,
     SaveWeights,
 )
@@ -33,7 +33,7 @@ from plexrl.router.tinker.sessions import (
 from plexrl.wire.tensors import Arrays
 
 ROUTES = APIRouter()
-Made = Callable[[ModelRecord], Awaitable[Pending]]
+Made = Callable[[ModelRecord], Awaitable[PendingRequest]]
 
 
 @ROUTES.post("/create_model")
@@ -70,7 +70,7 @@ async def forward_backward(client: TinkerClient) -> dict[str, Any]:
     body = await client.body()
     batch = await asyncio.to_thread(read_train_batch, body)
 
-    async def make(model: ModelRecord) -> Pending:
+    async def make(model: ModelRecord) -> PendingRequest:
         def translate() -> tuple[str, dict[str, Any], Any, dict[str, Any]]:
             check_loss(batch)
             kind, params, arrays = train_request(batch)
@@ -89,9 +89,9 @@ async def forward_backward(client: TinkerClient) -> dict[str, Any]:
 @ROUTES.post("/optim_step")
 async def optim_step(client: TinkerClient) -> dict[str, Any]:
     """A step of AdamW with the gradients that wait, and this step's numbers."""
-    asked = await _read(client, OptimStep)
+    asked = await _read(client, OptimStepRequest)
 
-    async def make(model: ModelRecord) -> Pending:
+    async def make(model: ModelRecord) -> PendingRequest:
         future = _future(model, asked.seq_id, "optim_step", {})
         params = asked.adam_params.model_dump(include=set(type(asked.adam_params).model_fields))
         return _pending(client, "optim_step", params, future)
@@ -104,7 +104,7 @@ async def save_weights(client: TinkerClient) -> dict[str, Any]:
     """Save a checkpoint to resume training from."""
     asked = await _read(client, SaveWeights)
 
-    async def make(model: ModelRecord) -> Pending:
+    async def make(model: ModelRecord) -> PendingRequest:
         name = checkpoint_name(model, "weights", asked.path)
         record = _weights(
             model, "weights", asked.path, name, asked.ttl_seconds, asked.user_metadata
@@ -124,7 +124,7 @@ async def save_for_sampler(client: TinkerClient) -> dict[str, Any]:
     """Save weights to sample from, by a path or by a sampler of their own."""
     asked = await _read(client, SaveForSampler)
 
-    async def make(model: ModelRecord) -> Pending:
+    async def make(model: ModelRecord) -> PendingRequest:
         kept: dict[str, Any]
         if asked.path is not None:
             name = checkpoint_name(model, "sampler", asked.path)
@@ -163,7 +163,7 @@ async def load_weights(client: TinkerClient) -> dict[str, Any]:
     if asked.model_id is None or asked.seq_id is None:
         return await _create_of_weights(client, asked)
 
-    async def make(model: ModelRecord) -> Pending:
+    async def make(model: ModelRecord) -> PendingRequest:
         assert asked.seq_id is not None
         return _load(client, model, f"{model.id}:{asked.seq_id}", asked)
 
@@ -206,7 +206,7 @@ def _source(client: Client, path: str) -> ModelRecord:
     return client.sessions.find(ModelRecord, weights.model, client.caller)
 
 
-def _load(client: Client, model: ModelRecord, request: str, asked: LoadWeights) -> Pending:
+def _load(client: Client, model: ModelRecord, request: str, asked: LoadWeights) -> PendingRequest:
     weights = client.sessions.weights(asked.path, client.caller)
     source = client.sessions.find(ModelRecord, weights.model, client.caller)
     if without_seed(source.lora) != without_seed(model.lora):
@@ -258,8 +258,8 @@ def _pending(
     params: dict[str, Any],
     future: FutureRecord,
     arrays: Arrays | None = None,
-) -> Pending:
-    return Pending(
+) -> PendingRequest:
+    return PendingRequest(
         key=client.key,
         tenant=client.caller.tenant,
         kind=kind,

@@ -7,7 +7,8 @@ from plexrl.errors import (
     UnknownDeploymentError,
 )
 from plexrl.scheduler.service.shell import Shell
-from plexrl.scheduler.state.messages.calls import Plain, Report
+from plexrl.scheduler.state.messages.calls import Report
+from plexrl.wire.messages.cluster_views import EmptyView
 from plexrl.wire.messages.reports import (
     HostMemoryReported,
     NodeConditionsReported,
@@ -48,24 +49,24 @@ class AgentCalls:
         await self._shell.report(event)
         return {"wanted": self._is_current(event)}
 
-    async def _worker_exited(self, event: WorkerExited) -> Plain:
+    async def _worker_exited(self, event: WorkerExited) -> EmptyView:
         if self._is_current(event):
             await self._shell.report(event)
         return {}
 
-    async def _state_reported(self, event: StateReported) -> Plain:
+    async def _state_reported(self, event: StateReported) -> EmptyView:
         if event.node != self.node:
             raise PermissionDeniedError(f"this is not the agent of node {event.node!r}")
         await self._shell.report(event)
         return {}
 
-    async def _host_memory_reported(self, call: HostMemoryReported) -> Plain:
+    async def _host_memory_reported(self, call: HostMemoryReported) -> EmptyView:
         if call.node != self.node:
             raise PermissionDeniedError(f"this is not the agent of node {call.node!r}")
         self._shell.agents.host_memory[call.node] = call
         return {}
 
-    async def _conditions_reported(self, call: NodeConditionsReported) -> Plain:
+    async def _conditions_reported(self, call: NodeConditionsReported) -> EmptyView:
         if call.node != self.node:
             raise PermissionDeniedError(f"this is not the agent of node {call.node!r}")
         self._shell.agents.conditions[call.node] = call.conditions

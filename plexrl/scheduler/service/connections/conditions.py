@@ -92,9 +92,9 @@ def _service_levels(shell: Shell) -> list[ConditionView]:
     """The jobs that wait more than they, or their tenants, have asked for. The cluster's own bound
     is an aim of placement, and promises nothing."""
     over = [
-        each
-        for each in service_levels(shell.core.cluster)
-        if each["is_promised"] and (each["waiting_part"] or 0.0) > each["slo"]
+        level
+        for level in service_levels(shell.core.cluster)
+        if level["is_promised"] and (level["waiting_part"] or 0.0) > level["slo"]
     ]
     known, now = shell.breached_since, shell.clock.now()
     shell.breached_since = {each["job"]: known.get(each["job"], now) for each in over}
@@ -113,11 +113,11 @@ def _blocking_heads(core: SchedulerCore, now: float) -> list[ConditionView]:
     """The jobs whose wait keeps GPUs idle, because they have starved for too long."""
     found = [
         (
-            f"{each['deployment']} of {each['tenant']} waits for {each['workers']} GPUs and keeps "
-            f"{each['free_gpus']} idle",
-            each["since"],
+            f"{head['deployment']} of {head['tenant']} waits for {head['workers']} GPUs and keeps "
+            f"{head['free_gpus']} idle",
+            head["since"],
         )
-        for each in blocking_heads(core.cluster, now)
+        for head in blocking_heads(core.cluster, now)
     ]
     message = (
         "no other job gets free GPUs before these, which starve: {}. Cancel or preempt what runs, "

@@ -26,7 +26,7 @@ from plexrl.scheduler.service.connections.tenant_calls import TenantCalls
 from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.state.messages import calls
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.messages.calls import Answer, Ask, Plain, Report
+from plexrl.scheduler.state.messages.calls import Answer, Ask, Parameters, Report
 from plexrl.scheduler.state.messages.earlier import upgrade_report
 from plexrl.wire.links.credentials import LOCAL, Identity, Role
 from plexrl.wire.messages.reports import (
@@ -129,7 +129,7 @@ class Connection:
         if greeted.link is not None and self._shell.agents.remove(greeted.link):
             self._owner.node_disconnected(greeted.link.node)
 
-    async def _hello(self, peer: Peer, params: Plain) -> Heartbeat:
+    async def _hello(self, peer: Peer, params: Parameters) -> Heartbeat:
         if self._greeted is not None:
             raise ConflictError(f"this connection said hello before, as {self._greeted.role}")
         rest = dict(params)
@@ -160,7 +160,7 @@ class Connection:
             f"{claimed}: give it the certificate of {claimed}"
         )
 
-    async def _beat(self, peer: Peer, params: Plain) -> Heartbeat:
+    async def _beat(self, peer: Peer, params: Parameters) -> Heartbeat:
         del peer
         if self._greeted is None:
             raise PermissionDeniedError("say hello before 'beat'")
@@ -210,7 +210,7 @@ class Connection:
     def _request(self, name: str, ask: Ask) -> Handler:
         kind, answer = ask
 
-        async def handler(_: Peer, params: Plain) -> Answer:
+        async def handler(_: Peer, params: Parameters) -> Answer:
             self._check_role(name, "router")
             await self._shell.wait_until_consistent()
             scope, rest = calls.take_scope(params)
@@ -225,7 +225,7 @@ class Connection:
     def _report(self, name: str, role: str, report: Report) -> Handler:
         kind, take = report
 
-        async def handler(_: Peer, params: Plain) -> Answer:
+        async def handler(_: Peer, params: Parameters) -> Answer:
             self._check_role(name, role)
             await self._shell.wait_until_consistent()
             return await take(calls.parse(kind, upgrade_report(params)))

@@ -32,8 +32,10 @@ from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.state.machines.job_states import JobState
 from plexrl.scheduler.state.messages import calls
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.messages.calls import Answer, Ask, Plain, Report, Scope
-from plexrl.wire.messages.cluster_views import NodeView
+from plexrl.scheduler.state.messages.calls import Ask, Report, Scope
+from plexrl.wire import scheduler_methods as m
+from plexrl.wire.messages import cluster_views as cv
+from plexrl.wire.messages import views as vt
 from plexrl.wire.messages.node_queries import (
     Checkpoints,
     JobCheckpoints,
@@ -63,102 +65,105 @@ class RouterCalls:
 
     def requests(self) -> dict[str, Ask]:
         """Calls on behalf of a tenant or an operator."""
-        return {
-            **self._tenants.requests(),
-            "list_usage": (calls.Nothing, self._list_usage),
-            "drain_node": (ev.NodeDrainChanged, self._drain_node),
-            "remove_node": (ev.NodeRemoved, self._remove_node),
-            "explain_job": (calls.OneJob, self._explain_job),
-            "submit_job": (calls.SubmitJob, self._submit_job),
-            "finish_job": (ev.JobFinished, self._change_job),
-            "heartbeat": (ev.ControllerSeen, self._heartbeat),
-            "add_job_key": (ev.JobKeyAdded, self._change_job_keys),
-            "revoke_job_keys": (ev.JobKeysRevoked, self._change_job_keys),
-            "attach_job": (ev.ControllerAttached, self._change_job),
-            "acknowledge": (ev.FailureAcknowledged, self._acknowledge),
-            "list_jobs": (calls.Nothing, self._list_jobs),
-            "get_job": (calls.OneJob, self._get_job),
-            "create_deployment": (ev.DeploymentCreated, self._create_deployment),
-            "relayout_deployment": (ev.DeploymentRelaid, self._change_deployment),
-            "end_deployment": (ev.DeploymentEnded, self._change_deployment),
-            "get_deployment": (calls.OneDeployment, self._get_deployment),
-            "submit_operation": (ev.OperationSubmitted, self._submit_operation),
-            "cancel_operation": (ev.OperationCancelled, self._cancel_operation),
-            "wait_operation": (calls.WaitOperation, self._wait_operation),
-            "list_operations": (calls.ListOperations, self._list_operations),
-            "list_nodes": (calls.Nothing, self._list_nodes),
-            "list_groups": (calls.Nothing, self._list_groups),
-            "status": (calls.Nothing, self._status),
-            method_of(ReadLog): (ReadLog, self._read_log),
-            method_of(ListCheckpoints): (ListCheckpoints, self._list_checkpoints),
-        }
+        own = (
+            calls.on_request(m.LIST_USAGE, calls.Nothing, self._list_usage),
+            calls.on_request(m.DRAIN_NODE, ev.NodeDrainChanged, self._drain_node),
+            calls.on_request(m.REMOVE_NODE, ev.NodeRemoved, self._remove_node),
+            calls.on_request(m.EXPLAIN_JOB, calls.OneJob, self._explain_job),
+            calls.on_request(m.SUBMIT_JOB, calls.SubmitJob, self._submit_job),
+            calls.on_request(m.FINISH_JOB, ev.JobFinished, self._change_job),
+            calls.on_request(m.HEARTBEAT, ev.ControllerSeen, self._heartbeat),
+            calls.on_request(m.ADD_JOB_KEY, ev.JobKeyAdded, self._change_job_keys),
+            calls.on_request(m.REVOKE_JOB_KEYS, ev.JobKeysRevoked, self._change_job_keys),
+            calls.on_request(m.ATTACH_JOB, ev.ControllerAttached, self._change_job),
+            calls.on_request(m.ACKNOWLEDGE, ev.FailureAcknowledged, self._acknowledge),
+            calls.on_request(m.LIST_JOBS, calls.Nothing, self._list_jobs),
+            calls.on_request(m.GET_JOB, calls.OneJob, self._get_job),
+            calls.on_request(m.CREATE_DEPLOYMENT, ev.DeploymentCreated, self._create_deployment),
+            calls.on_request(m.RELAYOUT_DEPLOYMENT, ev.DeploymentRelaid, self._change_deployment),
+            calls.on_request(m.END_DEPLOYMENT, ev.DeploymentEnded, self._change_deployment),
+            calls.on_request(m.GET_DEPLOYMENT, calls.OneDeployment, self._get_deployment),
+            calls.on_request(m.SUBMIT_OPERATION, ev.OperationSubmitted, self._submit_operation),
+            calls.on_request(m.CANCEL_OPERATION, ev.OperationCancelled, self._cancel_operation),
+            calls.on_request(m.WAIT_OPERATION, calls.WaitOperation, self._wait_operation),
+            calls.on_request(m.LIST_OPERATIONS, calls.ListOperations, self._list_operations),
+            calls.on_request(m.LIST_NODES, calls.Nothing, self._list_nodes),
+            calls.on_request(m.LIST_GROUPS, calls.Nothing, self._list_groups),
+            calls.on_request(m.STATUS, calls.Nothing, self._status),
+            calls.on_request(m.READ_LOG, ReadLog, self._read_log),
+            calls.on_request(m.LIST_CHECKPOINTS, ListCheckpoints, self._list_checkpoints),
+        )
+        return {**self._tenants.requests(), **dict(own)}
 
     def reports(self) -> dict[str, Report]:
         """Calls of the router itself."""
+        queries = (
+            calls.on_query(m.CONDITIONS, calls.Nothing, self._conditions),
+            calls.on_query(m.ETA_QUALITY, calls.Nothing, self._eta_quality),
+            calls.on_query(m.SERVICE_LEVELS, calls.Nothing, self._service_levels),
+            calls.on_query(m.NEEDLESS_PAYLOADS, calls.NeedlessPayloads, self._needless_payloads),
+        )
         return {
             **self._tenants.reports(),
-            "conditions": (calls.Nothing, self._conditions),
-            "eta_quality": (calls.Nothing, self._eta_quality),
-            "service_levels": (calls.Nothing, self._service_levels),
-            "needless_payloads": (calls.NeedlessPayloads, self._unreferenced_payloads),
+            **dict(queries),
             method_of(OperationFinished): (OperationFinished, self._operation_finished),
             method_of(OperationFailed): (OperationFailed, self._operation_failed),
         }
 
     # The cluster
 
-    async def _conditions(self, _: calls.Nothing) -> Plain:
+    async def _conditions(self, _: calls.Nothing) -> cv.ConditionsView:
         return {"conditions": find_conditions(self._shell)}
 
-    async def _eta_quality(self, _: calls.Nothing) -> Plain:
-        return {**eta_quality(self._core.cluster.state.eta_errors)}
+    async def _eta_quality(self, _: calls.Nothing) -> cv.EtaQualityView:
+        return eta_quality(self._core.cluster.state.eta_errors)
 
-    async def _service_levels(self, _: calls.Nothing) -> Plain:
+    async def _service_levels(self, _: calls.Nothing) -> cv.ServiceLevels:
         return {"jobs": service_levels(self._core.cluster)}
 
-    async def _unreferenced_payloads(self, call: calls.NeedlessPayloads) -> Plain:
+    async def _needless_payloads(self, call: calls.NeedlessPayloads) -> cv.NeedlessPayloadsView:
         # A leader that was replaced unnoticed would miss operations accepted since.
         await self._shell.confirm_lead()
         return {"blobs": unreferenced_payloads(self._core.cluster.state, call.blobs)}
 
-    async def _list_usage(self, scope: Scope, _: calls.Nothing) -> Plain:
+    async def _list_usage(self, scope: Scope, _: calls.Nothing) -> cv.UsageReport:
         sharing = sharing_view(self._core.cluster.state, scope, self._now())
         return {"usage": usage_view(self._core.cluster.state, scope), "sharing": sharing}
 
-    async def _drain_node(self, scope: Scope, event: ev.NodeDrainChanged) -> Answer:
+    async def _drain_node(self, scope: Scope, event: ev.NodeDrainChanged) -> cv.NodeView:
         check_operator(scope)
         await self._shell.request(event)
-        (view,) = [each for each in self._nodes(None) if each["node"] == event.node]
-        return view
+        (drained,) = [node for node in self._nodes(None) if node["node"] == event.node]
+        return drained
 
-    async def _remove_node(self, scope: Scope, event: ev.NodeRemoved) -> Answer:
+    async def _remove_node(self, scope: Scope, event: ev.NodeRemoved) -> cv.ForgottenNode:
         check_operator(scope)
         await self._shell.request(event)
         return {"node": event.node}
 
-    async def _list_groups(self, scope: Scope, _: calls.Nothing) -> Plain:
+    async def _list_groups(self, scope: Scope, _: calls.Nothing) -> cv.Groups:
         check_operator(scope)
         return {"groups": self._core.list_groups(self._now())}
 
-    async def _list_nodes(self, scope: Scope, _: calls.Nothing) -> Plain:
+    async def _list_nodes(self, scope: Scope, _: calls.Nothing) -> cv.Nodes:
         return {"nodes": self._nodes(scope)}
 
-    def _nodes(self, scope: Scope) -> list[NodeView]:
+    def _nodes(self, scope: Scope) -> list[cv.NodeView]:
         views = self._core.list_nodes(scope)
         for view in views:
-            found = self._shell.agents.host_memory.get(view["node"])
-            if found is not None:
-                view["host_ready_bytes"] = found.ready_bytes
-                view["host_prefault_bytes"] = found.wanted_bytes
+            memory = self._shell.agents.host_memory.get(view["node"])
+            if memory is not None:
+                view["host_ready_bytes"] = memory.ready_bytes
+                view["host_prefault_bytes"] = memory.wanted_bytes
         return views
 
-    async def _status(self, scope: Scope, _: calls.Nothing) -> Answer:
+    async def _status(self, scope: Scope, _: calls.Nothing) -> cv.ClusterView:
         view = self._core.status(self._now(), scope)
         return view if scope is not None else {**view, **self._shell.faults()}
 
     # Jobs and deployments
 
-    async def _submit_job(self, scope: Scope, call: calls.SubmitJob) -> Answer:
+    async def _submit_job(self, scope: Scope, call: calls.SubmitJob) -> vt.JobView:
         if scope is None:
             raise InvalidRequestError("a job is submitted for one tenant: name it")
         if scope not in self._core.tenants():
@@ -182,30 +187,30 @@ class RouterCalls:
 
     async def _change_job(
         self, scope: Scope, event: ev.JobFinished | ev.ControllerSeen | ev.ControllerAttached
-    ) -> Answer:
+    ) -> vt.JobView:
         self._check_job(scope, event.job)
         await self._shell.request(event)
         return self._core.job_view(event.job, self._now())
 
     async def _change_job_keys(
         self, scope: Scope, event: ev.JobKeyAdded | ev.JobKeysRevoked
-    ) -> Plain:
+    ) -> cv.EmptyView:
         self._check_job(scope, event.job)
         await self._shell.request(event)
         return {}
 
-    async def _heartbeat(self, scope: Scope, event: ev.ControllerSeen) -> Plain:
+    async def _heartbeat(self, scope: Scope, event: ev.ControllerSeen) -> vt.HeartbeatView:
         view = await self._change_job(scope, event)
         return {**view, "lost_payloads": self._core.lost_payloads(event.job)}
 
-    async def _list_jobs(self, scope: Scope, _: calls.Nothing) -> Plain:
+    async def _list_jobs(self, scope: Scope, _: calls.Nothing) -> vt.Jobs:
         return {"jobs": self._core.list_jobs(scope, self._now())}
 
-    async def _get_job(self, scope: Scope, call: calls.OneJob) -> Answer:
+    async def _get_job(self, scope: Scope, call: calls.OneJob) -> vt.JobView:
         self._check_job(scope, call.job)
         return self._core.job_view(call.job, self._now())
 
-    async def _explain_job(self, scope: Scope, call: calls.OneJob) -> Answer:
+    async def _explain_job(self, scope: Scope, call: calls.OneJob) -> vt.ExplainedJobView:
         self._check_job(scope, call.job)
         view = self._core.explain_job(call.job, self._now(), sees_all=scope is None)
         held = self._shell.outage.error
@@ -217,7 +222,9 @@ class RouterCalls:
             )
         return view
 
-    async def _create_deployment(self, scope: Scope, event: ev.DeploymentCreated) -> Answer:
+    async def _create_deployment(
+        self, scope: Scope, event: ev.DeploymentCreated
+    ) -> vt.DeploymentView:
         self._check_job(scope, event.job)
         if event.deployment.rpartition("/")[0] != event.job:
             raise InvalidRequestError(
@@ -229,30 +236,34 @@ class RouterCalls:
 
     async def _change_deployment(
         self, scope: Scope, event: ev.DeploymentRelaid | ev.DeploymentEnded
-    ) -> Answer:
+    ) -> vt.DeploymentView:
         self._check_deployment(scope, event.deployment)
         await self._shell.request(event)
         return self._core.deployment_view(event.deployment, self._now())
 
-    async def _get_deployment(self, scope: Scope, call: calls.OneDeployment) -> Answer:
+    async def _get_deployment(self, scope: Scope, call: calls.OneDeployment) -> vt.DeploymentView:
         self._check_deployment(scope, call.deployment)
         return self._core.deployment_view(call.deployment, self._now())
 
     # Operations
 
-    async def _submit_operation(self, scope: Scope, event: ev.OperationSubmitted) -> Answer:
+    async def _submit_operation(
+        self, scope: Scope, event: ev.OperationSubmitted
+    ) -> vt.OperationView:
         self._check_deployment(scope, event.deployment)
         if event.source is not None:
             self._check_deployment(scope, event.source)
         await self._shell.request(event)
         return self._core.operation_view(event.operation, self._now(), sees_all=scope is None)
 
-    async def _cancel_operation(self, scope: Scope, event: ev.OperationCancelled) -> Answer:
+    async def _cancel_operation(
+        self, scope: Scope, event: ev.OperationCancelled
+    ) -> vt.OperationView:
         self._check_operation(scope, event.operation)
         await self._shell.request(event)
         return self._core.operation_view(event.operation, self._now(), sees_all=scope is None)
 
-    async def _acknowledge(self, scope: Scope, event: ev.FailureAcknowledged) -> Plain:
+    async def _acknowledge(self, scope: Scope, event: ev.FailureAcknowledged) -> vt.FailureView:
         if event.operation is not None:
             self._check_operation(scope, event.operation)
         if event.deployment is not None:
@@ -265,22 +276,22 @@ class RouterCalls:
             job = self._core.deployment_view(event.deployment, self._now())["job"]
         return {"failure": self._core.job_view(job, self._now())["failure"]}
 
-    async def _wait_operation(self, scope: Scope, call: calls.WaitOperation) -> Answer:
+    async def _wait_operation(self, scope: Scope, call: calls.WaitOperation) -> vt.OperationView:
         self._check_operation(scope, call.operation)
         if call.timeout_s > 0:
             await self._shell.wait_final(call.operation, min(call.timeout_s, WAIT_S_MAX))
         return self._core.operation_view(call.operation, self._now(), sees_all=scope is None)
 
-    async def _list_operations(self, scope: Scope, call: calls.ListOperations) -> Plain:
+    async def _list_operations(self, scope: Scope, call: calls.ListOperations) -> vt.Operations:
         limit = max(1, min(call.limit, LOG_PAGE_MAX))
         wanted = replace(call, after=max(0, call.after), limit=limit)
         return {"operations": operation_log(self._core.cluster, scope, wanted, self._now())}
 
-    async def _operation_finished(self, event: OperationFinished) -> Plain:
+    async def _operation_finished(self, event: OperationFinished) -> cv.EmptyView:
         await self._shell.report(calls.with_plain_error(event))
         return {}
 
-    async def _operation_failed(self, event: OperationFailed) -> Plain:
+    async def _operation_failed(self, event: OperationFailed) -> cv.EmptyView:
         await self._shell.report(calls.with_plain_error(event))
         return {}
 

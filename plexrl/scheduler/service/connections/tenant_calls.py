@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -18,7 +17,9 @@ from plexrl.scheduler.accounting.tenants import key_id
 from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.state.messages import calls
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.messages.calls import Answer, Ask, Plain, Report, Scope
+from plexrl.scheduler.state.messages.calls import Ask, Report, Scope
+from plexrl.wire import scheduler_methods as m
+from plexrl.wire.messages import cluster_views as cv
 
 SETTINGS = (
     *("weight", "jobs_max", "gpus_max", "gpu_seconds_max", "priority_max"),
@@ -40,30 +41,34 @@ class TenantCalls:
 
     def requests(self) -> dict[str, Ask]:
         """Calls made for the operator."""
-        return {
-            "create_tenant": (calls.CreateTenant, self._create),
-            "configure_tenant": (calls.ConfigureTenant, self._configure),
-            "list_tenants": (calls.Nothing, self._list),
-            "list_keys": (calls.OneTenant, self._list_keys),
-            "add_key": (calls.AddKey, self._add_key),
-            "revoke_key": (calls.RevokeKey, self._revoke_key),
-        }
+        return dict(
+            (
+                calls.on_request(m.CREATE_TENANT, calls.CreateTenant, self._create),
+                calls.on_request(m.CONFIGURE_TENANT, calls.ConfigureTenant, self._configure),
+                calls.on_request(m.LIST_TENANTS, calls.Nothing, self._list),
+                calls.on_request(m.LIST_KEYS, calls.OneTenant, self._list_keys),
+                calls.on_request(m.ADD_KEY, calls.AddKey, self._add_key),
+                calls.on_request(m.REVOKE_KEY, calls.RevokeKey, self._revoke_key),
+            )
+        )
 
     def reports(self) -> dict[str, Report]:
         """Calls of the router itself."""
-        return {
-            "authenticate": (calls.Authenticate, self._authenticate),
-            "model_roots": (calls.OneTenant, self._model_roots),
-            "checkpoint_owner": (calls.CheckpointOwner, self._checkpoint_owner),
-        }
+        return dict(
+            (
+                calls.on_query(m.AUTHENTICATE, calls.Authenticate, self._authenticate),
+                calls.on_query(m.MODEL_ROOTS, calls.OneTenant, self._model_roots),
+                calls.on_query(m.CHECKPOINT_OWNER, calls.CheckpointOwner, self._checkpoint_owner),
+            )
+        )
 
-    async def _authenticate(self, call: calls.Authenticate) -> Plain:
+    async def _authenticate(self, call: calls.Authenticate) -> cv.KeyOwnerView:
         owner = self._core.authenticate(call.key_digest)
         if owner.job is None:
             self._shell.keys_used_at[key_id(call.key_digest)] = self._now()
-        return asdict(owner)
+        return {"tenant": owner.tenant, "is_operator": owner.is_operator, "job": owner.job}
 
-    async def _checkpoint_owner(self, call: calls.CheckpointOwner) -> Plain:
+    async def _checkpoint_owner(self, call: calls.CheckpointOwner) -> cv.CheckpointOwnerView:
         """The tenant of a job's checkpoints, and its checkpoint limits."""
         name = call.tenant
         if call.job is not None:
@@ -71,45 +76,48 @@ class TenantCalls:
         if name is None:
             raise InvalidRequestError("name a job or a tenant")
         view = self._tenant(name)
-        wanted = ("tenant", "is_operator", "checkpoints_max", "checkpoint_bytes_max")
-        return {**{key: view[key] for key in wanted}, "jobs": self._core.jobs_of(name)}
+        return {
+            "tenant": name,
+            "is_operator": view["is_operator"],
+            "checkpoints_max": view["checkpoints_max"],
+            "checkpoint_bytes_max": view["checkpoint_bytes_max"],
+            "jobs": self._core.jobs_of(name),
+        }
 
-    async def _model_roots(self, call: calls.OneTenant) -> Plain:
+    async def _model_roots(self, call: calls.OneTenant) -> cv.ModelRootsView:
         return {"model_roots": self._tenant(call.name)["model_roots"]}
 
-    async def _create(self, scope: Scope, call: calls.CreateTenant) -> Plain:
+    async def _create(self, scope: Scope, call: calls.CreateTenant) -> cv.EmptyView:
         check_operator(scope)
         if call.name in self._core.tenants():
             raise ConflictError(f"tenant {call.name!r} exists already: choose another name")
         await self._shell.request(ev.TenantCreated(tenant=call.name, key_digest=call.key_digest))
         return {}
 
-    async def _list(self, scope: Scope, _: calls.Nothing) -> Plain:
+    async def _list(self, scope: Scope, _: calls.Nothing) -> cv.Tenants:
         check_operator(scope)
         return {"tenants": self._core.list_tenants(self._now())}
 
-    async def _configure(self, scope: Scope, call: calls.ConfigureTenant) -> Answer:
+    async def _configure(self, scope: Scope, call: calls.ConfigureTenant) -> cv.TenantView:
         check_operator(scope)
-        view = self._tenant(call.name)
-        wanted = {
-            name: view[name] if getattr(call, name) is msgspec.UNSET else getattr(call, name)
-            for name in SETTINGS
-        }
-        await self._shell.request(ev.TenantConfigured(tenant=call.name, **wanted))
+        given = {name: getattr(call, name) for name in SETTINGS}
+        changes = {name: value for name, value in given.items() if value is not msgspec.UNSET}
+        wanted = {**self._tenant(call.name), **changes}
+        await self._shell.request(msgspec.convert(wanted, ev.TenantConfigured))
         return self._tenant(call.name)
 
-    async def _list_keys(self, scope: Scope, call: calls.OneTenant) -> Plain:
+    async def _list_keys(self, scope: Scope, call: calls.OneTenant) -> cv.Keys:
         check_operator(scope)
         used_at = self._shell.keys_used_at
         keys = self._tenant(call.name)["keys"]
-        return {"keys": [{**each, "last_used_at": used_at.get(each["key"])} for each in keys]}
+        return {"keys": [{**key, "last_used_at": used_at.get(key["key"])} for key in keys]}
 
-    async def _add_key(self, scope: Scope, call: calls.AddKey) -> Plain:
+    async def _add_key(self, scope: Scope, call: calls.AddKey) -> cv.AddedKeyView:
         check_operator(scope)
         await self._shell.request(ev.ApiKeyAdded(tenant=call.name, key_digest=call.key_digest))
         return {"key": key_id(call.key_digest)}
 
-    async def _revoke_key(self, scope: Scope, call: calls.RevokeKey) -> Plain:
+    async def _revoke_key(self, scope: Scope, call: calls.RevokeKey) -> cv.EmptyView:
         """Answers once no router accepts the key any more."""
         check_operator(scope)
         # Shielded: if the caller disconnects, all routers must still be notified.
@@ -120,7 +128,7 @@ class TenantCalls:
         await self._shell.request(ev.ApiKeyRevoked(tenant=call.name, key=call.key))
         await self._shell.routers.forget_callers()
 
-    def _tenant(self, name: TenantId) -> Answer:
+    def _tenant(self, name: TenantId) -> cv.TenantView:
         for view in self._core.list_tenants(self._now()):
             if view["tenant"] == name:
                 return view

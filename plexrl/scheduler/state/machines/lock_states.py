@@ -7,7 +7,7 @@ from plexrl.scheduler.state.machines.transitions import Machine
 
 
 class LockState(StrEnum):
-    """Who has the lock."""
+    """State of a group's lock: whether and how it is held."""
 
     FREE = "free"
     HELD = "held"

@@ -17,10 +17,13 @@ from plexrl.errors import InvalidRequestError, from_wire
 from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
 from plexrl.scheduler.state.messages.events import OperationFailed, OperationFinished
 from plexrl.scheduler.state.operation import error_view
+from plexrl.wire.scheduler_methods import Method
 
-Plain = dict[str, Any]
-Answer = Mapping[str, Any]
-"""A view, or another answer, in plain values."""
+Parameters = dict[str, object]
+"""Parameters of a call as they came, before their types are checked."""
+Answer = Mapping[str, object]
+"""A view."""
+AnswerT = TypeVar("AnswerT", bound=Answer)
 Scope = TenantId | None
 """The tenant whose objects a call may use; None: all tenants."""
 CallT = TypeVar("CallT")
@@ -28,6 +31,21 @@ Ask = tuple[type[Any], Callable[[Any, Any], Awaitable[Answer]]]
 """Type of a call's parameters, and its handler, which takes scope and parameters."""
 Report = tuple[type[Any], Callable[[Any], Awaitable[Answer]]]
 """Type of a report, and its handler."""
+
+
+def on_request(
+    method: Method[AnswerT], kind: type[CallT], answer: Callable[[Scope, CallT], Awaitable[AnswerT]]
+) -> tuple[str, Ask]:
+    """An entry of the table of requests, whose handler gives the method's answer."""
+    return method, (kind, answer)
+
+
+def on_query(
+    method: Method[AnswerT], kind: type[CallT], answer: Callable[[CallT], Awaitable[AnswerT]]
+) -> tuple[str, Report]:
+    """As `on_request`, for a call that a router makes for itself."""
+    return method, (kind, answer)
+
 
 CONTROLLER_MAX = 100
 
@@ -157,7 +175,7 @@ class ListOperations:
     limit: int = 1000
 
 
-def take_scope(params: Plain) -> tuple[Scope, Plain]:
+def take_scope(params: Parameters) -> tuple[Scope, Parameters]:
     """The scope that a router's call names, and its other parameters.
 
     Raises:
@@ -176,7 +194,7 @@ def take_scope(params: Plain) -> tuple[Scope, Plain]:
     raise InvalidRequestError("give either a tenant, or null with as_operator: true")
 
 
-def take_controller(kind: type[Any], params: Plain) -> tuple[str, Plain]:
+def take_controller(kind: type[Any], params: Parameters) -> tuple[str, Parameters]:
     """The controller's token, empty if there is none, and the other parameters. The token stays
     among these if `kind` has a field for it.
 
@@ -199,7 +217,7 @@ def subject(call: object) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def parse(kind: type[CallT], params: Plain) -> CallT:
+def parse(kind: type[CallT], params: Parameters) -> CallT:
     """`params` as a `kind`.
 
     Raises:

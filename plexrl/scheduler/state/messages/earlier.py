@@ -9,19 +9,17 @@ else.
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from plexrl.errors import ExecutionError, PlexRLError, from_wire
 from plexrl.scheduler.state.operation import error_view
+from plexrl.wire.codec import JsonObject
 from plexrl.wire.messages.cluster_views import ErrorView
 from plexrl.wire.operations import PARAMS_BY_KIND, OperationKind
 
 EARLIER_FIELDS = re.compile(rb'"(params|error|settings)_json":')
 """Matches a line of a journal that `upgrade_event` has to change."""
-
-Plain = dict[str, Any]
 
 TEXT_PARAMS = 2
 """The last format of snapshots with parameters as text."""
@@ -49,15 +47,15 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 """The parts of a deployment, with the fields that were in one record."""
 
 
-def upgrade_event(event: Plain) -> None:
+def upgrade_event(event: JsonObject) -> None:
     """An event of an earlier journal."""
     _type_params(event)
     _type_error(event)
     if (text := event.pop("settings_json", "")) != "":
-        event["settings"] = msgspec.json.decode(text, type=Plain)
+        event["settings"] = msgspec.json.decode(text, type=JsonObject)
 
 
-def upgrade_report(params: Mapping[str, Any]) -> Plain:
+def upgrade_report(params: Mapping[str, object]) -> dict[str, object]:
     """The parameters of a report; a router of an earlier version is about to be replaced, and what
     its workers have done must not be lost."""
     found = dict(params)
@@ -65,14 +63,14 @@ def upgrade_report(params: Mapping[str, Any]) -> Plain:
     return found
 
 
-def upgrade_state(state: Plain, version: int) -> None:
+def upgrade_state(state: JsonObject, version: int) -> None:
     """The state in a snapshot of a format from 2 to 5."""
     _upgrade_messages(state, version)
     for deployment in state["deployments"].values():
         _divide(deployment)
 
 
-def _divide(deployment: Plain) -> None:
+def _divide(deployment: JsonObject) -> None:
     """Put the fields of a deployment into its parts."""
     record = deployment.pop("placement", None)
     for part, names in PARTS.items():
@@ -80,7 +78,7 @@ def _divide(deployment: Plain) -> None:
     deployment["placement"]["record"] = record
 
 
-def _upgrade_messages(state: Plain, version: int) -> None:
+def _upgrade_messages(state: JsonObject, version: int) -> None:
     """Change operations, and deployments that are still one record."""
     for operation in state["operations"].values():
         _type_error(operation)
@@ -102,7 +100,7 @@ def _upgrade_messages(state: Plain, version: int) -> None:
             _type_params(deployment["moving"])
 
 
-def _type_error(message: Plain) -> None:
+def _type_error(message: JsonObject) -> None:
     text = message.pop("error_json", None)
     if text:
         message["error"] = _read_error(text)
@@ -112,13 +110,13 @@ def _read_error(text: str) -> ErrorView:
     """The error of a report, which earlier versions journalled even if they could not read it."""
     error: PlexRLError
     try:
-        error = from_wire(msgspec.json.decode(text, type=Plain))
+        error = from_wire(msgspec.json.decode(text, type=JsonObject))
     except (ValueError, RecursionError):
         error = ExecutionError(f"the run failed, and its report cannot be read: {text[:200]}")
     return error_view(error)
 
 
-def _type_params(message: Plain) -> None:
+def _type_params(message: JsonObject) -> None:
     text = message.pop("params_json", None)
     if text is None:
         return
@@ -127,4 +125,4 @@ def _type_params(message: Plain) -> None:
     if kind is None or text == "{}":
         message["params"] = None
     else:
-        message["params"] = {"type": kind.__name__, **msgspec.json.decode(text, type=Plain)}
+        message["params"] = {"type": kind.__name__, **msgspec.json.decode(text, type=JsonObject)}

@@ -23,10 +23,10 @@ class RewardCosts:
     """Part of the prompts whose rewards take `slow_s`."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if not (value >= 0.0 and math.isfinite(value)):
-                raise InvalidRequestError(f"{each.name} is {value}: give a number of at least 0")
+                raise InvalidRequestError(f"{field.name} is {value}: give a number of at least 0")
         if self.slow_part > 1.0:
             raise InvalidRequestError(f"slow_part is {self.slow_part}: give a part of at most 1")
 
@@ -45,7 +45,7 @@ class Rewards:
         self._stream = stream(seed, "rollout rewards")
 
     def seconds(self, prompt: int) -> float:
-        """From the end of a response to its reward."""
+        """Seconds from the end of a response to its reward."""
         is_slow = uniform(self._stream, prompt) < self._costs.slow_part
         return self._costs.slow_s if is_slow else self._costs.usual_s
 

@@ -42,13 +42,13 @@ class Mode:
 def python_of(policy: RolloutPolicy) -> str:
     """The policy as an expression, with the fields that are not the default."""
     given = []
-    for each in fields(policy):
-        value = getattr(policy, each.name)
-        if each.name == "staleness":
+    for field in fields(policy):
+        value = getattr(policy, field.name)
+        if field.name == "staleness":
             given.append(f"{value}")
-        elif value != each.default or each.name == "over_launch":
+        elif value != field.default or field.name == "over_launch":
             given.append(
-                f"{each.name}={value:g}" if isinstance(value, float) else f"{each.name}={value}"
+                f"{field.name}={value:g}" if isinstance(value, float) else f"{field.name}={value}"
             )
     return f"plexrl.{type(policy).__name__}({', '.join(given)})"
 

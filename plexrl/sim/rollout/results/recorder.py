@@ -155,7 +155,7 @@ class Recorder:
         self.train_gpus = train_gpus
 
     def instances_ended(self, instances: Sequence[Instance]) -> None:
-        """These instances do no more; sum what they did."""
+        """Add the work of instances that have ended to the totals."""
         for instance in instances:
             gpus = instance.costs.gpus
             self.decode_gpu_s += gpus * instance.decode_s

@@ -83,6 +83,6 @@ def recall_of(shared: float, part: float = LONG_PART) -> float:
 def mean_lengths(trajectories: Sequence[SimulatedTrajectory]) -> dict[int, float]:
     """Mean response length by prompt."""
     found: dict[int, list[int]] = {}
-    for each in trajectories:
-        found.setdefault(each.group, []).append(each.response_tokens)
+    for trajectory in trajectories:
+        found.setdefault(trajectory.group, []).append(trajectory.response_tokens)
     return {prompt: fmean(tokens) for prompt, tokens in found.items()}

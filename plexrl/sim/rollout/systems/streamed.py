@@ -33,11 +33,11 @@ class Streamed(Coordinated):
     def finished(self, trajectories: Sequence[SimulatedTrajectory]) -> None:
         """See `Policy`."""
         world = self._world
-        for each in trajectories:
-            prompt = each.group
+        for trajectory in trajectories:
+            prompt = trajectory.group
             self._left.setdefault(prompt, world.setting.workload.group_size)
             self._left[prompt] -= 1
-            self._tokens[prompt] = self._tokens.get(prompt, 0) + each.length
+            self._tokens[prompt] = self._tokens.get(prompt, 0) + trajectory.length
             if not self._left[prompt]:
                 del self._left[prompt]
                 self._complete[prompt] = self._tokens.pop(prompt)

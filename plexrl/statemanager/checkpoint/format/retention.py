@@ -45,7 +45,9 @@ def deletable(
     if policy.keep_last is None and policy.keep_every is None:
         return ()
     if policy.prefix:
-        series = [each for each in checkpoints if _is_of(each.name, policy.prefix)]
+        series = [
+            checkpoint for checkpoint in checkpoints if _is_of(checkpoint.name, policy.prefix)
+        ]
         by_age = sorted(series, key=lambda each: (each.written_ns, each.step))
     else:
         by_age = sorted(checkpoints)

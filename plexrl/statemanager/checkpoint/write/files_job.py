@@ -35,14 +35,14 @@ class FilesJob:
         self._progress = CheckpointProgress(bytes_per_s=bytes_per_s)
         self._lock = threading.Lock()
         self._tensors: list[TensorRecord] = []
-        """Of files that were written since the last report."""
+        """Tensors of the files that were written since the last report."""
         self._error: PlexRLError | None = None
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="checkpoint-files", daemon=True)
         self._thread.start()
 
     def report(self) -> FilesReport:
-        """How far it is, and what was written since the last report."""
+        """Its progress, and what was written since the last report."""
         with self._lock:
             tensors, self._tensors = tuple(self._tensors), []
             return FilesReport(

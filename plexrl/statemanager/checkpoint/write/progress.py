@@ -17,7 +17,7 @@ class CheckpointProgress:
         self.bytes_done = 0
         self.bytes_total = 0
         self._elsewhere = 0
-        """Of `bytes_done`, those that other nodes wrote, which the rate does not limit."""
+        """The part of `bytes_done` that other nodes wrote, which the rate does not limit."""
         self._bytes_per_s = bytes_per_s
         self._lock = threading.Lock()
         self._cancelled = threading.Event()

@@ -127,9 +127,9 @@ def _fetch(caller: DaemonCaller, request: Fetch, _: Sequence[int]) -> DaemonRepl
 
 def _moved(store: Store, version: TieredVersion, nbytes: int, started: float) -> DaemonReply:
     """The answer to a migration, after which the other nodes forget the version. So it goes to NVMe
-    first, where there is space."""
+    first, where there is space: a power cut takes what is in host memory only."""
     try:
-        store.allocator.secure(version.manifest.name)
+        store.allocator.copy_to_nvme(version.manifest.name)
     except StorageError as error:
         LOG.info("%s is in host memory only: %s", version.manifest.description, error)
     return DaemonReply(move_report(nbytes, time.perf_counter() - started, version.tier))

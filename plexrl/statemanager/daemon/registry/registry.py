@@ -34,7 +34,7 @@ class PrefetchedArena:
     seconds: float
 
     def seconds_before(self, now: float) -> float:
-        """How much of its duration was before `now`."""
+        """Seconds of its duration that were before `now`."""
         return min(self.seconds, max(0.0, now - self.began_at))
 
 

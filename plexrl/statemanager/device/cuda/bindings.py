@@ -72,10 +72,12 @@ class BoundDriver:
         self._call("cuCtxSetCurrent", self._context(device))
 
     def uuids(self) -> tuple[str, ...]:
-        return device_names([self._call("cuDeviceGetUuid", each).bytes for each in self._devices()])
+        return device_names(
+            [self._call("cuDeviceGetUuid", device).bytes for device in self._devices()]
+        )
 
     def pci_addresses(self) -> tuple[str, ...]:
-        found = [self._call("cuDeviceGetPCIBusId", 32, each) for each in self._devices()]
+        found = [self._call("cuDeviceGetPCIBusId", 32, device) for device in self._devices()]
         return tuple([text.split(b"\0")[0].decode() for text in found])
 
     def _devices(self) -> list[Any]:

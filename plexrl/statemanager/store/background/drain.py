@@ -43,7 +43,7 @@ class Drainer:
                 if self._closing.is_set():
                     return
                 try:
-                    self._store.allocator.copy_to_nvme(name)
+                    self._store.allocator.copy_to_nvme(name, in_background=True)
                 except PlexRLError as error:
                     LOG.info("%s was not copied to NVMe: %s", name, error)
                     break

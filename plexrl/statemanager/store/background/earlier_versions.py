@@ -51,7 +51,7 @@ class EarlierVersions:
     def _run(self) -> None:
         while (name := self._next()) is not None:
             try:
-                self._store.allocator.move_to_nvme(name)
+                self._store.allocator.copy_to_nvme(name, in_background=True, keep=False)
             except OperationCancelledError:
                 with self._changed:
                     self._waiting[name] = None

@@ -143,7 +143,7 @@ class TierAllocator:
                 # others may have reserved space that was free.
                 for name in plan.spill:
                     for member in members[name]:
-                        self.spill(member)
+                        self.copy_to_nvme(member, keep=False)
 
     def _usage(self, tier: TierName) -> TierUsage:
         catalog = self._catalog
@@ -154,68 +154,31 @@ class TierAllocator:
         with self._catalog.lock:
             return self._catalog.reserve(tier, nbytes)
 
-    def spill(self, name: str) -> None:
-        """Copy a version to NVMe, then remove it from the host tier.
-
-        Raises:
-            StateTierFullError: NVMe is full; the version stays in the host tier.
-            StorageError: the copy failed; the version stays in the host tier.
-        """
-        catalog = self._catalog
-        with self._referenced_in_host(name) as version:
-            if version is None:
-                return
-            self.cancel_background()
-            self._copy_to_nvme(version, None)
-            with catalog.lock:
-                if HOST in version.header_bytes:
-                    catalog.remove_header(version, HOST)
-        self._tiers[HOST].faults.reach("spill.done")
-
-    def copy_to_nvme(self, name: str) -> bool:
-        """Copy a version from the host tier to NVMe, in the background; returns False if the
-        version is not in the host tier.
+    def copy_to_nvme(self, name: str, *, in_background: bool = False, keep: bool = True) -> bool:
+        """Copy a version from the host tier to NVMe; returns False if it is not in the host tier.
+        Without `keep` the version then leaves the host tier. What is not in the background cancels
+        what is.
 
         Raises:
             OperationCancelledError: a more urgent move cancelled this one.
-            StorageError: the copy failed.
-        """
-        with self._referenced_in_host(name) as version:
-            if version is None:
-                return False
-            with self.background_move(version.manifest.deployment) as move:
-                self._copy_to_nvme(version, move.cancelled)
-            return True
-
-    def secure(self, name: str) -> None:
-        """Copy a version from the host tier to NVMe now: other nodes will forget it, and a power
-        cut takes what is in host memory only.
-
-        Raises:
-            StorageError: NVMe is full or the copy failed; the version is in the host tier only.
-        """
-        with self._referenced_in_host(name) as version:
-            if version is not None:
-                self.cancel_background(version.manifest.deployment)
-                self._copy_to_nvme(version, None)
-
-    def move_to_nvme(self, name: str) -> None:
-        """Move a version from the host tier to NVMe, in the background.
-
-        Raises:
-            OperationCancelledError: a more urgent move cancelled this one; the version stays in the
-                host tier.
-            StorageError: NVMe is full or the copy failed; the version stays in the host tier.
+            StateTierFullError: NVMe is full.
+            StorageError: the copy failed. After any error the version is in the host tier.
         """
         catalog = self._catalog
         with self._referenced_in_host(name) as version:
             if version is None:
-                return
-            with self.background_move(version.manifest.deployment) as move:
-                self._copy_to_nvme(version, move.cancelled)
+                return False
+            if in_background:
+                with self.background_move(version.manifest.deployment) as move:
+                    self._copy_version(version, move.cancelled)
+            else:
+                self.cancel_background()
+                self._copy_version(version, None)
             with catalog.lock:
-                if HOST in version.header_bytes:
+                if not keep and HOST in version.header_bytes:
                     catalog.remove_header(version, HOST)
+        self._tiers[HOST].faults.reach("spill.done")
+        return True
 
     def expendable_names(self, tenant: str | None = None) -> frozenset[str]:
         """Names of a tenant's (absent: all tenants') versions that are dropped first. The catalog's
@@ -233,7 +196,7 @@ class TierAllocator:
             self.cancel_background()
             for version in versions:
                 try:
-                    self.spill(version.manifest.name)
+                    self.copy_to_nvme(version.manifest.name, keep=False)
                 except PlexRLError:
                     left.append(version.manifest.name)
         return left
@@ -276,7 +239,7 @@ class TierAllocator:
                 with catalog.lock:
                     catalog.release(version.objects, HOST)
 
-    def _copy_to_nvme(self, version: Version, cancelled: threading.Event | None) -> None:
+    def _copy_version(self, version: Version, cancelled: threading.Event | None) -> None:
         """Copy a version, which is referenced in host, to NVMe."""
         catalog = self._catalog
         held: list[SharedObject] = []

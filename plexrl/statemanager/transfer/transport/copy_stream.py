@@ -115,7 +115,7 @@ def send_copies(
 
 
 class _Way(IntEnum):
-    """How the bytes of a copy are sent."""
+    """The way in which the bytes of a copy are sent."""
 
     BLOCKS = 0
     """Gathered into blocks."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError
 from plexrl.wire.messages import (
-    Abort,
+    AbortRun,
     AnyEngineRequest,
     EngineLoad,
     Pause,
@@ -57,9 +57,9 @@ class ControlRequests:
         self._resume_at: float | None = None
         """Time at which a pause ends, on the monotonic clock; absent: not paused."""
 
-    def handle(self, message: Abort | AnyEngineRequest, connection: WorkerConnection) -> None:
+    def handle(self, message: AbortRun | AnyEngineRequest, connection: WorkerConnection) -> None:
         """Carry out a control request, and answer what is answered."""
-        if isinstance(message, Abort):
+        if isinstance(message, AbortRun):
             abort = message.abort
             if abort.token:
                 self._interrupt(abort.operation, abort.token)

@@ -2,7 +2,7 @@
 
 from plexrl.worker.rollout.engine.backend import TorchRolloutBackend
 from plexrl.worker.rollout.engine.engine import Engine
-from plexrl.worker.rollout.generation import Generation, Segment
+from plexrl.worker.rollout.generation import Generation, WeightSpan
 from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine
 
 __all__ = [
@@ -10,6 +10,6 @@ __all__ = [
     "EngineStats",
     "Generation",
     "RolloutEngine",
-    "Segment",
     "TorchRolloutBackend",
+    "WeightSpan",
 ]

@@ -17,7 +17,7 @@ import numpy as np
 from plexrl.worker.rollout.engine.blocks import BlockPool, block_names
 from plexrl.worker.rollout.engine.slot_table import NO_LEADER, SlotTable
 from plexrl.worker.rollout.engine.step_batch import Ints, Work
-from plexrl.worker.rollout.generation import CarriedSample, Generation, Sample
+from plexrl.worker.rollout.generation import CarriedSample, GeneratedRow, Generation
 
 RUNNING_PER_SPARE_BLOCK = 8
 """A sample is admitted only if one spare block remains for every 8 running samples. Each of
@@ -31,7 +31,7 @@ class BatchScheduler:
         self._rows = rows
         self._pool = pool
         self._step_tokens = max(step_tokens_max, rows.slots)
-        self.waiting: deque[Sample] = deque()
+        self.waiting: deque[GeneratedRow] = deque()
         self.weights_seq = 0
         self.preemptions = 0
         self.prefix_tokens_reused = 0
@@ -93,10 +93,10 @@ class BatchScheduler:
             rows.samples[follower].names = list(rows.samples[slot].names)
         return followers
 
-    def withdraw(self, generation: Generation, rows: Collection[int]) -> list[Sample]:
+    def withdraw(self, generation: Generation, rows: Collection[int]) -> list[GeneratedRow]:
         """Remove these waiting rows of a generation from the queue. Linear in its length."""
-        taken: list[Sample] = []
-        others: list[Sample] = []
+        taken: list[GeneratedRow] = []
+        others: list[GeneratedRow] = []
         for sample in self.waiting:
             is_taken = sample.generation is generation and sample.row in rows
             (taken if is_taken else others).append(sample)
@@ -111,7 +111,7 @@ class BatchScheduler:
             back = [self.release(each) for each in followers if each not in leaving]
             self.waiting.extendleft(reversed(back))
 
-    def release(self, slot: int) -> Sample:
+    def release(self, slot: int) -> GeneratedRow:
         """Remove a sample from its slot. Its full blocks stay cached until they are evicted."""
         self._publish_blocks(slot)
         self._pool.give_back(self._rows.blocks(slot))
@@ -150,7 +150,9 @@ class BatchScheduler:
         return sorted(found, key=lambda sample: sample.order)
 
     def carry_in(
-        self, running: Sequence[tuple[Sample, CarriedSample, Sequence[int]]], others: list[Sample]
+        self,
+        running: Sequence[tuple[GeneratedRow, CarriedSample, Sequence[int]]],
+        others: list[GeneratedRow],
     ) -> None:
         """Take the samples of another engine: `running` with their blocks here, which have the keys
         and values that the blocks of the other engine had, and `others` without."""
@@ -248,7 +250,7 @@ class BatchScheduler:
             if rows.computed[slot] < len(sample.prompt) // pool.block_tokens * pool.block_tokens:
                 busy.add(sample.group)
 
-    def _next_follows(self, leader: Sample) -> bool:
+    def _next_follows(self, leader: GeneratedRow) -> bool:
         """Whether the next waiting sample needs exactly the prompt that `leader` will compute."""
         if not self.waiting or not leader.is_fresh:
             return False
@@ -261,7 +263,7 @@ class BatchScheduler:
         busy = np.flatnonzero(rows.active & (rows.leader == NO_LEADER) & (rows.computed < whole))
         return {rows.samples[slot].group for slot in busy.tolist()}
 
-    def _assign_slot(self, sample: Sample, leader: int) -> int:
+    def _assign_slot(self, sample: GeneratedRow, leader: int) -> int:
         slot = self._rows.assign(sample, leader)
         sample.drawn_with(int(self._rows.drawn(slot)), self.weights_seq)
         return slot
@@ -278,18 +280,18 @@ class BatchScheduler:
         self._pool.name(rows.blocks(slot), sample.names[:whole])
 
 
-def _in_order_of_prefill(samples: Iterable[Sample]) -> list[Sample]:
+def _in_order_of_prefill(samples: Iterable[GeneratedRow]) -> list[GeneratedRow]:
     """By age, but one sample of each prompt first: the others then find its blocks in the prefix
     cache."""
     ordered = sorted(samples, key=lambda sample: sample.order)
-    first: dict[tuple[str, int], Sample] = {}
+    first: dict[tuple[str, int], GeneratedRow] = {}
     for sample in ordered:
         first.setdefault(sample.group, sample)
     others = [sample for sample in ordered if first[sample.group] is not sample]
     return [*first.values(), *others]
 
 
-def _carried(sample: Sample) -> CarriedSample:
+def _carried(sample: GeneratedRow) -> CarriedSample:
     drawn = 0 if sample.tokens is None else len(sample.tokens)
     return CarriedSample(
         generation=sample.generation.name,

@@ -106,7 +106,7 @@ class BlockPool:
         return found
 
     def kept_among(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are available now and would not be after `share`."""
+        """Number of `blocks` that are available now and would not be after `share`."""
         return sum(block in self._kept for block in blocks)
 
     def forget(self) -> None:

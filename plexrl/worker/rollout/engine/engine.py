@@ -26,7 +26,7 @@ from plexrl.worker.rollout.engine.blocks import BlockPool
 from plexrl.worker.rollout.engine.forward.decode_graphs import DecodeGraphs
 from plexrl.worker.rollout.engine.forward.llama import LlamaForward
 from plexrl.worker.rollout.engine.forward.selection import (
-    Forward,
+    ForwardPass,
     cache_size,
     probe,
     select_forward,
@@ -49,8 +49,8 @@ from plexrl.worker.rollout.generation import (
     LENGTH,
     STOP,
     CarriedSample,
+    GeneratedRow,
     Generation,
-    Sample,
 )
 from plexrl.worker.rollout.rollout_engine import (
     STEP_TOKENS_MAX,
@@ -107,7 +107,7 @@ class Engine(RolloutEngine):
         """
         super().__init__(end_tokens(model), sequence_tokens_max)
         self._device, self._dtype = weight_device(model)
-        self._forward: Forward = select_forward(model, sequence_tokens_max, ranks)
+        self._forward: ForwardPass = select_forward(model, sequence_tokens_max, ranks)
         self._tp = 1 if ranks is None else ranks.size
         self.meter.begin(self._tp)
         wanted = probe(model) if probed is None else probed
@@ -220,8 +220,8 @@ class Engine(RolloutEngine):
             self._generations[generation.name] = generation
             self._note_kind(generation)
             numbered[generation.name] = _numbered_prompts(generation)
-        running: list[tuple[Sample, CarriedSample, Sequence[int]]] = []
-        waiting: list[Sample] = []
+        running: list[tuple[GeneratedRow, CarriedSample, Sequence[int]]] = []
+        waiting: list[GeneratedRow] = []
         held: set[int] = set()
         for each, blocks in samples:
             generation = self._generations[each.generation]
@@ -441,7 +441,7 @@ class Engine(RolloutEngine):
             drawn = rows.tokens[slot, first : rows.known[slot]]
             stopped[index] |= is_at_stop(drawn, generation.sampling, self._text)
 
-    def _record(self, sample: Sample, code: int) -> None:
+    def _record(self, sample: GeneratedRow, code: int) -> None:
         """Store a row's result in its generation."""
         generation = sample.generation
         if sample.tokens is not None:
@@ -473,6 +473,8 @@ def _numbered_prompts(generation: Generation) -> list[tuple[int, Any]]:
 
 def _sample(
     generation: Generation, numbered: list[tuple[int, Any]], row: int, order: int
-) -> Sample:
+) -> GeneratedRow:
     number, prompt = numbered[row // generation.samples_per_prompt]
-    return Sample(generation=generation, row=row, order=order, prompt=prompt, prompt_number=number)
+    return GeneratedRow(
+        generation=generation, row=row, order=order, prompt=prompt, prompt_number=number
+    )

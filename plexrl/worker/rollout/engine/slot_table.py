@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from plexrl.worker.rollout.engine.step_batch import Ints, Scored, Work
-from plexrl.worker.rollout.generation import PromptScores, Sample, TokenDetails
+from plexrl.worker.rollout.generation import GeneratedRow, PromptScores, TokenDetails
 from plexrl.worker.rollout.sampling import RowSampling, likeliest_tokens, sampling_logprobs
 
 NO_LEADER = -1
@@ -26,7 +26,7 @@ class SlotTable:
     def __init__(self, slots: int, sequence_tokens_max: int, blocks_max: int) -> None:
         self.slots = slots
         self.sequence_max = sequence_tokens_max
-        self.samples: dict[int, Sample] = {}
+        self.samples: dict[int, GeneratedRow] = {}
         self.changes = 0
         """Changes so far: a sample joined, left, or stopped waiting for its leader."""
         self._free = list(range(slots - 1, -1, -1))
@@ -58,7 +58,8 @@ class SlotTable:
         self.logprobs = np.zeros((slots, sequence_tokens_max), dtype=np.float32)
         """Logprobs of the drawn tokens, from index 0."""
         self._details: dict[int, TokenDetails] = {}
-        """Of slots whose generations want them: room for every token that may be drawn."""
+        """Details of the slots whose generations want them: room for every token that may be
+        drawn."""
 
     @property
     def free(self) -> int:
@@ -83,7 +84,7 @@ class SlotTable:
         found: list[int] = self.tables[slot, : self.held[slot]].tolist()
         return found
 
-    def assign(self, sample: Sample, leader: int = NO_LEADER) -> int:
+    def assign(self, sample: GeneratedRow, leader: int = NO_LEADER) -> int:
         """Put a sample with its tokens into a free slot; it holds no block and has nothing
         computed."""
         slot = self._free.pop()
@@ -119,7 +120,7 @@ class SlotTable:
         self.stream[slot] = sample.stream
         return slot
 
-    def release(self, slot: int) -> Sample:
+    def release(self, slot: int) -> GeneratedRow:
         """Free a slot whose blocks are free already; the sample keeps its tokens."""
         sample = self.samples.pop(slot)
         self.changes += 1

@@ -28,7 +28,7 @@ _SEEN, _HIDDEN = np.float32(0.0), np.float32(-np.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class RowGroup:
     """Rows that attend together."""
 
     start: int
@@ -81,7 +81,7 @@ class StepBatch:
     position_T: torch.Tensor
     kv_index_T: torch.Tensor
     """Cache position of each token's key and value: block·S + offset."""
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
     wanted: torch.Tensor | None
     """Tokens whose next token is predicted. None: all."""
     scored: Scored | None = None
@@ -109,7 +109,7 @@ def order_work(work: Work, block_tokens: int) -> tuple[Work, list[int]]:
 
 
 def _cuts(lengths: Ints, blocks: Ints, block_tokens: int) -> list[int]:
-    """Where groups begin. Rows are sorted by length, and rows of one token by context."""
+    """Indexes at which groups begin. Rows are sorted by length, those of one token by context."""
     cuts = [0]
     singles = int(np.searchsorted(lengths, 1, side="right"))
     # Block counts of single-token rows ascend. A cut at i spares earlier rows the longer padding.
@@ -190,7 +190,7 @@ def _group(
     block_tokens: int,
     device: torch.device,
     dtype: torch.dtype,
-) -> Group:
+) -> RowGroup:
     lengths = work.lengths[first:last]
     starts = work.starts[first:last]
     start = int(ends[first] - lengths[0])
@@ -213,7 +213,7 @@ def _group(
         places = torch.from_numpy(np.flatnonzero(real)).to(device)
     seen = np.arange(blocks * block_tokens) <= position_NQ[:, :, None]
     mask = torch.from_numpy(np.where(seen, _SEEN, _HIDDEN)).to(device, dtype)
-    return Group(
+    return RowGroup(
         start=start,
         tokens=int(ends[last - 1]) - start,
         rows=last - first,

@@ -15,7 +15,7 @@ import numpy as np
 from plexrl.errors import InvalidRequestError
 from plexrl.latency.pace import Decoding
 from plexrl.wire.tensors import Array
-from plexrl.worker.rollout.generation import ABORT, LENGTH, STOP, Generation, Segment
+from plexrl.worker.rollout.generation import ABORT, LENGTH, STOP, Generation, WeightSpan
 from plexrl.worker.rollout.paced.lengths import draw_tokens, first_stream, response_tokens
 from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine, RowLength
 from plexrl.worker.training.paced.pacer import Pacer
@@ -270,7 +270,7 @@ class PacedEngine(RolloutEngine):
         """Draw the next tokens of a response. True: it has all."""
         segments = row.generation.segments[row.row]
         if not segments or segments[-1].weights_seq != self.weights_seq:
-            segments.append(Segment(start=row.drawn, weights_seq=self.weights_seq))
+            segments.append(WeightSpan(start=row.drawn, weights_seq=self.weights_seq))
         tokens, logprobs = draw_tokens(
             row.stream,
             row.drawn,

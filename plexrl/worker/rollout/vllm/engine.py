@@ -22,7 +22,7 @@ from plexrl.worker.rollout.generation import (
     LENGTH,
     STOP,
     Generation,
-    Segment,
+    WeightSpan,
 )
 from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine, RowLength
 from plexrl.worker.rollout.stops import is_at_stop
@@ -51,7 +51,7 @@ class _Row:
     ends: frozenset[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[WeightSpan] = field(default_factory=list)
 
 
 class VllmEngine(RolloutEngine):
@@ -244,7 +244,7 @@ class VllmEngine(RolloutEngine):
             return
         self._tokens_drawn += drawn
         if not row.segments or row.segments[-1].weights_seq != self.weights_seq:
-            row.segments.append(Segment(start=start, weights_seq=self.weights_seq))
+            row.segments.append(WeightSpan(start=start, weights_seq=self.weights_seq))
         if row.generation.emit is not None:
             row.generation.emit(row.row, row.tokens[start:], row.logprobs[start:])
         generation = row.generation

@@ -28,7 +28,7 @@ from plexrl.worker.models import named_parameters
 HEADS_DIM = 2
 """Dimension of the heads in the input of head norms: [rows, tokens, heads, head_dim]."""
 GEMMA_HEADS_DIM = 1
-"""That of Gemma, which swaps tokens and heads before the norms."""
+"""Dimension of the heads in Gemma, which swaps tokens and heads before the norms."""
 
 
 def parallelize(model: Any, mesh: DeviceMesh) -> None:

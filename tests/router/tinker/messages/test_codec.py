@@ -18,7 +18,12 @@ from plexrl.router.tinker.messages.codec import (
     train_output,
 )
 from plexrl.router.tinker.messages.fields import FIELDS_MAX
-from plexrl.router.tinker.messages.requests import CreateModel, LoadWeights, OptimStep, Sample
+from plexrl.router.tinker.messages.requests import (
+    CreateModel,
+    LoadWeights,
+    OptimStepRequest,
+    SampleRequest,
+)
 
 INPUTS: dict[str, Any] = {"target_tokens": [4, 5, 6], "weights": [0.0, 1.0, -0.5]}
 DATUM = types.Datum(
@@ -85,7 +90,7 @@ def test_fields_that_plexrl_does_not_know_are_refused_where_they_ask_for_somethi
         CreateModel.read(known % b'"x"')
     inner = b'{"model_id": "m", "seq_id": 1, "adam_params": {"nesterov": true}}'
     with pytest.raises(InvalidRequestError, match=r"adam_params\.nesterov"):
-        OptimStep.read(inner)
+        OptimStepRequest.read(inner)
     with pytest.raises(InvalidRequestError, match="weights_access_token"):
         LoadWeights.read(b'{"path": "p", "weights_access_token": "t"}')
 
@@ -94,11 +99,11 @@ def test_samples_that_plexrl_cannot_draw_are_refused_by_name() -> None:
     prompt = b'{"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, %s}'
     for field in (b'"prompt_alt_tokens_k": 2', b'"target_prompt_logprobs": {"data": [1]}'):
         with pytest.raises(InvalidRequestError, match=field.decode().split('"')[1]):
-            Sample.read(prompt % field)
+            SampleRequest.read(prompt % field)
     with pytest.raises(InvalidRequestError, match='loss_fn="importance_sampling"'):
-        Sample.read(prompt % b'"record_stability_info": true')
+        SampleRequest.read(prompt % b'"record_stability_info": true')
     with pytest.raises(InvalidRequestError, match="num_samples"):
-        Sample.read(prompt % b'"num_samples": 65537')
+        SampleRequest.read(prompt % b'"num_samples": 65537')
 
 
 @pytest.mark.parametrize("field", [b"\x1a\x00", b"\x2a\x00", b"\xf8\x07\x01"])

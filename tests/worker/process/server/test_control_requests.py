@@ -14,7 +14,7 @@ from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import tiny_qwen2
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.wire.framing import recv_frame
-from plexrl.wire.messages import Abort, AbortOperation, AnyEngineRequest
+from plexrl.wire.messages import AbortOperation, AbortRun, AnyEngineRequest
 from plexrl.wire.operations import GenerateParams, OperationKind, SamplingParams
 from plexrl.worker.interface.backend import BackendCall
 from plexrl.worker.process.server.control_requests import ControlRequests
@@ -50,7 +50,7 @@ class Router:
             addresses=(),
             token=FencingToken(token),
         )
-        self.controls.handle(Abort(abort=order), self._connection)
+        self.controls.handle(AbortRun(abort=order), self._connection)
 
     def ask(self, request: str, **fields: Any) -> dict[str, Any]:
         header = {"request": request, "ask": "a", **fields}

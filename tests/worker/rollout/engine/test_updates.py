@@ -13,7 +13,7 @@ from plexrl.model.spec import tiny_qwen2
 from plexrl.wire.operations import GenerateParams, OperationKind, SamplingParams
 from plexrl.worker.interface.backend import BackendCall
 from plexrl.worker.models import build_model, named_parameters
-from plexrl.worker.rollout.engine import Engine, Generation, Segment, TorchRolloutBackend
+from plexrl.worker.rollout.engine import Engine, Generation, TorchRolloutBackend, WeightSpan
 from plexrl.worker.state.arena_tensors import view
 from tests.worker.arena_memory import memory_of
 
@@ -78,12 +78,12 @@ def test_after_an_update_logprobs_are_those_of_a_fresh_model() -> None:
         assert np.allclose(logprobs[5:], after[5:], atol=1e-4)
         assert not np.allclose(logprobs[5:], before[5:], atol=1e-2)
         assert made.segments[row] == [
-            Segment(start=0, weights_seq=4),
-            Segment(start=5, weights_seq=5),
+            WeightSpan(start=0, weights_seq=4),
+            WeightSpan(start=5, weights_seq=5),
         ]
         whole = logprobs_by(NEW, prompt, later.tokens[row].tolist())
         assert np.allclose(later.logprobs[row], whole, atol=1e-4)
-        assert later.segments[row] == [Segment(start=0, weights_seq=5)]
+        assert later.segments[row] == [WeightSpan(start=0, weights_seq=5)]
     assert engine.stats().tokens_recomputed > 0
 
 

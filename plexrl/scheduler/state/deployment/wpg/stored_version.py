@@ -32,12 +32,12 @@ class StoredVersion:
     """All versions of this WPG that are on NVMe, by node: they survive a power cut."""
 
     def move_to(self, nodes: Iterable[NodeId]) -> None:
-        """These nodes hold the version, and no others."""
+        """Record that exactly these nodes hold the version."""
         self.nodes = list(nodes)
 
     def keep_only(self, nodes: Collection[NodeId]) -> None:
         """The nodes that are not among `nodes` drop the version."""
-        self.nodes = [each for each in self.nodes if each in nodes]
+        self.nodes = [node for node in self.nodes if node in nodes]
 
     def lose(self) -> None:
         """No node holds the version."""

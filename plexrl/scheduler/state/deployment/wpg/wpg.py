@@ -46,15 +46,15 @@ class Wpg:
         return self.state == WpgState.READY
 
     def launch_first(self) -> None:
-        """It has its first GPUs, and its processes are started on them."""
+        """Start its processes on its first GPUs."""
         self._change(WpgTrigger.PLACED)
 
     def resume(self) -> None:
-        """It has other GPUs or other nodes' copies, and its processes are started."""
+        """Start its processes on other GPUs, or from other nodes' copies."""
         self._change(WpgTrigger.RESUMED)
 
     def await_copies(self, nodes: list[NodeId]) -> None:
-        """It has other GPUs; its processes start once `nodes` have its durable version."""
+        """Wait on other GPUs until `nodes` have its durable version; its processes start then."""
         self._change(WpgTrigger.MIGRATED)
         self.stored.await_copies(nodes)
 
@@ -74,7 +74,7 @@ class Wpg:
         self._change_residency(ResidencyTrigger.PROCESSES_GONE)
 
     def displace(self) -> None:
-        """It has left its group, and waits for other GPUs."""
+        """Record that it has left its group and waits for other GPUs."""
         self._change(WpgTrigger.DISPLACED)
         self.stored.stop_awaiting()
         self.processes.cancel_launch()

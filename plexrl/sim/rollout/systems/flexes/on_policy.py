@@ -61,7 +61,7 @@ class OnPolicy(Coordinated):
         longest = setting.workload.prompt_tokens + setting.workload.limit
         self._planner = None
         if self._parts.parallelism and setting.model is not None:
-            sizes = [each for each in setting.model.sizes(longest) if not setting.gpus % each]
+            sizes = [size for size in setting.model.sizes(longest) if not setting.gpus % size]
             profile = {size: setting.model.costs(size).step_s(1, 0) for size in sizes}
             self._planner = ParallelismPlanner(sizes, setting.costs.gpus, profile=profile)
         self._stream = StreamTrainer(setting.costs.train_gpu_s_per_token)
@@ -123,7 +123,7 @@ class OnPolicy(Coordinated):
         self._tell(InstanceLost(instance=name))
 
     def _is_present(self, trajectory: SimulatedTrajectory) -> bool:
-        """It was not aborted with its prompt, and its prompt is not trained."""
+        """Whether it was not aborted with its prompt, and its prompt is not trained."""
         return self._trajectories.get(trajectory.number) is trajectory
 
     def _rewarded(self, trajectory: SimulatedTrajectory) -> None:
@@ -145,7 +145,7 @@ class OnPolicy(Coordinated):
             elif isinstance(command, ReportScaleDown):
                 freed = command.freed
         reports = (ReportQueuedGroup, ReportScaleDown)
-        super()._issue([each for each in commands if not isinstance(each, reports)])
+        super()._issue([command for command in commands if not isinstance(command, reports)])
         if freed:
             world = self._world
             world.at(world.now + world.setting.command_s, self._in_round(lambda: self._free(freed)))
@@ -166,8 +166,8 @@ class OnPolicy(Coordinated):
         return lambda: action() if world.version == version else None
 
     def _free(self, names: Sequence[InstanceId]) -> None:
-        """These instances were told to stop. They train when they have stopped and have the state
-        of training."""
+        """Let instances that were told to stop train once they have stopped and hold the state of
+        training."""
         world = self._world
         freed = [self._instances[name] for name in names]
         gpus = sum(each.costs.gpus for each in freed)

@@ -17,7 +17,7 @@ from plexrl.model.architecture.families import FAMILIES, Family
 from plexrl.worker.rollout.engine.forward.experts import Experts
 from plexrl.worker.rollout.engine.forward.joined_linear import JoinedLinear
 from plexrl.worker.rollout.engine.kv_pool import KvPool
-from plexrl.worker.rollout.engine.step_batch import Group, StepBatch
+from plexrl.worker.rollout.engine.step_batch import RowGroup, StepBatch
 from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
 
 
@@ -88,7 +88,7 @@ def window_of(config: Any, kind: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What the layers of one kind share in one pass."""
+    """The values that the layers of one kind share in one pass."""
 
     cos_T1D: torch.Tensor
     sin_T1D: torch.Tensor
@@ -125,7 +125,7 @@ class _Positions:
             [self._mask(group, batch) for group in batch.groups],
         )
 
-    def _mask(self, group: Group, batch: StepBatch) -> torch.Tensor:
+    def _mask(self, group: RowGroup, batch: StepBatch) -> torch.Tensor:
         if self._window is None:
             return group.mask_NQL
         position = batch.position_T[group.start : group.start + group.tokens]
@@ -257,7 +257,7 @@ class _LlamaLayer:
         self,
         index: int,
         query_TJD: torch.Tensor,
-        group: Group,
+        group: RowGroup,
         mask_NQL: torch.Tensor,
         pool: KvPool,
     ) -> torch.Tensor:

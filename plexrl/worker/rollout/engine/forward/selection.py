@@ -26,7 +26,7 @@ STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 PROBE_TOKENS = 7
 
 
-class Forward(Protocol):
+class ForwardPass(Protocol):
     """A forward pass over the paged KV cache."""
 
     def __call__(self, batch: StepBatch, pool: KvPool) -> torch.Tensor:
@@ -34,7 +34,7 @@ class Forward(Protocol):
         ...
 
 
-def select_forward(model: Any, positions: int, ranks: RankGroup | None = None) -> "Forward":
+def select_forward(model: Any, positions: int, ranks: RankGroup | None = None) -> "ForwardPass":
     """The fastest correct pass for this model, for positions below `positions`.
 
     With `ranks`, the model's parameters are this rank's parts (`shards.box_of`).
@@ -130,7 +130,7 @@ def probe(model: Any) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def verify_forward(forward: Forward, model: Any, wanted: torch.Tensor, ranks: int = 1) -> None:
+def verify_forward(forward: ForwardPass, model: Any, wanted: torch.Tensor, ranks: int = 1) -> None:
     """Compare a pass with the result of `probe`.
 
     Raises:

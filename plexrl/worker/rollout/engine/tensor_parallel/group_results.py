@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from plexrl.worker.rollout.engine.tensor_parallel.switch_groups import SwitchGroups
-from plexrl.worker.rollout.generation import Generation, Segment, TokenDetails
+from plexrl.worker.rollout.generation import Generation, TokenDetails, WeightSpan
 
 STEPS_AHEAD = 4
 """Steps by which a group may be behind the first one; streamed tokens and ended rows are late by as
@@ -42,7 +42,7 @@ class EndedRow:
     logprobs: Any
     details: TokenDetails | None
     finish: int
-    segments: list[Segment]
+    segments: list[WeightSpan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -296,7 +296,7 @@ class SwitchingEngine(RolloutEngine):
         ]
 
     def _place(self, generation: Generation) -> RowPlacement:
-        """Where the leader puts a new generation."""
+        """The group in which the leader puts a new generation."""
         is_stage = not any(self._loads)
         tp = self._groups.smallest if is_stage else self._tp
         loads = [0] * self._groups.count(tp) if is_stage else self._loads

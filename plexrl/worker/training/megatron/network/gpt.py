@@ -25,7 +25,7 @@ from plexrl.worker.training.megatron.network.norm import RowNorm
 from plexrl.worker.training.megatron.network.scalar_head import ScalarHead
 
 
-class Network(GPTModel):  # type: ignore[misc]  # megatron-core has no types
+class GptNetwork(GPTModel):  # type: ignore[misc]  # megatron-core has no types
     """A GPT model whose input is `position_ids` `[1, T]` of packed rows, with a `RowMap` in place
     of the `attention_mask`."""
 
@@ -52,7 +52,7 @@ def make_network(
     rotary: Any,
     dtype: torch.dtype,
     head: Head,
-) -> Network:
+) -> GptNetwork:
     """One rank's part of the model. `rotary` is the Hugging Face model's rotary embedding, and
     `dtype` that of parameters, activations and messages between pipeline stages. With a `head`
     other than `causal` the last stage gives one number for each token (`ScalarHead`).
@@ -82,7 +82,7 @@ def make_network(
     if sizes.experts:
         spec.submodules.mlp.submodules.experts = GroupedExperts
     with parameters_on_meta():
-        network = Network(
+        network = GptNetwork(
             rotary.inv_freq.float(),
             config=_transformer_config(sizes, layout, dtype),
             transformer_layer_spec=TransformerBlockSubmodules(
@@ -102,7 +102,7 @@ def make_network(
     return network
 
 
-def place_parameters(network: Network, device: torch.device) -> None:
+def place_parameters(network: GptNetwork, device: torch.device) -> None:
     """Replace the parameters by zeros on the device, each of which takes the memory of one number,
     and move the buffers there. Megatron's attributes of parameters are kept."""
     for module in network.modules():
@@ -177,7 +177,7 @@ def _transformer_config(
 
 
 def _stages(sizes: Dimensions, layout: Parallelism) -> list[list[str]] | None:
-    """What each pipeline stage has, in Megatron's words; None for one stage."""
+    """The layers of each pipeline stage, in Megatron's words; None for one stage."""
     if layout.pp == 1:
         return None
     found = [["decoder"] * len(layers) for layers in stage_layers(sizes.layers, layout.pp)]
