@@ -2,8 +2,8 @@
 
     python benchmarks/tool_turns.py [--quick] [--json]
 
-One GPU, two jobs. The first plays trajectories of several turns, and its tools take 0.5 to 2 s; it
-stalls while all of them are in their tools. The other always has work. Both engines are paced (a
+One GPU, two jobs. The first plays eight trajectories of several turns in step, and its tools take
+0.5 to 2 s; it stalls while they run. The other always has work. Both engines are paced (a
 14B model on an A40, five times as fast, over a link of 1 TB/s), so that other load of this machine
 counts little; a switch takes about 0.3 s. Three ways for the other job to use the GPU:
 
@@ -71,7 +71,9 @@ def play(rollout: plexrl.RolloutDeployment) -> list[Trajectory]:
     for step in range(ROUNDS):
         environments = [Stalling(step * TRAJECTORIES + index) for index in range(TRAJECTORIES)]
         sampling = plexrl.SamplingParams(max_tokens=MAX_TOKENS, seed=step, ignore_eos=True)
-        played += roll_out(rollout, environments, text, sampling=sampling, turns_max=TURNS)
+        played += roll_out(
+            rollout, environments, text, sampling=sampling, turns_max=TURNS, in_step=True
+        )
     return played
 
 
@@ -153,7 +155,7 @@ def queued_s(job: plexrl.Job, since: int) -> float:
 def measure(first: Rollout, other: Other | None = None) -> Pass:
     """The first job's work, with or without the other job beside it."""
     job, rollout = first
-    since = len(job.operations())
+    since = max((each["index"] for each in job.operations()), default=0)
     began = time.monotonic()
     played = play(rollout)
     ended = time.monotonic()
@@ -215,7 +217,8 @@ def one_gpu(burst_max_s: float) -> Iterator[plexrl.Cluster]:
 
 def main() -> None:
     """Run and print the benchmark."""
-    rows, figures = [], {}
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
     for way, burst_max_s in WAYS.items():
         with one_gpu(burst_max_s) as cluster:
             most = drawn_alone(cluster)

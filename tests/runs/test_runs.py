@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -56,7 +57,7 @@ class Cluster:
         self.process.terminate()
         self.process.communicate()
 
-    def start(self, text: str, *arguments: str, **options: int) -> str:
+    def start(self, text: str, *arguments: str, **options: Any) -> str:
         script = self.folder / "script.py"
         script.write_text(text)
         return self.tenant.runs.start(script, arguments, **options)["run"]

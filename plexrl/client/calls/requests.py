@@ -197,7 +197,8 @@ def streams_of(
     from plexrl.client.data.batch_rows import check_count, rows_of
 
     rows = rows_of("first_samples", first_samples)
-    numbers = [number for number in rows if isinstance(number, Integral) and 0 <= number < 2**63]
+    whole = [int(number) for number in rows if isinstance(number, Integral)]
+    numbers = [number for number in whole if 0 <= number < 2**63]
     check_count("whole numbers in first_samples", len(numbers), "prompts", len(prompts))
     return {"first_sample": np.array(numbers, dtype=np.int64)}
 
