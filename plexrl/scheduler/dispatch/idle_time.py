@@ -10,12 +10,13 @@ token, with what they have drawn, return to the queue, and are continued later.
 import math
 from typing import Final
 
+from plexrl.scheduler.dispatch.candidates.readiness import saves_stored_state
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.rules.next_use import EXPECTED_PAUSES, usual_pause_s, worked_until
+from plexrl.scheduler.rules.step import Step
 from plexrl.scheduler.rules.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationKind
 
@@ -48,6 +49,8 @@ def expected_next(
         if now > ended_at + EXPECTED_PAUSES * pause_s:
             # It may have stopped for good.
             continue
+        if saves_stored_state(member):
+            continue
         if critical and (member.work.queue or not has_exclusive_slots(member)):
             continue
         at = ended_at + pause_s
@@ -56,9 +59,10 @@ def expected_next(
     return first_due
 
 
-def may_fill(state: State, effects: Effects, group: Group, filler: Deployment, now: float) -> bool:
+def may_fill(step: Step, group: Group, filler: Deployment) -> bool:
     """Whether the time until a member is expected is worth the switches to the filler and back. If
     not, a timer is set for when a late member is no longer expected."""
+    state, now = step.state, step.now
     leave_at, again_at = _until(state, group, filler, now)
     away_s = 0.0 if group.holder is None else offload_s(state, state.deployments[group.holder])
     begin_s = away_s + load_s(state, filler)
@@ -66,19 +70,18 @@ def may_fill(state: State, effects: Effects, group: Group, filler: Deployment, n
     if leave_at - now >= 2.0 * begin_s + back_s:
         return True
     if again_at < math.inf:
-        effects.wake(again_at, timers.group_step(group.group))
+        step.effects.wake(again_at, timers.group_step(group.group))
     return False
 
 
-def must_leave(
-    state: State, effects: Effects, group: Group, filler: Deployment, now: float
-) -> bool:
+def must_leave(step: Step, group: Group, filler: Deployment) -> bool:
     """Whether the filler must leave the lock for a member that is expected. A timer is set for when
     that changes."""
-    leave_at, again_at = _until(state, group, filler, now)
+    now = step.now
+    leave_at, again_at = _until(step.state, group, filler, now)
     change_at = leave_at if now < leave_at else again_at
     if change_at < math.inf:
-        effects.wake(change_at, timers.group_step(group.group))
+        step.effects.wake(change_at, timers.group_step(group.group))
     return now >= leave_at
 
 

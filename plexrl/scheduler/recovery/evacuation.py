@@ -14,19 +14,18 @@ from collections.abc import Iterator
 from plexrl.ids import DeploymentId, NodeId
 from plexrl.scheduler.accounting.fair_shares import begin_to_wait
 from plexrl.scheduler.accounting.profiler import forget_open_cycle
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import end_job, has_gpu, stop
 from plexrl.scheduler.operations.deadlines.cancellation import interrupt_all
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.placement import vacate
 from plexrl.scheduler.placement.rendezvous import may_span
 from plexrl.scheduler.recovery.rebuilding import rebuild
 from plexrl.scheduler.recovery.relocation import drain
 from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.step import Situation, Step
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, Group, Node, State
 from plexrl.wire.messages import ReleaseState, StopWorkers
 
@@ -67,18 +66,16 @@ def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
         _evacuate(context, deployment, now)
 
 
-def may_displace(state: State, settings: Settings, deployment: Deployment) -> bool:
+def may_displace(situation: Situation, deployment: Deployment) -> bool:
     """Whether the WPG can release its GPUs and continue from its state elsewhere."""
     if deployment.work.running or deployment.wpg.moving is not None:
         return False
-    return deployment.wpg.state != WpgState.MIGRATING and _survives(state, settings, deployment)
+    return deployment.wpg.state != WpgState.MIGRATING and _survives(situation, deployment)
 
 
 def displace(context: Context, deployment: Deployment, reason: str, now: float) -> None:
     """Take the GPUs of a WPG that runs nothing; it waits for others and keeps its queue."""
-    assert may_displace(context.state, context.settings, deployment), (
-        f"{deployment.deployment} cannot be moved"
-    )
+    assert may_displace(context, deployment), f"{deployment.deployment} cannot be moved"
     deployment.work.replay.end_replay()
     forget_open_cycle(deployment)
     if deployment.work.queue:
@@ -88,15 +85,14 @@ def displace(context: Context, deployment: Deployment, reason: str, now: float) 
     _evacuate(context, deployment, now)
 
 
-def leaving_fillers(
-    state: State, settings: Settings, effects: Effects, group: Group
-) -> list[Deployment]:
+def leaving_fillers(step: Step, group: Group) -> list[Deployment]:
     """Fillers to displace now, because all members have left their group; others are interrupted
     first."""
+    state = step.state
     fillers = list(map(state.deployment, group.fillers))
     for filler in fillers:
-        interrupt_all(effects, state, filler)
-    return [each for each in fillers if may_displace(state, settings, each)]
+        interrupt_all(step, filler)
+    return [each for each in fillers if may_displace(step, each)]
 
 
 def placed_on(cluster: Cluster, node: NodeId) -> Iterator[Deployment]:
@@ -150,11 +146,11 @@ def _is_written_off(settings: Settings, node: Node, now: float) -> bool:
     return node.is_draining or now >= node.lost_at + settings.config.node_replace_s
 
 
-def _survives(state: State, settings: Settings, deployment: Deployment) -> bool:
+def _survives(situation: Situation, deployment: Deployment) -> bool:
     if not deployment.work.replay.durable_seq:
         return True
-    nodes = state.nodes
-    return settings.config.migrates and all(
+    nodes = situation.state.nodes
+    return situation.settings.config.migrates and all(
         nodes[each].alive for each in deployment.wpg.stored.nodes
     )
 
@@ -165,10 +161,8 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
     if deployment.wpg.state == WpgState.STOPPED:
         # Its job ended because another deployment was lost.
         return
-    if not _survives(state, context.settings, deployment) and not rebuild(
-        state, context.settings, effects, deployment, now
-    ):
-        reason = _loss(state, context.settings, deployment)
+    if not _survives(context, deployment) and not rebuild(context.step(now), deployment):
+        reason = _loss(context, deployment)
         if reason is not None:
             end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
         return
@@ -198,9 +192,10 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
         effects.touch_all(moving.placement.groups)
 
 
-def _loss(state: State, settings: Settings, deployment: Deployment) -> str | None:
+def _loss(situation: Situation, deployment: Deployment) -> str | None:
     """Why the job cannot continue; None: its state comes back with its nodes."""
-    lost = [each for each in deployment.wpg.stored.nodes if not state.nodes[each].alive]
+    settings = situation.settings
+    lost = [each for each in deployment.wpg.stored.nodes if not situation.state.nodes[each].alive]
     if settings.config.lost_nodes_return or not lost:
         return None
     return (

@@ -25,20 +25,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from plexrl.ids import TenantId
-    from plexrl.scheduler.rules.settings import Settings
-    from plexrl.scheduler.state.records import Deployment, Group, State
+    from plexrl.scheduler.rules.step import Step
+    from plexrl.scheduler.state.records import Deployment, Group
 
 
 def settle_shares(
-    state: "State",
-    settings: "Settings",
+    step: "Step",
     group: "Group",
     contenders: "Sequence[Deployment]",
-    now: float,
 ) -> None:
     """Bring the shares up to date before the group is given to one of `contenders`: its members
     that want it, among them the holder if it would go on. Some orderings heed no shares."""
-    if not contenders or not settings.ordering.shares_fairly:
+    state, now = step.state, step.now
+    if not contenders or not step.settings.ordering.shares_fairly:
         return
     since: dict[TenantId, float] = {}
     """When each tenant began to wait; of the holder's own tenant it is not used."""
@@ -65,18 +64,16 @@ def settle_shares(
 
 
 def settle_all(
-    state: "State",
-    settings: "Settings",
+    step: "Step",
     groups: "Sequence[Group]",
     contenders: "Sequence[Deployment]",
-    now: float,
 ) -> None:
     """As `settle_shares`, for all groups of a holder."""
     for group in groups:
         there = contenders
         if len(groups) > 1:
             there = [each for each in contenders if group.group in each.placement.groups]
-        settle_shares(state, settings, group, there, now)
+        settle_shares(step, group, there)
 
 
 def share_of(group: "Group", tenant: "TenantId") -> float:

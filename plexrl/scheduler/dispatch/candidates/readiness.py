@@ -8,12 +8,14 @@ from plexrl.scheduler.dispatch.candidates.group_shares import share_of
 from plexrl.scheduler.recovery.relocation import is_stopping
 from plexrl.scheduler.rules.hrrs import Candidate
 from plexrl.scheduler.rules.switch_cost import switch_cost
+from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationState
 
 _READY: Final = WpgState.READY
+_OFFLOADED: Final = Residency.OFFLOADED
 _FINISHED: Final = OperationState.FINISHED
 
 LOOK_AHEAD = 32
@@ -38,10 +40,17 @@ def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
     queue, wpg = deployment.work.queue, deployment.wpg
     if not queue or wpg.state is not _READY or now < wpg.backoff.until:
         return False
+    if saves_stored_state(deployment):
+        return False
     if wpg.moves.planned is not None and is_stopping(state, deployment):
         return False
     after = state.operations[queue[0]].after
     return after is None or _is_over(state, after)
+
+
+def saves_stored_state(deployment: Deployment) -> bool:
+    """Whether a checkpoint is being pinned from its stored state (`dispatch.stored_saves`)."""
+    return bool(deployment.work.running) and deployment.wpg.residency is _OFFLOADED
 
 
 def waiting_for(
@@ -90,12 +99,14 @@ def candidate(state: State, deployment: Deployment) -> Candidate:
         ended_at = deployment.demand.burst.ended_at
         if ended_at is not None:
             cycle_s = max(0.0, arrived_at - ended_at) + max(queued_s, burst_s)
-    job = state.jobs[deployment.job]
-    groups = state.groups_of(deployment)
-    setup_s, share = switch_cost(state, groups[0], deployment), share_of(groups[0], job.tenant)
-    for group in groups[1:]:
-        setup_s = max(setup_s, switch_cost(state, group, deployment))
-        share = max(share, share_of(group, job.tenant))
+    job, names = state.jobs[deployment.job], deployment.placement.groups
+    first = state.groups[names[0]]
+    setup_s = switch_cost(state, first, deployment)
+    share = share_of(first, job.tenant) if first.shares else 0.0
+    if len(names) > 1:
+        for group in state.groups_of(deployment)[1:]:
+            setup_s = max(setup_s, switch_cost(state, group, deployment))
+            share = max(share, share_of(group, job.tenant))
     return Candidate(
         name=deployment.deployment,
         serial=deployment.serial,
@@ -105,7 +116,7 @@ def candidate(state: State, deployment: Deployment) -> Candidate:
         head_s=head_s,
         cycle_s=cycle_s,
         served_at=deployment.demand.burst.served_at,
-        turns_away=_turns_away(groups[0], deployment),
+        turns_away=_turns_away(first, deployment),
         share=share,
         priority=job.priority,
     )

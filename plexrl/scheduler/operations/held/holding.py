@@ -24,12 +24,13 @@ from plexrl.scheduler.operations.held.unreturned_memory import (
     reason_for,
 )
 from plexrl.scheduler.operations.submission.queue_order import return_to_queue
+from plexrl.scheduler.rules.step import Step
 from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.messages.cluster_views import ForeignMemoryView, HeldView
@@ -47,14 +48,13 @@ def is_held(error: PlexRLError, *, state_intact: bool) -> bool:
 
 
 def hold(
-    state: State,
-    effects: Effects,
+    step: Step,
     deployment: Deployment,
     operation: Operation,
     error: PlexRLError,
-    now: float,
 ) -> None:
     """Retry a run, which is no longer in flight, after a back-off."""
+    effects, now = step.effects, step.now
     delay(deployment, error, now)
     effects.wake(deployment.wpg.backoff.until, timers.group_step(deployment.placement.groups[0]))
     effects.touch_all(deployment.placement.groups)
@@ -62,7 +62,7 @@ def hold(
     deployment.demand.cycles.abandon()
     discard(operation)
     if operation.operation not in deployment.work.replay.replaying:
-        requeue(state, deployment, operation, now)
+        requeue(step.state, deployment, operation, now)
 
 
 def delay(
@@ -84,7 +84,8 @@ def requeue(state: State, deployment: Deployment, operation: Operation, now: flo
     operation.started_at = None
     return_to_queue(state, deployment, operation)
     if not deployment.work.running:
-        deployment.demand.burst.pause(now)
+        if deployment.wpg.residency is not Residency.OFFLOADED:
+            deployment.demand.burst.pause(now)
         deployment.demand.burst.want(now)
 
 

@@ -419,9 +419,7 @@ def _by_round(cluster: Cluster, deployment: Deployment, speed: float | None) -> 
         for row in np.flatnonzero(fits_row).tolist():
             group = table.groups[row]
             assert group is not None, "a free row has capacity"
-            cost = added_stretch(
-                cluster.state, cluster.settings, cluster.state.groups[group], deployment
-            )
+            cost = added_stretch(cluster, cluster.state.groups[group], deployment)
             if cost is None:
                 continue
             key = (cost, -float(table.load[row]), float(table.serial[row]))

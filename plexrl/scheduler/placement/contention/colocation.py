@@ -221,14 +221,12 @@ def is_worthwhile(cluster: "Cluster", members: Sequence["Deployment"]) -> bool:
     accepts to wait."""
     if not takes_turns(members):
         return False
-    state, settings = cluster.state, cluster.settings
+    state = cluster.state
     moves = [moves_at_best_s(state, each) for each in members]
     switch_s = max(load for load, _ in moves) + max(offload for _, offload in moves)
     for each in members:
         assert each.demand.trace is not None, f"{each.deployment} takes turns"
-        if switch_s > waiting_bound(state, settings, each) * (
-            each.demand.trace.period_s + switch_s
-        ):
+        if switch_s > waiting_bound(cluster, each) * (each.demand.trace.period_s + switch_s):
             return False
     return True
 
