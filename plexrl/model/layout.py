@@ -47,6 +47,12 @@ def check_tensor_parallel(model: ModelSpec, layout: Parallelism) -> None:
             "for several projections, which tensor ranks do not cut: set tp to 1, and use dp",
             field="tp",
         )
+    if sizes.gates_attention or sizes.linear is not None:
+        raise LayoutError(
+            f"parallelism.tp is {layout.tp} and architecture {model.model_type!r} has linear "
+            "attention, which tensor ranks do not cut: set tp to 1, and use dp",
+            field="tp",
+        )
     heads, kv_heads = sizes.heads, sizes.kv_heads
     for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if count % layout.tp:
@@ -100,9 +106,10 @@ def check_trained_experts(model: ModelSpec, layout: Parallelism, backend: str) -
         LayoutError: `tp` is above 1, the model has experts, and the backend is another one.
     """
     if layout.tp > 1 and model.dimensions.experts and backend != "megatron":
+        other = ", or use backend megatron" if model.model_type in families_on("megatron") else ""
         raise LayoutError(
             f"parallelism.tp is {layout.tp} and the model has experts, which backend {backend!r} "
-            "does not combine: set tp to 1, or use backend megatron",
+            f"does not combine: set tp to 1{other}",
             field="tp",
         )
 

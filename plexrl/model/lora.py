@@ -41,8 +41,8 @@ class LoraSpec:
 
 
 def linear_sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of the linear layers of each decoder layer that can have adapters, by name.
-    Experts have none.
+    """(inputs, outputs) of the linear layers that can have adapters, by name: of attention, and of
+    the MLP. Experts and linear attention have none.
 
     Raises:
         InvalidRequestError: the model's configuration lacks a size.
@@ -52,7 +52,8 @@ def linear_sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     found = {"qkv_proj": (hidden, queries + 2 * keys)}
     if not sizes.fuses_qkv:
-        found = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)}
+        gated = queries * (2 if sizes.gates_attention else 1)
+        found = {"q_proj": (hidden, gated), "k_proj": (hidden, keys), "v_proj": (hidden, keys)}
     found["o_proj"] = (queries, hidden)
     if sizes.experts:
         return found
@@ -88,8 +89,10 @@ def adapter_parameter_count(spec: ModelSpec, lora: LoraSpec) -> int:
             f"{smallest} out of lora.targets",
             parameter="lora.rank",
         )
-    layer = sum(sum(sizes[target]) for target in lora.targets)
-    return spec.dimensions.layers * layer * lora.rank
+    of_mlp = {"gate_up_proj", "gate_proj", "up_proj", "down_proj"}
+    layers, attention_layers = spec.dimensions.layers, spec.dimensions.attention_layers
+    counts = {target: layers if target in of_mlp else attention_layers for target in lora.targets}
+    return sum(counts[target] * sum(sizes[target]) for target in lora.targets) * lora.rank
 
 
 def adapter_names(module: str) -> tuple[str, str]:

@@ -12,7 +12,11 @@ import msgspec
 
 from plexrl.errors import InvalidRequestError, UnsupportedModelError
 from plexrl.limits import check_numbers
-from plexrl.model.architecture.dimensions import Dimensions, dimensions
+from plexrl.model.architecture.dimensions import (
+    Dimensions,
+    LinearAttention,
+    dimensions,
+)
 from plexrl.model.architecture.families import ARCHITECTURES
 from plexrl.model.text.tokenizer import check_vocabulary
 from plexrl.storage.model_folder import model_folder
@@ -152,20 +156,46 @@ def parameter_count(spec: ModelSpec) -> int:
             supported=list(ARCHITECTURES),
         )
     sizes = spec.dimensions
+    hidden = sizes.hidden
+    mlp = 3 * hidden * sizes.mlp * max(1, sizes.experts) + hidden * sizes.experts
+    if sizes.has_mlp_bias:
+        mlp += 2 * sizes.mlp + hidden
+    if sizes.has_expert_biases:
+        mlp += sizes.experts * (1 + 2 * sizes.mlp + hidden)
+    if sizes.shared_expert:
+        mlp += 3 * hidden * sizes.shared_expert + hidden
+    mixing = sizes.attention_layers * _attention_parameters(sizes)
+    if sizes.linear is not None:
+        mixing += sizes.linear.layers * _linear_parameters(sizes.linear, hidden)
+    per_layer = mlp + sizes.layer_norms * hidden
+    embedding = sizes.vocabulary * hidden
+    ends = hidden + embedding + output_parameters(sizes, spec.head)
+    return sizes.layers * per_layer + mixing + ends
+
+
+def _attention_parameters(sizes: Dimensions) -> int:
+    """Parameters of one layer's attention."""
     hidden, heads, kv_heads, head_dim = sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    query_heads = heads * (2 if sizes.gates_attention else 1)
+    attention = hidden * head_dim * (heads + query_heads + 2 * kv_heads)
     if sizes.has_qkv_bias:
-        attention += head_dim * (heads + 2 * kv_heads)
+        attention += head_dim * (query_heads + 2 * kv_heads)
     if sizes.has_output_bias:
         attention += hidden
     if sizes.has_qk_norm:
         attention += 2 * head_dim
-    mlp = 3 * hidden * sizes.mlp * max(1, sizes.experts) + hidden * sizes.experts
-    if sizes.has_mlp_bias:
-        mlp += 2 * sizes.mlp + hidden
-    per_layer = attention + mlp + sizes.layer_norms * hidden
-    embedding = sizes.vocabulary * hidden
-    return sizes.layers * per_layer + hidden + embedding + output_parameters(sizes, spec.head)
+    if sizes.has_sinks:
+        attention += heads
+    return attention
+
+
+def _linear_parameters(linear: LinearAttention, hidden: int) -> int:
+    """Parameters of one layer's linear attention: projections of queries, keys, values, output
+    gate, decay and update rate, the convolution, two numbers of a head, norm and output."""
+    joint = 2 * linear.keys + linear.values
+    inputs = hidden * (joint + linear.values + 2 * linear.value_heads)
+    own = joint * linear.kernel + 2 * linear.value_heads + linear.value_head_dim
+    return inputs + own + linear.values * hidden
 
 
 def output_parameters(sizes: Dimensions, head: Head) -> int:

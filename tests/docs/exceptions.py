@@ -16,6 +16,8 @@ PARSED = {
     "plexrl statemanager ": "asks for 256 GiB of host memory; tests/statemanager starts it",
     "plexrl up --ray": "needs a Ray cluster; tests/cluster/ray/test_ray_cluster.py has one",
     "gpu_check.sh ": "needs what `make gpu-kit` packed, and a GPU; run by hand",
+    "python -m scripts.gemma_model": "needs 233 MB of weights; run by hand",
+    "python examples/gemma_arithmetic.py": "needs those weights, and an hour; run by hand",
     "ray ": "starts a Ray cluster on this machine; tests/cluster/ray/test_ray_cluster.py has one",
     "systemctl ": "changes the machine that it runs on",
 }

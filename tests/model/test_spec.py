@@ -19,6 +19,9 @@ from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ModelSpec, parameter_count, tiny_qwen2
 from tests.examples import examples
 
+SIZED = ("llama", "gemma3_text", "glm4", "phi3", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families whose configuration classes have sizes of their own."""
+
 
 @given(
     architecture=st.sampled_from(ARCHITECTURES),
@@ -34,7 +37,7 @@ def test_the_count_is_exact(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = {
+    config: dict[str, object] = {
         "vocab_size": 50,
         "hidden_size": heads * head_dim,
         "head_dim": head_dim,
@@ -49,25 +52,32 @@ def test_the_count_is_exact(
     }
     if architecture == "qwen3_moe":
         config |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    if architecture == "mixtral":
+    if architecture in ("mixtral", "gpt_oss"):
         config |= {"num_local_experts": 3, "num_experts_per_tok": 2}
+    if architecture.startswith("qwen3_5"):
+        config |= {"linear_num_key_heads": heads, "linear_num_value_heads": 2 * heads}
+        config["layer_types"] = (["full_attention", "linear_attention"] * layers)[:layers]
+    if architecture == "qwen3_5_moe_text":
+        config |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     spec = ModelSpec(architecture=architecture, config_json=msgspec.json.encode(config).decode())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config))
     assert parameter_count(spec) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "glm4", "phi3"])
+@pytest.mark.parametrize("architecture", SIZED)
 def test_sizes_that_a_configuration_leaves_out_are_those_of_its_class(architecture: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    given = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2}
+    given = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 4}
     config = {**given, "intermediate_size": 96, "vocab_size": 50, "pad_token_id": 0}
     spec = ModelSpec(architecture=architecture, config_json=msgspec.json.encode(config).decode())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config))
     assert parameter_count(spec) == sum(p.numel() for p in model.parameters())
-    layer = dict(model.get_decoder().layers[0].named_modules())
+    # Where some layers have linear attention, every fourth has not.
+    modules = model.get_decoder().layers[3].named_modules()
+    layer = {name: each for name, each in modules if "shared_expert" not in name}
     linear = {name.split(".")[-1]: m for name, m in layer.items() if isinstance(m, torch.nn.Linear)}
     wanted = {name: (m.in_features, m.out_features) for name, m in linear.items()}
     assert linear_sizes(spec) == wanted
@@ -168,7 +178,7 @@ def test_a_directory_without_weights_is_refused_typed(tmp_path: Path) -> None:
     from plexrl.worker.models import build_model
 
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(InvalidRequestError, match="cannot be built"):
+        with pytest.raises(InvalidRequestError, match="cannot be read"):
             build_model(ModelSpec(path=str(path)))
 
 

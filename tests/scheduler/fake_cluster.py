@@ -394,11 +394,8 @@ class FakeCluster:
         """Runs that the workers could refuse: they are there, and have not carried the run out."""
         found = []
         for run in self.runs:
-            wpg = self.wpgs[run.deployment]
-            is_there = wpg.nodes and all(
-                address.endswith(f":{wpg.incarnation}") for address in run.addresses
-            )
-            if is_there and run.kind not in MOVES and run.operation not in (wpg.device or ()):
+            is_done = run.kind in MOVES or run.operation in (self.wpgs[run.deployment].device or ())
+            if not is_done and not self.is_out_of_date(run):
                 found.append(run)
         return found
 
@@ -444,6 +441,9 @@ class FakeCluster:
                 wpg.held_on[run.seq] = set(wpg.nodes)
                 if run.kind == OperationKind.OFFLOAD:
                     wpg.device = None
+            return
+        if isinstance(run, cmd.SaveCheckpoint) and wpg.device is None:
+            assert run.seq == max(wpg.versions, default=0), f"{run.seq} is not the state"
             return
         assert wpg.device is not None, f"{run.operation} ran without its state on the device"
         if run.kind in MUTATING and run.operation not in wpg.device:

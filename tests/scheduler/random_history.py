@@ -22,7 +22,7 @@ from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
-from plexrl.wire.operations import OperationKind
+from plexrl.wire.operations import USER_KINDS, OperationKind
 from tests.scheduler.fake_cluster import Quick
 from tests.scheduler.liveness import stuck
 from tests.scheduler.random_memory import RandomMemory
@@ -31,7 +31,7 @@ NODES = ("n1", "n2", "n3")
 GPUS = 2
 WARM = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))
 POLICIES = ("isolated", "pack", "pack", "spread", "spread+backfill", "co-execution")
-TRAIN_KINDS = ("forward_backward", "optim_step", "forward", "barrier", "load_checkpoint", "publish")
+TRAIN_KINDS = sorted(kind.value for kind in USER_KINDS["train"])
 CYCLES = {"rollout": ("sync_weights", "generate"), "forward": ("forward",), "batch": ("generate",)}
 INTACT_CODES = ("state_tier_full", "execution_failed", "unavailable")
 BROKEN_CODES = ("execution_failed", "connection_lost", "state_lost", "state_tier_full")

@@ -17,6 +17,26 @@ at multiples of 16 bytes, in bfloat16 too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """Layers of a gated delta rule (Yang et al. 2025), which keep a matrix for each value head
+    instead of keys and values."""
+
+    layers: int
+    keys: int
+    """Size of all key heads."""
+    values: int
+    """Size of all value heads."""
+    value_heads: int
+    value_head_dim: int
+    kernel: int
+    """Tokens of the convolution before it."""
+
+
+QUANTIZED = {"quantization_config": "weights are float32 or bfloat16"}
+"""Refused in every family."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
     """A model's sizes and variants."""
 
@@ -38,6 +58,16 @@ class Dimensions:
     """The attention's output layer has a bias."""
     has_mlp_bias: bool = False
     has_qk_norm: bool
+    linear: LinearAttention | None = None
+    """Of some layers, instead of attention; absent: all layers have attention."""
+    gates_attention: bool = False
+    """The queries' matrix has as many rows more, for a gate."""
+    shared_expert: int = 0
+    """Width of an expert that computes for all tokens; 0: there is none."""
+    has_sinks: bool = False
+    """A logit of each query head besides those of the keys."""
+    has_expert_biases: bool = False
+    """Router and experts have biases."""
     layer_norms: int = 2
     """Norms of a layer over the hidden size."""
     fuses_qkv: bool = False
@@ -47,6 +77,11 @@ class Dimensions:
     is_tied: bool
     """Input embedding and output layer are one parameter."""
     norm_eps: float
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with attention over keys and values."""
+        return self.layers - (0 if self.linear is None else self.linear.layers)
 
 
 def dimensions(config: Mapping[str, Any]) -> Dimensions:
@@ -64,14 +99,13 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
     is_biased = family.qkv_bias == "by option" and bool(config.get("attention_bias", False))
     hidden = size_of(config, "hidden_size")
     heads = size_of(config, "num_attention_heads")
-    has_own_width = architecture == "qwen3_moe"
     found = Dimensions(
         layers=size_of(config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=size_of(config, "num_key_value_heads", default=heads),
         head_dim=size_of(config, "head_dim", default=hidden // heads),
-        mlp=size_of(config, "moe_intermediate_size" if has_own_width else "intermediate_size"),
+        mlp=size_of(config, family.expert_width),
         vocabulary=size_of(config, "vocab_size"),
         experts=_experts(config) if is_moe else 0,
         experts_per_token=size_of(config, "num_experts_per_tok") if is_moe else 0,
@@ -80,6 +114,13 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
         has_output_bias=is_biased and family.has_output_bias_option,
         has_mlp_bias=family.has_mlp_bias_option and bool(config.get("mlp_bias", False)),
         has_qk_norm=family.has_qk_norm,
+        linear=_linear_attention(config) if family.has_linear_layers else None,
+        gates_attention=family.gates_attention,
+        shared_expert=(
+            size_of(config, "shared_expert_intermediate_size") if family.has_shared_expert else 0
+        ),
+        has_sinks=family.has_sinks,
+        has_expert_biases=family.has_expert_biases,
         layer_norms=4 if family.sandwich_norms else 2,
         fuses_qkv=family.fuses_qkv,
         fuses_gate_and_up=family.fuses_gate_and_up,
@@ -108,13 +149,34 @@ def size_of(config: Mapping[str, Any], name: str, *, default: object = None) -> 
 
 
 def _check_options(config: Mapping[str, Any], family: Family) -> None:
-    for option, reason in family.refused.items():
+    for option, reason in {**QUANTIZED, **family.refused}.items():
         if config.get(option):
             raise InvalidRequestError(
                 f"the model's configuration has {option}={short(config[option])}, which no backend "
                 f"computes ({reason}): use a model without it",
                 parameter=option,
             )
+
+
+def _linear_attention(config: Mapping[str, Any]) -> LinearAttention | None:
+    count = size_of(config, "num_hidden_layers")
+    interval = size_of(config, "full_attention_interval", default=4)
+    kinds = config.get("layer_types") or [
+        "full_attention" if (index + 1) % interval == 0 else "linear_attention"
+        for index in range(count)
+    ]
+    layers = list(kinds).count("linear_attention")
+    if not layers:
+        return None
+    key_heads, value_heads = (size_of(config, f"linear_num_{of}_heads") for of in ("key", "value"))
+    return LinearAttention(
+        layers=layers,
+        keys=key_heads * size_of(config, "linear_key_head_dim"),
+        values=value_heads * size_of(config, "linear_value_head_dim"),
+        value_heads=value_heads,
+        value_head_dim=size_of(config, "linear_value_head_dim"),
+        kernel=size_of(config, "linear_conv_kernel_dim"),
+    )
 
 
 def _experts(config: Mapping[str, Any]) -> int:

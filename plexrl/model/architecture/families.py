@@ -27,6 +27,8 @@ class Family:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Options of the configuration that no backend computes, and why."""
     has_experts: bool = False
+    expert_width: str = "intermediate_size"
+    """Option of the configuration with the width of an expert's MLP."""
     qkv_bias: Literal["never", "always", "by option"] = "never"
     """Biases of queries, keys and values. By option: `attention_bias` of the configuration decides
     about these."""
@@ -43,6 +45,20 @@ class Family:
     """A norm multiplies by 1 + weight, and its initial weight is 0."""
     interleaves_rotation: bool = False
     """A rotation turns neighbouring elements of a head, instead of one of each half."""
+    has_sinks: bool = False
+    """Each query head has a logit of its own in its softmax, which takes weight from the tokens."""
+    has_expert_biases: bool = False
+    """Router and experts have biases."""
+    has_linear_layers: bool = False
+    """`layer_types` of the configuration may name layers of linear attention."""
+    gates_attention: bool = False
+    """Queries' matrix has as many rows more, for a gate of the attention's output."""
+    has_shared_expert: bool = False
+    """Besides a token's own experts one computes for all tokens."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """The attention of `transformers` with which trainers and forward deployments compute."""
+    has_half_rotation: bool = False
+    """The module of rotations returns one of two equal halves."""
     fuses_qkv: bool = False
     """Queries, keys and values have one matrix, `qkv_proj`."""
     fuses_gate_and_up: bool = False
@@ -50,6 +66,22 @@ class Family:
 
 
 _GEMMA3_SIZES = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+_GPT_OSS_SIZES = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+}
+_QWEN3_5_SIZES = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -106,9 +138,21 @@ FAMILIES: Mapping[str, Family] = {
             fuses_gate_and_up=True,
         ),
         Family(
+            model_type="qwen3_5_text",
+            backends=("fsdp", "deepspeed", "forward"),
+            defaults=_QWEN3_5_SIZES,
+            qkv_bias="by option",
+            has_output_bias_option=True,
+            has_qk_norm=True,
+            norm_adds_one=True,
+            has_linear_layers=True,
+            gates_attention=True,
+        ),
+        Family(
             model_type="qwen3_moe",
             backends=("fsdp", "megatron", "deepspeed", "forward", "torch"),
             has_experts=True,
+            expert_width="moe_intermediate_size",
             qkv_bias="by option",
             has_output_bias_option=True,
             has_qk_norm=True,
@@ -117,6 +161,40 @@ FAMILIES: Mapping[str, Family] = {
             model_type="mixtral",
             backends=("fsdp", "megatron", "deepspeed", "forward", "torch"),
             has_experts=True,
+        ),
+        Family(
+            model_type="gpt_oss",
+            backends=("fsdp", "deepspeed", "forward", "torch"),
+            defaults=_GPT_OSS_SIZES,
+            has_experts=True,
+            qkv_bias="by option",
+            has_output_bias_option=True,
+            has_half_rotation=True,
+            has_sinks=True,
+            has_expert_biases=True,
+            # Its attention has no sinks in PyTorch's.
+            attention="eager",
+        ),
+        Family(
+            model_type="qwen3_5_moe_text",
+            backends=("fsdp", "deepspeed", "forward"),
+            defaults={
+                **_QWEN3_5_SIZES,
+                "num_key_value_heads": 2,
+                "moe_intermediate_size": 512,
+                "shared_expert_intermediate_size": 512,
+                "num_experts_per_tok": 8,
+                "num_experts": 256,
+            },
+            has_experts=True,
+            expert_width="moe_intermediate_size",
+            has_shared_expert=True,
+            qkv_bias="by option",
+            has_output_bias_option=True,
+            has_qk_norm=True,
+            norm_adds_one=True,
+            has_linear_layers=True,
+            gates_attention=True,
         ),
     )
 }

@@ -221,26 +221,22 @@ def tensors(sizes: Dimensions, head: Head) -> list[_Tensor]:
 
 def _of_layers(sizes: Dimensions) -> list[_Tensor]:
     hidden, layers = sizes.hidden, sizes.layers
-    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     found = [
-        _Tensor(shape=(hidden, queries), count=layers, tp_axis=1),
+        *_of_attention(sizes),
+        *_of_linear_attention(sizes),
         _Tensor(shape=(hidden,), count=sizes.layer_norms * layers),
     ]
-    if sizes.fuses_qkv:
-        found.append(_Tensor(shape=(queries + 2 * keys, hidden), count=layers))
-    else:
-        found.append(_Tensor(shape=(queries, hidden), count=layers, tp_axis=0))
-        found.append(_Tensor(shape=(keys, hidden), count=2 * layers, tp_axis=0))
-    if sizes.has_qkv_bias:
-        found.append(_Tensor(shape=(queries,), count=layers, tp_axis=0))
-        found.append(_Tensor(shape=(keys,), count=2 * layers, tp_axis=0))
-    if sizes.has_output_bias:
-        found.append(_Tensor(shape=(hidden,), count=layers))
     if sizes.has_mlp_bias:
         found.append(_Tensor(shape=(sizes.mlp,), count=2 * layers, tp_axis=0))
         found.append(_Tensor(shape=(hidden,), count=layers))
-    if sizes.has_qk_norm:
-        found.append(_Tensor(shape=(sizes.head_dim,), count=2 * layers))
+    if sizes.has_expert_biases:
+        found.append(_Tensor(shape=(sizes.experts,), count=layers))
+        found.append(_Tensor(shape=(sizes.experts, 2 * sizes.mlp), count=layers))
+        found.append(_Tensor(shape=(sizes.experts, hidden), count=layers))
+    if sizes.shared_expert:
+        found.append(_Tensor(shape=(sizes.shared_expert, hidden), count=2 * layers))
+        found.append(_Tensor(shape=(hidden, sizes.shared_expert), count=layers))
+        found.append(_Tensor(shape=(1, hidden), count=layers))
     if sizes.experts:
         experts = sizes.experts
         found.append(_Tensor(shape=(experts, hidden), count=layers))
@@ -253,6 +249,43 @@ def _of_layers(sizes: Dimensions) -> list[_Tensor]:
             found.append(_Tensor(shape=(sizes.mlp, hidden), count=2 * layers, tp_axis=0))
         found.append(_Tensor(shape=(hidden, sizes.mlp), count=layers, tp_axis=1))
     return found
+
+
+def _of_attention(sizes: Dimensions) -> list[_Tensor]:
+    hidden, layers = sizes.hidden, sizes.attention_layers
+    outputs, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    queries = outputs * (2 if sizes.gates_attention else 1)
+    found = [_Tensor(shape=(hidden, outputs), count=layers, tp_axis=1)]
+    if sizes.fuses_qkv:
+        found.append(_Tensor(shape=(queries + 2 * keys, hidden), count=layers))
+    else:
+        found.append(_Tensor(shape=(queries, hidden), count=layers, tp_axis=0))
+        found.append(_Tensor(shape=(keys, hidden), count=2 * layers, tp_axis=0))
+    if sizes.has_qkv_bias:
+        found.append(_Tensor(shape=(queries,), count=layers, tp_axis=0))
+        found.append(_Tensor(shape=(keys,), count=2 * layers, tp_axis=0))
+    if sizes.has_output_bias:
+        found.append(_Tensor(shape=(hidden,), count=layers))
+    if sizes.has_qk_norm:
+        found.append(_Tensor(shape=(sizes.head_dim,), count=2 * layers))
+    if sizes.has_sinks:
+        found.append(_Tensor(shape=(sizes.heads,), count=layers, tp_axis=0))
+    return found
+
+
+def _of_linear_attention(sizes: Dimensions) -> list[_Tensor]:
+    linear, hidden = sizes.linear, sizes.hidden
+    if linear is None:
+        return []
+    joint = 2 * linear.keys + linear.values
+    shapes = [
+        *((joint, hidden), (linear.values, hidden), (hidden, linear.values)),
+        *((linear.value_heads, hidden),) * 2,
+        (joint, 1, linear.kernel),
+        *((linear.value_heads,),) * 2,
+        (linear.value_head_dim,),
+    ]
+    return [_Tensor(shape=shape, count=linear.layers) for shape in shapes]
 
 
 def _shard_bytes(tensor: _Tensor, tp: int, dp: int) -> int:

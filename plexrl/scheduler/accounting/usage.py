@@ -17,10 +17,12 @@ from typing import Final
 from plexrl.ids import TenantId
 from plexrl.scheduler.accounting.holdings import Holdings
 from plexrl.scheduler.rules.limits import TOTAL_MAX
+from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job, State, UsageRow
 from plexrl.wire.operations import OperationKind, OperationState
 
+_OFFLOADED: Final = Residency.OFFLOADED
 _FAILED: Final = OperationState.FAILED
 """A module constant: access to a member through its enumeration is slow."""
 
@@ -30,6 +32,9 @@ def meter(state: State, deployment: Deployment, now: float) -> None:
     since = deployment.demand.meter(now)
     moving, running = deployment.wpg.moving, deployment.work.running
     if since is None or now <= since or (moving is None and not running):
+        return
+    if moving is None and deployment.wpg.residency is _OFFLOADED:
+        # A checkpoint of the stored state holds no GPU.
         return
     held = (now - since) * deployment.spec.workers
     if moving is not None:
@@ -47,7 +52,8 @@ def meter_run(state: State, deployment: Deployment, operation: Operation, now: f
         meter(state, deployment, now)
         return
     since = deployment.demand.meter(now)
-    if since is not None and now > since:
+    holds_gpu = deployment.wpg.moving is not None or deployment.wpg.residency is not _OFFLOADED
+    if since is not None and now > since and holds_gpu:
         operation.gpu_seconds += (now - since) * deployment.spec.workers
 
 

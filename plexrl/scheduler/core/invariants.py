@@ -33,8 +33,11 @@ def check(cluster: Cluster) -> None:
         for member in residents:
             deployment = state.deployments[member]
             if member != group.holder:
+                # A checkpoint of the stored state needs no lock.
+                saves = deployment.wpg.residency is Residency.OFFLOADED
+                kinds = {command.kind for command in deployment.work.running.values()}
                 busy = (
-                    deployment.work.running
+                    (kinds - {OperationKind.SAVE_CHECKPOINT} if saves else kinds)
                     or deployment.wpg.moving
                     or deployment.work.replay.replaying
                 )

@@ -3,6 +3,7 @@
 from typing import Final
 
 from plexrl.errors import (
+    ConflictError,
     DeviceMemoryFullError,
     InvalidRequestError,
     NonFiniteWeightsError,
@@ -47,6 +48,7 @@ from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.events import OperationFailed, OperationFinished
 from plexrl.scheduler.state.operation import Operation, change_operation
@@ -56,6 +58,9 @@ from plexrl.wire.operations import OperationKind
 BACK_OFF_S = 2.0
 """Back-off after a context switch that failed."""
 
+REFUSED_STORED = LOST_CODES | {ConflictError.code}
+"""Errors of a checkpoint from the stored state that do not arise once the state is loaded."""
+
 REFUSED_LOAD_FACTOR = 10.0
 """Longest pause between two refused loads, as a multiple of a switch there and back, in a group
 with other members: each attempt takes the GPUs from them."""
@@ -63,6 +68,7 @@ with other members: each attempt takes the GPUs from them."""
 SNAPSHOT_BACK_OFF_S = 30.0
 """Back-off after a snapshot that found no free space; training continues meanwhile."""
 
+_OFFLOADED: Final = Residency.OFFLOADED
 _LOAD: Final = OperationKind.LOAD
 _OFFLOAD: Final = OperationKind.OFFLOAD
 _PUBLISH: Final = OperationKind.PUBLISH
@@ -104,7 +110,7 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
             # retried for ever, since loads and replays succeed.
             wpg.processes.succeed()
             complete_operation(step, deployment, operation, event)
-        if not work.running:
+        if not work.running and wpg.residency is not _OFFLOADED:
             demand.burst.pause(now)
         if operation.kind == _PUBLISH:
             _published(step, deployment)
@@ -171,6 +177,11 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     if draw_again(step, deployment, operation, error):
         return
     deployment.work.end_run(event.operation)
+    if deployment.wpg.residency is _OFFLOADED and error.code in REFUSED_STORED:
+        # The next run comes after a load, which finds another version or rebuilds this one.
+        requeue(state, deployment, operation, now)
+        effects.touch_all(deployment.placement.groups)
+        return
     if is_held(error, state_intact=event.state_intact) or is_awaited(state, operation, error, now):
         if not is_over(operation, now):
             hold(step, deployment, operation, error)
@@ -185,7 +196,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     fail_operation(step, operation, error)
     if event.state_intact:
         deployment.wpg.processes.succeed()
-        if not deployment.work.running:
+        if not deployment.work.running and deployment.wpg.residency is not _OFFLOADED:
             deployment.demand.burst.pause(now)
         effects.touch_all(deployment.placement.groups)
     else:

@@ -26,6 +26,7 @@ from plexrl.scheduler.dispatch.candidates.readiness import (
 )
 from plexrl.scheduler.dispatch.idle_time import expected_next, may_fill, must_leave
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
+from plexrl.scheduler.dispatch.stored_saves import start_stored_saves
 from plexrl.scheduler.jobs.lifecycle import launch
 from plexrl.scheduler.operations.deadlines.cancellation import interrupt_all
 from plexrl.scheduler.operations.held.holding import renew_token
@@ -80,6 +81,7 @@ class GroupStep:
             for left in leaving_fillers(self._step, self._group):
                 displace(self._context, left, "the members of its group have left", self._now)
             return
+        start_stored_saves(self._step, self._group)
         if self._group.holder is None:
             self._give_free_lock()
             return

@@ -10,6 +10,7 @@ token, with what they have drawn, return to the queue, and are continued later.
 import math
 from typing import Final
 
+from plexrl.scheduler.dispatch.candidates.readiness import saves_stored_state
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.rules.next_use import EXPECTED_PAUSES, usual_pause_s, worked_until
 from plexrl.scheduler.rules.settings import Step
@@ -47,6 +48,8 @@ def expected_next(
             continue
         if now > ended_at + EXPECTED_PAUSES * pause_s:
             # It may have stopped for good.
+            continue
+        if saves_stored_state(member):
             continue
         if critical and (member.work.queue or not has_exclusive_slots(member)):
             continue

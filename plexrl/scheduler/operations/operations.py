@@ -25,6 +25,7 @@ from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.rules.next_use import next_use_s
 from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.state.messages.runs import make_move, make_run
@@ -47,6 +48,7 @@ _OFFLOAD: Final = OperationKind.OFFLOAD
 _GENERATE: Final = OperationKind.GENERATE
 _OPTIM_STEP: Final = OperationKind.OPTIM_STEP
 _SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
+_OFFLOADED: Final = Residency.OFFLOADED
 _STARTED: Final = OperationTrigger.STARTED
 _FINISHED: Final = OperationTrigger.FINISHED
 _FAILS: Final = OperationTrigger.FAILED
@@ -396,6 +398,9 @@ def finish_operation(
 
 
 def _note_run(step: Step, deployment: Deployment, operation: Operation) -> None:
+    if deployment.wpg.residency is _OFFLOADED:
+        # A checkpoint of the stored state, outside of any cycle.
+        return
     began_at = operation.started_at if operation.started_at is not None else step.now
     overlapped = _rollouts_generate(step.state, deployment)
     run_ended(deployment, operation.kind, began_at, step.now, overlapped=overlapped)

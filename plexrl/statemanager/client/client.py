@@ -80,6 +80,8 @@ class StateManagerClient:
         self._link = RankLink(socket_path, timeout_s, ticket)
         self._held: tuple[int, str] | None = None
         """Seq and stamp (ETag) of the stored version that the arena equals."""
+        self._offloaded: tuple[int, str] | None = None
+        """Those of the version as which the state was offloaded; absent: it was loaded since."""
         self._wants: tuple[Sequence[StateSlice], Layout] | None = None
         self._staged: CudaTarget | None = None
         """Pinned memory for pulls into the registered arena; absent before the first one."""
@@ -185,7 +187,9 @@ class StateManagerClient:
         """
         started = time.perf_counter()
         report = self.snapshot(order, parts=parts, meta=meta, digests=digests)
+        stored = self._held
         self.give_back()
+        self._offloaded = stored
         # Returning pages takes time that the daemon does not measure.
         return replace(report, seconds=time.perf_counter() - started)
 
@@ -237,7 +241,7 @@ class StateManagerClient:
             UnavailableError: the daemon did not come back in time; the arena's contents are
                 undefined.
         """
-        self._held = None
+        self._held = self._offloaded = None
         if self._link.host is not None:
             self._link.host.detach()
         try:
@@ -449,6 +453,21 @@ class StateManagerClient:
     def stamp(self, seq: int) -> str | None:
         """Stamp (ETag) of the stored version `seq`, if the arena is known to equal it."""
         return self._held[1] if self._held is not None and self._held[0] == seq else None
+
+    def offloaded_stamp(self, seq: int) -> str:
+        """Stamp of version `seq`, as which the state was offloaded.
+
+        Raises:
+            StateLostError: it was offloaded as another version, or is loaded.
+        """
+        if self._offloaded is None or self._offloaded[0] != seq:
+            raise StateLostError(
+                f"rank {self.rank} of {self.deployment!r} did not offload its state as version "
+                f"{seq}: load it first",
+                deployment=self.deployment,
+                seq=seq,
+            )
+        return self._offloaded[1]
 
     @property
     def is_torn(self) -> bool:

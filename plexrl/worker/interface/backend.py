@@ -138,6 +138,12 @@ class Backend(ABC):
         are not finite."""
         return
 
+    @property
+    def weights_are_checked(self) -> bool:
+        """Whether `check_weights` would find nothing without a look at the weights, which may be
+        offloaded. The same on every rank."""
+        return True
+
     def before_offload(self) -> None:
         """Free everything derived from the arena (gathered parameters, KV cache)."""
         return

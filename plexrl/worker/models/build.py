@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.model.architecture.families import FAMILIES
 from plexrl.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -94,7 +95,9 @@ def _values(model: Any, **inputs: Any) -> Any:
 def arguments(spec: ModelSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of `transformers` for a model's configuration, and for the model."""
     labels: dict[str, Any] = {"num_labels": 1} if spec.head != "causal" else {}
-    return labels, {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    family = FAMILIES.get(str(spec.model_type))
+    attention = "sdpa" if family is None else family.attention
+    return labels, {"dtype": torch.float32, "attn_implementation": attention}
 
 
 def automatic_class(spec: ModelSpec) -> Any:

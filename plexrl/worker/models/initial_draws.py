@@ -49,9 +49,11 @@ class InitialDraws(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch'
         return func(*args, **options)
 
     def knows(self, parameter: torch.Tensor) -> bool:
-        """Whether all of the parameter's elements were written."""
+        """Whether all of the parameter's elements were written, with values that are known."""
         writes = self._writes.get(_storage(parameter), [])
-        return bool(writes) and writes[0].size == tuple(parameter.shape)
+        sources = [source for write in writes for source in _on_meta(write.arguments)]
+        is_whole = bool(writes) and writes[0].size == tuple(parameter.shape)
+        return is_whole and all(self.knows(source) for source in sources)
 
     def draw(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter's initial value, on the CPU. The global random state does not change."""
@@ -61,7 +63,11 @@ class InitialDraws(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch'
                 if write.generator is not None:
                     torch.set_rng_state(write.generator)
                 part = value.as_strided(write.size, write.stride, write.offset)
-                write.operation(part, *write.arguments, **write.options)
+                # What was copied from another tensor on `meta` was drawn there.
+                arguments = [
+                    self.draw(each) if _on_meta((each,)) else each for each in write.arguments
+                ]
+                write.operation(part, *arguments, **write.options)
         return value
 
     def _keep(
@@ -98,6 +104,10 @@ _REPLACING = frozenset(
     }
 )
 """Operations whose result does not depend on what was there."""
+
+
+def _on_meta(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [each for each in arguments if isinstance(each, torch.Tensor) and each.is_meta]
 
 
 def _storage(tensor: torch.Tensor) -> int:

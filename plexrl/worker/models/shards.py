@@ -2,8 +2,9 @@
 
 Megatron's split: projections into heads and into the MLP are split by rows, projections back by
 columns, so that a block needs one all-reduce after attention and one after the MLP. The vocabulary
-is split by rows. Each rank has whole experts, some of every layer's, because a part of an expert's
-joint gate and up projection would be two boxes. Every rank has all norms and routers.
+is split by rows, attention's sinks by heads. Each rank has whole experts, some of every layer's,
+because a part of an expert's joint gate and up projection would be two boxes. Every rank has all
+norms and routers.
 """
 
 from dataclasses import replace
@@ -13,6 +14,7 @@ from plexrl.worker.state.arena_tensors import ShardBox, whole_box
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_COLUMNS = ("o_proj", "down_proj")
+SINKS = "sinks"
 EXPERTS = "experts"
 VOCABULARY = ("embed_tokens", "lm_head")
 
@@ -35,7 +37,7 @@ def box_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> ShardBox
         first = min(rank * part, shape[0])
         extent = min(part, shape[0] - first)
         return replace(whole, offset=(first, *whole.offset[1:]), shape=(extent, *shape[1:]))
-    if module in BY_ROWS or module == EXPERTS:
+    if module in BY_ROWS or module == EXPERTS or name.endswith(f".{SINKS}"):
         axis = 0
     elif module in BY_COLUMNS and len(shape) > 1:
         axis = 1

@@ -191,7 +191,7 @@ class Worker:
         self, command: AnyRun, share: RankShare, payload: Payload, started: float
     ) -> BackendResult | None:
         """The result of a run. None: a generation, which finishes in a later step."""
-        if not self._mover.is_resident and not isinstance(command, Load):
+        if not self._mover.is_resident and not isinstance(command, Load | SaveCheckpoint):
             raise ConflictError(f"{command.kind.value} needs the state on the device")
         match command:
             case Load() | Offload() | Snapshot() | Publish() | Sync():

@@ -1,6 +1,7 @@
 """`save_checkpoint`: the ranks of a deployment save a checkpoint together.
 
-Each rank has its StateManager store the state on the device, unless that is stored already. Then
+Each rank has its StateManager store the state on the device, unless that is stored already, as it
+is if the deployment is offloaded. Then
 the first rank's StateManager pins all ranks' state and writes it while the ranks continue (PlexRL
 §4.5.3). It reads the state of ranks on other machines from their StateManagers.
 """
@@ -25,9 +26,14 @@ MODEL_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
 
 
 def save_checkpoint(
-    backend: Backend, client: StateManagerClient, command: SaveCheckpoint
+    backend: Backend,
+    client: StateManagerClient,
+    command: SaveCheckpoint,
+    *,
+    is_resident: bool = True,
 ) -> RunResult:
-    """Start to write version `command.seq`; returns when it is pinned. Every rank takes part.
+    """Start to write version `command.seq`; returns when it is pinned. Every rank takes part. If
+    the state is not resident, it was offloaded as that version, and is written from there.
 
     A repeated call with the same operation joins the write that it started.
 
@@ -35,11 +41,14 @@ def save_checkpoint(
         CheckpointExistsError: the name is taken and `overwrite` is not set; on every rank.
         OverloadedError: too many checkpoints wait to be written; on every rank.
         StateTierFullError: there is no space for a rank's version; on every rank.
+        StateLostError: the offloaded state is another version, or gone; on every rank.
     """
     seq, params = command.seq, command.params
     assert params is not None, "the router checks that a checkpoint has a name"
 
     def store() -> str:
+        if not is_resident:
+            return f"{client.offloaded_stamp(seq)} {client.address}"
         client.snapshot(command.save, parts=backend.live_parts())
         return f"{client.stamp(seq)} {client.address}"
 

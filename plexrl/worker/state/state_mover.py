@@ -107,11 +107,15 @@ class StateMover:
         self._client.forget_pulled()
 
     def save_checkpoint(self, command: SaveCheckpoint) -> RunResult:
-        """Save a checkpoint of the state on the device. Raises as `save_checkpoint`, and
-        `NonFiniteWeightsError`."""
-        self._backend.check_weights()
-        self._device.wait()
-        return save_checkpoint(self._backend, self._client, command)
+        """Save a checkpoint of the state, on the device or as it was offloaded. Raises as
+        `save_checkpoint`, `NonFiniteWeightsError`, and `ConflictError` if the offloaded weights
+        were not checked."""
+        if self.is_resident:
+            self._backend.check_weights()
+            self._device.wait()
+        elif not self._backend.weights_are_checked:
+            raise ConflictError("the offloaded weights were not checked: load them first")
+        return save_checkpoint(self._backend, self._client, command, is_resident=self.is_resident)
 
     def _load(self, command: Load) -> RunResult:
         if self.is_resident:

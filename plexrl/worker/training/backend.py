@@ -100,6 +100,11 @@ class TrainingBackend(Backend):
             check_finite_weights(self.arena, self.slices(), self.gather)
             self._weights_are_finite = True
 
+    @property
+    def weights_are_checked(self) -> bool:
+        """As `Backend.weights_are_checked`."""
+        return self._weights_are_finite
+
     def gather(self, value: str) -> list[str]:
         """All-gather over the process group."""
         found = [""] * dist.get_world_size()

@@ -159,3 +159,35 @@ def test_an_async_controller_waits_for_the_disk(embedded: EmbeddedCluster) -> No
     saved = asyncio.run(save())
     assert saved["durable"]
     assert parameters(saved["path"])
+
+
+def test_an_offloaded_deployment_is_saved_without_a_load(tmp_path: Path) -> None:
+    running = start_embedded(tmp_path, virtual_gpus=1)
+    try:
+        with (
+            plexrl.connect(running.url, running.api_key) as cluster,
+            cluster.create_job("saver") as saver,
+            cluster.create_job("other") as other,
+        ):
+            actor, rival = (job.train_deployment("actor", MODEL) for job in (saver, other))
+            train(actor, 1)
+            actor.publish().result(120)
+            here = parameters(actor.save_checkpoint("here").result(120)["path"])
+            train(rival, 2)
+            wait_until(lambda: actor.status()["residency"] == "offloaded", "it stays on the GPU")
+            loads = [each["kind"] for each in cluster.operations(job=saver.job)].count("load")
+            stored = parameters(actor.save_checkpoint("stored").result(120)["path"])
+            assert same(stored, here)
+            assert actor.status()["residency"] == "offloaded"
+            after = [each["kind"] for each in cluster.operations(job=saver.job)].count("load")
+            assert after == loads
+            # Weights that nobody has checked are saved after a load.
+            train(actor, 3)
+            train(rival, 4)
+            wait_until(lambda: actor.status()["residency"] == "offloaded", "it stays on the GPU")
+            unchecked = parameters(actor.save_checkpoint("unchecked").result(120)["path"])
+            assert not same(unchecked, stored)
+            actor.load_checkpoint("stored").result(120)
+            assert same(parameters(actor.save_checkpoint("again").result(120)["path"]), stored)
+    finally:
+        running.close()

@@ -14,12 +14,15 @@ from tests.worker.training.cases import (
     BIASED,
     GEMMA3,
     GLM4,
+    GPT_OSS,
     LLAMA,
     MIXTRAL,
     NARROW,
     PHI3,
     QWEN2,
     QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_MOE,
 )
 
@@ -35,6 +38,9 @@ MODELS = {
     "gemma3_text": GEMMA3,
     "glm4": GLM4,
     "phi3": PHI3,
+    "gpt_oss": GPT_OSS,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
     "narrow": NARROW,
     "reward": REWARD,
 }

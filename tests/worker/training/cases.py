@@ -67,6 +67,38 @@ GLM4 = resized(QWEN2, "glm4", head_dim=16, tie_word_embeddings=False)
 PHI3 = resized(QWEN2, "phi3", sliding_window=4)
 """Joint projections of queries, keys and values too."""
 
+GPT_OSS = resized(
+    QWEN2,
+    "gpt_oss",
+    head_dim=16,
+    sliding_window=4,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    tie_word_embeddings=False,
+)
+"""Sinks, windows in every second layer, experts with biases and a clamped gate."""
+
+QWEN3_5 = resized(
+    QWEN2,
+    "qwen3_5_text",
+    head_dim=16,
+    layer_types=["linear_attention", "full_attention"],
+    linear_key_head_dim=8,
+    linear_value_head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+"""Linear attention, and attention with a gate and a rotation of a quarter of a head."""
+
+QWEN3_5_MOE = resized(
+    QWEN3_5,
+    "qwen3_5_moe_text",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=24,
+)
+
 LLAMA = resized(QWEN2, "llama", tie_word_embeddings=False)
 
 BIASED = resized(QWEN2, "llama", attention_bias=True, mlp_bias=True)
@@ -254,6 +286,12 @@ CASES = (
     Case(backend="deepspeed", layout=Parallelism(dp=2), model=GEMMA3, is_slow=True),
     Case(backend="fsdp", layout=Parallelism(dp=2), model=GLM4, is_slow=True),
     Case(backend="fsdp", layout=Parallelism(dp=2), model=PHI3),
+    Case(backend="fsdp", layout=Parallelism(dp=2), model=GPT_OSS),
+    Case(backend="deepspeed", layout=Parallelism(dp=2), model=GPT_OSS, is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(dp=2), model=QWEN3_5),
+    Case(backend="fsdp", layout=Parallelism(dp=2), model=QWEN3_5_MOE, is_slow=True),
+    Case(backend="deepspeed", layout=Parallelism(dp=2), model=QWEN3_5, is_slow=True),
+    Case(backend="deepspeed", layout=Parallelism(dp=2), model=QWEN3_5_MOE, is_slow=True),
     Case(backend="deepspeed", layout=Parallelism(dp=2), model=GLM4, is_slow=True),
     Case(backend="deepspeed", layout=Parallelism(dp=2), model=PHI3, is_slow=True),
     Case(backend="deepspeed", layout=Parallelism(dp=2), model=QWEN3_MOE, is_slow=True),

@@ -8,12 +8,14 @@ from plexrl.scheduler.dispatch.candidates.group_shares import share_of
 from plexrl.scheduler.recovery.relocation import is_stopping
 from plexrl.scheduler.rules.hrrs import Candidate
 from plexrl.scheduler.rules.switch_cost import switch_cost
+from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationState
 
 _READY: Final = WpgState.READY
+_OFFLOADED: Final = Residency.OFFLOADED
 _FINISHED: Final = OperationState.FINISHED
 
 LOOK_AHEAD = 32
@@ -38,10 +40,17 @@ def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
     queue, wpg = deployment.work.queue, deployment.wpg
     if not queue or wpg.state is not _READY or now < wpg.backoff.until:
         return False
+    if saves_stored_state(deployment):
+        return False
     if wpg.moves.planned is not None and is_stopping(state, deployment):
         return False
     after = state.operations[queue[0]].after
     return after is None or _is_over(state, after)
+
+
+def saves_stored_state(deployment: Deployment) -> bool:
+    """Whether a checkpoint is being pinned from its stored state (`dispatch.stored_saves`)."""
+    return bool(deployment.work.running) and deployment.wpg.residency is _OFFLOADED
 
 
 def waiting_for(

@@ -28,6 +28,7 @@ from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.operation import Operation, change_operation
@@ -83,7 +84,8 @@ def requeue(state: State, deployment: Deployment, operation: Operation, now: flo
     operation.started_at = None
     return_to_queue(state, deployment, operation)
     if not deployment.work.running:
-        deployment.demand.burst.pause(now)
+        if deployment.wpg.residency is not Residency.OFFLOADED:
+            deployment.demand.burst.pause(now)
         deployment.demand.burst.want(now)
 
 

@@ -13,6 +13,7 @@ Named = tuple[str, tuple[int, ...]]
 
 BLOCKS = {
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_5_moe_text": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
 }
 """By model type: names of the layer's block and of an expert's gate, up and down projections."""

@@ -30,6 +30,22 @@ WINDOWED = ModelSpec(
     seed=2,
 )
 """All layers have windows, shorter than the rows."""
+SINKS = ModelSpec(
+    architecture="gpt_oss",
+    config_json=json.dumps(
+        {
+            **OLD.config,
+            "head_dim": 16,
+            "sliding_window": 6,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": False,
+        }
+    ),
+    vocabulary=VOCABULARY,
+    seed=2,
+)
+"""Some layers have windows, all have sinks and experts."""
 PROMPTS = [[3, 4, 5, 6, 7, 8], [9], list(range(3, 20))]
 SEQUENCE_TOKENS = 64
 
@@ -182,11 +198,10 @@ def run(rank: int, ranks: int, store: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def run_windowed(rank: int, ranks: int, store: str, folder: str) -> None:
-    """One rank of a generation with `WINDOWED`, whose steps are captured; the leader leaves
-    `windowed.pt`."""
+def run_windowed(rank: int, ranks: int, store: str, folder: str, model: ModelSpec) -> None:
+    """One rank of a generation whose steps are captured; the leader leaves `windowed.pt`."""
     group = join(rank, ranks, store)
-    made = backend(rank, ranks, Path(folder), Captures(99), WINDOWED)
+    made = backend(rank, ranks, Path(folder), Captures(99), model)
     if rank:
         follow(made.engine, group, lambda: None)
     else:

@@ -93,6 +93,30 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("qwen3_moe", {**GROUPED, **EXPERTS, "norm_topk_prob": True}),
     "qwen3_moe, not normalised": ("qwen3_moe", {**GROUPED, **EXPERTS, "hidden_act": "gelu"}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "sliding_window": 5,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 0.05,
+        },
+    ),
+    "gpt_oss, no windows, no biases, tied": (
+        "gpt_oss",
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "layer_types": ["full_attention"] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mixtral": ("mixtral", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -151,7 +175,9 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str) -> None
         assert torch.allclose(torch.from_numpy(logprobs), own_logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "mixtral", "gemma3_text", "glm4", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3_moe", "mixtral", "gpt_oss", "gemma3_text", "glm4", "phi3"]
+)
 def test_our_pass_and_the_models_own_agree_in_a_half_precision(name: str) -> None:
     model = model_of(*OWN[name]).to(torch.bfloat16)
     made = greedy(model)

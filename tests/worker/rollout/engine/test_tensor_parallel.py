@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
+from plexrl.model.spec import ModelSpec
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.models.shards import box_of
 from plexrl.worker.rollout.engine import Engine
@@ -83,16 +84,17 @@ def test_ranks_replay_graphs_only_while_all_of_them_can_capture(tmp_path: Path) 
     assert replayed == replayed_there > 2
 
 
+@pytest.mark.parametrize("model", [ranks.WINDOWED, ranks.SINKS], ids=lambda m: m.architecture)
 def test_two_ranks_of_a_model_with_windows_draw_what_one_draws_with_and_without_graphs(
-    tmp_path: Path,
+    tmp_path: Path, model: ModelSpec
 ) -> None:
     mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
         ranks.run_windowed,
-        args=(2, str(tmp_path / "store"), str(tmp_path)),
+        args=(2, str(tmp_path / "store"), str(tmp_path), model),
         nprocs=2,
         start_method="forkserver",
     )
-    engine = Engine(build_model(ranks.WINDOWED), slots=8, sequence_tokens_max=ranks.SEQUENCE_TOKENS)
+    engine = Engine(build_model(model), slots=8, sequence_tokens_max=ranks.SEQUENCE_TOKENS)
     wanted = ranks.generation("one", max_tokens=20)
     engine.submit(wanted)
     while engine.has_work:

@@ -108,6 +108,8 @@ class _Positions:
         # A family may have another base of rotation for each kind.
         kinds = (kind,) if kind in (decoder.config.rope_parameters or {}) else ()
         cos, sin = decoder.rotary_emb(weight[:1], place, *kinds)
+        if family.has_half_rotation:
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         half = sin.shape[-1] // 2
         # A rotation subtracts the first of two; with the sign in the table that saves a product.
         if family.interleaves_rotation:
@@ -174,6 +176,10 @@ class _LlamaLayer:
         self.head_norms: tuple[_Norm, ...] = ()
         if family.has_qk_norm:
             self.head_norms = (_Norm(attention.q_norm, family), _Norm(attention.k_norm, family))
+        self.sinks_HG: torch.Tensor | None = None
+        if family.has_sinks:
+            sinks_J = attention.sinks.data if ranks is None else ranks.part_of(attention.sinks.data)
+            self.sinks_HG = sinks_J.view(self.heads, self.group)
         self.interleaves = family.interleaves_rotation
         if family.fuses_qkv:
             self.inputs = JoinedLinear((attention.qkv_proj,), ranks)
@@ -253,6 +259,12 @@ class _LlamaLayer:
         if bias is not None:
             sum_TX.add_(bias)
 
+    def _sinks_by_group(self) -> list[torch.Tensor | None]:
+        """Sinks `[H, 1, 1, 1]` of one query head of each key-value head, G times."""
+        if self.sinks_HG is None:
+            return [None] * self.group
+        return list(self.sinks_HG.t()[..., None, None, None])
+
     def _attend(
         self,
         index: int,
@@ -267,13 +279,8 @@ class _LlamaLayer:
         if group.width == 1:
             # The query heads of one key-value head take the query axis, so no key is repeated.
             query_HNGD = query.view(-1, self.heads, self.group, self.size).transpose(0, 1)
-            out = F.scaled_dot_product_attention(
-                query_HNGD,
-                keys_HNLD,
-                values_HNLD,
-                attn_mask=mask_NQL[None],
-                scale=self.scale,
-            )
+            sinks = None if self.sinks_HG is None else self.sinks_HG[:, None, :, None]
+            out = attend(query_HNGD, keys_HNLD, values_HNLD, mask_NQL[None], self.scale, sinks)
             return out.transpose(0, 1).reshape(group.tokens, -1)
         if group.spread_NQ is not None:
             query = query.index_select(0, group.spread_NQ)
@@ -282,18 +289,32 @@ class _LlamaLayer:
         ).permute(3, 2, 0, 1, 4)
         out_GHNQD = torch.stack(
             [
-                F.scaled_dot_product_attention(
-                    query_HNQD,
-                    keys_HNLD,
-                    values_HNLD,
-                    attn_mask=mask_NQL[None],
-                    scale=self.scale,
-                )
-                for query_HNQD in query_GHNQD
+                attend(query_HNQD, keys_HNLD, values_HNLD, mask_NQL[None], self.scale, sinks)
+                for query_HNQD, sinks in zip(query_GHNQD, self._sinks_by_group(), strict=True)
             ]
         )
         out = out_GHNQD.permute(2, 3, 1, 0, 4).reshape(group.rows * group.width, -1)
         return out if group.real is None else out.index_select(0, group.real)
+
+
+def attend(
+    query_HNQD: torch.Tensor,
+    keys_HNLD: torch.Tensor,
+    values_HNLD: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention output `[H, N, Q, D]`. `mask`, and `sinks` with one column, extend to
+    `[H, N, Q, L]`."""
+    if sinks is not None:
+        # A key of zeros, whose logit is the sink: its value of zeros adds nothing to the output.
+        shape = query_HNQD.shape[:-1]
+        mask = torch.cat((mask.expand(*shape, -1), sinks.expand(*shape, 1)), dim=-1)
+        keys_HNLD, values_HNLD = F.pad(keys_HNLD, (0, 0, 0, 1)), F.pad(values_HNLD, (0, 0, 0, 1))
+    return F.scaled_dot_product_attention(
+        query_HNQD, keys_HNLD, values_HNLD, attn_mask=mask, scale=scale
+    )
 
 
 def _own_columns(linear: Any, ranks: RankGroup | None) -> torch.Tensor:

@@ -1,0 +1,75 @@
+"""Checkpoints of offloaded deployments, beside the work of the group's holder (PlexRL §4.5.3).
+
+The StateManager has the whole state of an offloaded deployment, and writes its checkpoints from
+that: nothing is loaded, and the group's lock stays where it is. The workers only ask for it. Such a
+run uses no GPU, so it is billed as none, and is no part of a burst or a profile. A load of the
+deployment waits until the version is pinned.
+"""
+
+from typing import Final
+
+from plexrl.scheduler.dispatch.candidates.readiness import next_operation
+from plexrl.scheduler.operations.deadlines.bounds import watch
+from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
+from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages.runs import make_run
+from plexrl.scheduler.state.operation import Operation, change_operation
+from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.wire.operations import OperationKind
+
+_READY: Final = WpgState.READY
+_OFFLOADED: Final = Residency.OFFLOADED
+_SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
+
+
+def start_stored_saves(step: Step, group: Group) -> None:
+    """Start the checkpoints with which the queues of offloaded members begin, one of each."""
+    for name in group.members:
+        member = step.state.deployments[name]
+        if not member.work.queue or name in (group.holder, group.incoming):
+            continue
+        # A member of several groups is looked at on the first.
+        if member.placement.groups[0] != group.group:
+            continue
+        head = _stored_save(step.state, group, member, step.now)
+        if head is not None:
+            member.work.take_head()
+            _start(step, group, member, head)
+
+
+def _stored_save(state: State, group: Group, member: Deployment, now: float) -> Operation | None:
+    """The head of the queue, if it is a checkpoint that needs no load."""
+    head = next_operation(state, member)
+    if head is None or head.kind is not _SAVE_CHECKPOINT:
+        return None
+    wpg, replay = member.wpg, member.work.replay
+    if wpg.residency is not _OFFLOADED or wpg.state is not _READY or member.work.running:
+        return None
+    if wpg.moves.planned is not None or now < wpg.backoff.until:
+        return None
+    is_whole = not replay.replaying and replay.durable_seq == replay.completed_seq
+    # Workers answer a repeated (operation, token) with their first answer: a retry loads the state.
+    return head if is_whole and head.token != group.token else None
+
+
+def _start(step: Step, group: Group, member: Deployment, operation: Operation) -> None:
+    state, now = step.state, step.now
+    member.demand.meter(now)
+    operation.seq = member.work.replay.durable_seq
+    change_operation(operation, OperationTrigger.STARTED)
+    operation.started_at = now
+    note_start(member, operation, now)
+    if operation.expected_at is not None:
+        compare_start(state, group, operation, now)
+    operation.token, operation.group = group.token, group.group
+    if not member.work.queue:
+        member.demand.burst.stop_wanting()
+    command = make_run(group, member, operation, (), replay=False)
+    member.work.begin_run(command)
+    if not member.work.watch_at and state.overdue_s:
+        watch(step, member)
+    if state.routers:
+        step.effects.commands.append(command)
