@@ -3,9 +3,8 @@
 import random
 from dataclasses import dataclass
 
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.placement.choice.search import fitting
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.placement import join, place
 from plexrl.scheduler.recovery.nodes import node_joined
 from plexrl.scheduler.rules.config import SchedulerConfig

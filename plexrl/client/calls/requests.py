@@ -4,7 +4,6 @@ import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
@@ -197,7 +196,9 @@ def streams_of(
     from plexrl.client.data.batch_rows import check_count, rows_of
 
     rows = rows_of("first_samples", first_samples)
-    numbers = [number for number in rows if isinstance(number, Integral) and 0 <= number < 2**63]
+    numbers = [
+        number for number in rows if isinstance(number, int | np.integer) and 0 <= number < 2**63
+    ]
     check_count("whole numbers in first_samples", len(numbers), "prompts", len(prompts))
     return {"first_sample": np.array(numbers, dtype=np.int64)}
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.accounting.profiler import DRIFT_CYCLES
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Settings, Situation
 from plexrl.scheduler.state.demand.estimates import KEPT, WEIGHT
 from plexrl.scheduler.state.demand.trace import DemandTrace, ShapeDemand
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -98,8 +98,9 @@ class Unmeasured:
         assert found._of == self._of, "deployments without a profile are not found by their shape"
 
 
-def remember(state: State, settings: Settings, deployment: Deployment) -> bool:
+def remember(situation: Situation, deployment: Deployment) -> bool:
     """Store the profile for later jobs. True: the prior of its shape has changed."""
+    state, settings = situation.state, situation.settings
     trace = deployment.demand.trace
     assert trace is not None
     if is_complete(settings, trace):
@@ -123,8 +124,9 @@ def remember(state: State, settings: Settings, deployment: Deployment) -> bool:
     return True
 
 
-def begin_with_known(state: State, settings: Settings, deployment: Deployment) -> None:
+def begin_with_known(situation: Situation, deployment: Deployment) -> None:
     """Give a new deployment of unknown demand that of its predecessor, or else the prior."""
+    state = situation.state
     assert deployment.demand.trace is None, f"the demand of {deployment.deployment} is known"
     deployment.demand.know(state.profiles.get(profile_key(state, deployment)))
     if (
@@ -132,12 +134,14 @@ def begin_with_known(state: State, settings: Settings, deployment: Deployment) -
         and deployment.spec.may_share
         and not deployment.spec.preemptible
     ):
-        take_prior(deployment, prior_of(state, settings, shape_key(deployment)))
+        take_prior(deployment, prior_of(situation, shape_key(deployment)))
 
 
-def prior_of(state: State, settings: Settings, shape: str) -> DemandTrace | None:
+def prior_of(situation: Situation, shape: str) -> DemandTrace | None:
     """The prior of a shape; None: there is none, or priors are not used."""
-    demand = state.shapes.get(shape) if settings.profiles_while_sharing else None
+    demand = (
+        situation.state.shapes.get(shape) if situation.settings.profiles_while_sharing else None
+    )
     return None if demand is None else demand.prior
 
 
@@ -152,11 +156,12 @@ def is_complete(settings: Settings, trace: DemandTrace) -> bool:
     return trace.cycles >= min(settings.config.profile_cycles, DRIFT_CYCLES)
 
 
-def remember_length(state: State, settings: Settings, job: Job, now: float) -> None:
+def remember_length(situation: Situation, job: Job, now: float) -> None:
     """Store how long a completed job took, unless it was paced."""
+    state, settings = situation.state, situation.settings
     if job.placed_at is None or not settings.config.learns_from_jobs:
         return
-    if any(state.deployments[each].spec.pace for each in job.deployments):
+    if any(state.deployments[deployment].spec.pace for deployment in job.deployments):
         return
     lengths, key = state.lengths, _name_key(job.tenant, job.name)
     before, took_s = lengths.pop(key, None), now - job.placed_at
@@ -164,13 +169,13 @@ def remember_length(state: State, settings: Settings, job: Job, now: float) -> N
     _keep_newest(lengths, settings.config.profiles)
 
 
-def usual_length(state: State, settings: Settings, tenant: TenantId, name: str) -> float:
+def usual_length(situation: Situation, tenant: TenantId, name: str) -> float:
     """Length of the tenant's earlier jobs of this name, in seconds; 0: unknown.
 
     It is rounded to a power of two: waiting jobs of one length are considered once for all.
     """
-    length_s = state.lengths.get(_name_key(tenant, name))
-    if length_s is None or not settings.config.learns_from_jobs:
+    length_s = situation.state.lengths.get(_name_key(tenant, name))
+    if length_s is None or not situation.settings.config.learns_from_jobs:
         return 0.0
     return 2.0 ** round(math.log2(max(1.0, length_s)))
 
@@ -227,7 +232,7 @@ def _add_profile(settings: Settings, demand: ShapeDemand, job: int, trace: Deman
     profiles = demand.profiles
     complete = {job for job, each in profiles.items() if is_complete(settings, each)}
     if is_complete(settings, trace):
-        for each in [each for each in profiles if each not in complete]:
+        for each in [profile for profile in profiles if profile not in complete]:
             del profiles[each]
     elif complete:
         return

@@ -61,15 +61,12 @@ def waits(deployment: Deployment, now: float) -> bool:
 def run_began(deployment: Deployment, now: float, *, overlapped: bool) -> None:
     """An operation starts on the group: record its wait, and the start of a cycle. `overlapped`: a
     rollout of the job generates, as it did during the wait."""
-    since = (
-        deployment.demand.burst.wants_since
-        if deployment.demand.burst.wants_since is not None
-        else now
-    )
-    deployment.demand.burst.stop_wanting()
-    cycle = deployment.demand.cycles.open
+    demand = deployment.demand
+    wants_since, cycle = demand.burst.wants_since, demand.cycles.open
+    since = now if wants_since is None else wants_since
+    demand.burst.stop_wanting()
     if cycle is None:
-        cycle = deployment.demand.cycles.begin(since)
+        cycle = demand.cycles.begin(since)
     if now > since:
         cycle.waited_s += now - since
         if overlapped:
@@ -109,22 +106,20 @@ def run_ended(
 def next_began(deployment: Deployment, kind: OperationKind, now: float) -> bool:
     """An operation is about to start. If the cycle has ended, the next one began when this
     operation could first have run. True if a cycle has ended."""
-    cycle = deployment.demand.cycles.open
+    cycles = deployment.demand.cycles
+    cycle = cycles.open
     if deployment.spec.kind == "rollout":
         if kind == _SYNC:
-            deployment.demand.cycles.divide_by_publish()
-        first = _SYNC if deployment.demand.cycles.publishes else _GENERATE
+            cycles.divide_by_publish()
+        first = _SYNC if cycles.publishes else _GENERATE
         if cycle is None or not cycle.has_step or kind != first or deployment.work.running:
             return False
     elif cycle is None or not cycle.ends or kind == _PUBLISH:
         return False
-    since = (
-        deployment.demand.burst.wants_since
-        if deployment.demand.burst.wants_since is not None
-        else now
-    )
-    deployment.demand.cycles.begin(since)
-    if deployment.demand.cycles.count():
+    wants_since = deployment.demand.burst.wants_since
+    since = now if wants_since is None else wants_since
+    cycles.begin(since)
+    if cycles.count():
         length_s = max(1e-6, since - cycle.started_at)
         busy_s = 0.0
         for span in cycle.spans:
@@ -135,9 +130,7 @@ def next_began(deployment: Deployment, kind: OperationKind, now: float) -> bool:
             idle_s = length_s - waited_s - last.offset_s - last.duration_s
             if idle_s > MERGE_PART * length_s:
                 waited_s = max(0.0, waited_s - cycle.hidden_s)
-        deployment.demand.cycles.add(
-            Cycle(cycle.started_at, length_s, waited_s, busy_s, tuple(cycle.spans))
-        )
+        cycles.add(Cycle(cycle.started_at, length_s, waited_s, busy_s, tuple(cycle.spans)))
     return True
 
 
@@ -180,7 +173,7 @@ def profile(cycles: Sequence[Cycle]) -> DemandTrace | None:
     return DemandTrace(
         period_s=period_s,
         segments=_with_slack(segments, period_s),
-        jitter_s=MAD_TO_DEVIATION * median(abs(each - period_s) for each in periods),
+        jitter_s=MAD_TO_DEVIATION * median(abs(period - period_s) for period in periods),
         cycles=len(cycles),
     )
 

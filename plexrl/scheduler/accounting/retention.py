@@ -7,17 +7,17 @@ of an old worker is not taken for a new one's. Decisions never read dropped jobs
 """
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.state.messages.effects import Effects
+from plexrl.scheduler.rules.settings import Situation, Step
 from plexrl.scheduler.state.records import ForgottenJobs, State
 
 INCARNATIONS_MAX = 4096
 """Dropped deployments whose last incarnation is stored; of older ones only the highest is."""
 
 
-def forget_ended(state: State, settings: Settings) -> None:
+def forget_ended(situation: Situation) -> None:
     """Drop ended jobs above the limit; call it after an event, which may end many jobs."""
-    while len(state.ended) > settings.config.ended_jobs:
+    state = situation.state
+    while len(state.ended) > situation.settings.config.ended_jobs:
         name = next(iter(state.ended))
         del state.ended[name]
         job = state.jobs.pop(name)
@@ -30,14 +30,15 @@ def forget_ended(state: State, settings: Settings) -> None:
         totals.operations += sum(row.operations for row in job.usage.values())
 
 
-def forget_oldest(state: State, effects: Effects) -> None:
+def forget_oldest(step: Step) -> None:
     """Drop operations from the history above its limit."""
+    state = step.state
     finished = state.finished
     while len(finished) > state.history:
         name = finished.pop(state.finished_count + 1 - len(finished))
         oldest = state.operations[name]
         if oldest.result is not None:
-            effects.discard(oldest.result)
+            step.effects.discards.append(oldest.result)
         if oldest.is_logged:
             # A recovery may still repeat it: it is dropped with the log.
             oldest.is_forgotten = True

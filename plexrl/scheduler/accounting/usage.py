@@ -74,16 +74,16 @@ def bill_run(state: State, deployment: Deployment, operation: Operation) -> Usag
     """Bill a run that has ended; another run may continue the operation. Returns the row of the job
     that pays; None: the job was dropped, and its tenant alone pays."""
     gpu_seconds, operation.gpu_seconds = operation.gpu_seconds, 0.0
-    if operation.caused_by is None:
-        job: Job | None = state.jobs[deployment.job]
-    else:
-        job = _causer(state, operation)
-    tenant = state.tenants.get(_payer(job, operation))
+    caused = operation.caused_by is not None
+    job = _causer(state, operation) if caused else state.jobs[deployment.job]
+    tenant = state.tenants.get(_payer(job, operation) if job is None else job.tenant)
     if tenant is not None:
         tenant.gpu_seconds += gpu_seconds
     if job is None:
         return None
-    row = _row(job, operation.kind)
+    row = job.usage.get(operation.kind)
+    if row is None:
+        row = job.usage[operation.kind] = UsageRow()
     row.gpu_seconds += gpu_seconds
     return row
 
@@ -119,7 +119,7 @@ def used_gpu_seconds(holdings: Holdings, name: TenantId, now: float) -> float:
     tenant = state.tenants.get(name)
     placed = [state.deployments[each] for each in holdings.placed(name)]
     groups = dict.fromkeys([group for each in placed for group in each.placement.groups])
-    holders = dict.fromkeys([state.groups[each].holder for each in groups])
+    holders = dict.fromkeys([state.groups[group].holder for group in groups])
     under_way = []
     for holder in holders:
         if holder is not None:

@@ -11,16 +11,16 @@ jobs ended (`fit.feasibility`) blocks no other.
 from plexrl.scheduler.accounting.fair_shares import begin_to_wait
 from plexrl.scheduler.admission.automatic_sharing import share_if_refused
 from plexrl.scheduler.admission.walk import AdmissionWalk
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.placement import patience_ends_at
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment
 
 
-def enqueue_deployment(cluster: Cluster, effects: Effects, deployment: Deployment) -> None:
+def enqueue_deployment(context: Context, deployment: Deployment) -> None:
     """Enqueue a new deployment; it is considered at the end of this event."""
+    cluster = context.cluster
     if not deployment.spec.preemptible:
         begin_to_wait(
             cluster.holdings,
@@ -31,7 +31,7 @@ def enqueue_deployment(cluster: Cluster, effects: Effects, deployment: Deploymen
     cluster.wait(deployment)
     cluster.waiting.newcomers.append(deployment.deployment)
     if _has_patience(cluster.settings, deployment):
-        effects.wake(patience_ends_at(cluster.settings, deployment), timers.PLACEMENT)
+        context.effects.wake(patience_ends_at(cluster.settings, deployment), timers.PLACEMENT)
 
 
 def patience_ends(cluster: Cluster) -> list[float]:
@@ -50,16 +50,17 @@ def _has_patience(settings: Settings, deployment: Deployment) -> bool:
     return settings.policy.repacks and deployment.spec.shares and not deployment.spec.preemptible
 
 
-def admit(cluster: Cluster, effects: Effects, now: float) -> list[Deployment]:
+def admit(context: Context, now: float) -> list[Deployment]:
     """Place all deployments that can be placed now; returns them in the order of admission.
 
     All waiting deployments are considered if capacity has become free; otherwise only the new ones,
     because the others have already failed on the same capacity.
     """
-    waiting, all_waiting = cluster.waiting, cluster.waiting.must_retry
+    cluster, waiting = context.cluster, context.cluster.waiting
+    all_waiting = waiting.must_retry
     newcomers = [name for name in waiting.take_newcomers() if name in waiting]
     if not (waiting if all_waiting else newcomers):
         return []
     placed = AdmissionWalk(cluster, now, None if all_waiting else newcomers).run()
-    left = share_if_refused(cluster, effects, [name for name in newcomers if name in waiting])
+    left = share_if_refused(context, [name for name in newcomers if name in waiting])
     return [*placed, *AdmissionWalk(cluster, now, left).run()] if left else placed

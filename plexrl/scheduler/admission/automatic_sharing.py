@@ -25,22 +25,20 @@ from plexrl.scheduler.placement.capacity.awaited_profiles import await_profile
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.capacity.overlaps import follow
 from plexrl.scheduler.placement.choice.scarcity import scarce_for
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.contention.colocation import is_worthwhile, may_take_turns
 from plexrl.scheduler.placement.contention.service_level import is_tight
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, Job
 
 
-def check_it_can_share(
-    cluster: Cluster, effects: Effects, job: Job, deployment: Deployment
-) -> None:
+def check_it_can_share(context: Context, job: Job, deployment: Deployment) -> None:
     """As `check_it_can_fit`; if a new deployment and the undecided rollouts of its job fit only by
     sharing, these begin to.
 
     Raises:
         UnavailableError, CapacityError, ModelDoesNotFitError: as there; nothing changed.
     """
+    cluster = context.cluster
     try:
         check_it_can_fit(cluster, job, deployment)
     except CapacityError:
@@ -56,25 +54,24 @@ def check_it_can_share(
             for each in undecided:
                 each.spec.suppose(exclusive=True)
         for each in undecided:
-            _begin(cluster, effects, each, deployment.deployment)
+            _begin(context, each, deployment.deployment)
 
 
-def share_if_scarce(cluster: Cluster, effects: Effects, rollout: Deployment) -> None:
+def share_if_scarce(context: Context, rollout: Deployment) -> None:
     """Let an undecided rollout of known demand share if another deployment waits for GPUs."""
+    cluster = context.cluster
     if not rollout.spec.is_undecided or not cluster.settings.policy.repacks or not cluster.waiting:
         return
-    if any(takes_turns_with(cluster, rollout, each) for each in partners(cluster, rollout)):
+    if any(takes_turns_with(cluster, rollout, partner) for partner in partners(cluster, rollout)):
         other = scarce_for(cluster, rollout)
         if other is not None:
-            _begin(cluster, effects, rollout, other.deployment)
+            _begin(context, rollout, other.deployment)
 
 
-def share_if_refused(
-    cluster: Cluster, effects: Effects, newcomers: Sequence[DeploymentId]
-) -> list[DeploymentId]:
+def share_if_refused(context: Context, newcomers: Sequence[DeploymentId]) -> list[DeploymentId]:
     """Let the undecided rollouts of jobs share whose `newcomers` have found no GPUs. Returns the
     waiting deployments of these jobs, which may find some now."""
-    found: dict[DeploymentId, None] = {}
+    cluster, found = context.cluster, dict[DeploymentId, None]()
     if not cluster.settings.policy.repacks:
         return []
     for name in newcomers:
@@ -84,10 +81,10 @@ def share_if_refused(
         others = cluster.state.job(newcomer.job).deployments
         for rollout in map(cluster.state.deployment, others):
             if rollout.spec.is_undecided and any(
-                _may_turn(cluster, rollout, each) for each in partners(cluster, rollout)
+                _may_turn(cluster, rollout, partner) for partner in partners(cluster, rollout)
             ):
-                _begin(cluster, effects, rollout, name)
-                found.update(dict.fromkeys([each for each in others if each in cluster.waiting]))
+                _begin(context, rollout, name)
+                found.update(dict.fromkeys([other for other in others if other in cluster.waiting]))
     return list(found)
 
 
@@ -111,20 +108,21 @@ def partners(cluster: Cluster, rollout: Deployment) -> list[Deployment]:
 def takes_turns_with(cluster: Cluster, rollout: Deployment, other: Deployment) -> bool:
     """Whether both are known to work in turns, at a cost of switches that their job accepts."""
     members = (rollout, other)
-    is_guess = is_tight(cluster, rollout) and any(each.demand.has_prior for each in members)
+    is_guess = is_tight(cluster, rollout) and any(member.demand.has_prior for member in members)
     return not is_guess and is_worthwhile(cluster, members)
 
 
 def _may_turn(cluster: Cluster, rollout: Deployment, other: Deployment) -> bool:
     """As `takes_turns_with`, or their demand is unknown."""
     members = (rollout, other)
-    if all(each.demand.trace is not None for each in members):
+    if all(member.demand.trace is not None for member in members):
         return takes_turns_with(cluster, rollout, other)
     return may_take_turns(members) and not is_tight(cluster, rollout)
 
 
-def _begin(cluster: Cluster, effects: Effects, rollout: Deployment, waiting: DeploymentId) -> None:
+def _begin(context: Context, rollout: Deployment, waiting: DeploymentId) -> None:
     """Let the rollout share from now on, for a deployment that waits."""
+    cluster = context.cluster
     groups = cluster.state.groups_of(rollout)
     for group in groups:
         cluster.inventory.leave(group)
@@ -134,6 +132,6 @@ def _begin(cluster: Cluster, effects: Effects, rollout: Deployment, waiting: Dep
     if rollout.placement.reservation is not None:
         # Until now all of the time was its own.
         follow(cluster, rollout)
-        await_profile(cluster.settings, effects, rollout)
+        await_profile(context, rollout)
     if rollout.deployment in cluster.waiting:
         cluster.wait(rollout)

@@ -29,7 +29,7 @@ from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import is_possible
 from plexrl.scheduler.placement.waiting.units import expected_length, expected_step
 from plexrl.scheduler.rules.hrrs import ratio_of, starves_at
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Settings, Situation
 from plexrl.scheduler.state.records import Deployment, Job, State
 
 AdmissionKey = tuple[bool, int, float, float, float, int]
@@ -37,12 +37,13 @@ AdmissionKey = tuple[bool, int, float, float, float, int]
 
 
 def admission_key(
-    state: State, settings: Settings, deployment: Deployment, share: float, now: float
+    situation: Situation, deployment: Deployment, share: float, now: float
 ) -> AdmissionKey:
     """The sort key of a deployment whose tenant has this share."""
+    state = situation.state
     job = state.job(deployment.job)
     created_at, expected_s = deployment.created_at, expected_step(expected_length(job))
-    ratio = waiting_ratio(settings, created_at, expected_s, now)
+    ratio = waiting_ratio(situation.settings, created_at, expected_s, now)
     return (
         not is_partial(state, job),
         -job.priority,

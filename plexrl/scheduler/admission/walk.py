@@ -293,7 +293,7 @@ class AdmissionWalk:
         cluster = self._cluster
         tenant = cluster.state.job(deployment.job).tenant
         share = tenant_share(cluster.holdings, tenant, self._now)
-        return admission_key(cluster.state, cluster.settings, deployment, share, self._now)
+        return admission_key(cluster, deployment, share, self._now)
 
     def _consider(self, row: int) -> bool:
         """Try to place a unit, or let it block those behind it; returns whether it was placed."""

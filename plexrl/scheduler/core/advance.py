@@ -12,18 +12,16 @@ from plexrl.scheduler.accounting.retention import forget_ended
 from plexrl.scheduler.core.cycles import cycle_over
 from plexrl.scheduler.core.placing import place_waiting
 from plexrl.scheduler.dispatch.group_step import GroupStep
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, restart
 from plexrl.scheduler.operations.deadlines.cancellation import deadline_passed
 from plexrl.scheduler.operations.deadlines.overdue import find_overrun
 from plexrl.scheduler.placement.capacity.awaited_profiles import look_for_profile
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.recovery.deadlocks import break_deadlocks
 from plexrl.scheduler.recovery.evacuation import reconcile_node
 from plexrl.scheduler.recovery.preemption import preempt_detached
 from plexrl.scheduler.recovery.relocation import send_migration
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.timers import Subject, TimerKind
 from plexrl.scheduler.state.records import State
 
@@ -63,7 +61,8 @@ class _Steps:
     def __init__(self, state: State, skipped: frozenset[str]) -> None:
         self._state, self._skipped = state, skipped
         self._count = 0
-        self._kind = self._subject = ""
+        self._kind = ""
+        self._subject: object = ""
         self._repeated: dict[str, int] | None = None
 
     @property
@@ -71,7 +70,7 @@ class _Steps:
         """The name of the step that runs."""
         return f"{self._kind} {self._subject}".rstrip()
 
-    def name(self, kind: str, subject: str) -> bool:
+    def name(self, kind: str, subject: object) -> bool:
         """Name the next step. False: it must be skipped."""
         self._kind, self._subject = kind, subject
         return not self._skipped or self.current not in self._skipped
@@ -118,14 +117,14 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     is_due = bool(timers) and timers[0][0] <= now
     must_forget = len(state.ended) > state.ended_jobs
     preempts = cluster.holdings.detached and waiting
-    if not (dirty or is_due or must_forget or preempts or _has_steps(cluster, effects)):
+    if not (dirty or is_due or must_forget or preempts or _has_steps(context)):
         return
     steps = _Steps(state, skipped)
     try:
         if is_due:
             for what in effects.due(now):
                 # Not counted: thousands may be due at once, and each only once.
-                if steps.name("timer", str(what)):
+                if steps.name("timer", what):
                     _look_again(context, what, now)
         while True:
             if waiting.must_retry or waiting.newcomers:
@@ -139,15 +138,15 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
             if not (cluster.holdings.detached and waiting and _preempt(context, steps, now)):
                 break
         if len(state.ended) > state.ended_jobs and steps.begin("forgetting"):
-            forget_ended(state, context.settings)
+            forget_ended(context)
     except MemoryError:
         raise
     except Exception as error:
         raise Fault(steps.current, error) from error
 
 
-def _has_steps(cluster: Cluster, effects: Effects) -> bool:
-    waiting = cluster.waiting
+def _has_steps(context: Context) -> bool:
+    effects, waiting = context.effects, context.cluster.waiting
     return bool(effects.dirty or effects.cycles_over or waiting.must_retry or waiting.newcomers)
 
 
@@ -186,9 +185,7 @@ def _end_cycles(context: Context, steps: _Steps, now: float) -> None:
 
 def has_work(context: Context) -> bool:
     """Whether an event has caused commands or steps. A refused event must cause none."""
-    return bool(context.effects.commands or context.effects.discards) or _has_steps(
-        context.cluster, context.effects
-    )
+    return bool(context.effects.commands or context.effects.discards) or _has_steps(context)
 
 
 def _look_again(context: Context, what: Subject, now: float) -> None:
@@ -198,22 +195,22 @@ def _look_again(context: Context, what: Subject, now: float) -> None:
         case TimerKind.GROUP:
             effects.touch(GroupId(name))
         case TimerKind.DEADLINE:
-            deadline_passed(state, effects, OperationId(name), now)
+            deadline_passed(context.step(now), OperationId(name))
         case TimerKind.PLACEMENT | TimerKind.ADMISSION:
             context.cluster.waiting.retry_all_if_any()
         case TimerKind.PROFILE:
-            look_for_profile(context.cluster, effects, DeploymentId(name), now)
+            look_for_profile(context, DeploymentId(name), now)
         case TimerKind.OVERDUE:
-            found = find_overrun(state, context.settings, effects, DeploymentId(name), now)
+            found = find_overrun(context.step(now), DeploymentId(name))
             if found is not None:
                 restart(context, found.deployment, found.reason, now, counts=found.counts)
         case TimerKind.NODE if name in state.nodes:
             reconcile_node(context, NodeId(name), now)
         case TimerKind.LAUNCH if name in state.deployments:
-            launch_if_due(state, effects, state.deployment(DeploymentId(name)), now)
+            launch_if_due(context.step(now), state.deployment(DeploymentId(name)))
         case TimerKind.MIGRATION:
             deployment = state.deployments.get(DeploymentId(name))
             if deployment is not None and deployment.wpg.state == WpgState.MIGRATING:
-                send_migration(state, effects, deployment)
+                send_migration(context.step(now), deployment)
         case TimerKind.JOB if (job := state.jobs.get(JobId(name))) is not None:
             detach_or_cancel(context, job, now)

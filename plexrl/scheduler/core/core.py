@@ -24,7 +24,6 @@ from plexrl.scheduler.core.cycles import learning_changed
 from plexrl.scheduler.core.invariants import check
 from plexrl.scheduler.core.outcomes import run_failed, run_finished
 from plexrl.scheduler.core.snapshot import decode, encode
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.controllers import (
     check_controller,
     controller_attached,
@@ -59,7 +58,7 @@ from plexrl.scheduler.operations.submission.backpressure import check_room
 from plexrl.scheduler.operations.submission.checks import check_deadline, check_same, check_source
 from plexrl.scheduler.operations.submission.lost_payloads import lost_payloads, replace_payload
 from plexrl.scheduler.placement.capacity.awaited_profiles import await_all_profiles
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.queries.eta import record_estimate
 from plexrl.scheduler.queries.event_records import ClusterRecords
 from plexrl.scheduler.queries.explain_job import explain_job
@@ -82,7 +81,7 @@ from plexrl.scheduler.recovery.nodes import (
     state_migrated,
 )
 from plexrl.scheduler.rules.config import SchedulerConfig, with_core_settings
-from plexrl.scheduler.rules.limits import check_numbers, within_limits
+from plexrl.scheduler.rules.limits import RANGES, check_numbers
 from plexrl.scheduler.rules.lookups import (
     check_live,
     find_deployment,
@@ -122,17 +121,17 @@ class SchedulerCore:
             ev.SchedulerStarted: self._scheduler_started,
             ev.NodeJoined: partial(node_joined, context),
             ev.NodeLost: partial(node_lost, context),
-            ev.RouterJoined: partial(router_joined, context.state, context.effects),
-            ev.RouterLost: partial(router_lost, context.state, context.effects),
+            ev.RouterJoined: partial(router_joined, context),
+            ev.RouterLost: partial(router_lost, context),
             ev.TenantCreated: partial(tenant_created, context.state),
             ev.ApiKeyAdded: partial(api_key_added, context.state),
             ev.ApiKeyRevoked: partial(api_key_revoked, context.state),
             ev.TenantConfigured: self._tenant_configured,
             ev.NodeDrainChanged: partial(node_drain_changed, context),
-            ev.NodeRemoved: partial(node_removed, context.state, context.cluster),
+            ev.NodeRemoved: partial(node_removed, context.cluster),
             ev.StateMigrated: partial(state_migrated, context),
-            ev.StateReported: partial(state_reported, context.state, context.effects),
-            ev.JobSubmitted: partial(job_submitted, context.cluster, context.effects),
+            ev.StateReported: self._state_reported,
+            ev.JobSubmitted: partial(job_submitted, context),
             ev.ControllerSeen: partial(controller_seen, context),
             ev.ControllerAttached: partial(controller_attached, context),
             ev.FailureAcknowledged: partial(failure_acknowledged, context.state),
@@ -146,7 +145,7 @@ class SchedulerCore:
             ev.WorkerExited: self._worker_exited,
             ev.OperationSubmitted: self._operation_submitted,
             ev.OperationCancelled: self._operation_cancelled,
-            ev.OperationFinished: self._operation_finished,
+            ev.OperationFinished: partial(run_finished, context),
             ev.OperationFailed: partial(run_failed, context),
             ev.TimerFired: self._timer_fired,
             ev.ServiceResumed: partial(excuse_silence, context.state),
@@ -161,10 +160,11 @@ class SchedulerCore:
             PlexRLError: the event is refused, and nothing has changed.
             Fault: a step failed halfway; the core must not be used any more.
         """
-        context = self._context
+        context, kind = self._context, type(event)
         try:
-            check_numbers(event)
-            self._handlers[type(event)](event, now)
+            if kind in RANGES:
+                check_numbers(event)
+            self._handlers[kind](event, now)
         except MemoryError:
             raise
         except Exception as error:
@@ -210,7 +210,7 @@ class SchedulerCore:
             self._take_settings(event.settings)
             for at in patience_ends(self._cluster):
                 self._effects.wake(at, timers.PLACEMENT)
-            await_all_profiles(self._cluster, self._effects)
+            await_all_profiles(self._context)
         state = self._state
         state.routers.clear()
         for node in state.nodes.values():
@@ -218,13 +218,16 @@ class SchedulerCore:
             self._cluster.inventory.node_changed(node)
         self._effects.timer_at = None
         excuse_silence(self._state, event, now)
-        watch_all(self._state, self._effects, now)
+        watch_all(self._context.step(now))
 
     def _take_settings(self, settings: dict[str, Any]) -> None:
         learned = self.settings.learns
         self._cluster.reconfigure(with_core_settings(self.settings.config, settings))
         if self.settings.learns != learned:
             learning_changed(self._cluster)
+
+    def _state_reported(self, event: ev.StateReported, now: float) -> None:
+        state_reported(self._context.step(now), event)
 
     def _tenant_configured(self, event: ev.TenantConfigured, now: float) -> None:
         del now
@@ -262,7 +265,7 @@ class SchedulerCore:
     def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
         context, state = self._context, self._state
         deployment = find_deployment(state, event.deployment)
-        job = find_job(state, deployment.job)
+        job = state.jobs[deployment.job]
         check_controller(job, event.controller)
         known = state.operations.get(event.operation)
         if known is not None:
@@ -286,30 +289,29 @@ class SchedulerCore:
         check_source(event, deployment, source)
         if source is not None:
             check_not_ended(source)
-        check_deadline(event)
+        if event.deadline_s is not None:
+            check_deadline(event.deadline_s)
         if event.kind in HALTED:
             check_not_halted(deployment)
             if source is not None:
                 check_not_halted(source)
-        check_room(state, context.settings, event, deployment, source)
+        check_room(context, event, deployment, source)
         if not event.from_job_key:
             seen(context, job, now)
-        operation = enqueue(state, context.effects, event, deployment, now)
-        record_estimate(state, context.settings, deployment, operation, now)
+        step = context.step(now)
+        operation = enqueue(step, event, deployment)
+        record_estimate(step, deployment, operation)
         if event.deadline_s is not None:
             await_deadline(context.effects, operation)
-
-    def _operation_finished(self, event: ev.OperationFinished, now: float) -> None:
-        run_finished(self._context, within_limits(event), now)
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
         operation = self._operation(event.operation)
         deployment = self._deployment(operation.deployment)
         check_controller(self._job(deployment.job), event.controller)
         if event.rows is None:
-            cancel(self._state, self._effects, operation, now)
+            cancel(self._context.step(now), operation)
         else:
-            stop_rows(self._state, self._effects, operation, event.rows)
+            stop_rows(self._context.step(now), operation, event.rows)
 
     def _timer_fired(self, event: ev.TimerFired, now: float) -> None:
         """The pending wake-up has fired; due timers are handled after every event."""
@@ -382,7 +384,7 @@ class SchedulerCore:
     def job_view(self, job: JobId, now: float) -> vt.JobView:
         """One job. Raises `UnknownJobError`."""
         del now
-        return job_view(self._state, self.settings, self._job(job))
+        return job_view(self._cluster, self._job(job))
 
     def explain_job(self, job: JobId, now: float, *, sees_all: bool = False) -> vt.ExplainedJobView:
         """Why a job waits or how it runs; an operator `sees_all`. Raises `UnknownJobError`."""
@@ -391,7 +393,7 @@ class SchedulerCore:
     def list_jobs(self, tenant: TenantId | None, now: float) -> list[vt.JobView]:
         """All jobs of a tenant, or of all tenants, oldest first."""
         del now
-        return list_jobs(self._state, self.settings, tenant)
+        return list_jobs(self._cluster, tenant)
 
     def jobs_of(self, tenant: TenantId) -> list[JobId]:
         """Ids of all stored jobs of a tenant."""
@@ -424,7 +426,7 @@ class SchedulerCore:
 
     def list_tenants(self, now: float) -> list[cv.TenantView]:
         """All tenants, with their limits, GPUs and use."""
-        return [tenant_view(self._cluster, each, now) for each in self._state.tenants.values()]
+        return [tenant_view(self._cluster, tenant, now) for tenant in self._state.tenants.values()]
 
     def records(self, ended_job_s: float) -> ClusterRecords:
         """Records of all objects, for an MQTT broker; see `ClusterRecords` for `ended_job_s`."""

@@ -9,10 +9,9 @@ from plexrl.scheduler.accounting.earlier_jobs import (
 )
 from plexrl.scheduler.accounting.profiler import refresh
 from plexrl.scheduler.admission.automatic_sharing import share_if_scarce
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.placement.capacity.overlaps import follow
 from plexrl.scheduler.placement.capacity.shift_search import is_off_plan
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.recovery.relocation import (
     consider_relief,
     consider_repacking,
@@ -35,9 +34,9 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
         cluster.unmeasured.remove(deployment)
         deployment.demand.cycles.have_profile()
         _expect_cycles(context.state, deployment)
-        if remember(context.state, settings, deployment):
+        if remember(context, deployment):
             plan_by_prior(cluster, shape_key(deployment))
-    share_if_scarce(cluster, context.effects, deployment)
+    share_if_scarce(context, deployment)
     if not deployment.spec.shares:
         return
     if is_renewed:
@@ -63,7 +62,7 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
 def plan_by_prior(cluster: Cluster, shape: str) -> None:
     """Plan the deployments of a shape by its prior, which is new: those that wait, and those whose
     groups are closed until they are measured. Others with GPUs are measured soon."""
-    prior = prior_of(cluster.state, cluster.settings, shape)
+    prior = prior_of(cluster, shape)
     for name in cluster.unmeasured.of(shape):
         deployment = cluster.state.deployment(name)
         if deployment.placement.reservation is None:
@@ -83,7 +82,7 @@ def learning_changed(cluster: Cluster) -> None:
     state, settings = cluster.state, cluster.settings
     for job in state.jobs.values():
         if not job.state.is_final:
-            job.usual_s = usual_length(state, settings, job.tenant, job.name)
+            job.usual_s = usual_length(cluster, job.tenant, job.name)
     for deployment in state.deployments.values():
         trace = deployment.demand.trace
         if trace is None or deployment.wpg.state == WpgState.STOPPED:
@@ -94,7 +93,7 @@ def learning_changed(cluster: Cluster) -> None:
             if deployment.placement.reservation is not None and deployment.spec.shares:
                 follow(cluster, deployment)
     for shape in cluster.unmeasured.shapes():
-        if prior_of(state, settings, shape) is not None:
+        if prior_of(cluster, shape) is not None:
             plan_by_prior(cluster, shape)
     for name in list(cluster.waiting):
         cluster.wait(state.deployment(name))

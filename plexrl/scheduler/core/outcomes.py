@@ -15,7 +15,6 @@ from plexrl.ids import FencingToken
 from plexrl.scheduler.accounting.usage import bill_run, discard, meter_run
 from plexrl.scheduler.dispatch.bursts import end_burst
 from plexrl.scheduler.dispatch.group_step import GroupStep
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import (
     end_job,
     granted,
@@ -26,18 +25,23 @@ from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_ove
 from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.held.holding import delay, hold, is_held, requeue
 from plexrl.scheduler.operations.held.unreturned_memory import keepers, named_holders
-from plexrl.scheduler.operations.operations import Finishing
+from plexrl.scheduler.operations.operations import (
+    complete_operation,
+    fail_operation,
+    finish_operation,
+)
 from plexrl.scheduler.operations.replay import retire_log
 from plexrl.scheduler.operations.submission.lost_payloads import (
     draw_again,
     is_awaited,
     may_have_run,
 )
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.recovery.rebuilding import LOST_CODES, fall_back, publish_again
 from plexrl.scheduler.recovery.relocation import cancel_move
+from plexrl.scheduler.rules.limits import within_limits
 from plexrl.scheduler.rules.lookups import owner_of
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.rules.switch_cost import HOST, observe_move, record_tier, round_trip_s
 from plexrl.scheduler.state import group_lock
 from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX
@@ -46,7 +50,6 @@ from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import OperationFailed, OperationFinished
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
@@ -74,12 +77,13 @@ _SUSPENDS: Final = JobTrigger.OFFLOADED
 
 def run_finished(context: Context, event: OperationFinished, now: float) -> None:
     """Handle a completed run; a late report of another run changes nothing."""
-    state, settings, effects = context.state, context.settings, context.effects
+    state, event = context.state, within_limits(event)
     name = event.operation
     operation = state.operations.get(name)
     deployment = None if operation is None else _at_work(state, operation, event.token)
     if operation is None or deployment is None:
         return
+    step = context.step(now)
     meter_run(state, deployment, operation, now)
     work, wpg, demand = deployment.work, deployment.wpg, deployment.demand
     operation.payload_lost_at = None
@@ -89,11 +93,13 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
     if command is None:
         _move_finished(context, deployment, operation, event, now)
     elif event.unfinished_rows and operation.is_interrupted and not is_over(operation, now):
-        _interrupted(state, effects, deployment, operation, event, now)
+        _interrupted(step, deployment, operation, event)
     else:
         demand.estimates.observe(operation.kind, operation.tokens, event.compute_s)
-        demand.observe_peak(event.peak_bytes)
-        wpg.backoff.clear()
+        if event.peak_bytes:
+            demand.observe_peak(event.peak_bytes)
+        if wpg.backoff.code:
+            wpg.backoff.clear()
         if command.replay:
             work.replay.replayed(name)
             if wpg.no_snapshot_until:
@@ -103,39 +109,38 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
             # Only new work counts as progress. Else an operation that kills its worker would be
             # retried for ever, since loads and replays succeed.
             wpg.processes.succeed()
-            Finishing(state, effects, now).complete(deployment, operation, event)
+            complete_operation(step, deployment, operation, event)
         if not work.running and wpg.residency is not _OFFLOADED:
             demand.burst.pause(now)
         if operation.kind == _PUBLISH:
-            _published(state, settings, effects, deployment, now)
+            _published(step, deployment)
         elif operation.ends_burst and not command.replay:
-            _burst_over(state, settings, deployment, now)
+            _burst_over(step, deployment)
+    dirty = step.effects.dirty
     for group in deployment.placement.groups:
-        effects.dirty[group] = None
+        dirty[group] = None
 
 
 def _interrupted(
-    state: State,
-    effects: Effects,
+    step: Step,
     deployment: Deployment,
     operation: Operation,
     event: OperationFinished,
-    now: float,
 ) -> None:
     """A run of a generation was interrupted: it is continued from what it has drawn."""
-    effects.discard(operation.partial)
+    state = step.state
+    step.effects.discard(operation.partial)
     operation.partial = event.result
     operation.interruptions += 1
     bill_run(state, deployment, operation)
     deployment.wpg.processes.succeed()
     deployment.wpg.backoff.clear()
-    requeue(state, deployment, operation, now)
+    requeue(state, deployment, operation, step.now)
 
 
 def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     """Handle a run that did not complete."""
-    effects = context.effects
-    state = context.state
+    state, effects, step = context.state, context.effects, context.step(now)
     operation = state.operations.get(event.operation)
     deployment = None if operation is None else _at_work(state, operation, event.token)
     if operation is None or deployment is None:
@@ -155,13 +160,13 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         restart(context, deployment, error.message, now, counts=False)
         return
     if deployment.work.running[event.operation].replay:
-        if publish_again(state, context.settings, effects, deployment, operation, error, now):
+        if publish_again(step, deployment, operation, error):
             return
         if is_held(error, state_intact=event.state_intact) or is_awaited(
             state, operation, error, now
         ):
             deployment.work.end_run(event.operation)
-            hold(context.state, effects, deployment, operation, error, now)
+            hold(step, deployment, operation, error)
             return
         if isinstance(error, PayloadLostError):
             reason = f"{deployment.deployment!r} cannot be computed again: {error.message}"
@@ -169,7 +174,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
             return
         restart(context, deployment, f"replaying {event.operation!r}: {error.message}", now)
         return
-    if draw_again(state, effects, deployment, operation, error, now):
+    if draw_again(step, deployment, operation, error):
         return
     deployment.work.end_run(event.operation)
     if deployment.wpg.residency is _OFFLOADED and error.code in REFUSED_STORED:
@@ -179,18 +184,16 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     if is_held(error, state_intact=event.state_intact) or is_awaited(state, operation, error, now):
         if not is_over(operation, now):
-            hold(context.state, effects, deployment, operation, error, now)
+            hold(step, deployment, operation, error)
             return
         discard(operation)
         error = early_end(operation, now)
     else:
         deployment.wpg.backoff.clear()
         may_repeat = event.state_intact and not is_over(operation, now)
-        if may_repeat and publish_again(
-            state, context.settings, effects, deployment, operation, error, now
-        ):
+        if may_repeat and publish_again(step, deployment, operation, error):
             return
-    Finishing(state, effects, now).fail(operation, error)
+    fail_operation(step, operation, error)
     if event.state_intact:
         deployment.wpg.processes.succeed()
         if not deployment.work.running and deployment.wpg.residency is not _OFFLOADED:
@@ -230,7 +233,7 @@ def _move_failed(
         end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
     else:
         if is_intact:
-            _move_called_off(context.cluster, context.effects, deployment, operation, error, now)
+            _move_called_off(context, deployment, operation, error, now)
         elif isinstance(error, DeviceMemoryFullError):
             # Some ranks had memory and have loaded. No fault of this deployment refused the others.
             restart(context, deployment, error.message, now, counts=False)
@@ -268,7 +271,7 @@ def _at_work(state: State, operation: Operation, token: FencingToken) -> Deploym
             return None
     elif moving.operation != name and name not in deployment.work.running:
         return None
-    assert deployment.placement.group is not None, f"{name} is in flight without a group"
+    assert deployment.placement.groups, f"{name} is in flight without a group"
     return deployment
 
 
@@ -284,10 +287,10 @@ def _move_finished(
     event: OperationFinished,
     now: float,
 ) -> None:
-    state, settings, effects = context.state, context.settings, context.effects
+    state, step = context.state, context.step(now)
     deployment.wpg.end_move()
     began_at = operation.started_at if operation.started_at is not None else now
-    Finishing(state, effects, now).finish(deployment, operation, event)
+    finish_operation(step, deployment, operation, event)
     kind = operation.kind
     if kind == _LOAD:
         if deployment.wpg.backoff.code == DeviceMemoryFullError.code:
@@ -302,10 +305,10 @@ def _move_finished(
         else:
             deployment.demand.burst.stay_over()
         group_lock.count_load(state, deployment, now - began_at)
-        granted(state, settings, deployment)
+        granted(step, deployment)
     elif kind == _OFFLOAD:
         observe_move(state, deployment, operation, event)
-        _version_made(state, settings, effects, deployment, event)
+        _version_made(step, deployment, event)
         deployment.wpg.end_offload()
         group_lock.count_offload(state, deployment, now - began_at)
         if deployment.spec.kind == "train":
@@ -313,15 +316,13 @@ def _move_finished(
         _hand_over(context, deployment, now)
     else:
         deployment.demand.estimates.observe(kind, operation.tokens, event.compute_s)
-        _version_made(state, settings, effects, deployment, event)
+        _version_made(step, deployment, event)
         deployment.wpg.allow_snapshots()
         deployment.demand.burst.pause(now)
 
 
 def _version_made(
-    state: State,
-    settings: Settings,
-    effects: Effects,
+    step: Step,
     deployment: Deployment,
     event: OperationFinished,
 ) -> None:
@@ -330,7 +331,7 @@ def _version_made(
     moved = event.moved
     record_tier(deployment, HOST if moved is None else moved.tier)
     if former_seq < deployment.work.replay.durable_seq:
-        retire_log(state, settings, effects, deployment, former_seq)
+        retire_log(step, deployment, former_seq)
 
 
 def _hand_over(context: Context, former: Deployment, now: float) -> None:
@@ -338,8 +339,8 @@ def _hand_over(context: Context, former: Deployment, now: float) -> None:
     have all theirs."""
     state = context.state
     for group in state.groups_of(former):
-        step = GroupStep(context, group, now)
-        incoming = step.successor()
+        group_step = GroupStep(context, group, now)
+        incoming = group_step.successor()
         if incoming is None or incoming.deployment != group.incoming:
             _end_switch(context, group)
         if incoming is None:
@@ -350,12 +351,12 @@ def _hand_over(context: Context, former: Deployment, now: float) -> None:
             group_lock.begin_switch(state, incoming)
         if incoming.placement.spans:
             group_lock.vacate(group)
-            if any(each.holder is not None for each in state.groups_of(incoming)):
+            if any(group.holder is not None for group in state.groups_of(incoming)):
                 continue
         group_lock.hand_over(state, incoming)
         if former.placement.spans and not incoming.placement.spans:
             group_lock.fence(state, [group])
-        step.load(incoming, former if former.spec.preemptible else None)
+        group_step.load(incoming, former if former.spec.preemptible else None)
 
 
 def _end_switch(context: Context, group: Group) -> None:
@@ -367,15 +368,14 @@ def _end_switch(context: Context, group: Group) -> None:
 
 
 def _move_called_off(
-    cluster: Cluster,
-    effects: Effects,
+    context: Context,
     deployment: Deployment,
     operation: Operation,
     error: PlexRLError,
     now: float,
 ) -> None:
     """A move changed nothing. The deployment that needed it waits for a back-off."""
-    state = cluster.state
+    state, effects = context.state, context.effects
     group = _group_of(state, deployment)
     deployment.wpg.end_move()
     change_operation(operation, OperationTrigger.FAILED)
@@ -401,7 +401,7 @@ def _move_called_off(
         deployment.wpg.delay_snapshots(now + SNAPSHOT_BACK_OFF_S)
         return
     if deployment.wpg.moves.planned is not None:
-        cancel_move(cluster, deployment, now)
+        cancel_move(context.cluster, deployment, now)
         for node in deployment.placement.nodes:
             effects.wake(deployment.wpg.moves.not_before, timers.node_check(node))
         if operation.kind == OperationKind.OFFLOAD and held_back is deployment:
@@ -416,22 +416,20 @@ def _move_called_off(
 
 
 def _published(
-    state: State,
-    settings: Settings,
-    effects: Effects,
+    step: Step,
     deployment: Deployment,
-    now: float,
 ) -> None:
     """A publish ended a training cycle: wake the sync that waits, and end the burst."""
+    state = step.state
     for name in state.job(deployment.job).deployments:
-        effects.touch_all(state.deployment(name).placement.groups)
-    _burst_over(state, settings, deployment, now)
+        step.effects.touch_all(state.deployment(name).placement.groups)
+    _burst_over(step, deployment)
 
 
-def _burst_over(state: State, settings: Settings, deployment: Deployment, now: float) -> None:
+def _burst_over(step: Step, deployment: Deployment) -> None:
     """The last operation of a cycle has run: if no more work waits, the burst ends."""
     if not deployment.work.queue:
-        end_burst(deployment, now)
+        end_burst(deployment, step.now)
         deployment.demand.burst.forget_pause()
-        if not settings.policy.repacks or deployment.demand.has_own_trace:
-            change_job(state.job(deployment.job), JobTrigger.CYCLE_ENDED)
+        if not step.settings.policy.repacks or deployment.demand.has_own_trace:
+            change_job(step.state.job(deployment.job), JobTrigger.CYCLE_ENDED)

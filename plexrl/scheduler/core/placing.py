@@ -2,9 +2,9 @@
 
 from plexrl.scheduler.admission.admission import admit
 from plexrl.scheduler.admission.queues.fillers import place_fillers
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import all_placed, has_all_gpus, launch
 from plexrl.scheduler.placement.capacity.awaited_profiles import await_profile
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.recovery.relocation import drain, settle
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 
@@ -13,21 +13,21 @@ def place_waiting(context: Context, now: float) -> None:
     """Place all deployments that admission chooses, and start their workers."""
     state, effects = context.state, context.effects
     for deployment in (
-        *admit(context.cluster, effects, now),
+        *admit(context, now),
         *place_fillers(context.cluster, now),
     ):
         effects.touch_all(deployment.placement.groups)
         job = state.job(deployment.job)
         if deployment.wpg.processes.incarnation:
             # It had GPUs before, and lost them.
-            settle(state, effects, deployment)
+            settle(context.step(now), deployment)
         else:
             deployment.wpg.launch_first()
         if deployment.wpg.state != WpgState.MIGRATING:
-            launch(state, effects, deployment, now)
-        await_profile(context.settings, effects, deployment)
+            launch(context.step(now), deployment)
+        await_profile(context, deployment)
         if has_all_gpus(state, job):
-            all_placed(state, context.settings, job)
+            all_placed(context, job)
 
     for node in sorted(context.cluster.inventory.draining):
         for group in drain(context.cluster, node, now):

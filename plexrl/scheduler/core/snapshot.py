@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from plexrl.errors import StorageError
-from plexrl.scheduler.jobs.context import Context
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.rules.config import SchedulerConfig, core_settings, with_core_settings
 from plexrl.scheduler.state.messages.earlier import upgrade_state
 from plexrl.scheduler.state.messages.timers import Timer

@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.dispatch.bursts import end_burst, go_on_with_burst, hold_s, is_after_burst
+from plexrl.scheduler.dispatch.anticipation import expected_next, may_anticipate
+from plexrl.scheduler.dispatch.bursts import (
+    end_burst,
+    go_on_with_burst,
+    hold_s,
+    is_after_burst,
+    is_within_bound,
+)
 from plexrl.scheduler.dispatch.candidates.busy_time import expected_free_s, turn_s
 from plexrl.scheduler.dispatch.candidates.group_shares import settle_all
 from plexrl.scheduler.dispatch.candidates.readiness import (
@@ -24,16 +31,16 @@ from plexrl.scheduler.dispatch.candidates.readiness import (
     waiting_for,
     wants_the_group,
 )
-from plexrl.scheduler.dispatch.idle_time import expected_next, may_fill, must_leave
+from plexrl.scheduler.dispatch.idle_time import may_fill, must_leave
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
 from plexrl.scheduler.dispatch.stored_saves import start_stored_saves
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import launch
 from plexrl.scheduler.operations.deadlines.cancellation import interrupt_all
 from plexrl.scheduler.operations.held.holding import renew_token
-from plexrl.scheduler.operations.operations import Starting
+from plexrl.scheduler.operations.operations import start_move, start_run
 from plexrl.scheduler.operations.replay import has_much_to_replay, leans_on_its_source
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.recovery.evacuation import displace, leaving_fillers
 from plexrl.scheduler.recovery.rebuilding import may_replay
 from plexrl.scheduler.recovery.relocation import finish as finish_relocation
@@ -44,7 +51,6 @@ from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.records import Deployment, Group
-from plexrl.wire.messages import PrefetchState
 from plexrl.wire.operations import OperationKind
 
 _READY: Final = WpgState.READY
@@ -56,17 +62,21 @@ _GENERATE: Final = OperationKind.GENERATE
 class GroupStep:
     """One step of one group, thrown away after it."""
 
-    __slots__ = ("_context", "_effects", "_group", "_groups", "_now", "_settings", "_state")
+    __slots__ = (
+        *("_context", "_effects", "_group", "_groups", "_now", "_settings", "_state", "_step"),
+    )
 
     def __init__(self, context: Context, group: Group, now: float) -> None:
-        self._context = context
-        holder = None if group.holder is None else context.state.deployments[group.holder]
-        spans = holder is not None and holder.placement.spans
-        self._groups = context.state.groups_of(holder) if holder and spans else [group]
+        step = context.step(now)
+        self._context, self._step, self._state = context, step, step.state
+        self._groups = [group]
         """The group, or all groups of its holder."""
-        self._state = context.state
-        self._settings = context.settings
-        self._effects = context.effects
+        if group.holder is not None:
+            holder = step.state.deployments[group.holder]
+            if len(holder.placement.groups) > 1:
+                self._groups = step.state.groups_of(holder)
+        self._settings = step.settings
+        self._effects = step.effects
         self._group = group
         self._now = now
 
@@ -75,21 +85,12 @@ class GroupStep:
         if self._context.cluster.relocating and self._move_out():
             return
         if not self._group.members:
-            for left in leaving_fillers(self._state, self._settings, self._effects, self._group):
+            for left in leaving_fillers(self._step, self._group):
                 displace(self._context, left, "the members of its group have left", self._now)
             return
-        start_stored_saves(self._state, self._effects, self._group, self._now)
+        start_stored_saves(self._step, self._group)
         if self._group.holder is None:
-            if self._group.incoming is not None:
-                # It awaits the offloads on its other groups.
-                return
-            waiting = self._waiting()
-            settle_all(self._state, self._settings, self._groups, waiting, self._now)
-            chosen = self._first_to_start(waiting)
-            if chosen is None and not waiting:
-                chosen = self._filler()
-            if chosen is not None:
-                self._give_to(chosen)
+            self._give_free_lock()
             return
         holder = self._state.deployments[self._group.holder]
         wpg, work = holder.wpg, holder.work
@@ -100,14 +101,15 @@ class GroupStep:
             if not work.running and not held and may_replay(self._state, holder):
                 self._replay_next(holder)
             return
-        if wpg.moves.planned is not None and is_stopping(self._state, holder):
-            return
-        if holder.spec.preemptible and self._gives_way(holder):
+        stops = wpg.moves.planned is not None and is_stopping(self._state, holder)
+        if stops or (holder.spec.preemptible and self._gives_way(holder)):
             return
         if holder.spec.kind == "forward" and leans_on_its_source(holder, self._now):
             self._snapshot(holder)
             return
-        if not work.running and not self._goes_on(holder):
+        is_idle = not work.running
+        goes_on = is_idle and self._goes_on(holder)
+        if is_idle and not goes_on:
             waiting = self._waiting(besides=holder)
             if waiting and self._may_be_relieved(holder, waiting):
                 chosen = self._first_to_start(waiting)
@@ -128,24 +130,33 @@ class GroupStep:
                 self._anticipate(holder)
                 return
         if work.queue:
-            guards = self._settings.policy.guards_slack
-            if guards and self._keeps_out(holder):
+            if self._settings.policy.guards_slack and self._keeps_out(holder):
                 return
-            if not work.running and self._yields(holder):
+            in_burst = goes_on and holder.demand.burst.started_at is not None
+            if is_idle and not in_burst and self._yields(holder):
                 return
             self._dispatch(holder)
         if work.running and self._context.cluster.inventory.spills(self._group):
-            hint = self._look_ahead(holder)
-            if hint is not None:
-                self._effects.emit(hint)
+            self._look_ahead(holder)
+
+    def _give_free_lock(self) -> None:
+        """Nobody holds the lock: give it to the member that goes first, or to a filler."""
+        if self._group.incoming is not None:
+            # It awaits the offloads on its other groups.
+            return
+        waiting = self._waiting()
+        settle_all(self._step, self._groups, waiting)
+        chosen = self._first_to_start(waiting)
+        if chosen is None and not waiting:
+            chosen = self._filler()
+        if chosen is not None:
+            self._give_to(chosen)
 
     def _filler(self) -> Deployment | None:
         """A filler with work for which there is time, while no member wants the group."""
         for name in self._group.fillers:
             filler = self._state.deployments[name]
-            if self._wants(filler) and may_fill(
-                self._state, self._effects, self._group, filler, self._now
-            ):
+            if self._wants(filler) and may_fill(self._step, self._group, filler):
                 return filler
         return None
 
@@ -154,13 +165,13 @@ class GroupStep:
         the group is switched."""
         waiting = self._waiting()
         goes_on = not waiting and (filler.work.running or self._wants(filler))
-        if goes_on and not must_leave(self._state, self._effects, self._group, filler, self._now):
+        if goes_on and not must_leave(self._step, self._group, filler):
             return False
         if filler.work.running:
-            interrupt_all(self._effects, self._state, filler)
+            interrupt_all(self._step, filler)
             return True
         end_burst(filler, self._now)
-        settle_all(self._state, self._settings, self._groups, waiting, self._now)
+        settle_all(self._step, self._groups, waiting)
         chosen = self._first_to_start(waiting)
         if chosen is None and self._settings.anticipates:
             chosen = self._expected_next(critical=bool(waiting))
@@ -184,7 +195,7 @@ class GroupStep:
         bound_s = settings.config.starvation_bound_s
         best = first(settings.ordering, candidates, self._now, bound_s)
         assert best is not None, f"{self._group.group}: no candidate is first"
-        return self._state.deployment(DeploymentId(best.name))
+        return self._state.deployments[DeploymentId(best.name)]
 
     def _first_to_start(self, waiting: Sequence[Deployment]) -> Deployment | None:
         """The first of `waiting` that is not held back from a critical segment, and whose groups
@@ -196,7 +207,7 @@ class GroupStep:
             chosen = self._first(left)
             if not (guards and self._held_back(chosen)):
                 wait_s = 0.0
-                if chosen.placement.spans:
+                if len(chosen.placement.groups) > 1:
                     wait_s = self._free_in_s(chosen, is_first=reserved_s == math.inf)
                 if wait_s > 0.0:
                     reserved_s = min(reserved_s, wait_s)
@@ -269,7 +280,7 @@ class GroupStep:
             return False
         state = self._state
         asked = candidate(state, chosen)
-        wait_s = holds_back(state, self._settings, chosen, asked, self._now)
+        wait_s = holds_back(self._step, chosen, asked, self._now)
         if wait_s is None:
             return False
         self._effects.wake(self._now + wait_s, timers.group_step(self._group.group))
@@ -282,8 +293,7 @@ class GroupStep:
             return False
         started_at, idle_since = holder.demand.burst.started_at, holder.demand.burst.idle_since
         pause_s = 0.0 if idle_since is None else self._now - idle_since
-        state, settings = self._state, self._settings
-        if started_at is not None and not is_after_burst(state, settings, holder, pause_s):
+        if started_at is not None and not is_after_burst(self._step, holder, pause_s):
             return False
         if not self._held_back(holder):
             return False
@@ -305,19 +315,17 @@ class GroupStep:
                 continue
             if finish_relocation(self._context, member, self._now):
                 if member.wpg.state == WpgState.RECOVERING:
-                    launch(self._state, self._effects, member, self._now)
+                    launch(self._step, member)
                 self._effects.touch_all(member.placement.groups)
         return self._group.group not in self._state.groups
 
     def _goes_on(self, holder: Deployment) -> bool:
         """Whether the holder's burst continues, even if others wait."""
-        if not holder.work.queue or not self._settings.ordering.holds_bursts:
+        settings, now = self._settings, self._now
+        if not holder.work.queue or not settings.ordering.holds_bursts:
             return False
-        if not self._wants(holder):
-            return False
-        began_at = holder.demand.burst.started_at
-        started_at = began_at if began_at is not None else self._now
-        return self._now - started_at < self._settings.config.burst_max_s
+        is_wanted = wants_the_group(self._state, holder, now)
+        return is_wanted and is_within_bound(settings, holder, now)
 
     def _is_in_burst(self, holder: Deployment) -> bool:
         """Whether a burst of the holder is under way, and continues."""
@@ -333,33 +341,28 @@ class GroupStep:
     def _may_be_relieved(self, holder: Deployment, waiting: Sequence[Deployment]) -> bool:
         """Whether one of `waiting` may take the lock now. It may restart the burst or set a
         timer."""
-        ordering = self._settings.ordering
+        ordering, burst = self._settings.ordering, holder.demand.burst
         if self._wants(holder):
             rivals = [holder, *waiting]
-            settle_all(self._state, self._settings, self._groups, rivals, self._now)
-            if self._first([holder, *waiting]) is not holder:
+            settle_all(self._step, self._groups, rivals)
+            if self._first(rivals) is not holder:
                 return True
             if ordering.holds_bursts:
-                holder.demand.burst.begin(self._now)
+                burst.begin(self._now)
             return False
-        if holder.demand.burst.idle_since is not None and ordering.holds_bursts:
-            until = holder.demand.burst.idle_since + hold_s(self._state, self._settings, holder)
+        if burst.idle_since is not None and ordering.holds_bursts:
+            until = burst.idle_since + hold_s(self._step, holder)
             if self._now < until:
                 self._effects.wake(until, timers.group_step(self._group.group))
                 return False
-        settle_all(self._state, self._settings, self._groups, waiting, self._now)
+        settle_all(self._step, self._groups, waiting)
         return True
 
     def _anticipate(self, holder: Deployment, *, held_back: bool = False) -> None:
-        """Switch an idle group to the member whose next burst is expected first.
-
-        It needs an ended burst of the holder. A wrong prediction costs little: another member needs
-        a switch in any case, and one that arrives during the offload gets the group. With
-        `held_back`, waiting members are held back for one with exclusive slots, and only such a
-        member is chosen.
-        """
-        burst = holder.demand.burst
-        if not self._settings.anticipates or burst.started_at is not None or burst.ended_at is None:
+        """Switch an idle group to the member whose next burst is expected first. With `held_back`,
+        waiting members are held back for one with exclusive slots, and only such a member is
+        chosen."""
+        if not may_anticipate(self._settings, holder):
             return
         expected = self._expected_next(critical=held_back)
         if expected is not None and expected is not holder:
@@ -377,15 +380,15 @@ class GroupStep:
                     return None
         return expected
 
-    def _look_ahead(self, holder: Deployment) -> PrefetchState | None:
-        """While the holder works: the hint to prefetch the next member's state into host memory."""
-        waiting = self._waiting(besides=holder)
-        if waiting:
-            return prefetch(self._group, self._first(waiting), self._now)
-        expected = expected_next(self._state, self._group, self._now)
+    def _look_ahead(self, holder: Deployment) -> None:
+        """While the holder works: prefetch the next member's state into host memory."""
+        group, now, waiting = self._group, self._now, self._waiting(besides=holder)
+        expected = self._first(waiting) if waiting else expected_next(self._state, group, now)
         if expected is None or expected is holder:
-            return None
-        return prefetch(self._group, expected, self._now)
+            return
+        hint = prefetch(group, expected, now)
+        if hint is not None:
+            self._effects.emit(hint)
 
     def successor(self) -> Deployment | None:
         """The member that gets the lock after the holder's offload.
@@ -409,7 +412,7 @@ class GroupStep:
         """Give the locks of its groups to `chosen`, after the offloads of their holders, and load
         its state."""
         state = self._state
-        if chosen.placement.spans:
+        if len(chosen.placement.groups) > 1:
             found = [group.holder for group in state.groups_of(chosen) if group.holder is not None]
             holders = list(dict.fromkeys(found))
         else:
@@ -434,10 +437,11 @@ class GroupStep:
                 group.prefetched = None
             for name in group.members:
                 member = self._state.deployments[name]
-                if member.placement.spans and member is not deployment and member.work.queue:
+                groups = member.placement.groups
+                if len(groups) > 1 and member.work.queue and member is not deployment:
                     # What it has reserved on its other groups is free for longer now.
-                    self._effects.touch_all(member.placement.groups)
-        self._starting().move(deployment, _LOAD, deployment.work.replay.durable_seq, cause=after)
+                    self._effects.touch_all(groups)
+        start_move(self._step, deployment, _LOAD, deployment.work.replay.durable_seq, cause=after)
 
     def _offload(self, holder: Deployment) -> None:
         """Offload the holder's state under a new token."""
@@ -450,47 +454,46 @@ class GroupStep:
         cause = None
         if incoming and not holder.spec.preemptible:
             cause = state.deployments[incoming[0]]
-        self._starting().move(holder, _OFFLOAD, holder.work.replay.completed_seq, cause=cause)
-
-    def _starting(self) -> Starting:
-        return Starting(self._state, self._effects, self._now)
+        start_move(self._step, holder, _OFFLOAD, holder.work.replay.completed_seq, cause=cause)
 
     def _dispatch(self, holder: Deployment) -> None:
         """Start the operations that may run at the same time: one, or several generations with at
         most one in-flight sync."""
+        state, now = self._state, self._now
+        wpg, work = holder.wpg, holder.work
         while True:
-            head = next_operation(self._state, holder)
-            if head is None or self._now < holder.wpg.backoff.until:
+            head = next_operation(state, holder)
+            if head is None or now < wpg.backoff.until:
                 return
-            if holder.work.running:
+            if work.running:
                 if head.token == self._group.token:
                     # A retry needs a new token, so it waits for the runs under this one.
                     return
                 if head.kind != _GENERATE and not head.in_flight:
                     return
-                if any(each.kind != _GENERATE for each in holder.work.running.values()):
+                if any(each.kind != _GENERATE for each in work.running.values()):
                     return
                 if head.kind == _GENERATE and self._ends_its_generations(holder):
                     return
             elif (
-                holder.work.replay.log
-                and self._now >= holder.wpg.no_snapshot_until
-                and has_much_to_replay(self._state, self._settings, holder)
+                work.replay.log
+                and now >= wpg.no_snapshot_until
+                and has_much_to_replay(self._step, holder)
             ):
                 self._snapshot(holder)
                 return
-            go_on_with_burst(self._state, self._settings, holder, head, self._now)
-            renew_token(self._state, holder, head)
-            holder.work.take_head()
-            self._starting().start(holder, head)
+            go_on_with_burst(self._step, holder, head)
+            renew_token(state, holder, head)
+            work.take_head()
+            start_run(self._step, holder, head)
             if head.kind != _GENERATE:
                 return
 
     def _snapshot(self, holder: Deployment) -> None:
         holder.demand.burst.forget_pause()
-        self._starting().move(holder, OperationKind.SNAPSHOT, holder.work.replay.completed_seq)
+        start_move(self._step, holder, OperationKind.SNAPSHOT, holder.work.replay.completed_seq)
 
     def _replay_next(self, holder: Deployment) -> None:
         operation = self._state.operations[holder.work.replay.replaying[0]]
         renew_token(self._state, holder, operation)
-        self._starting().start(holder, operation, replay=True)
+        start_run(self._step, holder, operation, replay=True)

@@ -10,13 +10,11 @@ token, with what they have drawn, return to the queue, and are continued later.
 import math
 from typing import Final
 
-from plexrl.scheduler.dispatch.candidates.readiness import saves_stored_state
-from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.rules.next_use import EXPECTED_PAUSES, usual_pause_s, worked_until
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.rules.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationKind
 
@@ -28,40 +26,10 @@ EARLY_FACTOR = 1.0
 deviation."""
 
 
-def expected_next(
-    state: State, group: Group, now: float, *, critical: bool = False
-) -> Deployment | None:
-    """The member whose next burst is due first, by the end of its last one and its usual pause.
-
-    `critical`: only among members with exclusive slots and empty queues.
-    """
-    deployments = state.deployments
-    first_due: Deployment | None = None
-    due_at = 0.0
-    for name in group.members:
-        member = deployments[name]
-        ended_at = member.demand.burst.ended_at
-        if ended_at is None or member.wpg.state is not _READY:
-            continue
-        pause_s = usual_pause_s(member)
-        if pause_s is None or now < member.wpg.backoff.until:
-            continue
-        if now > ended_at + EXPECTED_PAUSES * pause_s:
-            # It may have stopped for good.
-            continue
-        if saves_stored_state(member):
-            continue
-        if critical and (member.work.queue or not has_exclusive_slots(member)):
-            continue
-        at = ended_at + pause_s
-        if first_due is None or at < due_at or (at == due_at and name < first_due.deployment):
-            first_due, due_at = member, at
-    return first_due
-
-
-def may_fill(state: State, effects: Effects, group: Group, filler: Deployment, now: float) -> bool:
+def may_fill(step: Step, group: Group, filler: Deployment) -> bool:
     """Whether the time until a member is expected is worth the switches to the filler and back. If
     not, a timer is set for when a late member is no longer expected."""
+    state, now = step.state, step.now
     leave_at, again_at = _until(state, group, filler, now)
     away_s = 0.0 if group.holder is None else offload_s(state, state.deployments[group.holder])
     begin_s = away_s + load_s(state, filler)
@@ -69,19 +37,18 @@ def may_fill(state: State, effects: Effects, group: Group, filler: Deployment, n
     if leave_at - now >= 2.0 * begin_s + back_s:
         return True
     if again_at < math.inf:
-        effects.wake(again_at, timers.group_step(group.group))
+        step.effects.wake(again_at, timers.group_step(group.group))
     return False
 
 
-def must_leave(
-    state: State, effects: Effects, group: Group, filler: Deployment, now: float
-) -> bool:
+def must_leave(step: Step, group: Group, filler: Deployment) -> bool:
     """Whether the filler must leave the lock for a member that is expected. A timer is set for when
     that changes."""
-    leave_at, again_at = _until(state, group, filler, now)
+    now = step.now
+    leave_at, again_at = _until(step.state, group, filler, now)
     change_at = leave_at if now < leave_at else again_at
     if change_at < math.inf:
-        effects.wake(change_at, timers.group_step(group.group))
+        step.effects.wake(change_at, timers.group_step(group.group))
     return now >= leave_at
 
 

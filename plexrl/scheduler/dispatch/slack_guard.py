@@ -16,7 +16,7 @@ from plexrl.scheduler.rules.hrrs import (
     waits_since,
 )
 from plexrl.scheduler.rules.next_use import is_overdue, next_use_s, usual_pause_s, worked_until
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.rules.switch_cost import round_trip_s
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.messages import PrefetchState
@@ -50,9 +50,10 @@ def next_critical_s(state: State, guest: Deployment, now: float) -> float | None
 
 
 def holds_back(
-    state: State, settings: Settings, guest: Deployment, burst: Candidate, now: float
+    situation: Situation, guest: Deployment, burst: Candidate, now: float
 ) -> float | None:
     """Seconds until the guest's burst must be checked again; None: it may start now."""
+    state, settings = situation.state, situation.settings
     if not settings.policy.guards_slack or has_exclusive_slots(guest):
         return None
     config, since = settings.config, waits_since(burst)

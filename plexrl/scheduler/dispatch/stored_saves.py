@@ -11,10 +11,10 @@ from typing import Final
 from plexrl.scheduler.dispatch.candidates.readiness import next_operation
 from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.runs import make_run
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
@@ -25,19 +25,19 @@ _OFFLOADED: Final = Residency.OFFLOADED
 _SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
 
 
-def start_stored_saves(state: State, effects: Effects, group: Group, now: float) -> None:
+def start_stored_saves(step: Step, group: Group) -> None:
     """Start the checkpoints with which the queues of offloaded members begin, one of each."""
     for name in group.members:
-        member = state.deployments[name]
+        member = step.state.deployments[name]
         if not member.work.queue or name in (group.holder, group.incoming):
             continue
         # A member of several groups is looked at on the first.
         if member.placement.groups[0] != group.group:
             continue
-        head = _stored_save(state, group, member, now)
+        head = _stored_save(step.state, group, member, step.now)
         if head is not None:
             member.work.take_head()
-            _start(state, effects, group, member, head, now)
+            _start(step, group, member, head)
 
 
 def _stored_save(state: State, group: Group, member: Deployment, now: float) -> Operation | None:
@@ -55,14 +55,8 @@ def _stored_save(state: State, group: Group, member: Deployment, now: float) -> 
     return head if is_whole and head.token != group.token else None
 
 
-def _start(
-    state: State,
-    effects: Effects,
-    group: Group,
-    member: Deployment,
-    operation: Operation,
-    now: float,
-) -> None:
+def _start(step: Step, group: Group, member: Deployment, operation: Operation) -> None:
+    state, now = step.state, step.now
     member.demand.meter(now)
     operation.seq = member.work.replay.durable_seq
     change_operation(operation, OperationTrigger.STARTED)
@@ -76,6 +70,6 @@ def _start(
     command = make_run(group, member, operation, (), replay=False)
     member.work.begin_run(command)
     if not member.work.watch_at and state.overdue_s:
-        watch(state, effects, member, now)
+        watch(step, member)
     if state.routers:
-        effects.commands.append(command)
+        step.effects.commands.append(command)

@@ -16,16 +16,15 @@ from plexrl.errors import (
 from plexrl.scheduler.accounting.earlier_jobs import usual_length
 from plexrl.scheduler.accounting.fair_shares import begin_to_wait
 from plexrl.scheduler.accounting.tenants import check_budget, check_live_jobs, check_priority
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach, detach_or_cancel, end_job
 from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_error, root_of
 from plexrl.scheduler.operations.gradients import gradients_to_come
 from plexrl.scheduler.operations.operations import check_saved, enqueue_zero_grad
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.rules.lookups import find_deployment, find_job, find_live_job, find_operation
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import (
     ControllerAttached,
     ControllerSeen,
@@ -62,19 +61,20 @@ def check_controller(job: Job, controller: str) -> None:
         )
 
 
-def job_submitted(cluster: Cluster, effects: Effects, event: JobSubmitted, now: float) -> None:
+def job_submitted(context: Context, event: JobSubmitted, now: float) -> None:
     """A controller submits a job, or submits it again.
 
     Raises:
         ConflictError: another job has its id.
         PlexRLError: a limit of its tenant.
     """
+    cluster = context.cluster
     known = cluster.state.jobs.get(event.job)
     if known is not None:
         if (known.tenant, known.name) != (event.tenant, event.name):
             raise ConflictError(f"job id {event.job!r} is taken: choose another")
         if event.controller and not known.state.is_final:
-            take_over(cluster.state, effects, known, event.controller, now)
+            take_over(context.step(now), known, event.controller)
         return
     check_priority(cluster.state, event.tenant, event.priority)
     check_budget(cluster.holdings, event.tenant, now)
@@ -94,13 +94,13 @@ def job_submitted(cluster: Cluster, effects: Effects, event: JobSubmitted, now: 
         priority=event.priority,
         gang=event.gang,
         expected_s=event.expected_s,
-        usual_s=usual_length(cluster.state, cluster.settings, event.tenant, event.name),
+        usual_s=usual_length(context, event.tenant, event.name),
         slo=default_slo if event.slo is None else event.slo,
         controller=event.controller,
         halts_on_failure=event.halts_on_failure,
     )
     cluster.holdings.count_live_job(event.tenant, +1)
-    effects.wake(now + event.controller_timeout_s, timers.silence(event.job))
+    context.effects.wake(now + event.controller_timeout_s, timers.silence(event.job))
 
 
 def seen(context: Context, job: Job, now: float) -> None:
@@ -140,23 +140,14 @@ def controller_attached(context: Context, event: ControllerAttached, now: float)
     if not event.controller:
         raise InvalidRequestError("attach a job with a controller token: it is empty")
     job = find_live_job(context.state, event.job)
-    take_over(
-        context.state,
-        context.effects,
-        job,
-        event.controller,
-        now,
-        keep_gradients=event.keep_gradients,
-    )
+    take_over(context.step(now), job, event.controller, keep_gradients=event.keep_gradients)
     seen(context, job, now)
 
 
 def take_over(
-    state: State,
-    effects: Effects,
+    step: Step,
     job: Job,
     controller: str,
-    now: float,
     *,
     keep_gradients: bool = False,
 ) -> None:
@@ -165,6 +156,7 @@ def take_over(
     Gradients that wait for a step are dropped unless `keep_gradients`: a new controller may not
     expect them, and they would be added to its own.
     """
+    state = step.state
     if job.controller == controller:
         return
     job.controller = controller
@@ -174,7 +166,7 @@ def take_over(
         for name in job.deployments:
             deployment = state.deployment(name)
             if gradients_to_come(state, deployment):
-                enqueue_zero_grad(state, effects, deployment, now)
+                enqueue_zero_grad(step, deployment)
 
 
 def failure_acknowledged(state: State, event: FailureAcknowledged, now: float) -> None:

@@ -20,7 +20,6 @@ from plexrl.scheduler.accounting.tenants import check_gpus
 from plexrl.scheduler.accounting.usage import bill_cut_off
 from plexrl.scheduler.admission.admission import enqueue_deployment
 from plexrl.scheduler.admission.automatic_sharing import check_it_can_share, share_if_scarce
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.controllers import check_controller, seen
 from plexrl.scheduler.jobs.lifecycle import (
     all_placed,
@@ -30,7 +29,7 @@ from plexrl.scheduler.jobs.lifecycle import (
     restart,
 )
 from plexrl.scheduler.operations.operations import check_saved
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.rules.lookups import find_deployment, find_job, find_live_job
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.deployment.demand import Demand
@@ -114,19 +113,19 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     )
     if not event.preemptible:
         check_gpus(context.state, job, event.workers)
-    check_it_can_share(context.cluster, context.effects, job, deployment)
+    check_it_can_share(context, job, deployment)
     context.state.deployments_made += 1
     deployment.serial = context.state.deployments_made
     context.state.deployments[event.deployment] = deployment
     job.deployments.append(event.deployment)
     if deployment.demand.trace is None:
-        begin_with_known(context.state, context.settings, deployment)
+        begin_with_known(context, deployment)
     context.cluster.unmeasured.add(deployment)
     if deployment.demand.trace is not None and not deployment.demand.has_prior:
         deployment.demand.cycles.expect(job.expected_s, deployment.demand.trace.period_s)
     seen(context, job, now)
-    share_if_scarce(context.cluster, context.effects, deployment)
-    enqueue_deployment(context.cluster, context.effects, deployment)
+    share_if_scarce(context, deployment)
+    enqueue_deployment(context, deployment)
 
 
 def _scheduled(checkpoints: CheckpointSchedule | None) -> dict[str, object]:
@@ -188,7 +187,7 @@ def deployment_ended(context: Context, event: DeploymentEnded, now: float) -> No
         f"deployment {deployment.deployment!r} was ended before this operation was carried out",
         job=job.job,
     )
-    end_deployment(context.cluster, context.effects, deployment, error, now)
+    end_deployment(context, deployment, error, now)
     _leave_job(context.cluster, job, deployment)
     seen(context, job, now)
     context.cluster.waiting.retry_all()
@@ -214,7 +213,7 @@ def _check_unused(state: State, job: Job, deployment: Deployment) -> None:
             *other.work.replay.log,
             *other.work.replay.past,
         )
-        if any(state.operations[each].source == deployment.deployment for each in pulls):
+        if any(state.operations[pull].source == deployment.deployment for pull in pulls):
             raise ConflictError(
                 f"{name!r} needs the weights of {deployment.deployment!r}: end {name!r} first"
             )
@@ -234,4 +233,4 @@ def _leave_job(cluster: Cluster, job: Job, deployment: Deployment) -> None:
             # Alone, or as the rest of a gang, at the place of its age.
             cluster.wait(other)
     if others and has_all_gpus(cluster.state, job):
-        all_placed(cluster.state, cluster.settings, job)
+        all_placed(cluster, job)

@@ -19,14 +19,13 @@ from plexrl.scheduler.accounting.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.accounting.retention import last_incarnation
 from plexrl.scheduler.accounting.sharing import note_wait
 from plexrl.scheduler.accounting.usage import discard, meter
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
-from plexrl.scheduler.operations.operations import Finishing, abort, interrupt
+from plexrl.scheduler.operations.operations import abort, fail_operation, interrupt
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.queue_order import return_to_queue
 from plexrl.scheduler.placement.capacity.overlaps import follow
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.rendezvous import (
     may_span,
@@ -35,7 +34,7 @@ from plexrl.scheduler.placement.rendezvous import (
     rendezvous,
     take_port,
 )
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Settings, Situation, Step
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobState, JobTrigger
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
@@ -84,7 +83,7 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
     state.ended[job.job] = None
     context.cluster.holdings.count_live_job(job.tenant, -1)
     if trigger is JobTrigger.COMPLETED:
-        remember_length(state, context.settings, job, now)
+        remember_length(context, job, now)
     job.attached = False
     context.cluster.holdings.detached.pop(job.job, None)
     for name in job.deployments:
@@ -97,28 +96,28 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
         job=job.job,
     )
     for name in job.deployments:
-        end_deployment(context.cluster, context.effects, state.deployment(name), error, now)
+        end_deployment(context, state.deployment(name), error, now)
     context.cluster.waiting.retry_all()
 
 
 def end_deployment(
-    cluster: Cluster, effects: Effects, deployment: Deployment, error: PlexRLError, now: float
+    context: Context, deployment: Deployment, error: PlexRLError, now: float
 ) -> None:
     """Release everything that a deployment holds; what it has not done fails with `error`."""
-    state = cluster.state
+    state, cluster, effects = context.state, context.cluster, context.effects
+    step = context.step(now)
     meter(state, deployment, now)
     unfinished = [*deployment.work.running, *deployment.work.queue]
     if deployment.wpg.moving is not None:
         unfinished.append(deployment.wpg.moving.operation)
     deployment.work.drop()
     deployment.wpg.end_move()
-    finishing = Finishing(state, effects, now)
     for name in unfinished:
         operation = state.operations[name]
         if not operation.state.is_final:
-            finishing.fail(operation, error)
-    drop_log(state, effects, deployment)
-    drop_past(state, effects, deployment)
+            fail_operation(step, operation, error)
+    drop_log(step, deployment)
+    drop_past(step, deployment)
     nodes = deployment.placement.nodes
     if deployment.wpg.processes.incarnation:
         effects.emit(
@@ -144,36 +143,44 @@ def end_deployment(
 def has_all_gpus(state: State, job: Job) -> bool:
     """Whether all deployments of the job have GPUs. Fillers need none of their own."""
     deployments = map(state.deployment, job.deployments)
-    return all(each.spec.preemptible or each.placement.group is not None for each in deployments)
+    return all(
+        deployment.spec.preemptible or deployment.placement.group is not None
+        for deployment in deployments
+    )
 
 
-def all_placed(state: State, settings: Settings, job: Job) -> None:
+def all_placed(situation: Situation, job: Job) -> None:
     """All deployments of the job have GPUs."""
+    state = situation.state
     change_job(job, JobTrigger.PLACED)
     if job.state is _ADMITTED:
         for name in job.deployments:
             deployment = state.deployment(name)
             if deployment.wpg.residency is _DEVICE:
                 # It was loaded while another deployment of the job waited for GPUs.
-                granted(state, settings, deployment)
+                granted(situation, deployment)
 
 
-def granted(state: State, settings: Settings, deployment: Deployment) -> None:
+def granted(situation: Situation, deployment: Deployment) -> None:
     """The state of a WPG is on the GPUs: its job runs, if this is the WPG that the job's state
     follows. A job that has been profiled before is not profiled again."""
+    state = situation.state
     job = state.jobs[deployment.job]
     if deployment.spec.kind == "train" or all(
         state.deployment(name).spec.kind != "train" for name in job.deployments
     ):
         change_job(job, JobTrigger.GRANTED)
-        had_a_cycle = not settings.policy.repacks and deployment.demand.burst.ended_at is not None
+        had_a_cycle = (
+            not situation.settings.policy.repacks and deployment.demand.burst.ended_at is not None
+        )
         if deployment.demand.has_own_trace or had_a_cycle:
             change_job(job, JobTrigger.CYCLE_ENDED)
 
 
-def launch(state: State, effects: Effects, deployment: Deployment, now: float) -> None:
+def launch(step: Step, deployment: Deployment) -> None:
     """Start the next incarnation of the WPG's processes, if all its nodes are connected. Without a
     free port at which they could meet, the start is retried."""
+    state, effects, now = step.state, step.effects, step.now
     port = 0
     if meets_at_port(state, deployment):
         port = take_port(state, deployment)
@@ -185,7 +192,7 @@ def launch(state: State, effects: Effects, deployment: Deployment, now: float) -
             return
     before = deployment.wpg.processes.incarnation or last_incarnation(state, deployment.deployment)
     deployment.wpg.processes.begin_launch(before, port)
-    send_launch(state, effects, deployment, now)
+    send_launch(step, deployment)
 
 
 def _launch_later(effects: Effects, deployment: Deployment, now: float) -> None:
@@ -200,8 +207,9 @@ def has_gpu(state: State, rank: RankPlacement) -> bool:
     return node.alive and rank.gpu < node.gpus
 
 
-def send_launch(state: State, effects: Effects, deployment: Deployment, now: float) -> None:
+def send_launch(step: Step, deployment: Deployment) -> None:
     """Send, or send again, the launch of the present incarnation; nothing while a launch waits."""
+    state, effects, now = step.state, step.effects, step.now
     if deployment.wpg.processes.launch_at is not None:
         return
     if not all(has_gpu(state, rank) for rank in deployment.placement.ranks):
@@ -211,7 +219,7 @@ def send_launch(state: State, effects: Effects, deployment: Deployment, now: flo
     assert deployment.placement.group is not None, f"{deployment.deployment} launches without GPUs"
     deployment.wpg.processes.order_launch(now)
     if not deployment.work.watch_at and state.overdue_s:
-        watch(state, effects, deployment, now)
+        watch(step, deployment)
     effects.emit(
         LaunchWorkers(
             deployment=deployment.deployment,
@@ -231,7 +239,7 @@ def restart(
 ) -> None:
     """Restart the WPG from its last complete version; other members use its group meanwhile."""
     if stop(context, deployment, reason, now, counts=counts):
-        launch(context.state, context.effects, deployment, now)
+        launch(context.step(now), deployment)
 
 
 def relayout(cluster: Cluster, deployment: Deployment, event: DeploymentRelaid) -> bool:
@@ -261,7 +269,7 @@ def _change_prior(cluster: Cluster, deployment: Deployment) -> None:
     cluster.unmeasured.add(deployment)
     if not cluster.unmeasured.has(deployment):
         return
-    take_prior(deployment, prior_of(cluster.state, cluster.settings, shape_key(deployment)))
+    take_prior(deployment, prior_of(cluster, shape_key(deployment)))
     if deployment.deployment in cluster.waiting:
         cluster.demand_changed(deployment)
     elif deployment.placement.reservation is not None:
@@ -278,12 +286,13 @@ def restart_when_there_is_room(
         _launch_later(context.effects, deployment, now)
 
 
-def launch_if_due(state: State, effects: Effects, deployment: Deployment, now: float) -> None:
+def launch_if_due(step: Step, deployment: Deployment) -> None:
     """Start the processes that waited for free disk space, or for a port."""
+    now = step.now
     at = deployment.wpg.processes.launch_at
     starts = deployment.wpg.state in (WpgState.LAUNCHING, WpgState.RECOVERING)
     if at is not None and now >= at and starts:
-        launch(state, effects, deployment, now)
+        launch(step, deployment)
 
 
 def stop(
@@ -307,7 +316,7 @@ def stop(
     over = [name for name in interrupted if is_over(state.operations[name], now)]
     for name in over:
         operation = state.operations[name]
-        Finishing(state, context.effects, now).fail(operation, early_end(operation, now))
+        fail_operation(context.step(now), operation, early_end(operation, now))
     for name in reversed(interrupted):
         if name not in over:
             return_to_queue(state, deployment, state.operations[name])
@@ -368,19 +377,21 @@ def worker_ready(
             )
 
 
-def router_joined(state: State, effects: Effects, event: RouterJoined, now: float) -> None:
+def router_joined(context: Context, event: RouterJoined, now: float) -> None:
     """A router connected: it gets all runs in flight."""
-    if event.router not in state.routers:
-        state.routers.append(event.router)
-    issue_again(state, effects, now)
+    routers = context.state.routers
+    if event.router not in routers:
+        routers.append(event.router)
+    issue_again(context.step(now))
 
 
-def router_lost(state: State, effects: Effects, event: RouterLost, now: float) -> None:
+def router_lost(context: Context, event: RouterLost, now: float) -> None:
     """A router was lost: another gets all runs in flight."""
-    if event.router in state.routers:
-        state.routers.remove(event.router)
-        if state.routers:
-            issue_again(state, effects, now)
+    routers = context.state.routers
+    if event.router in routers:
+        routers.remove(event.router)
+        if routers:
+            issue_again(context.step(now))
 
 
 def excuse_silence(state: State, event: Event, now: float) -> None:
@@ -431,9 +442,10 @@ def cancelled_without_controller_at(job: Job) -> float:
     return job.seen_at + job.controller_timeout_s + job.reattach_timeout_s
 
 
-def issue_again(state: State, effects: Effects, now: float) -> None:
+def issue_again(step: Step) -> None:
     """Send all runs in flight again: the router that had them may be gone."""
-    state.issued_at = now
+    state, effects = step.state, step.effects
+    state.issued_at = step.now
     for deployment in state.deployments.values():
         if deployment.wpg.moving is not None:
             effects.emit(deployment.wpg.moving)

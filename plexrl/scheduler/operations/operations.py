@@ -23,13 +23,14 @@ from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
 from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.rules.next_use import next_use_s
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.state.messages.runs import make_move, make_run
 from plexrl.scheduler.state.operation import Operation, change_operation, error_view
-from plexrl.scheduler.state.records import Deployment, State
+from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.messages import AbortOperation, Run
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
 
@@ -62,11 +63,10 @@ _OPENINGS: dict[OperationKind, str] = {
 """Middle part of a move's id, by kind: between the deployment's id and a number."""
 
 
-def enqueue(
-    state: State, effects: Effects, event: OperationSubmitted, deployment: Deployment, now: float
-) -> Operation:
+def enqueue(step: Step, event: OperationSubmitted, deployment: Deployment) -> Operation:
     """Queue a checked submission; for a sync, also the publish that it depends on."""
-    after = None if event.source is None else _publish_before(state, effects, event, now)
+    state, now = step.state, step.now
+    after = None if event.source is None else _publish_before(step, event)
     operation = Operation(event.operation, event.deployment, event.kind, now, internal=False)
     operation.params = event.params
     operation.payload = event.payload
@@ -82,19 +82,18 @@ def enqueue(
     operation.ends_burst = event.ends_burst
     state.operations[event.operation] = operation
     taken_in(state, deployment, operation)
-    _queue(effects, deployment, event.operation, now)
+    _queue(step, deployment, event.operation)
     return operation
 
 
-def _publish_before(
-    state: State, effects: Effects, event: OperationSubmitted, now: float
-) -> OperationId | None:
+def _publish_before(step: Step, event: OperationSubmitted) -> OperationId | None:
     """The publish that a sync waits for; None if it needs none."""
+    state = step.state
     assert event.source is not None, f"{event.operation} pulls from nobody"
     if event.published and has_published(state, event.source):
         return None
     name = publish_name(state, event.operation)
-    enqueue_publish(state, effects, state.deployment(event.source), name, event.operation, now)
+    enqueue_publish(step, state.deployment(event.source), name, event.operation)
     return name
 
 
@@ -108,17 +107,16 @@ def publish_name(state: State, sync: OperationId, attempt: str = "") -> Operatio
 
 
 def enqueue_publish(
-    state: State,
-    effects: Effects,
+    step: Step,
     source: Deployment,
     name: OperationId,
     serves: OperationId,
-    now: float,
     *,
     at_once: bool = False,
 ) -> None:
     """Queue a publish of a trainer's weights for the sync `serves`; with `at_once` before all that
     the trainer has to do."""
+    state, now = step.state, step.now
     since, place = now, None
     if at_once and source.work.queue:
         # The queue is in the order of submission.
@@ -126,16 +124,17 @@ def enqueue_publish(
     operation = Operation(name, source.deployment, _PUBLISH, since, internal=True)
     operation.serves = serves
     state.operations[name] = operation
-    _queue(effects, source, name, now, place=place)
+    _queue(step, source, name, place=place)
 
 
-def enqueue_zero_grad(state: State, effects: Effects, deployment: Deployment, now: float) -> None:
+def enqueue_zero_grad(step: Step, deployment: Deployment) -> None:
     """Queue an operation that drops the gradients of a trainer's accepted operations."""
+    state, now = step.state, step.now
     name = OperationId(f"{deployment.deployment}{OWN_MARK}zero_grad.{state.moves_made}")
     state.moves_made += 1
     operation = Operation(name, deployment.deployment, OperationKind.ZERO_GRAD, now, internal=True)
     state.operations[name] = operation
-    _queue(effects, deployment, name, now)
+    _queue(step, deployment, name)
 
 
 def check_saved(state: State, deployments: Iterable[Deployment]) -> None:
@@ -152,132 +151,138 @@ def check_saved(state: State, deployments: Iterable[Deployment]) -> None:
                 )
 
 
-def _save_if_due(
-    state: State, effects: Effects, deployment: Deployment, done: Operation, now: float
-) -> None:
-    """After the step `done`: queue the scheduled checkpoint of exactly its weights, before all that
-    was submitted after it."""
-    schedule, step = deployment.spec.checkpoints, deployment.work.trainer_step
-    if schedule is None or not schedule.is_due(step):
+def _save_if_due(step: Step, deployment: Deployment, done: Operation) -> None:
+    """After the optimizer step `done`: queue the scheduled checkpoint of exactly its weights,
+    before all that was submitted after it."""
+    state, trainer_step = step.state, deployment.work.trainer_step
+    schedule = deployment.spec.checkpoints
+    if schedule is None or not schedule.is_due(trainer_step):
         return
     name = OperationId(f"{deployment.deployment}{OWN_MARK}checkpoint.{state.moves_made}")
     state.moves_made += 1
     # The queue is in the order of submission.
     since = done.submitted_at
     operation = Operation(name, deployment.deployment, _SAVE_CHECKPOINT, since, internal=True)
-    operation.params = schedule.params(deployment.deployment.rpartition("/")[2], step)
+    operation.params = schedule.params(deployment.deployment.rpartition("/")[2], trainer_step)
     state.operations[name] = operation
-    _queue(effects, deployment, name, now, place=0)
+    _queue(step, deployment, name, place=0)
 
 
 def _queue(
-    effects: Effects,
+    step: Step,
     deployment: Deployment,
     operation: OperationId,
-    now: float,
     place: int | None = None,
 ) -> None:
-    if not deployment.work.running and (
-        deployment.demand.burst.wants_since is None or not deployment.work.queue
-    ):
-        deployment.demand.burst.want(now)
-    work = deployment.work
+    work, burst = deployment.work, deployment.demand.burst
+    if not work.running and (burst.wants_since is None or not work.queue):
+        burst.want(step.now)
     work.enqueue(len(work.queue) if place is None else place, operation)
     if work.queue[0] == operation:
         # Only the head of a queue affects the order of members.
-        effects.touch_all(deployment.placement.groups)
+        step.effects.touch_all(deployment.placement.groups)
 
 
-class Starting:
-    """Starts operations in one step of the core: it lives no longer than the step."""
-
-    def __init__(self, state: State, effects: Effects, now: float) -> None:
-        self._state, self._effects, self._now = state, effects, now
-
-    def start(self, deployment: Deployment, operation: Operation, *, replay: bool = False) -> None:
-        """Send `operation`, which is no move, to its WPG under the token of its groups."""
-        group = self._state.groups[deployment.placement.groups[0]]
-        work = deployment.work
-        if work.running or deployment.wpg.moving is not None:
-            meter(self._state, deployment, self._now)
-        else:
-            deployment.demand.meter(self._now)
-        if replay:
-            work.replay.send(self._now)
-        else:
-            seq = work.replay.completed_seq
-            operation.seq = seq + 1 if operation.kind in MUTATING else seq
-            change_operation(operation, _STARTED)
-            operation.started_at = self._now
-            note_start(deployment, operation, self._now)
-            if deployment.is_profiled:
-                if operation.after is not None:
-                    _wait_from_publish(self._state, deployment, operation.after)
-                if next_began(deployment, operation.kind, self._now):
-                    self._effects.cycles_over[deployment.deployment] = None
-                note_wait(self._state, deployment, self._now)
-                overlapped = waits(deployment, self._now) and _rollouts_generate(
-                    self._state, deployment
-                )
-                run_began(deployment, self._now, overlapped=overlapped)
-            if operation.expected_at is not None:
-                compare_start(self._state, group, operation, self._now)
-        operation.token = group.token
-        operation.group = group.group
-        source = operation.source
+def start_run(
+    step: Step, deployment: Deployment, operation: Operation, *, replay: bool = False
+) -> None:
+    """Send `operation`, which is no move, to its WPG under the token of its groups."""
+    state, effects, now = step.state, step.effects, step.now
+    group = state.groups[deployment.placement.groups[0]]
+    work = deployment.work
+    if work.running or deployment.wpg.moving is not None:
+        meter(state, deployment, now)
+    else:
+        deployment.demand.meter(now)
+    if replay:
+        work.replay.send(now)
+    else:
+        _note_start(step, deployment, operation, group)
+    operation.token = group.token
+    operation.group = group.group
+    sources: tuple[str, ...] = ()
+    if operation.source is not None:
         if operation.pulls_newest and not replay:
-            pull_newest(self._state, operation, deployment)
-        sources = () if source is None else statemanagers(self._state, source, operation.source_seq)
-        command = make_run(group, deployment, operation, sources, replay=replay)
-        operation.is_interrupted = False
-        work.begin_run(command)
-        if not work.watch_at and self._state.overdue_s:
-            watch(self._state, self._effects, deployment, self._now)
-        if self._state.routers:
-            if operation.stopped_rows:
-                abort(self._effects, command, operation.stopped_rows)
-            self._effects.commands.append(command)
+            pull_newest(state, operation, deployment)
+        sources = statemanagers(state, operation.source, operation.source_seq)
+    command = make_run(group, deployment, operation, sources, replay=replay)
+    operation.is_interrupted = False
+    work.begin_run(command)
+    if not work.watch_at and state.overdue_s:
+        watch(step, deployment)
+    if state.routers:
+        if operation.stopped_rows:
+            abort(effects, command, operation.stopped_rows)
+        effects.commands.append(command)
 
-    def move(
-        self, deployment: Deployment, kind: OperationKind, seq: int, cause: Deployment | None = None
-    ) -> None:
-        """Send the WPG a move of its whole state; no other operation runs at the same time.
-        `cause`: another deployment whose job is billed for it."""
-        group = self._state.groups[deployment.placement.groups[0]]
-        token = group.token
-        number = f"{token}.{self._state.moves_made}"
-        name = OperationId(deployment.deployment + _OPENINGS[kind] + number)
-        self._state.moves_made += 1
-        operation = Operation(name, deployment.deployment, kind, self._now, internal=True)
-        change_operation(operation, _STARTED)
-        operation.seq = seq
-        operation.token = token
-        operation.group = group.group
-        operation.started_at = self._now
-        # The scheduler made it, so no caller waited.
-        operation.queue_s = 0.0
-        due_s: float | None = None
-        incoming: Deployment | None = None
-        if kind == _OFFLOAD:
-            due_s = next_use_s(deployment, self._now)
-            successor = None if group.incoming is None else self._state.deployments[group.incoming]
-            # Only on the same GPUs a load can follow the offload part by part.
-            has_same_gpus = (
-                successor is not None and successor.placement.groups == deployment.placement.groups
-            )
-            if successor is not None and has_same_gpus and successor.work.replay.durable_seq:
-                incoming = successor
-        if cause is not None:
-            operation.caused_by = cause.deployment
-            operation.paid_by = self._state.jobs[cause.job].tenant
-        self._state.operations[name] = operation
-        deployment.demand.meter(self._now)
-        command = make_move(group, deployment, operation, due_s, incoming)
-        deployment.wpg.begin_move(command)
-        if not deployment.work.watch_at and self._state.overdue_s:
-            watch(self._state, self._effects, deployment, self._now)
-        if self._state.routers:
-            self._effects.commands.append(command)
+
+def _note_start(step: Step, deployment: Deployment, operation: Operation, group: Group) -> None:
+    """The first run of the operation starts: number and measure it."""
+    state, now = step.state, step.now
+    seq, kind = deployment.work.replay.completed_seq, operation.kind
+    operation.seq = seq + 1 if kind in MUTATING else seq
+    change_operation(operation, _STARTED)
+    operation.started_at = now
+    note_start(deployment, operation, now)
+    if deployment.is_profiled:
+        if operation.after is not None:
+            _wait_from_publish(state, deployment, operation.after)
+        if next_began(deployment, kind, now):
+            step.effects.cycles_over[deployment.deployment] = None
+        overlapped = False
+        if waits(deployment, now):
+            note_wait(state, deployment, now)
+            overlapped = _rollouts_generate(state, deployment)
+        run_began(deployment, now, overlapped=overlapped)
+    if operation.expected_at is not None:
+        compare_start(state, group, operation, now)
+
+
+def start_move(
+    step: Step,
+    deployment: Deployment,
+    kind: OperationKind,
+    seq: int,
+    cause: Deployment | None = None,
+) -> None:
+    """Send the WPG a move of its whole state; no other operation runs at the same time.
+    `cause`: another deployment whose job is billed for it."""
+    state, now = step.state, step.now
+    group = state.groups[deployment.placement.groups[0]]
+    token = group.token
+    number = f"{token}.{state.moves_made}"
+    name = OperationId(deployment.deployment + _OPENINGS[kind] + number)
+    state.moves_made += 1
+    operation = Operation(name, deployment.deployment, kind, now, internal=True)
+    change_operation(operation, _STARTED)
+    operation.seq = seq
+    operation.token = token
+    operation.group = group.group
+    operation.started_at = now
+    # The scheduler made it, so no caller waited.
+    operation.queue_s = 0.0
+    due_s: float | None = None
+    incoming: Deployment | None = None
+    if kind is _OFFLOAD:
+        due_s = next_use_s(deployment, now)
+        successor = None if group.incoming is None else state.deployments[group.incoming]
+        # Only on the same GPUs a load can follow the offload part by part.
+        has_same_gpus = (
+            successor is not None and successor.placement.groups == deployment.placement.groups
+        )
+        if successor is not None and has_same_gpus and successor.work.replay.durable_seq:
+            incoming = successor
+    if cause is not None:
+        operation.caused_by = cause.deployment
+        operation.paid_by = state.jobs[cause.job].tenant
+    state.operations[name] = operation
+    deployment.demand.meter(now)
+    command = make_move(group, deployment, operation, due_s, incoming)
+    deployment.wpg.begin_move(command)
+    if not deployment.work.watch_at and state.overdue_s:
+        watch(step, deployment)
+    if state.routers:
+        step.effects.commands.append(command)
 
 
 def abort(effects: Effects, command: Run, rows: tuple[int, ...] | None = None) -> None:
@@ -307,141 +312,143 @@ def interrupt(effects: Effects, command: Run) -> None:
     )
 
 
-class Finishing:
-    """Ends operations in one step of the core: it lives no longer than the step."""
+def complete_operation(
+    step: Step, deployment: Deployment, operation: Operation, event: OperationFinished
+) -> None:
+    """Record a completed user operation or publish, and keep what a recovery needs. A
+    mutation that dropped the gradients completes, but its state is FAILED."""
+    if deployment.is_profiled:
+        _note_run(step, deployment, operation)
+    operation.result = event.result
+    operation.result_bytes = event.result_bytes
+    kind, work = operation.kind, deployment.work
+    if kind in MUTATING:
+        waiting = gradients_after(kind, work.waiting_gradients)
+        work.count_gradients(waiting if event.error is None else 0)
+        if kind in SUPERSEDING:
+            drop_log(step, deployment)
+            drop_past(step, deployment)
+            work.replay.supersede()
+        work.replay.append(operation.operation, operation.seq)
+        operation.is_logged = True
+    elif operation.payload is not None:
+        step.effects.discards.append(operation.payload)
+    if kind == _PUBLISH:
+        if not operation.internal:
+            note_published(step, deployment, operation)
+        dependent = _served(step.state, operation)
+        if dependent is not None:
+            dependent.source_seq = operation.seq
+            dependent.source_step = deployment.work.trainer_step
+    finish_operation(step, deployment, operation, event)
+    if kind is _OPTIM_STEP and event.error is None:
+        _save_if_due(step, deployment, operation)
+    if operation.state is _FAILED:
+        assert event.error is not None
+        _halt(step, deployment, operation, read_error(event.error))
 
-    def __init__(self, state: State, effects: Effects, now: float) -> None:
-        self._state, self._effects, self._now = state, effects, now
 
-    def complete(
-        self, deployment: Deployment, operation: Operation, event: OperationFinished
-    ) -> None:
-        """Record a completed user operation or publish, and keep what a recovery needs. A
-        mutation that dropped the gradients completes, but its state is FAILED."""
-        if deployment.is_profiled:
-            self._note_run(deployment, operation)
-        operation.result = event.result
-        operation.result_bytes = event.result_bytes
-        kind = operation.kind
-        if kind in MUTATING:
-            waiting = gradients_after(kind, deployment.work.waiting_gradients)
-            deployment.work.count_gradients(waiting if event.error is None else 0)
-            if kind in SUPERSEDING:
-                drop_log(self._state, self._effects, deployment)
-                drop_past(self._state, self._effects, deployment)
-                deployment.work.replay.supersede()
-            deployment.work.replay.append(operation.operation, operation.seq)
-            operation.is_logged = True
-        elif operation.payload is not None:
-            self._effects.discards.append(operation.payload)
-        if kind == _PUBLISH:
-            if not operation.internal:
-                note_published(self._state, self._effects, deployment, operation)
-            dependent = _served(self._state, operation)
-            if dependent is not None:
-                dependent.source_seq = operation.seq
-                dependent.source_step = deployment.work.trainer_step
-        self.finish(deployment, operation, event)
-        if kind is _OPTIM_STEP and event.error is None:
-            _save_if_due(self._state, self._effects, deployment, operation, self._now)
-        if operation.state is _FAILED:
-            assert event.error is not None
-            self._halt(deployment, operation, read_error(event.error))
+def fail_operation(step: Step, operation: Operation, error: PlexRLError, *, place: int = 0) -> None:
+    """Record a failure; operations that depend on this one fail too.
 
-    def fail(self, operation: Operation, error: PlexRLError, *, place: int = 0) -> None:
-        """Record a failure; operations that depend on this one fail too.
+    `place` was its index in its deployment's queue; 0 if it was not queued.
+    """
+    is_cancelled = isinstance(error, OperationCancelledError)
+    change_operation(operation, _CANCELLED if is_cancelled else _FAILS)
+    operation.error = error_view(error)
+    step.effects.discard(operation.payload)
+    own = step.state.deployment(operation.deployment)
+    _into_history(step, own, operation)
+    if not own.work.queue and not own.work.running and not own.work.replay.replaying:
+        own.wpg.backoff.clear()
+    if operation.state is _FAILED and operation.kind in _MISSED:
+        _halt(step, own, operation, error, place)
+    dependent = _served(step.state, operation)
+    if dependent is None:
+        return
+    # A final dependent is a sync that is replayed: it is retried without this publish.
+    step.effects.touch_all(step.state.deployment(dependent.deployment).placement.groups)
+    if dependent.state == OperationState.PENDING:
+        fail_queued(step, dependent, error)
 
-        `place` was its index in its deployment's queue; 0 if it was not queued.
-        """
-        is_cancelled = isinstance(error, OperationCancelledError)
-        change_operation(operation, _CANCELLED if is_cancelled else _FAILS)
-        operation.error = error_view(error)
-        self._effects.discard(operation.payload)
-        own = self._state.deployment(operation.deployment)
-        self._into_history(own, operation)
-        if not own.work.queue and not own.work.running and not own.work.replay.replaying:
-            own.wpg.backoff.clear()
-        if operation.state is _FAILED and operation.kind in _MISSED:
-            self._halt(own, operation, error, place)
-        dependent = _served(self._state, operation)
-        if dependent is None:
-            return
-        # A final dependent is a sync that is replayed: it is retried without this publish.
-        self._effects.touch_all(self._state.deployment(dependent.deployment).placement.groups)
-        if dependent.state == OperationState.PENDING:
-            self.fail_queued(dependent, error)
 
-    def fail_queued(self, operation: Operation, error: PlexRLError) -> None:
-        """Fail an operation that is in its queue."""
-        deployment = self._state.deployment(operation.deployment)
-        place = position_in_queue(self._state, deployment, operation)
-        deployment.work.remove(place)
-        self.fail(operation, error, place=place)
-        self._effects.touch_all(deployment.placement.groups)
+def fail_queued(step: Step, operation: Operation, error: PlexRLError) -> None:
+    """Fail an operation that is in its queue."""
+    deployment = step.state.deployment(operation.deployment)
+    place = position_in_queue(step.state, deployment, operation)
+    deployment.work.remove(place)
+    fail_operation(step, operation, error, place=place)
+    step.effects.touch_all(deployment.placement.groups)
 
-    def finish(
-        self, deployment: Deployment, operation: Operation, event: OperationFinished
-    ) -> None:
-        """Record the end of an operation, and its measurements."""
-        if event.error is not None:
-            change_operation(operation, _FAILS)
-            operation.error = error_view(read_error(event.error))
-        else:
-            change_operation(operation, _FINISHED)
-            operation.error = None
-        operation.result_json = event.result_json
-        operation.compute_s = event.compute_s
-        operation.transfer_s = event.transfer_s
-        self._into_history(deployment, operation)
 
-    def _note_run(self, deployment: Deployment, operation: Operation) -> None:
-        if deployment.wpg.residency is _OFFLOADED:
-            # A checkpoint of the stored state, outside of any cycle.
-            return
-        began_at = operation.started_at if operation.started_at is not None else self._now
-        overlapped = _rollouts_generate(self._state, deployment)
-        run_ended(deployment, operation.kind, began_at, self._now, overlapped=overlapped)
-        if deployment.work.queue:
-            deployment.demand.burst.want(self._now)
+def finish_operation(
+    step: Step, deployment: Deployment, operation: Operation, event: OperationFinished
+) -> None:
+    """Record the end of an operation, and its measurements."""
+    if event.error is not None:
+        change_operation(operation, _FAILS)
+        operation.error = error_view(read_error(event.error))
+    else:
+        change_operation(operation, _FINISHED)
+        operation.error = None
+    operation.result_json = event.result_json
+    operation.compute_s = event.compute_s
+    operation.transfer_s = event.transfer_s
+    _into_history(step, deployment, operation)
 
-    def _halt(
-        self, deployment: Deployment, operation: Operation, error: PlexRLError, place: int = 0
-    ) -> None:
-        """Fail the queued operations that depend on a failed one, until the controller acknowledges
-        the failure. Operations before `place` in the queue were submitted earlier, and do not
-        depend on it."""
-        if not self._state.job(deployment.job).halts_on_failure:
-            return
-        failure = failure_of(operation, error, self._now)
-        if any(each.operation == failure.operation for each in deployment.work.unacknowledged):
-            # This operation failed because of a failure that is recorded.
-            return
-        deployment.work.fail(failure)
-        if not failure.halts:
-            return
-        for name in deployment.work.queue[place:]:
-            if _is_halted(self._state, name):
-                self.fail_queued(self._state.operations[name], earlier_failure(failure))
-        self._effects.touch_all(deployment.placement.groups)
 
-    def _into_history(self, deployment: Deployment, operation: Operation) -> None:
-        operation.finished_at = self._now
-        if operation.partial is not None:
-            self._effects.discards.append(operation.partial)
-            operation.partial = None
-        if operation.is_counted:
-            ended(self._state, deployment, operation, self._now)
-        if operation.source is not None:
-            # A move of the trainer may wait for it.
-            self._effects.touch_all(self._state.deployment(operation.source).placement.groups)
-        if operation.started_at is not None or operation.interruptions:
-            bill(self._state, deployment, operation)
-        elif operation.state is _FAILED:
-            count_failure(self._state, deployment, operation)
-        index = self._state.finished_count + 1
-        self._state.finished_count = operation.index = index
-        self._state.finished[index] = operation.operation
-        forget_oldest(self._state, self._effects)
+def _note_run(step: Step, deployment: Deployment, operation: Operation) -> None:
+    if deployment.wpg.residency is _OFFLOADED:
+        # A checkpoint of the stored state, outside of any cycle.
+        return
+    began_at = operation.started_at if operation.started_at is not None else step.now
+    overlapped = _rollouts_generate(step.state, deployment)
+    run_ended(deployment, operation.kind, began_at, step.now, overlapped=overlapped)
+    if deployment.work.queue:
+        deployment.demand.burst.want(step.now)
+
+
+def _halt(
+    step: Step, deployment: Deployment, operation: Operation, error: PlexRLError, place: int = 0
+) -> None:
+    """Fail the queued operations that depend on a failed one, until the controller acknowledges
+    the failure. Operations before `place` in the queue were submitted earlier, and do not
+    depend on it."""
+    if not step.state.job(deployment.job).halts_on_failure:
+        return
+    failure = failure_of(operation, error, step.now)
+    if any(each.operation == failure.operation for each in deployment.work.unacknowledged):
+        # This operation failed because of a failure that is recorded.
+        return
+    deployment.work.fail(failure)
+    if not failure.halts:
+        return
+    for name in deployment.work.queue[place:]:
+        if _is_halted(step.state, name):
+            fail_queued(step, step.state.operations[name], earlier_failure(failure))
+    step.effects.touch_all(deployment.placement.groups)
+
+
+def _into_history(step: Step, deployment: Deployment, operation: Operation) -> None:
+    state, effects = step.state, step.effects
+    operation.finished_at = step.now
+    if operation.partial is not None:
+        effects.discards.append(operation.partial)
+        operation.partial = None
+    if operation.is_counted:
+        ended(state, deployment, operation, step.now)
+    if operation.source is not None:
+        # A move of the trainer may wait for it.
+        effects.touch_all(state.deployment(operation.source).placement.groups)
+    if operation.started_at is not None or operation.interruptions:
+        bill(state, deployment, operation)
+    elif operation.state is _FAILED:
+        count_failure(state, deployment, operation)
+    index = state.finished_count + 1
+    state.finished_count = operation.index = index
+    state.finished[index] = operation.operation
+    if len(state.finished) > state.history:
+        forget_oldest(step)
 
 
 def _wait_from_publish(state: State, deployment: Deployment, name: OperationId) -> None:

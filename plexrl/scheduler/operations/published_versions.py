@@ -1,8 +1,8 @@
 """Published versions of a trainer's weights: which one a sync pulls, and from where."""
 
 from plexrl.ids import DeploymentId
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.deployment.wpg.stored_version import PublishedVersion
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.messages import PrefetchState
@@ -15,23 +15,21 @@ def has_published(state: State, trainer: DeploymentId) -> bool:
     return version is not None and version.nodes == deployment.placement.nodes
 
 
-def note_published(
-    state: State, effects: Effects, deployment: Deployment, operation: Operation
-) -> None:
+def note_published(step: Step, deployment: Deployment, operation: Operation) -> None:
     """Record what a `publish` made, and have the nodes that pulled earlier versions prefetch it."""
-    step, nodes = deployment.work.trainer_step, deployment.placement.nodes
-    version = PublishedVersion(seq=operation.seq, trainer_step=step, nodes=nodes)
+    trainer_step, nodes = deployment.work.trainer_step, deployment.placement.nodes
+    version = PublishedVersion(seq=operation.seq, trainer_step=trainer_step, nodes=nodes)
     deployment.wpg.publish(version)
     readers = tuple(
         node for node in deployment.wpg.reader_nodes if node not in deployment.placement.nodes
     )
     if readers:
-        effects.emit(
+        step.effects.emit(
             PrefetchState(
                 deployment=deployment.deployment,
                 seq=operation.seq,
                 nodes=readers,
-                sources=statemanagers(state, deployment.deployment, operation.seq),
+                sources=statemanagers(step.state, deployment.deployment, operation.seq),
             )
         )
 

@@ -1,25 +1,22 @@
 """What is kept of the mutations of a WPG, and when their payloads are discarded."""
 
 from plexrl.ids import OperationId
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Settings, Situation, Step
 from plexrl.scheduler.state.deployment.replay_log import ReplayLog
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, State
 
 
-def drop_log(state: State, effects: Effects, deployment: Deployment) -> None:
+def drop_log(step: Step, deployment: Deployment) -> None:
     """Drop the replay log: a recovery needs none of it."""
-    _forget(state, effects, deployment.work.replay.take_log())
+    _forget(step, deployment.work.replay.take_log())
 
 
-def drop_past(state: State, effects: Effects, deployment: Deployment) -> None:
+def drop_past(step: Step, deployment: Deployment) -> None:
     """Drop what led to the durable version: a recovery needs none of it, or it is too much."""
-    _forget(state, effects, deployment.work.replay.take_past())
+    _forget(step, deployment.work.replay.take_past())
 
 
-def retire_log(
-    state: State, settings: Settings, effects: Effects, deployment: Deployment, former_seq: int
-) -> None:
+def retire_log(step: Step, deployment: Deployment, former_seq: int) -> None:
     """The durable version includes the replay log: a recovery needs the log only if that version is
     damaged or lost, so the log is kept as far as the bounds allow.
 
@@ -28,18 +25,19 @@ def retire_log(
     is dropped only when it is there, or when twice the bounds are used: a power cut takes what is
     in host memory.
     """
+    state, settings = step.state, step.settings
     replay = deployment.work.replay
     log_bytes = payload_bytes(state, replay.log)
     if replay.base_seq or not _is_kept(settings, *_sizes(replay, log_bytes)):
         if deployment.wpg.stored.is_on_nvme(replay.previous_seq):
-            _begin_at_previous(state, effects, deployment)
+            _begin_at_previous(step, deployment)
         if not _is_kept(settings, *_sizes(replay, log_bytes), bounds=2):
-            drop_past(state, effects, deployment)
+            drop_past(step, deployment)
     if not replay.past:
         lost = not former_seq and not replay.past_is_whole
         if lost or not _is_kept(settings, len(replay.log), log_bytes, bounds=2):
-            drop_past(state, effects, deployment)
-            drop_log(state, effects, deployment)
+            drop_past(step, deployment)
+            drop_log(step, deployment)
             return
     if not replay.previous_seq:
         replay.reach_back_to(former_seq)
@@ -61,18 +59,19 @@ def after_previous(state: State, deployment: Deployment) -> list[OperationId]:
     return [name for name in deployment.work.replay.past if operations[name].seq > previous_seq]
 
 
-def _begin_at_previous(state: State, effects: Effects, deployment: Deployment) -> None:
+def _begin_at_previous(step: Step, deployment: Deployment) -> None:
     """Drop what led to the earlier version."""
+    state = step.state
     replay = deployment.work.replay
     count = len(replay.past) - len(after_previous(state, deployment))
     nbytes = payload_bytes(state, replay.past[:count])
-    _forget(state, effects, replay.begin_at_previous(count, nbytes))
+    _forget(step, replay.begin_at_previous(count, nbytes))
 
 
-def forget_previous(state: State, effects: Effects, deployment: Deployment) -> None:
+def forget_previous(step: Step, deployment: Deployment) -> None:
     """Forget the earlier versions: nodes that hold the durable one do not have them."""
     if not deployment.work.replay.past_is_whole:
-        drop_past(state, effects, deployment)
+        drop_past(step, deployment)
     deployment.work.replay.forget_previous()
 
 
@@ -92,23 +91,23 @@ def _is_kept(settings: Settings, count: int, nbytes: int, bounds: int = 1) -> bo
     )
 
 
-def _forget(state: State, effects: Effects, names: list[OperationId]) -> None:
-    operations = state.operations
+def _forget(step: Step, names: list[OperationId]) -> None:
+    operations = step.state.operations
     for name in names:
         operation = operations[name]
         if operation.payload is not None:
-            effects.discards.append(operation.payload)
+            step.effects.discards.append(operation.payload)
         operation.is_logged = False
         if operation.is_forgotten:
             del operations[name]
 
 
-def has_much_to_replay(state: State, settings: Settings, holder: Deployment) -> bool:
+def has_much_to_replay(situation: Situation, holder: Deployment) -> bool:
     """Whether a recovery would replay the maximum number of mutations or compute time."""
-    log, config = holder.work.replay.log, settings.config
+    log, config = holder.work.replay.log, situation.settings.config
     if len(log) >= config.snapshot_operations:
         return True
-    operations, work_s = state.operations, 0.0
+    operations, work_s = situation.state.operations, 0.0
     for name in log:
         work_s += operations[name].compute_s or 0.0
     return work_s >= config.snapshot_work_s

@@ -1,6 +1,7 @@
-"""The cluster as the core's steps see it: state, settings, and the indexes derived from both."""
+"""The cluster as the core's steps see it: state, settings, and the indexes derived from both; and
+the context of these steps, which has their effects as well."""
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.accounting.earlier_jobs import Unmeasured
@@ -9,8 +10,9 @@ from plexrl.scheduler.placement.capacity.inventory import Inventory
 from plexrl.scheduler.placement.contention.contention import Contention, Resident
 from plexrl.scheduler.placement.waiting.waiting import Waiting
 from plexrl.scheduler.rules.config import SchedulerConfig
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Settings, Step
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, Job, State
 
 
@@ -107,3 +109,28 @@ class Cluster:
     def relocating_in_order(self) -> list[Deployment]:
         """The deployments whose move waits, oldest first."""
         return sorted(map(self.state.deployment, self.relocating), key=lambda each: each.serial)
+
+
+@dataclass(slots=True)
+class Context:
+    """The cluster, and the effects of the event that is handled."""
+
+    config: InitVar[SchedulerConfig]
+    state: State = field(default_factory=State)
+    settings: Settings = field(init=False)
+    cluster: Cluster = field(init=False)
+    effects: Effects = field(init=False)
+    _step: Step = field(init=False)
+
+    def __post_init__(self, config: SchedulerConfig) -> None:
+        self.settings = Settings(config)
+        self.cluster = Cluster(self.settings, self.state)
+        self.effects = Effects(self.state)
+        self._step = Step(self.state, self.settings, self.effects, 0.0)
+
+    def step(self, now: float) -> Step:
+        """The step of the core at `now`: one for all that happens at one time."""
+        step = self._step
+        if step.now != now:
+            step = self._step = Step(self.state, self.settings, self.effects, now)
+        return step

@@ -12,11 +12,11 @@ from plexrl.scheduler.dispatch.candidates.busy_time import group_free_s, under_w
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, wants_the_group
 from plexrl.scheduler.rules.hrrs import Candidate
 from plexrl.scheduler.rules.ordering import SortKey, sort_key
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Situation, Step
 from plexrl.scheduler.rules.switch_cost import load_after_s
 from plexrl.scheduler.state.demand.wait_intervals import interval
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import RATIO_BOUNDS, Deployment, EtaErrors, Group, State
+from plexrl.scheduler.state.records import RATIO_BOUNDS, Deployment, EtaErrors, Group
 from plexrl.wire.messages.cluster_views import EtaQualityView
 
 SAMPLE_EACH = 8
@@ -28,21 +28,22 @@ its errors."""
 
 
 def goes_before(
-    state: State, settings: Settings, group: Group, deployment: Deployment, now: float
+    situation: Situation, group: Group, deployment: Deployment, now: float
 ) -> list[Candidate]:
     """Waiting members that go before `deployment`, in order."""
-    return _before(state, settings, group, deployment, candidate(state, deployment), now)
+    state = situation.state
+    return _before(situation, group, deployment, candidate(state, deployment), now)
 
 
 def _before(
-    state: State,
-    settings: Settings,
+    situation: Situation,
     group: Group,
     deployment: Deployment,
     burst: Candidate,
     now: float,
 ) -> list[Candidate]:
     """Waiting members that go before `burst`, that of `deployment`, in order."""
+    state, settings = situation.state, situation.settings
     ordering, bound_s = settings.ordering, settings.config.starvation_bound_s
     own = sort_key(ordering, burst, now, bound_s)
     found: list[tuple[SortKey, Candidate]] = []
@@ -66,10 +67,9 @@ def _before(
     return [other for _, other in found]
 
 
-def start_s(
-    state: State, settings: Settings, group: Group, deployment: Deployment, now: float
-) -> float:
+def start_s(situation: Situation, group: Group, deployment: Deployment, now: float) -> float:
     """Estimated seconds until the head of `deployment`'s queue starts on its group."""
+    state = situation.state
     if group.holder == deployment.deployment:
         return under_way_s(state, deployment, now)
     if group.incoming == deployment.deployment:
@@ -79,7 +79,7 @@ def start_s(
         holder = state.deployment(last.holder)
         return group_free_s(state, last, now) + load_after_s(state, holder, deployment)
     own = candidate(state, deployment)
-    rivals = _before(state, settings, group, deployment, own, now)
+    rivals = _before(situation, group, deployment, own, now)
     # What goes before it on one of its groups runs beside what does on another.
     free_s = {group.group: group_free_s(state, group, now) for group in state.groups_of(deployment)}
     for rival in rivals:
@@ -89,14 +89,15 @@ def start_s(
     return max(free_s.values()) + own.setup_s
 
 
-def record_estimate(
-    state: State, settings: Settings, deployment: Deployment, operation: Operation, now: float
-) -> None:
+def record_estimate(step: Step, deployment: Deployment, operation: Operation) -> None:
     """Record the estimated start of an operation that has to wait for its group."""
-    group = state.group_of(deployment)
-    if group is None or group.holder == deployment.deployment or len(deployment.work.queue) > 1:
+    state, now = step.state, step.now
+    if len(deployment.work.queue) > 1:
         return
     groups = state.groups_of(deployment)
+    if not groups or groups[0].holder == deployment.deployment:
+        return
+    group = groups[0]
     alone = all(len(group.members) == 1 and not group.fillers for group in groups)
     if alone or deployment.spec.preemptible or not deployment.wpg.is_ready or deployment.spec.pace:
         # Waits for paced deployments are of modelled times, and say nothing of computed ones.
@@ -104,7 +105,7 @@ def record_estimate(
     errors = state.eta_errors
     errors.waits += 1
     if errors.waits % SAMPLE_EACH == 1 or errors.waits <= SAMPLE_ALL:
-        wait_s = start_s(state, settings, group, deployment, now)
+        wait_s = start_s(step, group, deployment, now)
         low_s, high_s = interval(group.wait_errors, errors.newest, wait_s)
         operation.expected_at = now + wait_s
         operation.expected_within = now + low_s, now + high_s

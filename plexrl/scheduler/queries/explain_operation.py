@@ -18,7 +18,6 @@ from plexrl.scheduler.queries.eta import goes_before, start_s
 from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.recovery.evacuation import awaited
 from plexrl.scheduler.recovery.relocation import is_stopping
-from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.demand.wait_intervals import interval
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
@@ -95,7 +94,7 @@ def _reason(
             return "no router is connected; it is sent again once one connects", "router", None
         began_at = operation.started_at if operation.started_at is not None else now
         expected_s = estimates.operation_s(operation.kind, operation.tokens)
-        if late := _overdue(state, cluster.settings, deployment, now):
+        if late := _overdue(cluster, deployment, now):
             return f"it is running, expected to take {expected_s:.1f} s, {late}", "running", None
         left = expected_s - (now - began_at)
         return "it is running", "running", max(0.0, left)
@@ -143,34 +142,34 @@ def _reason(
             return f"it is held and will be tried again: {why}", "held", wait_s + ahead
         return f"a switch to it failed ({why})", "backoff", wait_s + ahead
     if group.holder == deployment.deployment:
-        if late := _overdue(state, cluster.settings, deployment, now):
+        if late := _overdue(cluster, deployment, now):
             return f"an operation of its deployment before it is {late}", "overdue", None
-        eta_s = start_s(state, cluster.settings, group, deployment, now) + ahead
+        eta_s = start_s(cluster, group, deployment, now) + ahead
         if deployment.wpg.moving is not None or deployment.work.replay.replaying:
             return "its model's state is being moved", "switch", eta_s
         if not deployment.spec.preemptible or deployment.work.queue[0] != operation.operation:
             return "operations of its deployment that were submitted before it", "order", eta_s
     if deployment.spec.preemptible:
         return _why_no_idle_time(state, group)
-    return _why_another_holds(state, cluster.settings, deployment, group, now, ahead, sees_all)
+    return _why_another_holds(cluster, deployment, group, now, ahead, sees_all)
 
 
 def _why_another_holds(
-    state: State,
-    settings: Settings,
+    cluster: Cluster,
     deployment: Deployment,
     group: Group,
     now: float,
     ahead: float,
     sees_all: bool,
 ) -> tuple[str, str, float | None]:
-    eta_s = start_s(state, settings, group, deployment, now) + ahead
+    state = cluster.state
+    eta_s = start_s(cluster, group, deployment, now) + ahead
     if group.incoming == deployment.deployment and not _is_late(state, group, now):
         return "the group is being handed to it", "switch", eta_s
-    rule = settings.config.ordering
+    rule = cluster.settings.config.ordering
     if group.holder is None:
         own = candidate(state, deployment)
-        wait_s = holds_back(state, settings, deployment, own, now)
+        wait_s = holds_back(cluster, deployment, own, now)
         if wait_s is not None:
             return "a job with exclusive slots is expected first", "slack", eta_s + wait_s
         return "the group's lock is about to be granted", rule, eta_s
@@ -179,11 +178,11 @@ def _why_another_holds(
     if holder.spec.preemptible and holder.wpg.moving is None:
         # It is interrupted at once, however long its run was expected to take.
         return f"{who} used the idle time of the group, and gives way", "preemptible", eta_s
-    if late := _overdue(state, settings, holder, now):
+    if late := _overdue(cluster, holder, now):
         return f"{who} has the group, and what it does there is {late}", "overdue", None
     if holder.wpg.moving is not None:
         return "the group is being switched", "switch", eta_s
-    before = goes_before(state, settings, group, deployment, now)
+    before = goes_before(cluster, group, deployment, now)
     if before:
         names = [
             name_for(state, DeploymentId(each.name), deployment, sees_all=sees_all)
@@ -193,7 +192,7 @@ def _why_another_holds(
     passed = _passed(holder, now)
     if passed:
         began_at = holder.demand.burst.started_at or now
-        left_s = max(0.0, began_at + settings.config.burst_max_s - now)
+        left_s = max(0.0, began_at + cluster.settings.config.burst_max_s - now)
         reason = f"{who} is in the middle of its burst, {passed}; it yields in {left_s:.0f} s"
         return f"{reason} at the latest", "burst", None
     return f"{who} is in the middle of its burst", "burst", eta_s
@@ -215,16 +214,17 @@ def _is_late(state: State, group: Group, now: float) -> bool:
     return group.holder is not None and overdue_s(state, state.deployment(group.holder), now) > 0.0
 
 
-def _overdue(state: State, settings: Settings, deployment: Deployment, now: float) -> str:
+def _overdue(cluster: Cluster, deployment: Deployment, now: float) -> str:
     """By how much what the deployment runs has passed its estimate, and what will happen; empty:
     it has not."""
+    state = cluster.state
     late_s = overdue_s(state, deployment, now)
     if not late_s:
         return ""
     text = f"overdue for {late_s:.0f} s"
     if not state.overdue_s:
         return text
-    left_s = min(run.due_at for run in runs(state, settings, deployment)) - now
+    left_s = min(run.due_at for run in runs(cluster, deployment)) - now
     return f"{text}; its workers are replaced in {max(0.0, left_s):.0f} s if it does not end"
 
 

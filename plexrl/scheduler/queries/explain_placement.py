@@ -262,7 +262,7 @@ def _attempt(
         return {"way": mode.value, **counts, "over_slo": False, "why": why}
     refused = [f"{counts[name]} {words}" for name, words in _REFUSALS if counts[name]]
     open_count, over_slo = counts["open"], False
-    own = f"{waiting_bound(cluster.state, cluster.settings, deployment):.0%} for this one"
+    own = f"{waiting_bound(cluster, deployment):.0%} for this one"
     if open_count and not searches:
         refused.append(f"{open_count} have capacity by load and memory")
     elif (

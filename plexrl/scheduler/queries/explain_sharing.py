@@ -57,7 +57,7 @@ def _why_alone(cluster: Cluster, rollout: Deployment) -> str:
     if not any(takes_turns((rollout, other)) for other in others):
         return "its demand, or that of its job's other deployments, is not measured yet"
     least_s = min(_switches_s(cluster, rollout, other) for other in others)
-    bound = waiting_bound(cluster.state, cluster.settings, rollout)
+    bound = waiting_bound(cluster, rollout)
     return (
         f"switches of {least_s:.1f} s a step, or a guess, may break its service level {bound:.0%}"
     )

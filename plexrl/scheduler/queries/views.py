@@ -21,7 +21,7 @@ from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_sharing import why_it_shares
 from plexrl.scheduler.rules.config import planning
 from plexrl.scheduler.rules.lookups import owner_of
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.rules.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.scheduler.state.operation import Operation
@@ -144,8 +144,9 @@ def _schedule_view(schedule: CheckpointSchedule | None) -> CheckpointScheduleVie
     return {"every": schedule.every, "keep_last": schedule.keep_last}
 
 
-def job_view(state: State, settings: Settings, job: Job) -> JobView:
+def job_view(situation: Situation, job: Job) -> JobView:
     """One job with its deployments."""
+    state = situation.state
     return {
         "job": job.job,
         "tenant": job.tenant,
@@ -155,7 +156,7 @@ def job_view(state: State, settings: Settings, job: Job) -> JobView:
         "reason": job.reason,
         "failure": failure_view(job_failure(state, job)),
         "priority": job.priority,
-        "slo": bound_of(settings, job),
+        "slo": bound_of(situation.settings, job),
         "gpu_seconds": sum(row.gpu_seconds for row in job.usage.values()),
         "controller_timeout_s": job.controller_timeout_s,
         "submitted_at": job.submitted_at,
@@ -164,13 +165,10 @@ def job_view(state: State, settings: Settings, job: Job) -> JobView:
     }
 
 
-def list_jobs(state: State, settings: Settings, tenant: TenantId | None) -> list[JobView]:
+def list_jobs(situation: Situation, tenant: TenantId | None) -> list[JobView]:
     """All jobs of a tenant, or of all tenants, oldest first."""
-    return [
-        job_view(state, settings, job)
-        for job in state.jobs.values()
-        if tenant in (None, job.tenant)
-    ]
+    state = situation.state
+    return [job_view(situation, job) for job in state.jobs.values() if tenant in (None, job.tenant)]
 
 
 def live_workers(state: State) -> dict[DeploymentId, int]:
@@ -405,7 +403,7 @@ def _count_over_slo(cluster: Cluster, names: Iterable[DeploymentId]) -> int:
     for name in names:
         deployment = cluster.state.deployments[name]
         part = measured_waiting_part(deployment)
-        if part is not None and part > waiting_bound(cluster.state, cluster.settings, deployment):
+        if part is not None and part > waiting_bound(cluster, deployment):
             count += 1
     return count
 

@@ -24,10 +24,9 @@ from collections.abc import Sequence
 
 from plexrl.ids import GroupId, JobId, TenantId
 from plexrl.scheduler.accounting.quotas import allows_gpus, over_quota
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.placement.capacity.needs import Need, need_of
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.fit.feasibility import fit_as_placed, is_possible
 from plexrl.scheduler.recovery.evacuation import displace, may_displace
 from plexrl.scheduler.rules.settings import Settings
@@ -69,7 +68,7 @@ def _idle_partial_jobs(cluster: Cluster, now: float) -> tuple[list[Job], list[fl
         if not placed:
             continue
         idle_at = max(_idle_at(cluster.settings, each) for each in placed)
-        if idle_at <= now and all(may_displace(state, cluster.settings, each) for each in placed):
+        if idle_at <= now and all(may_displace(cluster, each) for each in placed):
             found.append(job)
         else:
             again_at = max(idle_at, now + CHECK_EACH_S) if math.isfinite(idle_at) else now
@@ -99,9 +98,9 @@ def _stuck(cluster: Cluster, idle: Sequence[Job]) -> list[Job]:
         free = _free_without(cluster, left)
         for name, job in left.items():
             waiting = [
-                cluster.state.deployment(each)
-                for each in job.deployments
-                if each in cluster.waiting
+                cluster.state.deployment(deployment)
+                for deployment in job.deployments
+                if deployment in cluster.waiting
             ]
             if fit_as_placed(cluster, free, waiting) and _has_quota(
                 cluster.state, job, waiting, left
@@ -139,7 +138,7 @@ def _has_quota(
 
 
 def _victim_key(cluster: Cluster, job: Job) -> tuple[bool, int, int]:
-    waiting = [each for each in job.deployments if each in cluster.waiting]
+    waiting = [deployment for deployment in job.deployments if deployment in cluster.waiting]
     may_fit = all(is_possible(cluster, cluster.state.deployment(each)) for each in waiting)
     return may_fit, job.priority, -job.serial
 

@@ -14,19 +14,17 @@ from collections.abc import Iterator
 from plexrl.ids import DeploymentId, NodeId
 from plexrl.scheduler.accounting.fair_shares import begin_to_wait
 from plexrl.scheduler.accounting.profiler import forget_open_cycle
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import end_job, has_gpu, stop
 from plexrl.scheduler.operations.deadlines.cancellation import interrupt_all
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.placement import vacate
 from plexrl.scheduler.placement.rendezvous import may_span
 from plexrl.scheduler.recovery.rebuilding import rebuild
 from plexrl.scheduler.recovery.relocation import drain
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Settings, Situation, Step
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, Group, Node, State
 from plexrl.wire.messages import ReleaseState, StopWorkers
 
@@ -67,18 +65,16 @@ def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
         _evacuate(context, deployment, now)
 
 
-def may_displace(state: State, settings: Settings, deployment: Deployment) -> bool:
+def may_displace(situation: Situation, deployment: Deployment) -> bool:
     """Whether the WPG can release its GPUs and continue from its state elsewhere."""
     if deployment.work.running or deployment.wpg.moving is not None:
         return False
-    return deployment.wpg.state != WpgState.MIGRATING and _survives(state, settings, deployment)
+    return deployment.wpg.state != WpgState.MIGRATING and _survives(situation, deployment)
 
 
 def displace(context: Context, deployment: Deployment, reason: str, now: float) -> None:
     """Take the GPUs of a WPG that runs nothing; it waits for others and keeps its queue."""
-    assert may_displace(context.state, context.settings, deployment), (
-        f"{deployment.deployment} cannot be moved"
-    )
+    assert may_displace(context, deployment), f"{deployment.deployment} cannot be moved"
     deployment.work.replay.end_replay()
     forget_open_cycle(deployment)
     if deployment.work.queue:
@@ -88,15 +84,14 @@ def displace(context: Context, deployment: Deployment, reason: str, now: float) 
     _evacuate(context, deployment, now)
 
 
-def leaving_fillers(
-    state: State, settings: Settings, effects: Effects, group: Group
-) -> list[Deployment]:
+def leaving_fillers(step: Step, group: Group) -> list[Deployment]:
     """Fillers to displace now, because all members have left their group; others are interrupted
     first."""
+    state = step.state
     fillers = list(map(state.deployment, group.fillers))
     for filler in fillers:
-        interrupt_all(effects, state, filler)
-    return [each for each in fillers if may_displace(state, settings, each)]
+        interrupt_all(step, filler)
+    return [filler for filler in fillers if may_displace(step, filler)]
 
 
 def placed_on(cluster: Cluster, node: NodeId) -> Iterator[Deployment]:
@@ -121,7 +116,7 @@ def awaited(state: State, deployment: Deployment) -> tuple[NodeId, ...]:
     """The nodes that the WPG needs to continue: it has ranks on them, or only they hold its state.
     Empty if it waits for its processes only."""
     nodes = state.nodes
-    dead = [each for each in deployment.wpg.stored.nodes if not nodes[each].alive]
+    dead = [node for node in deployment.wpg.stored.nodes if not nodes[node].alive]
     if deployment.work.replay.durable_seq and dead:
         return tuple(sorted(dead))
     lacking = {rank.node for rank in deployment.placement.ranks if not has_gpu(state, rank)}
@@ -150,12 +145,12 @@ def _is_written_off(settings: Settings, node: Node, now: float) -> bool:
     return node.is_draining or now >= node.lost_at + settings.config.node_replace_s
 
 
-def _survives(state: State, settings: Settings, deployment: Deployment) -> bool:
+def _survives(situation: Situation, deployment: Deployment) -> bool:
     if not deployment.work.replay.durable_seq:
         return True
-    nodes = state.nodes
-    return settings.config.migrates and all(
-        nodes[each].alive for each in deployment.wpg.stored.nodes
+    nodes = situation.state.nodes
+    return situation.settings.config.migrates and all(
+        nodes[node].alive for node in deployment.wpg.stored.nodes
     )
 
 
@@ -165,10 +160,8 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
     if deployment.wpg.state == WpgState.STOPPED:
         # Its job ended because another deployment was lost.
         return
-    if not _survives(state, context.settings, deployment) and not rebuild(
-        state, context.settings, effects, deployment, now
-    ):
-        reason = _loss(state, context.settings, deployment)
+    if not _survives(context, deployment) and not rebuild(context.step(now), deployment):
+        reason = _loss(context, deployment)
         if reason is not None:
             end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
         return
@@ -182,7 +175,7 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
             nodes=nodes,
         )
     )
-    unwanted = tuple(each for each in nodes if each not in deployment.wpg.stored.nodes)
+    unwanted = tuple(node for node in nodes if node not in deployment.wpg.stored.nodes)
     if unwanted:
         # Incomplete copies of the version.
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=unwanted))
@@ -198,9 +191,10 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
         effects.touch_all(moving.placement.groups)
 
 
-def _loss(state: State, settings: Settings, deployment: Deployment) -> str | None:
+def _loss(situation: Situation, deployment: Deployment) -> str | None:
     """Why the job cannot continue; None: its state comes back with its nodes."""
-    lost = [each for each in deployment.wpg.stored.nodes if not state.nodes[each].alive]
+    settings = situation.settings
+    lost = [node for node in deployment.wpg.stored.nodes if not situation.state.nodes[node].alive]
     if settings.config.lost_nodes_return or not lost:
         return None
     return (

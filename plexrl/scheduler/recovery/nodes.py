@@ -2,16 +2,15 @@
 
 from plexrl.errors import ConflictError, NotFoundError
 from plexrl.ids import NodeId
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.jobs.lifecycle import end_job, launch, restart, send_launch, worker_ready
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.recovery.evacuation import placed_on, reconcile_node, replace_shrunk
 from plexrl.scheduler.recovery.rebuilding import LOST_CODES, fall_back
 from plexrl.scheduler.recovery.relocation import migrated, send_migration, settle
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.messages.events import (
     NodeDrainChanged,
     NodeJoined,
@@ -19,7 +18,7 @@ from plexrl.scheduler.state.messages.events import (
     NodeRemoved,
     StateMigrated,
 )
-from plexrl.scheduler.state.records import Deployment, Node, State
+from plexrl.scheduler.state.records import Deployment, Node
 from plexrl.wire.messages import ReleaseState, StopWorkers
 
 MIGRATION_RETRY_S = 2.0
@@ -55,7 +54,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
     for deployment in placed_on(context.cluster, event.node):
         ranks = [rank.rank for rank in deployment.placement.ranks if rank.node == event.node]
         if deployment.wpg.state == WpgState.MIGRATING:
-            send_migration(state, effects, deployment)
+            send_migration(context.step(now), deployment)
             continue
         missing = False
         for rank in ranks:
@@ -80,7 +79,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
             counts = was_at_work and not event.was_fenced
             restart(context, deployment, why, now, counts=counts)
         elif missing or not deployment.wpg.is_ready:
-            send_launch(state, effects, deployment, now)
+            send_launch(context.step(now), deployment)
     for worker in event.workers:
         if (worker.deployment, worker.rank) not in wanted:
             effects.emit(
@@ -127,7 +126,7 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
             context.effects.touch_all(deployment.placement.groups)
 
 
-def node_removed(state: State, cluster: Cluster, event: NodeRemoved, now: float) -> None:
+def node_removed(cluster: Cluster, event: NodeRemoved, now: float) -> None:
     """Forget a node that has no work. If its agent connects again, it is a new node.
 
     Raises:
@@ -135,6 +134,7 @@ def node_removed(state: State, cluster: Cluster, event: NodeRemoved, now: float)
         NotFoundError: there is no such node.
     """
     del now
+    state = cluster.state
     node = state.nodes.get(event.node)
     if node is None:
         raise NotFoundError(f"there is no node {event.node!r}")
@@ -165,31 +165,30 @@ def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
     if event.seq != deployment.work.replay.durable_seq:
         return
     if event.code in LOST_CODES:
-        reason = _copy_another(context.state, effects, deployment, event, now)
+        reason = _copy_another(context.step(now), deployment, event)
         if reason is not None:
             job = context.state.job(deployment.job)
             end_job(context, job, JobTrigger.FAILED, reason, now)
     elif event.error:
         deployment.wpg.backoff.explain(event.error)
         effects.wake(now + MIGRATION_RETRY_S, timers.migration(event.deployment))
-    elif migrated(context.state, effects, deployment, event.node):
-        launch(context.state, effects, deployment, now)
+    elif migrated(context.step(now), deployment, event.node):
+        launch(context.step(now), deployment)
         effects.touch_all(deployment.placement.groups)
 
 
-def _copy_another(
-    state: State, effects: Effects, deployment: Deployment, event: StateMigrated, now: float
-) -> str | None:
+def _copy_another(step: Step, deployment: Deployment, event: StateMigrated) -> str | None:
     """Fall back to another version, because the one to copy is damaged or missing. Returns why the
     job must end, if there is none."""
+    state = step.state
     if not fall_back(state, deployment):
         return (
             f"the state of {deployment.deployment!r} cannot be copied to {event.node!r}, nor "
             f"recomputed from the operations that were kept: {event.error}"
         )
-    settle(state, effects, deployment)
+    settle(step, deployment)
     if deployment.wpg.state != WpgState.MIGRATING:
-        launch(state, effects, deployment, now)
+        launch(step, deployment)
     return None
 
 

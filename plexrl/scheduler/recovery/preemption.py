@@ -7,18 +7,18 @@ longest ago. The job loses nothing: once a controller attaches it, its deploymen
 like new ones and continue from their state. Operations submitted before run first.
 """
 
-from plexrl.scheduler.jobs.context import Context
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.recovery.deadlocks import is_waited_for, placed_of
 from plexrl.scheduler.recovery.evacuation import displace, may_displace
-from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.state.records import Job, State
+from plexrl.scheduler.rules.settings import Situation
+from plexrl.scheduler.state.records import Job
 
 
 def preempt_detached(context: Context, now: float) -> bool:
     """Set one detached job aside, if a job that is not detached could use GPUs. False: none was."""
     cluster = context.cluster
     detached = map(context.state.job, cluster.holdings.detached)
-    idle = [job for job in detached if _is_idle(context.state, context.settings, job)]
+    idle = [job for job in detached if _is_idle(context, job)]
     if not idle or not is_waited_for(cluster, idle):
         return False
     job = min(idle, key=lambda each: (each.seen_at, each.serial))
@@ -32,10 +32,11 @@ def preempt_detached(context: Context, now: float) -> bool:
     return True
 
 
-def _is_idle(state: State, settings: Settings, job: Job) -> bool:
+def _is_idle(situation: Situation, job: Job) -> bool:
     """Whether the job has deployments and none of them has anything to run."""
+    state = situation.state
     if not job.deployments:
         return False
     deployments = list(map(state.deployment, job.deployments))
-    works = any(each.work.queue or each.work.running for each in deployments)
-    return not works and all(may_displace(state, settings, each) for each in placed_of(state, job))
+    works = any(deployment.work.queue or deployment.work.running for deployment in deployments)
+    return not works and all(may_displace(situation, each) for each in placed_of(state, job))

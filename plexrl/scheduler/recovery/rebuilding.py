@@ -12,9 +12,8 @@ from plexrl.scheduler.accounting.usage import discard
 from plexrl.scheduler.operations.held.holding import requeue
 from plexrl.scheduler.operations.operations import enqueue_publish, publish_name
 from plexrl.scheduler.operations.replay import after_previous, payload_bytes
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import OperationKind
@@ -27,24 +26,23 @@ LOST_CODES = frozenset({"state_lost", "corrupt_state"})
 """Errors of a load or copy that mean that the version is damaged or missing."""
 
 
-def rebuild(
-    state: State, settings: Settings, effects: Effects, deployment: Deployment, now: float
-) -> bool:
+def rebuild(step: Step, deployment: Deployment) -> bool:
     """Make the next load start from the initial weights, if a node with the WPG's version is lost
     and all operations since are kept. False: nothing has changed.
 
     A lost node that may come back is awaited for as long as the replay would take, so the delay is
     at most twice that of the better choice.
     """
+    state = step.state
     nodes = state.nodes
-    lost = [each for each in deployment.wpg.stored.nodes if not nodes[each].alive]
+    lost = [node for node in deployment.wpg.stored.nodes if not nodes[node].alive]
     if not lost or not deployment.work.replay.past_is_whole:
         return False
-    for name in lost if settings.config.lost_nodes_return else ():
+    for name in lost if step.settings.config.lost_nodes_return else ():
         node = nodes[name]
         begins_at = (node.lost_at or 0.0) + _replay_s(state, deployment)
-        if now < begins_at and not node.is_draining:
-            effects.wake(begins_at, timers.node_check(name))
+        if step.now < begins_at and not node.is_draining:
+            step.effects.wake(begins_at, timers.node_check(name))
             return False
     return _restart_from_initial(deployment)
 
@@ -78,38 +76,31 @@ def _restart_from_initial(deployment: Deployment) -> bool:
 
 
 def publish_again(
-    state: State,
-    settings: Settings,
-    effects: Effects,
-    deployment: Deployment,
-    operation: Operation,
-    error: PlexRLError,
-    now: float,
+    step: Step, deployment: Deployment, operation: Operation, error: PlexRLError
 ) -> bool:
     """Repeat a sync after another publish: the version that it was to pull is gone, for example by
     a power cut of the trainer's node. The trainer publishes before anything else that it has to do,
     so these are the same weights unless it has gone on meanwhile. False: another publish would not
     help; nothing has changed."""
+    state = step.state
     replays = operation.operation in deployment.work.replay.replaying
     if operation.source is None or error.code not in OUT_OF_REACH:
         return False
     if replays and deployment.spec.shares:
         # It would hold the group while it waits, and the trainer may be another member.
         return False
-    if operation.publishes >= settings.config.launch_attempts:
+    if operation.publishes >= step.settings.config.launch_attempts:
         return False
     attempt = "" if operation.after is None else str(operation.publishes + 1)
     operation.publishes += 1
     trainer = state.deployment(operation.source)
     operation.after = publish_name(state, operation.operation, attempt)
-    enqueue_publish(
-        state, effects, trainer, operation.after, operation.operation, now, at_once=True
-    )
+    enqueue_publish(step, trainer, operation.after, operation.operation, at_once=True)
     deployment.work.end_run(operation.operation)
     discard(operation)
     if not replays:
-        requeue(state, deployment, operation, now)
-    effects.touch_all(deployment.placement.groups)
+        requeue(state, deployment, operation, step.now)
+    step.effects.touch_all(deployment.placement.groups)
     return True
 
 

@@ -17,18 +17,17 @@ from typing import assert_never
 from plexrl.ids import GroupId, NodeId
 from plexrl.scheduler.accounting.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.accounting.sharing import note_wait
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.operations.replay import forget_previous
 from plexrl.scheduler.placement.borders import unite_all
 from plexrl.scheduler.placement.capacity.overlaps import overlap_s
 from plexrl.scheduler.placement.choice.scarcity import is_scarce
 from plexrl.scheduler.placement.choice.search import GroupChoice, find, nearest
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.contention.colocation import is_colocated, own_group
 from plexrl.scheduler.placement.contention.service_level import waiting_bound
 from plexrl.scheduler.placement.placement import join, modes, place, vacate
 from plexrl.scheduler.rules.policies import PlacementMode
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Settings, Situation, Step
 from plexrl.scheduler.rules.switch_cost import HOST, record_tier, round_trip_s
 from plexrl.scheduler.state.demand.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.state.deployment.wpg.moves import MoveCause, Relocation
@@ -75,7 +74,7 @@ def consider_repacking(cluster: Cluster, deployment: Deployment, now: float) -> 
     next step of its group must be decided."""
     if not cluster.settings.policy.repacks or not may_move(cluster.settings, deployment, now):
         return False
-    if any(is_colocated(cluster.state, each) for each in cluster.state.groups_of(deployment)):
+    if any(is_colocated(cluster.state, group) for group in cluster.state.groups_of(deployment)):
         return False
     choice = _destination(cluster, deployment, MoveCause.REPACK, now)
     if choice is None:
@@ -95,12 +94,12 @@ def consider_relief(cluster: Cluster, deployment: Deployment, now: float) -> boo
     if all(len(group.members) == 1 and not group.is_closed for group in groups):
         return False
     state, settings = cluster.state, cluster.settings
-    part, bound = _waiting(deployment), waiting_bound(state, settings, deployment)
+    part, bound = _waiting(deployment), waiting_bound(cluster, deployment)
     if part <= bound:
         # Of an open group, the other members were checked at the end of their own cycles.
         for group in groups:
             is_less = group.is_closed and part < REOPEN_PART * bound
-            if is_less and _may_reopen(state, settings, group):
+            if is_less and _may_reopen(cluster, group):
                 group.is_closed = False
                 cluster.inventory.refresh(group)
                 cluster.waiting.retry_all()
@@ -114,7 +113,7 @@ def consider_relief(cluster: Cluster, deployment: Deployment, now: float) -> boo
         return False
     members = {name: None for group in groups for name in group.members}
     if len(members) < 2 or any(
-        _waiting(each) - waiting_bound(state, settings, each) > part - bound
+        _waiting(each) - waiting_bound(cluster, each) > part - bound
         for each in map(state.deployment, members)
     ):
         return False
@@ -236,30 +235,31 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     context.effects.touch_all(unite_all(cluster, old_groups, now))
     deployment.wpg.moves.done(relocation.reason, now)
     cluster.waiting.retry_all()
-    settle(state, context.effects, deployment)
+    settle(context.step(now), deployment)
     return True
 
 
-def settle(state: State, effects: Effects, deployment: Deployment) -> None:
+def settle(step: Step, deployment: Deployment) -> None:
     """After a change of GPUs: start the migration of the state, or let the workers launch."""
     # With several nodes, each holds the parts of its former ranks only, which may have moved.
+    effects = step.effects
     held = set(deployment.wpg.stored.nodes) if len(deployment.wpg.stored.nodes) == 1 else set()
     missing = sorted(set(deployment.placement.nodes) - held)
     if deployment.work.replay.durable_seq and missing:
         deployment.wpg.await_copies(missing)
-        send_migration(state, effects, deployment)
+        send_migration(step, deployment)
     else:
         deployment.wpg.resume()
         _release_left_nodes(effects, deployment)
 
 
-def send_migration(state: State, effects: Effects, deployment: Deployment) -> None:
+def send_migration(step: Step, deployment: Deployment) -> None:
     """Send (or resend) the order to copy the durable version to the nodes that lack it."""
-    nodes = state.nodes
+    nodes = step.state.nodes
     alive = tuple(node for node in deployment.wpg.stored.awaited_nodes if nodes[node].alive)
     sources = tuple(nodes[node].statemanager for node in deployment.wpg.stored.nodes)
     if alive:
-        effects.emit(
+        step.effects.emit(
             MigrateState(
                 deployment=deployment.deployment,
                 seq=deployment.work.replay.durable_seq,
@@ -270,8 +270,9 @@ def send_migration(state: State, effects: Effects, deployment: Deployment) -> No
         )
 
 
-def migrated(state: State, effects: Effects, deployment: Deployment, node: NodeId) -> bool:
+def migrated(step: Step, deployment: Deployment, node: NodeId) -> bool:
     """Note that a node has the durable version. True once all have, so the workers can launch."""
+    effects = step.effects
     if (
         deployment.wpg.state != WpgState.MIGRATING
         or node not in deployment.wpg.stored.awaited_nodes
@@ -282,7 +283,7 @@ def migrated(state: State, effects: Effects, deployment: Deployment, node: NodeI
     _release_left_nodes(effects, deployment)
     deployment.wpg.stored.move_to(deployment.placement.nodes)
     # Only the durable version was copied.
-    forget_previous(state, effects, deployment)
+    forget_previous(step, deployment)
     record_tier(deployment, HOST)
     deployment.wpg.resume()
     return True
@@ -296,7 +297,7 @@ def _begin(cluster: Cluster, deployment: Deployment, cause: MoveCause, reason: s
 def _release_left_nodes(effects: Effects, deployment: Deployment) -> None:
     """Release the state on nodes that the deployment has left."""
     here = deployment.placement.nodes
-    gone = tuple(each for each in deployment.wpg.stored.nodes if each not in here)
+    gone = tuple(node for node in deployment.wpg.stored.nodes if node not in here)
     if gone:
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=gone))
         deployment.wpg.stored.keep_only(here)
@@ -337,7 +338,7 @@ def _destination(
             near += nearest(cluster, deployment, now, strict=True, count=4)
             if not near and holds_up_others(cluster, deployment):
                 near = nearest(cluster, deployment, now, strict=False, count=4)
-            found = _reachable(cluster.state, cluster.settings, deployment, near)
+            found = _reachable(cluster, deployment, near)
             if found and gain_s(cluster, deployment, found[0]) > HYSTERESIS * cost_s(
                 cluster.state, deployment
             ):
@@ -389,14 +390,12 @@ def _elsewhere(
             case PlacementMode.STRICT | PlacementMode.OVERLAP:
                 strict = mode == PlacementMode.STRICT
                 found = nearest(cluster, deployment, now, strict=strict, count=4)
-                for choice in _reachable(cluster.state, cluster.settings, deployment, found):
+                for choice in _reachable(cluster, deployment, found):
                     if suits(choice):
                         return choice
             case _:
                 joined = find(cluster, deployment, mode, now)
-                if joined is None or not _reachable(
-                    cluster.state, cluster.settings, deployment, [joined]
-                ):
+                if joined is None or not _reachable(cluster, deployment, [joined]):
                     continue
                 if suits(joined):
                     return joined
@@ -404,15 +403,19 @@ def _elsewhere(
 
 
 def _reachable(
-    state: State, settings: Settings, deployment: Deployment, choices: list[GroupChoice]
+    situation: Situation, deployment: Deployment, choices: list[GroupChoice]
 ) -> list[GroupChoice]:
-    if settings.config.migrates or not _has_state(deployment):
+    if situation.settings.config.migrates or not _has_state(deployment):
         return choices
     there = set(deployment.wpg.stored.nodes)
     return [
         choice
         for choice in choices
-        if {gpu.node for name in (choice.group, *choice.beside) for gpu in state.groups[name].gpus}
+        if {
+            gpu.node
+            for name in (choice.group, *choice.beside)
+            for gpu in situation.state.groups[name].gpus
+        }
         <= there
     ]
 
@@ -421,10 +424,11 @@ def _has_state(deployment: Deployment) -> bool:
     return deployment.work.replay.durable_seq > 0 or deployment.wpg.residency == Residency.DEVICE
 
 
-def _may_reopen(state: State, settings: Settings, group: Group) -> bool:
+def _may_reopen(situation: Situation, group: Group) -> bool:
     """Whether all members wait for much less than their jobs accept."""
+    state = situation.state
     for member in map(state.deployment, group.members):
-        if _waiting(member) >= REOPEN_PART * waiting_bound(state, settings, member):
+        if _waiting(member) >= REOPEN_PART * waiting_bound(situation, member):
             return False
     return True
 

@@ -14,7 +14,7 @@ from plexrl.scheduler.state.demand.estimates import LINK_BYTES_PER_S, MOVE_BYTES
 from plexrl.wire.operations import OperationKind
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.state.messages.effects import Effects
+    from plexrl.scheduler.rules.settings import Step
     from plexrl.scheduler.state.messages.events import OperationFinished, StateReported
     from plexrl.scheduler.state.operation import Operation
     from plexrl.scheduler.state.records import Deployment, Group, State
@@ -140,16 +140,15 @@ def record_tier(deployment: "Deployment", tier: str) -> None:
     deployment.wpg.stored.put_in_tier(nodes, per_node)
 
 
-def state_reported(state: "State", effects: "Effects", event: "StateReported", now: float) -> None:
+def state_reported(step: "Step", event: "StateReported") -> None:
     """Update the tiers of a node's states. The WPG's slowest node counts."""
-    del now
     for report in event.states:
-        deployment = state.deployments.get(report.deployment)
+        deployment = step.state.deployments.get(report.deployment)
         if deployment is None or event.node not in deployment.placement.nodes:
             continue
         nvme_bytes = bounded_bytes(report.nvme_bytes)
         deployment.wpg.stored.report(event.node, nvme_bytes, report.on_nvme[-VERSIONS_MAX:])
-        effects.touch_all(deployment.placement.groups)
+        step.effects.touch_all(deployment.placement.groups)
 
 
 def _by_model(
@@ -177,8 +176,10 @@ def _model(
 ) -> MoveLaw | None:
     """The cost model of the path on the deployment's GPUs, or on `ranks`; None: nothing
     measured."""
-    there = deployment.placement.ranks or ranks or ()
     models = state.move_laws
+    if not models:
+        return None
+    there = deployment.placement.ranks or ranks or ()
     model = models.get(_path(state, there, kind, tier))
     if model is None:
         # The reverse direction uses the same links.

@@ -32,9 +32,13 @@ def fence(state: State, groups: Sequence[Group]) -> None:
     No group had that token before: a late report from another group of the same WPG is then never
     taken for a report of its present run.
     """
-    state.tokens_made = max(state.tokens_made, *(group.token for group in groups)) + 1
+    made = state.tokens_made
     for group in groups:
-        group.token = FencingToken(state.tokens_made)
+        if group.token > made:
+            made = group.token
+    state.tokens_made = made + 1
+    for group in groups:
+        group.token = FencingToken(made + 1)
 
 
 def grant(state: State, member: Deployment) -> None:
@@ -109,8 +113,8 @@ def count_offload(state: State, member: Deployment, seconds: float) -> None:
 
 def count_load(state: State, member: Deployment, seconds: float) -> None:
     """Count a load, if it is the second half of a context switch."""
-    if is_switched(state, member):
-        groups = state.groups_of(member)
+    groups = state.groups_of(member)
+    if any(group.switched for group in groups):
         groups[0].switch_seconds += seconds
         for group in groups:
             group.switched = False

@@ -7,7 +7,7 @@ import msgspec
 
 from plexrl.errors import PlexRLError
 from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, OperationId, TenantId
-from plexrl.scheduler.state.machines.operation_states import OperationTrigger, next_state
+from plexrl.scheduler.state.machines.operation_states import AFTER, OperationTrigger, next_state
 from plexrl.wire.messages.cluster_views import ErrorView
 from plexrl.wire.operations import OperationKind, OperationParams, OperationState
 
@@ -200,4 +200,6 @@ def change_operation(operation: Operation, trigger: OperationTrigger) -> None:
     Raises:
         IllegalTransitionError: the table has no such pair.
     """
-    operation.state = next_state(operation.state, trigger)
+    # Each event has one or two of these transitions, so a legal one is looked up without a call.
+    after = AFTER[trigger].get(operation.state)
+    operation.state = next_state(operation.state, trigger) if after is None else after

@@ -348,4 +348,8 @@ class State:
 
     def groups_of(self, deployment: Deployment) -> list[Group]:
         """All groups of a deployment, in the order of its ranks."""
-        return [self.groups[name] for name in deployment.placement.groups]
+        names, groups = deployment.placement.groups, self.groups
+        if len(names) == 1:
+            # By far the most are on one group.
+            return [groups[names[0]]]
+        return [groups[name] for name in names]

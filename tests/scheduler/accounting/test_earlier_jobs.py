@@ -437,7 +437,7 @@ def test_the_shapes_are_bounded() -> None:
     state, long = cluster.core.cluster.state, "x" * 10_000
     for number in range(SHAPES_MAX + 9):
         first.spec.spec_json = f"{long}{number}"
-        remember(state, cluster.core.settings, first)
+        remember(cluster.core.cluster, first)
     first.spec.spec_json = "{}"
     assert len(state.shapes) == SHAPES_MAX
     assert max(map(len, state.shapes)) < 100
@@ -490,10 +490,20 @@ def test_a_paced_job_tells_nothing_of_jobs_that_compute() -> None:
     submit_alone(cluster, "paced", "same", pace="h800:qwen2.5-7b@0.01")
     cluster.pass_time(100.0)
     finish(cluster, "paced")
-    state, settings = cluster.core.cluster.state, cluster.core.settings
+    state = cluster.core.cluster.state
     paced, real = state.deployments[DeploymentId("paced/actor")], submit_alone(cluster, "b", "same")
-    assert usual_length(state, settings, TenantId("t"), "same") == 0.0
+    assert usual_length(cluster.core.cluster, TenantId("t"), "same") == 0.0
     assert profile_key(state, paced) != profile_key(state, real)
     cluster.pass_time(50.0)
     finish(cluster, "b")
-    assert usual_length(state, settings, TenantId("t"), "same") == 64.0
+    assert usual_length(cluster.core.cluster, TenantId("t"), "same") == 64.0
+
+
+def test_a_job_that_never_had_gpus_tells_no_length() -> None:
+    cluster = cluster_of()
+    cluster.start_node(2)
+    submit_alone(cluster, "has them", "other")
+    submit_alone(cluster, "waits", "same")
+    cluster.pass_time(100.0)
+    finish(cluster, "waits")
+    assert usual_length(cluster.core.cluster, TenantId("t"), "same") == 0.0

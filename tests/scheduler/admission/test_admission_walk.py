@@ -39,7 +39,7 @@ def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
 
     def turn(each: Deployment) -> AdmissionKey:
         share = tenant_share(cluster.holdings, cluster.state.job(each.job).tenant, now)
-        return admission_key(cluster.state, cluster.settings, each, share, now)
+        return admission_key(cluster, each, share, now)
 
     while left:
         deployment = min(left.values(), key=turn)

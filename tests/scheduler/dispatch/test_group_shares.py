@@ -180,11 +180,11 @@ def test_a_newcomer_begins_with_the_least_share_of_those_who_contend() -> None:
     (group,) = context.state.groups.values()
     group.holder, group.shares = None, {TenantId("a"): 70.0, TenantId("b"): 90.0}
     members = [context.state.deployments[name] for name in group.members]
-    settle_shares(context.state, context.settings, group, members, cluster.now)
+    settle_shares(context.step(cluster.now), group, members)
     assert group.shares == {"a": 70.0, "b": 90.0, "c": 70.0}
 
     # Once a tenant is alone, the shares of before mean nothing.
-    settle_shares(context.state, context.settings, group, members[:1], cluster.now)
+    settle_shares(context.step(cluster.now), group, members[:1])
     assert not group.shares
 
 
@@ -203,8 +203,8 @@ def test_time_in_which_nobody_else_waited_takes_nothing_from_others() -> None:
     group.shares = {TenantId("a"): 0.0, TenantId("b"): 0.0}
     # The other one came in the middle of what the holder had since the last settlement.
     holder.demand.burst.wants_since, other.demand.burst.wants_since = now, now - 20.0
-    settle_shares(context.state, context.settings, group, [holder, other], now)
+    settle_shares(context.step(now), group, [holder, other])
     assert group.shares == {"a": 20.0, "b": 0.0}
     # It has waited for longer than since that settlement.
-    settle_shares(context.state, context.settings, group, [holder, other], now + 5.0)
+    settle_shares(context.step(now + 5.0), group, [holder, other])
     assert group.shares == {"a": 25.0, "b": 0.0}

@@ -169,8 +169,7 @@ def guest_burst(cluster: FakeCluster, **fields: float) -> Candidate:
 
 
 def checked_after(cluster: FakeCluster, burst: Candidate) -> float | None:
-    state, settings = cluster.core._context.state, cluster.core._context.settings
-    return holds_back(state, settings, member(cluster, "c"), burst, cluster.now)
+    return holds_back(cluster.core.cluster, member(cluster, "c"), burst, cluster.now)
 
 
 def expecting_cluster(**changes: object) -> tuple[FakeCluster, float]:

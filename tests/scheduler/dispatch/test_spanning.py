@@ -196,8 +196,7 @@ def test_what_goes_before_on_another_group_at_the_same_time_delays_nobody_twice(
     cluster.submit("large:0", "large/actor", "optim_step")
     before = cluster.explanation_of("large:0")["eta_s"]
     cluster.submit("next/1", waiting[1], "optim_step")
-    settings, now = cluster.core.settings, cluster.now
-    ahead = goes_before(state_of(cluster), settings, groups[0], large, now)
+    ahead = goes_before(cluster.core.cluster, groups[0], large, cluster.now)
     assert {each.name for each in ahead} == set(waiting)
     assert cluster.explanation_of("large:0")["eta_s"] == pytest.approx(before, rel=0.05)
 

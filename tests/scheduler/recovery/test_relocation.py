@@ -459,9 +459,9 @@ def test_a_wpg_whose_state_is_being_copied_is_not_displaced() -> None:
     cluster = migrating()
     context = cluster.core._context
     deployment = context.state.deployment("a/actor")
-    assert not may_displace(context.state, context.settings, deployment)
+    assert not may_displace(context, deployment)
     cluster.settle()
-    assert may_displace(context.state, context.settings, deployment)
+    assert may_displace(context, deployment)
 
 
 def test_each_move_doubles_the_time_until_the_next_one() -> None:
@@ -486,7 +486,7 @@ def test_a_closed_group_opens_only_if_its_members_wait_much_less_than_they_accep
     deployment = whole.state.deployment("a/actor")
     (group,) = whole.state.groups.values()
     group.is_closed = True
-    part = waited * waiting_bound(whole.state, whole.settings, deployment)
+    part = waited * waiting_bound(whole, deployment)
     for index in range(CYCLES_MIN):
         at = cluster.now + 1.0 + index
         deployment.demand.cycles.add(Cycle(at, 100.0, 100.0 * part, 10.0, ()))

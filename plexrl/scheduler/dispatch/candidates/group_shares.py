@@ -25,26 +25,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from plexrl.ids import TenantId
-    from plexrl.scheduler.rules.settings import Settings
-    from plexrl.scheduler.state.records import Deployment, Group, State
+    from plexrl.scheduler.rules.settings import Step
+    from plexrl.scheduler.state.records import Deployment, Group
 
 
 def settle_shares(
-    state: "State",
-    settings: "Settings",
+    step: "Step",
     group: "Group",
     contenders: "Sequence[Deployment]",
-    now: float,
 ) -> None:
     """Bring the shares up to date before the group is given to one of `contenders`: its members
     that want it, among them the holder if it would go on. Some orderings heed no shares."""
-    if not contenders or not settings.ordering.shares_fairly:
+    state, now = step.state, step.now
+    if not contenders or not step.settings.ordering.shares_fairly:
         return
     since: dict[TenantId, float] = {}
     """When each tenant began to wait; of the holder's own tenant it is not used."""
-    for each in contenders:
-        tenant = state.jobs[each.job].tenant
-        wants_since = each.demand.burst.wants_since
+    for contender in contenders:
+        tenant = state.jobs[contender.job].tenant
+        wants_since = contender.demand.burst.wants_since
         began = now if wants_since is None else wants_since
         since[tenant] = min(since.get(tenant, began), began)
     served_from, group.shared_at = group.shared_at, now
@@ -65,18 +64,18 @@ def settle_shares(
 
 
 def settle_all(
-    state: "State",
-    settings: "Settings",
+    step: "Step",
     groups: "Sequence[Group]",
     contenders: "Sequence[Deployment]",
-    now: float,
 ) -> None:
     """As `settle_shares`, for all groups of a holder."""
     for group in groups:
         there = contenders
         if len(groups) > 1:
-            there = [each for each in contenders if group.group in each.placement.groups]
-        settle_shares(state, settings, group, there, now)
+            there = [
+                contender for contender in contenders if group.group in contender.placement.groups
+            ]
+        settle_shares(step, group, there)
 
 
 def share_of(group: "Group", tenant: "TenantId") -> float:

@@ -99,12 +99,14 @@ def candidate(state: State, deployment: Deployment) -> Candidate:
         ended_at = deployment.demand.burst.ended_at
         if ended_at is not None:
             cycle_s = max(0.0, arrived_at - ended_at) + max(queued_s, burst_s)
-    job = state.jobs[deployment.job]
-    groups = state.groups_of(deployment)
-    setup_s, share = switch_cost(state, groups[0], deployment), share_of(groups[0], job.tenant)
-    for group in groups[1:]:
-        setup_s = max(setup_s, switch_cost(state, group, deployment))
-        share = max(share, share_of(group, job.tenant))
+    job, names = state.jobs[deployment.job], deployment.placement.groups
+    first = state.groups[names[0]]
+    setup_s = switch_cost(state, first, deployment)
+    share = share_of(first, job.tenant) if first.shares else 0.0
+    if len(names) > 1:
+        for group in state.groups_of(deployment)[1:]:
+            setup_s = max(setup_s, switch_cost(state, group, deployment))
+            share = max(share, share_of(group, job.tenant))
     return Candidate(
         name=deployment.deployment,
         serial=deployment.serial,
@@ -114,7 +116,7 @@ def candidate(state: State, deployment: Deployment) -> Candidate:
         head_s=head_s,
         cycle_s=cycle_s,
         served_at=deployment.demand.burst.served_at,
-        turns_away=_turns_away(groups[0], deployment),
+        turns_away=_turns_away(first, deployment),
         share=share,
         priority=job.priority,
     )

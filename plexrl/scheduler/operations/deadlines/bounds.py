@@ -17,8 +17,7 @@ from plexrl.wire.operations import OperationKind
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from plexrl.scheduler.rules.settings import Settings
-    from plexrl.scheduler.state.messages.effects import Effects
+    from plexrl.scheduler.rules.settings import Settings, Situation, Step
     from plexrl.scheduler.state.records import Deployment, State
     from plexrl.wire.messages import Run
 
@@ -66,20 +65,21 @@ class BoundedRun:
         return now > max(self.expected_at, self.began_at + NAMED_PART * self.bound_s)
 
 
-def watch(state: "State", effects: "Effects", deployment: "Deployment", now: float) -> None:
+def watch(step: "Step", deployment: "Deployment") -> None:
     """Look at the deployment's runs from now on. No bound is shorter than the time until then, so
     one timer serves all of them."""
-    deployment.work.watch(now + state.overdue_s)
-    effects.wake(deployment.work.watch_at, timers.overdue(deployment.deployment))
+    deployment.work.watch(step.now + step.state.overdue_s)
+    step.effects.wake(deployment.work.watch_at, timers.overdue(deployment.deployment))
 
 
-def runs(state: "State", settings: "Settings", deployment: "Deployment") -> "Iterator[BoundedRun]":
+def runs(situation: "Situation", deployment: "Deployment") -> "Iterator[BoundedRun]":
     """What is under way on the deployment's workers."""
+    state, settings = situation.state, situation.settings
     moving = deployment.wpg.moving
     if moving is not None:
-        yield _run(state, settings, deployment, moving, is_move=True)
+        yield _run(situation, deployment, moving, is_move=True)
     for command in deployment.work.running.values():
-        yield _run(state, settings, deployment, command, is_move=False)
+        yield _run(situation, deployment, command, is_move=False)
     if is_launching(state, deployment):
         yield BoundedRun(
             operation=OperationId(""),
@@ -102,13 +102,13 @@ def is_launching(state: "State", deployment: "Deployment") -> bool:
 
 
 def _run(
-    state: "State",
-    settings: "Settings",
+    situation: "Situation",
     deployment: "Deployment",
     command: "Run",
     *,
     is_move: bool,
 ) -> BoundedRun:
+    state = situation.state
     operation = state.operations[command.operation]
     expected_s = _expected_s(state, deployment, command.kind, operation.tokens)
     return BoundedRun(
@@ -118,7 +118,7 @@ def _run(
         # While a run's report could not arrive, it may have ended.
         began_at=max(deployment.work.sent_at(operation) or 0.0, state.issued_at),
         expected_s=expected_s,
-        bound_s=_bound_s(settings, deployment, command.kind, expected_s),
+        bound_s=_bound_s(situation.settings, deployment, command.kind, expected_s),
     )
 
 

@@ -12,15 +12,16 @@ from plexrl.errors import (
     PlexRLError,
 )
 from plexrl.ids import OperationId
-from plexrl.scheduler.operations.operations import Finishing, abort, interrupt
+from plexrl.scheduler.operations.operations import abort, fail_queued, interrupt
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, State
+from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind, OperationState
 
 
-def cancel(state: State, effects: Effects, operation: Operation, now: float) -> None:
+def cancel(step: Step, operation: Operation) -> None:
     """Cancel an operation.
 
     Raises:
@@ -29,33 +30,34 @@ def cancel(state: State, effects: Effects, operation: Operation, now: float) -> 
     if operation.state.is_final:
         return
     if operation.state == OperationState.PENDING:
-        Finishing(state, effects, now).fail_queued(operation, early_end(operation, now))
+        fail_queued(step, operation, early_end(operation, step.now))
         return
     if operation.kind != OperationKind.GENERATE:
         raise ConflictError(
             f"a running {operation.kind.value} cannot be cancelled: wait for its result"
         )
-    _end_run(state, effects, operation)
+    _end_run(step, operation)
 
 
-def interrupt_all(effects: Effects, state: State, filler: Deployment) -> None:
+def interrupt_all(step: Step, filler: Deployment) -> None:
     """Have the filler's generations end after their present token."""
     for name, command in filler.work.running.items():
-        operation = state.operations[name]
+        operation = step.state.operations[name]
         if command.kind is OperationKind.GENERATE and not (
             operation.is_interrupted or operation.is_aborted
         ):
             operation.is_interrupted = True
-            interrupt(effects, command)
+            interrupt(step.effects, command)
 
 
-def stop_rows(state: State, effects: Effects, operation: Operation, rows: tuple[int, ...]) -> None:
+def stop_rows(step: Step, operation: Operation, rows: tuple[int, ...]) -> None:
     """Stop some rows of a generation; the others go on. Rows of a pending one never draw a token,
     also if it is pending because its run is to be repeated.
 
     Raises:
         ConflictError: it has no rows, or they cannot be stopped one by one.
     """
+    state = step.state
     if operation.kind != OperationKind.GENERATE:
         raise ConflictError(
             f"operation {operation.operation!r} is a {operation.kind.value}, and only a generate "
@@ -71,7 +73,7 @@ def stop_rows(state: State, effects: Effects, operation: Operation, rows: tuple[
     operation.stopped_rows = tuple(sorted({*operation.stopped_rows, *rows}))
     if operation.state == OperationState.RUNNING:
         deployment = state.deployment(operation.deployment)
-        abort(effects, deployment.work.running[operation.operation], rows)
+        abort(step.effects, deployment.work.running[operation.operation], rows)
 
 
 def await_deadline(effects: Effects, operation: Operation) -> None:
@@ -80,8 +82,9 @@ def await_deadline(effects: Effects, operation: Operation) -> None:
         effects.wake(operation.deadline_at, timers.deadline(operation.operation))
 
 
-def deadline_passed(state: State, effects: Effects, name: OperationId, now: float) -> None:
+def deadline_passed(step: Step, name: OperationId) -> None:
     """End an operation at its deadline, unless it has ended before."""
+    state, now = step.state, step.now
     operation = state.operations.get(name)
     if operation is None or operation.state.is_final:
         return
@@ -89,9 +92,9 @@ def deadline_passed(state: State, effects: Effects, name: OperationId, now: floa
         # Another operation with the same id, after the first one left the history.
         return
     if operation.state == OperationState.PENDING:
-        Finishing(state, effects, now).fail_queued(operation, early_end(operation, now))
+        fail_queued(step, operation, early_end(operation, now))
     elif operation.kind == OperationKind.GENERATE and not operation.is_aborted:
-        _end_run(state, effects, operation)
+        _end_run(step, operation)
 
 
 def is_over(operation: Operation, now: float) -> bool:
@@ -113,7 +116,7 @@ def early_end(operation: Operation, now: float) -> PlexRLError:
     )
 
 
-def _end_run(state: State, effects: Effects, operation: Operation) -> None:
+def _end_run(step: Step, operation: Operation) -> None:
     operation.is_aborted = True
-    deployment = state.deployment(operation.deployment)
-    abort(effects, deployment.work.running[operation.operation])
+    deployment = step.state.deployment(operation.deployment)
+    abort(step.effects, deployment.work.running[operation.operation])

@@ -12,10 +12,9 @@ from typing import NamedTuple, TypedDict
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.operations.deadlines.bounds import BoundedRun, is_launching, runs, watch
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.effects import Effects
-from plexrl.scheduler.state.records import Deployment, State
+from plexrl.scheduler.state.records import Deployment
 
 
 class OverdueView(TypedDict):
@@ -40,16 +39,15 @@ class Overrun(NamedTuple):
     """It counts as a failure of the WPG."""
 
 
-def find_overrun(
-    state: State, settings: Settings, effects: Effects, name: DeploymentId, now: float
-) -> Overrun | None:
+def find_overrun(step: Step, name: DeploymentId) -> Overrun | None:
     """A deployment with a run that has missed its bound; None if it has none, or is gone. As long
     as something runs, sets the timer for the next look."""
+    state, now = step.state, step.now
     deployment = state.deployments.get(name)
     if deployment is None or now < deployment.work.watch_at:
         return None
     deployment.work.watch(0.0)
-    found = [*runs(state, settings, deployment)]
+    found = [*runs(step, deployment)]
     if not found or not state.overdue_s:
         # The next start sets a timer.
         return None
@@ -61,7 +59,7 @@ def find_overrun(
     # meanwhile is due no earlier than after the least bound.
     latest = now + state.overdue_s
     deployment.work.watch(latest if missed else min(latest, *[each.due_at for each in found]))
-    effects.wake(deployment.work.watch_at, timers.overdue(name))
+    step.effects.wake(deployment.work.watch_at, timers.overdue(name))
     return None
 
 
@@ -75,9 +73,10 @@ def _reason(missed: BoundedRun, now: float) -> str:
     )
 
 
-def watch_all(state: State, effects: Effects, now: float) -> None:
+def watch_all(step: Step) -> None:
     """Look at the runs of all deployments: the setting may be new, or the snapshot old. No report
     could arrive before, so all bounds count from now on."""
+    state, now = step.state, step.now
     state.issued_at = now
     if not state.overdue_s:
         return
@@ -87,7 +86,7 @@ def watch_all(state: State, effects: Effects, now: float) -> None:
             or deployment.wpg.moving is not None
             or is_launching(state, deployment)
         ):
-            watch(state, effects, deployment, now)
+            watch(step, deployment)
 
 
 def overdue_view(cluster: Cluster, now: float) -> list[OverdueView]:
@@ -98,12 +97,12 @@ def overdue_view(cluster: Cluster, now: float) -> list[OverdueView]:
     return [
         {
             "deployment": deployment.deployment,
-            "operation": each.operation,
-            "kind": each.kind,
-            "expected_at": each.expected_at,
-            "replaced_at": each.due_at,
+            "operation": run.operation,
+            "kind": run.kind,
+            "expected_at": run.expected_at,
+            "replaced_at": run.due_at,
         }
         for deployment in state.deployments.values()
-        for each in runs(state, cluster.settings, deployment)
-        if each.is_overdue(now) and (state.routers or not each.operation)
+        for run in runs(cluster, deployment)
+        if run.is_overdue(now) and (state.routers or not run.operation)
     ]

@@ -24,13 +24,13 @@ from plexrl.scheduler.operations.held.unreturned_memory import (
     reason_for,
 )
 from plexrl.scheduler.operations.submission.queue_order import return_to_queue
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.messages.cluster_views import ForeignMemoryView, HeldView
@@ -48,14 +48,13 @@ def is_held(error: PlexRLError, *, state_intact: bool) -> bool:
 
 
 def hold(
-    state: State,
-    effects: Effects,
+    step: Step,
     deployment: Deployment,
     operation: Operation,
     error: PlexRLError,
-    now: float,
 ) -> None:
     """Retry a run, which is no longer in flight, after a back-off."""
+    effects, now = step.effects, step.now
     delay(deployment, error, now)
     effects.wake(deployment.wpg.backoff.until, timers.group_step(deployment.placement.groups[0]))
     effects.touch_all(deployment.placement.groups)
@@ -63,7 +62,7 @@ def hold(
     deployment.demand.cycles.abandon()
     discard(operation)
     if operation.operation not in deployment.work.replay.replaying:
-        requeue(state, deployment, operation, now)
+        requeue(step.state, deployment, operation, now)
 
 
 def delay(
@@ -147,9 +146,9 @@ def foreign_text(each: ForeignMemoryView) -> str:
 def _held(state: State, names: Iterable[DeploymentId] | None) -> list[Deployment]:
     deployments = map(state.deployment, state.deployments if names is None else names)
     return [
-        each
-        for each in deployments
-        if each.wpg.backoff.code
-        and (each.work.queue or each.work.running)
-        and each.wpg.state is not WpgState.STOPPED
+        deployment
+        for deployment in deployments
+        if deployment.wpg.backoff.code
+        and (deployment.work.queue or deployment.work.running)
+        and deployment.wpg.state is not WpgState.STOPPED
     ]

@@ -7,7 +7,7 @@ which operations ended lately. Accepted operations are never dropped.
 import math
 
 from plexrl.errors import OverloadedError
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.state.deployment.work import InFlight
 from plexrl.scheduler.state.messages.events import OperationSubmitted
 from plexrl.scheduler.state.operation import Operation
@@ -21,8 +21,7 @@ RETRY_AFTER_S_MAX = 60.0
 
 
 def check_room(
-    state: State,
-    settings: Settings,
+    situation: Situation,
     event: OperationSubmitted,
     deployment: Deployment,
     source: Deployment | None,
@@ -32,10 +31,16 @@ def check_room(
     Raises:
         OverloadedError: a limit is reached; `details` name it and the time to retry.
     """
-    config = settings.config
-    _check_queue(deployment, config.pending_operations_max)
-    if source is not None:
-        _check_queue(source, config.pending_operations_max)
+    state = situation.state
+    config = situation.settings.config
+    for each in (deployment, source):
+        if each is not None and len(each.work.queue) >= config.pending_operations_max:
+            raise _refusal(
+                f"{each.deployment!r} has {len(each.work.queue)} operations waiting, its bound",
+                "pending_operations_max",
+                each.work.in_flight,
+                0,
+            )
     tenant = state.jobs[deployment.job].tenant
     in_flight = state.in_flight.get(tenant)
     if in_flight is None:
@@ -96,17 +101,6 @@ def _of_tenant(state: State, deployment: Deployment) -> InFlight:
     if found is None:
         found = state.in_flight[tenant] = InFlight()
     return found
-
-
-def _check_queue(deployment: Deployment, bound: int) -> None:
-    if len(deployment.work.queue) >= bound:
-        raise _refusal(
-            f"{deployment.deployment!r} has {len(deployment.work.queue)} operations waiting, "
-            "its bound",
-            "pending_operations_max",
-            deployment.work.in_flight,
-            0,
-        )
 
 
 def _check_bytes(

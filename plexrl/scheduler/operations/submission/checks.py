@@ -57,13 +57,13 @@ def check_same(known: Operation, event: OperationSubmitted) -> None:
         )
 
 
-def check_deadline(event: OperationSubmitted) -> None:
+def check_deadline(deadline_s: float) -> None:
     """Refuse a deadline outside its range.
 
     Raises:
         InvalidRequestError: the deadline is not above 0, or above `DEADLINE_S_MAX`.
     """
-    if event.deadline_s is not None and not 0 < event.deadline_s <= DEADLINE_S_MAX:
+    if not 0 < deadline_s <= DEADLINE_S_MAX:
         raise InvalidRequestError(
-            f"deadline_s is {event.deadline_s:g}: give seconds above 0, {DEADLINE_S_MAX} at most"
+            f"deadline_s is {deadline_s:g}: give seconds above 0, {DEADLINE_S_MAX} at most"
         )

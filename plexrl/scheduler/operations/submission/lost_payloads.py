@@ -12,6 +12,7 @@ from plexrl.errors import PayloadLostError, PlexRLError
 from plexrl.ids import BlobRef, OperationId
 from plexrl.scheduler.accounting.usage import discard
 from plexrl.scheduler.operations.held.holding import requeue
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job, State
@@ -40,15 +41,14 @@ def may_have_run(state: State, deployment: Deployment, operation: Operation) -> 
 
 
 def draw_again(
-    state: State,
-    effects: Effects,
+    step: Step,
     deployment: Deployment,
     operation: Operation,
     error: PlexRLError,
-    now: float,
 ) -> bool:
     """Repeat a generation from its beginning if what it had drawn is lost. False: something else
     is; nothing has changed."""
+    effects = step.effects
     if not isinstance(error, PayloadLostError) or operation.partial is None:
         return False
     if error.details.get("payload") != operation.partial:
@@ -57,7 +57,7 @@ def draw_again(
     operation.partial = None
     discard(operation)
     deployment.work.end_run(operation.operation)
-    requeue(state, deployment, operation, now)
+    requeue(step.state, deployment, operation, step.now)
     effects.touch_all(deployment.placement.groups)
     return True
 

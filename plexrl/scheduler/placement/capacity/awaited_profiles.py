@@ -18,33 +18,33 @@ from plexrl.scheduler.state.messages import timers
 
 if TYPE_CHECKING:
     from plexrl.ids import DeploymentId
-    from plexrl.scheduler.placement.cluster import Cluster
+    from plexrl.scheduler.placement.cluster import Context
     from plexrl.scheduler.rules.settings import Settings
-    from plexrl.scheduler.state.messages.effects import Effects
     from plexrl.scheduler.state.records import Deployment
 
 
-def await_profile(settings: "Settings", effects: "Effects", deployment: "Deployment") -> None:
+def await_profile(context: "Context", deployment: "Deployment") -> None:
     """Set a timer for the end of the wait, if the deployment's group is closed for it."""
+    settings = context.settings
     if settings.policy.repacks and _is_awaited(deployment):
-        effects.wake(_awaited_until(settings, deployment), timers.profile(deployment.deployment))
+        until = _awaited_until(settings, deployment)
+        context.effects.wake(until, timers.profile(deployment.deployment))
 
 
-def await_all_profiles(cluster: "Cluster", effects: "Effects") -> None:
+def await_all_profiles(context: "Context") -> None:
     """Set the timers again: the settings may have changed."""
-    for name in cluster.state.deployments:
-        await_profile(cluster.settings, effects, cluster.state.deployments[name])
+    for deployment in context.state.deployments.values():
+        await_profile(context, deployment)
 
 
-def look_for_profile(
-    cluster: "Cluster", effects: "Effects", name: "DeploymentId", now: float
-) -> None:
+def look_for_profile(context: "Context", name: "DeploymentId", now: float) -> None:
     """Open the deployment's group if its profile has been awaited long enough."""
+    cluster = context.cluster
     deployment = cluster.state.deployments.get(name)
     if deployment is None or not _is_awaited(deployment):
         return
     if now < _awaited_until(cluster.settings, deployment):
-        await_profile(cluster.settings, effects, deployment)
+        await_profile(context, deployment)
         return
     deployment.demand.cycles.await_no_profile()
     for group in cluster.state.groups_of(deployment):

@@ -19,7 +19,7 @@ from plexrl.scheduler.placement.contention.service_level import waiting_bound
 from plexrl.scheduler.rules.switch_cost import load_s, offload_s
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.rules.settings import Settings
+    from plexrl.scheduler.rules.settings import Situation
     from plexrl.scheduler.state.records import Deployment, Group, State
 
 
@@ -54,25 +54,24 @@ def round_share(state: "State", deployment: "Deployment", group: "Group") -> Rou
     return RoundShare(cycle_s=trace.period_s, busy_s=worst_s + switches_s)
 
 
-def added_stretch(
-    state: "State", settings: "Settings", group: "Group", deployment: "Deployment"
-) -> float | None:
+def added_stretch(situation: "Situation", group: "Group", deployment: "Deployment") -> float | None:
     """How much the members' total stretch would grow if the deployment joined `group`.
 
     None if the shares would not fit, or a member would wait more than its job accepts.
     """
+    state = situation.state
     newcomer = round_share(state, deployment, group)
     if newcomer is None:
         return None
     shares = []
-    bounds = [waiting_bound(state, settings, deployment)]
+    bounds = [waiting_bound(situation, deployment)]
     for name in group.members:
         member = state.deployment(name)
         share = round_share(state, member, group)
         if share is None:
             return None
         shares.append(share)
-        bounds.append(waiting_bound(state, settings, member))
+        bounds.append(waiting_bound(situation, member))
     before_s, after_s = round_s(shares), round_s([*shares, newcomer])
     if before_s is None or after_s is None:
         return None

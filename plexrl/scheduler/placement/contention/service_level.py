@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from plexrl.ids import DeploymentId
     from plexrl.scheduler.placement.cluster import Cluster
     from plexrl.scheduler.placement.contention.contention import Contention
-    from plexrl.scheduler.rules.settings import Settings
-    from plexrl.scheduler.state.records import Deployment, Job, State
+    from plexrl.scheduler.rules.settings import Settings, Situation
+    from plexrl.scheduler.state.records import Deployment, Job
 
 
 def bound_of(settings: "Settings", job: "Job") -> float:
@@ -26,14 +26,14 @@ def bound_of(settings: "Settings", job: "Job") -> float:
     return settings.config.waiting_part_max if job.slo is None else job.slo
 
 
-def waiting_bound(state: "State", settings: "Settings", deployment: "Deployment") -> float:
+def waiting_bound(situation: "Situation", deployment: "Deployment") -> float:
     """The greatest part of its time that the deployment may wait."""
-    return bound_of(settings, state.job(deployment.job))
+    return bound_of(situation.settings, situation.state.job(deployment.job))
 
 
 def is_tight(cluster: "Cluster", deployment: "Deployment") -> bool:
     """Whether the deployment has a tighter bound than the cluster's."""
-    bound = waiting_bound(cluster.state, cluster.settings, deployment)
+    bound = waiting_bound(cluster, deployment)
     return bound < cluster.settings.config.waiting_part_max
 
 
@@ -55,14 +55,14 @@ def keeps_bounds(
 
     `expected`: the prediction, the newcomer first and then the members; None: it cannot be made.
     """
-    state, settings = cluster.state, cluster.settings
+    state = cluster.state
     residents = [deployment, *[state.deployment(name) for name in members]]
-    is_guess = expected is None or any(each.demand.has_prior for each in residents)
+    is_guess = expected is None or any(resident.demand.has_prior for resident in residents)
     if is_guess and has_tight_bound(cluster, deployment, members):
         return False
     if expected is None:
         return True
     for each, waiting_part in zip(residents, expected.members, strict=True):
-        if waiting_part > waiting_bound(state, settings, each):
+        if waiting_part > waiting_bound(cluster, each):
             return False
     return True

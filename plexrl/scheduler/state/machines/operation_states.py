@@ -31,5 +31,9 @@ TRANSITIONS: dict[tuple[OperationState, OperationTrigger], OperationState] = {
     **{(state, OperationTrigger.CANCELLED): OperationState.CANCELLED for state in _LIVE},
 }
 
-next_state: Final = Machine("operation", TRANSITIONS).next_state
+_MACHINE: Final = Machine("operation", TRANSITIONS)
+
+next_state: Final = _MACHINE.next_state
 """See `Machine.next_state`."""
+AFTER: Final = _MACHINE.after
+"""The state after each trigger, by the state before it."""

@@ -27,10 +27,10 @@ class Machine(Generic[State, Trigger]):
 
     def __init__(self, name: str, table: Mapping[tuple[State, Trigger], State]) -> None:
         self._name = name
-        # By trigger, then by state: a lookup makes no tuple.
-        self._after: dict[Trigger, dict[State, State]] = {}
+        self.after: dict[Trigger, dict[State, State]] = {}
+        """By trigger, then by state: a lookup makes no tuple."""
         for (state, trigger), after in table.items():
-            self._after.setdefault(trigger, {})[state] = after
+            self.after.setdefault(trigger, {})[state] = after
 
     def next_state(self, state: State, trigger: Trigger) -> State:
         """The state after `trigger`.
@@ -39,6 +39,6 @@ class Machine(Generic[State, Trigger]):
             IllegalTransitionError: the table has no such pair.
         """
         try:
-            return self._after[trigger][state]
+            return self.after[trigger][state]
         except KeyError:
             raise IllegalTransitionError(self._name, state, trigger) from None

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from plexrl.ids import DeploymentId, JobId, NodeId, TenantId
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.placement.choice.search import fitting
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.placement.placement import join, leave, place
 from plexrl.scheduler.recovery.nodes import node_joined
 from plexrl.scheduler.rules.config import SchedulerConfig

@@ -1,9 +1,9 @@
 """Which of several groups a search finds."""
 
 from plexrl.ids import DeploymentId, NodeId
-from plexrl.scheduler.jobs.context import Context
 from plexrl.scheduler.placement.capacity.index import CANDIDATES_PER_PASS
 from plexrl.scheduler.placement.choice.search import fitting
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.placement.placement import place
 from plexrl.scheduler.recovery.nodes import node_joined
 from plexrl.scheduler.rules.config import SchedulerConfig

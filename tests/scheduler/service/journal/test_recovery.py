@@ -18,7 +18,7 @@ from plexrl.errors import ExecutionError, InvalidRequestError, PlexRLError, Stor
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.core.snapshot import encode
-from plexrl.scheduler.jobs.context import Context
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.queries.views import operation_log
 from plexrl.scheduler.rules.config import (
     LATER_SETTINGS,
