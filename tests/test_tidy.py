@@ -26,6 +26,7 @@ DIRECTION = (
     "traces",
     "environments",
     "client",
+    "runs",
     "rewards",
     "model",
     "events",
@@ -50,6 +51,7 @@ LAYERS = {
         "trackers",
         "data",
     ),
+    "runs": ("service", "controller_process", "records"),
     "environments": ("adapters", "roll_out", "trajectory", "tools", "texts", "environment"),
     "cluster": (
         "supervisor",

@@ -29,8 +29,7 @@ from typing import Any
 
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.accounting.profiler import DRIFT_CYCLES
-from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.rules.step import Situation
+from plexrl.scheduler.rules.settings import Settings, Situation
 from plexrl.scheduler.state.demand.estimates import KEPT, WEIGHT
 from plexrl.scheduler.state.demand.trace import DemandTrace, ShapeDemand
 from plexrl.scheduler.state.machines.wpg_states import WpgState

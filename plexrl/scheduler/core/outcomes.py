@@ -41,7 +41,7 @@ from plexrl.scheduler.recovery.rebuilding import LOST_CODES, fall_back, publish_
 from plexrl.scheduler.recovery.relocation import cancel_move
 from plexrl.scheduler.rules.limits import within_limits
 from plexrl.scheduler.rules.lookups import owner_of
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.rules.switch_cost import HOST, observe_move, record_tier, round_trip_s
 from plexrl.scheduler.state import group_lock
 from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX

@@ -1,7 +1,6 @@
 """Bursts of a lock's holder: which operations belong to one, and the pauses before and in them."""
 
-from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.rules.step import Situation, Step
+from plexrl.scheduler.rules.settings import Settings, Situation, Step
 from plexrl.scheduler.rules.switch_cost import round_trip_s
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment

@@ -101,9 +101,8 @@ class GroupStep:
             if not work.running and not held and may_replay(self._state, holder):
                 self._replay_next(holder)
             return
-        if wpg.moves.planned is not None and is_stopping(self._state, holder):
-            return
-        if holder.spec.preemptible and self._gives_way(holder):
+        stops = wpg.moves.planned is not None and is_stopping(self._state, holder)
+        if stops or (holder.spec.preemptible and self._gives_way(holder)):
             return
         if holder.spec.kind == "forward" and leans_on_its_source(holder, self._now):
             self._snapshot(holder)

@@ -11,7 +11,7 @@ import math
 from typing import Final
 
 from plexrl.scheduler.rules.next_use import EXPECTED_PAUSES, usual_pause_s, worked_until
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.rules.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers

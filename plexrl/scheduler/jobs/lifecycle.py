@@ -34,8 +34,7 @@ from plexrl.scheduler.placement.rendezvous import (
     rendezvous,
     take_port,
 )
-from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.rules.step import Situation, Step
+from plexrl.scheduler.rules.settings import Settings, Situation, Step
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobState, JobTrigger
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger

@@ -21,8 +21,7 @@ from plexrl.scheduler.placement.placement import vacate
 from plexrl.scheduler.placement.rendezvous import may_span
 from plexrl.scheduler.recovery.rebuilding import rebuild
 from plexrl.scheduler.recovery.relocation import drain
-from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.rules.step import Situation, Step
+from plexrl.scheduler.rules.settings import Settings, Situation, Step
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState

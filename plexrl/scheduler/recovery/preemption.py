@@ -10,7 +10,7 @@ like new ones and continue from their state. Operations submitted before run fir
 from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.recovery.deadlocks import is_waited_for, placed_of
 from plexrl.scheduler.recovery.evacuation import displace, may_displace
-from plexrl.scheduler.rules.step import Situation
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.state.records import Job
 
 

@@ -27,8 +27,7 @@ from plexrl.scheduler.placement.contention.colocation import is_colocated, own_g
 from plexrl.scheduler.placement.contention.service_level import waiting_bound
 from plexrl.scheduler.placement.placement import join, modes, place, vacate
 from plexrl.scheduler.rules.policies import PlacementMode
-from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.rules.step import Situation, Step
+from plexrl.scheduler.rules.settings import Settings, Situation, Step
 from plexrl.scheduler.rules.switch_cost import HOST, record_tier, round_trip_s
 from plexrl.scheduler.state.demand.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.state.deployment.wpg.moves import MoveCause, Relocation

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from plexrl.ids import TenantId
-    from plexrl.scheduler.rules.step import Step
+    from plexrl.scheduler.rules.settings import Step
     from plexrl.scheduler.state.records import Deployment, Group
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypedDict
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.operations.deadlines.bounds import BoundedRun, is_launching, runs, watch
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.records import Deployment
 

@@ -24,7 +24,7 @@ from plexrl.scheduler.operations.held.unreturned_memory import (
     reason_for,
 )
 from plexrl.scheduler.operations.submission.queue_order import return_to_queue
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger

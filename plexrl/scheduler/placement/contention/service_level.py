@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from plexrl.ids import DeploymentId
     from plexrl.scheduler.placement.cluster import Cluster
     from plexrl.scheduler.placement.contention.contention import Contention
-    from plexrl.scheduler.rules.settings import Settings
-    from plexrl.scheduler.rules.step import Situation
+    from plexrl.scheduler.rules.settings import Settings, Situation
     from plexrl.scheduler.state.records import Deployment, Job
 
 
