@@ -7,7 +7,7 @@ of an old worker is not taken for a new one's. Decisions never read dropped jobs
 """
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.rules.step import Situation, Step
+from plexrl.scheduler.rules.settings import Situation, Step
 from plexrl.scheduler.state.records import ForgottenJobs, State
 
 INCARNATIONS_MAX = 4096

@@ -29,8 +29,7 @@ from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import is_possible
 from plexrl.scheduler.placement.waiting.units import expected_length, expected_step
 from plexrl.scheduler.rules.hrrs import ratio_of, starves_at
-from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.rules.step import Situation
+from plexrl.scheduler.rules.settings import Settings, Situation
 from plexrl.scheduler.state.records import Deployment, Job, State
 
 AdmissionKey = tuple[bool, int, float, float, float, int]

@@ -41,7 +41,7 @@ from plexrl.scheduler.recovery.rebuilding import LOST_CODES, fall_back, publish_
 from plexrl.scheduler.recovery.relocation import cancel_move
 from plexrl.scheduler.rules.limits import within_limits
 from plexrl.scheduler.rules.lookups import owner_of
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.rules.switch_cost import HOST, observe_move, record_tier, round_trip_s
 from plexrl.scheduler.state import group_lock
 from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX
@@ -351,7 +351,7 @@ def _hand_over(context: Context, former: Deployment, now: float) -> None:
             group_lock.begin_switch(state, incoming)
         if incoming.placement.spans:
             group_lock.vacate(group)
-            if any(each.holder is not None for each in state.groups_of(incoming)):
+            if any(group.holder is not None for group in state.groups_of(incoming)):
                 continue
         group_lock.hand_over(state, incoming)
         if former.placement.spans and not incoming.placement.spans:

@@ -16,7 +16,7 @@ from plexrl.scheduler.rules.hrrs import (
     waits_since,
 )
 from plexrl.scheduler.rules.next_use import is_overdue, next_use_s, usual_pause_s, worked_until
-from plexrl.scheduler.rules.step import Situation
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.rules.switch_cost import round_trip_s
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.messages import PrefetchState

@@ -11,7 +11,7 @@ from typing import Final
 from plexrl.scheduler.dispatch.candidates.readiness import next_operation
 from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState

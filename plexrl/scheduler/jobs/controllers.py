@@ -22,7 +22,7 @@ from plexrl.scheduler.operations.gradients import gradients_to_come
 from plexrl.scheduler.operations.operations import check_saved, enqueue_zero_grad
 from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.rules.lookups import find_deployment, find_job, find_live_job, find_operation
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.events import (

@@ -23,7 +23,7 @@ from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
 from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.rules.next_use import next_use_s
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.messages.effects import Effects

@@ -1,7 +1,7 @@
 """Published versions of a trainer's weights: which one a sync pulls, and from where."""
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.deployment.wpg.stored_version import PublishedVersion
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, State

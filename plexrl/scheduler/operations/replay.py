@@ -1,8 +1,7 @@
 """What is kept of the mutations of a WPG, and when their payloads are discarded."""
 
 from plexrl.ids import OperationId
-from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.rules.step import Situation, Step
+from plexrl.scheduler.rules.settings import Settings, Situation, Step
 from plexrl.scheduler.state.deployment.replay_log import ReplayLog
 from plexrl.scheduler.state.records import Deployment, State
 

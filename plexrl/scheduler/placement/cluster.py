@@ -10,8 +10,7 @@ from plexrl.scheduler.placement.capacity.inventory import Inventory
 from plexrl.scheduler.placement.contention.contention import Contention, Resident
 from plexrl.scheduler.placement.waiting.waiting import Waiting
 from plexrl.scheduler.rules.config import SchedulerConfig
-from plexrl.scheduler.rules.settings import Settings
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Settings, Step
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, Job, State

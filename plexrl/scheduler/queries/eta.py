@@ -12,7 +12,7 @@ from plexrl.scheduler.dispatch.candidates.busy_time import group_free_s, under_w
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, wants_the_group
 from plexrl.scheduler.rules.hrrs import Candidate
 from plexrl.scheduler.rules.ordering import SortKey, sort_key
-from plexrl.scheduler.rules.step import Situation, Step
+from plexrl.scheduler.rules.settings import Situation, Step
 from plexrl.scheduler.rules.switch_cost import load_after_s
 from plexrl.scheduler.state.demand.wait_intervals import interval
 from plexrl.scheduler.state.operation import Operation

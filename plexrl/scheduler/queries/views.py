@@ -21,7 +21,7 @@ from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_sharing import why_it_shares
 from plexrl.scheduler.rules.config import planning
 from plexrl.scheduler.rules.lookups import owner_of
-from plexrl.scheduler.rules.step import Situation
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.rules.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.scheduler.state.operation import Operation

@@ -7,7 +7,7 @@ from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.recovery.evacuation import placed_on, reconcile_node, replace_shrunk
 from plexrl.scheduler.recovery.rebuilding import LOST_CODES, fall_back
 from plexrl.scheduler.recovery.relocation import migrated, send_migration, settle
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers

@@ -10,7 +10,7 @@ like new ones and continue from their state. Operations submitted before run fir
 from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.recovery.deadlocks import is_waited_for, placed_of
 from plexrl.scheduler.recovery.evacuation import displace, may_displace
-from plexrl.scheduler.rules.step import Situation
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.state.records import Job
 
 
@@ -38,5 +38,5 @@ def _is_idle(situation: Situation, job: Job) -> bool:
     if not job.deployments:
         return False
     deployments = list(map(state.deployment, job.deployments))
-    works = any(each.work.queue or each.work.running for each in deployments)
+    works = any(deployment.work.queue or deployment.work.running for deployment in deployments)
     return not works and all(may_displace(situation, each) for each in placed_of(state, job))

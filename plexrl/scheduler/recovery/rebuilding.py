@@ -12,7 +12,7 @@ from plexrl.scheduler.accounting.usage import discard
 from plexrl.scheduler.operations.held.holding import requeue
 from plexrl.scheduler.operations.operations import enqueue_publish, publish_name
 from plexrl.scheduler.operations.replay import after_previous, payload_bytes
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, State
@@ -35,7 +35,7 @@ def rebuild(step: Step, deployment: Deployment) -> bool:
     """
     state = step.state
     nodes = state.nodes
-    lost = [each for each in deployment.wpg.stored.nodes if not nodes[each].alive]
+    lost = [node for node in deployment.wpg.stored.nodes if not nodes[node].alive]
     if not lost or not deployment.work.replay.past_is_whole:
         return False
     for name in lost if step.settings.config.lost_nodes_return else ():

@@ -1,6 +1,13 @@
-"""The settings in force, and the strategies that they name."""
+"""The settings in force, the strategies that they name, and the pass objects that hold both.
+
+A `Step` is made where the core begins to handle an event, or the steps that follow one, and is
+thrown away after it. Functions that decide or change something take the step and what they work
+on. Functions that only read, also for queries, take a `Situation`: a step is one, and so is a
+cluster.
+"""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.rules.ordering import Ordering, make_ordering
@@ -9,6 +16,8 @@ from plexrl.scheduler.rules.policies import (
     PlacementPolicy,
     make_policy,
 )
+from plexrl.scheduler.state.messages.effects import Effects
+from plexrl.scheduler.state.records import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,3 +73,22 @@ class Settings:
             first=1 if self.profiles_while_sharing else config.profile_cycles,
             drift_tolerance=config.drift_tolerance,
         )
+
+
+class Situation(Protocol):
+    """What decisions read."""
+
+    state: State
+    settings: Settings
+
+
+class Step:
+    """One step of the core, at `now` (seconds)."""
+
+    __slots__ = ("effects", "now", "settings", "state")
+
+    def __init__(self, state: State, settings: Settings, effects: Effects, now: float) -> None:
+        self.state = state
+        self.settings = settings
+        self.effects = effects
+        self.now = now

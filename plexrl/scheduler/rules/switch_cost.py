@@ -14,7 +14,7 @@ from plexrl.scheduler.state.demand.estimates import LINK_BYTES_PER_S, MOVE_BYTES
 from plexrl.wire.operations import OperationKind
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.rules.step import Step
+    from plexrl.scheduler.rules.settings import Step
     from plexrl.scheduler.state.messages.events import OperationFinished, StateReported
     from plexrl.scheduler.state.operation import Operation
     from plexrl.scheduler.state.records import Deployment, Group, State

@@ -11,12 +11,12 @@ from plexrl.scheduler.placement.cluster import Context
 from tests.scheduler.fake_cluster import config
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.rules.step import Situation
+    from plexrl.scheduler.rules.settings import Situation
 
 ROOT = Path(__file__).parents[3]
 PASSED = {"State", "Settings", "Effects", "Cluster", "Context", "Situation", "Step"}
 """Each of them holds all that a function of its layer needs."""
-MAKES_IT = {("plexrl/scheduler/rules/step.py", "__init__")}
+MAKES_IT = {("plexrl/scheduler/rules/settings.py", "__init__")}
 """A step is made of its parts."""
 
 

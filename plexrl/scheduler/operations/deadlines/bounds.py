@@ -17,8 +17,7 @@ from plexrl.wire.operations import OperationKind
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from plexrl.scheduler.rules.settings import Settings
-    from plexrl.scheduler.rules.step import Situation, Step
+    from plexrl.scheduler.rules.settings import Settings, Situation, Step
     from plexrl.scheduler.state.records import Deployment, State
     from plexrl.wire.messages import Run
 

@@ -13,7 +13,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import OperationId
 from plexrl.scheduler.operations.operations import abort, fail_queued, interrupt
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation

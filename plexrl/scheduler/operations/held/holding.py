@@ -24,7 +24,7 @@ from plexrl.scheduler.operations.held.unreturned_memory import (
     reason_for,
 )
 from plexrl.scheduler.operations.submission.queue_order import return_to_queue
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.deployment.wpg.backoff import BACKOFF_S_MAX
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
@@ -146,9 +146,9 @@ def foreign_text(each: ForeignMemoryView) -> str:
 def _held(state: State, names: Iterable[DeploymentId] | None) -> list[Deployment]:
     deployments = map(state.deployment, state.deployments if names is None else names)
     return [
-        each
-        for each in deployments
-        if each.wpg.backoff.code
-        and (each.work.queue or each.work.running)
-        and each.wpg.state is not WpgState.STOPPED
+        deployment
+        for deployment in deployments
+        if deployment.wpg.backoff.code
+        and (deployment.work.queue or deployment.work.running)
+        and deployment.wpg.state is not WpgState.STOPPED
     ]

@@ -7,7 +7,7 @@ which operations ended lately. Accepted operations are never dropped.
 import math
 
 from plexrl.errors import OverloadedError
-from plexrl.scheduler.rules.step import Situation
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.state.deployment.work import InFlight
 from plexrl.scheduler.state.messages.events import OperationSubmitted
 from plexrl.scheduler.state.operation import Operation

@@ -12,7 +12,7 @@ from plexrl.errors import PayloadLostError, PlexRLError
 from plexrl.ids import BlobRef, OperationId
 from plexrl.scheduler.accounting.usage import discard
 from plexrl.scheduler.operations.held.holding import requeue
-from plexrl.scheduler.rules.step import Step
+from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job, State

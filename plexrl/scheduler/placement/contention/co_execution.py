@@ -19,7 +19,7 @@ from plexrl.scheduler.placement.contention.service_level import waiting_bound
 from plexrl.scheduler.rules.switch_cost import load_s, offload_s
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.rules.step import Situation
+    from plexrl.scheduler.rules.settings import Situation
     from plexrl.scheduler.state.records import Deployment, Group, State
 
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from plexrl.ids import DeploymentId
     from plexrl.scheduler.placement.cluster import Cluster
     from plexrl.scheduler.placement.contention.contention import Contention
-    from plexrl.scheduler.rules.settings import Settings
-    from plexrl.scheduler.rules.step import Situation
+    from plexrl.scheduler.rules.settings import Settings, Situation
     from plexrl.scheduler.state.records import Deployment, Job
 
 
@@ -58,7 +57,7 @@ def keeps_bounds(
     """
     state = cluster.state
     residents = [deployment, *[state.deployment(name) for name in members]]
-    is_guess = expected is None or any(each.demand.has_prior for each in residents)
+    is_guess = expected is None or any(resident.demand.has_prior for resident in residents)
     if is_guess and has_tight_bound(cluster, deployment, members):
         return False
     if expected is None:
