@@ -314,6 +314,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     # A setting of the routers. An hour after the last wrong key, a network may send one again.
     "router": {
         "refused_keys_burst": _count(1, 1_000_000),
+        "runs_max": _count(0, 10_000),
         "refused_keys_per_s": Bounds(1 / 3600, 1e6),
     },
     "plexrl up": {
@@ -365,6 +366,12 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     "plexrl samples": {"step": _maybe(_ANY_SEED), "last": _COUNT},
     "plexrl checkpoints keep": {"count": _COUNT},
     "plexrl logs": {"lines": _count(1, 1_000_000)},
+    "plexrl run": {
+        "memory_gib": Bounds(1 / 16, 1024),
+        "hours": Bounds(1e-3, 1e5),
+        "restarts": _count(0, 1000),
+    },
+    "plexrl runs log": {"lines": _count(1, 10_000)},
     "plexrl operations": {"last": _COUNT},
     "plexrl demo": {"steps": _maybe(_count(1, 1_000_000)), "seed": _SEED, "workers": _RANKS},
     "plexrl statemanager": {"metrics_port": _maybe(_PORT)},

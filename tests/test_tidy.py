@@ -26,6 +26,7 @@ DIRECTION = (
     "traces",
     "environments",
     "client",
+    "runs",
     "rewards",
     "model",
     "events",
@@ -50,6 +51,7 @@ LAYERS = {
         "trackers",
         "data",
     ),
+    "runs": ("service", "controller_process", "records"),
     "environments": ("adapters", "roll_out", "trajectory", "tools", "texts", "environment"),
     "cluster": (
         "supervisor",
@@ -316,6 +318,25 @@ def test_no_file_is_too_long() -> None:
         if (count := len(path.read_text().splitlines())) > LINES_MAX
     ]
     assert not long, "\n".join(long)
+
+
+SHARED_NAMES = {
+    # The SDK's handle or argument, and the scheduler's record of the same thing.
+    *("Cluster", "DemandTrace", "Deployment", "Job", "Segment"),
+    # A run of a WPG, and the request for it to the StateManager, whose names are on the wire.
+    *("Load", "Publish"),
+}
+"""Names of classes of which there may be two."""
+
+
+def test_a_public_class_name_stands_in_one_module() -> None:
+    modules: dict[str, list[str]] = {}
+    for path in python_files("plexrl"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    twice = {name for name, paths in modules.items() if len(paths) > 1}
+    assert twice == SHARED_NAMES, [modules[name] for name in twice ^ SHARED_NAMES]
 
 
 def test_no_file_has_a_name_without_meaning() -> None:

@@ -7,6 +7,7 @@ and the commands that answer it.
     python -m benchmarks.simulating.command_log [policy ...] > before.txt
 """
 
+import argparse
 import hashlib
 import sys
 from collections.abc import Iterator
@@ -68,7 +69,11 @@ def digest(scenario: Scenario) -> tuple[int, str]:
 
 def main() -> None:
     """Print a line for each policy and workload."""
-    for policy in sys.argv[1:] or SIM_POLICIES:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("policies", nargs="*", metavar="policy")
+    for policy in parser.parse_args().policies or SIM_POLICIES:
         for name, scenario in scenarios(policy):
             events, hexdigest = digest(scenario)
             sys.stdout.write(f"{policy:22} {name:9} {events:8} {hexdigest}\n")

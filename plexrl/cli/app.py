@@ -30,6 +30,7 @@ from plexrl.cli.simulate_rollout.allocate import allocate_rollout
 from plexrl.cli.simulate_rollout.command import simulate_rollout
 from plexrl.cli.simulate_rollout.plan import plan_rollout
 from plexrl.cli.starter.command import init
+from plexrl.cli.starter.runs import run, runs_app
 from plexrl.cli.terminal.context import warn, warn_lines, write_json, write_text
 from plexrl.cli.terminal.help import CommandGroup, PanelCommand
 from plexrl.cli.traces.command import traces_app
@@ -62,7 +63,7 @@ app = typer.Typer(
 )
 for command in (
     *(init, up, events, status, jobs, explain, cancel, metrics, samples, logs, groups, usage, demo),
-    *(statemanager, statemanager_status, operations, rollouts, trace),
+    *(run, statemanager, statemanager_status, operations, rollouts, trace),
 ):
     app.command()(command)
 app.command(cls=PanelCommand)(simulate)
@@ -76,6 +77,7 @@ app.add_typer(nodes_app, name="nodes")
 app.add_typer(node_app, name="node")
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoints_app, name="checkpoints")
+app.add_typer(runs_app, name="runs")
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(traces_app, name="traces")
 

@@ -25,6 +25,7 @@ from plexrl.cluster.node.parts import (
     rollout_address,
     rollout_part,
     router_parts,
+    runs_part,
     scheduler_part,
     with_memory,
 )
@@ -250,7 +251,7 @@ class Supervisor:
         digest = hashlib.sha256(key.encode()).hexdigest()
         scheduler = scheduler_part(options, folders, digest, self._settings, self._head)
         routers = router_parts(options, folders, ports, self._head)
-        return [scheduler, *routers]
+        return [scheduler, *routers, *runs_part(options, folders, ports, self._head)]
 
     async def _serve_rollouts(self, processes: PartProcesses, part: Part) -> None:
         """Start the rollout service once there is a rollout, and keep it running. The cluster does

@@ -43,6 +43,7 @@ def roll_out(
     steps_at_once: int = 64,
     step_timeout_s: float = 300.0,
     operations_at_once: int = 4,
+    in_step: bool = False,
 ) -> list[Trajectory]:
     """Play one trajectory against each of `environments`, and return them in this order.
 
@@ -56,7 +57,9 @@ def roll_out(
     others go on.
 
     Trajectories that are ready together go on in one `generate`, of which `operations_at_once` run
-    at the same time. What is drawn depends on the seed, the weights, and the observations, not on
+    at the same time. With `in_step` all take their turns together: a turn begins when all tools
+    have answered, so that the rollout is idle for longer at a time, and others can use its GPUs.
+    What is drawn depends on the seed, the weights, and the observations, not on
     how long environments take.
 
     Raises:
@@ -77,6 +80,7 @@ def roll_out(
         steps_at_once=steps_at_once,
         step_timeout_s=step_timeout_s,
         operations_at_once=operations_at_once,
+        in_step=in_step,
     )
     play = _Play(rollout, environments, text, settings)
     play.run()
@@ -93,6 +97,7 @@ class _Settings:
     steps_at_once: int
     step_timeout_s: float
     operations_at_once: int
+    in_step: bool
 
     def __post_init__(self) -> None:
         check_numbers("roll_out", {each.name: getattr(self, each.name) for each in fields(self)})
@@ -178,6 +183,8 @@ class _Play:
 
     def _start_generation(self) -> None:
         if not self._ready or self._generating >= self._settings.operations_at_once:
+            return
+        if self._settings.in_step and (self._to_step or self._stepping or self._generating):
             return
         indices, self._ready = sorted(self._ready), []
         prompts = [self.trajectories[index].tokens for index in indices]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -83,7 +83,26 @@ class PacedFigures:
     context_switches: int
 
 
-def run_paced_demo(options: PacedOptions, console: Console) -> dict[str, Any]:
+class PacedReport(TypedDict):
+    """The figures of both modes, as `paced.json` has them."""
+
+    paced: bool
+    pace: str
+    tenants: int
+    steps: int
+    gpus_of_a_training: int
+    gpus_of_a_rollout: int
+    shared: dict[str, float]
+    """The fields of `PacedFigures`, as in `isolated`."""
+    isolated: dict[str, float]
+    same_results: bool
+    """All samples, logprobs and steps are identical in both modes."""
+    saved_training_modelled_gpu_hours_per_step: float
+    """Part of the isolated GPU-hours that sharing saves."""
+    saved_modelled_gpu_hours_per_step: float
+
+
+def run_paced_demo(options: PacedOptions, console: Console) -> PacedReport:
     """Run the tenants together and each alone; write `paced.html` and `paced.json`.
 
     Raises:
@@ -107,19 +126,22 @@ def run_paced_demo(options: PacedOptions, console: Console) -> dict[str, Any]:
             alone = [_run(cluster, options, "isolated", [tenant]) for tenant in tenants]
     finally:
         embedded.close()
-    found: dict[str, Any] = {
+    together = asdict(_figures(options, [shared]))
+    apart = asdict(_figures(options, [phase for phase, _ in alone]))
+    training, whole = (1.0 - together[name] / apart[name] for name in SAVED)
+    found: PacedReport = {
         "paced": True,
         "pace": options.pace,
         "tenants": options.tenants,
         "steps": options.steps,
         "gpus_of_a_training": profile.gpus,
         "gpus_of_a_rollout": profile.rollout_gpus,
-        "shared": asdict(_figures(options, [shared])),
-        "isolated": asdict(_figures(options, [phase for phase, _ in alone])),
+        "shared": together,
+        "isolated": apart,
         "same_results": drawn == {name: one for _, each in alone for name, one in each.items()},
+        "saved_training_modelled_gpu_hours_per_step": training,
+        "saved_modelled_gpu_hours_per_step": whole,
     }
-    for name in SAVED:
-        found[f"saved_{name}"] = 1.0 - found["shared"][name] / found["isolated"][name]
     page = _write(options.out, found, shared)
     _print(console, found, page)
     return found
@@ -272,7 +294,7 @@ def _figures(options: PacedOptions, phases: Sequence[PhaseResult]) -> PacedFigur
     )
 
 
-def _write(folder: Path, found: dict[str, Any], shared: PhaseResult) -> Path:
+def _write(folder: Path, found: PacedReport, shared: PhaseResult) -> Path:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -286,7 +308,7 @@ def _write(folder: Path, found: dict[str, Any], shared: PhaseResult) -> Path:
     return page
 
 
-def _print(console: Console, found: dict[str, Any], page: Path) -> None:
+def _print(console: Console, found: PacedReport, page: Path) -> None:
     from rich.table import Table
 
     table = Table(title=f"Paced ({found['pace']})", title_justify="left", box=None)
@@ -295,10 +317,12 @@ def _print(console: Console, found: dict[str, Any], page: Path) -> None:
     for name, shared in found["shared"].items():
         table.add_row(name.replace("_", " "), f"{shared:.2f}", f"{found['isolated'][name]:.2f}")
     console.print(table)
-    training, whole = (100 * found[f"saved_{name}"] for name in SAVED)
+    training = found["saved_training_modelled_gpu_hours_per_step"]
+    whole = found["saved_modelled_gpu_hours_per_step"]
+    same = "are identical" if found["same_results"] else "DIFFER"
     console.print(
-        f"paced: sharing saves {training:.0f} % of the modelled training GPU-hours per step, "
-        f"{whole:.0f} % of all; results {'are identical' if found['same_results'] else 'DIFFER'}",
+        f"paced: sharing saves {100 * training:.0f} % of the modelled training GPU-hours per step, "
+        f"{100 * whole:.0f} % of all; results {same}",
         soft_wrap=not console.is_terminal,
     )
     console.print(f"report: {page}", soft_wrap=True)

@@ -56,6 +56,11 @@ def list_checkpoints(
             silent |= {node["node"]: node["reason"] for node in listing["failed"]}
     for node, reason in silent.items():
         warn(f"plexrl: no answer from node {node}: {reason}")
+    show(found, output)
+
+
+def show(found: Sequence[CheckpointView], output: Output) -> None:
+    """Print a table of checkpoints, and why those that failed did."""
     cells: Cells = {
         "job": "job",
         "name": "name",

@@ -1,7 +1,6 @@
 """`plexrl jobs` and `plexrl logs`: jobs and their workers' logs."""
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +15,7 @@ from plexrl.cli.terminal.context import (
     write_json,
     write_text,
 )
-from plexrl.cli.terminal.job_ids import JobArgument, find_job, is_live, paced_line
+from plexrl.cli.terminal.job_ids import JobArgument, find_job, is_live, new_lines, paced_line
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.messages.node_queries import JobLogs, LogView
@@ -192,20 +191,6 @@ def _follow(job: "Job", deployment: str | None, answer: JobLogs, output: Output)
             return
         time.sleep(POLL_S)
         answer = job.read_logs(deployment, lines=FOLLOWED_LINES)
-
-
-def new_lines(before: Sequence[str], now: Sequence[str]) -> Sequence[str]:
-    """The lines that the end of a log has now, and had not before: those after the longest end of
-    `before` with which `now` begins or in which it contains `before`."""
-    for skipped in range(len(before)):
-        kept = before[skipped:]
-        if list(now[: len(kept)]) == list(kept):
-            return now[len(kept) :]
-    # The first look at a log may have had fewer lines than the next ones.
-    for start in range(len(now) - len(before), 0, -1):
-        if before and list(now[start : start + len(before)]) == list(before):
-            return now[start + len(before) :]
-    return now
 
 
 def _with_engines(job: "Job", view: JobView) -> list[DeploymentStatus]:

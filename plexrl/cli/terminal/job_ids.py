@@ -66,3 +66,17 @@ def _matching(jobs: Sequence[JobView], text: str) -> JobView | None:
 def paced_line(deployment: str, pace: str) -> str:
     """A sentence which says that a deployment is paced."""
     return f"{deployment} is paced ({pace}): its GPUs compute nothing."
+
+
+def new_lines(before: Sequence[str], now: Sequence[str]) -> Sequence[str]:
+    """The lines that the end of a log has now, and had not before: those after the longest end of
+    `before` with which `now` begins or in which it contains `before`."""
+    for skipped in range(len(before)):
+        kept = before[skipped:]
+        if list(now[: len(kept)]) == list(kept):
+            return now[len(kept) :]
+    # The first look at a log may have had fewer lines than the next ones.
+    for start in range(len(now) - len(before), 0, -1):
+        if before and list(now[start : start + len(before)]) == list(before):
+            return now[start + len(before) :]
+    return now

@@ -18,6 +18,7 @@ from plexrl.client.blocking.cluster import (
     open_cluster,
 )
 from plexrl.client.calls.routes import check_router
+from plexrl.client.calls.script_runs import ScriptRuns
 from plexrl.client.calls.transport import AsyncTransport
 from plexrl.client.display.first_contact import FirstContact
 
@@ -46,6 +47,11 @@ class AsyncCluster:
     def api_key(self) -> str:
         """As `Cluster.api_key`."""
         return self._sync.api_key
+
+    @property
+    def runs(self) -> ScriptRuns:
+        """As `Cluster.runs`; its methods block."""
+        return self._sync.runs
 
     create_job = wrapped_in_thread(Cluster.create_job, AsyncJob)
     attach_job = wrapped_in_thread(Cluster.attach_job, AsyncJob)

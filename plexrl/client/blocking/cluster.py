@@ -13,6 +13,7 @@ from plexrl.client.calls import requests
 from plexrl.client.calls.controller import Controller
 from plexrl.client.calls.job_exit import warn_of_former_jobs
 from plexrl.client.calls.routes import check_router
+from plexrl.client.calls.script_runs import ScriptRuns
 from plexrl.client.calls.transport import Call, Transport
 from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.first_contact import FirstContact
@@ -185,6 +186,11 @@ class Cluster:
         query = {"keep_gradients": keep_gradients}
         view: JobView = transport.ask("POST", f"/v1/jobs/{quote(job)}/attach", query=query)
         return _followed(Job(transport, view, heartbeat=True), chosen)
+
+    @property
+    def runs(self) -> ScriptRuns:
+        """Scripts that run on the cluster."""
+        return ScriptRuns(self._transport)
 
     def jobs(self) -> list[JobView]:
         """All jobs the key may see."""

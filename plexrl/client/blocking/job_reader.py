@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from plexrl.client.calls.download import download
-from plexrl.client.calls.rollout_profile import make_profile
 from plexrl.client.calls.transport import Query, Transport
 from plexrl.client.data.metric_rows import read_rows
 from plexrl.client.data.rollout_profile import RolloutProfile
 from plexrl.client.futures.checkpoints import list_call
+from plexrl.client.profiling.rollout_profile import make_profile
 from plexrl.errors import NotFoundError
 from plexrl.limits import check_numbers
 from plexrl.wire.messages.node_queries import CheckpointView, JobCheckpoints, JobLogs, LogView

@@ -191,6 +191,26 @@ def rollout_part(
     )
 
 
+def runs_part(
+    options: ClusterOptions,
+    folders: Folders,
+    ports: Sequence[int],
+    head: "ClusterHead | None" = None,
+) -> list[Part]:
+    """The service of controllers, if the operator has allowed any."""
+    runs_max = options.settings.router.get("runs_max", 0)
+    if not runs_max:
+        return []
+    urls = options.url(ports) if head is None else head.own_urls
+    settings = {
+        "data_dir": str(folders.data),
+        "routers": urls.split(","),
+        "ca": "" if head is None else head.api_ca,
+        "at_once": runs_max,
+    }
+    return [Part("runs", "plexrl.runs", settings)]
+
+
 def options_of_nodes(options: ClusterOptions) -> ClusterOptions:
     """The options that `node_parts` reads, without the others: the journal's URL may have a
     password, and so may those of brokers and collectors."""

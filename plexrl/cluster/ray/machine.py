@@ -80,6 +80,9 @@ class RayMachineActor:
         await asyncio.wait({self._running})
         self._running.result()
 
+    async def beat(self) -> None:
+        """Answer, which shows that the actor is not stuck."""
+
     async def stop(self) -> None:
         """End the workers, the agent and the StateManager, and remove their folders."""
         self._stop.set()

@@ -97,6 +97,9 @@ class RayNodeActor:
         assert self._agent is not None
         await asyncio.wait({self._agent})
 
+    async def beat(self) -> None:
+        """Answer, which shows that the actor is not stuck."""
+
     async def stop(self) -> None:
         """End the workers, then the StateManager, and remove their folders."""
         self._stop.set()

@@ -25,6 +25,7 @@ from plexrl.cluster.join.head import ClusterHead
 from plexrl.cluster.join.tokens import create_token
 from plexrl.cluster.node.parts import NodeConfig, options_of_nodes
 from plexrl.errors import PlexRLError, UnavailableError
+from plexrl.process.children.pulse import BEAT_S, Pulse
 from plexrl.process.children.restart_log import PartRecord
 from plexrl.process.folders.folders import Folders
 from plexrl.process.memory.tuning import tune
@@ -135,7 +136,7 @@ class RayNodes:
                     self._record.restarted(node.node)
                 else:
                     first.set_result(None)
-                reason = await served.ended()
+                reason = await served.ended(self._record)
             except (PlexRLError, RayError) as error:
                 reason = " ".join(str(error).split())
                 if not first.done():
@@ -247,14 +248,47 @@ class _NodeActor:
         )
         return chosen, str(head.join_address), str(token)
 
-    async def ended(self) -> str:
-        """Wait until the actor has ended; return the reason."""
+    async def ended(self, record: PartRecord) -> str:
+        """Wait until the actor has ended, or has been silent for too long; return the reason."""
         assert self._actor is not None
+        serving = asyncio.create_task(self._call(self._actor.serve.remote(), None))
+        watching = asyncio.create_task(self._stuck(record))
         try:
-            await self._call(self._actor.serve.remote(), None)
+            await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                return watching.result()
+            await serving
         except UnavailableError as error:
             return error.message
+        finally:
+            serving.cancel()
+            watching.cancel()
         return "its actor returned"
+
+    async def _stuck(self, record: PartRecord) -> str:
+        """Wait until the actor, which then is not asked to stop, has been silent for too long;
+        return the reason. Ray itself notices only processes that end."""
+        assert self._actor is not None
+        stuck_s = self._options.part_stuck_s
+        pulse, was_late = Pulse(stuck_s), False
+        beat: asyncio.Future[Any] | None = None
+        while not pulse.is_stuck:
+            if beat is None:
+                beat = asyncio.wrap_future(self._actor.beat.remote().future())
+            await asyncio.sleep(BEAT_S)
+            if beat.done():
+                if beat.exception() is None:
+                    pulse.beat()
+                beat = None
+            pulse.look(asyncio.get_running_loop().time())
+            if pulse.is_late != was_late:
+                if pulse.is_late:
+                    record.silent(self._node.node, pulse.silent_s)
+                else:
+                    record.answers(self._node.node)
+            was_late = pulse.is_late
+        self._started = False
+        return f"its actor gave no sign of life for {stuck_s:g} s"
 
     async def stop(self) -> None:
         """End the actor and remove the reservation, gracefully if the actor still replies."""

@@ -35,6 +35,7 @@ from plexrl.router.http.routes import (
     operations,
     rollout_views,
     rollouts,
+    runs,
     streams,
 )
 from plexrl.router.http.schemas import ErrorResponse
@@ -120,7 +121,7 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, RouterServices]:
     # come before the path that ends with the id. After that the busiest come first.
     subjects = (
         *(openai, streams, rollouts, operations, asynchronous_rollouts, deployments, jobs, cluster),
-        rollout_views,
+        *(rollout_views, runs),
     )
     for subject in subjects:
         app.include_router(subject.ROUTES)
@@ -208,6 +209,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
         data_dir=data_dir,
         threads=threads,
         body_bytes_max=config.body_bytes_max,
+        runs_max=config.runs_max,
     )
 
 

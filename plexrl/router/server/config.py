@@ -78,6 +78,9 @@ class RouterConfig:
     """Checkpoints of a tenant without a bound of its own."""
     tenant_checkpoint_bytes_max: int | None = None
     """Bytes of these checkpoints; absent: half of the disk."""
+    runs_max: int = 0
+    """Controllers that run on the head at the same time (`plexrl run`), in the sandbox of rewards;
+    others wait. A tenant may have as many runs that have not ended. 0: the cluster runs none."""
     audit_bytes_max: int = 256 << 20
     """Bound on the log of requests that change something (`audit/` of `data_dir`), which is
     rotated."""

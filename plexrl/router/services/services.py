@@ -84,6 +84,8 @@ class RouterServices:
     """Runs calls that may wait for an object store."""
     body_bytes_max: int
     """Largest payload of an operation, in bytes."""
+    runs_max: int = 0
+    """Controllers that may run on the cluster; 0: it runs none."""
     tokenizers: OrderedDict[tuple[str, str], Tokenizer] = field(default_factory=OrderedDict)
     """Tokenizers used last, by deployment and its specification."""
     tokenizer_locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = field(

@@ -161,7 +161,7 @@ def remember_length(situation: Situation, job: Job, now: float) -> None:
     state, settings = situation.state, situation.settings
     if job.placed_at is None or not settings.config.learns_from_jobs:
         return
-    if any(state.deployments[each].spec.pace for each in job.deployments):
+    if any(state.deployments[deployment].spec.pace for deployment in job.deployments):
         return
     lengths, key = state.lengths, _name_key(job.tenant, job.name)
     before, took_s = lengths.pop(key, None), now - job.placed_at
@@ -232,7 +232,7 @@ def _add_profile(settings: Settings, demand: ShapeDemand, job: int, trace: Deman
     profiles = demand.profiles
     complete = {job for job, each in profiles.items() if is_complete(settings, each)}
     if is_complete(settings, trace):
-        for each in [each for each in profiles if each not in complete]:
+        for each in [profile for profile in profiles if profile not in complete]:
             del profiles[each]
     elif complete:
         return

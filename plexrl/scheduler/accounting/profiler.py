@@ -173,7 +173,7 @@ def profile(cycles: Sequence[Cycle]) -> DemandTrace | None:
     return DemandTrace(
         period_s=period_s,
         segments=_with_slack(segments, period_s),
-        jitter_s=MAD_TO_DEVIATION * median(abs(each - period_s) for each in periods),
+        jitter_s=MAD_TO_DEVIATION * median(abs(period - period_s) for period in periods),
         cycles=len(cycles),
     )
 

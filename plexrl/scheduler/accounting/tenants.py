@@ -84,7 +84,7 @@ def api_key_revoked(state: State, event: ApiKeyRevoked, now: float) -> None:
     tenant = _tenant(state, event.tenant)
     if any(key_id(digest) == event.key for digest in tenant.revoked):
         return
-    digest = next((each for each in tenant.keys if key_id(each) == event.key), None)
+    digest = next((key for key in tenant.keys if key_id(key) == event.key), None)
     if digest is None:
         raise NotFoundError(
             f"tenant {event.tenant!r} has no API key {event.key!r}: list its keys for their ids"
@@ -192,7 +192,7 @@ def check_gpus(state: State, job: Job, workers: int) -> None:
     """
     tenant = state.tenants.get(job.tenant)
     others = map(state.deployment, job.deployments)
-    workers += sum(each.spec.workers for each in others if not each.spec.preemptible)
+    workers += sum(other.spec.workers for other in others if not other.spec.preemptible)
     if tenant is None or tenant.gpus_max is None or workers <= tenant.gpus_max:
         return
     raise QuotaExceededError(

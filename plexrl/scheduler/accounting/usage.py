@@ -119,7 +119,7 @@ def used_gpu_seconds(holdings: Holdings, name: TenantId, now: float) -> float:
     tenant = state.tenants.get(name)
     placed = [state.deployments[each] for each in holdings.placed(name)]
     groups = dict.fromkeys([group for each in placed for group in each.placement.groups])
-    holders = dict.fromkeys([state.groups[each].holder for each in groups])
+    holders = dict.fromkeys([state.groups[group].holder for group in groups])
     under_way = []
     for holder in holders:
         if holder is not None:

@@ -62,7 +62,7 @@ def share_if_scarce(context: Context, rollout: Deployment) -> None:
     cluster = context.cluster
     if not rollout.spec.is_undecided or not cluster.settings.policy.repacks or not cluster.waiting:
         return
-    if any(takes_turns_with(cluster, rollout, each) for each in partners(cluster, rollout)):
+    if any(takes_turns_with(cluster, rollout, partner) for partner in partners(cluster, rollout)):
         other = scarce_for(cluster, rollout)
         if other is not None:
             _begin(context, rollout, other.deployment)
@@ -81,10 +81,10 @@ def share_if_refused(context: Context, newcomers: Sequence[DeploymentId]) -> lis
         others = cluster.state.job(newcomer.job).deployments
         for rollout in map(cluster.state.deployment, others):
             if rollout.spec.is_undecided and any(
-                _may_turn(cluster, rollout, each) for each in partners(cluster, rollout)
+                _may_turn(cluster, rollout, partner) for partner in partners(cluster, rollout)
             ):
                 _begin(context, rollout, name)
-                found.update(dict.fromkeys([each for each in others if each in cluster.waiting]))
+                found.update(dict.fromkeys([other for other in others if other in cluster.waiting]))
     return list(found)
 
 
@@ -108,14 +108,14 @@ def partners(cluster: Cluster, rollout: Deployment) -> list[Deployment]:
 def takes_turns_with(cluster: Cluster, rollout: Deployment, other: Deployment) -> bool:
     """Whether both are known to work in turns, at a cost of switches that their job accepts."""
     members = (rollout, other)
-    is_guess = is_tight(cluster, rollout) and any(each.demand.has_prior for each in members)
+    is_guess = is_tight(cluster, rollout) and any(member.demand.has_prior for member in members)
     return not is_guess and is_worthwhile(cluster, members)
 
 
 def _may_turn(cluster: Cluster, rollout: Deployment, other: Deployment) -> bool:
     """As `takes_turns_with`, or their demand is unknown."""
     members = (rollout, other)
-    if all(each.demand.trace is not None for each in members):
+    if all(member.demand.trace is not None for member in members):
         return takes_turns_with(cluster, rollout, other)
     return may_take_turns(members) and not is_tight(cluster, rollout)
 

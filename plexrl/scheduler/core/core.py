@@ -426,7 +426,7 @@ class SchedulerCore:
 
     def list_tenants(self, now: float) -> list[cv.TenantView]:
         """All tenants, with their limits, GPUs and use."""
-        return [tenant_view(self._cluster, each, now) for each in self._state.tenants.values()]
+        return [tenant_view(self._cluster, tenant, now) for tenant in self._state.tenants.values()]
 
     def records(self, ended_job_s: float) -> ClusterRecords:
         """Records of all objects, for an MQTT broker; see `ClusterRecords` for `ended_job_s`."""

@@ -60,8 +60,8 @@ def _check_incoming(state: State, incoming: Deployment) -> None:
     groups = state.groups_of(incoming)
     name = incoming.deployment
     assert groups, f"{name} is incoming without groups"
-    assert all(each.incoming == name for each in groups), f"{name} awaits some of its groups"
-    assert any(each.holder is not None for each in groups), f"{name} awaits nobody"
+    assert all(group.incoming == name for group in groups), f"{name} awaits some of its groups"
+    assert any(group.holder is not None for group in groups), f"{name} awaits nobody"
 
 
 def _check_groups(state: State, deployment: Deployment) -> None:
@@ -74,9 +74,9 @@ def _check_groups(state: State, deployment: Deployment) -> None:
     assert [(rank.node, rank.gpu) for rank in deployment.placement.ranks] == gpus, (
         f"{name}: its ranks"
     )
-    is_there = [name in each.members or name in each.fillers for each in groups]
+    is_there = [name in group.members or name in group.fillers for group in groups]
     assert all(is_there), f"{name} is no member"
-    held = [each for each in groups if each.holder == name]
+    held = [group for group in groups if group.holder == name]
     assert len(held) in (0, len(groups)), f"{name} holds some of its groups"
     assert len({each.token for each in held}) < 2, f"{name} has several tokens"
 
@@ -84,7 +84,11 @@ def _check_groups(state: State, deployment: Deployment) -> None:
 def _check_placed(cluster: Cluster) -> None:
     """Check that budgets see every deployment that is on a group."""
     state = cluster.state
-    placed = [each for each in state.deployments.values() if each.placement.group is not None]
+    placed = [
+        deployment
+        for deployment in state.deployments.values()
+        if deployment.placement.group is not None
+    ]
     tenants = {each.deployment: state.jobs[each.job].tenant for each in placed}
     for tenant in {job.tenant for job in state.jobs.values()}:
         expected = {name for name, owner in tenants.items() if owner == tenant}

@@ -351,7 +351,7 @@ def _hand_over(context: Context, former: Deployment, now: float) -> None:
             group_lock.begin_switch(state, incoming)
         if incoming.placement.spans:
             group_lock.vacate(group)
-            if any(each.holder is not None for each in state.groups_of(incoming)):
+            if any(group.holder is not None for group in state.groups_of(incoming)):
                 continue
         group_lock.hand_over(state, incoming)
         if former.placement.spans and not incoming.placement.spans:

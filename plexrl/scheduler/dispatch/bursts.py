@@ -1,6 +1,6 @@
 """Bursts of a lock's holder: which operations belong to one, and the pauses before and in them."""
 
-from plexrl.scheduler.rules.settings import Situation, Step
+from plexrl.scheduler.rules.settings import Settings, Situation, Step
 from plexrl.scheduler.rules.switch_cost import round_trip_s
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment
@@ -24,6 +24,13 @@ def go_on_with_burst(step: Step, holder: Deployment, head: Operation) -> None:
     if ended_at is not None and burst.served_at <= ended_at < head.submitted_at:
         _observe_pause(step, holder, head.submitted_at - ended_at)
     burst.serve(head.tokens, now)
+
+
+def is_within_bound(settings: Settings, holder: Deployment, now: float) -> bool:
+    """Whether the holder's burst is shorter than `burst_max_s`, for which it may hold the group
+    though others wait."""
+    began_at = holder.demand.burst.started_at
+    return now - (began_at if began_at is not None else now) < settings.config.burst_max_s
 
 
 def is_after_burst(situation: Situation, deployment: Deployment, pause_s: float) -> bool:

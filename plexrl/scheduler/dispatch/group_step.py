@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.dispatch.bursts import end_burst, go_on_with_burst, hold_s, is_after_burst
+from plexrl.scheduler.dispatch.anticipation import expected_next, may_anticipate
+from plexrl.scheduler.dispatch.bursts import (
+    end_burst,
+    go_on_with_burst,
+    hold_s,
+    is_after_burst,
+    is_within_bound,
+)
 from plexrl.scheduler.dispatch.candidates.busy_time import expected_free_s, turn_s
 from plexrl.scheduler.dispatch.candidates.group_shares import settle_all
 from plexrl.scheduler.dispatch.candidates.readiness import (
@@ -24,7 +31,7 @@ from plexrl.scheduler.dispatch.candidates.readiness import (
     waiting_for,
     wants_the_group,
 )
-from plexrl.scheduler.dispatch.idle_time import expected_next, may_fill, must_leave
+from plexrl.scheduler.dispatch.idle_time import may_fill, must_leave
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
 from plexrl.scheduler.dispatch.stored_saves import start_stored_saves
 from plexrl.scheduler.jobs.lifecycle import launch
@@ -317,11 +324,8 @@ class GroupStep:
         settings, now = self._settings, self._now
         if not holder.work.queue or not settings.ordering.holds_bursts:
             return False
-        if not wants_the_group(self._state, holder, now):
-            return False
-        began_at = holder.demand.burst.started_at
-        started_at = began_at if began_at is not None else now
-        return now - started_at < settings.config.burst_max_s
+        is_wanted = wants_the_group(self._state, holder, now)
+        return is_wanted and is_within_bound(settings, holder, now)
 
     def _is_in_burst(self, holder: Deployment) -> bool:
         """Whether a burst of the holder is under way, and continues."""
@@ -355,15 +359,10 @@ class GroupStep:
         return True
 
     def _anticipate(self, holder: Deployment, *, held_back: bool = False) -> None:
-        """Switch an idle group to the member whose next burst is expected first.
-
-        It needs an ended burst of the holder. A wrong prediction costs little: another member needs
-        a switch in any case, and one that arrives during the offload gets the group. With
-        `held_back`, waiting members are held back for one with exclusive slots, and only such a
-        member is chosen.
-        """
-        burst = holder.demand.burst
-        if not self._settings.anticipates or burst.started_at is not None or burst.ended_at is None:
+        """Switch an idle group to the member whose next burst is expected first. With `held_back`,
+        waiting members are held back for one with exclusive slots, and only such a member is
+        chosen."""
+        if not may_anticipate(self._settings, holder):
             return
         expected = self._expected_next(critical=held_back)
         if expected is not None and expected is not holder:

@@ -10,8 +10,6 @@ token, with what they have drawn, return to the queue, and are continued later.
 import math
 from typing import Final
 
-from plexrl.scheduler.dispatch.candidates.readiness import saves_stored_state
-from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.rules.next_use import EXPECTED_PAUSES, usual_pause_s, worked_until
 from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.rules.switch_cost import load_s, offload_s
@@ -26,37 +24,6 @@ _GENERATE: Final = OperationKind.GENERATE
 EARLY_FACTOR = 1.0
 """A member may come earlier than after its usual pause, by this multiple of the pause's usual
 deviation."""
-
-
-def expected_next(
-    state: State, group: Group, now: float, *, critical: bool = False
-) -> Deployment | None:
-    """The member whose next burst is due first, by the end of its last one and its usual pause.
-
-    `critical`: only among members with exclusive slots and empty queues.
-    """
-    deployments = state.deployments
-    first_due: Deployment | None = None
-    due_at = 0.0
-    for name in group.members:
-        member = deployments[name]
-        ended_at = member.demand.burst.ended_at
-        if ended_at is None or member.wpg.state is not _READY:
-            continue
-        pause_s = usual_pause_s(member)
-        if pause_s is None or now < member.wpg.backoff.until:
-            continue
-        if now > ended_at + EXPECTED_PAUSES * pause_s:
-            # It may have stopped for good.
-            continue
-        if saves_stored_state(member):
-            continue
-        if critical and (member.work.queue or not has_exclusive_slots(member)):
-            continue
-        at = ended_at + pause_s
-        if first_due is None or at < due_at or (at == due_at and name < first_due.deployment):
-            first_due, due_at = member, at
-    return first_due
 
 
 def may_fill(step: Step, group: Group, filler: Deployment) -> bool:

@@ -213,7 +213,7 @@ def _check_unused(state: State, job: Job, deployment: Deployment) -> None:
             *other.work.replay.log,
             *other.work.replay.past,
         )
-        if any(state.operations[each].source == deployment.deployment for each in pulls):
+        if any(state.operations[pull].source == deployment.deployment for pull in pulls):
             raise ConflictError(
                 f"{name!r} needs the weights of {deployment.deployment!r}: end {name!r} first"
             )

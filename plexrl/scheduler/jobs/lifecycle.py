@@ -143,7 +143,10 @@ def end_deployment(
 def has_all_gpus(state: State, job: Job) -> bool:
     """Whether all deployments of the job have GPUs. Fillers need none of their own."""
     deployments = map(state.deployment, job.deployments)
-    return all(each.spec.preemptible or each.placement.group is not None for each in deployments)
+    return all(
+        deployment.spec.preemptible or deployment.placement.group is not None
+        for deployment in deployments
+    )
 
 
 def all_placed(situation: Situation, job: Job) -> None:

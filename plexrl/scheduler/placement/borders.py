@@ -85,7 +85,7 @@ def _neighbour(state: State, group: Group) -> Group | None:
             set(other.members) == set(group.members)
             and not other.fillers
             and (other.holder, other.incoming) == (group.holder, group.incoming)
-            and all(_are_next(state, each, group, other) for each in group.members)
+            and all(_are_next(state, member, group, other) for member in group.members)
         ):
             return other
     return None

@@ -95,8 +95,8 @@ def join(cluster: Cluster, deployment: Deployment, choice: GroupChoice, now: flo
             contention=choice.contention,
             by_prior=any(
                 cluster.state.deployment(name).demand.has_prior
-                for each in groups
-                for name in each.members
+                for group in groups
+                for name in group.members
             ),
         )
     )

@@ -98,9 +98,9 @@ def _stuck(cluster: Cluster, idle: Sequence[Job]) -> list[Job]:
         free = _free_without(cluster, left)
         for name, job in left.items():
             waiting = [
-                cluster.state.deployment(each)
-                for each in job.deployments
-                if each in cluster.waiting
+                cluster.state.deployment(deployment)
+                for deployment in job.deployments
+                if deployment in cluster.waiting
             ]
             if fit_as_placed(cluster, free, waiting) and _has_quota(
                 cluster.state, job, waiting, left
@@ -138,7 +138,7 @@ def _has_quota(
 
 
 def _victim_key(cluster: Cluster, job: Job) -> tuple[bool, int, int]:
-    waiting = [each for each in job.deployments if each in cluster.waiting]
+    waiting = [deployment for deployment in job.deployments if deployment in cluster.waiting]
     may_fit = all(is_possible(cluster, cluster.state.deployment(each)) for each in waiting)
     return may_fit, job.priority, -job.serial
 

@@ -91,7 +91,7 @@ def leaving_fillers(step: Step, group: Group) -> list[Deployment]:
     fillers = list(map(state.deployment, group.fillers))
     for filler in fillers:
         interrupt_all(step, filler)
-    return [each for each in fillers if may_displace(step, each)]
+    return [filler for filler in fillers if may_displace(step, filler)]
 
 
 def placed_on(cluster: Cluster, node: NodeId) -> Iterator[Deployment]:
@@ -116,7 +116,7 @@ def awaited(state: State, deployment: Deployment) -> tuple[NodeId, ...]:
     """The nodes that the WPG needs to continue: it has ranks on them, or only they hold its state.
     Empty if it waits for its processes only."""
     nodes = state.nodes
-    dead = [each for each in deployment.wpg.stored.nodes if not nodes[each].alive]
+    dead = [node for node in deployment.wpg.stored.nodes if not nodes[node].alive]
     if deployment.work.replay.durable_seq and dead:
         return tuple(sorted(dead))
     lacking = {rank.node for rank in deployment.placement.ranks if not has_gpu(state, rank)}
@@ -150,7 +150,7 @@ def _survives(situation: Situation, deployment: Deployment) -> bool:
         return True
     nodes = situation.state.nodes
     return situation.settings.config.migrates and all(
-        nodes[each].alive for each in deployment.wpg.stored.nodes
+        nodes[node].alive for node in deployment.wpg.stored.nodes
     )
 
 
@@ -175,7 +175,7 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
             nodes=nodes,
         )
     )
-    unwanted = tuple(each for each in nodes if each not in deployment.wpg.stored.nodes)
+    unwanted = tuple(node for node in nodes if node not in deployment.wpg.stored.nodes)
     if unwanted:
         # Incomplete copies of the version.
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=unwanted))
@@ -194,7 +194,7 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
 def _loss(situation: Situation, deployment: Deployment) -> str | None:
     """Why the job cannot continue; None: its state comes back with its nodes."""
     settings = situation.settings
-    lost = [each for each in deployment.wpg.stored.nodes if not situation.state.nodes[each].alive]
+    lost = [node for node in deployment.wpg.stored.nodes if not situation.state.nodes[node].alive]
     if settings.config.lost_nodes_return or not lost:
         return None
     return (

@@ -38,5 +38,5 @@ def _is_idle(situation: Situation, job: Job) -> bool:
     if not job.deployments:
         return False
     deployments = list(map(state.deployment, job.deployments))
-    works = any(each.work.queue or each.work.running for each in deployments)
+    works = any(deployment.work.queue or deployment.work.running for deployment in deployments)
     return not works and all(may_displace(situation, each) for each in placed_of(state, job))

@@ -35,7 +35,7 @@ def rebuild(step: Step, deployment: Deployment) -> bool:
     """
     state = step.state
     nodes = state.nodes
-    lost = [each for each in deployment.wpg.stored.nodes if not nodes[each].alive]
+    lost = [node for node in deployment.wpg.stored.nodes if not nodes[node].alive]
     if not lost or not deployment.work.replay.past_is_whole:
         return False
     for name in lost if step.settings.config.lost_nodes_return else ():

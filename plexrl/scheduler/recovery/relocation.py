@@ -74,7 +74,7 @@ def consider_repacking(cluster: Cluster, deployment: Deployment, now: float) -> 
     next step of its group must be decided."""
     if not cluster.settings.policy.repacks or not may_move(cluster.settings, deployment, now):
         return False
-    if any(is_colocated(cluster.state, each) for each in cluster.state.groups_of(deployment)):
+    if any(is_colocated(cluster.state, group) for group in cluster.state.groups_of(deployment)):
         return False
     choice = _destination(cluster, deployment, MoveCause.REPACK, now)
     if choice is None:
@@ -297,7 +297,7 @@ def _begin(cluster: Cluster, deployment: Deployment, cause: MoveCause, reason: s
 def _release_left_nodes(effects: Effects, deployment: Deployment) -> None:
     """Release the state on nodes that the deployment has left."""
     here = deployment.placement.nodes
-    gone = tuple(each for each in deployment.wpg.stored.nodes if each not in here)
+    gone = tuple(node for node in deployment.wpg.stored.nodes if node not in here)
     if gone:
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=gone))
         deployment.wpg.stored.keep_only(here)

@@ -473,3 +473,24 @@ class ServiceLevels(TypedDict):
     """What live jobs accept to wait, and what they waited."""
 
     jobs: list[ServiceLevelView]
+
+
+class RunView(TypedDict):
+    """One run."""
+
+    run: str
+    tenant: str
+    script: str
+    state: str
+    attempts: int
+    exit_code: int | None
+    reason: str
+    created_at: float
+    started_at: float | None
+    ended_at: float | None
+
+
+class Runs(TypedDict):
+    """The answer to a list of runs."""
+
+    runs: list[RunView]

@@ -7,7 +7,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.cli.jobs.jobs import new_lines
+from plexrl.cli.terminal.job_ids import new_lines
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(1, 40))

@@ -6,7 +6,7 @@ machine.
 
 import itertools
 import select
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.process.children.restart_log import read_parts
 from plexrl.process.folders.folders import Folders
 from plexrl.worker.agent.ray.launcher import RayLauncher, RayWorker
 from plexrl.worker.interface.config import WorkerConfig
@@ -28,6 +29,7 @@ from tests.cluster.tools import (
     some_batch,
     wait_until,
 )
+from tests.cluster.tools import has_ended as process_has_ended
 
 ray = pytest.importorskip("ray", reason="needs plexrl[ray]")
 
@@ -42,6 +44,8 @@ MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=6)
 STEPS = 4
 RESULT_TIMEOUT_S = 300.0
 """Each Ray worker loads torch, which takes minutes on a loaded machine."""
+STUCK_S = 15.0
+"""Less than the default, and more than a loaded machine takes to answer."""
 STORE_BYTES = 80 << 20
 """The least that Ray accepts; PlexRL stores nothing there."""
 
@@ -106,6 +110,7 @@ def on_ray(
         ray_node_replace_s=0.0,
         # Small, so that snapshots are made within a few steps.
         ray_snapshot_operations=3,
+        part_stuck_s=STUCK_S,
     )
     yield running
     running.close()
@@ -157,6 +162,30 @@ class Training:
         """All results of the training."""
         losses = [step.result(RESULT_TIMEOUT_S).metrics["loss"] for step in self._steps]
         return Outcome(losses, self.drawn(), checkpoint_weights(self.actor))
+
+
+def trained(
+    job: plexrl.Job, meanwhile: Callable[[plexrl.TrainDeployment], object] = lambda _: None
+) -> bytes:
+    """Weights of two ranks after some steps; calls `meanwhile` after the first one."""
+    actor = job.train_deployment("actor", MODEL, workers=2)
+    for step in range(STEPS):
+        actor.forward_backward(some_batch(step), plexrl.losses.grpo())
+        actor.optim_step(learning_rate=1e-3).result(RESULT_TIMEOUT_S)
+        if not step:
+            meanwhile(actor)
+    return checkpoint_weights(actor)
+
+
+def pids_of(class_name: str, node: str) -> list[int]:
+    """Processes of Ray's actors of a class that run on a node, in the order of their start."""
+    (node_id,) = [each["NodeID"] for each in ray.nodes() if each["NodeName"] == node]
+    found = [
+        actor
+        for actor in actors()
+        if actor["ActorClassName"] == class_name and actor["Address"]["NodeID"] == node_id
+    ]
+    return [actor["Pid"] for actor in sorted(found, key=lambda each: each["StartTime"])]
 
 
 def groups() -> list[dict[str, Any]]:
@@ -315,6 +344,38 @@ def test_training_continues_elsewhere_after_its_node_is_killed(
             lambda: any(node["node"] == "three" and node["alive"] for node in far.nodes()),
             "a node that joins the Ray cluster does not join ours",
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["RayWorkerActor", "RayNodeActor"])
+def test_a_stopped_worker_or_node_actor_is_named_and_replaced(
+    on_ray: EmbeddedCluster, cluster: plexrl.Cluster, victim: str
+) -> None:
+    with cluster.create_job("undisturbed") as job:
+        wanted = trained(job)
+    record = Folders.of(on_ray.data_dir).parts_file
+    with (
+        plexrl.connect(on_ray.url, on_ray.api_key) as far,
+        far.create_job("stopped") as job,
+    ):
+        stopped: list[psutil.Process] = []
+
+        def is_named() -> bool:
+            if victim == "RayNodeActor":
+                return any(part.stuck_since for part in read_parts(record).values())
+            return any(each["code"] == "part_stuck" for each in far.status()["conditions"])
+
+        def stop(actor: plexrl.TrainDeployment) -> None:
+            node = actor.status()["ranks"][1]["node"]
+            (pid,) = pids_of(victim, node)[-1:]
+            stopped.append(psutil.Process(pid))
+            stopped[0].suspend()
+            wait_until(is_named, f"the {victim} is not named")
+
+        weights = trained(job, stop)
+        wait_until(lambda: process_has_ended(stopped[0]), "it was not replaced")
+        wait_until(lambda: not far.status()["conditions"], "a condition stays")
+    assert weights == wanted
 
 
 def test_an_ended_cluster_leaves_nothing_in_ray_or_on_the_machine(

@@ -111,7 +111,12 @@ def test_trajectories_do_not_depend_on_how_long_tools_take(
         operations_at_once=1,
         steps_at_once=2,
     )
+    in_step = play(
+        rollout, [Echo(index, stall_s=0.05 * (index % 3)) for index in range(6)], in_step=True
+    )
     assert [each.tokens for each in stalled] == [each.tokens for each in at_once]
+    assert [each.tokens for each in in_step] == [each.tokens for each in at_once]
+    assert len({call for each in in_step for call in each.operations}) == 3, "one call each turn"
     assert len({tuple(each.tokens) for each in at_once}) == 6
 
 

@@ -55,6 +55,17 @@ async def beat(http: httpx.AsyncClient, session: str) -> None:
         await asyncio.sleep(10.0)
 
 
+async def finish(http: httpx.AsyncClient, session: str) -> None:
+    """Ends the session, again while the cluster is busy with it, as the SDK does."""
+    reason = {"reason": {"type": "interrupted"}}
+    for _ in range(60):
+        response = await http.post(f"/sessions/{session}/finish", json=reason)
+        if response.status_code != 503:
+            break
+        await asyncio.sleep(1.0)
+    response.raise_for_status()
+
+
 async def poll(http: httpx.AsyncClient, sampler: str, clone: int, answers: list[int]) -> None:
     """Polls as the SDK does: at once after an answer, a second later after an error."""
     target = {"sampling_session_id": sampler, "cloned_sampler_id": clone}
@@ -104,8 +115,7 @@ def test_2000_open_samples_outlive_a_killed_router_with_a_poll_for_each_sampler(
             for each in (beating, *polls):
                 each.cancel()
             await asyncio.gather(beating, *polls, return_exceptions=True)
-            reason = {"reason": {"type": "interrupted"}}
-            (await http.post(f"/sessions/{session}/finish", json=reason)).raise_for_status()
+            await finish(http, session)
             return seen
 
     seen = asyncio.run(main())

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.scheduler.admission.fit.fit_bounds import GroupBound
+from plexrl.scheduler.admission.fit.fit_bounds import GroupBound, free_gpus_needed
+from plexrl.scheduler.placement.waiting.units import Size
 from tests.examples import examples
 
 LOAD_MAX = 0.9
@@ -34,3 +35,11 @@ def test_a_bound_says_yes_if_a_group_has_the_load_and_the_bytes(
         )
         assert may or not fits
         assert nearly or not may
+
+
+def test_a_member_of_a_gang_needs_free_gpus_beside_the_smaller_ones_only_if_it_may_share() -> None:
+    sizes = [Size("", 1, True), Size("", 2, True), Size("", 3, False), Size("", 8, True)]
+    assert free_gpus_needed(sizes[3], sizes, divides=True) == 8 - (1 + 2)
+    assert free_gpus_needed(sizes[3], sizes, divides=False) == 8
+    assert free_gpus_needed(sizes[2], sizes, divides=True) == 3
+    assert free_gpus_needed(sizes[1], [*sizes, sizes[0], sizes[0]], divides=True) == 1

@@ -3,8 +3,12 @@
 import pytest
 
 from plexrl import errors
+from plexrl.ids import DeploymentId, OperationId
+from plexrl.scheduler.operations.deadlines.cancellation import early_end
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.operation import Operation
 from plexrl.wire import messages as cmd
+from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
 
@@ -180,3 +184,14 @@ def test_only_a_generation_has_rows_to_stop(cluster: FakeCluster) -> None:
     cluster.submit("a:1", "a/actor", "barrier")
     with pytest.raises(errors.ConflictError, match="only a generate has rows"):
         cluster.send(ev.OperationCancelled(operation="a:1", rows=(0,)))
+
+
+def test_an_operation_that_ends_early_was_cancelled_unless_its_deadline_has_passed() -> None:
+    kind = OperationKind.GENERATE
+    operation = Operation(OperationId("o"), DeploymentId("a/b"), kind, 10.0, internal=False)
+    assert isinstance(early_end(operation, 99.0), errors.OperationCancelledError)
+    operation.deadline_at = 50.0
+    assert isinstance(early_end(operation, 49.0), errors.OperationCancelledError)
+    late = early_end(operation, 50.0)
+    assert isinstance(late, errors.DeadlineExceededError)
+    assert late.details["deadline_s"] == 40.0

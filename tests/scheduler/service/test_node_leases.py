@@ -182,3 +182,16 @@ def test_a_successor_waits_for_the_last_lease_that_the_former_leader_may_grant()
     assert former.grant(NODE, LEAD_S, lead_confirmed_at=0.0) == LEASE_S
     assert successor.left_s(NODE, LEAD_S + LEASE_S) >= FENCING_S
     assert former.grant(NODE, LEAD_S + 0.1, lead_confirmed_at=0.0) == 0.0
+
+
+def test_an_agent_waits_for_the_lease_of_another_machine_only() -> None:
+    leases = NodeLeases(LEASE_S, LEAD_S)
+    assert leases.wait_s(NODE, "one", 0.0) == 0.0
+    leases.grant(NODE, 0.0, lead_confirmed_at=0.0)
+    assert leases.wait_s(NODE, "one", 1.0) == 0.0, "its agent may come back at once"
+    left_s = leases.wait_s(NODE, "two", 1.0)
+    assert left_s == leases.left_s(NODE, 1.0) > 0.0
+    assert leases.wait_s(NODE, "one", 1.0) == 0.0, "the other machine is not the node yet"
+    assert leases.wait_s(NODE, "two", 1.0 + left_s) == 0.0
+    leases.grant(NODE, 30.0, lead_confirmed_at=30.0)
+    assert leases.wait_s(NODE, "one", 30.0) > 0.0

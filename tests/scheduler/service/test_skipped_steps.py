@@ -17,6 +17,7 @@ from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.service.journal.recovery import Restored, restore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.shell import Clock, Shell
+from plexrl.scheduler.service.skipped_steps import STEPS_MAX, SkippedSteps
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.records import UsageRow
@@ -234,3 +235,15 @@ def test_a_state_that_cannot_be_encoded_does_not_end_the_service(
     restored.core._context.state.jobs[JobId("a")].usage.clear()
     assert asyncio.run(told(shell_of(journal, restored, 1), tenant("t3"))) == [None]
     assert journal.snapshot() is not None
+
+
+def test_an_event_of_which_too_many_steps_fail_is_skipped_as_a_whole(journal: SqlJournal) -> None:
+    skipped = SkippedSteps(journal)
+    event = ev.JobFinished(job="a", outcome="completed")
+    for number in range(STEPS_MAX):
+        skipped.add(7, event, Fault(f"step {number}", ValueError("bad")))
+    assert len(skipped.steps(7)) == STEPS_MAX
+    assert EVENT not in skipped.steps(7)
+    skipped.add(7, event, Fault("one more", ValueError("bad")))
+    assert skipped.steps(7) - {EVENT} == {f"step {number}" for number in range(STEPS_MAX)}
+    assert SkippedSteps(journal).steps(7) == skipped.steps(7)

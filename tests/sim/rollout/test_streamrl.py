@@ -136,11 +136,12 @@ def test_equal_seeds_give_equal_runs(name: SystemName) -> None:
 
 def test_the_split_follows_the_costs_of_training() -> None:
     """The more a token costs to train, the fewer GPUs generate."""
+    few = replace(SETTING, batch_groups=10, steps=3, workload=replace(SETTING.workload, limit=3000))
     found = []
     with runner(1) as run:
         for train in (1e-5, 1e-3, 1e-2):
-            costs = replace(SETTING.costs, train_gpu_s_per_token=train)
-            asked = (replace(SETTING, costs=costs), system(SystemName.STREAMRL_ASYNC))
+            costs = replace(SETTING.costs, kv_tokens=20_000, train_gpu_s_per_token=train)
+            asked = (replace(few, costs=costs), system(SystemName.STREAMRL_ASYNC))
             found.append(best_splits(run.outcome, [asked])[0].system.rollout_gpus)
     assert found == sorted(found, reverse=True)
     assert found[0] > found[-1]

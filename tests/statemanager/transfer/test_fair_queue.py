@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plexrl.errors import OverloadedError
+from plexrl.errors import ConnectionLostError, OverloadedError
 from plexrl.statemanager.bytes.fair_queue import FairQueue
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.daemon.server import DaemonServer
@@ -151,3 +151,21 @@ def test_a_daemon_with_one_place_moves_everything_in_turn(
     shards = [make_shard(daemon, deployment=f"{name}/actor") for name in "abcd"]
     run_together(*(lambda shard=shard: shard.offload(1) for shard in shards))
     run_together(*(lambda shard=shard: shard.load(1) for shard in shards))
+
+
+def test_a_waiting_move_is_given_up_only_if_its_client_has_left() -> None:
+    line = FairQueue(moves_max=1, waiting_max=8)
+    done: list[str] = []
+
+    def move(who: str, is_there: bool) -> None:
+        with line.slot("Save", who, is_there=lambda: is_there):
+            done.append(who)
+
+    with ThreadPoolExecutor(2) as threads, line.slot("Load", "first"):
+        stays = threads.submit(move, "stays", True)
+        wait_until(lambda: line.waiting() == 1)
+        with pytest.raises(ConnectionLostError):
+            threads.submit(move, "left", False).result(DEADLINE_S)
+        assert line.waiting() == 1
+    stays.result()
+    assert done == ["stays"]

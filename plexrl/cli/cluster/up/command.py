@@ -62,7 +62,7 @@ def up(
     cluster, ray = choose_options(context, given, mqtt_password)
 
     def ready(endpoint: "Endpoint") -> None:
-        _print_endpoint(endpoint, as_json=as_json, has_docs=cluster.api_docs)
+        print_endpoint(endpoint, as_json=as_json, has_docs=cluster.api_docs)
 
     try:
         run_cluster(cluster, ready, ray=ray)
@@ -75,7 +75,8 @@ def up(
         run_cluster(replace(cluster, new_journal=True), ready, ray=ray)
 
 
-def _print_endpoint(endpoint: "Endpoint", *, as_json: bool, has_docs: bool) -> None:
+def print_endpoint(endpoint: "Endpoint", *, as_json: bool, has_docs: bool) -> None:
+    """Say that the cluster is up, and how clients reach it: with its key only at a terminal."""
     if as_json:
         write_text(endpoint.to_json() + "\n")
         return

@@ -22,8 +22,9 @@ from plexrl.router.http.schemas import (
 from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.observe.run_health import check_limits
 from plexrl.router.services.services import Services, job_key
+from plexrl.runs.records import FOLDER, RunRecords
 from plexrl.wire import scheduler_methods as m
-from plexrl.wire.messages.node_queries import JobCheckpoints, JobLogs
+from plexrl.wire.messages.node_queries import JobCheckpoints, JobLogs, LogView
 from plexrl.wire.messages.run_views import LoggedRow, SampledSteps, SampleView, StepSamples
 from plexrl.wire.messages.views import (
     CheckpointFiles,
@@ -34,6 +35,8 @@ from plexrl.wire.messages.views import (
     JobView,
 )
 from plexrl.wire.parameter_checks import check_identifier
+
+CONTROLLER = "controller"
 
 ROUTES = APIRouter(prefix="/v1/jobs", tags=["jobs"], route_class=ViewRoute)
 
@@ -192,8 +195,19 @@ async def logs(
     deployment: str | None = None,
     lines: Annotated[int, Limited("page", "lines", in_query=True)] = 100,
 ) -> JobLogs:
-    """`failed` lists the nodes that returned no logs, and why."""
-    return await services.ask(request, m.READ_LOG, job=job, deployment=deployment, lines=lines)
+    """`failed` lists the nodes that returned no logs, and why. A controller that runs on the
+    cluster is the deployment `controller` of the node `head`."""
+    found = await services.ask(request, m.READ_LOG, job=job, deployment=deployment, lines=lines)
+    if not services.runs_max or deployment not in (None, CONTROLLER):
+        return found
+    caller = await services.caller(request)
+    tenant = None if caller.is_operator else caller.tenant
+    kept = RunRecords(services.data_dir / FOLDER)
+    text = await asyncio.to_thread(kept.log_for, tenant, job, lines)
+    if not text:
+        return found
+    own: LogView = {"deployment": CONTROLLER, "node": "head", "rank": 0, "text": text}
+    return {**found, "logs": [own, *found["logs"]]}
 
 
 @ROUTES.get("/{job}/checkpoints", summary="The job's checkpoints, also those being written")

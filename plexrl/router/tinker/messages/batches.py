@@ -35,7 +35,7 @@ from plexrl.router.tinker.messages.codec import (
     sample_output,
     train_output,
 )
-from plexrl.router.tinker.messages.requests import STABLE_REINFORCE, SampleRequest
+from plexrl.router.tinker.messages.requests import STABLE_REINFORCE, AsampleRequest
 from plexrl.wire.tensors import Array, Arrays
 
 POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
@@ -234,7 +234,7 @@ def train_result(
     return train_output(rows, named)
 
 
-def sample_request(asked: SampleRequest) -> tuple[dict[str, Any], Arrays]:
+def sample_request(asked: AsampleRequest) -> tuple[dict[str, Any], Arrays]:
     """Parameters and arrays of `generate`.
 
     Raises:

@@ -188,7 +188,7 @@ class Sampling(_Part):
     top_p: float = 1.0
 
 
-class SampleRequest(JsonRequest):
+class AsampleRequest(JsonRequest):
     """Samples of one prompt."""
 
     sampling_session_id: str | None = None
@@ -203,7 +203,7 @@ class SampleRequest(JsonRequest):
     record_stability_info: bool | None = None
 
     @model_validator(mode="after")
-    def _is_possible(self) -> "SampleRequest":
+    def _is_possible(self) -> "AsampleRequest":
         if self.record_stability_info:
             raise ValueError(STABLE_REINFORCE)
         return self

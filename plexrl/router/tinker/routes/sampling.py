@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from plexrl.errors import InvalidRequestError
 from plexrl.router.tinker.completions import HOLD_S, Completion
 from plexrl.router.tinker.messages.batches import sample_request
-from plexrl.router.tinker.messages.requests import CreateSampler, FutureNames, SampleRequest
+from plexrl.router.tinker.messages.requests import AsampleRequest, CreateSampler, FutureNames
 from plexrl.router.tinker.records import FutureRecord, RolloutRecord, SamplerRecord
 from plexrl.router.tinker.routes.client import TinkerClient
 
@@ -41,7 +41,7 @@ async def get_sampler(client: TinkerClient, sampler: str) -> dict[str, Any]:
 @ROUTES.post("/asample")
 async def sample(client: TinkerClient) -> dict[str, Any]:
     """Draw samples of a prompt."""
-    asked = await client.read(SampleRequest)
+    asked = await client.read(AsampleRequest)
     if asked.sampling_session_id is None or asked.seq_id is None:
         raise InvalidRequestError("give a sampling_session_id and a seq_id, as the SDK does")
     sampler = client.sessions.find(SamplerRecord, asked.sampling_session_id, client.caller)

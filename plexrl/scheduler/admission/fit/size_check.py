@@ -89,7 +89,7 @@ def _too_large(
 ) -> ModelDoesNotFitError:
     """The refusal, with the sum as a table."""
     have, need = kind.gpu_memory_bytes, memory.need_bytes
-    rows = [(each.name, each.nbytes) for each in memory.terms] + [("sum", need)]
+    rows = [(term.name, term.nbytes) for term in memory.terms] + [("sum", need)]
     table = "\n".join(f"  {name:<20}{nbytes / GIB:>10.2f} GiB" for name, nbytes in rows)
     return ModelDoesNotFitError(
         f"deployment {deployment.deployment!r} needs {need / GIB:.2f} GiB on each of its "
@@ -99,7 +99,7 @@ def _too_large(
         bytes_per_gpu=need,
         gpu_memory_bytes=have,
         gpu_kind=kind.gpu_kind,
-        terms={each.name: each.nbytes for each in memory.terms},
+        terms={term.name: term.nbytes for term in memory.terms},
     )
 
 
@@ -108,7 +108,7 @@ def _check_together(cluster: Cluster, job: Job, deployment: Deployment) -> None:
     if not job.deployments:
         return
     others = map(cluster.state.deployment, job.deployments)
-    everything = [*(each for each in others if not each.spec.preemptible), deployment]
+    everything = [*(other for other in others if not other.spec.preemptible), deployment]
     free = {kind: gpus for kind, (gpus, _) in cluster.inventory.sizes().items()}
     gpus = sum(free.values())
     needs = least_needs(cluster.settings, everything)
@@ -146,19 +146,26 @@ def _fit_in_parts(
     ones; rollouts never on each other's. Those of unknown demand join only groups of their size."""
     if not settings.divides_groups:
         return False
-    known = [each for each in deployments if each.spec.shares and each.demand.trace is not None]
+    known = [
+        deployment
+        for deployment in deployments
+        if deployment.spec.shares and deployment.demand.trace is not None
+    ]
     sizes = {each.spec.workers for each in known}
     others = [
-        each
-        for each in deployments
-        if not each.spec.shares or (each.demand.trace is None and each.spec.workers not in sizes)
+        deployment
+        for deployment in deployments
+        if not deployment.spec.shares
+        or (deployment.demand.trace is None and deployment.spec.workers not in sizes)
     ]
     rollouts = [each for each in known if each.spec.kind == "rollout"]
-    needs = [Need(each.spec.workers, each.spec.node_type, 0) for each in rollouts]
+    needs = [Need(rollout.spec.workers, rollout.spec.node_type, 0) for rollout in rollouts]
     for node_type in sorted({each.spec.node_type for each in known} - {""}):
         largest = max(each.spec.workers for each in known if each.spec.node_type == node_type)
         there = sum(
-            each.spec.workers for each in rollouts if each.spec.node_type in ("", node_type)
+            rollout.spec.workers
+            for rollout in rollouts
+            if rollout.spec.node_type in ("", node_type)
         )
         if largest > there:
             needs.append(Need(largest - there, node_type, 0))

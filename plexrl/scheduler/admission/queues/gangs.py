@@ -83,9 +83,9 @@ def _place_in_order(
             _undo(cluster, done, now)
             return False
         groups = cluster.state.groups_of(deployment)
-        done.append((deployment, {each.group: each.alone_since for each in groups}))
+        done.append((deployment, {group.group: group.alone_since for group in groups}))
     ends_at = expected_end(cluster.state, cluster.state.job(gang[0].job), now)
-    left = [each.left_after(gang, ends_at, now) for each in reservations]
+    left = [reservation.left_after(gang, ends_at, now) for reservation in reservations]
     for found in left:
         if found is None:
             _undo(cluster, done, now)

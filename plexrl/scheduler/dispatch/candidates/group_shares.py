@@ -41,9 +41,9 @@ def settle_shares(
         return
     since: dict[TenantId, float] = {}
     """When each tenant began to wait; of the holder's own tenant it is not used."""
-    for each in contenders:
-        tenant = state.jobs[each.job].tenant
-        wants_since = each.demand.burst.wants_since
+    for contender in contenders:
+        tenant = state.jobs[contender.job].tenant
+        wants_since = contender.demand.burst.wants_since
         began = now if wants_since is None else wants_since
         since[tenant] = min(since.get(tenant, began), began)
     served_from, group.shared_at = group.shared_at, now
@@ -72,7 +72,9 @@ def settle_all(
     for group in groups:
         there = contenders
         if len(groups) > 1:
-            there = [each for each in contenders if group.group in each.placement.groups]
+            there = [
+                contender for contender in contenders if group.group in contender.placement.groups
+            ]
         settle_shares(step, group, there)
 
 

@@ -97,12 +97,12 @@ def overdue_view(cluster: Cluster, now: float) -> list[OverdueView]:
     return [
         {
             "deployment": deployment.deployment,
-            "operation": each.operation,
-            "kind": each.kind,
-            "expected_at": each.expected_at,
-            "replaced_at": each.due_at,
+            "operation": run.operation,
+            "kind": run.kind,
+            "expected_at": run.expected_at,
+            "replaced_at": run.due_at,
         }
         for deployment in state.deployments.values()
-        for each in runs(cluster, deployment)
-        if each.is_overdue(now) and (state.routers or not each.operation)
+        for run in runs(cluster, deployment)
+        if run.is_overdue(now) and (state.routers or not run.operation)
     ]

@@ -146,9 +146,9 @@ def foreign_text(each: ForeignMemoryView) -> str:
 def _held(state: State, names: Iterable[DeploymentId] | None) -> list[Deployment]:
     deployments = map(state.deployment, state.deployments if names is None else names)
     return [
-        each
-        for each in deployments
-        if each.wpg.backoff.code
-        and (each.work.queue or each.work.running)
-        and each.wpg.state is not WpgState.STOPPED
+        deployment
+        for deployment in deployments
+        if deployment.wpg.backoff.code
+        and (deployment.work.queue or deployment.work.running)
+        and deployment.wpg.state is not WpgState.STOPPED
     ]

@@ -46,9 +46,9 @@ def foreign_memory(deployment: Deployment, error: PlexRLError) -> tuple[ForeignM
     refusal = _read(error)
     return tuple(
         [
-            ForeignMemory(node=each.node, gpu=each.gpu, pid=pid, nbytes=nbytes)
-            for each in deployment.placement.ranks
-            if each.rank == refusal.rank
+            ForeignMemory(node=rank.node, gpu=rank.gpu, pid=pid, nbytes=nbytes)
+            for rank in deployment.placement.ranks
+            if rank.rank == refusal.rank
             for pid, nbytes in sorted((refusal.strangers or {}).items())
             if nbytes > KEPT_FACTOR * CONTEXT_BYTES
         ]
@@ -57,7 +57,7 @@ def foreign_memory(deployment: Deployment, error: PlexRLError) -> tuple[ForeignM
 
 def named_holders(deployment: Deployment, error: PlexRLError) -> tuple[DeploymentId, ...]:
     """The other deployments that the error's message names as holders of memory."""
-    names = {DeploymentId(each.deployment): None for each in _read(error).holders}
+    names = {DeploymentId(holder.deployment): None for holder in _read(error).holders}
     return tuple([name for name in names if name != deployment.deployment])
 
 
@@ -87,7 +87,9 @@ def keepers(state: State, group: Group, error: PlexRLError) -> list[tuple[Deploy
             or member.wpg.residency is not Residency.OFFLOADED
         ):
             continue
-        kept = max([each.process_bytes for each in holders if each.deployment == name], default=0)
+        kept = max(
+            [holder.process_bytes for holder in holders if holder.deployment == name], default=0
+        )
         if kept > KEPT_FACTOR * _kept_bytes(member):
             reason = f"it is offloaded, but its process still holds {kept} bytes of device memory"
             found.append((member, reason))

@@ -98,10 +98,10 @@ class Inventory:
     def _note_unsettled(self, node: Node, groups: Iterable[Group]) -> None:
         """Note whether deployments may have to leave the node, which has these groups."""
         self.unsettled.pop(node.node, None)
-        names = [name for each in groups for name in (*each.members, *each.fillers)]
+        names = [name for group in groups for name in (*group.members, *group.fillers)]
         if (
             (node.lost_at is not None or node.is_draining)
-            or any(self._parts_of[each.group][node.node].highest >= node.gpus for each in groups)
+            or any(self._parts_of[group.group][node.node].highest >= node.gpus for group in groups)
             or not all(may_span(self._state, self._state.deployments[name]) for name in names)
         ):
             self.unsettled[node.node] = None
@@ -163,7 +163,10 @@ class Inventory:
         if residents:
             self.index.fill(
                 group.group,
-                {each.deployment: (self.footprint(each), self.duty(each)) for each in residents},
+                {
+                    resident.deployment: (self.footprint(resident), self.duty(resident))
+                    for resident in residents
+                },
             )
         fillers = [self._state.deployments[name] for name in group.fillers]
         for each in (*residents, *fillers):

@@ -80,9 +80,11 @@ def kept_bytes(deployment: "Deployment") -> int:
 def least_memory(gpu_kind: str, deployments: Sequence["Deployment"]) -> int:
     """Memory of each GPU of this kind that lets `deployments` work there in turns."""
     if not gpu_kind:
-        return max([need_of(each).gpu_memory_bytes for each in deployments], default=0)
-    alone = [need_of(each).device_bytes - kept_bytes(each) for each in deployments]
-    return sum([kept_bytes(each) for each in deployments]) + max(alone, default=0)
+        return max([need_of(deployment).gpu_memory_bytes for deployment in deployments], default=0)
+    alone = [
+        need_of(deployment).device_bytes - kept_bytes(deployment) for deployment in deployments
+    ]
+    return sum([kept_bytes(deployment) for deployment in deployments]) + max(alone, default=0)
 
 
 def _bytes_on(deployment: "Deployment", group: "Group") -> int:

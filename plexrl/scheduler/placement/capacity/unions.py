@@ -44,22 +44,22 @@ class Unions:
         self.leave(deployment)
         if len(groups) < 2:
             return
-        names = tuple([each.group for each in groups])
+        names = tuple([group.group for group in groups])
         self._of[deployment] = names
         members = self._members.setdefault(names, {})
         members[deployment] = None
         if len(members) > 1:
             return
-        shapes = tuple([each.shape for each in groups])
+        shapes = tuple([group.shape for group in groups])
         table = self._tables.get(shapes)
         if table is None:
             table = self._tables[shapes] = _Table(
-                tuple([each.table for each in groups]), np.zeros((4, len(groups)), np.intp)
+                tuple([group.table for group in groups]), np.zeros((4, len(groups)), np.intp)
             )
         at = len(table.names)
         if at == len(table.rows):
             table.rows = np.concatenate([table.rows, np.zeros_like(table.rows)])
-        table.rows[at] = [each.row for each in groups]
+        table.rows[at] = [group.row for group in groups]
         table.names.append(names)
         self._at[names] = shapes, at
 

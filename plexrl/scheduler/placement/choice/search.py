@@ -175,7 +175,7 @@ def in_all_groups(cluster: Cluster, groups: Sequence[Group], expected: Contentio
             for group in state.groups_of(member)
             if group.group not in here and not is_colocated(state, group)
         ]
-        rivals = [each for each in members_of(elsewhere) if each not in names]
+        rivals = [member for member in members_of(elsewhere) if member not in names]
         if not rivals:
             continue
         gpus = tuple([gpu for group in elsewhere for gpu in group.gpus])
@@ -468,7 +468,10 @@ def pays(
             0.0 if member.placement.record is None else member.placement.record.contention or 0.0
         )
         gpus = sum(
-            [state.deployments[each].spec.workers for each in state.job(member.job).deployments]
+            [
+                state.deployments[deployment].spec.workers
+                for deployment in state.job(member.job).deployments
+            ]
         )
         cost += gpus * max(0.0, waiting - before)
     return cost < deployment.spec.workers * (1.0 - own)

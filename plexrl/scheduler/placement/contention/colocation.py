@@ -45,7 +45,7 @@ def may_take_turns(members: Sequence["Deployment"]) -> bool:
     demand is known."""
     if not _is_rollout_with_others(members):
         return False
-    duties = [each.demand.trace.duty for each in members if each.demand.trace is not None]
+    duties = [member.demand.trace.duty for member in members if member.demand.trace is not None]
     return math.fsum(duties) <= 1.0 + TOLERANCE
 
 
@@ -64,12 +64,12 @@ def may_share(cluster: "Cluster", members: Sequence["Deployment"]) -> bool:
 
 def takes_turns(members: Sequence["Deployment"]) -> bool:
     """As `may_take_turns`, and the demand of all is known."""
-    return may_take_turns(members) and all(each.demand.trace is not None for each in members)
+    return may_take_turns(members) and all(member.demand.trace is not None for member in members)
 
 
 def _is_rollout_with_others(members: Sequence["Deployment"]) -> bool:
-    rollouts = sum(each.spec.kind == "rollout" for each in members)
-    return rollouts == 1 and len(members) > 1 and len({each.job for each in members}) == 1
+    rollouts = sum(member.spec.kind == "rollout" for member in members)
+    return rollouts == 1 and len(members) > 1 and len({member.job for member in members}) == 1
 
 
 def is_colocated(state: "State", group: "Group") -> bool:
@@ -93,7 +93,7 @@ def own_group(cluster: "Cluster", deployment: "Deployment") -> OwnGroup | None:
         if is_larger and (deployment.spec.kind != "rollout" or not cluster.settings.divides_groups):
             continue
         for group in state.groups_of(other):
-            members = [*(state.deployments[each] for each in group.members), deployment]
+            members = [*(state.deployments[member] for member in group.members), deployment]
             if len(group.gpus) < deployment.spec.workers or not may_share(cluster, members):
                 continue
             if is_larger and not (may_divide(state, group) and is_worthwhile(cluster, members)):
@@ -118,7 +118,7 @@ def own_rollout_groups(cluster: "Cluster", deployment: "Deployment") -> list["Gr
         if not _is_smaller_rollout(other, deployment) or not _is_elsewhere(other, deployment):
             continue
         group = state.groups[other.placement.groups[0]]
-        members = [*(state.deployments[each] for each in group.members), deployment]
+        members = [*(state.deployments[member] for member in group.members), deployment]
         if (
             gpus + len(group.gpus) < deployment.spec.workers
             and len(found) < SPAN_MAX - 1
@@ -156,7 +156,7 @@ def _trainers(cluster: "Cluster", rollout: "Deployment") -> list["Deployment"]:
     if rollout.spec.kind != "rollout":
         return []
     others = map(cluster.state.deployment, cluster.state.jobs[rollout.job].deployments)
-    return [each for each in others if each.spec.kind == "train" and not each.placement.groups]
+    return [other for other in others if other.spec.kind == "train" and not other.placement.groups]
 
 
 def _is_smaller_rollout(other: "Deployment", deployment: "Deployment") -> bool:
@@ -196,8 +196,8 @@ def siblings_group(cluster: "Cluster", deployment: "Deployment") -> "Group | Non
         duty = cluster.inventory.duty_when_placed(deployment)
         load = cluster.inventory.index.load(group.group) + duty
         if load <= cluster.settings.config.load_bound and _has_capacity(cluster, group, deployment):
-            members = [state.deployments[each] for each in group.members]
-            only_own = all(each.job == deployment.job for each in members)
+            members = [state.deployments[member] for member in group.members]
+            only_own = all(member.job == deployment.job for member in members)
             if only_own or not has_tight_bound(cluster, deployment, group.members):
                 return group
     return None
@@ -222,11 +222,11 @@ def is_worthwhile(cluster: "Cluster", members: Sequence["Deployment"]) -> bool:
     if not takes_turns(members):
         return False
     state = cluster.state
-    moves = [moves_at_best_s(state, each) for each in members]
+    moves = [moves_at_best_s(state, member) for member in members]
     switch_s = max(load for load, _ in moves) + max(offload for _, offload in moves)
-    for each in members:
-        assert each.demand.trace is not None, f"{each.deployment} takes turns"
-        if switch_s > waiting_bound(cluster, each) * (each.demand.trace.period_s + switch_s):
+    for member in members:
+        assert member.demand.trace is not None, f"{member.deployment} takes turns"
+        if switch_s > waiting_bound(cluster, member) * (member.demand.trace.period_s + switch_s):
             return False
     return True
 
@@ -261,7 +261,9 @@ def with_own_group(
         found = (*found[:at], PlacementMode.SIBLINGS, *found[at:])
     if not cluster.settings.anybody_shares:
         return found
-    if any(deployment in spans_later(cluster, each) for each in _trainers(cluster, deployment)):
+    if any(
+        deployment in spans_later(cluster, trainer) for trainer in _trainers(cluster, deployment)
+    ):
         # Its training will use the same GPUs.
         return (_DEDICATED, *(each for each in found if each != _DEDICATED))
     if deployment.spec.kind == "rollout" and deployment.demand.trace is None:
@@ -275,7 +277,7 @@ def with_own_group(
             return (PlacementMode.COLOCATED, *found)
         return (*found, PlacementMode.COLOCATED)
     partners = waiting_partners(cluster, deployment)
-    if any(is_worthwhile(cluster, (deployment, each)) for each in partners):
+    if any(is_worthwhile(cluster, (deployment, partner)) for partner in partners):
         # Both need no more GPUs than the partner alone if this one were in the gaps of others.
         return (PlacementMode.COLOCATED, _DEDICATED, *found)
     return (*found, PlacementMode.COLOCATED) if partners else found

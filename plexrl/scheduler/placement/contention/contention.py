@@ -171,7 +171,9 @@ class _Plan:
         self.cycles = commensurate(trace.period_s, config.horizon_slots, config.period_tolerance)
         self.period = config.horizon_slots / self.cycles
         stretch = self.period / trace.period_s
-        self.segments = [(each.offset_s * stretch, each.duration_s) for each in trace.segments]
+        self.segments = [
+            (segment.offset_s * stretch, segment.duration_s) for segment in trace.segments
+        ]
         self.shift = 0.0
         self.slots: list[tuple[int, int]] = []
         """(first slot, number of slots) of each segment; empty before the first `lay`."""
@@ -212,7 +214,7 @@ class _Network:
         self.now = self.holder.requested_at
         self.just_ended = False
         if config.guards_slack:
-            self._make_plans([each.trace for each in residents])
+            self._make_plans([resident.trace for resident in residents])
 
     def _make_plans(self, traces: Sequence[DemandTrace]) -> None:
         """Lay plans, if the periods are measured well enough to tell them apart.
@@ -464,7 +466,9 @@ def _sort_key(resident: Resident) -> tuple[float, ...]:
     """Every field in which residents can differ."""
     trace = resident.trace
     segments = (
-        value for each in trace.segments for value in (each.offset_s, each.duration_s, each.slack_s)
+        value
+        for segment in trace.segments
+        for value in (segment.offset_s, segment.duration_s, segment.slack_s)
     )
     switch = (resident.load_s, resident.offload_s)
     return (trace.period_s, trace.jitter_s, *switch, *segments)
@@ -473,8 +477,8 @@ def _sort_key(resident: Resident) -> tuple[float, ...]:
 def _bursts(trace: DemandTrace, round_trip_s: float) -> list[tuple[float, float, float]]:
     """(seconds, pause after it, slack) of each burst of a cycle. Segments closer together than a
     switch away and back form one burst, which includes the gap."""
-    ends_s = [each.offset_s + each.duration_s for each in trace.segments]
-    starts_s = [each.offset_s for each in trace.segments[1:]]
+    ends_s = [segment.offset_s + segment.duration_s for segment in trace.segments]
+    starts_s = [segment.offset_s for segment in trace.segments[1:]]
     starts_s.append(trace.segments[0].offset_s + trace.period_s)
     found: list[tuple[float, float, float]] = []
     start_s = trace.segments[0].offset_s

@@ -57,7 +57,7 @@ def keeps_bounds(
     """
     state = cluster.state
     residents = [deployment, *[state.deployment(name) for name in members]]
-    is_guess = expected is None or any(each.demand.has_prior for each in residents)
+    is_guess = expected is None or any(resident.demand.has_prior for resident in residents)
     if is_guess and has_tight_bound(cluster, deployment, members):
         return False
     if expected is None:

@@ -65,18 +65,18 @@ def least_needs(settings: Settings, deployments: Sequence[Deployment]) -> list[N
     """A lower bound of the GPUs for `deployments`: all that may share a group do, whatever memory
     they need."""
     sharing: dict[int, list[Deployment]] = {}
-    for each in deployments:
-        if each.spec.shares and settings.anybody_shares:
-            sharing.setdefault(each.spec.workers, []).append(each)
-    joined = {each.deployment for members in sharing.values() for each in members}
-    alone = [each for each in deployments if each.deployment not in joined]
+    for deployment in deployments:
+        if deployment.spec.shares and settings.anybody_shares:
+            sharing.setdefault(deployment.spec.workers, []).append(deployment)
+    joined = {member.deployment for members in sharing.values() for member in members}
+    alone = [deployment for deployment in deployments if deployment.deployment not in joined]
     found = [need_of(each) for each in alone]
     most = settings.config.residents_max
     for workers, members in sorted(sharing.items()):
         spare = 0
         counts: dict[str, int] = {}
-        for each in members:
-            counts[each.spec.node_type] = counts.get(each.spec.node_type, 0) + 1
+        for member in members:
+            counts[member.spec.node_type] = counts.get(member.spec.node_type, 0) + 1
         untyped = counts.pop("", 0)
         for node_type, count in sorted(counts.items()):
             groups = -(-count // most)
@@ -84,7 +84,7 @@ def least_needs(settings: Settings, deployments: Sequence[Deployment]) -> list[N
             found += [Need(workers, node_type, 0)] * groups
         found += [Need(workers, "", 0)] * -(-max(0, untyped - spare) // most)
         # Rollouts of a job never share a group with each other.
-        apart = sum(each.spec.kind == "rollout" for each in members)
+        apart = sum(member.spec.kind == "rollout" for member in members)
         made = sum(each.workers == workers for each in found[len(alone) :])
         found += [Need(workers, "", 0)] * (apart - made)
     return found
@@ -103,7 +103,7 @@ def is_possible(cluster: Cluster, deployment: Deployment) -> bool:
         return known
     free = dict(inventory.in_service())
     members = [cluster.state.deployment(name) for name in job.deployments]
-    groups = {group: None for each in members for group in each.placement.groups}
+    groups = {group: None for member in members for group in member.placement.groups}
     if not groups:
         return _holds_gang(cluster, gang, members)
     for group in groups:
@@ -123,10 +123,10 @@ def _holds_gang(
         *[each.deployment for each in gang],
         *[
             (
-                *(each.deployment, each.spec.workers, each.spec.state_bytes),
-                *(each.demand.trace, each.demand.memory, each.spec.shares),
+                *(member.deployment, member.spec.workers, member.spec.state_bytes),
+                *(member.demand.trace, member.demand.memory, member.spec.shares),
             )
-            for each in members
+            for member in members
         ],
     )
     known = inventory.holds_gangs.get(key)

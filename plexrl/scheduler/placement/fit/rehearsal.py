@@ -47,7 +47,7 @@ class Rehearsal:
         self._groups: list[_Group] = []
         self.asked: list[tuple[tuple[Deployment, ...], bool]] = []
         """Whether turns were worthwhile, which follows from measured moves."""
-        nodes = [each for each in cluster.state.nodes.values() if is_in_service(each)]
+        nodes = [node for node in cluster.state.nodes.values() if is_in_service(node)]
         self._tier_bytes = min((n.host_memory_bytes + n.nvme_bytes for n in nodes), default=0)
         policy = cluster.settings.policy
         modes = policy.modes(has_profile=False, is_patience_over=False, is_scarce=False)
@@ -76,7 +76,7 @@ class Rehearsal:
         hosts, rest = list[_Group](), joining.spec.workers
         for group in self._groups:
             if (
-                [each.spec.kind for each in group.members] == ["rollout"]
+                [member.spec.kind for member in group.members] == ["rollout"]
                 and group.members[0].job == joining.job
                 and (not hosts or group.kind == hosts[0].kind)
                 and len(hosts) < SPAN_MAX - 1
@@ -121,7 +121,7 @@ class Rehearsal:
     def _of_siblings(self, joining: Deployment) -> Iterator[_Group]:
         if self._cluster.settings.policy.repacks:
             for group in self._with_room(joining):
-                if any(are_siblings(each, joining) for each in group.members):
+                if any(are_siblings(member, joining) for member in group.members):
                     yield group
 
     def _fullest(self, joining: Deployment) -> list[_Group]:
@@ -155,7 +155,7 @@ class Rehearsal:
                 and len(members) <= config.residents_max
                 and joining.spec.node_type in ("", kind.node_type)
                 and self._load(group) + duty <= bound
-                and sum([each.spec.state_bytes for each in members]) <= self._tier_bytes
+                and sum([member.spec.state_bytes for member in members]) <= self._tier_bytes
                 and least_memory(kind.gpu_kind, members) <= kind.gpu_memory_bytes
             ):
                 yield group

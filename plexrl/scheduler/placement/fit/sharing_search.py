@@ -45,12 +45,12 @@ class _Search:
         self._members_max = settings.config.residents_max
         self._groups: Counter[_Group] = Counter()
         self._rooms: dict[_Group, bool] = {}
-        by_profile = {self._profile(each): each for each in deployments}
+        by_profile = {self._profile(deployment): deployment for deployment in deployments}
         profiles = sorted(by_profile)
         self._kinds = [by_profile[profile] for profile in profiles]
         """A deployment of each profile."""
         numbers = {profile: number for number, profile in enumerate(profiles)}
-        self._order = sorted([numbers[self._profile(each)] for each in deployments])
+        self._order = sorted([numbers[self._profile(deployment)] for deployment in deployments])
         self._wanted = [0] * (len(self._order) + 1)
         """GPUs that the deployments from this one on take in groups of their own, at least."""
         for at in range(len(self._order) - 1, -1, -1):
@@ -128,7 +128,7 @@ class _Search:
         if known is None:
             (node_type, memory_bytes, gpu_kind), numbers = group
             members = [self._kinds[number] for number in numbers]
-            is_typed = {each.spec.node_type for each in members} <= {"", node_type}
+            is_typed = {member.spec.node_type for member in members} <= {"", node_type}
             known = is_typed and least_memory(gpu_kind, members) <= memory_bytes
             self._rooms[group] = known
         return known

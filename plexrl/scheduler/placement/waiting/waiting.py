@@ -123,7 +123,7 @@ class Waiting:
         length_s = expected_length(job)
         owner = UnitOwner(job.tenant, job.priority)
         equivalence = EquivalenceClass(owner, expected_step(length_s), length_s, demand, job.slo)
-        unit = Unit(head, tuple(each.size for each in members), equivalence, tuple(members))
+        unit = Unit(head, tuple(member.size for member in members), equivalence, tuple(members))
         for member in members:
             self._units[member.name] = unit
             tenants = self.pending_by_tenant.setdefault(member.size, {})

@@ -28,7 +28,7 @@ _SEEN, _HIDDEN = np.float32(0.0), np.float32(-np.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowGroup:
+class StepGroup:
     """Rows that attend together."""
 
     start: int
@@ -81,7 +81,7 @@ class StepBatch:
     position_T: torch.Tensor
     kv_index_T: torch.Tensor
     """Cache position of each token's key and value: block·S + offset."""
-    groups: tuple[RowGroup, ...]
+    groups: tuple[StepGroup, ...]
     wanted: torch.Tensor | None
     """Tokens whose next token is predicted. None: all."""
     scored: Scored | None = None
@@ -190,7 +190,7 @@ def _group(
     block_tokens: int,
     device: torch.device,
     dtype: torch.dtype,
-) -> RowGroup:
+) -> StepGroup:
     lengths = work.lengths[first:last]
     starts = work.starts[first:last]
     start = int(ends[first] - lengths[0])
@@ -213,7 +213,7 @@ def _group(
         places = torch.from_numpy(np.flatnonzero(real)).to(device)
     seen = np.arange(blocks * block_tokens) <= position_NQ[:, :, None]
     mask = torch.from_numpy(np.where(seen, _SEEN, _HIDDEN)).to(device, dtype)
-    return RowGroup(
+    return StepGroup(
         start=start,
         tokens=int(ends[last - 1]) - start,
         rows=last - first,

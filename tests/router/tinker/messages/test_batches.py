@@ -9,7 +9,7 @@ from tinker.proto import tinker_public_pb2
 from plexrl.errors import BatchShapeError, InvalidRequestError
 from plexrl.router.tinker.messages.batches import check_loss, sample_request, train_request
 from plexrl.router.tinker.messages.codec import Datum, TrainBatch, read_train_batch
-from plexrl.router.tinker.messages.requests import SampleRequest
+from plexrl.router.tinker.messages.requests import AsampleRequest
 
 FILLER = -9999.0
 
@@ -57,7 +57,7 @@ def test_targets_that_are_no_integers_are_refused() -> None:
 
 @pytest.mark.parametrize("token", [-1, 2**31, 2**63, 2**100])
 def test_a_prompt_with_what_is_no_token_is_refused(token: int) -> None:
-    asked = SampleRequest.read(b'{"prompt": {"chunks": [{"tokens": [1, %d]}]}}' % token)
+    asked = AsampleRequest.read(b'{"prompt": {"chunks": [{"tokens": [1, %d]}]}}' % token)
     with pytest.raises(InvalidRequestError, match="token ids from 0"):
         sample_request(asked)
 

@@ -19,10 +19,10 @@ from plexrl.router.tinker.messages.codec import (
 )
 from plexrl.router.tinker.messages.fields import FIELDS_MAX
 from plexrl.router.tinker.messages.requests import (
+    AsampleRequest,
     CreateModel,
     LoadWeights,
     OptimStepRequest,
-    SampleRequest,
 )
 
 INPUTS: dict[str, Any] = {"target_tokens": [4, 5, 6], "weights": [0.0, 1.0, -0.5]}
@@ -99,11 +99,11 @@ def test_samples_that_plexrl_cannot_draw_are_refused_by_name() -> None:
     prompt = b'{"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, %s}'
     for field in (b'"prompt_alt_tokens_k": 2', b'"target_prompt_logprobs": {"data": [1]}'):
         with pytest.raises(InvalidRequestError, match=field.decode().split('"')[1]):
-            SampleRequest.read(prompt % field)
+            AsampleRequest.read(prompt % field)
     with pytest.raises(InvalidRequestError, match='loss_fn="importance_sampling"'):
-        SampleRequest.read(prompt % b'"record_stability_info": true')
+        AsampleRequest.read(prompt % b'"record_stability_info": true')
     with pytest.raises(InvalidRequestError, match="num_samples"):
-        SampleRequest.read(prompt % b'"num_samples": 65537')
+        AsampleRequest.read(prompt % b'"num_samples": 65537')
 
 
 @pytest.mark.parametrize("field", [b"\x1a\x00", b"\x2a\x00", b"\xf8\x07\x01"])

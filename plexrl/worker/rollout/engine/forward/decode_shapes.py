@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from plexrl.worker.rollout.engine.blocks import SCRAP
-from plexrl.worker.rollout.engine.step_batch import RowGroup, StepBatch
+from plexrl.worker.rollout.engine.step_batch import StepBatch, StepGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class PaddedStep:
             # A row that sees nothing may be NaN, which would stay in the block for padding.
             mask_NQL[..., 0] = 0.0
             groups.append(
-                RowGroup(
+                StepGroup(
                     start=start,
                     tokens=each.rows,
                     rows=each.rows,
@@ -121,7 +121,7 @@ class PaddedStep:
             mask_NL[: group.rows, :width] = group.mask_NQL[:, 0]
         self._filled = sizes
 
-    def _fill_tokens(self, padded: RowGroup, group: RowGroup, batch: StepBatch) -> None:
+    def _fill_tokens(self, padded: StepGroup, group: StepGroup, batch: StepBatch) -> None:
         """Copy tokens, positions and places in the cache."""
         ours, start = self.batch, padded.start
         end, padded_end = start + group.rows, start + padded.rows

@@ -17,7 +17,7 @@ from plexrl.model.architecture.families import FAMILIES, Family
 from plexrl.worker.rollout.engine.forward.experts import Experts
 from plexrl.worker.rollout.engine.forward.joined_linear import JoinedLinear
 from plexrl.worker.rollout.engine.kv_pool import KvPool
-from plexrl.worker.rollout.engine.step_batch import RowGroup, StepBatch
+from plexrl.worker.rollout.engine.step_batch import StepBatch, StepGroup
 from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
 
 
@@ -127,7 +127,7 @@ class _Positions:
             [self._mask(group, batch) for group in batch.groups],
         )
 
-    def _mask(self, group: RowGroup, batch: StepBatch) -> torch.Tensor:
+    def _mask(self, group: StepGroup, batch: StepBatch) -> torch.Tensor:
         if self._window is None:
             return group.mask_NQL
         position = batch.position_T[group.start : group.start + group.tokens]
@@ -269,7 +269,7 @@ class _LlamaLayer:
         self,
         index: int,
         query_TJD: torch.Tensor,
-        group: RowGroup,
+        group: StepGroup,
         mask_NQL: torch.Tensor,
         pool: KvPool,
     ) -> torch.Tensor:

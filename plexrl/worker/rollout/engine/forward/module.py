@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from plexrl.worker.rollout.engine.kv_pool import KvPool
-from plexrl.worker.rollout.engine.step_batch import RowGroup, StepBatch
+from plexrl.worker.rollout.engine.step_batch import StepBatch, StepGroup
 
 
 class ModuleForward:
@@ -35,7 +35,7 @@ class ModuleForward:
         logits: torch.Tensor = self._head(hidden_TX)
         return logits
 
-    def _run(self, group: RowGroup, batch: StepBatch, pool: KvPool) -> torch.Tensor:
+    def _run(self, group: StepGroup, batch: StepBatch, pool: KvPool) -> torch.Tensor:
         span = slice(group.start, group.start + group.tokens)
         token, position = batch.token_T[span], batch.position_T[span]
         if group.spread_NQ is not None:
@@ -101,12 +101,12 @@ class _GroupCache(Cache):  # type: ignore[misc]  # transformers has no types
     """The cache that the decoder receives for one group."""
 
     pool: KvPool
-    group: RowGroup
+    group: StepGroup
     kv_index: torch.Tensor
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[_GroupLayer(self, index) for index in range(layers)])
 
-    def begin(self, pool: KvPool, group: RowGroup, kv_index: torch.Tensor) -> None:
+    def begin(self, pool: KvPool, group: StepGroup, kv_index: torch.Tensor) -> None:
         """Set the next group."""
         self.pool, self.group, self.kv_index = pool, group, kv_index
