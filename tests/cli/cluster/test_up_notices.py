@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,13 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch, found: Endpoint, *, has_docs: b
     with open(theirs, "w") as terminal, monkeypatch.context() as patched:  # noqa: PTH123 - a terminal
         patched.setattr(sys, "stdout", terminal)
         print_endpoint(found, as_json=False, has_docs=has_docs)
-    said = os.read(ours, 1 << 16).decode().replace("\r\n", "\n")
+    said = b""
+    # The terminal ends with an error once the other side is closed.
+    with suppress(OSError):
+        while part := os.read(ours, 1 << 16):
+            said += part
     os.close(ours)
-    return said
+    return said.decode().replace("\r\n", "\n")
 
 
 def exported(said: str) -> dict[str, str]:

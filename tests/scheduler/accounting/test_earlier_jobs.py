@@ -497,13 +497,3 @@ def test_a_paced_job_tells_nothing_of_jobs_that_compute() -> None:
     cluster.pass_time(50.0)
     finish(cluster, "b")
     assert usual_length(cluster.core.cluster, TenantId("t"), "same") == 64.0
-
-
-def test_a_job_that_never_had_gpus_tells_no_length() -> None:
-    cluster = cluster_of()
-    cluster.start_node(2)
-    submit_alone(cluster, "has them", "other")
-    submit_alone(cluster, "waits", "same")
-    cluster.pass_time(100.0)
-    finish(cluster, "waits")
-    assert usual_length(cluster.core.cluster, TenantId("t"), "same") == 0.0

@@ -243,3 +243,15 @@ def test_profiles_beyond_a_lowered_bound_are_forgotten_with_the_next_one() -> No
     measure(cluster, "e")
     profiles = cluster.core._context.state.profiles
     assert [key.split("/")[1] for key in profiles] == ["d", "e"]
+
+
+def test_the_length_of_a_job_that_never_had_gpus_is_not_remembered() -> None:
+    cluster = FakeCluster()
+    cluster.start_node(2)
+    for job in ("has them", "waits"):
+        cluster.job(job)
+        cluster.deploy(f"{job}/actor", workers=2, exclusive=True)
+    cluster.pass_time(100.0)
+    for job, known in (("waits", 0), ("has them", 1)):
+        cluster.send(ev.JobFinished(job=job, outcome="completed"))
+        assert len(cluster.core.cluster.state.lengths) == known
