@@ -325,8 +325,10 @@ SHARED_NAMES = {
     *("Cluster", "DemandTrace", "Deployment", "Job", "Segment"),
     # A run of a WPG, and the request for it to the StateManager, whose names are on the wire.
     *("Load", "Publish"),
+    # Of an environment, in the words of its public interface, and of the cluster.
+    *("Step", "Task", "Trajectory"),
 }
-"""Names of classes of which there may be two."""
+"""Names of classes of which there may be several."""
 
 
 def test_a_public_class_name_stands_in_one_module() -> None:

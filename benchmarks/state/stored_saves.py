@@ -2,7 +2,7 @@
 
     python -m benchmarks.state.stored_saves [--quick] [--json]
 
-Two jobs share a GPU. One makes steps without a pause, the other one is offloaded and saves a
+Two jobs share a GPU. One makes a step each second, the other one is offloaded and saves a
 checkpoint in each round: at once, or after a barrier, which needs its state on the GPU. Shown are
 the time until the version is pinned, and how much longer than usual a step of the busy job took.
 """
@@ -17,8 +17,10 @@ from benchmarks.sizes import sized
 from plexrl.cluster.embedded.start import start_embedded
 from plexrl.model.spec import parameter_count
 
-ROUNDS = sized(12, quick=3)
-MODEL = plexrl.tiny_qwen2("0123456789sr=", hidden=sized(512, quick=64), layers=sized(6, quick=2))
+ROUNDS = sized(4, quick=2)
+PAUSE_S = 1.0
+"""Between two steps of the busy job."""
+MODEL = plexrl.tiny_qwen2("0123456789sr=", hidden=sized(256, quick=64), layers=sized(4, quick=2))
 BATCH = plexrl.Batch.from_completions([[3, 4, 5, 6, 7, 8, 9]] * 8, [[4, 5, 6, 7, 8, 2]] * 8)
 
 
@@ -47,6 +49,8 @@ class BusyJob:
             while not self._stopped.is_set():
                 self.began.append(time.monotonic())
                 step(actor)
+                # As for a rollout: a burst without a pause would keep the group for a minute.
+                self._stopped.wait(PAUSE_S)
 
 
 def step(actor: plexrl.TrainDeployment) -> None:

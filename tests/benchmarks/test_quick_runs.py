@@ -19,6 +19,7 @@ LONG = {
     *("gpu/cluster.py", "gpu/generation.py", "gpu/rl.py"),
     *("judge_layers.py", "loading.py", "lora_switch.py", "object_store.py"),
     "rewards_overlap.py",
+    "tool_turns.py",
     *(
         "rollout_flexes.py",
         "rollout_live.py",

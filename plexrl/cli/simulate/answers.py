@@ -9,7 +9,7 @@ from typing import Any
 
 from plexrl.cli.simulate.job_rows import write_rows
 from plexrl.cli.simulate.options.setup import Questions
-from plexrl.cli.simulate.progress import Runs
+from plexrl.cli.simulate.progress import RunsProgress
 from plexrl.cli.simulate.tables import (
     Changed,
     Run,
@@ -74,7 +74,7 @@ def find_answers(
         if not quiet:
             print_survey(trace, survey)
         copies = {base.source: JobCopy(path=str(copy))}
-        with Runs(
+        with RunsProgress(
             jobs=survey.jobs,
             workers=workers,
             ray_address=ray_address,
@@ -147,7 +147,7 @@ def _plans(
     base: Scenario,
     asked: Questions,
     survey: Survey,
-    run: Runs,
+    run: RunsProgress,
     *,
     max_nodes: int,
     at_once: int,
@@ -168,7 +168,7 @@ def _plans(
 
 
 def _run_scenarios(
-    scenarios: Sequence[Scenario], run: Runs
+    scenarios: Sequence[Scenario], run: RunsProgress
 ) -> tuple[tuple[Run, ...], tuple[FailedRun, ...]]:
     done: list[Run] = []
     failed: list[FailedRun] = []
@@ -181,7 +181,7 @@ def _run_scenarios(
 
 
 def _changes(
-    runs: Sequence[Run], asked: Questions, run: Runs
+    runs: Sequence[Run], asked: Questions, run: RunsProgress
 ) -> tuple[tuple[Changed, ...], tuple[FailedRun, ...]]:
     wanted = [
         (what, of, apply_change(scenario, what))

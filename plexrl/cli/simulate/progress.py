@@ -21,7 +21,7 @@ BARS_KEPT = 12
 """Most runs whose bars stay after their end; with more runs only live bars are shown."""
 
 
-class Runs:
+class RunsProgress:
     """Runs scenarios and shows their progress on stderr, if that is a terminal.
 
     `with Runs(jobs=…, workers=…, ray_address=…, copies=…) as run: outcomes = run(scenarios)`; `run`
@@ -52,7 +52,7 @@ class Runs:
         self._display: Display | None = None
         self._overall: TaskID | None = None
 
-    def __enter__(self) -> "Runs":
+    def __enter__(self) -> "RunsProgress":
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

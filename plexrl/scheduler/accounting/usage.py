@@ -75,7 +75,7 @@ def bill_run(state: State, deployment: Deployment, operation: Operation) -> Usag
     that pays; None: the job was dropped, and its tenant alone pays."""
     gpu_seconds, operation.gpu_seconds = operation.gpu_seconds, 0.0
     caused = operation.caused_by is not None
-    job = _causer(state, operation) if caused else state.jobs[deployment.job]
+    job: Job | None = _causer(state, operation) if caused else state.jobs[deployment.job]
     tenant = state.tenants.get(_payer(job, operation) if job is None else job.tenant)
     if tenant is not None:
         tenant.gpu_seconds += gpu_seconds

@@ -163,10 +163,7 @@ class Inventory:
         if residents:
             self.index.fill(
                 group.group,
-                {
-                    resident.deployment: (self.footprint(resident), self.duty(resident))
-                    for resident in residents
-                },
+                {each.deployment: (self.footprint(each), self.duty(each)) for each in residents},
             )
         fillers = [self._state.deployments[name] for name in group.fillers]
         for each in (*residents, *fillers):
