@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,9 +55,9 @@ def rollout(job: plexrl.Job) -> plexrl.RolloutDeployment:
 
 
 def play(
-    rollout: plexrl.RolloutDeployment, environments: Sequence[Environment], **options: float
+    rollout: plexrl.RolloutDeployment, environments: Sequence[Environment], **options: Any
 ) -> list[Trajectory]:
-    settings: dict[str, int] = {"turns_max": 3, **options}  # type: ignore[dict-item]
+    settings: dict[str, Any] = {"turns_max": 3, **options}
     return roll_out(
         rollout,
         environments,
