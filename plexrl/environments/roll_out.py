@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from plexrl.environments.trajectory import Trajectory
 from plexrl.errors import (
     BatchShapeError,
     DeadlineExceededError,
+    ExecutionError,
     InvalidRequestError,
     PlexRLError,
 )
@@ -59,8 +61,9 @@ def roll_out(
     Trajectories that are ready together go on in one `generate`, of which `operations_at_once` run
     at the same time. With `in_step` all take their turns together: a turn begins when all tools
     have answered, so that the rollout is idle for longer at a time, and others can use its GPUs.
-    What is drawn depends on the seed, the weights, and the observations, not on
-    how long environments take.
+    What is drawn depends on the seed, `first_sample`, the weights, and the observations, not on how
+    long environments take. Turns have the numbers from `first_sample` on, of which this call takes
+    `len(environments) * turns_max`. If it raises, the generations that still run are cancelled.
 
     Raises:
         InvalidRequestError: there is no seed, or a number is out of range.
@@ -123,6 +126,7 @@ class _Drawn:
 class _Generated:
     """A generation has ended; `error`: why it failed."""
 
+    operation: str
     error: Exception | None = None
 
 
@@ -144,9 +148,18 @@ class _Play:
         self._stepping: dict[int, float] = {}
         """When each asked environment was asked, oldest first."""
         self._ready: list[int] = []
-        self._generating = 0
+        self._generating: dict[str, GenerateFuture] = {}
+        """By the ids of their operations."""
 
     def run(self) -> None:
+        try:
+            self._play()
+        finally:
+            for future in self._generating.values():
+                # In a thread: a cluster that does not answer must not hold up the error.
+                threading.Thread(target=_cancel, args=(future,), daemon=True).start()
+
+    def _play(self) -> None:
         self._to_step.extend((index, None) for index in range(len(self.trajectories)))
         while self._to_step or self._stepping or self._ready or self._generating:
             self._start_steps()
@@ -176,26 +189,29 @@ class _Play:
             if reply is None:
                 answer = Step(observation=environment.reset())
             else:
-                answer = environment.step(reply)
+                answer = _checked(environment.step(reply))
         except Exception as error:
             answer = error
+        except BaseException as error:
+            # Such as `SystemExit`, which would end the thread without a word.
+            answer = ExecutionError(f"environment {index} raised {error!r}")
+            answer.__cause__ = error
         self._events.put(_Stepped(index, turn, answer))
 
     def _start_generation(self) -> None:
-        if not self._ready or self._generating >= self._settings.operations_at_once:
+        if not self._ready or len(self._generating) >= self._settings.operations_at_once:
             return
         if self._settings.in_step and (self._to_step or self._stepping or self._generating):
             return
         indices, self._ready = sorted(self._ready), []
         prompts = [self.trajectories[index].tokens for index in indices]
         # Each turn of each trajectory has a random stream of its own.
-        streams = [
-            index * self._settings.turns_max + self.trajectories[index].turns for index in indices
-        ]
+        first, turns_max = self._settings.sampling.first_sample, self._settings.turns_max
+        streams = [first + index * turns_max + self.trajectories[index].turns for index in indices]
         future = self._rollout.generate(
             prompts, sampling=self._settings.sampling, stream="rows", first_samples=streams
         )
-        self._generating += 1
+        self._generating[future.operation] = future
         threading.Thread(target=self._read, args=(future, indices), daemon=True).start()
 
     def _read(self, future: "GenerateFuture", indices: list[int]) -> None:
@@ -203,16 +219,16 @@ class _Play:
             for prompt, _, sample in future.samples():
                 self._events.put(_Drawn(indices[prompt], sample, future.operation))
         except Exception as error:
-            self._events.put(_Generated(error))
+            self._events.put(_Generated(future.operation, error))
         else:
-            self._events.put(_Generated())
+            self._events.put(_Generated(future.operation))
 
     def _take(self, event: _Stepped | _Drawn | _Generated) -> None:
         match event:
             case _Drawn():
                 self._drawn(event)
-            case _Generated(error=error):
-                self._generating -= 1
+            case _Generated(operation=operation, error=error):
+                del self._generating[operation]
                 if error is not None:
                     raise error
             case _Stepped(index=index, turn=turn):
@@ -242,8 +258,9 @@ class _Play:
         trajectory = self.trajectories[index]
         try:
             tokens = self._tokens_of(trajectory, answer)
-        except PlexRLError as error:
-            # The observation has no tokens in this vocabulary, or the template refuses it.
+        except Exception as error:
+            # The observation has no tokens in this vocabulary, the template refuses it, or it is
+            # neither a text nor messages.
             trajectory.ended, trajectory.error = "error", error
             return
         most = self._settings.max_sequence_tokens
@@ -276,3 +293,15 @@ class _Play:
             return None
         oldest = next(iter(self._stepping.values()))
         return max(0.001, oldest + self._settings.step_timeout_s - time.monotonic() + 0.001)
+
+
+def _checked(answer: object) -> Step:
+    """The answer of an environment. Raises `TypeError` or `ValueError`: it is no step."""
+    if not isinstance(answer, Step):
+        raise TypeError(f"`step` has returned {type(answer).__name__}: return a Step")
+    return replace(answer, reward=float(answer.reward))
+
+
+def _cancel(future: "GenerateFuture") -> None:
+    with suppress(PlexRLError):
+        future.cancel()

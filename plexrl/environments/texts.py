@@ -9,6 +9,7 @@ from plexrl.model.text.chat_template import Message
 from plexrl.model.text.tokenizer import Tokenizer
 
 _PROBE = "PLEXRL-REPLY"
+"""Stands for a reply; made longer until an observation does not have it."""
 
 
 class TurnText(Protocol):
@@ -72,8 +73,11 @@ class ChatText:
 
     def follow(self, drawn: Sequence[int], observation: Observation) -> list[int]:
         """As `TurnText.follow`. The template's end of turn comes first, unless it was drawn."""
-        asked = [{"role": "user", "content": ""}, {"role": "assistant", "content": _PROBE}]
-        text = self._render([*asked, *_messages(observation)]).rpartition(_PROBE)[2]
+        answered, probe = _messages(observation), _PROBE
+        while probe in str(answered):
+            probe += "-"
+        asked = [{"role": "user", "content": ""}, {"role": "assistant", "content": probe}]
+        text = self._render([*asked, *answered]).rpartition(probe)[2]
         behind, ends = self._encode(text), self._tokenizer.end_tokens
         if drawn and drawn[-1] in ends:
             first = next((at for at, token in enumerate(behind) if token in ends), -1)

@@ -36,7 +36,10 @@ def read_tool_calls(reply: str) -> list[ToolCall]:
     for call in split_calls(reply)[1]:
         arguments = json.loads(call.arguments)
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                continue
         if isinstance(arguments, dict):
             found.append(ToolCall(call.name, arguments))
     return found

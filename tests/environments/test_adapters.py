@@ -92,6 +92,15 @@ def test_an_environment_behind_a_server_of_openenv_is_played_by_replies(openenv_
     assert (right.reward, right.done) == (1.0, True)
 
 
+def test_an_error_of_a_server_of_openenv_is_no_end_of_a_trajectory() -> None:
+    class Broken:
+        def step(self, _: object) -> None:
+            raise json.JSONDecodeError("no answer", "", 0)
+
+    with pytest.raises(ValueError, match="no answer"):
+        OpenEnvEnvironment(Broken(), act=int).step("7")
+
+
 def test_tasks_of_reasoning_gym_score_answers_themselves() -> None:
     reasoning_gym = pytest.importorskip("reasoning_gym")
     tasks = list(reasoning_gym_tasks("chain_sum", size=3, seed=7))

@@ -57,3 +57,10 @@ def test_a_reply_without_an_end_token_gets_the_template_s(
 def test_a_chat_reads_a_reply_without_its_end(tokenizer: plexrl.Tokenizer, chat: ChatText) -> None:
     assert chat.read([*tokenizer.encode("abc"), plexrl.EOS]) == "abc"
     assert chat.read(tokenizer.encode("abc")) == "abc"
+
+
+def test_an_observation_may_have_any_text() -> None:
+    files = vocabulary_files(VOCABULARY + "PLEXR-Y")
+    wide = plexrl.Tokenizer.from_files({**files, "chat_template.jinja": TEMPLATE})
+    behind = ChatText(wide).follow([5], "see PLEXRL-REPLY- here")
+    assert wide.decode(behind) == "\nuser: see PLEXRL-REPLY- here\nassistant: "

@@ -51,7 +51,13 @@ def test_without_functions_the_first_reply_is_the_answer() -> None:
     assert environment.step(CALL).reward == len(CALL)
 
 
-@pytest.mark.parametrize("reply", ["5", "<tool_call>{}</tool_call>", "<tool_call>[1]</tool_call>"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        *("5", "<tool_call>{}</tool_call>", "<tool_call>[1]</tool_call>"),
+        r'<tool_call>{"name": "add", "arguments": "\"{bad\""}</tool_call>',
+    ],
+)
 def test_what_cannot_be_read_is_no_call(reply: str) -> None:
     assert read_tool_calls(reply) == []
 

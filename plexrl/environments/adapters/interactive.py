@@ -75,10 +75,11 @@ class OpenEnvEnvironment:
     def step(self, reply: str) -> Step:
         """As `Environment.step`."""
         try:
-            result = self._client.step(self._act(reply))
+            action = self._act(reply)
         except ValueError:
             self._client.close()
             return Step(done=True)
+        result = self._client.step(action)
         if result.done:
             self._client.close()
         return Step(
