@@ -2,23 +2,27 @@
 it shall stop; the service writes how far it is. Each file has one writer."""
 
 import base64
+import fcntl
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from plexrl.errors import ConflictError, NotFoundError
-from plexrl.process.folders.durable_files import write_durably
+from plexrl.process.folders.durable_files import flush, write_durably
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.rewards.sandbox.command import START_MARK
 from plexrl.wire.messages.cluster_views import RunView
 
 FOLDER = "runs"
 SPEC, STATE, STOP, LOG = "spec.json", "state.json", "stop", "controller.log"
+LOCK = "lock"
+"""Held while a run is added: routers are several."""
 LOG_TAIL_BYTES = 1 << 18
 RECORDS_MAX = 100
 """Ended runs of a tenant that are kept."""
@@ -27,14 +31,20 @@ State = Literal["waiting", "running", "completed", "failed", "stopped"]
 ENDED = ("completed", "failed", "stopped")
 
 
-class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What shall run."""
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What shall run, without its files: they have megabytes."""
 
     run: str
     """Its id, which is that of the first job that the script creates, too."""
     tenant: str
     script: str
     """Name of the file to run."""
+    created_at: float
+
+
+class RunSpec(RunSummary, frozen=True, kw_only=True):
+    """What shall run."""
+
     files: dict[str, bytes]
     """The script and others beside it, by name."""
     arguments: tuple[str, ...] = ()
@@ -44,7 +54,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Time of all attempts together."""
     restarts: int = 3
     """Starts after the first one, if the script fails or is killed."""
-    created_at: float
+
+
+SpecT = TypeVar("SpecT", bound=RunSummary)
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,30 +87,63 @@ class RunRecords:
             ConflictError: the tenant has `live_max` runs that have not ended.
             OSError: it cannot be written.
         """
-        own = [run for run in self.names() if self.spec(run).tenant == spec.tenant]
-        ended = [run for run in own if self.state(run).state in ENDED]
-        if len(own) - len(ended) >= live_max:
-            raise ConflictError(
-                f"tenant {spec.tenant!r} has {live_max} runs: wait for one to end, or stop one "
-                "(plexrl runs stop RUN)"
-            )
-        for run in sorted(ended, key=lambda each: self.spec(each).created_at)[: -RECORDS_MAX + 1]:
-            shutil.rmtree(self.folder / run)
+        with self._adding():
+            own = [each for each in self.summaries() if each.tenant == spec.tenant]
+            ended = [each for each in own if self.state(each.run).state in ENDED]
+            if len(own) - len(ended) >= live_max:
+                raise ConflictError(
+                    f"tenant {spec.tenant!r} has {live_max} runs: wait for one to end, or stop one "
+                    "(plexrl runs stop RUN)"
+                )
+            for each in sorted(ended, key=lambda each: each.created_at)[: -RECORDS_MAX + 1]:
+                self._delete(each.run)
+            make_private_folder(self.folder / spec.run)
+            try:
+                write_durably(self.folder / spec.run / SPEC, msgspec.json.encode(spec), mode=0o600)
+            except OSError:
+                shutil.rmtree(self.folder / spec.run, ignore_errors=True)
+                raise
+
+    @contextmanager
+    def _adding(self) -> Iterator[None]:
         make_private_folder(self.folder)
-        make_private_folder(self.folder / spec.run)
-        write_durably(self.folder / spec.run / SPEC, msgspec.json.encode(spec), mode=0o600)
+        with (self.folder / LOCK).open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _delete(self, run: str) -> None:
+        # What shall run goes first: without its state, an ended run would begin anew.
+        (self.folder / run / SPEC).unlink()
+        flush(self.folder / run)
+        shutil.rmtree(self.folder / run)
 
     def names(self) -> list[str]:
         """The ids of all runs."""
         return sorted(path.parent.name for path in self.folder.glob(f"*/{SPEC}"))
 
+    def summaries(self) -> list[RunSummary]:
+        """All runs, without those that are deleted meanwhile."""
+        found = []
+        for run in self.names():
+            with suppress(NotFoundError):
+                found.append(self.summary(run))
+        return found
+
     def spec(self, run: str) -> RunSpec:
         """Raises `NotFoundError`: there is no such run."""
+        return self._read(run, RunSpec)
+
+    def summary(self, run: str) -> RunSummary:
+        """Raises `NotFoundError`: there is no such run."""
+        return self._read(run, RunSummary)
+
+    def _read(self, run: str, kind: type[SpecT]) -> SpecT:
         try:
             text = (self.folder / os.path.basename(run) / SPEC).read_bytes()  # noqa: PTH119
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # `ValueError`: a zero byte in the id.
             raise NotFoundError(f"there is no run {run!r}: plexrl runs lists yours") from error
-        return msgspec.json.decode(text, type=RunSpec)
+        return msgspec.json.decode(text, type=kind)
 
     def state(self, run: str) -> RunState:
         """How far a run is."""
@@ -113,8 +158,9 @@ class RunRecords:
         write_durably(self.folder / run / STATE, msgspec.json.encode(state), mode=0o600)
 
     def stop(self, run: str) -> None:
-        """Ask the service to stop a run."""
-        write_durably(self.folder / run / STOP, b"", mode=0o600)
+        """Ask the service to stop a run. Any number of callers may at the same time."""
+        (self.folder / run / STOP).touch(mode=0o600)
+        flush(self.folder / run)
 
     def shall_stop(self, run: str) -> bool:
         """Whether a run shall stop."""
@@ -123,6 +169,17 @@ class RunRecords:
     def log_path(self, run: str) -> Path:
         """The file with what the script prints."""
         return self.folder / run / LOG
+
+    def cut_log(self, run: str) -> None:
+        """Keep of a log what `log` reads: ended runs are many."""
+        with suppress(FileNotFoundError), self.log_path(run).open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size > LOG_TAIL_BYTES:
+                file.seek(size - LOG_TAIL_BYTES)
+                tail = file.read()
+                file.seek(0)
+                file.write(tail)
+                file.truncate()
 
     def log(self, run: str, lines: int) -> str:
         """The last lines that the script has printed."""
@@ -138,16 +195,20 @@ class RunRecords:
     def log_for(self, tenant: str | None, run: str, lines: int) -> str:
         """As `log`, if there is such a run of the tenant (None: of any); otherwise empty."""
         try:
-            is_own = tenant in (None, self.spec(run).tenant)
+            is_own = tenant in (None, self.summary(run).tenant)
         except NotFoundError:
             return ""
         return self.log(run, lines) if is_own else ""
 
     def view(self, run: str) -> RunView:
         """Raises `NotFoundError`: there is no such run."""
-        spec, state = self.spec(run), self.state(run)
+        return self.view_of(self.summary(run))
+
+    def view_of(self, spec: RunSummary) -> RunView:
+        """How far a run is, for its tenant."""
+        state = self.state(spec.run)
         return {
-            "run": run,
+            "run": spec.run,
             "tenant": spec.tenant,
             "script": spec.script,
             "state": state.state,

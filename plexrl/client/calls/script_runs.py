@@ -37,11 +37,19 @@ class ScriptRuns:
 
         Raises:
             ConflictError: the operator has not allowed runs, or the tenant has too many.
-            InvalidRequestError: a file cannot be read, or a number is out of range.
+            InvalidRequestError: a file cannot be read, two have one name, or a number is out of
+                range.
         """
+        sent = (script, *files)
+        names = {path.name for path in sent}
+        if len(names) < len(sent):
+            raise InvalidRequestError(
+                f"{len(sent)} files have {len(names)} names ({', '.join(sorted(names))}), and all "
+                "lie in one folder: give each a name of its own"
+            )
         body = {
             "script": script.name,
-            "files": {path.name: _encoded(path) for path in (script, *files)},
+            "files": {path.name: _encoded(path) for path in sent},
             "arguments": list(arguments),
             "memory_bytes": memory_bytes,
             "wall_s": wall_s,

@@ -4,6 +4,7 @@ import asyncio
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Request
@@ -16,7 +17,11 @@ from plexrl.runs.records import FOLDER, RunRecords, RunSpec, decode_files
 from plexrl.wire.messages.cluster_views import Runs, RunView
 
 ROUTES = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=ViewRoute)
-FILE_NAME = re.compile(r"[\w.-]{1,200}")
+FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
+FILES_MAX = 100
+"""Each is an open descriptor of the service at the start of its script."""
+ARGUMENTS_MAX, ARGUMENT_CHARACTERS_MAX = 1000, 25_000
+"""Linux starts no program with an argument of 128 KiB."""
 
 
 class RunRequest(BaseModel):
@@ -72,6 +77,9 @@ async def start(request: Request, services: Services, body: RunRequest) -> RunVi
         files = decode_files(body.files)
     except ValueError as error:
         raise InvalidRequestError(f"a file is not base64: {error}") from error
+    if len(files) > FILES_MAX:
+        raise InvalidRequestError(f"{len(files)} files: give {FILES_MAX} at most")
+    _check_arguments(body.arguments)
     for name in files:
         if FILE_NAME.fullmatch(name) is None or name in (".", ".."):
             raise InvalidRequestError(f"file {name!r}: give a plain name without folders")
@@ -90,17 +98,15 @@ async def start(request: Request, services: Services, body: RunRequest) -> RunVi
         created_at=time.time(),
     )
     await asyncio.to_thread(kept.add, spec, live_max=services.runs_max)
-    return kept.view(spec.run)
+    return await asyncio.to_thread(kept.view_of, spec)
 
 
 @ROUTES.get("", summary="The caller's runs")
 async def list_runs(request: Request, services: Services) -> Runs:
     """For the operator those of all tenants. Oldest first."""
     caller = await services.caller(request)
-    kept = records(services)
-    views = [kept.view(run) for run in kept.names()]
-    mine = [view for view in views if caller.is_operator or view["tenant"] == caller.tenant]
-    return {"runs": sorted(mine, key=lambda view: view["created_at"])}
+    tenant = None if caller.is_operator else caller.tenant
+    return {"runs": await asyncio.to_thread(_views, records(services), tenant)}
 
 
 @ROUTES.get("/{run}", summary="One run")
@@ -123,3 +129,20 @@ async def stop(request: Request, services: Services, run: str) -> RunView:
     view = await own(request, services, run)
     await asyncio.to_thread(records(services).stop, run)
     return view
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Raises `InvalidRequestError`: no program could be started with them."""
+    if len(arguments) > ARGUMENTS_MAX or sum(map(len, arguments)) > ARGUMENT_CHARACTERS_MAX:
+        raise InvalidRequestError(
+            f"the arguments are too long: give {ARGUMENTS_MAX} at most, with "
+            f"{ARGUMENT_CHARACTERS_MAX} characters together, and the rest in a file"
+        )
+    if any("\0" in each for each in arguments):
+        raise InvalidRequestError("an argument has a zero byte: leave it out")
+
+
+def _views(kept: RunRecords, tenant: str | None) -> list[RunView]:
+    """The runs of a tenant (None: of all), oldest first."""
+    mine = [each for each in kept.summaries() if tenant in (None, each.tenant)]
+    return [kept.view_of(each) for each in sorted(mine, key=lambda each: each.created_at)]
