@@ -19,18 +19,25 @@ from plexrl.runs.records import RunSpec
 PROCESSES = 256
 OPEN_FILES = 1024
 SCRATCH_BYTES = 256 << 20
+CA_FILE = "/cluster/ca.pem"
+"""Where the script sees the authority of the routers' certificates."""
+ADDRESSES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf")
+"""Files by which it finds the addresses of names."""
 
 
 class ControllerProcess:
     """A controller that runs. It ends with this process."""
 
-    def __init__(self, spec: RunSpec, environment: Mapping[str, str], log: Path) -> None:
-        """Start it; what it prints is appended to `log`.
+    def __init__(
+        self, spec: RunSpec, environment: Mapping[str, str], log: Path, *, ca: str = ""
+    ) -> None:
+        """Start it; what it prints is appended to `log`. It sees the file `ca` as `CA_FILE`.
 
         Raises:
             SandboxError: it cannot be contained on this machine.
         """
-        package = Path(plexrl.__file__).parent.parent
+        # Not the folder around it, which may be a checkout with anything in it.
+        package = Path(plexrl.__file__).parent
         command = sandbox_command([Path(sys.prefix), package])
         limits = Limits(
             memory_bytes=spec.memory_bytes,
@@ -48,8 +55,17 @@ class ControllerProcess:
             words = command.arguments(
                 limits, files, seccomp=filter_fd, status=status.fileno(), go=go_fd
             )
+            # The key is no word of the command line, which every user of the head could read.
+            variables = _descriptor(stack, _variables(environment, package.parent))
             at = words.index("--clearenv") + 1
-            words[at:at] = ["--share-net", *_variables(environment, package)]
+            words[at:at] = ["--share-net", "--args", str(variables)]
+            shown = [word for path in ADDRESSES for word in ("--ro-bind-try", path, path)]
+            opened = [variables]
+            if ca:
+                opened.append(_descriptor(stack, Path(ca).read_bytes()))
+                shown += ["--perms", "0444", "--file", str(opened[-1]), CA_FILE]
+            at = words.index("--dir") - 2
+            words[at:at] = shown
             words += [sys.executable, "-u", f"{PROGRAM_FOLDER}/{spec.script}", *spec.arguments]
             output = stack.enter_context(log.open("ab"))
             self._process = subprocess.Popen(
@@ -57,7 +73,7 @@ class ControllerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=(filter_fd, go_fd, status.fileno(), *(fd for _, fd in files)),
+                pass_fds=(filter_fd, go_fd, status.fileno(), *opened, *(fd for _, fd in files)),
                 start_new_session=True,
             )
 
@@ -73,10 +89,11 @@ class ControllerProcess:
         self._process.wait()
 
 
-def _variables(environment: Mapping[str, str], package: Path) -> list[str]:
-    """Options that set its environment."""
-    found = {"PYTHONPATH": str(package), **environment}
-    return [word for name, value in found.items() for word in ("--setenv", name, value)]
+def _variables(environment: Mapping[str, str], packages: Path) -> bytes:
+    """Options that set its environment, as bubblewrap reads them from a file."""
+    found = {"PYTHONPATH": str(packages), **environment}
+    words = [word for name, value in found.items() for word in ("--setenv", name, value)]
+    return "".join(f"{word}\0" for word in words).encode()
 
 
 def _descriptor(stack: ExitStack, content: bytes) -> int:

@@ -6,8 +6,10 @@ with it is started again, with the same job id, and takes over its job.
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ from urllib.parse import quote
 import httpx
 from msgspec.structs import replace
 
-from plexrl.errors import SandboxError
+from plexrl.errors import InvalidRequestError, SandboxError
 from plexrl.process.folders.operator_key import operator_key
-from plexrl.runs.controller_process import ControllerProcess
+from plexrl.runs.controller_process import CA_FILE, ControllerProcess
 from plexrl.runs.records import ENDED, FOLDER, RunRecords, RunSpec, RunState
 
 LOG = logging.getLogger(__name__)
@@ -72,30 +74,72 @@ class RunService:
 
     async def _keep(self, run: str) -> None:
         """Start a run's controller until it has completed, failed too often, or shall stop."""
-        spec = self._records.spec(run)
         try:
-            async with self._slots:
+            spec = self._records.spec(run)
+            async with self._slot(run):
                 while (state := await self._attempt(spec)).state not in ENDED:
                     pause_s = min(RESTART_S_MAX, RESTART_S * 2 ** (state.attempts - 1))
-                    await asyncio.sleep(pause_s)
+                    await self._pause(run, pause_s)
         except OSError as error:
-            # A full disk, for one; the next look begins again.
+            # A full disk, for one; a later look begins again.
             LOG.error("run %s: %s", run, error)
+            await asyncio.sleep(RESTART_S)
+        except Exception:
+            # A fault of one run must not end those of others. A later look begins again.
+            LOG.exception("run %s", run)
+            await asyncio.sleep(RESTART_S)
+
+    @asynccontextmanager
+    async def _slot(self, run: str) -> AsyncIterator[None]:
+        """Wait until it may run; a run that shall stop waits for nothing."""
+        waiting = asyncio.ensure_future(self._slots.acquire())
+        try:
+            while not waiting.done() and not self._records.shall_stop(run):
+                await asyncio.wait([waiting], timeout=LOOK_S)
+            yield
+        finally:
+            if waiting.done() and not waiting.cancelled():
+                self._slots.release()
+            waiting.cancel()
+
+    async def _pause(self, run: str, pause_s: float) -> None:
+        """Wait so long, or until it shall stop."""
+        for _ in range(math.ceil(pause_s / LOOK_S)):
+            if self._records.shall_stop(run):
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def _attempt(self, spec: RunSpec) -> RunState:
         state = self._records.state(spec.run)
         await self._revoke(spec, state)
         if self._records.shall_stop(spec.run):
             return await self._end(spec, state, "stopped", "plexrl runs stop")
-        key, secret = await self._make_key(spec)
+        if state.started_at is not None and (ended := await self._ended_job(spec)):
+            how, reason = ended
+            return await self._end(spec, state, how, reason)
+        made = await self._make_key(spec)
+        if made is None:
+            reason = "it waits for an API key: the tenant has as many as it may"
+            state = replace(state, state="waiting", reason=reason, key="")
+            self._write(spec, state)
+            return state
+        key, secret = made
         now = time.time()
         state = replace(state, state="running", started_at=state.started_at or now, key=key)
-        self._write(spec, state)
+        try:
+            self._write(spec, state)
+        except OSError:
+            # Nothing else knows this key.
+            await self._revoke(spec, state)
+            raise
         try:
             process = ControllerProcess(
-                spec, self._environment(spec, secret), self._records.log_path(spec.run)
+                spec,
+                self._environment(spec, secret),
+                self._records.log_path(spec.run),
+                ca=self._config.ca,
             )
-        except SandboxError as error:
+        except (SandboxError, InvalidRequestError, ValueError) as error:
             return await self._end(spec, state, "failed", str(error))
         try:
             why = await self._watch(spec, state, process)
@@ -130,13 +174,25 @@ class RunService:
         return ""
 
     async def _end(self, spec: RunSpec, state: RunState, how: Any, reason: str) -> RunState:
-        """Record the end. A job that the run has left is ended, too."""
+        """Record the end. Its key is revoked, and a job that it has left is ended."""
+        await self._revoke(spec, state)
         if how != "completed":
             outcome = {"outcome": "cancelled" if how == "stopped" else "failed", "reason": reason}
             await self._ask("POST", f"/v1/jobs/{quote(spec.run)}/finish", outcome)
         state = replace(state, state=how, reason=reason, ended_at=time.time(), key="")
+        self._records.cut_log(spec.run)
         self._write(spec, state)
         return state
+
+    async def _ended_job(self, spec: RunSpec) -> tuple[str, str] | None:
+        """How the run ends whose job has ended: another start could only fail. None: the job has
+        not, or there is none."""
+        job = await self._ask("GET", f"/v1/jobs/{quote(spec.run)}")
+        if job is None or job["state"] not in ("COMPLETED", "FAILED", "CANCELLED"):
+            return None
+        if job["state"] == "COMPLETED":
+            return "completed", ""
+        return "failed", f"its job has ended: {job['state']}"
 
     def _write(self, spec: RunSpec, state: RunState) -> None:
         self._records.write_state(spec.run, state)
@@ -147,13 +203,13 @@ class RunService:
             "PLEXRL_URL": ",".join(self._config.routers),
             "PLEXRL_API_KEY": secret,
             "PLEXRL_JOB_ID": spec.run,
-            **({"PLEXRL_CA_FILE": self._config.ca} if self._config.ca else {}),
+            **({"PLEXRL_CA_FILE": CA_FILE} if self._config.ca else {}),
         }
 
-    async def _make_key(self, spec: RunSpec) -> tuple[str, str]:
-        """A key of the tenant for one attempt: its id, and the key."""
+    async def _make_key(self, spec: RunSpec) -> tuple[str, str] | None:
+        """A key of the tenant for one attempt: its id, and the key. None: it gets no further."""
         made = await self._ask("POST", f"/v1/tenants/{quote(spec.tenant)}/keys")
-        return made["key"], made["api_key"]
+        return None if made is None else (made["key"], made["api_key"])
 
     async def _revoke(self, spec: RunSpec, state: RunState) -> None:
         if state.key:

@@ -134,6 +134,43 @@ def test_a_script_that_fails_is_started_again_so_often(cluster: Cluster) -> None
     assert (end["state"], end["attempts"], end["exit_code"]) == ("failed", 2, 7)
 
 
+def test_a_script_whose_error_ended_its_job_is_not_started_again(cluster: Cluster) -> None:
+    run = cluster.start(
+        "import plexrl\n"
+        "with plexrl.connect() as cluster, cluster.create_job('failing'):\n"
+        "    raise RuntimeError('a fault')\n"
+    )
+    end = cluster.end_of(run)
+    assert (end["state"], end["attempts"]) == ("failed", 1)
+    assert end["reason"] == "its job has ended: FAILED"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"arguments": ["a\0b"]}, "zero byte"),
+        ({"arguments": ["x" * 200_000]}, "too long"),
+        ({"files": {f"f{at}": "" for at in range(200)}}, "files: give 100"),
+        ({"files": {"../script.py": ""}}, "plain name"),
+    ],
+)
+def test_what_no_program_can_be_started_with_is_refused(
+    cluster: Cluster, options: dict[str, Any], why: str
+) -> None:
+    files = {"a.py": "", **options.get("files", {})}
+    body = {"script": "a.py", "arguments": [], **options, "files": files}
+    with pytest.raises(InvalidRequestError, match=why):
+        cluster.tenant._transport.ask("POST", "/v1/runs", body=body)
+
+
+def test_two_files_of_one_name_are_refused(cluster: Cluster) -> None:
+    other = cluster.folder / "other"
+    other.mkdir()
+    (other / "script.py").write_text("print(2)")
+    with pytest.raises(InvalidRequestError, match="a name of its own"):
+        cluster.start("print(1)", files=[other / "script.py"])
+
+
 def test_a_stopped_run_ends_with_its_job(cluster: Cluster) -> None:
     run = cluster.start(COUNTING, "1000", "0.2")
     cluster.wait_for(run, lambda: "step 1" in cluster.log(run))
