@@ -24,6 +24,7 @@ from plexrl.errors import (
     DeadlineExceededError,
     ExecutionError,
     InvalidRequestError,
+    OperationCancelledError,
     PlexRLError,
 )
 from plexrl.limits import check_numbers
@@ -238,6 +239,11 @@ class _Play:
     def _drawn(self, event: _Drawn) -> None:
         trajectory = self.trajectories[event.index]
         trajectory.drew(event.sample, event.operation)
+        if event.sample.finish_reason == "abort":
+            # What was cut off is no answer: its score would be that of another reply.
+            why = f"operation {event.operation!r} was interrupted before the reply had ended"
+            trajectory.ended, trajectory.error = "error", OperationCancelledError(why)
+            return
         self._to_step.append((event.index, self._text.read(event.sample.tokens)))
 
     def _stepped(self, index: int, answer: Step | Exception) -> None:

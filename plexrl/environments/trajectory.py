@@ -32,7 +32,7 @@ class Trajectory:
     """Seconds in which the environment was asked: the gaps between generations."""
     ended: Ended | None = None
     """`done` by its environment, after `turns_max` turns, at `max_sequence_tokens` tokens, or by an
-    error of the environment."""
+    error of the environment, or because its last reply was interrupted."""
     error: Exception | None = None
     """The error that ended it."""
 

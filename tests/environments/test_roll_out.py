@@ -12,7 +12,7 @@ import pytest
 import plexrl
 from plexrl.client.data.results import Sample
 from plexrl.environments import PlainText, Step, Trajectory, roll_out
-from plexrl.errors import ExecutionError
+from plexrl.errors import ExecutionError, OperationCancelledError
 
 TOKENIZER = plexrl.Tokenizer.from_vocabulary("abcdefgh")
 
@@ -39,11 +39,13 @@ class Drawn:
         self.operation, self._prompts, self._error = operation, prompts, error
         self.cancelled = threading.Event()
 
+    reason = "stop"
+
     def samples(self) -> Iterator[tuple[int, int, Sample]]:
         for at in range(self._prompts):
             if self._error is not None:
                 raise self._error
-            yield at, 0, Sample([3], np.zeros(1, dtype=np.float32), "stop")
+            yield at, 0, Sample([3], np.zeros(1, dtype=np.float32), self.reason)
 
     def cancel(self) -> None:
         self.cancelled.set()
@@ -102,6 +104,16 @@ def test_what_is_no_answer_ends_its_trajectory_alone(answer: Any, error: type[Ex
     broken, whole = play(Rollout(), answer, ends)
     assert (broken.ended, type(broken.error)) == ("error", error)
     assert (whole.ended, whole.reward) == ("done", 1.0)
+
+
+def test_a_reply_that_was_interrupted_is_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Drawn, "reason", "abort")
+    (played,) = play(Rollout(), ends)
+    assert (played.ended, played.reward, type(played.error)) == (
+        "error",
+        0.0,
+        OperationCancelledError,
+    )
 
 
 def test_turns_are_numbered_from_the_first_sample() -> None:
