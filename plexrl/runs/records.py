@@ -13,7 +13,13 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from plexrl.errors import ConflictError, NotFoundError
+from plexrl.errors import (
+    ConflictError,
+    NotFoundError,
+    StorageFullError,
+    StorageUnavailableError,
+)
+from plexrl.process.folders.disk_errors import NO_SPACE
 from plexrl.process.folders.durable_files import flush, write_durably
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.rewards.sandbox.command import START_MARK
@@ -51,7 +57,7 @@ class RunSpec(RunSummary, frozen=True, kw_only=True):
     memory_bytes: int = 2 << 30
     cpu_s: int = 24 * 3600
     wall_s: float = 24 * 3600.0
-    """Time of all attempts together."""
+    """Time from the first start on, over all attempts."""
     restarts: int = 3
     """Starts after the first one, if the script fails or is killed."""
 
@@ -85,9 +91,9 @@ class RunRecords:
 
         Raises:
             ConflictError: the tenant has `live_max` runs that have not ended.
-            OSError: it cannot be written.
+            StorageError: it cannot be written.
         """
-        with self._adding():
+        with self._writing(), self._adding():
             own = [each for each in self.summaries() if each.tenant == spec.tenant]
             ended = [each for each in own if self.state(each.run).state in ENDED]
             if len(own) - len(ended) >= live_max:
@@ -103,6 +109,14 @@ class RunRecords:
             except OSError:
                 shutil.rmtree(self.folder / spec.run, ignore_errors=True)
                 raise
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            kind = StorageFullError if error.errno in NO_SPACE else StorageUnavailableError
+            raise kind(f"{self.folder} cannot be written: {error}") from error
 
     @contextmanager
     def _adding(self) -> Iterator[None]:
@@ -158,9 +172,14 @@ class RunRecords:
         write_durably(self.folder / run / STATE, msgspec.json.encode(state), mode=0o600)
 
     def stop(self, run: str) -> None:
-        """Ask the service to stop a run. Any number of callers may at the same time."""
-        (self.folder / run / STOP).touch(mode=0o600)
-        flush(self.folder / run)
+        """Ask the service to stop a run. Any number of callers may at the same time.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        with self._writing():
+            (self.folder / run / STOP).touch(mode=0o600)
+            flush(self.folder / run)
 
     def shall_stop(self, run: str) -> bool:
         """Whether a run shall stop."""

@@ -1,12 +1,14 @@
 """Runs on the disk: several routers write, and any of them may be killed."""
 
+import errno
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from plexrl.errors import ConflictError, NotFoundError
+from plexrl.errors import ConflictError, NotFoundError, StorageFullError
+from plexrl.runs import records as module
 from plexrl.runs.records import LOG_TAIL_BYTES, RECORDS_MAX, RunRecords, RunSpec, RunState
 
 
@@ -54,6 +56,18 @@ def test_a_run_that_was_half_deleted_does_not_begin_anew(
     with pytest.raises(KeyboardInterrupt):
         records.add(spec(RECORDS_MAX), live_max=1)
     assert {records.state(run).state for run in records.names()} == {"completed"}
+
+
+def test_a_full_disk_refuses_a_run_and_keeps_nothing_of_it(
+    records: RunRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(module, "write_durably", full)
+    with pytest.raises(StorageFullError):
+        records.add(spec(1), live_max=1)
+    assert [each.name for each in records.folder.iterdir()] == ["lock"]
 
 
 def test_an_id_with_a_zero_byte_is_no_run(records: RunRecords) -> None:
