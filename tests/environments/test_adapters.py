@@ -90,6 +90,9 @@ def test_an_environment_behind_a_server_of_openenv_is_played_by_replies(openenv_
     assert (wrong.observation, wrong.reward, wrong.done) == ("no", 0.0, False)
     right = environment.step("7")
     assert (right.reward, right.done) == (1.0, True)
+    environment.close()
+    assert environment.reset() == "guess", "it begins anew"
+    environment.close()
 
 
 def test_an_error_of_a_server_of_openenv_is_no_end_of_a_trajectory() -> None:

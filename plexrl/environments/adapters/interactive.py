@@ -61,9 +61,11 @@ class OpenEnvEnvironment:
     ) -> None:
         """`client` is a blocking client of the server, one for each trajectory:
         `GenericEnvClient(base_url=…).sync()` of `openenv.core.generic_client`, or that of the
-        environment's own package. It is connected at the start and closed at the end. `act` reads
-        an action in a reply; if it raises `ValueError`, the trajectory ends without a further
-        reward. `describe` writes an observation. A reply ends at any of `stops`."""
+        environment's own package. It is connected at the start, and closed when the server
+        says that it is done. After a trajectory that ended otherwise, such as by `turns_max`, call
+        `close`. `act` reads an action in a reply; if it raises `ValueError`, the trajectory ends
+        without a further reward. `describe` writes an observation. A reply ends at any of
+        `stops`."""
         self._client, self._act, self._describe = client, act, describe
         self.stops: Sequence[str] = tuple(stops)
 
@@ -87,3 +89,7 @@ class OpenEnvEnvironment:
             reward=float(result.reward or 0.0),
             done=bool(result.done),
         )
+
+    def close(self) -> None:
+        """End the session at the server, if there is one."""
+        self._client.close()
