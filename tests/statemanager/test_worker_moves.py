@@ -90,6 +90,7 @@ class Trained(Bytes):
 
     @property
     def trainer_step(self) -> int:
+        assert isinstance(self.arena, Arena)
         return int(np.frombuffer(self.arena.buffer, dtype=np.uint8)[0])
 
 
