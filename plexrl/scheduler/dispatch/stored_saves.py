@@ -27,9 +27,13 @@ _SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
 
 def start_stored_saves(step: Step, group: Group) -> None:
     """Start the checkpoints with which the queues of offloaded members begin, one of each."""
+    deployments, operations = step.state.deployments, step.state.operations
     for name in group.members:
-        member = step.state.deployments[name]
-        if not member.work.queue or name in (group.holder, group.incoming):
+        member = deployments[name]
+        queue = member.work.queue
+        if not queue or operations[queue[0]].kind is not _SAVE_CHECKPOINT:
+            continue
+        if name in (group.holder, group.incoming):
             continue
         # A member of several groups is looked at on the first.
         if member.placement.groups[0] != group.group:
@@ -41,9 +45,9 @@ def start_stored_saves(step: Step, group: Group) -> None:
 
 
 def _stored_save(state: State, group: Group, member: Deployment, now: float) -> Operation | None:
-    """The head of the queue, if it is a checkpoint that needs no load."""
+    """The checkpoint with which the queue begins, if it needs no load."""
     head = next_operation(state, member)
-    if head is None or head.kind is not _SAVE_CHECKPOINT:
+    if head is None or head.needs_load:
         return None
     wpg, replay = member.wpg, member.work.replay
     if wpg.residency is not _OFFLOADED or wpg.state is not _READY or member.work.running:
@@ -51,7 +55,7 @@ def _stored_save(state: State, group: Group, member: Deployment, now: float) -> 
     if wpg.moves.planned is not None or now < wpg.backoff.until:
         return None
     is_whole = not replay.replaying and replay.durable_seq == replay.completed_seq
-    # Workers answer a repeated (operation, token) with their first answer: a retry loads the state.
+    # Workers answer a repeated (operation, token) with their first answer.
     return head if is_whole and head.token != group.token else None
 
 
