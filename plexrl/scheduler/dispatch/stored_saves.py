@@ -10,7 +10,7 @@ from typing import Final
 
 from plexrl.scheduler.dispatch.candidates.readiness import next_operation
 from plexrl.scheduler.operations.deadlines.bounds import watch
-from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
+from plexrl.scheduler.operations.latency_breakdown import note_start
 from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
@@ -66,8 +66,8 @@ def _start(step: Step, group: Group, member: Deployment, operation: Operation) -
     change_operation(operation, OperationTrigger.STARTED)
     operation.started_at = now
     note_start(member, operation, now)
-    if operation.expected_at is not None:
-        compare_start(state, group, operation, now)
+    # The estimate was of a wait for the group, which this run does not need: it is no error.
+    operation.expected_at = operation.expected_within = None
     operation.token, operation.group = group.token, group.group
     if not member.work.queue:
         member.demand.burst.stop_wanting()

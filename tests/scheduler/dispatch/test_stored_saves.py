@@ -195,3 +195,14 @@ def test_a_checkpoint_does_not_end_the_back_off_of_a_load_without_memory() -> No
     cluster.execute(run_of(cluster, "a:save"))
     assert cluster.state_of("a:save") == "finished"
     assert (backoff.code, backoff.tries) == ("device_memory_full", 3)
+
+
+def test_a_checkpoint_that_needs_no_group_is_no_error_of_the_estimated_waits_for_it() -> None:
+    cluster = cluster_with_an_offloaded_member()
+    member = cluster.core._context.state.deployments[DeploymentId("a/actor")]
+    (group,) = cluster.core._context.state.groups_of(member)
+    before = list(group.wait_errors), cluster.core._context.state.eta_errors.count
+    cluster.submit("a:save", "a/actor", "save_checkpoint")
+    assert run_of(cluster, "a:save")
+    after = list(group.wait_errors), cluster.core._context.state.eta_errors.count
+    assert after == before
