@@ -28,6 +28,9 @@ PERIOD_S = 600.0
 """Time between two deletions."""
 SUBJECTS = ("samples", "health", "metrics")
 """What is kept as long as the scheduler remembers the job."""
+EARLIER = frozenset({"rows", "pages"})
+"""What an object store has directly below a job's id, if the job has not been used since an earlier
+version (`MetricsObjects`)."""
 
 
 class JobOwners(Protocol):
@@ -61,10 +64,20 @@ async def discard_forgotten(
             # Jobs are listed first: one that is submitted now is in no list.
             jobs = await asyncio.to_thread(records.folders, f"{subject}/{tenant}")
             known = await _known_jobs(scheduler, unquote(tenant))
+            if subject == "metrics" and EARLIER & set(jobs) and await _is_job(scheduler, tenant):
+                known |= EARLIER
             for job in jobs:
                 if unquote(job) not in known:
                     folder = f"{subject}/{tenant}/{job}"
                     await asyncio.to_thread(_discard, records, folder, older_than_s)
+
+
+async def _is_job(scheduler: JobOwners, name: str) -> bool:
+    try:
+        await scheduler.call(CHECKPOINT_OWNER, {"job": unquote(name)})
+    except NotFoundError:
+        return False
+    return True
 
 
 async def _known_jobs(scheduler: JobOwners, tenant: str) -> set[str]:

@@ -27,8 +27,10 @@ class Remembered:
 
     async def call(self, method: str, params: Mapping[str, object]) -> CheckpointOwnerView:
         assert method == "checkpoint_owner"
-        if params["tenant"] != KNOWN.tenant:
+        if params.get("tenant", KNOWN.tenant) != KNOWN.tenant:
             raise NotFoundError("there is no such tenant")
+        if params.get("job", KNOWN.job) != KNOWN.job:
+            raise NotFoundError("there is no such job")
         return {
             "tenant": TenantId(KNOWN.tenant),
             "is_operator": False,
@@ -86,3 +88,11 @@ def test_what_a_killed_router_was_writing_goes_with_its_job(tmp_path: Path) -> N
     assert [each.key for each in records.find("samples")] == [f"{FORGOTTEN.folder('samples')}/1"]
     collect(records, older_than_s=60.0)
     assert list((tmp_path / "samples").iterdir()) == []
+
+
+def test_objects_of_an_earlier_version_stay_while_their_job_is_known(tmp_path: Path) -> None:
+    records = RecordObjects(ObjectStore(f"memory://{tmp_path.name}"))
+    records.write("metrics/j%2F1/rows/000000000001", b"{}")
+    records.write("metrics/j%2F2/rows/000000000001", b"{}")
+    collect(records)
+    assert [each.key for each in records.find("metrics")] == ["metrics/j%2F1/rows/000000000001"]
