@@ -86,7 +86,8 @@ class Captures:
             newest[folder] = max(newest.get(folder, 0.0), each.modified_s)
         for folder, modified_s in newest.items():
             if modified_s < limit:
-                self._store.remove(folder)
+                # It may have got a call since it was listed.
+                self._store.remove(folder, before=limit)
 
     def _used(self, job: JobKey) -> int:
         now = time.monotonic()

@@ -69,7 +69,11 @@ async def discard_forgotten(
             for job in jobs:
                 if unquote(job) not in known:
                     folder = f"{subject}/{tenant}/{job}"
-                    await asyncio.to_thread(_discard, records, folder, older_than_s)
+                    try:
+                        await asyncio.to_thread(_discard, records, folder, older_than_s)
+                    except OSError as error:
+                        # The next jobs are not kept for one that cannot be deleted.
+                        LOG.error("%s was not deleted: %s", folder, error)
 
 
 async def _is_job(scheduler: JobOwners, name: str) -> bool:
@@ -88,7 +92,5 @@ async def _known_jobs(scheduler: JobOwners, tenant: str) -> set[str]:
 
 
 def _discard(records: RecordStore, folder: str, older_than_s: float) -> None:
-    newest = max((each.modified_s for each in records.find(folder)), default=0.0)
-    if newest < records.clock() - older_than_s:
-        LOG.info("deleting %s: the scheduler has forgotten its job", folder)
-        records.remove(folder)
+    if records.remove(folder, before=records.clock() - older_than_s):
+        LOG.info("deleted %s: the scheduler has forgotten its job", folder)

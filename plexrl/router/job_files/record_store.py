@@ -60,8 +60,9 @@ class RecordStore(Protocol):
         """Delete files, if they exist."""
         ...
 
-    def remove(self, folder: str) -> None:
-        """Delete a folder with all that it has, if it exists."""
+    def remove(self, folder: str, *, before: float) -> bool:
+        """Delete a folder with all that it has, if it exists and none of its files was written at
+        that time or later; whether it was so."""
         ...
 
     def clock(self) -> float:
@@ -109,12 +110,13 @@ class RecordFiles:
 
     def find(self, folder: str) -> list[StoredObject]:
         found = []
-        for path in (self._directory / folder).rglob("*"):
-            # What a killed router was writing is no file yet.
-            if path.suffix != ".part":
-                with suppress(FileNotFoundError):
-                    about = path.stat()
-                    if path.is_file():
+        for parent, _, names in os.walk(self._directory / folder, onerror=_refuse_unless_gone):
+            for name in names:
+                path = Path(parent, name)
+                # What a killed router was writing is no file yet.
+                if path.suffix != ".part":
+                    with suppress(FileNotFoundError):
+                        about = path.stat()
                         key = str(path.relative_to(self._directory))
                         found.append(StoredObject(key, about.st_size, about.st_mtime))
         return found
@@ -129,7 +131,9 @@ class RecordFiles:
         for key in keys:
             (self._directory / key).unlink(missing_ok=True)
 
-    def remove(self, folder: str) -> None:
+    def remove(self, folder: str, *, before: float) -> bool:
+        if not _is_older(self.find(folder), before):
+            return False
         path = self._directory / folder
         with suppress(FileNotFoundError):
             shutil.rmtree(path)
@@ -138,7 +142,8 @@ class RecordFiles:
                 (self._directory / parent).rmdir()
             except OSError:
                 # It has folders of other jobs.
-                return
+                break
+        return True
 
     def clock(self) -> float:
         # By the clock of the file system, which on a mount is another machine's.
@@ -170,8 +175,23 @@ class RecordObjects:
     def delete(self, keys: Iterable[str]) -> None:
         self._store.delete(keys)
 
-    def remove(self, folder: str) -> None:
-        self._store.delete(each.key for each in self._store.find(folder))
+    def remove(self, folder: str, *, before: float) -> bool:
+        found = self._store.find(folder)
+        if not _is_older(found, before):
+            return False
+        # One that is written meanwhile stays.
+        self._store.delete(each.key for each in found)
+        return True
 
     def clock(self) -> float:
         return time.time()
+
+
+def _is_older(files: Iterable[StoredObject], before: float) -> bool:
+    return all(each.modified_s < before for each in files)
+
+
+def _refuse_unless_gone(error: OSError) -> None:
+    # A folder that was listed may have been removed meanwhile.
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
