@@ -29,6 +29,8 @@ PAGE_BYTES = 1 << 20
 """Approximate size of a page of rows."""
 PLACES_MAX = 10_000
 """Ends of pages that are remembered; readers that poll need one each."""
+NAME_BYTES_MAX = 255
+"""Of a file; with a longer one the earlier version could not write."""
 CLOCKS_DIFFER_S = 60.0
 """Between the scheduler, which says when a job was submitted, and the router that wrote a row."""
 
@@ -94,7 +96,7 @@ class MetricsFiles:
         path = self._path(job)
         earlier = self._directory / FOLDER / f"{quote(job.job, safe='')}.jsonl"
         try:
-            if path.exists() or not earlier.exists():
+            if path.exists() or len(earlier.name) > NAME_BYTES_MAX or not earlier.exists():
                 return
             with earlier.open("rb") as file:
                 if not is_of_job(file.readline(), submitted_at):

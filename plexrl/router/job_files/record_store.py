@@ -33,7 +33,13 @@ class JobKey(NamedTuple):
 
     def folder(self, subject: str) -> str:
         """The folder of the job's files about a subject."""
-        return "/".join((subject, *(quote(part, safe="") for part in self)))
+        return "/".join((subject, *map(file_name, self)))
+
+
+def file_name(id: str) -> str:
+    """An id as the name of a file or a folder. One of 200 characters is no longer as a name: of the
+    characters of ids, only '/' is quoted."""
+    return quote(id, safe=":")
 
 
 class RecordStore(Protocol):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from plexrl.errors import QuotaExceededError
+from plexrl.router.http.openai.generation import repeated_operation
 from plexrl.router.job_files import captures
 from plexrl.router.job_files.captures import Captures
 from plexrl.router.job_files.record_store import JobKey, RecordFiles, RecordObjects, RecordStore
@@ -112,3 +113,12 @@ def test_a_job_has_a_bounded_number_of_bytes(store: Captures) -> None:
     store.check(JOB, "actor/two", "j:2")
     for other in OTHERS:
         store.check(other, "actor/three", "o:1")
+
+
+def test_calls_of_a_job_are_kept_whatever_its_id_is(tmp_path: Path) -> None:
+    store = Captures(RecordFiles(tmp_path), job_bytes_max=2000)
+    job = JobKey("t", f"a{':' * 199}")
+    call = repeated_operation(job.job, "actor", "key")
+    store.check(job, f"{'d' * 100}/{'t' * 100}", call)
+    store.add(job, f"{'d' * 100}/{'t' * 100}", call, b"1")
+    assert store.read(job, f"{'d' * 100}/{'t' * 100}") == [b"1"]

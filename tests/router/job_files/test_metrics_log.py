@@ -12,6 +12,7 @@ from plexrl.errors import PayloadTooLargeError, QuotaExceededError
 from plexrl.router.job_files import metrics_log
 from plexrl.router.job_files.metrics_log import MetricsFiles
 from plexrl.router.job_files.record_store import JobKey
+from plexrl.wire.parameter_checks import check_identifier
 
 ROW_BYTES_MAX, JOB_BYTES_MAX = 200, 1000
 JOB = JobKey("t", "j/ob")
@@ -137,3 +138,11 @@ def test_rows_of_an_earlier_version_stay_with_their_job_and_go_to_no_other(
         log.take_over(JOB, begun - 1.0)
     log.append(JOB, 3, {})
     assert [row[:2] for row in rows(log)] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+
+
+def test_a_job_may_have_any_id_that_is_accepted(log: MetricsFiles) -> None:
+    job = JobKey("t", f"a{':' * 199}")
+    check_identifier("job", job.job)
+    log.take_over(job, 0.0)
+    log.append(job, 1, {})
+    assert len(json.loads(log.page(job, 0))["rows"]) == 1
