@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Protocol
 from urllib.parse import unquote
 
-from plexrl.errors import NotFoundError, PlexRLError
+from plexrl.errors import NotFoundError, PlexRLError, StorageError
 from plexrl.router.job_files.captures import Captures
 from plexrl.router.job_files.record_store import RecordStore
 from plexrl.wire.messages.cluster_views import CheckpointOwnerView
@@ -71,7 +71,7 @@ async def discard_forgotten(
                     folder = f"{subject}/{tenant}/{job}"
                     try:
                         await asyncio.to_thread(_discard, records, folder, older_than_s)
-                    except OSError as error:
+                    except (OSError, StorageError) as error:
                         # The next jobs are not kept for one that cannot be deleted.
                         LOG.error("%s was not deleted: %s", folder, error)
 

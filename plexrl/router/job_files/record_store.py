@@ -8,8 +8,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from urllib.parse import quote
@@ -110,11 +110,16 @@ class RecordFiles:
 
     def read(self, key: str) -> bytes | None:
         try:
-            return (self._directory / key).read_bytes()
+            with self._typed():
+                return (self._directory / key).read_bytes()
         except FileNotFoundError:
             return None
 
     def find(self, folder: str) -> list[StoredObject]:
+        with self._typed():
+            return self._find(folder)
+
+    def _find(self, folder: str) -> list[StoredObject]:
         found = []
         for parent, _, names in os.walk(self._directory / folder, onerror=_refuse_unless_gone):
             for name in names:
@@ -134,8 +139,9 @@ class RecordFiles:
             return []
 
     def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            (self._directory / key).unlink(missing_ok=True)
+        with self._typed():
+            for key in keys:
+                (self._directory / key).unlink(missing_ok=True)
 
     def remove(self, folder: str, *, before: float) -> bool:
         if not _is_older(self.find(folder), before):
@@ -155,6 +161,16 @@ class RecordFiles:
         # By the clock of the file system, which on a mount is another machine's.
         os.utime(self._directory)
         return self._directory.stat().st_mtime
+
+    @contextmanager
+    def _typed(self) -> Iterator[None]:
+        """Errors of the disk in their types: requests of users fail with them."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise write_error(self._directory, error) from error
 
 
 class RecordObjects:

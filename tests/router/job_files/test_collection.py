@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from plexrl.errors import NotFoundError
+from plexrl.errors import NotFoundError, StorageError
 from plexrl.ids import JobId, TenantId
 from plexrl.router.job_files.collection import discard_forgotten
 from plexrl.router.job_files.metrics_log import MetricsFiles
@@ -139,3 +139,11 @@ def test_files_are_listed_while_folders_beside_them_are_removed(tmp_path: Path) 
     finally:
         ended.set()
         thread.join()
+
+
+def test_errors_of_the_disk_have_types(tmp_path: Path) -> None:
+    records = RecordFiles(tmp_path)
+    refused = "n" * 300
+    for use in (records.read, records.find, lambda key: records.delete([key])):
+        with pytest.raises(StorageError, match="check its disk"):
+            use(refused)
