@@ -1,5 +1,6 @@
 """A worker's moves over a real daemon: its arena is registered once, and again where it must be."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ from plexrl.latency.gpus import MOVE_FIXED_S
 from plexrl.latency.pace import parse_pace
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import tiny_qwen2
+from plexrl.statemanager.checkpoint.places.choice import place_at
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
-from plexrl.wire.operations import OperationKind
+from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult, SharedWeights
 from plexrl.worker.state.state_mover import StateMover
 from plexrl.worker.training.paced.mover import PacedMover
@@ -81,6 +83,35 @@ def test_a_registration_that_another_process_ended_is_made_again(
     assert np.array_equal(shard.contents, expected)
     # That one is the former now, and moves nothing until it registers.
     assert other.agent.usage()["device"]["lent_bytes"] == shard.arena.resident_bytes()
+
+
+class Trained(Bytes):
+    """Its first byte is the count of optimizer steps, as a trainer's state has it."""
+
+    @property
+    def trainer_step(self) -> int:
+        assert isinstance(self.arena, Arena)
+        return int(np.frombuffer(self.arena.buffer, dtype=np.uint8)[0])
+
+
+def test_a_checkpoint_of_an_offloaded_state_names_the_step_that_was_offloaded(
+    start_daemon: StartDaemon, make_shard: MakeShard, tmp_path: Path
+) -> None:
+    daemon = start_daemon(checkpoint_url=str(tmp_path / "checkpoints"))
+    shard = make_shard(daemon, registered=False)
+    backend = Trained(shard.arena, shard.slices)
+    mover = StateMover(backend, shard.client, shard.group)
+    mover.move(command(OperationKind.LOAD, 0, 1))
+    shard.fill(1)
+    shard.contents[0] = 7
+    mover.move(command(OperationKind.OFFLOAD, 1, 1))
+    assert backend.trainer_step == 0
+    params = CheckpointParams(name="seven", format="training")
+    save = make_run(OperationKind.SAVE_CHECKPOINT, seq=1, params=params)
+    saved = mover.save_checkpoint(save)
+    place = place_at(str(saved["path"]))
+    wait_until(place.exists)
+    assert place.read_record().trainer_step == 7
 
 
 class WithBase(Bytes):

@@ -263,6 +263,8 @@ class _NodeActor:
         finally:
             serving.cancel()
             watching.cancel()
+            # The node may never serve again: an actor that has ended is silent no longer.
+            record.answers(self._node.node)
         return "its actor returned"
 
     async def _stuck(self, record: PartRecord) -> str:
@@ -271,6 +273,8 @@ class _NodeActor:
         assert self._actor is not None
         stuck_s = self._options.part_stuck_s
         pulse, was_late = Pulse(stuck_s), False
+        # It has just answered `start`, so it is judged from now on.
+        pulse.beat()
         beat: asyncio.Future[Any] | None = None
         while not pulse.is_stuck:
             if beat is None:

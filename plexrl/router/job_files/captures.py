@@ -10,10 +10,9 @@ deleted as a whole some time after its last call.
 import threading
 import time
 from collections import OrderedDict
-from urllib.parse import quote
 
 from plexrl.errors import QuotaExceededError
-from plexrl.router.job_files.record_store import JobKey, RecordStore
+from plexrl.router.job_files.record_store import JobKey, RecordStore, file_name
 
 CALLS_MAX = 1000
 """Calls of one trajectory."""
@@ -86,7 +85,8 @@ class Captures:
             newest[folder] = max(newest.get(folder, 0.0), each.modified_s)
         for folder, modified_s in newest.items():
             if modified_s < limit:
-                self._store.remove(folder)
+                # It may have got a call since it was listed.
+                self._store.remove(folder, before=limit)
 
     def _used(self, job: JobKey) -> int:
         now = time.monotonic()
@@ -103,8 +103,8 @@ class Captures:
 
 
 def _folder(job: JobKey, trajectory: str) -> str:
-    return f"{job.folder(FOLDER)}/{quote(trajectory, safe='')}"
+    return f"{job.folder(FOLDER)}/{file_name(trajectory)}"
 
 
 def _key(job: JobKey, trajectory: str, call: str) -> str:
-    return f"{_folder(job, trajectory)}/{quote(call, safe='')}.json"
+    return f"{_folder(job, trajectory)}/{file_name(call)}.json"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Protocol
 from urllib.parse import unquote
 
-from plexrl.errors import NotFoundError, PlexRLError
+from plexrl.errors import NotFoundError, PlexRLError, StorageError
 from plexrl.router.job_files.captures import Captures
 from plexrl.router.job_files.record_store import RecordStore
 from plexrl.wire.messages.cluster_views import CheckpointOwnerView
@@ -28,6 +28,9 @@ PERIOD_S = 600.0
 """Time between two deletions."""
 SUBJECTS = ("samples", "health", "metrics")
 """What is kept as long as the scheduler remembers the job."""
+EARLIER = frozenset({"rows", "pages"})
+"""What an object store has directly below a job's id, if the job has not been used since an earlier
+version (`MetricsObjects`)."""
 
 
 class JobOwners(Protocol):
@@ -61,10 +64,24 @@ async def discard_forgotten(
             # Jobs are listed first: one that is submitted now is in no list.
             jobs = await asyncio.to_thread(records.folders, f"{subject}/{tenant}")
             known = await _known_jobs(scheduler, unquote(tenant))
+            if subject == "metrics" and EARLIER & set(jobs) and await _is_job(scheduler, tenant):
+                known |= EARLIER
             for job in jobs:
                 if unquote(job) not in known:
                     folder = f"{subject}/{tenant}/{job}"
-                    await asyncio.to_thread(_discard, records, folder, older_than_s)
+                    try:
+                        await asyncio.to_thread(_discard, records, folder, older_than_s)
+                    except (OSError, StorageError) as error:
+                        # The next jobs are not kept for one that cannot be deleted.
+                        LOG.error("%s was not deleted: %s", folder, error)
+
+
+async def _is_job(scheduler: JobOwners, name: str) -> bool:
+    try:
+        await scheduler.call(CHECKPOINT_OWNER, {"job": unquote(name)})
+    except NotFoundError:
+        return False
+    return True
 
 
 async def _known_jobs(scheduler: JobOwners, tenant: str) -> set[str]:
@@ -75,7 +92,5 @@ async def _known_jobs(scheduler: JobOwners, tenant: str) -> set[str]:
 
 
 def _discard(records: RecordStore, folder: str, older_than_s: float) -> None:
-    newest = max((each.modified_s for each in records.find(folder)), default=0.0)
-    if newest < records.clock() - older_than_s:
-        LOG.info("deleting %s: the scheduler has forgotten its job", folder)
-        records.remove(folder)
+    if records.remove(folder, before=records.clock() - older_than_s):
+        LOG.info("deleted %s: the scheduler has forgotten its job", folder)

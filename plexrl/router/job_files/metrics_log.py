@@ -1,6 +1,8 @@
 """Metrics that controllers report: one JSON line for each row, one file for each job.
 
 metrics/<tenant>/<job>/rows.jsonl
+
+Before, the file was `metrics/<job>.jsonl`; it is renamed when its job is used.
 """
 
 import json
@@ -11,12 +13,13 @@ from collections import OrderedDict
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Protocol
+from urllib.parse import quote
 
 import msgspec
 
 from plexrl.client.data.metric_rows import json_number
 from plexrl.errors import PayloadTooLargeError, QuotaExceededError
-from plexrl.process.folders.durable_files import flush, make_folders_durably
+from plexrl.process.folders.durable_files import flush, make_folders_durably, rename_durably
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.router.blobs.upload import write_all, write_error
 from plexrl.router.job_files.record_store import JobKey
@@ -26,6 +29,10 @@ PAGE_BYTES = 1 << 20
 """Approximate size of a page of rows."""
 PLACES_MAX = 10_000
 """Ends of pages that are remembered; readers that poll need one each."""
+NAME_BYTES_MAX = 255
+"""Of a file; with a longer one the earlier version could not write."""
+CLOCKS_DIFFER_S = 60.0
+"""Between the scheduler, which says when a job was submitted, and the router that wrote a row."""
 
 
 class _Step(msgspec.Struct):
@@ -34,8 +41,20 @@ class _Step(msgspec.Struct):
     step: int
 
 
+class _Time(msgspec.Struct):
+    """When a row was written."""
+
+    time: float
+
+
 class MetricsLog(Protocol):
     """Metrics of all jobs. Rows of a job are numbered from 1, without gaps. The methods block."""
+
+    def take_over(self, job: JobKey, submitted_at: float) -> None:
+        """Move the rows that an earlier version has kept by the job's id alone to this tenant's
+        job, unless they are of a job that was submitted before. To be called before the other
+        methods. Raises as `append`."""
+        ...
 
     def append(self, job: JobKey, step: int, values: dict[str, float]) -> None:
         """Add a row. NaN and infinite numbers, which JSON cannot express, become the strings
@@ -72,6 +91,24 @@ class MetricsFiles:
         """By the number of a page's last row: the file, and where the row begins in it. There the
         next page begins."""
         make_private_folder(directory / FOLDER)
+
+    def take_over(self, job: JobKey, submitted_at: float) -> None:
+        path = self._path(job)
+        earlier = self._directory / FOLDER / f"{quote(job.job, safe='')}.jsonl"
+        try:
+            if path.exists() or len(earlier.name) > NAME_BYTES_MAX or not earlier.exists():
+                return
+            with earlier.open("rb") as file:
+                if not is_of_job(file.readline(), submitted_at):
+                    return
+            make_folders_durably(path.parent, mode=0o700)
+            rename_durably(earlier, path)
+            flush(earlier.parent)
+        except FileNotFoundError:
+            # Another router has renamed it.
+            return
+        except OSError as error:
+            raise write_error(self._directory, error) from error
 
     def append(self, job: JobKey, step: int, values: dict[str, float]) -> None:
         line = encode_row(step, values, self._row_bytes_max)
@@ -151,6 +188,15 @@ def _drop_partial_line(file: FileIO) -> int:
     size = start + os.pread(file.fileno(), size - start, start).rfind(b"\n") + 1
     file.truncate(size)
     return size
+
+
+def is_of_job(line: bytes, submitted_at: float) -> bool:
+    """Whether a job's first row was written after the job was submitted. Another tenant may have
+    had a job of this id before, and its rows are not this one's."""
+    try:
+        return msgspec.json.decode(line, type=_Time).time >= submitted_at - CLOCKS_DIFFER_S
+    except msgspec.MsgspecError:
+        return False
 
 
 def encode_row(step: int, values: dict[str, float], bytes_max: int) -> bytes:

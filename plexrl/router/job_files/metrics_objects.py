@@ -6,13 +6,17 @@
 A router appends by creating the object of the next number. If another router has created it, the
 next number is tried. So rows are never lost or renumbered, and have no gaps. Any router may write a
 full page, since all routers would write the same.
+
+Before, the keys were without `<tenant>`; such objects are moved when their job is used.
 """
 
 import logging
+import re
 import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -22,6 +26,7 @@ from plexrl.router.job_files.metrics_log import (
     check_quota,
     encode_page,
     encode_row,
+    is_of_job,
     numbered,
 )
 from plexrl.router.job_files.record_store import JobKey
@@ -31,7 +36,7 @@ LOG = logging.getLogger(__name__)
 
 PAGE_ROWS = 500
 JOBS_MAX = 10_000
-"""Jobs whose last row is remembered."""
+"""Jobs whose last row is remembered, and jobs known to have no rows in the earlier place."""
 END_KEPT_S = 3600.0
 """How long a last row is remembered without a further one. The rows of a forgotten job are deleted
 much later, and a new job of its id begins at 1."""
@@ -83,9 +88,23 @@ class MetricsObjects:
         self._page_rows = page_rows
         self._lock = threading.Lock()
         self._ends: OrderedDict[JobKey, tuple[threading.Lock, _End | None]] = OrderedDict()
+        self._moved: OrderedDict[JobKey, None] = OrderedDict()
         self._is_probed = False
         self._is_conditional = False
         self._pages = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+
+    def take_over(self, job: JobKey, submitted_at: float) -> None:
+        with self._lock:
+            if job in self._moved:
+                return
+        # Another router may do the same: both write equal objects, and one that is not found was
+        # deleted by the other when it had written all.
+        with suppress(FileNotFoundError):
+            self._move(job, submitted_at)
+        with self._lock:
+            self._moved[job] = None
+            if len(self._moved) > JOBS_MAX:
+                self._moved.popitem(last=False)
 
     def append(self, job: JobKey, step: int, values: dict[str, float]) -> None:
         line = encode_row(step, values, self._row_bytes_max)
@@ -112,6 +131,25 @@ class MetricsObjects:
     def close(self) -> None:
         """Stop writing pages; a router writes them later."""
         self._pages.shutdown(cancel_futures=True)
+
+    def _move(self, job: JobKey, submitted_at: float) -> None:
+        folder = f"metrics/{quote(job.job, safe='')}"
+        found = [each.key.removeprefix(f"{folder}/") for each in self._store.find(folder)]
+        # Below are also the jobs of a tenant of this name: those have one more folder.
+        names = [name for name in found if re.fullmatch("(rows|pages)/[0-9]+", name)]
+        if not names:
+            return
+        first = self._store.read(f"{folder}/{names[0]}").partition(b"\n")[0]
+        if not is_of_job(first, submitted_at):
+            return
+
+        def copy(name: str) -> None:
+            self._store.write(f"{_folder(job)}/{name}", self._store.read(f"{folder}/{name}"))
+
+        self._store.each(copy, names)
+        # The first one last, for it says whose they are.
+        self._store.delete(f"{folder}/{name}" for name in names[1:])
+        self._store.delete([f"{folder}/{names[0]}"])
 
     def _is_stored(self, job: JobKey, end: _End, line: bytes) -> bool:
         """Try to store a row after `end`, and move `end` to the last row that is stored now."""

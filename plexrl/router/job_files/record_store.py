@@ -8,8 +8,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from urllib.parse import quote
@@ -33,7 +33,13 @@ class JobKey(NamedTuple):
 
     def folder(self, subject: str) -> str:
         """The folder of the job's files about a subject."""
-        return "/".join((subject, *(quote(part, safe="") for part in self)))
+        return "/".join((subject, *map(file_name, self)))
+
+
+def file_name(id: str) -> str:
+    """An id as the name of a file or a folder. One of 200 characters is no longer as a name: of the
+    characters of ids, only '/' is quoted."""
+    return quote(id, safe=":")
 
 
 class RecordStore(Protocol):
@@ -60,8 +66,9 @@ class RecordStore(Protocol):
         """Delete files, if they exist."""
         ...
 
-    def remove(self, folder: str) -> None:
-        """Delete a folder with all that it has, if it exists."""
+    def remove(self, folder: str, *, before: float) -> bool:
+        """Delete a folder with all that it has, if it exists and none of its files was written at
+        that time or later; whether it was so."""
         ...
 
     def clock(self) -> float:
@@ -103,18 +110,24 @@ class RecordFiles:
 
     def read(self, key: str) -> bytes | None:
         try:
-            return (self._directory / key).read_bytes()
+            with self._typed():
+                return (self._directory / key).read_bytes()
         except FileNotFoundError:
             return None
 
     def find(self, folder: str) -> list[StoredObject]:
+        with self._typed():
+            return self._find(folder)
+
+    def _find(self, folder: str) -> list[StoredObject]:
         found = []
-        for path in (self._directory / folder).rglob("*"):
-            # What a killed router was writing is no file yet.
-            if path.suffix != ".part":
-                with suppress(FileNotFoundError):
-                    about = path.stat()
-                    if path.is_file():
+        for parent, _, names in os.walk(self._directory / folder, onerror=_refuse_unless_gone):
+            for name in names:
+                path = Path(parent, name)
+                # What a killed router was writing is no file yet.
+                if path.suffix != ".part":
+                    with suppress(FileNotFoundError):
+                        about = path.stat()
                         key = str(path.relative_to(self._directory))
                         found.append(StoredObject(key, about.st_size, about.st_mtime))
         return found
@@ -126,10 +139,13 @@ class RecordFiles:
             return []
 
     def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            (self._directory / key).unlink(missing_ok=True)
+        with self._typed():
+            for key in keys:
+                (self._directory / key).unlink(missing_ok=True)
 
-    def remove(self, folder: str) -> None:
+    def remove(self, folder: str, *, before: float) -> bool:
+        if not _is_older(self.find(folder), before):
+            return False
         path = self._directory / folder
         with suppress(FileNotFoundError):
             shutil.rmtree(path)
@@ -138,12 +154,23 @@ class RecordFiles:
                 (self._directory / parent).rmdir()
             except OSError:
                 # It has folders of other jobs.
-                return
+                break
+        return True
 
     def clock(self) -> float:
         # By the clock of the file system, which on a mount is another machine's.
         os.utime(self._directory)
         return self._directory.stat().st_mtime
+
+    @contextmanager
+    def _typed(self) -> Iterator[None]:
+        """Errors of the disk in their types: requests of users fail with them."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise write_error(self._directory, error) from error
 
 
 class RecordObjects:
@@ -170,8 +197,23 @@ class RecordObjects:
     def delete(self, keys: Iterable[str]) -> None:
         self._store.delete(keys)
 
-    def remove(self, folder: str) -> None:
-        self._store.delete(each.key for each in self._store.find(folder))
+    def remove(self, folder: str, *, before: float) -> bool:
+        found = self._store.find(folder)
+        if not _is_older(found, before):
+            return False
+        # One that is written meanwhile stays.
+        self._store.delete(each.key for each in found)
+        return True
 
     def clock(self) -> float:
         return time.time()
+
+
+def _is_older(files: Iterable[StoredObject], before: float) -> bool:
+    return all(each.modified_s < before for each in files)
+
+
+def _refuse_unless_gone(error: OSError) -> None:
+    # A folder that was listed may have been removed meanwhile.
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error

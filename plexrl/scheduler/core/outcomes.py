@@ -99,7 +99,7 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         if event.peak_bytes:
             demand.observe_peak(event.peak_bytes)
         if wpg.backoff.code:
-            wpg.backoff.clear()
+            _met_no_condition(deployment)
         if command.replay:
             work.replay.replayed(name)
             if wpg.no_snapshot_until:
@@ -119,6 +119,14 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
     dirty = step.effects.dirty
     for group in deployment.placement.groups:
         dirty[group] = None
+
+
+def _met_no_condition(deployment: Deployment) -> None:
+    """A run met no condition. A checkpoint of the stored state needs no device memory, so it says
+    nothing of a load that found too little."""
+    wpg = deployment.wpg
+    if wpg.residency is not _OFFLOADED or wpg.backoff.code != DeviceMemoryFullError.code:
+        wpg.backoff.clear()
 
 
 def _interrupted(
@@ -178,10 +186,13 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     deployment.work.end_run(event.operation)
     if deployment.wpg.residency is _OFFLOADED and error.code in REFUSED_STORED:
-        # The next run comes after a load, which finds another version or rebuilds this one.
-        requeue(state, deployment, operation, now)
-        effects.touch_all(deployment.placement.groups)
-        return
+        if not is_over(operation, now):
+            # The load finds another version or rebuilds this one.
+            operation.needs_load = True
+            requeue(state, deployment, operation, now)
+            effects.touch_all(deployment.placement.groups)
+            return
+        error = early_end(operation, now)
     if is_held(error, state_intact=event.state_intact) or is_awaited(state, operation, error, now):
         if not is_over(operation, now):
             hold(step, deployment, operation, error)
@@ -189,7 +200,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         discard(operation)
         error = early_end(operation, now)
     else:
-        deployment.wpg.backoff.clear()
+        _met_no_condition(deployment)
         may_repeat = event.state_intact and not is_over(operation, now)
         if may_repeat and publish_again(step, deployment, operation, error):
             return

@@ -10,7 +10,7 @@ from typing import Final
 
 from plexrl.scheduler.dispatch.candidates.readiness import next_operation
 from plexrl.scheduler.operations.deadlines.bounds import watch
-from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
+from plexrl.scheduler.operations.latency_breakdown import note_start
 from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
@@ -27,9 +27,13 @@ _SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
 
 def start_stored_saves(step: Step, group: Group) -> None:
     """Start the checkpoints with which the queues of offloaded members begin, one of each."""
+    deployments, operations = step.state.deployments, step.state.operations
     for name in group.members:
-        member = step.state.deployments[name]
-        if not member.work.queue or name in (group.holder, group.incoming):
+        member = deployments[name]
+        queue = member.work.queue
+        if not queue or operations[queue[0]].kind is not _SAVE_CHECKPOINT:
+            continue
+        if name in (group.holder, group.incoming):
             continue
         # A member of several groups is looked at on the first.
         if member.placement.groups[0] != group.group:
@@ -41,9 +45,9 @@ def start_stored_saves(step: Step, group: Group) -> None:
 
 
 def _stored_save(state: State, group: Group, member: Deployment, now: float) -> Operation | None:
-    """The head of the queue, if it is a checkpoint that needs no load."""
+    """The checkpoint with which the queue begins, if it needs no load."""
     head = next_operation(state, member)
-    if head is None or head.kind is not _SAVE_CHECKPOINT:
+    if head is None or head.needs_load:
         return None
     wpg, replay = member.wpg, member.work.replay
     if wpg.residency is not _OFFLOADED or wpg.state is not _READY or member.work.running:
@@ -51,7 +55,7 @@ def _stored_save(state: State, group: Group, member: Deployment, now: float) -> 
     if wpg.moves.planned is not None or now < wpg.backoff.until:
         return None
     is_whole = not replay.replaying and replay.durable_seq == replay.completed_seq
-    # Workers answer a repeated (operation, token) with their first answer: a retry loads the state.
+    # Workers answer a repeated (operation, token) with their first answer.
     return head if is_whole and head.token != group.token else None
 
 
@@ -62,8 +66,8 @@ def _start(step: Step, group: Group, member: Deployment, operation: Operation) -
     change_operation(operation, OperationTrigger.STARTED)
     operation.started_at = now
     note_start(member, operation, now)
-    if operation.expected_at is not None:
-        compare_start(state, group, operation, now)
+    # The estimate was of a wait for the group, which this run does not need: it is no error.
+    operation.expected_at = operation.expected_within = None
     operation.token, operation.group = group.token, group.group
     if not member.work.queue:
         member.demand.burst.stop_wanting()

@@ -175,7 +175,9 @@ def _queue(
     place: int | None = None,
 ) -> None:
     work, burst = deployment.work, deployment.demand.burst
-    if not work.running and (burst.wants_since is None or not work.queue):
+    # A checkpoint of the stored state runs without the group, for which others wait meanwhile.
+    has_group = work.running and deployment.wpg.residency is not _OFFLOADED
+    if not has_group and (burst.wants_since is None or not work.queue):
         burst.want(step.now)
     work.enqueue(len(work.queue) if place is None else place, operation)
     if work.queue[0] == operation:

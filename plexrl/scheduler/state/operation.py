@@ -111,6 +111,8 @@ class Operation:
     published: bool = False
     """For a sync: it pulls what the newest `publish` operation of its source made, if there is such
     a version, instead of a publish of its own."""
+    needs_load: bool = False
+    """For a checkpoint: the stored state could not give it, so its next run follows a load."""
     ends_burst: bool = False
     """It is the last operation of its cycle."""
     result: BlobRef | None = None
@@ -180,6 +182,7 @@ class Operation:
         self.publishes = 0
         self.in_flight = False
         self.published = False
+        self.needs_load = False
         self.ends_burst = False
         self.result = None
         self.result_json = "{}"

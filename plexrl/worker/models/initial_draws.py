@@ -53,6 +53,8 @@ class InitialDraws(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch'
         writes = self._writes.get(_storage(parameter), [])
         sources = [source for write in writes for source in _on_meta(write.arguments)]
         is_whole = bool(writes) and writes[0].size == tuple(parameter.shape)
+        # A part or a transposed view has other elements than its storage, which `draw` gives.
+        is_whole = is_whole and parameter.is_contiguous() and parameter.storage_offset() == 0
         return is_whole and all(self.knows(source) for source in sources)
 
     def draw(self, parameter: torch.Tensor) -> torch.Tensor:

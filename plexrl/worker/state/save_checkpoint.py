@@ -1,9 +1,9 @@
 """`save_checkpoint`: the ranks of a deployment save a checkpoint together.
 
 Each rank has its StateManager store the state on the device, unless that is stored already, as it
-is if the deployment is offloaded. Then
-the first rank's StateManager pins all ranks' state and writes it while the ranks continue (PlexRL
-§4.5.3). It reads the state of ranks on other machines from their StateManagers.
+is if the deployment is offloaded. Then the first rank's StateManager pins all ranks' state and
+writes it while the ranks continue (PlexRL §4.5.3). It reads the state of ranks on other machines
+from their StateManagers.
 """
 
 import os
@@ -30,10 +30,12 @@ def save_checkpoint(
     client: StateManagerClient,
     command: SaveCheckpoint,
     *,
-    is_resident: bool = True,
+    offloaded_step: int | None = None,
 ) -> RunResult:
-    """Start to write version `command.seq`; returns when it is pinned. Every rank takes part. If
-    the state is not resident, it was offloaded as that version, and is written from there.
+    """Start to write version `command.seq`; returns when it is pinned. Every rank takes part.
+
+    `offloaded_step`: the state was offloaded as that version, with so many optimizer steps, and is
+    written from there; nothing of the arena is read. None: the state is on the device.
 
     A repeated call with the same operation joins the write that it started.
 
@@ -47,7 +49,7 @@ def save_checkpoint(
     assert params is not None, "the router checks that a checkpoint has a name"
 
     def store() -> str:
-        if not is_resident:
+        if offloaded_step is not None:
             return f"{client.offloaded_stamp(seq)} {client.address}"
         client.snapshot(command.save, parts=backend.live_parts())
         return f"{client.stamp(seq)} {client.address}"
@@ -67,7 +69,7 @@ def save_checkpoint(
         overwrite=params.overwrite,
         asked_by=command.operation,
         step=params.step,
-        trainer_step=backend.trainer_step,
+        trainer_step=backend.trainer_step if offloaded_step is None else offloaded_step,
         keep=params.keep,
         retention=_retention(params),
     )

@@ -44,6 +44,9 @@ class StateMover:
         self._group = group
         self._is_laid_out = self._is_materialised = False
         self._was_offloaded = False
+        self._offloaded_step = 0
+        """The backend's `trainer_step` when the state was last offloaded: it is read from the
+        state."""
         self._registered: tuple[StateSlice, ...] | None = None
         """The slices that the StateManager has registered; absent: none."""
         self.is_resident = False
@@ -113,9 +116,11 @@ class StateMover:
         if self.is_resident:
             self._backend.check_weights()
             self._device.wait()
-        elif not self._backend.weights_are_checked:
+            return save_checkpoint(self._backend, self._client, command)
+        if not self._backend.weights_are_checked:
             raise ConflictError("the offloaded weights were not checked: load them first")
-        return save_checkpoint(self._backend, self._client, command, is_resident=self.is_resident)
+        step = self._offloaded_step
+        return save_checkpoint(self._backend, self._client, command, offloaded_step=step)
 
     def _load(self, command: Load) -> RunResult:
         if self.is_resident:
@@ -240,9 +245,11 @@ class StateMover:
         self._backend.before_offload()
         parts = self._backend.live_parts()
         digests = self._replicas.of_state(parts, command.seq)
+        trainer_step = self._backend.trainer_step
         self._device.free_cached()
         before = self._memory()
         report = self._client.offload(command.save, parts=parts, digests=digests)
+        self._offloaded_step = trainer_step
         self.is_resident = False
         self._was_offloaded = True
         # A small amount is kept for the next operation: returning it at every switch made that

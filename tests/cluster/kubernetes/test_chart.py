@@ -288,7 +288,8 @@ def test_gpus_of_a_device_class_are_claimed_by_the_node_alone(tmp_path: Path) ->
     ]
     assert request["exactly"]["deviceClassName"] == "gpu.nvidia.com"
     assert request["exactly"]["count"] == 4
-    spec = pod_specs(objects)[f"DaemonSet/{name}"]
+    pool = name.rpartition("-")[0]
+    spec = pod_specs(objects)[f"DaemonSet/{pool}"]
     (claim,) = spec["resourceClaims"]
     assert claim["resourceClaimTemplateName"] == name
     containers = [*spec["containers"], *spec["initContainers"]]
@@ -298,7 +299,7 @@ def test_gpus_of_a_device_class_are_claimed_by_the_node_alone(tmp_path: Path) ->
         if "claims" in each.get("resources", {})
     }
     assert claiming == {"node": [{"name": claim["name"]}]}
-    node = json.loads(of_kind(objects, "ConfigMap")[name]["data"]["node.json"])
+    node = json.loads(of_kind(objects, "ConfigMap")[pool]["data"]["node.json"])
     assert (node["statemanager"]["device"], node["agent"]["gpus"]) == ("cuda", 4)
 
 
@@ -384,3 +385,15 @@ def test_workers_as_pods_get_credentials_from_the_secret_alone(tmp_path: Path) -
     node = json.loads(maps["demo-plexrl-node-cpu"]["data"]["node.json"])
     (worker,) = node["pods"]["template"]["containers"]
     assert worker["envFrom"] == [{"secretRef": {"name": "s3"}}]
+
+
+def test_a_pool_with_other_gpus_has_another_template_since_none_can_be_changed(
+    tmp_path: Path,
+) -> None:
+    pool = {"name": "a", "gpus": 4, "gpuDeviceClass": "gpu.nvidia.com"}
+    names = [
+        (*of_kind(render({"nodePools": [each]}, tmp_path), "ResourceClaimTemplate"),)
+        for each in (pool, pool, {**pool, "gpus": 8}, {**pool, "gpuDeviceClass": "other.example"})
+    ]
+    assert names[0] == names[1]
+    assert len({*names}) == 3

@@ -57,6 +57,20 @@ def test_a_tracked_job_goes_on_in_one_run(cluster: plexrl.Cluster, tracked: Path
     assert again.metrics(after=2)[0]["rewinds_from"] == 2
 
 
+def test_a_tracked_job_goes_on_in_its_rows_of_an_earlier_version(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster, tracked: Path
+) -> None:
+    job = cluster.create_job("upgraded")
+    job.log(1, {"loss": 1.0})
+    job.detach()
+    [rows] = embedded.data_dir.glob(f"metrics/*/{job.job}/rows.jsonl")
+    rows.rename(embedded.data_dir / "metrics" / f"{job.job}.jsonl")
+    with cluster.attach_job(job.job) as again:
+        again.log(2, {"loss": 0.7})
+    assert [row["index"] for row in again.metrics()] == [1, 2]
+    assert tracked_steps(tracked / job.job) == [(1, 1), (2, 2)]
+
+
 def test_a_replaced_controller_leaves_its_trackers(cluster: plexrl.Cluster, tracked: Path) -> None:
     former = cluster.create_job("replaced")
     former.log(1, {"loss": 1.0})

@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from plexrl.errors import QuotaExceededError
+from plexrl.router.http.openai.generation import repeated_operation
 from plexrl.router.job_files import captures
 from plexrl.router.job_files.captures import Captures
 from plexrl.router.job_files.record_store import JobKey, RecordFiles, RecordObjects, RecordStore
-from plexrl.storage.object_store import ObjectStore
+from plexrl.storage.object_store import ObjectStore, StoredObject
 from tests.moto_server import moto_server
 from tests.s3_server import BUCKET
 
@@ -67,6 +69,29 @@ def test_a_trajectory_is_kept_as_a_whole_until_long_after_its_last_call(tmp_path
     assert [path.name for path in folder.iterdir()] == ["new"]
 
 
+def test_a_call_that_comes_while_old_trajectories_are_deleted_keeps_its_trajectory(
+    records: RecordStore,
+) -> None:
+    old, later = Captures(records, job_bytes_max=2000), b"later"
+    old.add(JOB, "actor/one", "j:1", b"first")
+
+    class Slow(type(records)):  # type: ignore[misc]  # either class
+        """Gets a call of each listed trajectory after the listing."""
+
+        def __init__(self) -> None:
+            self.__dict__.update(records.__dict__)
+
+        def find(self, folder: str) -> list[StoredObject]:
+            found: list[StoredObject] = super().find(folder)
+            if folder == captures.FOLDER:
+                old.add(JOB, "actor/one", "j:2", later)
+                found = [replace(each, modified_s=0.0) for each in found]
+            return found
+
+    Captures(Slow(), job_bytes_max=2000).discard(older_than_s=3600)
+    assert sorted(old.read(JOB, "actor/one")) == [b"first", later]
+
+
 def test_a_trajectory_has_a_bounded_number_of_calls(tmp_path: Path) -> None:
     store = Captures(RecordFiles(tmp_path), job_bytes_max=2000)
     store.add(JOB, "t", "0", b"0")
@@ -88,3 +113,12 @@ def test_a_job_has_a_bounded_number_of_bytes(store: Captures) -> None:
     store.check(JOB, "actor/two", "j:2")
     for other in OTHERS:
         store.check(other, "actor/three", "o:1")
+
+
+def test_calls_of_a_job_are_kept_whatever_its_id_is(tmp_path: Path) -> None:
+    store = Captures(RecordFiles(tmp_path), job_bytes_max=2000)
+    job = JobKey("t", f"a{':' * 199}")
+    call = repeated_operation(job.job, "actor", "key")
+    store.check(job, f"{'d' * 100}/{'t' * 100}", call)
+    store.add(job, f"{'d' * 100}/{'t' * 100}", call, b"1")
+    assert store.read(job, f"{'d' * 100}/{'t' * 100}") == [b"1"]

@@ -3,13 +3,15 @@
 import asyncio
 import json
 import os
+import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from plexrl.errors import NotFoundError
+from plexrl.errors import NotFoundError, StorageError
 from plexrl.ids import JobId, TenantId
 from plexrl.router.job_files.collection import discard_forgotten
 from plexrl.router.job_files.metrics_log import MetricsFiles
@@ -27,8 +29,10 @@ class Remembered:
 
     async def call(self, method: str, params: Mapping[str, object]) -> CheckpointOwnerView:
         assert method == "checkpoint_owner"
-        if params["tenant"] != KNOWN.tenant:
+        if params.get("tenant", KNOWN.tenant) != KNOWN.tenant:
             raise NotFoundError("there is no such tenant")
+        if params.get("job", KNOWN.job) != KNOWN.job:
+            raise NotFoundError("there is no such job")
         return {
             "tenant": TenantId(KNOWN.tenant),
             "is_operator": False,
@@ -86,3 +90,60 @@ def test_what_a_killed_router_was_writing_goes_with_its_job(tmp_path: Path) -> N
     assert [each.key for each in records.find("samples")] == [f"{FORGOTTEN.folder('samples')}/1"]
     collect(records, older_than_s=60.0)
     assert list((tmp_path / "samples").iterdir()) == []
+
+
+def test_objects_of_an_earlier_version_stay_while_their_job_is_known(tmp_path: Path) -> None:
+    records = RecordObjects(ObjectStore(f"memory://{tmp_path.name}"))
+    records.write("metrics/j%2F1/rows/000000000001", b"{}")
+    records.write("metrics/j%2F2/rows/000000000001", b"{}")
+    collect(records)
+    assert [each.key for each in records.find("metrics")] == ["metrics/j%2F1/rows/000000000001"]
+
+
+def test_a_folder_that_cannot_be_deleted_keeps_no_others(tmp_path: Path) -> None:
+    class Stubborn(RecordFiles):
+        """Cannot delete the first folder that it should."""
+
+        failed = 0
+
+        def remove(self, folder: str, *, before: float) -> bool:
+            self.failed += 1
+            if self.failed == 1:
+                raise PermissionError(folder)
+            return super().remove(folder, before=before)
+
+    records = Stubborn(tmp_path)
+    for job in (GONE, FORGOTTEN):
+        records.write(f"{job.folder('samples')}/1", b"1")
+    collect(records)
+    assert len(records.find("samples")) == 1
+
+
+def test_files_are_listed_while_folders_beside_them_are_removed(tmp_path: Path) -> None:
+    records = RecordFiles(tmp_path)
+    records.write("samples/t/j/1", b"1")
+    ended = threading.Event()
+
+    def churn() -> None:
+        while not ended.is_set():
+            for number in range(20):
+                (tmp_path / f"samples/t/{number}/x").mkdir(parents=True, exist_ok=True)
+            for number in range(20):
+                shutil.rmtree(tmp_path / f"samples/t/{number}")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(500):
+            assert [each.key for each in records.find("samples")] == ["samples/t/j/1"]
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_errors_of_the_disk_have_types(tmp_path: Path) -> None:
+    records = RecordFiles(tmp_path)
+    refused = "n" * 300
+    for use in (records.read, records.find, lambda key: records.delete([key])):
+        with pytest.raises(StorageError, match="check its disk"):
+            use(refused)

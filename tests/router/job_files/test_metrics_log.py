@@ -12,6 +12,7 @@ from plexrl.errors import PayloadTooLargeError, QuotaExceededError
 from plexrl.router.job_files import metrics_log
 from plexrl.router.job_files.metrics_log import MetricsFiles
 from plexrl.router.job_files.record_store import JobKey
+from plexrl.wire.parameter_checks import check_identifier
 
 ROW_BYTES_MAX, JOB_BYTES_MAX = 200, 1000
 JOB = JobKey("t", "j/ob")
@@ -119,3 +120,29 @@ def test_a_row_that_a_power_cut_left_in_part_does_not_damage_the_next_one(
     assert rows(log) == [(1, 1, {"loss": 1.0})]
     log.append(JOB, 3, {"loss": 3.0})
     assert rows(log) == [(1, 1, {"loss": 1.0}), (2, 3, {"loss": 3.0})]
+
+
+def test_rows_of_an_earlier_version_stay_with_their_job_and_go_to_no_other(
+    log: MetricsFiles, tmp_path: Path
+) -> None:
+    for step in range(3):
+        log.append(JOB, step, {})
+    begun = json.loads(log.page(JOB, 0))["rows"][0]["time"]
+    [new] = tmp_path.rglob("*.jsonl")
+    new.rename(tmp_path / "m/metrics/j%2Fob.jsonl")
+    log = MetricsFiles(tmp_path / "m", row_bytes_max=ROW_BYTES_MAX, job_bytes_max=JOB_BYTES_MAX)
+    later = JOB._replace(tenant="later")
+    log.take_over(later, begun + 3600.0)
+    assert json.loads(log.page(later, 0))["rows"] == []
+    for _ in range(2):
+        log.take_over(JOB, begun - 1.0)
+    log.append(JOB, 3, {})
+    assert [row[:2] for row in rows(log)] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+
+
+def test_a_job_may_have_any_id_that_is_accepted(log: MetricsFiles) -> None:
+    job = JobKey("t", f"a{':' * 199}")
+    check_identifier("job", job.job)
+    log.take_over(job, 0.0)
+    log.append(job, 1, {})
+    assert len(json.loads(log.page(job, 0))["rows"]) == 1

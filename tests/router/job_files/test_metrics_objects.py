@@ -126,3 +126,31 @@ def test_bounds_hold_for_the_rows_of_all_routers(store: ObjectStore) -> None:
 
 def test_the_server_of_these_tests_has_conditional_writes(store: ObjectStore) -> None:
     assert store.has_conditional_writes("probe")
+
+
+def test_rows_of_an_earlier_version_stay_with_their_job_and_go_to_no_other(
+    store: ObjectStore,
+) -> None:
+    log = log_of(store, "one")
+    # Its jobs are below the folder that had the rows of a job of this name.
+    namesake = JobKey(JOB.job, "rows")
+    log.append(namesake, 9, {})
+    for step in range(PAGE_ROWS + 3):
+        log.append(JOB, step, {})
+    log.close()
+    log = log_of(store, "one")
+    log._write_pages(JOB)
+    begun = json.loads(log.page(JOB, 0))["rows"][0]["time"]
+    for each in store.find("metrics/t"):
+        store.write(each.key.replace("metrics/t/", "metrics/"), store.read(each.key))
+        store.delete([each.key])
+    later = JOB._replace(tenant="later")
+    log.take_over(later, begun + 3600.0)
+    assert json.loads(log.page(later, 0))["rows"] == []
+    for router in ("one", "two"):
+        log = log_of(store, router)
+        log.take_over(JOB, begun - 1.0)
+        assert [index for index, _ in rows(log)] == list(range(1, PAGE_ROWS + 4))
+    log.append(JOB, PAGE_ROWS + 3, {})
+    assert rows(log)[-1] == (PAGE_ROWS + 4, PAGE_ROWS + 3)
+    assert [row["step"] for row in json.loads(log.page(namesake, 0))["rows"]] == [9]

@@ -10,8 +10,10 @@ from urllib.parse import parse_qs
 
 import pytest
 
+from plexrl.errors import InvalidRequestError
 from plexrl.router.tinker.api import ClusterApi
 from plexrl.router.tinker.completions import CLONE, Completion, Completions
+from plexrl.router.tinker.messages.requests import RETRIEVED_MAX, FutureNames
 from plexrl.router.tinker.records import FutureRecord, RecordFile, SamplerRecord
 
 KEY = "Bearer k"
@@ -144,3 +146,14 @@ def test_samples_that_the_client_has_are_forgotten_and_others_are_not(records: R
         assert kept == {other, foreign.id}
 
     run(records, Log(), drop)
+
+
+def test_one_poll_names_a_bounded_number_of_samples() -> None:
+    def body(count: int) -> bytes:
+        names = [f"{SAMPLER.id}:{number}" for number in range(count)]
+        target = {"sampling_session_id": SAMPLER.id}
+        return json.dumps({"target": target, "retrieved_request_ids": names}).encode()
+
+    assert len(FutureNames.read(body(RETRIEVED_MAX)).retrieved_request_ids) == RETRIEVED_MAX
+    with pytest.raises(InvalidRequestError, match="retrieved_request_ids"):
+        FutureNames.read(body(RETRIEVED_MAX + 1))

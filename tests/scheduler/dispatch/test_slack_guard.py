@@ -239,3 +239,16 @@ def test_a_guests_wait_ends_at_the_starvation_bound_counted_from_its_last_servic
     assert checked_after(cluster, guest_burst(cluster, **long)) == pytest.approx(0.5)
     long |= {"arrived_at": cluster.now - 2 * bound_s, "served_at": cluster.now - bound_s + 3.0}
     assert checked_after(cluster, guest_burst(cluster, **long)) == pytest.approx(3.0)
+
+
+def test_a_checkpoint_of_its_stored_state_leaves_a_member_its_critical_segment() -> None:
+    cluster = guarded_cluster()
+    cycle(cluster, "a", 9)
+    finish_burst(cluster, "a")
+    cluster.settle()
+    state = cluster.core._context.state
+    due_s = next_critical_s(state, member(cluster, "b"), cluster.now)
+    assert due_s is not None
+    cluster.submit("a:save", "a/actor", "save_checkpoint")
+    assert [run.operation for run in cluster.runs] == ["a:save"]
+    assert next_critical_s(state, member(cluster, "b"), cluster.now) == due_s

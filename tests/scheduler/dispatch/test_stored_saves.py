@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from plexrl.ids import JobId
+from plexrl.ids import DeploymentId, JobId, OperationId
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -34,7 +35,11 @@ def run_of(cluster: FakeCluster, operation: str) -> cmd.Run:
 
 
 def kinds(cluster: FakeCluster) -> list[tuple[str, str]]:
-    return [(run.kind.value, run.deployment) for run in cluster.runs]
+    return [kinds_of(run) for run in cluster.runs]
+
+
+def kinds_of(run: cmd.Run) -> tuple[str, str]:
+    return run.kind.value, run.deployment
 
 
 def gpu_seconds(cluster: FakeCluster, job: str) -> float:
@@ -115,3 +120,89 @@ def test_workers_that_are_lost_during_it_save_after_their_restart() -> None:
     cluster.kill("a/actor")
     cluster.settle()
     assert cluster.state_of("a:save") == "finished"
+
+
+def test_a_checkpoint_that_is_refused_after_its_deadline_fails() -> None:
+    cluster = cluster_with_an_offloaded_member()
+    cluster.submit("a:save", "a/actor", "save_checkpoint", deadline_s=5.0)
+    save = run_of(cluster, "a:save")
+    cluster.pass_time(6.0)
+    cluster.refuse(save, "state_lost")
+    assert cluster.state_of("a:save") == "failed"
+    assert cluster.error_of("a:save")["code"] == "deadline_exceeded"
+
+
+def test_a_checkpoint_that_needs_a_load_is_not_asked_for_again_before_it() -> None:
+    cluster = cluster_with_an_offloaded_member()
+    cluster.job("c", priority=100)
+    cluster.deploy("c/actor")
+    while cluster.launches:
+        cluster.launch(cluster.launches[0])
+    cluster.submit("a:save", "a/actor", "save_checkpoint")
+    cluster.refuse(run_of(cluster, "a:save"), "conflict")
+    cluster.submit("c:1", "c/actor", "optim_step")
+    cluster.execute(run_of(cluster, "b:1"))
+    loaded = False
+    for _ in range(20):
+        run = cluster.runs[0] if cluster.runs else None
+        if run is None:
+            cluster.pass_time(1.0)
+            continue
+        loaded |= (run.kind.value, run.deployment) == ("load", "a/actor")
+        if run.operation == "a:save":
+            break
+        cluster.execute(run)
+    assert loaded
+    assert cluster.state_of("c:1") == "finished"
+    cluster.settle()
+    assert cluster.state_of("a:save") == "finished"
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_what_is_submitted_during_a_checkpoint_waits_for_the_group_from_then_on(
+    is_refused: bool,
+) -> None:
+    cluster = cluster_with_an_offloaded_member()
+    cluster.submit("a:save", "a/actor", "save_checkpoint")
+    save = run_of(cluster, "a:save")
+    submitted_at = cluster.now
+    cluster.submit("a:2", "a/actor", "optim_step")
+    cluster.pass_time(4.0)
+    if is_refused:
+        cluster.refuse(save, "conflict")
+    else:
+        cluster.execute(save)
+    burst = cluster.core._context.state.deployments[DeploymentId("a/actor")].demand.burst
+    assert burst.wants_since == submitted_at
+
+
+def test_a_checkpoint_does_not_end_the_back_off_of_a_load_without_memory() -> None:
+    cluster = cluster_with_an_offloaded_member()
+    cluster.execute(run_of(cluster, "b:1"))
+    cluster.submit("a:2", "a/actor", "optim_step")
+    backoff = cluster.core._context.state.deployments[DeploymentId("a/actor")].wpg.backoff
+    while backoff.tries < 3:
+        loads = [run for run in cluster.runs if kinds_of(run) == ("load", "a/actor")]
+        if loads:
+            cluster.refuse(loads[0], "device_memory_full")
+        elif cluster.runs:
+            cluster.execute(cluster.runs[0])
+        else:
+            cluster.pass_time(1.0)
+    cluster.submit("a:save", "a/actor", "save_checkpoint")
+    cluster.send(ev.OperationCancelled(operation=OperationId("a:2")))
+    cluster.pass_time(20.0)
+    cluster.execute(run_of(cluster, "a:save"))
+    assert cluster.state_of("a:save") == "finished"
+    assert (backoff.code, backoff.tries) == ("device_memory_full", 3)
+
+
+def test_a_checkpoint_that_needs_no_group_is_no_error_of_the_estimated_waits_for_it() -> None:
+    cluster = cluster_with_an_offloaded_member()
+    member = cluster.core._context.state.deployments[DeploymentId("a/actor")]
+    (group,) = cluster.core._context.state.groups_of(member)
+    before = list(group.wait_errors), cluster.core._context.state.eta_errors.count
+    cluster.submit("a:save", "a/actor", "save_checkpoint")
+    assert run_of(cluster, "a:save")
+    after = list(group.wait_errors), cluster.core._context.state.eta_errors.count
+    assert after == before

@@ -33,6 +33,7 @@ from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.lease import VersionLease
 from tests.examples import examples
+from tests.statemanager.conftest import wait_until
 from tests.statemanager.host_memory import HostMemory
 
 PAGE = 4096
@@ -405,3 +406,16 @@ def _one_rank(store: Store, rank: int, seed: int) -> None:
                     else:
                         store.allocator.copy_to_nvme(name, in_background=True)
     arena.close()
+
+
+def test_a_copy_of_one_deployment_leaves_the_prefetch_of_another(store: Store) -> None:
+    with closing(Arena(BLOCK_BYTES)) as arena:
+        store.put(manifest(0, 1, BLOCK_BYTES, BLOCK_BYTES), HostMemory(arena))
+    name = manifest(0, 1, BLOCK_BYTES, BLOCK_BYTES).name
+    allocator = store.allocator
+    with ThreadPoolExecutor(1) as pool, allocator.background_move("other/actor") as prefetch:
+        copied = pool.submit(allocator.copy_to_nvme, name)
+        wait_until(lambda: copied.done() or prefetch.cancelled.is_set())
+        assert not prefetch.cancelled.is_set()
+    assert copied.result()
+    assert store.without_nvme_copy() == []

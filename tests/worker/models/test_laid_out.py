@@ -9,6 +9,7 @@ import torch
 from plexrl.errors import InvalidRequestError
 from plexrl.model.spec import ModelSpec, tiny_qwen2
 from plexrl.worker.models import build_model, lay_out_model, named_parameters
+from plexrl.worker.models.initial_draws import InitialDraws
 from plexrl.worker.models.weight_files import PublishedWeights
 from tests.worker.training.cases import (
     BIASED,
@@ -75,6 +76,17 @@ def test_drawn_weights_are_those_of_the_whole_model(name: str) -> None:
     state = torch.get_rng_state()
     assert_same(MODELS[name])
     assert torch.equal(torch.get_rng_state(), state), "the global random state has changed"
+
+
+def test_a_weight_that_was_copied_from_a_view_is_not_drawn_alone() -> None:
+    with InitialDraws() as draws:
+        source, copy, transposed = (torch.empty(3, 3, device="meta") for _ in range(3))
+        source.normal_()
+        copy.copy_(source)
+        transposed.copy_(source.T)
+    assert torch.equal(draws.draw(copy), draws.draw(source))
+    assert draws.knows(copy)
+    assert not draws.knows(transposed)
 
 
 @pytest.mark.parametrize("name", MODELS)

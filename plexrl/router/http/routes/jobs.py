@@ -20,6 +20,7 @@ from plexrl.router.http.schemas import (
     SamplesRequest,
 )
 from plexrl.router.http.view_route import ViewRoute
+from plexrl.router.job_files.record_store import JobKey
 from plexrl.router.observe.run_health import check_limits
 from plexrl.router.services.services import Services, job_key
 from plexrl.runs.records import FOLDER, RunRecords
@@ -118,7 +119,7 @@ async def add_metrics(
 ) -> LoggedRow:
     """Rows are only added; a second row with the same step replaces nothing. The answer has the
     warnings of the job's run."""
-    key = await services.job_key(request, job)
+    key = await _metrics_key(request, services, job)
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(
         services.threads, services.metrics.append, key, body.step, body.values
@@ -138,10 +139,20 @@ async def metrics(
     after: Annotated[int, Limited("page", "after", in_query=True)] = 0,
 ) -> Response:
     """About a megabyte of rows. Repeat with the last row's `index` until no rows come."""
-    key = await services.job_key(request, job)
+    key = await _metrics_key(request, services, job)
     loop = asyncio.get_running_loop()
     found = await loop.run_in_executor(services.threads, services.metrics.page, key, after)
     return Response(found, media_type="application/json")
+
+
+async def _metrics_key(request: Request, services: Services, job: str) -> JobKey:
+    """What the rows of a job are kept by; those of an earlier version are there then too."""
+    view = await services.ask(request, m.GET_JOB, job=job)
+    key = job_key(view)
+    await asyncio.get_running_loop().run_in_executor(
+        services.threads, services.metrics.take_over, key, view["submitted_at"]
+    )
+    return key
 
 
 @ROUTES.post("/{job}/samples", status_code=204, summary="Keep samples of a step")

@@ -13,6 +13,8 @@ STABLE_REINFORCE = (
     'loss_fn="importance_sampling" (or "ppo" for asynchronous rollouts), and '
     "record_stability_info=False"
 )
+RETRIEVED_MAX = 10_000
+"""Samples that the client has, in one poll: each is looked up while other requests wait."""
 TTL_S = (3600, 10 * 365 * 86400)
 """Shortest and longest time to live of a checkpoint."""
 
@@ -230,7 +232,7 @@ class FutureNames(JsonRequest):
     prev_cursor: int = Field(default=0, ge=0)
     timeout: float | None = Field(default=None, ge=0)
     """Seconds to wait for one; None: as long as the server holds a poll."""
-    retrieved_request_ids: tuple[str, ...] = ()
+    retrieved_request_ids: tuple[str, ...] = Field(default=(), max_length=RETRIEVED_MAX)
     """Samples whose results the client has."""
 
 

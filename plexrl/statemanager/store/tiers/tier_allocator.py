@@ -156,8 +156,8 @@ class TierAllocator:
 
     def copy_to_nvme(self, name: str, *, in_background: bool = False, keep: bool = True) -> bool:
         """Copy a version from the host tier to NVMe; returns False if it is not in the host tier.
-        Without `keep` the version then leaves the host tier. What is not in the background cancels
-        what is.
+        Without `keep` the version then leaves the host tier. A move in the foreground cancels those
+        in the background: a copy its deployment's, one that frees host memory all.
 
         Raises:
             OperationCancelledError: a more urgent move cancelled this one.
@@ -172,7 +172,7 @@ class TierAllocator:
                 with self.background_move(version.manifest.deployment) as move:
                     self._copy_version(version, move.cancelled)
             else:
-                self.cancel_background()
+                self.cancel_background(version.manifest.deployment if keep else None)
                 self._copy_version(version, None)
             with catalog.lock:
                 if not keep and HOST in version.header_bytes:
