@@ -130,6 +130,13 @@ def write_rows(folder: Path, form: str) -> Path:
     return path
 
 
+CSV_STAYS_OPEN = pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+"""Some versions of `datasets` leave the file to the garbage collector."""
+
+
+@CSV_STAYS_OPEN
 @pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
 def test_rows_of_a_local_file_are_tasks(
     tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
@@ -142,6 +149,7 @@ def test_rows_of_a_local_file_are_tasks(
     assert [task.score("3.0") for task in tasks] == [0.0, 1.0]
 
 
+@CSV_STAYS_OPEN
 def test_a_missing_column_is_refused_with_those_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
