@@ -139,7 +139,15 @@ OTHER_NAMES = {
     "first_samples": "first_sample",
 }
 RESULTS = {
-    *("Chunk", "GenerateResult", "RolloutBatch", "Run", "Sample", "SampleReward", "StepResult"),
+    *(
+        "Chunk",
+        "GenerateResult",
+        "RolloutBatch",
+        "ProgramRun",
+        "Sample",
+        "SampleReward",
+        "StepResult",
+    ),
     *("TrainResult", "Grade", "RolloutProfile", "WeightsSpan", "ScoreResult", "SyncReport"),
     *("GradedSamples", "ForwardResult", "SavedCheckpoint", "LoadedCheckpoint", "BoundedRollout"),
 }

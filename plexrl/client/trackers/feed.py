@@ -8,8 +8,8 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from io import FileIO
 from pathlib import Path
-from typing import IO
 from weakref import WeakSet
 
 from plexrl.client.trackers.tracker import TrackedRun, Tracker, check_trackers, open_tracker
@@ -50,8 +50,9 @@ class TrackerFeed:
         self._said: set[str] = set()
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
-            # Keeps its names, so that a later controller continues the same trackers.
-            self._lock = record_path(run.folder, run.job).open("a+")
+            # Keeps its names, so that a later controller continues the same trackers. Unbuffered:
+            # a child could not close it if this process forks while its buffer is in use.
+            self._lock = record_path(run.folder, run.job).open("ab", buffering=0)
         except OSError as error:
             raise StorageError(
                 f"the folder of trackers cannot be written ({error}): set PLEXRL_TRACKER_DIR"
@@ -95,10 +96,8 @@ class TrackerFeed:
         with self._lock as lock:
             if not self._is_locked(lock):
                 return
-            lock.seek(0)
-            lock.truncate()
-            lock.write(json.dumps(list(self._names)))
-            lock.flush()
+            lock.truncate(0)
+            lock.write(json.dumps(list(self._names)).encode())
             try:
                 is_last = False
                 while not is_last:
@@ -113,7 +112,7 @@ class TrackerFeed:
             finally:
                 self._close_all()
 
-    def _is_locked(self, lock: IO[str]) -> bool:
+    def _is_locked(self, lock: FileIO) -> bool:
         """Wait until no other process of this machine writes the run; whether it is so."""
         waited_s = 0.0
         while True:
@@ -213,10 +212,10 @@ class ChosenTrackers:
 
 
 @cache
-def _closed_in_forks() -> "WeakSet[IO[str]]":
+def _closed_in_forks() -> "WeakSet[FileIO]":
     """Locks of this process: forks that outlive it would keep them. All have one handler, because
     none can be removed."""
-    locks: WeakSet[IO[str]] = WeakSet()
+    locks: WeakSet[FileIO] = WeakSet()
 
     def close() -> None:
         for lock in list(locks):

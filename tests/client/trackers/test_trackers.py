@@ -75,7 +75,13 @@ def run_controller(folder: Path, name: str, first: int, last: int, end: str) -> 
     return ended.returncode
 
 
-@pytest.mark.parametrize("name", [*TRACKERS[:2], pytest.param("mlflow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *TRACKERS[:2],
+        pytest.param("mlflow", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")]),
+    ],
+)
 def test_a_killed_controller_loses_and_repeats_no_row(name: str, tmp_path: Path) -> None:
     for first, last in ((1, 40), (41, 43)):
         assert run_controller(tmp_path, name, first, last, "kill") == -signal.SIGKILL

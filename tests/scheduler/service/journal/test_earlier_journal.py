@@ -86,6 +86,7 @@ def test_jobs_and_operations_are_shown_as_before(earlier: Earlier, core: Schedul
         assert job.pop("controller_timeout_s") > 0
         for each in job["deployments"]:
             assert each.pop("pace") == ""
+            assert each.pop("tenant") == job["tenant"]
             assert each.pop("checkpoints") is None
             assert each.pop("shares_if_scarce") is False
             groups = each.pop("groups")
