@@ -248,6 +248,8 @@ class Stopped:
         )
         self.pool.prefault(8 * MIB)
         wait_until(lambda: self.pool.resident_bytes == MIB)
+        # Before it asks the process that is stopped, it would start another.
+        wait_until(self.pool._idle._talking.locked)
 
     def stop(self, address: int, nbytes: int) -> None:
         del address, nbytes
