@@ -204,7 +204,7 @@ def check_gpus(state: State, job: Job, workers: int) -> None:
 
 
 def authenticate(state: State, key_digest: str) -> KeyOwner:
-    """Who owns an API key's digest.
+    """The owner of the API key with this digest.
 
     Raises:
         AuthenticationError: no tenant has this key, and no job that has not ended.

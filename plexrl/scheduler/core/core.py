@@ -421,7 +421,7 @@ class SchedulerCore:
         return lost_payloads(self._state, self._job(job))
 
     def authenticate(self, key_digest: str) -> KeyOwner:
-        """Who owns an API key's digest. Raises `AuthenticationError`."""
+        """The owner of the API key with this digest. Raises `AuthenticationError`."""
         return authenticate(self._state, key_digest)
 
     def list_tenants(self, now: float) -> list[cv.TenantView]:

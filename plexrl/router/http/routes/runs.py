@@ -117,7 +117,7 @@ async def get(request: Request, services: Services, run: str) -> RunView:
 
 @ROUTES.get("/{run}/log", summary="The last lines that the script has printed")
 async def log(request: Request, services: Services, run: str, lines: int = 100) -> RunLog:
-    """Of all attempts."""
+    """What all attempts have printed, its end."""
     await own(request, services, run)
     text = await asyncio.to_thread(records(services).log, run, max(1, min(lines, 10_000)))
     return RunLog(text=text)
