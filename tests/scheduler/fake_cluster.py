@@ -54,6 +54,11 @@ class Wpg:
     """Runs that these processes have answered with a refusal, which they would repeat."""
 
 
+def is_stored_step(run: cmd.Run) -> bool:
+    """Whether a run makes a version of another one, without the device."""
+    return isinstance(run, cmd.OptimStep) and run.stored is not None
+
+
 CHECKED, CHECKED_EACH = 200, 16
 """After each of the first events, and then after each sixteenth, the core's invariants hold."""
 
@@ -394,7 +399,9 @@ class FakeCluster:
         """Runs that the workers could refuse: they are there, and have not carried the run out."""
         found = []
         for run in self.runs:
-            is_done = run.kind in MOVES or run.operation in (self.wpgs[run.deployment].device or ())
+            wpg = self.wpgs[run.deployment]
+            state = wpg.versions.get(run.seq) if is_stored_step(run) else wpg.device
+            is_done = run.kind in MOVES or run.operation in (state or ())
             if not is_done and not self.is_out_of_date(run):
                 found.append(run)
         return found
@@ -444,6 +451,13 @@ class FakeCluster:
             return
         if isinstance(run, cmd.SaveCheckpoint) and wpg.device is None:
             assert run.seq == max(wpg.versions, default=0), f"{run.seq} is not the state"
+            return
+        if isinstance(run, cmd.OptimStep) and run.stored is not None:
+            assert wpg.device is None, f"{run.operation} steps a state that is loaded"
+            kept = (run.seq, run.stored.keep_seq, run.stored.previous_seq, run.stored.base_seq)
+            wpg.versions = {seq: found for seq, found in wpg.versions.items() if seq in kept}
+            wpg.versions[run.seq] = [*wpg.versions[run.stored.keep_seq], run.operation]
+            wpg.held_on[run.seq] = set(wpg.nodes)
             return
         assert wpg.device is not None, f"{run.operation} ran without its state on the device"
         if run.kind in MUTATING and run.operation not in wpg.device:

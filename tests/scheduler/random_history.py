@@ -136,6 +136,7 @@ class History:
                 workers=workers,
                 trace=WARM if chance.random() < 0.4 else None,
                 exclusive=not shares and chance.random() < 0.1,
+                steps_in_host=kind == "train" and self.jobs % 2 == 0,
             )
             self.deployments[actor] = kind
             if has_batch:

@@ -7,6 +7,9 @@ from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
 
+WITHOUT_LOCK = {OperationKind.SAVE_CHECKPOINT, OperationKind.OPTIM_STEP}
+
+
 def check(cluster: Cluster) -> None:
     """Raises `AssertionError`, which names the first broken invariant."""
     state = cluster.state
@@ -33,11 +36,11 @@ def check(cluster: Cluster) -> None:
         for member in residents:
             deployment = state.deployments[member]
             if member != group.holder:
-                # A checkpoint of the stored state needs no lock.
-                saves = deployment.wpg.residency is Residency.OFFLOADED
+                # A checkpoint or a step of the stored state needs no lock.
+                is_stored = deployment.wpg.residency is Residency.OFFLOADED
                 kinds = {command.kind for command in deployment.work.running.values()}
                 busy = (
-                    (kinds - {OperationKind.SAVE_CHECKPOINT} if saves else kinds)
+                    (kinds - WITHOUT_LOCK if is_stored else kinds)
                     or deployment.wpg.moving
                     or deployment.work.replay.replaying
                 )

@@ -99,6 +99,7 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
             node_type=event.node_type,
             preemptible=event.preemptible,
             pace=event.pace,
+            steps_in_host=event.steps_in_host,
             checkpoints=event.checkpoints,
             shares_if_scarce=shares_if_scarce,
         ),

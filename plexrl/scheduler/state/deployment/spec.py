@@ -28,6 +28,8 @@ class RequestedSpec:
     """The deployment that waited for GPUs when it began to share; None: it did not."""
     pace: str = ""
     """As in `DeploymentCreated`. What it takes tells nothing of deployments that compute."""
+    steps_in_host: bool = False
+    """As in `DeploymentCreated`."""
     checkpoints: CheckpointSchedule | None = None
     """As in `DeploymentCreated`."""
 

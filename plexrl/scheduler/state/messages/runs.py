@@ -2,6 +2,8 @@
 
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.messages import (
@@ -17,6 +19,7 @@ from plexrl.wire.messages import (
     OptimStep,
     Publish,
     SaveCheckpoint,
+    SaveRequest,
     Snapshot,
     Sync,
     ZeroGrad,
@@ -77,6 +80,25 @@ def make_run(
         log = deployment.work.replay
         return SaveCheckpoint(*head, params, log.durable_seq, log.previous_seq, log.base_seq)
     return Barrier(*head) if kind is OperationKind.BARRIER else Publish(*head)
+
+
+def make_stored_step(
+    group: Group, deployment: Deployment, operation: Operation, next_use_s: float | None
+) -> OptimStep:
+    """The run of an optimizer step of the stored version, which makes the next one. `next_use_s`:
+    expected time until the next load."""
+    log = deployment.work.replay
+    run = make_run(group, deployment, operation, (), replay=False)
+    assert isinstance(run, OptimStep), f"{operation.operation} is no step"
+    order = SaveRequest(
+        seq=operation.seq,
+        token=group.token,
+        keep_seq=log.durable_seq,
+        previous_seq=log.previous_seq,
+        base_seq=log.base_seq,
+        next_use_s=next_use_s,
+    )
+    return replace(run, stored=order)
 
 
 def make_move(
