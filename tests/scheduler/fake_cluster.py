@@ -454,9 +454,10 @@ class FakeCluster:
             return
         if isinstance(run, cmd.OptimStep) and run.stored is not None:
             assert wpg.device is None, f"{run.operation} steps a state that is loaded"
-            kept = (run.seq, run.stored.keep_seq, run.stored.previous_seq, run.stored.base_seq)
-            wpg.versions = {seq: found for seq, found in wpg.versions.items() if seq in kept}
-            wpg.versions[run.seq] = [*wpg.versions[run.stored.keep_seq], run.operation]
+            order = run.stored
+            needed = (run.seq, order.keep_seq, order.previous_seq, order.base_seq)
+            wpg.versions = {seq: found for seq, found in wpg.versions.items() if seq in needed}
+            wpg.versions[run.seq] = [*wpg.versions[order.keep_seq], run.operation]
             wpg.held_on[run.seq] = set(wpg.nodes)
             return
         assert wpg.device is not None, f"{run.operation} ran without its state on the device"

@@ -6,7 +6,6 @@ from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
-
 WITHOUT_LOCK = {OperationKind.SAVE_CHECKPOINT, OperationKind.OPTIM_STEP}
 
 

@@ -1,4 +1,4 @@
-"""With an optimizer in host memory, offloaded deployments step while another one holds the group."""
+"""With an optimizer in host memory offloaded deployments step, whoever holds the group."""
 
 import pytest
 
@@ -77,7 +77,7 @@ def test_a_load_waits_for_the_step_and_is_of_what_it_made() -> None:
     assert kinds(cluster) == [("optim_step", "a/actor")]
     cluster.execute(run_of(cluster, "a:2"))
     loads = []
-    while cluster.runs or cluster.timer_at is not None and cluster.state_of("a:3") != "finished":
+    while cluster.runs or (cluster.timer_at is not None and cluster.state_of("a:3") != "finished"):
         if cluster.runs:
             run = cluster.runs[0]
             loads += [run.seq] if run.kind.value == "load" else []

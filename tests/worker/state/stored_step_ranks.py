@@ -18,6 +18,7 @@ from plexrl.wire.tensors import Arrays
 from plexrl.worker.interface.backend import BackendCall, BackendResult
 from plexrl.worker.process.backend_factory import make_backend
 from plexrl.worker.state.state_mover import StateMover
+from plexrl.worker.training.backend import TrainingBackend
 from tests.wire.runs import make_run
 from tests.worker.state.host_optimizer_ranks import contents
 from tests.worker.training.cases import Case
@@ -50,7 +51,7 @@ class StoredRank(DeferredRank):
 
     def __init__(self, case: Case, name: str, rank: int, folder: Path, listen: str) -> None:
         self.case, self.rank = case, rank
-        self.backend = make_backend(case.spec, rank, case.layout.world_size, folder)
+        self.backend = self.trains = training_backend(case, rank, folder)
         claims = Claims(
             role=TicketRole.WORKER,
             job="j",
@@ -80,7 +81,7 @@ class StoredRank(DeferredRank):
     def backward(self, arrays: Arrays, *, spoils: bool) -> None:
         self.gradients(inputs_of(self.case, arrays), loss_of(self.case))
         if spoils:
-            memory = self.backend.model._state.gradients
+            memory = getattr(self.trains.model._state, "gradients")
             (memory[0] if isinstance(memory, list) else memory)[:1] = float("inf")
         self.seq += 1
 
@@ -95,6 +96,12 @@ class StoredRank(DeferredRank):
         result = self.mover.step_stored(step_call(self.seq), order)
         self.load()
         return result
+
+
+def training_backend(case: Case, rank: int, folder: Path) -> TrainingBackend:
+    made = make_backend(case.spec, rank, case.layout.world_size, folder)
+    assert isinstance(made, TrainingBackend)
+    return made
 
 
 def step_call(seq: int) -> BackendCall:
@@ -120,7 +127,7 @@ def run(rank: int, case: Case, way: str, folder: str, listen: str) -> None:
         if way == "refused":
             refused(own)
         result = own.step_stored() if way == "stored" else own.step_loaded()
-        record.append((contents(own.backend), result.result))
+        record.append((contents(own.trains), result.result))
     torch.save(record, f"{folder}/{way}.{rank}.pt")
     own.client.close()
     dist.barrier()

@@ -134,7 +134,8 @@ def stepped_memory(rank: Registration) -> WritableDevice:
 def open_step(rank: Registration) -> list[int]:
     """Descriptors of the memory of a step: to read and to write the arena's slices, then the same
     of the host memory."""
-    assert rank.host_allocations is not None and rank.step is not None
+    assert rank.host_allocations is not None
+    assert rank.step is not None
     step = rank.host_allocations.open(rank.step, writable=True)
     return [*step, *open_host(rank)]
 

@@ -6,14 +6,17 @@ after the step, so either all of them have made the next version or none counts.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from plexrl.errors import ConflictError, StaleTokenError
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.host_arena import HostArena
-from plexrl.statemanager.client.stored_step import StoredStep
 from plexrl.wire.messages import SaveRequest
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult
 from plexrl.worker.state.rank_agreement import on_all_ranks
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.client.stored_step import StoredStep
 
 
 class StoredSteps:
