@@ -11,7 +11,16 @@ from typer.core import TyperCommand, TyperGroup
 
 from plexrl.cli.terminal.option_groups import option_name
 from plexrl.limits import LIMITS
+from plexrl.process.extras import missing_packages
 
+EXTRAS = {
+    **dict.fromkeys(("simulate", "simulate-rollout", "plan-rollout"), "simulator"),
+    **dict.fromkeys(("allocate-rollout", "fidelity", "forecast"), "simulator"),
+    "up": "server,worker",
+    "node": "worker",
+    "statemanager": "worker",
+}
+"""The extras that have a command's packages, by its first word; `all` for other commands."""
 HELP_MAX = 1000
 """Most characters of a command's description in the help of its group."""
 
@@ -100,17 +109,24 @@ class PanelGroup(CommandGroup):
 
 
 def _check_first(command: Any, path: str) -> None:
-    run, limits = command.callback, LIMITS.get(path)
-    if limits is None or hasattr(run, "is_limited"):
+    run, limits = command.callback, LIMITS.get(path, {})
+    if run is None or hasattr(run, "is_checked"):
         return
 
     @wraps(run)
     def checked(**values: Any) -> Any:
         for name in limits.keys() & values.keys():
             limits[name].check(option_name(name), values[name])
-        return run(**values)
+        try:
+            return run(**values)
+        except ModuleNotFoundError as error:
+            package = (error.name or "plexrl").partition(".")[0]
+            if package == "plexrl":
+                raise
+            extras = EXTRAS.get(path.split()[1], "all")
+            raise missing_packages(path, package, extras) from error
 
-    checked.is_limited = True  # type: ignore[attr-defined]  # the same command may be resolved again
+    checked.is_checked = True  # type: ignore[attr-defined]  # the same command may be resolved again
     command.callback = checked
 
 

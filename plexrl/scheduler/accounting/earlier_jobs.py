@@ -128,12 +128,9 @@ def begin_with_known(situation: Situation, deployment: Deployment) -> None:
     """Give a new deployment of unknown demand that of its predecessor, or else the prior."""
     state = situation.state
     assert deployment.demand.trace is None, f"the demand of {deployment.deployment} is known"
-    deployment.demand.know(state.profiles.get(profile_key(state, deployment)))
-    if (
-        deployment.demand.trace is None
-        and deployment.spec.may_share
-        and not deployment.spec.preemptible
-    ):
+    known = state.profiles.get(profile_key(state, deployment))
+    deployment.demand.know(known)
+    if known is None and deployment.spec.may_share and not deployment.spec.preemptible:
         take_prior(deployment, prior_of(situation, shape_key(deployment)))
 
 
