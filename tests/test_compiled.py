@@ -50,8 +50,8 @@ def test_no_compiled_module_has_what_mypyc_refuses() -> None:
 
 
 def lost_annotations(path: str, node: ast.ClassDef) -> list[str]:
-    """Fields of a `msgspec.Struct` that it cannot decode: mypyc keeps only the class of a type, such
-    as `tuple` of `tuple[int, ...]`."""
+    """Fields of a `msgspec.Struct` that it cannot decode: mypyc keeps only the class of a type, as
+    `tuple` of `tuple[int, ...]`."""
     if "msgspec.Struct" not in map(ast.unparse, node.bases):
         return []
     fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
