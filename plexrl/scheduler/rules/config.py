@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, get_type_hints
 
 import msgspec
@@ -297,7 +298,7 @@ def with_core_settings(config: SchedulerConfig, settings: Mapping[str, Any]) -> 
     Raises:
         InvalidRequestError: this version does not accept a value.
     """
-    hints = get_type_hints(SchedulerConfig)
+    hints = _types()
     known = {field.name for field in fields(SchedulerConfig)} - PROCESS_SETTINGS
     try:
         changes = {
@@ -310,3 +311,9 @@ def with_core_settings(config: SchedulerConfig, settings: Mapping[str, Any]) -> 
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"the settings in the journal cannot be used: {error}") from error
     return replace(config, **changes)
+
+
+@cache
+def _types() -> dict[str, Any]:
+    """The type of each setting; to read them anew takes as long as to decode a small snapshot."""
+    return get_type_hints(SchedulerConfig)
