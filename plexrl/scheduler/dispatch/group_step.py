@@ -341,11 +341,13 @@ class GroupStep:
         timer."""
         ordering, burst = self._settings.ordering, holder.demand.burst
         if self._wants(holder):
-            if ordering.holds_bursts:
-                burst.cut(self._now)
             rivals = [holder, *waiting]
             settle_all(self._step, self._groups, rivals)
-            return self._first(rivals) is not holder
+            if self._first(rivals) is not holder:
+                return True
+            if ordering.holds_bursts:
+                burst.cut(self._now)
+            return False
         if burst.idle_since is not None and ordering.holds_bursts:
             until = burst.idle_since + hold_s(self._step, holder)
             if self._now < until:

@@ -105,23 +105,6 @@ def test_a_burst_over_its_bound_yields(cluster: FakeCluster) -> None:
     assert [run.kind.value for run in cluster.runs] == ["offload"]
 
 
-def test_a_burst_without_end_yields_after_twenty_interruptions(cluster: FakeCluster) -> None:
-    with_jobs(cluster, "a", "b")
-    cluster.submit("a:0", "a/actor", "barrier")
-    cluster.settle()
-    cluster.submit("b:1", "b/actor", "barrier")
-    for index in range(1, 9):
-        # The controller submits each operation before the one before it ends.
-        cluster.submit(f"a:{index}", "a/actor", "barrier")
-        cluster.pass_time(1.0)
-        if index > 1:
-            cluster.execute(cluster.runs[0])
-        if index == 7:
-            explanation = cluster.explanation_of("b:1")
-            assert explanation["reason"].endswith("it yields in 0 s at the latest")
-    assert [run.kind.value for run in cluster.runs] == ["offload"]
-
-
 def test_a_sync_waits_for_the_publish_of_its_trainer(cluster: FakeCluster) -> None:
     cluster.job("a")
     cluster.deploy("a/actor")
