@@ -1,5 +1,6 @@
 """Checks of all invariants of the scheduler's state."""
 
+from plexrl.scheduler.accounting.holdings import Holdings
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -10,8 +11,8 @@ from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, Operati
 def check(cluster: Cluster) -> None:
     """Raises `AssertionError`, which names the first broken invariant."""
     state = cluster.state
-    cluster.inventory.check()
-    cluster.waiting.check()
+    cluster.capacity.inventory.check()
+    cluster.queues.waiting.check()
     cluster.unmeasured.check(state)
     taken: dict[tuple[str, int], str] = {}
     for group in state.groups.values():
@@ -52,7 +53,7 @@ def check(cluster: Cluster) -> None:
             other = ports.setdefault(here, deployment.deployment)
             assert other == deployment.deployment, f"{other} meets at {here} too"
     _check_in_flight(cluster.state)
-    _check_placed(cluster)
+    _check_placed(cluster.holdings)
 
 
 def _check_incoming(state: State, incoming: Deployment) -> None:
@@ -81,9 +82,9 @@ def _check_groups(state: State, deployment: Deployment) -> None:
     assert len({each.token for each in held}) < 2, f"{name} has several tokens"
 
 
-def _check_placed(cluster: Cluster) -> None:
+def _check_placed(holdings: Holdings) -> None:
     """Check that budgets see every deployment that is on a group."""
-    state = cluster.state
+    state = holdings.state
     placed = [
         deployment
         for deployment in state.deployments.values()
@@ -92,9 +93,7 @@ def _check_placed(cluster: Cluster) -> None:
     tenants = {each.deployment: state.jobs[each.job].tenant for each in placed}
     for tenant in {job.tenant for job in state.jobs.values()}:
         expected = {name for name, owner in tenants.items() if owner == tenant}
-        assert set(cluster.holdings.placed(tenant)) == expected, (
-            f"{tenant} has {expected} on groups"
-        )
+        assert set(holdings.placed(tenant)) == expected, f"{tenant} has {expected} on groups"
 
 
 def _check_in_flight(state: State) -> None:

@@ -35,7 +35,7 @@ def check_case(rng: random.Random) -> str:
     is_part = gpus > newcomer.spec.workers - sum(len(group.gpus) for group in beside)
     if not beside:
         join(cluster, newcomer, best[0], now)
-        cluster.inventory.check()
+        cluster.capacity.inventory.check()
     if best[0].beside:
         return "union" + (" beside its own" if beside else "")
     return ("part" if is_part else "whole") + (" beside its own" if beside else "")
