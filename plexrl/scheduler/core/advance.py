@@ -13,6 +13,7 @@ from plexrl.scheduler.admission.awaited_profiles import look_for_profile
 from plexrl.scheduler.core.cycles import cycle_over
 from plexrl.scheduler.core.placing import place_waiting
 from plexrl.scheduler.dispatch.group_step import GroupStep
+from plexrl.scheduler.dispatch.settled_groups import is_settled
 from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, restart
 from plexrl.scheduler.operations.deadlines.cancellation import deadline_passed
 from plexrl.scheduler.operations.deadlines.overdue import find_overrun
@@ -114,10 +115,11 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     """
     state, cluster, effects = context.state, context.cluster, context.effects
     dirty, timers, waiting = effects.dirty, effects.timers, cluster.queues.waiting
+    detached = cluster.holdings.detached
     is_due = bool(timers) and timers[0][0] <= now
-    must_forget = len(state.ended) > state.ended_jobs
-    preempts = cluster.holdings.detached and waiting
-    if not (dirty or is_due or must_forget or preempts or _has_steps(context)):
+    if not (dirty or is_due or _has_steps(context) or (detached and waiting)) and (
+        len(state.ended) <= state.ended_jobs
+    ):
         return
     steps = _Steps(state, skipped)
     try:
@@ -135,7 +137,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 _end_cycles(context, steps, now)
             if dirty or waiting.must_retry or waiting.newcomers:
                 continue
-            if not (cluster.holdings.detached and waiting and _preempt(context, steps, now)):
+            if not (detached and waiting and _preempt(context, steps, now)):
                 break
         if len(state.ended) > state.ended_jobs and steps.begin("forgetting"):
             forget_ended(context)
@@ -170,7 +172,9 @@ def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
         touched = next(iter(dirty))
         del dirty[touched]
         group = groups.get(touched)
-        if group is not None and steps.begin("group", touched):
+        if group is None or is_settled(context, group):
+            continue
+        if steps.begin("group", touched):
             GroupStep(context, group, now).advance()
 
 

@@ -203,7 +203,7 @@ class SchedulerCore:
 
     def check_invariants(self) -> None:
         """Assert the invariants of `plexrl.scheduler.state`."""
-        check(self._cluster)
+        check(self._context)
 
     def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
         if event.settings:

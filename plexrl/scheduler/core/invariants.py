@@ -1,16 +1,18 @@
 """Checks of all invariants of the scheduler's state."""
 
 from plexrl.scheduler.accounting.holdings import Holdings
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
 
-def check(cluster: Cluster) -> None:
+def check(context: Context) -> None:
     """Raises `AssertionError`, which names the first broken invariant."""
-    state = cluster.state
+    cluster, state = context.cluster, context.state
+    _check_saving(context.effects)
     cluster.capacity.inventory.check()
     cluster.queues.waiting.check()
     cluster.unmeasured.check(state)
@@ -54,6 +56,15 @@ def check(cluster: Cluster) -> None:
             assert other == deployment.deployment, f"{other} meets at {here} too"
     _check_in_flight(cluster.state)
     _check_placed(cluster.holdings)
+
+
+def _check_saving(effects: Effects) -> None:
+    """Check that each queued checkpoint is looked for when its group is stepped."""
+    saving = effects.saving
+    missing = Effects(effects.state).saving.keys() - saving.keys()
+    assert not missing, f"nobody looks for the checkpoints of {missing}"
+    ended = saving.keys() - effects.state.deployments.keys()
+    assert not ended, f"checkpoints of {ended} are looked for"
 
 
 def _check_incoming(state: State, incoming: Deployment) -> None:

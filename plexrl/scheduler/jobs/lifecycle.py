@@ -111,6 +111,7 @@ def end_deployment(
     if deployment.wpg.moving is not None:
         unfinished.append(deployment.wpg.moving.operation)
     deployment.work.drop()
+    effects.saving.pop(deployment.deployment, None)
     deployment.wpg.end_move()
     for name in unfinished:
         operation = state.operations[name]

@@ -135,11 +135,11 @@ def test_what_fits_an_empty_cluster_is_accepted(seed: int, node_types: tuple[str
     gangs = Gangs(seed, *node_types)
     cluster, state = gangs.cluster, gangs.small.context.state
     for name in [name for name in state.deployments if state.deployments[name].placement.groups]:
-        leave(cluster, state.deployments[name], NOW)
+        leave(cluster.capacity, state.deployments[name], NOW)
     gang = gangs.make("gang")
     if not gangs.place(gang):
         return
     job = state.jobs[gang[0].job]
     for each in gang:
         job.deployments = [other.deployment for other in gang if other is not each]
-        check_it_can_fit(cluster, job, each)
+        check_it_can_fit(cluster.capacity, job, each)
