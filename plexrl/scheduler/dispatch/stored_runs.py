@@ -12,7 +12,7 @@ from typing import Final
 from plexrl.scheduler.dispatch.candidates.readiness import next_operation
 from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.latency_breakdown import note_start
-from plexrl.scheduler.rules.next_use import next_use_s
+from plexrl.scheduler.rules.next_use import next_use_s, usual_pause_s
 from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
@@ -25,18 +25,26 @@ from plexrl.wire.operations import OperationKind
 
 _READY: Final = WpgState.READY
 _OFFLOADED: Final = Residency.OFFLOADED
-_SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
 _OPTIM_STEP: Final = OperationKind.OPTIM_STEP
 
 
 def start_stored_runs(step: Step, group: Group) -> None:
     """Start what the queues of offloaded members begin with and their stored state is enough for,
     one of each."""
+    for_stored = step.effects.for_stored
+    if not for_stored:
+        return
     deployments, operations = step.state.deployments, step.state.operations
     for name in group.members:
+        if name not in for_stored:
+            continue
         member = deployments[name]
         queue = member.work.queue
-        if not queue or not _needs_no_device(member, operations[queue[0]]):
+        if not queue:
+            if not member.work.running:
+                del for_stored[name]
+            continue
+        if operations[queue[0]].kind not in member.spec.stored_kinds:
             continue
         if name in (group.holder, group.incoming):
             continue
@@ -51,19 +59,25 @@ def start_stored_runs(step: Step, group: Group) -> None:
 
 def leaves_its_step(state: State, holder: Deployment) -> bool:
     """Whether all that an idle holder has left of its burst is an optimizer step that another
-    member need not wait for: it runs once the holder is offloaded."""
+    member need not wait for: it runs once the holder is offloaded. A deployment whose weights
+    nobody pulls ends its bursts with a step, if it is known to pause at all."""
     queue = holder.work.queue
     if len(queue) != 1 or not holder.spec.steps_in_host or holder.work.running:
         return False
     head = state.operations[queue[0]]
-    is_last = head.kind is _OPTIM_STEP and head.ends_burst and not head.needs_load
-    return is_last and bool(holder.work.waiting_gradients)
+    if head.kind is not _OPTIM_STEP or head.needs_load or not holder.work.waiting_gradients:
+        return False
+    if head.ends_burst:
+        return True
+    return usual_pause_s(holder) is not None and not _publishes(state, holder)
 
 
-def _needs_no_device(member: Deployment, head: Operation) -> bool:
-    if head.kind is _OPTIM_STEP:
-        return member.spec.steps_in_host
-    return head.kind is _SAVE_CHECKPOINT
+def _publishes(state: State, trainer: Deployment) -> bool:
+    """Whether the trainer's weights were published, or a rollout of its job may pull them."""
+    names = state.jobs[trainer.job].deployments
+    if any(state.deployments[name].spec.kind == "rollout" for name in names):
+        return True
+    return trainer.wpg.published is not None
 
 
 def _stored_run(state: State, group: Group, member: Deployment, now: float) -> Operation | None:

@@ -78,11 +78,9 @@ def enqueue(step: Step, event: OperationSubmitted, deployment: Deployment) -> Op
     operation.tokens, operation.source = event.tokens, event.source
     if event.deadline_s is not None:
         operation.deadline_at = now + event.deadline_s
-    operation.payload_bytes = event.payload_bytes
-    operation.payload_digest = event.payload_digest
-    operation.after = after
+    operation.payload_bytes, operation.payload_digest = event.payload_bytes, event.payload_digest
     operation.in_flight, operation.published = event.in_flight, event.published
-    operation.ends_burst = event.ends_burst
+    operation.after, operation.ends_burst = after, event.ends_burst
     state.operations[event.operation] = operation
     taken_in(state, deployment, operation)
     _queue(step, deployment, event.operation)
@@ -183,6 +181,8 @@ def _queue(
     if not has_group and (burst.wants_since is None or not work.queue):
         burst.want(step.now)
     work.enqueue(len(work.queue) if place is None else place, operation)
+    if step.state.operations[operation].kind in deployment.spec.stored_kinds:
+        step.effects.for_stored[deployment.deployment] = None
     if work.queue[0] == operation:
         # Only the head of a queue affects the order of members.
         step.effects.touch_all(deployment.placement.groups)

@@ -168,6 +168,29 @@ def test_a_holder_leaves_the_last_step_of_its_burst_to_host_memory_if_others_wai
     assert member(cluster).wpg.residency is Residency.OFFLOADED
 
 
+@pytest.mark.parametrize("publishes", [False, True])
+def test_a_deployment_that_pauses_and_never_publishes_ends_its_bursts_with_a_step(
+    publishes: bool,
+) -> None:
+    cluster = two_jobs()
+    for number in range(3):
+        cluster.submit(f"a:{number}", "a/actor", "forward_backward")
+        cluster.settle()
+        cluster.submit(f"s:{number}", "a/actor", "optim_step")
+        cluster.settle()
+        if publishes:
+            cluster.submit(f"p:{number}", "a/actor", "publish")
+            cluster.settle()
+        cluster.pass_time(600.0)
+    cluster.submit("a:last", "a/actor", "forward_backward")
+    run_until(cluster, "a:last")
+    cluster.submit("s:last", "a/actor", "optim_step")
+    cluster.submit("b:1", "b/actor", "forward_backward")
+    cluster.execute(run_of(cluster, "a:last"))
+    kind = "optim_step" if publishes else "offload"
+    assert kinds(cluster) == [(kind, "a/actor")]
+
+
 @pytest.mark.parametrize(
     ("waits", "fields"), [(False, {"ends_burst": True}), (True, {}), (True, {"ends_burst": True})]
 )

@@ -81,7 +81,7 @@ class StoredRank(DeferredRank):
     def backward(self, arrays: Arrays, *, spoils: bool) -> None:
         self.gradients(inputs_of(self.case, arrays), loss_of(self.case))
         if spoils:
-            memory = getattr(self.trains.model._state, "gradients")
+            memory = self.trains.model._state.gradients
             (memory[0] if isinstance(memory, list) else memory)[:1] = float("inf")
         self.seq += 1
 

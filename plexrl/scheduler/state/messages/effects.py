@@ -31,6 +31,18 @@ class Effects:
     """Time of the last `SetTimer` that is not due yet."""
     wakes_sooner: bool = False
     """A timer earlier than `timer_at` was added."""
+    for_stored: dict[DeploymentId, None] = field(init=False)
+    """Deployments that may have a checkpoint or a host optimizer's step in their queue. One whose
+    state is stored starts beside the holder of its group, so each step of the group looks for
+    it."""
+
+    def __post_init__(self) -> None:
+        self.for_stored = dict.fromkeys(
+            deployment.deployment
+            for deployment in self.state.deployments.values()
+            for name in (*deployment.work.queue, *deployment.work.new_runs)
+            if self.state.operations[name].kind in deployment.spec.stored_kinds
+        )
 
     def emit(self, command: Command) -> None:
         """Add a command to the result of this call."""

@@ -64,7 +64,7 @@ def shard(daemon: Daemon) -> Iterator[SteppedShard]:
     made.close()
 
 
-def test_stored_steps_make_versions_without_a_load(daemon: Daemon, shard: SteppedShard) -> None:
+def test_stored_steps_make_versions_without_a_load(shard: SteppedShard) -> None:
     for seq in (2, 3, 4):
         shard.step_stored(seq)
         assert not shard.arena.is_attached
