@@ -127,8 +127,7 @@ class History:
                 return
             actor = f"{job}/actor"
             kind = chance.choice(("train", "train", "train", "forward"))
-            if has_rollout:
-                kind = "train"
+            kind = "train" if has_rollout else kind
             has_batch = not has_rollout and chance.random() < 0.3
             self.memory.deploy(
                 actor,

@@ -13,7 +13,8 @@ from plexrl.ids import OperationId
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import MUTATING, OperationKind
 from tests.examples import examples
-from tests.scheduler.fake_cluster import FakeCluster, is_stored_step
+from tests.scheduler.fake_cluster import FakeCluster
+from tests.scheduler.fake_wpg import is_stored_step
 
 JOBS = ("a", "b", "c")
 KINDS = ("forward_backward", "optim_step", "optim_step", "save_checkpoint", "forward")
