@@ -96,7 +96,8 @@ def main() -> None:
             other.stop()
     finally:
         embedded.close()
-    table, figures = [], {}
+    table: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
     for way, rows in rounds.items():
         in_turn = ["forward_backward"] + ["optim_step"] * (way == "under the lock")
         held = percentile([sum(row[kind] for kind in in_turn) for row in rows], 50)

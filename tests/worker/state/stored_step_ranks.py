@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 
 from plexrl.errors import PlexRLError
 from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.layout.keys import StatePart
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, TicketRole
 from plexrl.wire.messages import SaveRequest
@@ -17,6 +18,7 @@ from plexrl.wire.operations import AdamParams, OperationKind
 from plexrl.wire.tensors import Arrays
 from plexrl.worker.interface.backend import BackendCall, BackendResult
 from plexrl.worker.process.backend_factory import make_backend
+from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.state_mover import StateMover
 from plexrl.worker.training.backend import TrainingBackend
 from tests.wire.runs import make_run
@@ -81,8 +83,8 @@ class StoredRank(DeferredRank):
     def backward(self, arrays: Arrays, *, spoils: bool) -> None:
         self.gradients(inputs_of(self.case, arrays), loss_of(self.case))
         if spoils:
-            memory = self.trains.model._state.gradients
-            (memory[0] if isinstance(memory, list) else memory)[:1] = float("inf")
+            pieces = [each for each in self.backend.slices() if each.key.part == StatePart.GRADIENT]
+            view(self.backend.arena, pieces[0]).fill_(float("inf"))
         self.seq += 1
 
     def step_loaded(self) -> BackendResult:
