@@ -8,6 +8,7 @@ from typing import Final, NotRequired, TypedDict
 
 from plexrl.ids import DeploymentId, GroupId, JobId, OperationId, TenantId
 from plexrl.process.conditions import ConditionView
+from plexrl.wire.messages.cluster_views import EtaQualityView
 
 COMPUTING: Final = "computing"
 SWITCHING: Final = "switching"
@@ -63,6 +64,8 @@ class OverviewView(TypedDict):
     """Deployments that have GPUs and wait for their turn on them."""
     turns_since: float | None
     """Submission of the oldest operation of these; None: none waits."""
+    eta_quality: EtaQualityView
+    """Errors of the estimated starts."""
     switches: NotRequired[int]
     """Context switches so far; for operators only, as is the next field."""
     switch_seconds: NotRequired[float]

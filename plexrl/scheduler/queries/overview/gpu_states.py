@@ -3,9 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from plexrl.ids import DeploymentId, TenantId
+from plexrl.ids import DeploymentId, NodeId, TenantId
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import count_impossible
+from plexrl.scheduler.queries.eta import eta_quality
 from plexrl.scheduler.state.records import Deployment, Group, Node, State
 from plexrl.wire.messages.overview_views import (
     COMPUTING,
@@ -43,6 +44,7 @@ def overview(cluster: Cluster, tenant: TenantId | None, now: float) -> OverviewV
         "waiting_since": _oldest(cluster, tenant),
         "turns": len(turns),
         "turns_since": min(turns, default=None),
+        "eta_quality": eta_quality(state.eta_errors),
     }
     if tenant is None:
         switches = sum(group.switches for group in groups)
@@ -93,10 +95,10 @@ def _oldest(cluster: Cluster, tenant: TenantId | None) -> float | None:
     if tenant is not None:
         number = table.tenants.number(tenant)
         is_shown = is_shown & (table.tenant == (-1 if number is None else number))
+    # Nearly always each is in a unit of its own, and none is left to look for.
+    rest = cluster.waiting.in_no_unit() if len(cluster.waiting) > len(table) else []
     found = [
-        state.deployments[name].created_at
-        for name in cluster.waiting.in_no_unit()
-        if tenant in (None, owner(state, name))
+        state.deployments[name].created_at for name in rest if tenant in (None, owner(state, name))
     ]
     if is_shown.any():
         found.append(float(table.created_at[is_shown].min()))
@@ -109,19 +111,21 @@ def _live_jobs(cluster: Cluster, tenant: TenantId | None) -> int:
 
 
 def _count(state: State, tenant: TenantId | None) -> dict[str, Counter[str]]:
-    """GPUs by state, by type of nodes."""
-    counts: dict[str, Counter[str]] = {}
-    grouped: Counter[str] = Counter()
+    """GPUs by state, by type of nodes.
+
+    After a start of the scheduler nodes are not alive until their agents connect. What runs on
+    them goes on meanwhile; what is in no group cannot be used.
+    """
+    counts: dict[str, Counter[str]] = {node.node_type: Counter() for node in state.nodes.values()}
+    grouped: Counter[NodeId] = Counter()
     for group in state.groups.values():
         phase = _phase(state, group, tenant)
-        for gpu in group.gpus:
-            node = state.nodes.get(gpu.node)
-            grouped[gpu.node] += 1
-            found = counts.setdefault("" if node is None else node.node_type, Counter())
-            found[phase if node is not None and node.alive else LOST] += 1
+        for name, gpus in Counter([gpu.node for gpu in group.gpus]).items():
+            grouped[name] += gpus
+            node = state.nodes[name]
+            counts[node.node_type][LOST if node.lost_at is not None else phase] += gpus
     for node in state.nodes.values():
-        found = counts.setdefault(node.node_type, Counter())
-        found[_without_group(node)] += max(0, node.gpus - grouped[node.node])
+        counts[node.node_type][_without_group(node)] += max(0, node.gpus - grouped[node.node])
     return counts
 
 

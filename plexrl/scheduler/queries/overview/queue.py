@@ -4,25 +4,24 @@ An order costs a few operations on the columns of the queue's table; a row is ex
 is on the page.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.admission.order import admission_key, waiting_ratios
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.placement.fit.feasibility import is_possible
+from plexrl.scheduler.placement.fit.feasibility import is_possible, why_impossible
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.queries.overview.gpu_states import owner, taking_turns
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.messages.overview_views import QueuedView
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 GPUS: Final = "gpus"
 """Deployments that wait for GPUs."""
@@ -32,18 +31,50 @@ TURNS: Final = "turns"
 """Deployments that wait for their turn on GPUs that they share."""
 
 Entry = tuple[int, DeploymentId]
-"""Position, from 1, and name."""
+"""Position, from 1, and name. The deployments of a gang have one position."""
+Rows = NDArray[np.intp]
 
 
-def entries(cluster: Cluster, which: str, tenant: TenantId | None, now: float) -> list[Entry]:
-    """The entries of a list that the caller may see, in order."""
-    names = _ORDERS[which](cluster, now)
-    state = cluster.state
-    return [
-        (position, name)
-        for position, name in enumerate(names, start=1)
-        if tenant in (None, owner(state, name))
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """All that waits in one list, in order."""
+
+    places: Rows
+    """[entries]: the row of a unit in the queue's table, or -1 - index in `others`."""
+    others: list[DeploymentId]
+    """Deployments that are in no unit."""
+
+
+def page(
+    cluster: Cluster, which: str, tenant: TenantId | None, now: float, window: tuple[int, int]
+) -> tuple[int, list[Entry]]:
+    """(number of entries that the caller may see, the entries of the window, from and to)."""
+    order = _ORDERS[which](cluster, now)
+    positions = np.flatnonzero(_is_shown(cluster, order, tenant))
+    shown = positions[slice(*window)].tolist()
+    entries = [
+        (at + 1, name) for at in shown for name in _names(cluster, order, int(order.places[at]))
     ]
+    return len(positions), entries
+
+
+def _is_shown(cluster: Cluster, order: _Order, tenant: TenantId | None) -> NDArray[np.bool_]:
+    if tenant is None:
+        return np.ones(order.places.size, bool)
+    table = cluster.waiting.table
+    number = table.tenants.number(tenant)
+    shown = table.tenant[order.places] == (-1 if number is None else number)
+    for at in np.flatnonzero(order.places < 0).tolist():
+        shown[at] = owner(cluster.state, order.others[-1 - int(order.places[at])]) == tenant
+    found: NDArray[np.bool_] = shown
+    return found
+
+
+def _names(cluster: Cluster, order: _Order, place: int) -> list[DeploymentId]:
+    if place < 0:
+        return [order.others[-1 - place]]
+    unit = cluster.waiting.table.units[place]
+    return [] if unit is None else [member.name for member in unit.members]
 
 
 def row(cluster: Cluster, entry: Entry, now: float, *, sees_all: bool) -> QueuedView | None:
@@ -60,17 +91,21 @@ def row(cluster: Cluster, entry: Entry, now: float, *, sees_all: bool) -> Queued
     return None
 
 
-def _by_admission(cluster: Cluster, now: float) -> list[DeploymentId]:
+def _by_admission(cluster: Cluster, now: float) -> _Order:
     """All that may get GPUs: first of partial jobs, then by the columns of the table, then gangs
     that are not complete."""
-    return [*_partial(cluster, now), *_in_table(cluster, now, possible=True), *_incomplete(cluster)]
+    partial, incomplete = _partial(cluster, now), _incomplete(cluster)
+    first = _numbered(0, len(partial))
+    last = _numbered(len(partial), len(incomplete))
+    rows = _in_table(cluster, now, possible=True)
+    return _Order(np.concatenate((first, rows, last)), [*partial, *incomplete])
 
 
-def _impossible(cluster: Cluster, now: float) -> list[DeploymentId]:
-    return _in_table(cluster, now, possible=False)
+def _impossible(cluster: Cluster, now: float) -> _Order:
+    return _Order(_in_table(cluster, now, possible=False), [])
 
 
-def _by_submission(cluster: Cluster, now: float) -> list[DeploymentId]:
+def _by_submission(cluster: Cluster, now: float) -> _Order:
     """Members that wait for their turn, the longest wait first."""
     del now
     state = cluster.state
@@ -78,10 +113,14 @@ def _by_submission(cluster: Cluster, now: float) -> list[DeploymentId]:
         (state.operations[each.work.queue[0]].submitted_at, each.deployment)
         for each in taking_turns(state, state.groups.values(), None)
     ]
-    return [name for _, name in sorted(found)]
+    return _Order(_numbered(0, len(found)), [name for _, name in sorted(found)])
 
 
-_ORDERS: Final[dict[str, Callable[[Cluster, float], Sequence[DeploymentId]]]] = {
+def _numbered(first: int, count: int) -> Rows:
+    return -1 - np.arange(first, first + count, dtype=np.intp)
+
+
+_ORDERS: Final[dict[str, Callable[[Cluster, float], _Order]]] = {
     GPUS: _by_admission,
     IMPOSSIBLE: _impossible,
     TURNS: _by_submission,
@@ -104,19 +143,19 @@ def _incomplete(cluster: Cluster) -> list[DeploymentId]:
     return [name for name in waiting.in_no_unit() if name not in waiting.of_partial_jobs]
 
 
-def _in_table(cluster: Cluster, now: float, *, possible: bool) -> list[DeploymentId]:
-    """The deployments of units that can, or cannot, get GPUs, as `admission.order` sorts them."""
+def _in_table(cluster: Cluster, now: float, *, possible: bool) -> Rows:
+    """The rows of units that can, or cannot, get GPUs, as `admission.order` sorts them."""
     table = cluster.waiting.table
     rows = np.flatnonzero(table.is_used & (_can_get_gpus(cluster) == possible))
     created_at = table.created_at[rows]
     ratios = waiting_ratios(cluster.settings, created_at, table.expected_s[rows], now)
     shares = _shares(cluster, now)[table.tenant[rows]]
     order = np.lexsort((table.serial[rows], created_at, -ratios, shares, -table.priority[rows]))
-    units = [table.units[at] for at in rows[order].tolist()]
-    return [member.name for unit in units if unit is not None for member in unit.members]
+    ordered: Rows = rows[order]
+    return ordered
 
 
-def _can_get_gpus(cluster: Cluster) -> "NDArray[np.bool_]":
+def _can_get_gpus(cluster: Cluster) -> NDArray[np.bool_]:
     """Whether the nodes in service could hold each row's unit; asked once for each kind."""
     table, state = cluster.waiting.table, cluster.state
     found = np.ones(len(table.units), bool)
@@ -131,7 +170,7 @@ def _can_get_gpus(cluster: Cluster) -> "NDArray[np.bool_]":
     return found
 
 
-def _shares(cluster: Cluster, now: float) -> "NDArray[np.float64]":
+def _shares(cluster: Cluster, now: float) -> NDArray[np.float64]:
     """The share of each tenant, by its number in the table."""
     tenants = cluster.waiting.table.tenants.values
     return np.array(
@@ -142,6 +181,10 @@ def _shares(cluster: Cluster, now: float) -> "NDArray[np.float64]":
 def _for_gpus(
     cluster: Cluster, deployment: Deployment, position: int, now: float, sees_all: bool
 ) -> QueuedView:
+    never = why_impossible(cluster, deployment)
+    if never is not None:
+        # Also of one that a quota keeps out, too: the list says that it can never start.
+        return _view(cluster, deployment, position, never, "impossible")
     reason, rule, eta_s = why_no_gpus(cluster, deployment, now, sees_all=sees_all)
     view = _view(cluster, deployment, position, reason, rule)
     view["eta_s"], view["blocker"] = eta_s, _first_reserved(cluster, deployment, rule, sees_all)

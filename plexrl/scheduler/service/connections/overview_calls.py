@@ -14,7 +14,7 @@ from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.queries.overview.gpu_states import overview
 from plexrl.scheduler.queries.overview.job_times import TimesReader
 from plexrl.scheduler.queries.overview.lanes import LanesReader
-from plexrl.scheduler.queries.overview.queue import LISTS, entries, row
+from plexrl.scheduler.queries.overview.queue import LISTS, page, row
 from plexrl.scheduler.queries.overview.shares import Bills
 from plexrl.scheduler.rules.lookups import unknown_job
 from plexrl.scheduler.service.shell import Shell
@@ -67,14 +67,15 @@ class OverviewCalls:
         if call.which not in LISTS:
             raise InvalidRequestError(f"there is no list {call.which!r}: name one of {LISTS}")
         first = max(0, call.first)
-        found = entries(self._core.cluster, call.which, scope, self._now())
+        window = first, first + max(1, min(call.limit, ov.QUEUE_PAGE_MAX))
+        total, entries = page(self._core.cluster, call.which, scope, self._now(), window)
         rows: list[ov.QueuedView] = []
-        for entry in found[first : first + max(1, min(call.limit, ov.QUEUE_PAGE_MAX))]:
+        for entry in entries:
             await self._pause()
             view = row(self._core.cluster, entry, self._now(), sees_all=scope is None)
             if view is not None:
                 rows.append(view)
-        return {"now": self._now(), "total": len(found), "first": first, "rows": rows}
+        return {"now": self._now(), "total": total, "first": first, "rows": rows}
 
     async def _times(self, scope: Scope, call: calls.OneJob) -> ov.JobTimesView:
         if scope not in (None, self._core.tenant_of_job(call.job)):

@@ -10,6 +10,7 @@ const MOST_S = 366 * 86400;
 const LANES = 64;
 const REFRESH_S = 5;
 const BAND_HEIGHT = 7;
+const HINT = "Colours are jobs, a low bar is a context switch, hatching is before the history begins. Point at a span, or move with ← and → along a lane.";
 
 export function lanesView(root, page) {
   let seconds = Number(page.params.get("seconds")) || 3600;
@@ -17,7 +18,7 @@ export function lanesView(root, page) {
   let first = page.most ? 0 : Math.max(0, Number(page.params.get("first")) || 0);
   let view = null;
   const controls = make("div", { class: "controls" });
-  const spot = make("p", { id: page.most ? null : "spot", class: "dim", "aria-live": "polite" }, "\u00a0");
+  const spot = make("p", { class: "spot dim", "aria-live": "polite" }, HINT);
   const bands = make("div", { class: "bands" });
   const body = make("div", { role: "group", "aria-label": "Lanes of groups. Left and right move along a lane, plus and minus zoom." });
   root.append(panel("Lanes", page.most ? "#/lanes" : null, controls, bands, body, spot));
@@ -150,7 +151,7 @@ export function lanesView(root, page) {
     canvas.lane.chosen = index;
     drawLane(canvas, view, canvas.lane);
     const { lane } = canvas.lane;
-    if (index < 0) spot.replaceChildren("\u00a0");
+    if (index < 0) spot.replaceChildren(HINT);
     else spot.replaceChildren(...spanText(lane, lane.spans[index]));
   }
 

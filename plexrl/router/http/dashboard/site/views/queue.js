@@ -13,7 +13,8 @@ export function queueView(root, page) {
   let counts = {};
   const controls = make("div", { class: "controls" });
   const body = make("div");
-  root.append(panel("Queue", page.most ? "#/queue" : null, controls, body));
+  const quality = make("p", { class: "dim" });
+  root.append(panel("Queue", page.most ? "#/queue" : null, controls, body, quality));
   const stop = page.every(REFRESH_S, refresh);
 
   async function refresh() {
@@ -28,7 +29,7 @@ export function queueView(root, page) {
   function showRows(view) {
     showControls(view.total);
     body.replaceChildren(table(
-      [["#", "number"], ["job", "name"], ["tenant", "name"], ["what", ""], ["GPUs", "number"], ["waits", "number"],
+      [["#", "number"], ["job", "name"], ["tenant", "name"], ["for", ""], ["GPUs", "number"], ["waits", "number"],
         ["rule", ""], ["behind", "name"], ["starts in", ""], ["why", "why"]],
       view.rows.map((row) => cells(row, view.now)), empty()));
   }
@@ -45,7 +46,7 @@ export function queueView(root, page) {
       button.addEventListener("click", () => { which = name; first = 0; refresh(); });
       return button;
     });
-    controls.replaceChildren(...lists, ...(page.most ? [] : pager(total || 0)));
+    controls.replaceChildren(...lists, ...(page.most || !(total > limit || first) ? [] : pager(total)));
   }
 
   function pager(total) {
@@ -63,15 +64,22 @@ export function queueView(root, page) {
     update(view) {
       counts = { gpus: view.waiting, turns: view.turns, impossible: view.impossible };
       showControls(undefined);
+      quality.textContent = qualityText(view.eta_quality);
     },
     close: stop,
   };
 }
 
+function qualityText({ estimates, early, late }) {
+  if (!estimates) return "No estimated start of a turn has been compared with the real one yet.";
+  const inside = estimates - early - late;
+  return `Of ${estimates.toLocaleString()} estimated starts of turns ${Math.round(100 * inside / estimates)} % were inside their 80 % interval, ${early} before and ${late} after it.`;
+}
+
 function cells(row, now) {
   return [
     row.position.toLocaleString(), jobLink(row.job, row.name === row.job ? row.job : `${row.name} (${row.job})`), row.tenant,
-    `${row.operation ? row.kind : `${row.kind} deployment`}${row.priority ? `, priority ${row.priority}` : ""}`, row.gpus,
+    `${row.kind}${row.priority ? `, priority ${row.priority}` : ""}`, row.gpus,
     duration(now - row.since),
     make("span", { class: row.rule === "impossible" ? "rule impossible" : "rule" }, row.rule),
     row.blocker === null ? null : deploymentLink(row.blocker), interval(row), row.reason,
