@@ -15,7 +15,7 @@ SHOWN = "document.querySelectorAll('.lane canvas[tabindex]').length && document.
 def enter(tab: Tab, router: LiveRouter, key: str = OPERATOR_KEY, place: str = "#/") -> None:
     """Open the page and type the key."""
     tab.open(f"{router.url}/dashboard{place}")
-    tab.wait_for("document.activeElement === document.getElementById('key')")
+    tab.wait_for("document.activeElement?.id === 'key'")
     # A browser drops text that comes before it has painted the page.
     while tab.evaluate("document.getElementById('key').value") != key:
         tab.evaluate("document.getElementById('key').value = ''")
@@ -88,7 +88,7 @@ def test_a_tenant_sees_no_other_tenant(small: LiveRouter, tab: Tab) -> None:
 
 def test_lanes_are_read_and_zoomed_with_the_keyboard(small: LiveRouter, tab: Tab) -> None:
     enter(tab, small, place="#/lanes")
-    tab.wait_for(SHOWN)
+    tab.wait_for("document.querySelectorAll('.lane canvas[tabindex]').length")
     tab.evaluate("document.querySelector('canvas[tabindex]').focus()")
     tab.press("ArrowLeft")
     tab.wait_for("/work|switch/.test(document.querySelector('.spot').innerText)")
