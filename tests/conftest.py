@@ -55,7 +55,11 @@ sys.dont_write_bytecode = False
 # A process has one fork server. If the first test to use it did not need torch, each rank of each
 # later test would load torch for itself, which takes five seconds.
 multiprocessing.set_forkserver_preload(
-    ["plexrl.worker.agent.fork_server.preload", "tests.statemanager.soak_worker"]
+    [
+        "plexrl.worker.agent.fork_server.preload",
+        "plexrl.worker.training.megatron.model",
+        "tests.statemanager.soak_worker",
+    ]
 )
 
 ROOMS = ("scheduler", "statemanager", "router", "worker", "rollout", "sim", "traces")

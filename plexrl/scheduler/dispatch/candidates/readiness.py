@@ -37,10 +37,11 @@ def _is_over(state: State, name: OperationId) -> bool:
 
 def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
     """Whether the deployment has an operation to run, ready processes, and no back-off."""
-    queue, wpg = deployment.work.queue, deployment.wpg
+    work, wpg = deployment.work, deployment.wpg
+    queue = work.queue
     if not queue or wpg.state is not _READY or now < wpg.backoff.until:
         return False
-    if saves_stored_state(deployment):
+    if work.running and saves_stored_state(deployment):
         return False
     if wpg.moves.planned is not None and is_stopping(state, deployment):
         return False
@@ -95,7 +96,7 @@ def candidate(state: State, deployment: Deployment) -> Candidate:
             for name in queue[1:LOOK_AHEAD]:
                 operation = operations[name]
                 queued_s += estimates.operation_s(operation.kind, operation.tokens)
-        burst_s = estimates.burst_s(head.tokens)
+        burst_s = deployment.demand.burst_s(head.tokens)
         ended_at = deployment.demand.burst.ended_at
         if ended_at is not None:
             cycle_s = max(0.0, arrived_at - ended_at) + max(queued_s, burst_s)
