@@ -122,7 +122,7 @@ def test_a_deployment_that_the_nodes_cannot_hold_is_in_a_list_of_its_own() -> No
     core = cluster.core.cluster
     never = [each["job"] for each in queue(cluster, "impossible")]
     others = [each["job"] for each in queue(cluster, "gpus")]
-    for name in core.waiting:
+    for name in core.queues.waiting:
         job = core.state.deployments[name].job
         assert job in (others if is_possible(core, core.state.deployments[name]) else never)
     assert set(never) <= {"a", "b"}
@@ -169,7 +169,8 @@ def test_the_queue_is_in_the_order_of_admission(
         return admission_key(core, core.state.deployments[name], share, cluster.now)
 
     expected = sorted(
-        (name for name in core.waiting if is_possible(core, core.state.deployments[name])), key=key
+        (name for name in core.queues.waiting if is_possible(core, core.state.deployments[name])),
+        key=key,
     )
     total, entries = page(core, "gpus", None, cluster.now, (0, 100))
     assert [name for _, name in entries] == expected

@@ -84,19 +84,19 @@ def taking_turns(
 
 
 def _in_queue(cluster: Cluster, tenant: TenantId | None) -> int:
-    waiting = cluster.waiting
+    waiting = cluster.queues.waiting
     return len(waiting) if tenant is None else waiting.by_tenant.get(tenant, 0)
 
 
 def _oldest(cluster: Cluster, tenant: TenantId | None) -> float | None:
     """Creation of the oldest waiting deployment."""
-    state, table = cluster.state, cluster.waiting.table
+    state, table = cluster.state, cluster.queues.waiting.table
     is_shown = table.is_used
     if tenant is not None:
         number = table.tenants.number(tenant)
         is_shown = is_shown & (table.tenant == (-1 if number is None else number))
     # Nearly always each is in a unit of its own, and none is left to look for.
-    rest = cluster.waiting.in_no_unit() if len(cluster.waiting) > len(table) else []
+    rest = cluster.queues.waiting.in_no_unit() if len(cluster.queues.waiting) > len(table) else []
     found = [
         state.deployments[name].created_at for name in rest if tenant in (None, owner(state, name))
     ]

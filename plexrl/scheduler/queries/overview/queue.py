@@ -61,7 +61,7 @@ def page(
 def _is_shown(cluster: Cluster, order: _Order, tenant: TenantId | None) -> NDArray[np.bool_]:
     if tenant is None:
         return np.ones(order.places.size, bool)
-    table = cluster.waiting.table
+    table = cluster.queues.waiting.table
     number = table.tenants.number(tenant)
     shown = table.tenant[order.places] == (-1 if number is None else number)
     for at in np.flatnonzero(order.places < 0).tolist():
@@ -73,7 +73,7 @@ def _is_shown(cluster: Cluster, order: _Order, tenant: TenantId | None) -> NDArr
 def _names(cluster: Cluster, order: _Order, place: int) -> list[DeploymentId]:
     if place < 0:
         return [order.others[-1 - place]]
-    unit = cluster.waiting.table.units[place]
+    unit = cluster.queues.waiting.table.units[place]
     return [] if unit is None else [member.name for member in unit.members]
 
 
@@ -83,7 +83,7 @@ def row(cluster: Cluster, entry: Entry, now: float, *, sees_all: bool) -> Queued
     deployment = cluster.state.deployments.get(name)
     if deployment is None:
         return None
-    if name in cluster.waiting:
+    if name in cluster.queues.waiting:
         return _for_gpus(cluster, deployment, position, now, sees_all)
     if deployment.work.queue and deployment.placement.group is not None:
         operation = cluster.state.operations[deployment.work.queue[0]]
@@ -131,7 +131,7 @@ LISTS: Final = tuple(_ORDERS)
 def _partial(cluster: Cluster, now: float) -> list[DeploymentId]:
     """Deployments of jobs that have GPUs for another deployment."""
     found = []
-    for name in cluster.waiting.of_partial_jobs:
+    for name in cluster.queues.waiting.of_partial_jobs:
         deployment = cluster.state.deployments[name]
         share = tenant_share(cluster.holdings, owner(cluster.state, name), now)
         found.append((admission_key(cluster, deployment, share, now), name))
@@ -139,13 +139,13 @@ def _partial(cluster: Cluster, now: float) -> list[DeploymentId]:
 
 
 def _incomplete(cluster: Cluster) -> list[DeploymentId]:
-    waiting = cluster.waiting
+    waiting = cluster.queues.waiting
     return [name for name in waiting.in_no_unit() if name not in waiting.of_partial_jobs]
 
 
 def _in_table(cluster: Cluster, now: float, *, possible: bool) -> Rows:
     """The rows of units that can, or cannot, get GPUs, as `admission.order` sorts them."""
-    table = cluster.waiting.table
+    table = cluster.queues.waiting.table
     rows = np.flatnonzero(table.is_used & (_can_get_gpus(cluster) == possible))
     created_at = table.created_at[rows]
     ratios = waiting_ratios(cluster.settings, created_at, table.expected_s[rows], now)
@@ -157,7 +157,7 @@ def _in_table(cluster: Cluster, now: float, *, possible: bool) -> Rows:
 
 def _can_get_gpus(cluster: Cluster) -> NDArray[np.bool_]:
     """Whether the nodes in service could hold each row's unit; asked once for each kind."""
-    table, state = cluster.waiting.table, cluster.state
+    table, state = cluster.queues.waiting.table, cluster.state
     found = np.ones(len(table.units), bool)
     rows = np.flatnonzero(table.is_used)
     kinds, firsts = np.unique(table.kind[rows], return_index=True)
@@ -172,7 +172,7 @@ def _can_get_gpus(cluster: Cluster) -> NDArray[np.bool_]:
 
 def _shares(cluster: Cluster, now: float) -> NDArray[np.float64]:
     """The share of each tenant, by its number in the table."""
-    tenants = cluster.waiting.table.tenants.values
+    tenants = cluster.queues.waiting.table.tenants.values
     return np.array(
         [0.0 if each is None else tenant_share(cluster.holdings, each, now) for each in tenants]
     )
