@@ -6,7 +6,7 @@ from hypothesis import given
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.operations.deadlines.bounds import FACTOR, FIRST_FACTOR
-from plexrl.scheduler.operations.deadlines.overdue import overdue_view
+from plexrl.scheduler.operations.deadlines.overdue import find_overrun, overdue_view
 from plexrl.scheduler.queries.views import STARTS_NAMED, restarting
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
@@ -58,6 +58,26 @@ def test_the_workers_of_an_operation_that_never_ends_are_replaced_and_repeat_it(
     cluster.settle()
     assert cluster.state_of("a:1") == "finished"
     assert cluster.wpgs["a/actor"].device == ["a:0", "a:1"]
+
+
+def test_a_look_at_the_very_moment_of_the_timer_is_not_too_early() -> None:
+    cluster = running()
+    cluster.submit("a:1", "a/actor", "optim_step")
+    before = incarnation(cluster)
+    cluster.now += LEAST_S
+    cluster.send(ev.TimerFired())
+    assert incarnation(cluster) == before + 1
+
+
+def test_a_timer_of_an_earlier_run_does_not_move_the_look() -> None:
+    """Each look sets a timer: they would become more and more."""
+    cluster = running()
+    cluster.submit("a:1", "a/actor", "optim_step")
+    work = cluster.core._context.state.deployments[DeploymentId("a/actor")].work
+    at = work.watch_at
+    cluster.now += LEAST_S / 2
+    assert find_overrun(cluster.core._context.step(cluster.now), DeploymentId("a/actor")) is None
+    assert work.watch_at == at
 
 
 def test_a_hung_operation_does_not_keep_other_members_from_the_group() -> None:
