@@ -60,24 +60,16 @@ def test_the_workers_of_an_operation_that_never_ends_are_replaced_and_repeat_it(
     assert cluster.wpgs["a/actor"].device == ["a:0", "a:1"]
 
 
-def test_a_look_at_the_very_moment_of_the_timer_is_not_too_early() -> None:
+def test_an_early_look_sets_no_more_timers() -> None:
+    """Each would set another one, for as long as something runs."""
     cluster = running()
-    cluster.submit("a:1", "a/actor", "optim_step")
-    before = incarnation(cluster)
-    cluster.now += LEAST_S
-    cluster.send(ev.TimerFired())
-    assert incarnation(cluster) == before + 1
-
-
-def test_a_timer_of_an_earlier_run_does_not_move_the_look() -> None:
-    """Each look sets a timer: they would become more and more."""
-    cluster = running()
-    cluster.submit("a:1", "a/actor", "optim_step")
-    work = cluster.core._context.state.deployments[DeploymentId("a/actor")].work
-    at = work.watch_at
-    cluster.now += LEAST_S / 2
-    assert find_overrun(cluster.core._context.step(cluster.now), DeploymentId("a/actor")) is None
-    assert work.watch_at == at
+    # Its bound is longer than the time until the first look.
+    cluster.submit("a:1", "a/actor", "forward")
+    timers = cluster.core._context.effects.timers
+    before = len(timers)
+    step = cluster.core._context.step(cluster.now + LEAST_S / 2)
+    assert find_overrun(step, DeploymentId("a/actor")) is None
+    assert len(timers) == before
 
 
 def test_a_hung_operation_does_not_keep_other_members_from_the_group() -> None:
