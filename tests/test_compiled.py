@@ -38,6 +38,7 @@ def test_no_compiled_module_has_what_mypyc_refuses() -> None:
             if isinstance(node, ast.Compare) and any(map(is_starred, node.comparators)):
                 found.append(f"{path}:{node.lineno}: membership in a tuple with a star")
             if isinstance(node, ast.ClassDef):
+                found += lost_annotations(path, node)
                 found += [
                     f"{path}:{each.lineno}: a default that is no value of the field's type"
                     for each in node.body
@@ -46,6 +47,19 @@ def test_no_compiled_module_has_what_mypyc_refuses() -> None:
                     and ast.unparse(each.value).startswith("msgspec.field(")
                 ]
     assert found == []
+
+
+def lost_annotations(path: str, node: ast.ClassDef) -> list[str]:
+    """Fields of a `msgspec.Struct` that it cannot decode: mypyc keeps only the class of a type, as
+    `tuple` of `tuple[int, ...]`."""
+    if "msgspec.Struct" not in map(ast.unparse, node.bases):
+        return []
+    fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+    return [
+        f"{path}:{each.lineno}: a type of more than one name in a Struct"
+        for each in fields
+        if not isinstance(each.annotation, ast.Name)
+    ]
 
 
 def is_starred(node: ast.expr) -> bool:

@@ -71,7 +71,7 @@ LAYERS = {
     ),
     "process": (
         *("children", "plain_text", "ray_connection", "garbage_collection", "folders", "memory"),
-        *("conditions", "lifeline"),
+        *("conditions", "lifeline", "extras"),
     ),
     "rewards": ("graders", "sandbox", "scheduler", "decisions", "grade"),
     "rollout": (

@@ -122,6 +122,6 @@ def populate(nodes: int, residents: int, seed: int) -> Population:
 def _settle(cluster: Cluster, deployment: Deployment, now: float) -> bool:
     """Place as the spread policy does, but for the predicted contention."""
     for choice in fitting(cluster, deployment, now, strict=True)[:1]:
-        join(cluster, deployment, choice, now)
+        join(cluster.capacity, deployment, choice, now)
         return True
     return place(cluster, deployment, now, only=(PlacementMode.DEDICATED,)) is not None

@@ -13,9 +13,9 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.choice.candidates import can_take
 from plexrl.scheduler.placement.choice.search import BORDER_S
-from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.state.demand.trace import CRITICAL_WEIGHT, project
 from plexrl.scheduler.state.records import Deployment
 
@@ -30,10 +30,10 @@ Sums = NDArray[np.int32]
 class Rings:
     """The groups of one cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._horizon = cluster.settings.config.horizon_slots
-        state = cluster.state
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        self._horizon = capacity.settings.config.horizon_slots
+        state = capacity.state
         places: list[tuple[GroupId, ...]] = [(name,) for name in state.groups]
         places += {
             each.placement.groups for each in state.deployments.values() if each.placement.spans
@@ -43,7 +43,7 @@ class Rings:
         for row, names in enumerate(places):
             ring = np.zeros(self._horizon, dtype=np.int64)
             for member in {each for name in names for each in state.groups[name].members}:
-                footprint = cluster.inventory.footprint(cluster.state.deployment(member))
+                footprint = capacity.inventory.footprint(capacity.state.deployment(member))
                 for start, stop, weight in footprint.intervals().tolist():
                     np.add.at(ring, np.arange(start, stop) % self._horizon, weight)
             self._sums[row, 1:] = np.cumsum(np.concatenate([ring, ring]))
@@ -51,19 +51,19 @@ class Rings:
     def best_cost(self, deployment: Deployment, now: float) -> float:
         """The least cost of a strict fit; infinite if there is none. The job's period divides the
         horizon."""
-        cluster, trace = self._cluster, deployment.demand.trace
+        capacity, trace = self._capacity, deployment.demand.trace
         assert trace is not None
-        config, index = cluster.settings.config, cluster.inventory.index
+        config, index = capacity.settings.config, capacity.inventory.index
         footprint = project(trace, self._horizon, config.period_tolerance)
         segments = np.array([(at, at + length) for at, length, _ in footprint.segments])
         rows: list[int] = []
         setup_s: list[float] = []
-        larger = cluster.settings.divides_groups
+        larger = capacity.settings.divides_groups
         for shape in index.shapes(
             deployment.spec.workers, deployment.spec.node_type, or_larger=larger
         ):
             table = index.table(shape)
-            takes = can_take(cluster.settings, table, deployment, trace.duty)
+            takes = can_take(capacity.settings, table, deployment, trace.duty)
             found = [table.groups[row] for row in np.flatnonzero(takes)]
             rows += [self._rows[(name,)] for name in found if name is not None]
             setup_s += [BORDER_S if shape.gpus > deployment.spec.workers else 0.0] * len(found)
@@ -86,15 +86,15 @@ class Rings:
     def _unions(self, deployment: Deployment, duty: float) -> list[int]:
         """The rows of several groups that have as many GPUs as the deployment needs together, each
         with capacity for it."""
-        cluster, found = self._cluster, list[int]()
+        capacity, found = self._capacity, list[int]()
         masks: dict[CapacityShape, NDArray[np.bool_]] = {}
         for names, row in self._rows.items():
-            slots = [cluster.inventory.index.slots(name) for name in names]
+            slots = [capacity.inventory.index.slots(name) for name in names]
             if len(slots) < 2 or sum(each.shape.gpus for each in slots) != deployment.spec.workers:
                 continue
             for each in slots:
                 if each.shape not in masks:
-                    takes = can_take(cluster.settings, each.table, deployment, duty)
+                    takes = can_take(capacity.settings, each.table, deployment, duty)
                     masks[each.shape] = takes
             if all(masks[each.shape][each.row] for each in slots):
                 found.append(row)

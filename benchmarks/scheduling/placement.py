@@ -8,11 +8,12 @@ from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import Population, populate
 from benchmarks.scheduling.exhaustive import Rings
 from benchmarks.sizes import sized
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.index import CANDIDATES_PER_PASS
 from plexrl.scheduler.placement.choice.candidates import can_take
 from plexrl.scheduler.placement.choice.search import fitting
-from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.placement import leave, place
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.state.demand.trace import DemandTrace
 from plexrl.scheduler.state.records import Deployment
 
@@ -93,7 +94,7 @@ def _place(population: Population) -> tuple[list[float], float]:
         if group is not None:
             assert deployment.placement.record is not None
             strict += deployment.placement.record.way == "strict"
-            leave(population.context.cluster, deployment, now)
+            leave(population.context.cluster.capacity, deployment, now)
         del population.context.state.deployments[deployment.deployment]
     return samples, strict / ROUNDS
 
@@ -106,7 +107,7 @@ def _search(population: Population) -> Searches:
     the least load.
     """
     cluster = population.context.cluster
-    rings = Rings(cluster)
+    rings = Rings(cluster.capacity)
     found = Searches()
     for number in range(SEARCHES + 1):
         deployment = population.deployment()
@@ -126,28 +127,28 @@ def _search(population: Population) -> Searches:
             found.index_ms.append((middle - began) * 1e3)
             found.exhaustive_ms.append((ended - middle) * 1e3)
             found.above_least.append(cost - least if cost < math.inf else 0.0)
-            _count(found, cluster, deployment)
+            _count(found, cluster.capacity, deployment)
             found.fits += len(fitting(cluster, deployment, now, strict=True))
             assert math.isfinite(cost) == math.isfinite(least), "only one search found a group"
         del population.context.state.deployments[deployment.deployment]
     return found
 
 
-def _count(found: Searches, cluster: Cluster, deployment: Deployment) -> None:
+def _count(found: Searches, capacity: Capacity, deployment: Deployment) -> None:
     """Count the groups that the deployment could be on, and those with capacity for it."""
     assert deployment.demand.trace is not None
-    index, larger = cluster.inventory.index, cluster.settings.divides_groups
+    index, larger = capacity.inventory.index, capacity.settings.divides_groups
     for shape in index.shapes(deployment.spec.workers, deployment.spec.node_type, or_larger=larger):
         table = index.table(shape)
         found.groups += sum(name is not None for name in table.groups)
-        takes = can_take(cluster.settings, table, deployment, deployment.demand.trace.duty)
+        takes = can_take(capacity.settings, table, deployment, deployment.demand.trace.duty)
         found.with_capacity += int(takes.sum())
 
 
-def _with_whole_cycles(trace: DemandTrace | None, cluster: Cluster) -> DemandTrace:
+def _with_whole_cycles(trace: DemandTrace | None, situation: Situation) -> DemandTrace:
     """The same busy time in the nearest period that divides the horizon."""
     assert trace is not None
-    horizon = cluster.settings.config.horizon_slots
+    horizon = situation.settings.config.horizon_slots
     divisors = [each for each in range(1, horizon + 1) if horizon % each == 0]
     period = min(divisors, key=lambda each: abs(each - trace.period_s))
     return replace(trace, period_s=float(period))

@@ -3,47 +3,105 @@
 import io
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
-from plexrl.cli.cluster.config import config_app
-from plexrl.cli.cluster.events import events
-from plexrl.cli.cluster.node import node_app
-from plexrl.cli.cluster.nodes import groups, nodes_app, status
-from plexrl.cli.cluster.statemanager import statemanager, statemanager_status
-from plexrl.cli.cluster.tenants import tenants_app
-from plexrl.cli.cluster.up.command import up
-from plexrl.cli.cluster.usage import usage
-from plexrl.cli.demo.command import demo
-from plexrl.cli.jobs.cancel import cancel
-from plexrl.cli.jobs.checkpoints import checkpoints_app
-from plexrl.cli.jobs.explain import explain
-from plexrl.cli.jobs.jobs import jobs, logs
-from plexrl.cli.jobs.metrics import metrics
-from plexrl.cli.jobs.operations import operations, trace
-from plexrl.cli.jobs.rollouts import rollouts
-from plexrl.cli.jobs.samples import samples
-from plexrl.cli.simulate.command import simulate
-from plexrl.cli.simulate.compare import compare
-from plexrl.cli.simulate_rollout.allocate import allocate_rollout
-from plexrl.cli.simulate_rollout.command import simulate_rollout
-from plexrl.cli.simulate_rollout.plan import plan_rollout
-from plexrl.cli.starter.command import init
-from plexrl.cli.starter.runs import run, runs_app
 from plexrl.cli.terminal.context import warn, warn_lines, write_json, write_text
-from plexrl.cli.terminal.help import CommandGroup, PanelCommand
-from plexrl.cli.traces.command import traces_app
-from plexrl.cli.traces.fidelity import fidelity
-from plexrl.cli.traces.forecast import forecast
+from plexrl.cli.terminal.help import PanelGroup, Panels
 from plexrl.errors import ConfigError, PlexRLError, TraceError
 
 COMPARE = "simulate compare"
+PANELS: Panels = {
+    "Jobs": {
+        "init": ("starter.command:init", "Write a starter project with a controller."),
+        "demo": ("demo.command:demo", "Train two jobs on one shared group; write a report."),
+        "run": ("starter.runs:run", "Run a controller on the cluster, in a sandbox."),
+        "runs": ("starter.runs:runs_app", "Controllers that run on the cluster."),
+        "jobs": ("jobs.jobs:jobs", "Which jobs run, which wait, where their models are."),
+        "explain": ("jobs.explain:explain", "Why a job waits or runs as it does, and until when."),
+        "cancel": ("jobs.cancel:cancel", "Cancel jobs; their checkpoints stay."),
+        "logs": ("jobs.jobs:logs", "The last lines of a job's worker logs."),
+        "rollouts": (
+            "jobs.rollouts:rollouts",
+            "Asynchronous rollouts: staleness, load of instances.",
+        ),
+    },
+    "Data of jobs": {
+        "metrics": ("jobs.metrics:metrics", "Metrics of a job: the newest rows, or a plot."),
+        "samples": ("jobs.samples:samples", "Samples of a job's step: text, reward, length."),
+        "checkpoints": (
+            "jobs.checkpoints:checkpoints_app",
+            "Checkpoints of jobs, finished or in progress.",
+        ),
+        "operations": (
+            "jobs.operations:operations",
+            "Times of a job's operations: queue, switch, compute.",
+        ),
+        "trace": ("jobs.operations:trace", "Write a trace of operations for Perfetto."),
+    },
+    "Run a cluster": {
+        "up": ("cluster.up.command:up", "Run a cluster until Ctrl-C."),
+        "status": ("cluster.status:status", "What is wrong, and the cluster in a few numbers."),
+        "nodes": ("cluster.nodes:nodes_app", "Nodes and their GPUs; drain, undrain, remove."),
+        "node": ("cluster.node:node_app", "Machines that join a cluster."),
+        "groups": ("cluster.nodes:groups", "Node groups: holders, members, switches (operator)."),
+        "tenants": (
+            "cluster.tenants:tenants_app",
+            "Tenants, API keys, weights, quotas (operator).",
+        ),
+        "usage": ("cluster.usage:usage", "GPU-hours used, and saved by sharing."),
+        "config": ("cluster.config:config_app", "Check and show configuration files."),
+        "events": ("cluster.events:events", "Follow a cluster's events at its MQTT broker."),
+        "statemanager": ("cluster.statemanager:statemanager", "Run a node's StateManager."),
+        "statemanager-status": (
+            "cluster.statemanager:statemanager_status",
+            "What this node's StateManager stores and does.",
+        ),
+    },
+    "Plan a cluster": {
+        "simulate": (
+            "simulate.command:simulate",
+            "Run a trace through the scheduler on a virtual clock.",
+        ),
+        "simulate compare": (
+            "simulate.compare:compare",
+            "Compare two results of `plexrl simulate --out`.",
+        ),
+        "traces": (
+            "traces.command:traces_app",
+            "Traces of jobs: check, convert, generate, record.",
+        ),
+        "forecast": (
+            "traces.forecast:forecast",
+            "Predict the cycle times of a mix of recorded jobs.",
+        ),
+        "fidelity": (
+            "traces.fidelity:fidelity",
+            "Compare measured cycle times with the simulator's.",
+        ),
+        "plan-rollout": (
+            "simulate_rollout.plan:plan_rollout",
+            "Which rollout mode would pay for a job.",
+        ),
+        "simulate-rollout": (
+            "simulate_rollout.command:simulate_rollout",
+            "Simulate rollout and training of one job.",
+        ),
+        "allocate-rollout": (
+            "simulate_rollout.allocate:allocate_rollout",
+            "How many GPUs for generation, how many for training.",
+        ),
+    },
+}
+"""All commands, by who needs them. The text of a command fits one line of 80 columns."""
 
 
-class Commands(CommandGroup):
+class Commands(PanelGroup):
     """The commands. `simulate compare` is a command of its own, although `simulate` takes a trace;
     a trace file named compare is given as `./compare`."""
+
+    PANELS: ClassVar[Panels] = PANELS
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolve the command, its name and its arguments."""
@@ -56,30 +114,11 @@ app = typer.Typer(
     name="plexrl",
     cls=Commands,
     help="Run the language models of many RL jobs on one shared GPU cluster.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     # Boxes break words at 80 columns, and programs cannot parse them.
     rich_markup_mode=None,
 )
-for command in (
-    *(init, up, events, status, jobs, explain, cancel, metrics, samples, logs, groups, usage, demo),
-    *(run, statemanager, statemanager_status, operations, rollouts, trace),
-):
-    app.command()(command)
-app.command(cls=PanelCommand)(simulate)
-app.command(COMPARE)(compare)
-app.command("simulate-rollout", cls=PanelCommand)(simulate_rollout)
-app.command("plan-rollout")(plan_rollout)
-app.command("allocate-rollout", cls=PanelCommand)(allocate_rollout)
-app.command()(fidelity)
-app.command()(forecast)
-app.add_typer(nodes_app, name="nodes")
-app.add_typer(node_app, name="node")
-app.add_typer(config_app, name="config")
-app.add_typer(checkpoints_app, name="checkpoints")
-app.add_typer(runs_app, name="runs")
-app.add_typer(tenants_app, name="tenants")
-app.add_typer(traces_app, name="traces")
 
 
 def _version(asked: bool) -> None:
@@ -92,12 +131,17 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """LLM execution for RL with verifiable rewards, as a shared service of the cluster."""
     del version
+    if context.invoked_subcommand is None:
+        from plexrl.cli.terminal.welcome import welcome
+
+        welcome()
 
 
 def run_command(command: Callable[[], Any]) -> int:

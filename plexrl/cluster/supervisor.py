@@ -34,6 +34,7 @@ from plexrl.process.children.part import Part
 from plexrl.process.children.processes import RESTART_S_MAX, PartProcesses
 from plexrl.process.children.restart_log import PartRecord
 from plexrl.process.children.supervision import logged_to, run_until_end
+from plexrl.process.extras import check_extras
 from plexrl.process.folders.folders import Folders
 from plexrl.process.folders.operator_key import operator_key, write_private
 from plexrl.process.folders.rotated_log import keep_logs_bounded
@@ -299,8 +300,11 @@ def run_cluster(
     """Run a cluster until one of `ending_signals`, or until `lifeline` returns, which runs in a
     thread. With `ray` the nodes are those of a Ray cluster. `lock` is as for `Supervisor`.
 
-    Raises as `Supervisor.run`, and with `ray` as `plexrl.process.ray_connection.connect`.
+    Raises as `Supervisor.run`, and with `ray` as `plexrl.process.ray_connection.connect`;
+    UnavailableError: packages of its parts are not installed.
     """
+    has_nodes = options.nodes > 0 and ray is None
+    check_extras("a cluster", "server", *(["worker"] if has_nodes else []))
     console = logging.StreamHandler(sys.stderr)
     console.setLevel(logging.WARNING)
     console.setFormatter(PlainFormatter("%(message)s"))

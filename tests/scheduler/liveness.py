@@ -93,7 +93,7 @@ class _Look:
             case WpgState.WAITING:
                 cluster = self._cluster.core._context.cluster
                 name = deployment.deployment
-                return name in cluster.waiting or name in cluster.fillers
+                return name in cluster.queues.waiting or name in cluster.queues.fillers
             case WpgState.LAUNCHING | WpgState.RECOVERING:
                 key = (deployment.deployment, deployment.wpg.processes.incarnation)
                 has_deadline = timers.overdue(deployment.deployment) in self._timers

@@ -1,4 +1,4 @@
-"""`plexrl status`, `plexrl nodes` and `plexrl groups`."""
+"""`plexrl nodes` and `plexrl groups`."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -7,90 +7,15 @@ from typing import Annotated
 
 import typer
 
-from plexrl.cli.cluster.node import revoke_membership
-from plexrl.cli.terminal.context import (
-    GIB,
-    Access,
-    Cells,
-    Output,
-    local_time,
-    print_records,
-    print_table,
-    write_json,
-)
+from plexrl.cli.terminal.context import GIB, Access, Cells, Output, local_time, print_records
 from plexrl.cli.terminal.help import CommandGroup
 from plexrl.cli.terminal.option_groups import given_options, option_name, with_option_groups
 from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import NotFoundError
-from plexrl.wire.messages.cluster_views import (
-    BrokerView,
-    EtaQualityView,
-    GpuView,
-    NodeView,
-    PartView,
-    StatusView,
-)
+from plexrl.wire.messages.cluster_views import GpuView, NodeView
 
 nodes_app = typer.Typer(cls=CommandGroup)
 NodeName = Annotated[str, typer.Argument(help="The node's name.")]
-
-
-@with_option_groups
-def status(access: Access, output: Output) -> None:
-    """The cluster in a few numbers, and its problems."""
-    with access.open() as cluster:
-        found = cluster.status()
-    if output.as_json:
-        write_json(found)
-        return
-    shown_below = {
-        *("now", "held", "conditions", "restarts", "last_restart_at", "parts", "events"),
-        *("eta_quality", "planning"),
-    }
-    rows = [
-        (name.replace("_", " "), value)
-        for name, value in found.items()
-        if name not in shown_below and value != ""
-    ]
-    rows.append(("deployments held", len(found["held"])))
-    rows.append(("parts restarted", _restarts(found)))
-    rows.append(("estimated starts in their 80 % interval", _inside(found["eta_quality"])))
-    if events := found.get("events"):
-        rows.append(("event broker", _broker(events)))
-    rows.append(("conditions", len(found["conditions"]) or "none"))
-    print_table("", ("what", "value"), rows)
-    if found["conditions"]:
-        cells: Cells = {
-            "condition": "code",
-            "since": lambda each: local_time(each["since"]),
-            "what": lambda each: each.get("message"),
-        }
-        print_records("What is wrong now", cells, found["conditions"])
-    if found.get("parts"):
-        parts = [
-            (name, _restarts(each), local_time(each["down_since"]))
-            for name, each in found["parts"].items()
-        ]
-        print_table("Parts that ended", ("part", "restarted", "down since"), parts)
-
-
-def _inside(quality: EtaQualityView) -> str:
-    if not quality["estimates"]:
-        return "none verified yet"
-    inside = quality["estimates"] - quality["early"] - quality["late"]
-    return f"{inside} of {quality['estimates']}"
-
-
-def _broker(events: BrokerView) -> str:
-    counts = f"{events['sent']} sent, {events['queued']} waiting, {events['dropped']} dropped"
-    if events["connected"]:
-        return f"connected: {counts}"
-    return f"not connected ({events['error'] or 'not tried yet'}): {counts}"
-
-
-def _restarts(of: StatusView | PartView) -> str:
-    count, last_at = of["restarts"], of["last_restart_at"]
-    return f"{count}, the last at {local_time(last_at)}" if last_at is not None else str(count)
 
 
 @nodes_app.callback(invoke_without_command=True)
@@ -180,6 +105,8 @@ def undrain(node: NodeName, access: Access, output: Output) -> None:
 def remove(node: NodeName, access: Access, output: Output) -> None:
     """Forget a node that has left or does not come back, and has no work (operator only). On the
     head this revokes the node's certificates too."""
+    from plexrl.cli.cluster.node import revoke_membership
+
     with access.open() as cluster:
         cluster.remove_node(node)
     revoked = 0

@@ -5,7 +5,6 @@ import typer
 from plexrl.cli.simulate.options import groups
 from plexrl.cli.terminal.context import Json, print_line
 from plexrl.cli.terminal.option_groups import given_options, with_option_groups
-from plexrl.errors import UnavailableError
 
 
 @with_option_groups
@@ -22,16 +21,10 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Run a trace through the scheduler on a virtual clock: policies, cluster sizes, costs."""
-    try:
-        from plexrl.cli.simulate.answers import find_answers
-        from plexrl.cli.simulate.job_rows import check_jobs_out
-        from plexrl.cli.simulate.options import checks, setup
-        from plexrl.cli.simulate.output import check_folder, output
-    except ImportError as error:
-        raise UnavailableError(
-            f"plexrl simulate needs {error.name}, which cannot be loaded ({error}): "
-            "pip install 'plexrl[simulator]'"
-        ) from error
+    from plexrl.cli.simulate.answers import find_answers
+    from plexrl.cli.simulate.job_rows import check_jobs_out
+    from plexrl.cli.simulate.options import checks, setup
+    from plexrl.cli.simulate.output import check_folder, output
 
     asked = setup.questions(cluster.policy, questions)
     given = given_options(context)

@@ -12,7 +12,7 @@ from plexrl.cli.simulate_rollout.options import (
 )
 from plexrl.cli.terminal.context import Json, print_table, write_json
 from plexrl.cli.terminal.option_groups import with_option_groups
-from plexrl.errors import InvalidRequestError, UnavailableError
+from plexrl.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,13 +55,8 @@ def allocate_rollout(
     as_json: Json = False,
 ) -> None:
     """How many GPUs, and which, for generation and for training, so that both take equally long."""
-    try:
-        from plexrl.sim.rollout.plan.allocation import choices
-    except ImportError as error:
-        raise UnavailableError(
-            f"plexrl allocate-rollout needs {error.name}, which cannot be loaded ({error}): "
-            "pip install 'plexrl[simulator]'"
-        ) from error
+    from plexrl.sim.rollout.plan.allocation import choices
+
     pools = _pools(pool)
     cluster = RolloutClusterOptions(
         gpus=sum(pool.kind.gpus for pool in pools.values()),

@@ -10,7 +10,6 @@ from plexrl.cli.simulate_rollout.options import (
 )
 from plexrl.cli.terminal.context import Json
 from plexrl.cli.terminal.option_groups import with_option_groups
-from plexrl.errors import UnavailableError
 
 
 @with_option_groups
@@ -23,15 +22,10 @@ def simulate_rollout(
 ) -> None:
     """Simulate rollout and training of one job: synchronous, asynchronous, under a staleness
     bound."""
-    try:
-        from plexrl.cli.simulate.output import check_folder
-        from plexrl.cli.simulate_rollout.output import output
-        from plexrl.cli.simulate_rollout.progress import run_all
-    except ImportError as error:
-        raise UnavailableError(
-            f"plexrl simulate-rollout needs {error.name}, which cannot be loaded ({error}): "
-            "pip install 'plexrl[simulator]'"
-        ) from error
+    from plexrl.cli.simulate.output import check_folder
+    from plexrl.cli.simulate_rollout.output import output
+    from plexrl.cli.simulate_rollout.progress import run_all
+
     asked = settings(responses, cluster, running)
     compared = systems(options, cluster.rollout_gpus)
     if running.out is not None:

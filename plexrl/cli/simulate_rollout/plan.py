@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plexrl.cli.terminal.context import Json, print_line, print_table, write_json
-from plexrl.errors import InvalidRequestError, UnavailableError
+from plexrl.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from plexrl.latency.models import Model
@@ -42,16 +42,11 @@ def plan_rollout(
     as_json: Json = False,
 ) -> None:
     """Which rollout mode would pay for a job: simulates them all from its profile."""
-    try:
-        from plexrl.cli.simulate_rollout.options import RolloutClusterOptions, engine, numbers
-        from plexrl.client.data.rollout_profile import rollout_profile_from_json
-        from plexrl.sim.rollout.plan.modes import modes
-        from plexrl.sim.rollout.plan.planning import ProfiledJob
-    except ImportError as error:
-        raise UnavailableError(
-            f"plexrl plan-rollout needs {error.name}, which cannot be loaded ({error}): "
-            "pip install 'plexrl[simulator]'"
-        ) from error
+    from plexrl.cli.simulate_rollout.options import RolloutClusterOptions, engine, numbers
+    from plexrl.client.data.rollout_profile import rollout_profile_from_json
+    from plexrl.sim.rollout.plan.modes import modes
+    from plexrl.sim.rollout.plan.planning import ProfiledJob
+
     try:
         found = rollout_profile_from_json(profile.read_bytes())
     except OSError as error:

@@ -1,13 +1,26 @@
-"""Groups of commands: their help, and the bounds of their commands' numbers."""
+"""Groups of commands: their help, their imports, and the bounds of their commands' numbers."""
 
+from collections.abc import Iterator, Mapping
 from functools import wraps
-from typing import Any
+from importlib import import_module
+from typing import Any, ClassVar
 
+import typer
+import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from plexrl.cli.terminal.option_groups import option_name
 from plexrl.limits import LIMITS
+from plexrl.process.extras import missing_packages
 
+EXTRAS = {
+    **dict.fromkeys(("simulate", "simulate-rollout", "plan-rollout"), "simulator"),
+    **dict.fromkeys(("allocate-rollout", "fidelity", "forecast"), "simulator"),
+    "up": "server,worker",
+    "node": "worker",
+    "statemanager": "worker",
+}
+"""The extras that have a command's packages, by its first word; `all` for other commands."""
 HELP_MAX = 1000
 """Most characters of a command's description in the help of its group."""
 
@@ -34,18 +47,86 @@ class CommandGroup(TyperGroup):
             formatter.write_dl(rows)
 
 
+Panels = Mapping[str, Mapping[str, tuple[str, str]]]
+"""Of each panel of the help the commands: name, `module:attribute` in `plexrl.cli`, and the first
+sentence of the command's help."""
+
+
+class ImportedCommands(Mapping[str, Any]):
+    """Commands by name. Each is imported when it is first asked for."""
+
+    def __init__(self, panels: Panels) -> None:
+        rows = [row for panel in panels.values() for row in panel.items()]
+        self._sources = {name: source for name, (source, _) in rows}
+        self._commands: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._commands:
+            self._commands[name] = _imported(name, self._sources[name])
+        return self._commands[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
+def _imported(name: str, source: str) -> Any:
+    """The command or the group of commands in `module:attribute`."""
+    module, _, attribute = source.partition(":")
+    found = getattr(import_module(f"plexrl.cli.{module}"), attribute)
+    holder = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+    if isinstance(found, typer.Typer):
+        holder.add_typer(found, name=name)
+    else:
+        holder.command(name, cls=PanelCommand)(found)
+    return typer.main.get_group(holder).commands[name]
+
+
+class PanelGroup(CommandGroup):
+    """Commands in panels. Help and completion import none of them."""
+
+    PANELS: ClassVar[Panels] = {}
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = ImportedCommands(self.PANELS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each panel."""
+        del ctx
+        for title, rows in self.PANELS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, text) for name, (_, text) in rows.items()])
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Names of commands that begin like this, or options."""
+        rows = [row for panel in self.PANELS.values() for row in panel.items()]
+        described = [TyperCommand(name, help=text) for name, (_, text) in rows]
+        group = TyperGroup(name=self.name, commands=described, params=self.params)
+        return group.shell_complete(type(ctx)(group, resilient_parsing=True), incomplete)
+
+
 def _check_first(command: Any, path: str) -> None:
-    run, limits = command.callback, LIMITS.get(path)
-    if limits is None or hasattr(run, "is_limited"):
+    run, limits = command.callback, LIMITS.get(path, {})
+    if run is None or hasattr(run, "is_checked"):
         return
 
     @wraps(run)
     def checked(**values: Any) -> Any:
         for name in limits.keys() & values.keys():
             limits[name].check(option_name(name), values[name])
-        return run(**values)
+        try:
+            return run(**values)
+        except ModuleNotFoundError as error:
+            package = (error.name or "plexrl").partition(".")[0]
+            if package == "plexrl":
+                raise
+            extras = EXTRAS.get(path.split()[1], "all")
+            raise missing_packages(path, package, extras) from error
 
-    checked.is_limited = True  # type: ignore[attr-defined]  # the same command may be resolved again
+    checked.is_checked = True  # type: ignore[attr-defined]  # the same command may be resolved again
     command.callback = checked
 
 

@@ -8,8 +8,6 @@ from urllib.parse import quote
 
 from msgspec import UNSET, UnsetType
 
-from plexrl.client.blocking.job import Job
-from plexrl.client.calls import requests
 from plexrl.client.calls.controller import Controller
 from plexrl.client.calls.job_exit import warn_of_former_jobs
 from plexrl.client.calls.routes import check_router
@@ -18,7 +16,6 @@ from plexrl.client.calls.transport import Call, Transport
 from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.first_contact import FirstContact
 from plexrl.client.display.handle_repr import handle_repr, without_credentials
-from plexrl.client.futures.checkpoints import list_call
 from plexrl.client.trackers.feed import ChosenTrackers
 from plexrl.errors import AuthenticationError, InvalidRequestError, StorageError
 from plexrl.limits import check_numbers
@@ -44,6 +41,8 @@ from plexrl.wire.messages.views import Jobs, JobView, LoggedOperationView, Opera
 from plexrl.wire.parameter_checks import check_identifier
 
 if TYPE_CHECKING:
+    # Most commands of the command line read no job, and its modules take long to import.
+    from plexrl.client.blocking.job import Job
     from plexrl.cluster.embedded.start import EmbeddedCluster
 
 LOG = logging.getLogger(__name__)
@@ -100,7 +99,7 @@ class Cluster:
         slo: float | None = None,
         trackers: Sequence[str] | None = None,
         run_warnings: bool | Mapping[str, float] = True,
-    ) -> Job:
+    ) -> "Job":
         """Submit a job. This process becomes its controller and sends heartbeats.
 
         `name` is shown to people. `job_id` is the job's unique id; absent, the first job of this
@@ -132,6 +131,9 @@ class Cluster:
             InvalidRequestError: a tracker is unknown, or its library is not installed.
             QuotaExceededError: the tenant has used all of its GPU-seconds.
         """
+        from plexrl.client.blocking.job import Job
+        from plexrl.client.calls import requests
+
         options = {
             "tenant": tenant,
             "controller_timeout_s": controller_timeout_s,
@@ -157,7 +159,7 @@ class Cluster:
         heartbeat: bool = True,
         keep_gradients: bool = False,
         trackers: Sequence[str] | None = None,
-    ) -> Job:
+    ) -> "Job":
         """Become the controller of the job with the id `job`. Its deployments keep their names and
         state. With `heartbeat=False` the job is only read, without control.
 
@@ -173,6 +175,8 @@ class Cluster:
         Raises:
             InvalidRequestError: a tracker is unknown, or its library is not installed.
         """
+        from plexrl.client.blocking.job import Job
+
         check_identifier("job", job)
         chosen = ChosenTrackers(trackers, os.environ)
         if not heartbeat:
@@ -200,6 +204,8 @@ class Cluster:
     def read_checkpoints(self, job: str) -> JobCheckpoints:
         """The checkpoints of the job with the id `job`. `checkpoints` is the list that
         `Job.checkpoints` returns; `failed` lists the nodes that did not reply, and why."""
+        from plexrl.client.futures.checkpoints import list_call
+
         found: JobCheckpoints = self._transport.request(list_call(job)).json()
         return found
 
@@ -474,7 +480,7 @@ def open_cluster(
     return cluster
 
 
-def _followed(job: Job, chosen: ChosenTrackers) -> Job:
+def _followed(job: "Job", chosen: ChosenTrackers) -> "Job":
     """The job, whose metrics are copied to trackers. It exists, and its caller needs it, also if
     they cannot be copied."""
     try:

@@ -51,12 +51,10 @@ class Unmeasured:
     It is derived from the state, in the order of which `of` returns them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: State) -> None:
         self._of: dict[str, dict[DeploymentId, int]] = {}
-
-    def clear(self) -> None:
-        """Remove all deployments."""
-        self._of.clear()
+        for deployment in state.deployments.values():
+            self.add(deployment)
 
     def add(self, deployment: Deployment) -> None:
         """Add the deployment if a prior may plan it."""
@@ -92,10 +90,9 @@ class Unmeasured:
 
     def check(self, state: State) -> None:
         """Assert that it has the deployments that follow from the state."""
-        found = Unmeasured()
-        for deployment in state.deployments.values():
-            found.add(deployment)
-        assert found._of == self._of, "deployments without a profile are not found by their shape"
+        assert Unmeasured(state)._of == self._of, (
+            "deployments without a profile are not found by their shape"
+        )
 
 
 def remember(situation: Situation, deployment: Deployment) -> bool:
@@ -128,12 +125,9 @@ def begin_with_known(situation: Situation, deployment: Deployment) -> None:
     """Give a new deployment of unknown demand that of its predecessor, or else the prior."""
     state = situation.state
     assert deployment.demand.trace is None, f"the demand of {deployment.deployment} is known"
-    deployment.demand.know(state.profiles.get(profile_key(state, deployment)))
-    if (
-        deployment.demand.trace is None
-        and deployment.spec.may_share
-        and not deployment.spec.preemptible
-    ):
+    known = state.profiles.get(profile_key(state, deployment))
+    deployment.demand.know(known)
+    if known is None and deployment.spec.may_share and not deployment.spec.preemptible:
         take_prior(deployment, prior_of(situation, shape_key(deployment)))
 
 

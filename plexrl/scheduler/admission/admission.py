@@ -11,8 +11,9 @@ jobs ended (`fit.feasibility`) blocks no other.
 from plexrl.scheduler.accounting.fair_shares import begin_to_wait
 from plexrl.scheduler.admission.automatic_sharing import share_if_refused
 from plexrl.scheduler.admission.walk import AdmissionWalk
-from plexrl.scheduler.placement.cluster import Cluster, Context
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.placement.placement import patience_ends_at
+from plexrl.scheduler.placement.waiting.queues import Queues
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.records import Deployment
@@ -24,24 +25,24 @@ def enqueue_deployment(context: Context, deployment: Deployment) -> None:
     if not deployment.spec.preemptible:
         begin_to_wait(
             cluster.holdings,
-            cluster.waiting.by_tenant,
+            cluster.queues.waiting.by_tenant,
             cluster.state.job(deployment.job).tenant,
             deployment.created_at,
         )
-    cluster.wait(deployment)
-    cluster.waiting.newcomers.append(deployment.deployment)
+    cluster.queues.wait(deployment)
+    cluster.queues.waiting.newcomers.append(deployment.deployment)
     if _has_patience(cluster.settings, deployment):
         context.effects.wake(patience_ends_at(cluster.settings, deployment), timers.PLACEMENT)
 
 
-def patience_ends(cluster: Cluster) -> list[float]:
+def patience_ends(queues: Queues) -> list[float]:
     """When the patience of each waiting deployment ends: timers to set after a change of the
     settings."""
-    waiting = [cluster.state.deployment(name) for name in sorted(cluster.waiting)]
+    waiting = [queues.state.deployment(name) for name in sorted(queues.waiting)]
     return [
-        patience_ends_at(cluster.settings, each)
+        patience_ends_at(queues.settings, each)
         for each in waiting
-        if _has_patience(cluster.settings, each)
+        if _has_patience(queues.settings, each)
     ]
 
 
@@ -56,7 +57,7 @@ def admit(context: Context, now: float) -> list[Deployment]:
     All waiting deployments are considered if capacity has become free; otherwise only the new ones,
     because the others have already failed on the same capacity.
     """
-    cluster, waiting = context.cluster, context.cluster.waiting
+    cluster, waiting = context.cluster, context.cluster.queues.waiting
     all_waiting = waiting.must_retry
     newcomers = [name for name in waiting.take_newcomers() if name in waiting]
     if not (waiting if all_waiting else newcomers):

@@ -19,15 +19,16 @@ from collections.abc import Sequence
 
 from plexrl.errors import CapacityError
 from plexrl.ids import DeploymentId
+from plexrl.scheduler.admission.awaited_profiles import await_profile
 from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
 from plexrl.scheduler.admission.queues.gangs import why_not_yet
-from plexrl.scheduler.placement.capacity.awaited_profiles import await_profile
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.capacity.overlaps import follow
 from plexrl.scheduler.placement.choice.scarcity import scarce_for
-from plexrl.scheduler.placement.cluster import Cluster, Context
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.placement.contention.colocation import is_worthwhile, may_take_turns
 from plexrl.scheduler.placement.contention.service_level import is_tight
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.state.records import Deployment, Job
 
 
@@ -40,7 +41,7 @@ def check_it_can_share(context: Context, job: Job, deployment: Deployment) -> No
     """
     cluster = context.cluster
     try:
-        check_it_can_fit(cluster, job, deployment)
+        check_it_can_fit(cluster.capacity, job, deployment)
     except CapacityError:
         others = map(cluster.state.deployment, job.deployments)
         undecided = [each for each in (*others, deployment) if each.spec.is_undecided]
@@ -49,7 +50,7 @@ def check_it_can_share(context: Context, job: Job, deployment: Deployment) -> No
         for each in undecided:
             each.spec.suppose(exclusive=False)
         try:
-            check_it_can_fit(cluster, job, deployment)
+            check_it_can_fit(cluster.capacity, job, deployment)
         finally:
             for each in undecided:
                 each.spec.suppose(exclusive=True)
@@ -60,7 +61,11 @@ def check_it_can_share(context: Context, job: Job, deployment: Deployment) -> No
 def share_if_scarce(context: Context, rollout: Deployment) -> None:
     """Let an undecided rollout of known demand share if another deployment waits for GPUs."""
     cluster = context.cluster
-    if not rollout.spec.is_undecided or not cluster.settings.policy.repacks or not cluster.waiting:
+    if (
+        not rollout.spec.is_undecided
+        or not cluster.settings.policy.repacks
+        or not cluster.queues.waiting
+    ):
         return
     if any(takes_turns_with(cluster, rollout, partner) for partner in partners(cluster, rollout)):
         other = scarce_for(cluster, rollout)
@@ -84,14 +89,16 @@ def share_if_refused(context: Context, newcomers: Sequence[DeploymentId]) -> lis
                 _may_turn(cluster, rollout, partner) for partner in partners(cluster, rollout)
             ):
                 _begin(context, rollout, name)
-                found.update(dict.fromkeys([other for other in others if other in cluster.waiting]))
+                found.update(
+                    dict.fromkeys([other for other in others if other in cluster.queues.waiting])
+                )
     return list(found)
 
 
-def partners(cluster: Cluster, rollout: Deployment) -> list[Deployment]:
+def partners(situation: Situation, rollout: Deployment) -> list[Deployment]:
     """The deployments of its job on whose GPUs a rollout can be: those that share, and have as many
     or more."""
-    others = map(cluster.state.deployment, cluster.state.job(rollout.job).deployments)
+    others = map(situation.state.deployment, situation.state.job(rollout.job).deployments)
     return [
         other
         for other in others
@@ -100,24 +107,24 @@ def partners(cluster: Cluster, rollout: Deployment) -> list[Deployment]:
         and node_types_compatible(other.spec.node_type, rollout.spec.node_type)
         and (
             other.spec.workers == rollout.spec.workers
-            or (other.spec.workers > rollout.spec.workers and cluster.settings.divides_groups)
+            or (other.spec.workers > rollout.spec.workers and situation.settings.divides_groups)
         )
     ]
 
 
-def takes_turns_with(cluster: Cluster, rollout: Deployment, other: Deployment) -> bool:
+def takes_turns_with(situation: Situation, rollout: Deployment, other: Deployment) -> bool:
     """Whether both are known to work in turns, at a cost of switches that their job accepts."""
     members = (rollout, other)
-    is_guess = is_tight(cluster, rollout) and any(member.demand.has_prior for member in members)
-    return not is_guess and is_worthwhile(cluster, members)
+    is_guess = is_tight(situation, rollout) and any(member.demand.has_prior for member in members)
+    return not is_guess and is_worthwhile(situation, members)
 
 
-def _may_turn(cluster: Cluster, rollout: Deployment, other: Deployment) -> bool:
+def _may_turn(situation: Situation, rollout: Deployment, other: Deployment) -> bool:
     """As `takes_turns_with`, or their demand is unknown."""
     members = (rollout, other)
     if all(member.demand.trace is not None for member in members):
-        return takes_turns_with(cluster, rollout, other)
-    return may_take_turns(members) and not is_tight(cluster, rollout)
+        return takes_turns_with(situation, rollout, other)
+    return may_take_turns(members) and not is_tight(situation, rollout)
 
 
 def _begin(context: Context, rollout: Deployment, waiting: DeploymentId) -> None:
@@ -125,13 +132,13 @@ def _begin(context: Context, rollout: Deployment, waiting: DeploymentId) -> None
     cluster = context.cluster
     groups = cluster.state.groups_of(rollout)
     for group in groups:
-        cluster.inventory.leave(group)
+        cluster.capacity.inventory.leave(group)
         group.shared = True
     rollout.spec.begin_to_share(waiting)
-    cluster.inventory.enter_again(groups)
+    cluster.capacity.inventory.enter_again(groups)
     if rollout.placement.reservation is not None:
         # Until now all of the time was its own.
-        follow(cluster, rollout)
+        follow(cluster.capacity, rollout)
         await_profile(context, rollout)
-    if rollout.deployment in cluster.waiting:
-        cluster.wait(rollout)
+    if rollout.deployment in cluster.queues.waiting:
+        cluster.queues.wait(rollout)

@@ -65,8 +65,8 @@ class AdmissionWalk:
         """`newcomers`: the only deployments that may be placed; None: all."""
         self._cluster, self._now = cluster, now
         self._newcomers = None if newcomers is None else dict.fromkeys(newcomers)
-        self._table = cluster.waiting.table
-        self._bounds = FitBounds(cluster)
+        self._table = cluster.queues.waiting.table
+        self._bounds = FitBounds(cluster.capacity)
         self._reservations = Reservations(cluster)
         self._blocking: dict[BlockingRequest, None] = {}
         """Requests that no deployment behind them may pass."""
@@ -101,7 +101,7 @@ class AdmissionWalk:
         if self._newcomers is None:
             self._cluster.state.searches.clear()
         self._add_candidates(self._asked_for())
-        partial = sorted(self._cluster.waiting.of_partial_jobs)
+        partial = sorted(self._cluster.queues.waiting.of_partial_jobs)
         if self._left or any(self._is_asked_for(name) for name in partial):
             for name in partial:
                 self._push_partial(name)
@@ -119,7 +119,7 @@ class AdmissionWalk:
 
     def _asked_for(self) -> Rows:
         """The rows of units that may be placed in this pass."""
-        table, waiting = self._table, self._cluster.waiting
+        table, waiting = self._table, self._cluster.queues.waiting
         if self._newcomers is None:
             return np.flatnonzero(table.is_used)
         units = [waiting.unit_of(name) for name in self._newcomers if name in waiting]
@@ -194,7 +194,7 @@ class AdmissionWalk:
 
     def _late_from(self, sizes: Sizes) -> float:
         """A unit that ends later may not take free GPUs, which a reservation needs."""
-        if self._cluster.waiting.displaced:
+        if self._cluster.queues.waiting.displaced:
             # The others last at least as long as their declared length, rounded down.
             return math.inf
         coming = self._reservations.coming
@@ -319,7 +319,7 @@ class AdmissionWalk:
         if why_not_yet(cluster, deployment) is not None:
             self._over_quota.add(of_tenant)
             return False
-        gang = gang_of(cluster, deployment)
+        gang = gang_of(cluster.queues, deployment)
         if is_tried:
             key = self._key(deployment)
             if self._place(gang):
@@ -395,7 +395,7 @@ class AdmissionWalk:
             rows = np.zeros(0, np.intp)
         self._add_candidates(rows)
         for name in job.deployments:
-            if name in cluster.waiting and name not in self.tried:
+            if name in cluster.queues.waiting and name not in self.tried:
                 self._push_partial(name)
 
     def _note_failed_search(
@@ -426,7 +426,7 @@ class AdmissionWalk:
         """As `_consider`, for the first deployment of a partial job."""
         cluster = self._cluster
         key, name = heapq.heappop(self._partial)
-        if name not in cluster.waiting or name in self.tried:
+        if name not in cluster.queues.waiting or name in self.tried:
             return False
         deployment = cluster.state.deployment(name)
         key_now = self._key(deployment)
@@ -434,7 +434,7 @@ class AdmissionWalk:
             # Placements have raised the tenant's share.
             heapq.heappush(self._partial, (key_now, name))
             return False
-        gang = gang_of(cluster, deployment)
+        gang = gang_of(cluster.queues, deployment)
         self.tried.update([each.deployment for each in gang])
         if why_not_yet(cluster, deployment) is not None:
             return False

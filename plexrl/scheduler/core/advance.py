@@ -9,13 +9,14 @@ from typing import Final
 
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
 from plexrl.scheduler.accounting.retention import forget_ended
+from plexrl.scheduler.admission.awaited_profiles import look_for_profile
 from plexrl.scheduler.core.cycles import cycle_over
 from plexrl.scheduler.core.placing import place_waiting
 from plexrl.scheduler.dispatch.group_step import GroupStep
+from plexrl.scheduler.dispatch.settled_groups import is_settled
 from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, restart
 from plexrl.scheduler.operations.deadlines.cancellation import deadline_passed
 from plexrl.scheduler.operations.deadlines.overdue import find_overrun
-from plexrl.scheduler.placement.capacity.awaited_profiles import look_for_profile
 from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.recovery.deadlocks import break_deadlocks
 from plexrl.scheduler.recovery.evacuation import reconcile_node
@@ -113,11 +114,12 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
         Fault: a step failed, or the steps have no end.
     """
     state, cluster, effects = context.state, context.cluster, context.effects
-    dirty, timers, waiting = effects.dirty, effects.timers, cluster.waiting
+    dirty, timers, waiting = effects.dirty, effects.timers, cluster.queues.waiting
+    detached = cluster.holdings.detached
     is_due = bool(timers) and timers[0][0] <= now
-    must_forget = len(state.ended) > state.ended_jobs
-    preempts = cluster.holdings.detached and waiting
-    if not (dirty or is_due or must_forget or preempts or _has_steps(context)):
+    if not (dirty or is_due or _has_steps(context) or (detached and waiting)) and (
+        len(state.ended) <= state.ended_jobs
+    ):
         return
     steps = _Steps(state, skipped)
     try:
@@ -135,7 +137,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 _end_cycles(context, steps, now)
             if dirty or waiting.must_retry or waiting.newcomers:
                 continue
-            if not (cluster.holdings.detached and waiting and _preempt(context, steps, now)):
+            if not (detached and waiting and _preempt(context, steps, now)):
                 break
         if len(state.ended) > state.ended_jobs and steps.begin("forgetting"):
             forget_ended(context)
@@ -146,7 +148,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
 
 
 def _has_steps(context: Context) -> bool:
-    effects, waiting = context.effects, context.cluster.waiting
+    effects, waiting = context.effects, context.cluster.queues.waiting
     return bool(effects.dirty or effects.cycles_over or waiting.must_retry or waiting.newcomers)
 
 
@@ -161,7 +163,7 @@ def _place(context: Context, steps: _Steps, now: float) -> None:
         break_deadlocks(context, now)
     else:
         # They are considered again with all others.
-        context.cluster.waiting.take_newcomers()
+        context.cluster.queues.waiting.take_newcomers()
 
 
 def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
@@ -170,7 +172,9 @@ def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
         touched = next(iter(dirty))
         del dirty[touched]
         group = groups.get(touched)
-        if group is not None and steps.begin("group", touched):
+        if group is None or is_settled(context, group):
+            continue
+        if steps.begin("group", touched):
             GroupStep(context, group, now).advance()
 
 
@@ -197,7 +201,7 @@ def _look_again(context: Context, what: Subject, now: float) -> None:
         case TimerKind.DEADLINE:
             deadline_passed(context.step(now), OperationId(name))
         case TimerKind.PLACEMENT | TimerKind.ADMISSION:
-            context.cluster.waiting.retry_all_if_any()
+            context.cluster.queues.waiting.retry_all_if_any()
         case TimerKind.PROFILE:
             look_for_profile(context, DeploymentId(name), now)
         case TimerKind.OVERDUE:

@@ -19,6 +19,7 @@ from plexrl.scheduler.accounting.tenants import (
     tenant_created,
 )
 from plexrl.scheduler.admission.admission import patience_ends
+from plexrl.scheduler.admission.awaited_profiles import await_all_profiles
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault, has_work, work_off
 from plexrl.scheduler.core.cycles import learning_changed
 from plexrl.scheduler.core.invariants import check
@@ -57,8 +58,7 @@ from plexrl.scheduler.operations.operations import enqueue
 from plexrl.scheduler.operations.submission.backpressure import check_room
 from plexrl.scheduler.operations.submission.checks import check_deadline, check_same, check_source
 from plexrl.scheduler.operations.submission.lost_payloads import lost_payloads, replace_payload
-from plexrl.scheduler.placement.capacity.awaited_profiles import await_all_profiles
-from plexrl.scheduler.placement.cluster import Cluster, Context
+from plexrl.scheduler.placement.cluster import Cluster, Context, reconfigure
 from plexrl.scheduler.queries.eta import record_estimate
 from plexrl.scheduler.queries.event_records import ClusterRecords
 from plexrl.scheduler.queries.explain_job import explain_job
@@ -202,26 +202,26 @@ class SchedulerCore:
 
     def check_invariants(self) -> None:
         """Assert the invariants of `plexrl.scheduler.state`."""
-        check(self._cluster)
+        check(self._context)
 
     def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
         if event.settings:
             self._take_settings(event.settings)
-            for at in patience_ends(self._cluster):
+            for at in patience_ends(self._cluster.queues):
                 self._effects.wake(at, timers.PLACEMENT)
             await_all_profiles(self._context)
         state = self._state
         state.routers.clear()
         for node in state.nodes.values():
             node.alive = False
-            self._cluster.inventory.node_changed(node)
+            self._cluster.capacity.inventory.node_changed(node)
         self._effects.timer_at = None
         excuse_silence(self._state, event, now)
         watch_all(self._context.step(now))
 
     def _take_settings(self, settings: dict[str, Any]) -> None:
         learned = self.settings.learns
-        self._cluster.reconfigure(with_core_settings(self.settings.config, settings))
+        reconfigure(self._cluster, with_core_settings(self.settings.config, settings))
         if self.settings.learns != learned:
             learning_changed(self._cluster)
 
@@ -231,7 +231,7 @@ class SchedulerCore:
     def _tenant_configured(self, event: ev.TenantConfigured, now: float) -> None:
         del now
         tenant_configured(self._state, event)
-        self._cluster.waiting.retry_all()
+        self._cluster.queues.waiting.retry_all()
 
     def _worker_ready(self, event: ev.WorkerReady, now: float) -> None:
         deployment = self._current(event.deployment, event.incarnation)
@@ -400,7 +400,9 @@ class SchedulerCore:
 
     def list_nodes(self, tenant: TenantId | None = None) -> list[cv.NodeView]:
         """All nodes, as visible to a tenant or (None) the operator."""
-        return [node_view(self._cluster, node, tenant) for node in self._state.nodes.values()]
+        return [
+            node_view(self._cluster.capacity, node, tenant) for node in self._state.nodes.values()
+        ]
 
     def node_machines(self) -> dict[NodeId, str]:
         """The machine of each node, as its agent last said; empty: unknown."""
@@ -425,7 +427,8 @@ class SchedulerCore:
 
     def list_tenants(self, now: float) -> list[cv.TenantView]:
         """All tenants, with their limits, GPUs and use."""
-        return [tenant_view(self._cluster, tenant, now) for tenant in self._state.tenants.values()]
+        holdings, tenants = self._cluster.holdings, self._state.tenants.values()
+        return [tenant_view(holdings, self.settings, tenant, now) for tenant in tenants]
 
     def records(self, ended_job_s: float) -> ClusterRecords:
         """Records of all objects, for an MQTT broker; see `ClusterRecords` for `ended_job_s`."""

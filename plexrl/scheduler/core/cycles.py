@@ -9,6 +9,7 @@ from plexrl.scheduler.accounting.earlier_jobs import (
 )
 from plexrl.scheduler.accounting.profiler import refresh
 from plexrl.scheduler.admission.automatic_sharing import share_if_scarce
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.overlaps import follow
 from plexrl.scheduler.placement.capacity.shift_search import is_off_plan
 from plexrl.scheduler.placement.cluster import Cluster, Context
@@ -42,17 +43,17 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     if is_renewed:
         if settings.policy.repacks:
             # Other policies do not plan by time.
-            follow(cluster, deployment)
+            follow(cluster.capacity, deployment)
         if settings.policy.plans_by_profile:
             # Its group may now take others.
-            cluster.waiting.retry_all_if_any()
+            cluster.queues.waiting.retry_all_if_any()
         change_job(context.state.job(deployment.job), JobTrigger.CYCLE_ENDED)
         moves = consider_repacking(cluster, deployment, now)
     else:
         moves = False
         if settings.policy.repacks:
-            if _is_beside_plan(cluster, deployment):
-                follow(cluster, deployment)
+            if _is_beside_plan(cluster.capacity, deployment):
+                follow(cluster.capacity, deployment)
             if holds_up_others(cluster, deployment):
                 moves = consider_repacking(cluster, deployment, now)
     if consider_relief(cluster, deployment, now) or moves:
@@ -67,13 +68,13 @@ def plan_by_prior(cluster: Cluster, shape: str) -> None:
         deployment = cluster.state.deployment(name)
         if deployment.placement.reservation is None:
             take_prior(deployment, prior)
-            if name in cluster.waiting:
-                cluster.demand_changed(deployment)
+            if name in cluster.queues.waiting:
+                cluster.queues.demand_changed(deployment)
         elif deployment.demand.trace is None:
             take_prior(deployment, prior)
             deployment.demand.cycles.have_profile()
             if deployment.spec.shares:
-                follow(cluster, deployment)
+                follow(cluster.capacity, deployment)
 
 
 def learning_changed(cluster: Cluster) -> None:
@@ -91,13 +92,13 @@ def learning_changed(cluster: Cluster) -> None:
             take_prior(deployment, None)
             cluster.unmeasured.add(deployment)
             if deployment.placement.reservation is not None and deployment.spec.shares:
-                follow(cluster, deployment)
+                follow(cluster.capacity, deployment)
     for shape in cluster.unmeasured.shapes():
         if prior_of(cluster, shape) is not None:
             plan_by_prior(cluster, shape)
-    for name in list(cluster.waiting):
-        cluster.wait(state.deployment(name))
-    cluster.waiting.retry_all()
+    for name in list(cluster.queues.waiting):
+        cluster.queues.wait(state.deployment(name))
+    cluster.queues.waiting.retry_all()
 
 
 def _expect_cycles(state: State, deployment: Deployment) -> None:
@@ -119,17 +120,19 @@ def _use_peak(cluster: Cluster, deployment: Deployment, *, is_renewed: bool) -> 
         return
     deployment.demand.need(found)
     for each in cluster.state.groups_of(deployment):
-        cluster.inventory.refresh(each)
-    cluster.waiting.retry_all_if_any()
+        cluster.capacity.inventory.refresh(each)
+    cluster.queues.waiting.retry_all_if_any()
 
 
-def _is_beside_plan(cluster: Cluster, deployment: Deployment) -> bool:
+def _is_beside_plan(capacity: Capacity, deployment: Deployment) -> bool:
     reservation, cycle = deployment.placement.reservation, deployment.demand.cycles.open
     if reservation is None or reservation.trace is None or cycle is None:
         return False
     assert deployment.placement.group is not None, (
         f"{deployment.deployment} has a plan and no group"
     )
-    footprint = cluster.inventory.index.footprint(deployment.placement.group, deployment.deployment)
-    started_at = cycle.started_at % cluster.settings.config.horizon_slots
+    footprint = capacity.inventory.index.footprint(
+        deployment.placement.group, deployment.deployment
+    )
+    started_at = cycle.started_at % capacity.settings.config.horizon_slots
     return is_off_plan(started_at, reservation.shift, footprint.period)

@@ -1,17 +1,20 @@
 """Checks of all invariants of the scheduler's state."""
 
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.accounting.holdings import Holdings
+from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
 
-def check(cluster: Cluster) -> None:
+def check(context: Context) -> None:
     """Raises `AssertionError`, which names the first broken invariant."""
-    state = cluster.state
-    cluster.inventory.check()
-    cluster.waiting.check()
+    cluster, state = context.cluster, context.state
+    _check_saving(context.effects)
+    cluster.capacity.inventory.check()
+    cluster.queues.waiting.check()
     cluster.unmeasured.check(state)
     taken: dict[tuple[str, int], str] = {}
     for group in state.groups.values():
@@ -52,7 +55,16 @@ def check(cluster: Cluster) -> None:
             other = ports.setdefault(here, deployment.deployment)
             assert other == deployment.deployment, f"{other} meets at {here} too"
     _check_in_flight(cluster.state)
-    _check_placed(cluster)
+    _check_placed(cluster.holdings)
+
+
+def _check_saving(effects: Effects) -> None:
+    """Check that each queued checkpoint is looked for when its group is stepped."""
+    saving = effects.saving
+    missing = Effects(effects.state).saving.keys() - saving.keys()
+    assert not missing, f"nobody looks for the checkpoints of {missing}"
+    ended = saving.keys() - effects.state.deployments.keys()
+    assert not ended, f"checkpoints of {ended} are looked for"
 
 
 def _check_incoming(state: State, incoming: Deployment) -> None:
@@ -81,9 +93,9 @@ def _check_groups(state: State, deployment: Deployment) -> None:
     assert len({each.token for each in held}) < 2, f"{name} has several tokens"
 
 
-def _check_placed(cluster: Cluster) -> None:
+def _check_placed(holdings: Holdings) -> None:
     """Check that budgets see every deployment that is on a group."""
-    state = cluster.state
+    state = holdings.state
     placed = [
         deployment
         for deployment in state.deployments.values()
@@ -92,9 +104,7 @@ def _check_placed(cluster: Cluster) -> None:
     tenants = {each.deployment: state.jobs[each.job].tenant for each in placed}
     for tenant in {job.tenant for job in state.jobs.values()}:
         expected = {name for name, owner in tenants.items() if owner == tenant}
-        assert set(cluster.holdings.placed(tenant)) == expected, (
-            f"{tenant} has {expected} on groups"
-        )
+        assert set(holdings.placed(tenant)) == expected, f"{tenant} has {expected} on groups"
 
 
 def _check_in_flight(state: State) -> None:

@@ -412,7 +412,7 @@ def _move_called_off(
         deployment.wpg.delay_snapshots(now + SNAPSHOT_BACK_OFF_S)
         return
     if deployment.wpg.moves.planned is not None:
-        cancel_move(context.cluster, deployment, now)
+        cancel_move(context.cluster.queues, deployment, now)
         for node in deployment.placement.nodes:
             effects.wake(deployment.wpg.moves.not_before, timers.node_check(node))
         if operation.kind == OperationKind.OFFLOAD and held_back is deployment:

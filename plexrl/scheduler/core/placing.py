@@ -1,9 +1,9 @@
 """Places the deployments that admission chooses."""
 
 from plexrl.scheduler.admission.admission import admit
+from plexrl.scheduler.admission.awaited_profiles import await_profile
 from plexrl.scheduler.admission.queues.fillers import place_fillers
 from plexrl.scheduler.jobs.lifecycle import all_placed, has_all_gpus, launch
-from plexrl.scheduler.placement.capacity.awaited_profiles import await_profile
 from plexrl.scheduler.placement.cluster import Context
 from plexrl.scheduler.recovery.relocation import drain, settle
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -29,6 +29,6 @@ def place_waiting(context: Context, now: float) -> None:
         if has_all_gpus(state, job):
             all_placed(context, job)
 
-    for node in sorted(context.cluster.inventory.draining):
+    for node in sorted(context.cluster.capacity.inventory.draining):
         for group in drain(context.cluster, node, now):
             effects.touch(group)

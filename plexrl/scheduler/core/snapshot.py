@@ -28,7 +28,7 @@ EARLIER = (2, 3, 4, 5)
 
 def encode(context: Context) -> bytes:
     """The snapshot of `context` between two events."""
-    effects, waiting = context.effects, context.cluster.waiting
+    effects, waiting = context.effects, context.cluster.queues.waiting
     to_do = (effects.commands, effects.discards, effects.dirty, effects.cycles_over)
     assert not any((*to_do, waiting.must_retry, waiting.newcomers)), "a snapshot inside an event"
     restore_annotations(State)

@@ -82,7 +82,7 @@ class GroupStep:
 
     def advance(self) -> None:
         """Decide and start the group's next step."""
-        if self._context.cluster.relocating and self._move_out():
+        if self._context.cluster.queues.relocating and self._move_out():
             return
         if not self._group.members:
             for left in leaving_fillers(self._step, self._group):
@@ -136,7 +136,7 @@ class GroupStep:
             if is_idle and not in_burst and self._yields(holder):
                 return
             self._dispatch(holder)
-        if work.running and self._context.cluster.inventory.spills(self._group):
+        if work.running and self._context.cluster.capacity.inventory.spills(self._group):
             self._look_ahead(holder)
 
     def _give_free_lock(self) -> None:

@@ -26,11 +26,20 @@ _SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
 
 def start_stored_saves(step: Step, group: Group) -> None:
     """Start the checkpoints with which the queues of offloaded members begin, one of each."""
+    saving = step.effects.saving
+    if not saving:
+        return
     deployments, operations = step.state.deployments, step.state.operations
     for name in group.members:
+        if name not in saving:
+            continue
         member = deployments[name]
         queue = member.work.queue
-        if not queue or operations[queue[0]].kind is not _SAVE_CHECKPOINT:
+        if not queue:
+            if not member.work.running:
+                del saving[name]
+            continue
+        if operations[queue[0]].kind is not _SAVE_CHECKPOINT:
             continue
         if name in (group.holder, group.incoming):
             continue

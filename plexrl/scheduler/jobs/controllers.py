@@ -118,14 +118,16 @@ def resume(context: Context, job: Job, now: float) -> None:
     if not job.is_set_aside:
         return
     job.is_set_aside = False
-    begin_to_wait(context.cluster.holdings, context.cluster.waiting.by_tenant, job.tenant, now)
+    begin_to_wait(
+        context.cluster.holdings, context.cluster.queues.waiting.by_tenant, job.tenant, now
+    )
     for deployment in map(context.state.deployment, job.deployments):
         if deployment.wpg.state == WpgState.WAITING:
-            context.cluster.wait(deployment)
+            context.cluster.queues.wait(deployment)
             for node in deployment.wpg.stored.nodes:
                 # A node may have been lost in the meantime.
                 context.effects.wake(now, timers.node_check(node))
-    context.cluster.waiting.retry_all()
+    context.cluster.queues.waiting.retry_all()
 
 
 def controller_seen(context: Context, event: ControllerSeen, now: float) -> None:

@@ -29,7 +29,8 @@ from plexrl.scheduler.jobs.lifecycle import (
     restart,
 )
 from plexrl.scheduler.operations.operations import check_saved
-from plexrl.scheduler.placement.cluster import Cluster, Context
+from plexrl.scheduler.placement.cluster import Context
+from plexrl.scheduler.placement.waiting.queues import Queues
 from plexrl.scheduler.rules.lookups import find_deployment, find_job, find_live_job
 from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.deployment.demand import Demand
@@ -188,9 +189,9 @@ def deployment_ended(context: Context, event: DeploymentEnded, now: float) -> No
         job=job.job,
     )
     end_deployment(context, deployment, error, now)
-    _leave_job(context.cluster, job, deployment)
+    _leave_job(context.cluster.queues, job, deployment)
     seen(context, job, now)
-    context.cluster.waiting.retry_all()
+    context.cluster.queues.waiting.retry_all()
 
 
 def check_not_ended(deployment: Deployment) -> None:
@@ -219,7 +220,7 @@ def _check_unused(state: State, job: Job, deployment: Deployment) -> None:
             )
 
 
-def _leave_job(cluster: Cluster, job: Job, deployment: Deployment) -> None:
+def _leave_job(queues: Queues, job: Job, deployment: Deployment) -> None:
     """The other deployments of the job go on without this one."""
     was_whole = len(job.deployments) >= job.gang
     job.deployments.remove(deployment.deployment)
@@ -227,10 +228,10 @@ def _leave_job(cluster: Cluster, job: Job, deployment: Deployment) -> None:
     if was_whole:
         # They need not wait for a successor.
         job.gang = min(job.gang, len(job.deployments))
-    others = [cluster.state.deployment(name) for name in job.deployments]
+    others = [queues.state.deployment(name) for name in job.deployments]
     for other in others:
-        if other.deployment in cluster.waiting:
+        if other.deployment in queues.waiting:
             # Alone, or as the rest of a gang, at the place of its age.
-            cluster.wait(other)
-    if others and has_all_gpus(cluster.state, job):
-        all_placed(cluster, job)
+            queues.wait(other)
+    if others and has_all_gpus(queues.state, job):
+        all_placed(queues, job)

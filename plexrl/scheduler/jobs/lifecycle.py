@@ -25,7 +25,7 @@ from plexrl.scheduler.operations.operations import abort, fail_operation, interr
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.queue_order import return_to_queue
 from plexrl.scheduler.placement.capacity.overlaps import follow
-from plexrl.scheduler.placement.cluster import Cluster, Context
+from plexrl.scheduler.placement.cluster import Cluster, Context, hold
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.rendezvous import (
     may_span,
@@ -97,7 +97,7 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
     )
     for name in job.deployments:
         end_deployment(context, state.deployment(name), error, now)
-    context.cluster.waiting.retry_all()
+    context.cluster.queues.waiting.retry_all()
 
 
 def end_deployment(
@@ -111,6 +111,7 @@ def end_deployment(
     if deployment.wpg.moving is not None:
         unfinished.append(deployment.wpg.moving.operation)
     deployment.work.drop()
+    effects.saving.pop(deployment.deployment, None)
     deployment.wpg.end_move()
     for name in unfinished:
         operation = state.operations[name]
@@ -129,10 +130,10 @@ def end_deployment(
         )
         kept = tuple(sorted({*nodes, *deployment.wpg.stored.nodes, *deployment.wpg.reader_nodes}))
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
-    cluster.stop_waiting(deployment.deployment)
+    cluster.queues.stop_waiting(deployment.deployment)
     cluster.unmeasured.remove(deployment)
     if deployment.placement.groups:
-        cluster.hold(deployment, -1, now)
+        hold(cluster, deployment, -1, now)
         effects.touch_all(vacate(cluster, deployment, now))
     deployment.wpg.end()
     # What no query needs would be part of every snapshot.
@@ -259,7 +260,7 @@ def relayout(cluster: Cluster, deployment: Deployment, event: DeploymentRelaid) 
     cluster.unmeasured.remove(deployment)
     deployment.spec.change_layout(event.spec_json)
     deployment.demand.relayout(event.memory, event.state_bytes)
-    cluster.inventory.resize(deployment, event.state_bytes)
+    cluster.capacity.inventory.resize(deployment, event.state_bytes)
     _change_prior(cluster, deployment)
     return deployment.wpg.state in (WpgState.LAUNCHING, WpgState.READY, WpgState.RECOVERING)
 
@@ -270,10 +271,10 @@ def _change_prior(cluster: Cluster, deployment: Deployment) -> None:
     if not cluster.unmeasured.has(deployment):
         return
     take_prior(deployment, prior_of(cluster, shape_key(deployment)))
-    if deployment.deployment in cluster.waiting:
-        cluster.demand_changed(deployment)
+    if deployment.deployment in cluster.queues.waiting:
+        cluster.queues.demand_changed(deployment)
     elif deployment.placement.reservation is not None:
-        follow(cluster, deployment)
+        follow(cluster.capacity, deployment)
 
 
 def restart_when_there_is_room(
@@ -406,7 +407,7 @@ def detach(cluster: Cluster, job: Job) -> None:
     job.attached = False
     if not job.is_set_aside:
         cluster.holdings.detached[job.job] = None
-    cluster.waiting.retry_all_if_any()
+    cluster.queues.waiting.retry_all_if_any()
 
 
 def detach_or_cancel(context: Context, job: Job, now: float) -> None:

@@ -180,6 +180,8 @@ def _queue(
     if not has_group and (burst.wants_since is None or not work.queue):
         burst.want(step.now)
     work.enqueue(len(work.queue) if place is None else place, operation)
+    if step.state.operations[operation].kind is _SAVE_CHECKPOINT:
+        step.effects.saving[deployment.deployment] = None
     if work.queue[0] == operation:
         # Only the head of a queue affects the order of members.
         step.effects.touch_all(deployment.placement.groups)

@@ -9,15 +9,12 @@ deployment is on at most `SPAN_MAX` groups.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from plexrl.ids import DeploymentId, GroupId
 from plexrl.scheduler.accounting.sharing import settle_group
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.state.records import Group, State
 from plexrl.wire.messages import RankPlacement
-
-if TYPE_CHECKING:
-    from plexrl.scheduler.placement.cluster import Cluster
 
 SPAN_MAX = 8
 """Most groups of one deployment."""
@@ -30,13 +27,13 @@ def may_divide(state: State, group: Group) -> bool:
     return all(len(state.deployments[name].placement.groups) < SPAN_MAX for name in group.members)
 
 
-def divide(cluster: "Cluster", group: Group, count: int, now: float) -> Group:
+def divide(capacity: Capacity, group: Group, count: int, now: float) -> Group:
     """Divide `group`; returns the one with `count` of its GPUs, which are fewer than all. The part
     with the first GPUs keeps its name."""
-    state = cluster.state
+    state = capacity.state
     assert 0 < count < len(group.gpus), f"{count} GPUs are no part of {group.group}"
     settle_group(state, group, now)
-    cluster.inventory.leave(group)
+    capacity.inventory.leave(group)
     ends = group.gpus[:count], group.gpus[-count:]
     is_first = len({gpu.node for gpu in ends[0]}) <= len({gpu.node for gpu in ends[1]})
     border = count if is_first else -count
@@ -57,18 +54,18 @@ def divide(cluster: "Cluster", group: Group, count: int, now: float) -> Group:
     state.groups[second.group] = second
     for name in group.members:
         state.deployments[name].placement.replace((group.group,), (group.group, second.group))
-    cluster.inventory.enter_again([group, second])
+    capacity.inventory.enter_again([group, second])
     return group if is_first else second
 
 
-def unite_all(cluster: "Cluster", names: tuple[GroupId, ...], now: float) -> tuple[GroupId, ...]:
+def unite_all(capacity: Capacity, names: tuple[GroupId, ...], now: float) -> tuple[GroupId, ...]:
     """Unite each of these groups, as far as it exists, with the neighbours from which no member
     needs a border. Returns the groups that have grown, whose next steps must be decided."""
     grown: dict[GroupId, None] = {}
     for name in names:
-        group = cluster.state.groups.get(name)
-        while group is not None and (neighbour := _neighbour(cluster.state, group)) is not None:
-            group = _unite(cluster, group, neighbour, now)
+        group = capacity.state.groups.get(name)
+        while group is not None and (neighbour := _neighbour(capacity.state, group)) is not None:
+            group = _unite(capacity, group, neighbour, now)
             grown[group.group] = None
     return tuple(grown)
 
@@ -101,13 +98,13 @@ def _are_next(state: State, member: DeploymentId, one: Group, other: Group) -> b
     return apart == first.index(other.group) - first.index(one.group)
 
 
-def _unite(cluster: "Cluster", one: Group, other: Group, now: float) -> Group:
-    state = cluster.state
+def _unite(capacity: Capacity, one: Group, other: Group, now: float) -> Group:
+    state = capacity.state
     on = state.deployments[one.members[0]].placement.groups
     first, second = (one, other) if on.index(one.group) < on.index(other.group) else (other, one)
     for each in (one, other):
         settle_group(state, each, now)
-        cluster.inventory.leave(each)
+        capacity.inventory.leave(each)
     for name in first.members:
         state.deployments[name].placement.replace((first.group, second.group), (first.group,))
     first.gpus = _numbered(first.gpus + second.gpus)
@@ -115,7 +112,7 @@ def _unite(cluster: "Cluster", one: Group, other: Group, now: float) -> Group:
     first.alone_since = max(first.alone_since, second.alone_since)
     state.former_switches += second.switches
     del state.groups[second.group]
-    cluster.inventory.enter_again([first])
+    capacity.inventory.enter_again([first])
     return first
 
 

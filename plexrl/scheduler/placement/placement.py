@@ -11,6 +11,7 @@ from plexrl.errors import CapacityError
 from plexrl.ids import GroupId
 from plexrl.scheduler.accounting.sharing import settle_group
 from plexrl.scheduler.placement.borders import divide, unite_all
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.needs import need_of
 from plexrl.scheduler.placement.capacity.overlaps import refresh_overlap_flags
 from plexrl.scheduler.placement.choice.scarcity import is_scarce
@@ -38,9 +39,9 @@ def place(
     """
     allowed = modes(cluster, deployment, now) if only is None else only
     by_speed = need_of(deployment).by_speed
-    for mode, speed in attempts(allowed, cluster.inventory.speeds() if by_speed else ()):
+    for mode, speed in attempts(allowed, cluster.capacity.inventory.speeds() if by_speed else ()):
         if mode == PlacementMode.DEDICATED:
-            group = _new_group(cluster, deployment, speed)
+            group = _new_group(cluster.capacity, deployment, speed)
             if group is None:
                 continue
             choice = GroupChoice(group=group.group, mode=mode, contention=0.0)
@@ -49,38 +50,38 @@ def place(
             if found is None:
                 continue
             choice = found
-        return join(cluster, deployment, choice, now)
+        return join(cluster.capacity, deployment, choice, now)
     return None
 
 
-def join(cluster: Cluster, deployment: Deployment, choice: GroupChoice, now: float) -> Group:
+def join(capacity: Capacity, deployment: Deployment, choice: GroupChoice, now: float) -> Group:
     """Make `deployment` a member of a group, or of a part of it, by a choice made at `now`.
 
     Raises:
         CapacityError: the choice was strict and is no longer free; nothing changed.
     """
-    groups = _groups_for(cluster, deployment, choice, now)
+    groups = _groups_for(capacity, deployment, choice, now)
     for each in groups:
-        settle_group(cluster.state, each, now)
+        settle_group(capacity.state, each, now)
         each.members.append(deployment.deployment)
     put_on(deployment, groups)
     group = groups[0]
     trace = deployment.demand.trace if deployment.spec.shares else None
-    start_slot = int(now) % cluster.settings.config.horizon_slots
+    start_slot = int(now) % capacity.settings.config.horizon_slots
     deployment.placement.reserve(
         Reservation(
             shift=float(start_slot + choice.shift_slots), trace=trace, overlap_s=choice.overlap_s
         )
     )
     try:
-        cluster.inventory.reserve(deployment, strict=choice.mode == PlacementMode.STRICT)
+        capacity.inventory.reserve(deployment, strict=choice.mode == PlacementMode.STRICT)
     except CapacityError:
         names = deployment.placement.groups
         for each in groups:
             each.members.remove(deployment.deployment)
         deployment.placement.leave()
         put_on(deployment, ())
-        unite_all(cluster, names, now)
+        unite_all(capacity, names, now)
         raise
     deployment.placement.note(
         PlacementRecord(
@@ -89,12 +90,12 @@ def join(cluster: Cluster, deployment: Deployment, choice: GroupChoice, now: flo
             group=group.group,
             members=len(group.members),
             shift_s=float(choice.shift_slots),
-            setup_s=load_s(cluster.state, deployment),
+            setup_s=load_s(capacity.state, deployment),
             overlap_s=choice.overlap_s,
             interference_s=choice.interference_s,
             contention=choice.contention,
             by_prior=any(
-                cluster.state.deployment(name).demand.has_prior
+                capacity.state.deployment(name).demand.has_prior
                 for group in groups
                 for name in group.members
             ),
@@ -104,19 +105,19 @@ def join(cluster: Cluster, deployment: Deployment, choice: GroupChoice, now: flo
 
 
 def _groups_for(
-    cluster: Cluster, deployment: Deployment, choice: GroupChoice, now: float
+    capacity: Capacity, deployment: Deployment, choice: GroupChoice, now: float
 ) -> tuple[Group, ...]:
     """The groups of a choice: the last is divided if it has more GPUs than are left to place, and
     free GPUs become a new one if it has fewer."""
     found, left = [], deployment.spec.workers
     for name in (choice.group, *choice.beside):
-        group = cluster.state.groups[name]
+        group = capacity.state.groups[name]
         if len(group.gpus) > left:
-            group = divide(cluster, group, left, now)
+            group = divide(capacity, group, left, now)
         found.append(group)
         left -= len(group.gpus)
     if left:
-        rest = _new_group(cluster, deployment, None, left, beside=found[0])
+        rest = _new_group(capacity, deployment, None, left, beside=found[0])
         assert rest is not None, "the search found free GPUs"
         found.append(rest)
     return tuple(found)
@@ -140,7 +141,7 @@ def modes(cluster: Cluster, deployment: Deployment, now: float) -> tuple[Placeme
         and cluster.settings.policy.repacks
         and is_scarce(cluster, deployment),
     )
-    return with_own_group(cluster, deployment, found)
+    return with_own_group(cluster.capacity, deployment, found)
 
 
 def patience_ends_at(settings: Settings, deployment: Deployment) -> float:
@@ -149,7 +150,7 @@ def patience_ends_at(settings: Settings, deployment: Deployment) -> float:
 
 
 def leave(
-    cluster: Cluster,
+    capacity: Capacity,
     deployment: Deployment,
     now: float,
     alone_since: Mapping[GroupId, float] | None = None,
@@ -162,7 +163,7 @@ def leave(
     `alone_since`: that of each group, if the placement is undone. `unites`: False leaves the
     borders to the caller, which has chosen among the groups that they divide.
     """
-    state = cluster.state
+    state = capacity.state
     groups, names = state.groups_of(deployment), deployment.placement.groups
     for group in groups:
         if deployment.spec.preemptible:
@@ -174,15 +175,15 @@ def leave(
             group.alone_since = alone_since[group.group]
         elif len(group.members) == 1:
             group.alone_since = now
-    cluster.inventory.release(deployment)
+    capacity.inventory.release(deployment)
     deployment.placement.leave()
     for group in groups:
-        refresh_overlap_flags(cluster, group)
+        refresh_overlap_flags(capacity, group)
         if not group.members and not group.fillers:
-            cluster.inventory.remove_group(group)
+            capacity.inventory.remove_group(group)
             state.former_switches += group.switches
             del state.groups[group.group]
-    return unite_all(cluster, names, now) if unites else ()
+    return unite_all(capacity, names, now) if unites else ()
 
 
 def release_lock(state: State, deployment: Deployment) -> tuple[GroupId, ...]:
@@ -198,24 +199,24 @@ def vacate(
     """Take a WPG with stopped processes off its groups; the caller sets its next state. Returns the
     groups, whose next steps must be decided. `unites`: as for `leave`."""
     groups = release_lock(cluster.state, deployment)
-    united = leave(cluster, deployment, now, unites=unites)
+    united = leave(cluster.capacity, deployment, now, unites=unites)
     deployment.wpg.lose_processes()
     deployment.wpg.moves.cancel()
-    cluster.relocating.pop(deployment.deployment, None)
+    cluster.queues.end_move(deployment)
     return groups + united
 
 
 def _new_group(
-    cluster: Cluster,
+    capacity: Capacity,
     deployment: Deployment,
     speed: float | None,
     count: int | None = None,
     beside: Group | None = None,
 ) -> Group | None:
-    gpus = cluster.inventory.find_gpus(deployment, speed, count, beside)
+    gpus = capacity.inventory.find_gpus(deployment, speed, count, beside)
     if gpus is None:
         return None
-    state = cluster.state
+    state = capacity.state
     state.groups_made += 1
     node = state.nodes[gpus[0].node]
     group = Group(
@@ -228,5 +229,5 @@ def _new_group(
         gpu_kind=node.gpu_kind,
     )
     state.groups[group.group] = group
-    cluster.inventory.add_group(group)
+    capacity.inventory.add_group(group)
     return group

@@ -4,6 +4,7 @@ import msgspec
 
 from plexrl.scheduler.accounting.profiler import measured_waiting_part
 from plexrl.scheduler.operations.failures import earlier_failure, job_failure
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.topology import common_part, natural_order
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.service_level import bound_of
@@ -12,6 +13,7 @@ from plexrl.scheduler.queries.explain_holders import holders
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import attempts, near_groups, why_no_gpus
 from plexrl.scheduler.queries.explain_sharing import why_it_shares
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.state.deployment.placement import PlacementRecord
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Job
@@ -96,9 +98,9 @@ def _deployment(
         "profile": None,
         "attempts": [],
         "near": [],
-        "memory": _memory_view(cluster, deployment),
+        "memory": _memory_view(cluster.capacity, deployment),
         "pace": deployment.spec.pace,
-        "sharing": why_it_shares(cluster, deployment, sees_all=sees_all),
+        "sharing": why_it_shares(cluster.queues, deployment, sees_all=sees_all),
     }
     if trace is not None and (sees_all or not deployment.demand.has_prior):
         # A prior is the demand of other tenants.
@@ -131,10 +133,10 @@ def _placement(record: PlacementRecord, sees_all: bool) -> PlacementView:
     return view
 
 
-def _topology(cluster: Cluster, deployment: Deployment) -> str:
+def _topology(situation: Situation, deployment: Deployment) -> str:
     if not deployment.placement.nodes:
         return ""
-    nodes = [cluster.state.nodes[name] for name in deployment.placement.nodes]
+    nodes = [situation.state.nodes[name] for name in deployment.placement.nodes]
     blocks = sorted({node.block for node in nodes}, key=natural_order)
     count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
     if len(blocks) == 1:
@@ -170,14 +172,14 @@ def _operations(
     return rows
 
 
-def _memory_view(cluster: Cluster, deployment: Deployment) -> MemoryView | None:
+def _memory_view(capacity: Capacity, deployment: Deployment) -> MemoryView | None:
     """The sum of a deployment's memory on each GPU; None: its need is unknown."""
-    memory, group = deployment.demand.memory, cluster.state.group_of(deployment)
+    memory, group = deployment.demand.memory, capacity.state.group_of(deployment)
     if memory is None:
         return None
     others = 0
     if group is not None:
-        others = cluster.inventory.device_bytes(group)[0] - memory.kept_bytes
+        others = capacity.inventory.device_bytes(group)[0] - memory.kept_bytes
     return {
         "terms": [
             {"name": term.name, "nbytes": term.nbytes, "stays": term.stays} for term in memory.terms

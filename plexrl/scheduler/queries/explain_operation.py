@@ -20,6 +20,7 @@ from plexrl.scheduler.queries.eta import goes_before, start_s
 from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.recovery.evacuation import awaited
 from plexrl.scheduler.recovery.relocation import is_stopping
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.state.demand.wait_intervals import interval
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
@@ -161,21 +162,21 @@ def _reason(
 
 
 def _why_another_holds(
-    cluster: Cluster,
+    situation: Situation,
     deployment: Deployment,
     group: Group,
     now: float,
     ahead: float,
     sees_all: bool,
 ) -> tuple[str, str, float | None]:
-    state = cluster.state
-    eta_s = start_s(cluster, group, deployment, now) + ahead
+    state = situation.state
+    eta_s = start_s(situation, group, deployment, now) + ahead
     if group.incoming == deployment.deployment and not _is_late(state, group, now):
         return "the group is being handed to it", "switch", eta_s
-    rule = cluster.settings.config.ordering
+    rule = situation.settings.config.ordering
     if group.holder is None:
         own = candidate(state, deployment)
-        wait_s = holds_back(cluster, deployment, own, now)
+        wait_s = holds_back(situation, deployment, own, now)
         if wait_s is not None:
             return "a job with exclusive slots is expected first", "slack", eta_s + wait_s
         return "the group's lock is about to be granted", rule, eta_s
@@ -184,11 +185,11 @@ def _why_another_holds(
     if holder.spec.preemptible and holder.wpg.moving is None:
         # It is interrupted at once, however long its run was expected to take.
         return f"{who} used the idle time of the group, and gives way", "preemptible", eta_s
-    if late := _overdue(cluster, holder, now):
+    if late := _overdue(situation, holder, now):
         return f"{who} has the group, and what it does there is {late}", "overdue", None
     if holder.wpg.moving is not None:
         return "the group is being switched", "switch", eta_s
-    before = goes_before(cluster, group, deployment, now)
+    before = goes_before(situation, group, deployment, now)
     if before:
         names = [
             name_for(state, DeploymentId(each.name), deployment, sees_all=sees_all)
@@ -198,7 +199,7 @@ def _why_another_holds(
     passed = _passed(holder, now)
     if passed:
         began_at = holder.demand.burst.started_at or now
-        left_s = max(0.0, began_at + bound_s(cluster, holder) - now)
+        left_s = max(0.0, began_at + bound_s(situation, holder) - now)
         reason = f"{who} is in the middle of its burst, {passed}; it yields in {left_s:.0f} s"
         return f"{reason} at the latest", "burst", None
     return f"{who} is in the middle of its burst", "burst", eta_s
@@ -220,17 +221,17 @@ def _is_late(state: State, group: Group, now: float) -> bool:
     return group.holder is not None and overdue_s(state, state.deployment(group.holder), now) > 0.0
 
 
-def _overdue(cluster: Cluster, deployment: Deployment, now: float) -> str:
+def _overdue(situation: Situation, deployment: Deployment, now: float) -> str:
     """By how much what the deployment runs has passed its estimate, and what will happen; empty:
     it has not."""
-    state = cluster.state
+    state = situation.state
     late_s = overdue_s(state, deployment, now)
     if not late_s:
         return ""
     text = f"overdue for {late_s:.0f} s"
     if not state.overdue_s:
         return text
-    left_s = min(run.due_at for run in runs(cluster, deployment)) - now
+    left_s = min(run.due_at for run in runs(situation, deployment)) - now
     return f"{text}; its workers are replaced in {max(0.0, left_s):.0f} s if it does not end"
 
 

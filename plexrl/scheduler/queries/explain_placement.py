@@ -9,6 +9,7 @@ from plexrl.ids import DeploymentId, GroupId, TenantId
 from plexrl.scheduler.admission.order import blocks_others
 from plexrl.scheduler.admission.queues.expected_ends import expected_end
 from plexrl.scheduler.admission.queues.gangs import why_not_yet
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.index import CapacityShape, ShapeTable
 from plexrl.scheduler.placement.capacity.needs import (
     kept_bytes,
@@ -59,14 +60,14 @@ def why_no_gpus(
     why_never = why_impossible(cluster, deployment)
     if why_never is not None:
         return why_never, "impossible", None
-    eta_s = _capacity_eta_s(cluster, deployment, now)
+    eta_s = _capacity_eta_s(cluster.capacity, deployment, now)
     what = f"{deployment.spec.workers} GPUs"
     if deployment.spec.node_type:
         what += f" of type {deployment.spec.node_type!r}"
     # Only a search can tell that the job's own service level is what keeps it out.
     rows = attempts(cluster, deployment, now, searches=is_tight(cluster, deployment))
     tried = "; ".join(f"{row['way']}: {row['why']}" for row in rows)
-    ahead, others = cluster.waiting.counts.standing(deployment.deployment)
+    ahead, others = cluster.queues.waiting.counts.standing(deployment.deployment)
     standing = (
         f"{ahead} of the {others} others that wait have a higher priority or have waited longer"
     )
@@ -75,7 +76,7 @@ def why_no_gpus(
         rule = "memory"
     if any(row.get("over_slo") for row in rows):
         rule = "slo"
-    reserved = _reservation(cluster, deployment, now, sees_all)
+    reserved = _reservation(cluster.capacity, deployment, now, sees_all)
     if reserved is not None:
         reason, reserved_s = reserved
         reason = f"{reason}; {what} are wanted; {standing}; {tried}"
@@ -84,11 +85,11 @@ def why_no_gpus(
 
 
 def _reservation(
-    cluster: Cluster, deployment: Deployment, now: float, sees_all: bool
+    capacity: Capacity, deployment: Deployment, now: float, sees_all: bool
 ) -> tuple[str, float | None] | None:
     """(what a reservation, its own or another's, means for the deployment; seconds until its own).
     None: no reservation keeps GPUs from it."""
-    state, free = cluster.state, cluster.inventory.pool.free_gpus(deployment.spec.node_type)
+    state, free = capacity.state, capacity.inventory.pool.free_gpus(deployment.spec.node_type)
     own = state.reservations.get(deployment.deployment)
     if own is not None and now < own.at:
         left_s = own.at - now
@@ -141,12 +142,12 @@ def blocking_heads(cluster: Cluster, now: float) -> list[BlockingView]:
     else:
         since = {
             name: starves_at(state.deployment(name).created_at, config.starvation_bound_s)
-            for name in cluster.waiting
+            for name in cluster.queues.waiting
         }
     found: list[BlockingView] = []
     for name, at in sorted(since.items(), key=lambda each: (each[1], each[0])):
         deployment = state.deployment(name)
-        free = cluster.inventory.pool.free_gpus(deployment.spec.node_type)
+        free = cluster.capacity.inventory.pool.free_gpus(deployment.spec.node_type)
         if now < at or not free or why_not_yet(cluster, deployment) is not None:
             continue
         if not blocks_others(cluster, deployment, now):
@@ -166,7 +167,7 @@ def blocking_heads(cluster: Cluster, now: float) -> list[BlockingView]:
 def kept_gpus(cluster: Cluster, now: float) -> int:
     """Number of free GPUs that a reservation or a job that nobody may pass keeps, while a smaller
     unit waits that needs no more GPUs than these. Quotas and memory are not looked at."""
-    state, waiting, pool = cluster.state, cluster.waiting, cluster.inventory.pool
+    state, waiting, pool = cluster.state, cluster.queues.waiting, cluster.capacity.inventory.pool
     if not cluster.settings.policy.backfills:
         heads = list(waiting)
     elif cluster.settings.config.reservations:
@@ -175,7 +176,7 @@ def kept_gpus(cluster: Cluster, now: float) -> int:
         heads = [DeploymentId(head["deployment"]) for head in blocking_heads(cluster, now)]
     if not heads or not pool.free_gpus():
         return 0
-    gangs = [gang_of(cluster, state.deployment(name)) for name in heads]
+    gangs = [gang_of(cluster.queues, state.deployment(name)) for name in heads]
     largest = max(sum(each.spec.workers for each in gang) for gang in gangs)
     types = {each.spec.node_type: None for gang in gangs for each in gang}
     free = pool.free_gpus() if "" in types else sum(pool.free_gpus(each) for each in types)
@@ -232,7 +233,7 @@ def near_groups(
             "overlap_s": choice.overlap_s,
             "interference_s": choice.interference_s,
             "contention": choice.contention,
-            "load": cluster.inventory.index.load(choice.group),
+            "load": cluster.capacity.inventory.index.load(choice.group),
         }
         for choice in choices
     ]
@@ -248,17 +249,17 @@ def _attempt(
     cluster: Cluster, deployment: Deployment, mode: PlacementMode, now: float, *, searches: bool
 ) -> AttemptView:
     if mode == PlacementMode.DEDICATED:
-        free = cluster.inventory.pool.free_gpus(deployment.spec.node_type)
+        free = cluster.capacity.inventory.pool.free_gpus(deployment.spec.node_type)
         why = f"{free} GPUs are in no group, {deployment.spec.workers} of one kind are wanted"
-        kinds = cluster.inventory.in_service()
+        kinds = cluster.capacity.inventory.in_service()
         if free >= deployment.spec.workers:
             why += fabric_note(kind for kind in kinds if kinds[kind] < deployment.spec.workers)
-        if cluster.inventory.draining:
-            why += f"; {len(cluster.inventory.draining)} nodes are being drained"
+        if cluster.capacity.inventory.draining:
+            why += f"; {len(cluster.capacity.inventory.draining)} nodes are being drained"
         return {"way": mode.value, "free_gpus": free, "why": why}
-    counts = _census(cluster, deployment)
+    counts = _census(cluster.capacity, deployment)
     if mode == PlacementMode.SPANNING:
-        why = _why_not_spanning(cluster, deployment)
+        why = _why_not_spanning(cluster.capacity, deployment)
         return {"way": mode.value, **counts, "over_slo": False, "why": why}
     refused = [f"{counts[name]} {words}" for name, words in _REFUSALS if counts[name]]
     open_count, over_slo = counts["open"], False
@@ -305,19 +306,19 @@ def _attempt(
     return {"way": mode.value, **counts, "over_slo": over_slo, "why": why}
 
 
-def _why_not_spanning(cluster: Cluster, deployment: Deployment) -> str:
-    own = own_rollout_groups(cluster, deployment)
+def _why_not_spanning(capacity: Capacity, deployment: Deployment) -> str:
+    own = own_rollout_groups(capacity, deployment)
     if not own:
         return "none of its job's rollouts has GPUs that it could use, too"
     rest = deployment.spec.workers - sum([len(group.gpus) for group in own])
-    free = cluster.inventory.pool.free_gpus(deployment.spec.node_type)
+    free = capacity.inventory.pool.free_gpus(deployment.spec.node_type)
     return (
         f"beside the GPUs of its job's rollouts it needs {rest} more: {free} are free, and in no "
         "group has it time so that nobody waits for a greater part of its time than its job accepts"
     )
 
 
-def _census(cluster: Cluster, deployment: Deployment) -> Census:
+def _census(capacity: Capacity, deployment: Deployment) -> Census:
     counts: Census = {
         "groups": 0,
         "closed": 0,
@@ -327,29 +328,29 @@ def _census(cluster: Cluster, deployment: Deployment) -> Census:
         "loaded": 0,
         "open": 0,
     }
-    duty = cluster.inventory.duty(deployment)
+    duty = capacity.inventory.duty(deployment)
     if deployment.demand.trace is not None:
         duty = deployment.demand.trace.duty
-    index = cluster.inventory.index
+    index = capacity.inventory.index
     for shape in index.shapes(deployment.spec.workers, deployment.spec.node_type):
-        for name, count in _census_of(cluster, deployment, shape, duty).items():
+        for name, count in _census_of(capacity, deployment, shape, duty).items():
             counts[name] += count
     return counts
 
 
 def _census_of(
-    cluster: Cluster, deployment: Deployment, shape: CapacityShape, duty: float
+    capacity: Capacity, deployment: Deployment, shape: CapacityShape, duty: float
 ) -> dict[Count, int]:
     """Counts the groups of a shape, each under the first reason against it."""
-    table = cluster.inventory.index.table(shape)
+    table = capacity.inventory.index.table(shape)
     left = np.array([group is not None for group in table.groups])
     counts: dict[Count, int] = {"groups": int(left.sum())}
     reasons: tuple[tuple[Count, NDArray[np.bool_]], ...] = (
         ("closed", ~table.is_open),
-        ("full", table.members >= cluster.settings.config.residents_max),
+        ("full", table.members >= capacity.settings.config.residents_max),
         ("without_memory", table.state_bytes_free < deployment.spec.state_bytes),
         ("device_full", ~_fits_on_device(table, deployment)),
-        ("loaded", table.load + duty > cluster.settings.config.load_bound),
+        ("loaded", table.load + duty > capacity.settings.config.load_bound),
     )
     for name, against in reasons:
         counts[name] = int((left & against).sum())
@@ -364,22 +365,22 @@ def _fits_on_device(table: ShapeTable, deployment: Deployment) -> "NDArray[np.bo
     return table.fit_on_device(need_of(deployment).device_bytes, kept_bytes(deployment))
 
 
-def _capacity_eta_s(cluster: Cluster, deployment: Deployment, now: float) -> float | None:
+def _capacity_eta_s(capacity: Capacity, deployment: Deployment, now: float) -> float | None:
     """Seconds until jobs with a declared length are expected to have released enough suitable GPUs,
     ignoring the deployments ahead; None if too few jobs declare a length."""
-    free = dict.fromkeys(cluster.inventory.sizes(), 0)
-    free |= dict(cluster.inventory.pool.free_by_kind(deployment.spec.node_type))
+    free = dict.fromkeys(capacity.inventory.sizes(), 0)
+    free |= dict(capacity.inventory.pool.free_by_kind(deployment.spec.node_type))
     free = {
         kind: gpus
         for kind, gpus in free.items()
         if deployment.spec.node_type in ("", kind.node_type)
     }
     ends = []
-    for group in cluster.state.groups.values():
-        jobs = [cluster.state.job(cluster.state.deployment(name).job) for name in group.members]
+    for group in capacity.state.groups.values():
+        jobs = [capacity.state.job(capacity.state.deployment(name).job) for name in group.members]
         if jobs and all(job.expected_s and job.job != deployment.job for job in jobs):
-            end_s = max(expected_end(cluster.state, job, now) for job in jobs) - now
-            kind = kind_of(cluster.state.nodes[group.gpus[0].node])
+            end_s = max(expected_end(capacity.state, job, now) for job in jobs) - now
+            kind = kind_of(capacity.state.nodes[group.gpus[0].node])
             ends.append((end_s, kind, len(group.gpus)))
     for end_s, kind, gpus in sorted(ends):
         if kind in free:

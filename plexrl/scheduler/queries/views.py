@@ -6,22 +6,25 @@ import msgspec
 
 from plexrl.ids import BlobRef, DeploymentId, NodeId, OperationId, TenantId
 from plexrl.scheduler.accounting.fair_shares import tenant_share
+from plexrl.scheduler.accounting.holdings import Holdings
 from plexrl.scheduler.accounting.profiler import measured_waiting_part
 from plexrl.scheduler.accounting.quotas import limits_of
 from plexrl.scheduler.accounting.tenants import key_id, live_jobs_bound
 from plexrl.scheduler.accounting.usage import used_gpu_seconds
 from plexrl.scheduler.operations.failures import failure_view, halting_failure, job_failure
 from plexrl.scheduler.operations.held.holding import foreign_memory_view, held_view
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.node_pool import speed_of
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.service_level import bound_of, waiting_bound
 from plexrl.scheduler.placement.fit.feasibility import count_impossible
+from plexrl.scheduler.placement.waiting.queues import Queues
 from plexrl.scheduler.queries.eta import eta_quality
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_sharing import why_it_shares
 from plexrl.scheduler.rules.config import planning
 from plexrl.scheduler.rules.lookups import owner_of
-from plexrl.scheduler.rules.settings import Situation
+from plexrl.scheduler.rules.settings import Settings, Situation
 from plexrl.scheduler.rules.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.scheduler.state.operation import Operation
@@ -187,31 +190,31 @@ def group_view(cluster: Cluster, group: Group) -> GroupView:
         "shared": group.shared,
         "node_type": group.node_type,
         "is_closed": group.is_closed,
-        "load": cluster.inventory.index.load(group.group),
+        "load": cluster.capacity.inventory.index.load(group.group),
         "holder": group.holder,
         "token": group.token,
         "phase": _phase(cluster.state, group),
         "switches": group.switches,
         "switch_seconds": group.switch_seconds,
-        "sharing": "; ".join(_why_members_share(cluster, group)),
+        "sharing": "; ".join(_why_members_share(cluster.queues, group)),
     }
 
 
-def _why_members_share(cluster: Cluster, group: Group) -> list[str]:
+def _why_members_share(queues: Queues, group: Group) -> list[str]:
     """Why each member shares its GPUs for which the scheduler decides that."""
     reasons = {
-        name: why_it_shares(cluster, cluster.state.deployment(name), sees_all=True)
+        name: why_it_shares(queues, queues.state.deployment(name), sees_all=True)
         for name in group.members
     }
     return [f"{name} {why}" for name, why in reasons.items() if why]
 
 
-def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> NodeView:
+def node_view(capacity: Capacity, node: Node, tenant: TenantId | None = None) -> NodeView:
     """One node; for a tenant without its addresses and groups."""
     reserved = sum(
         gpu.node == node.node
-        for name in cluster.inventory.groups_on(node.node)
-        for gpu in cluster.state.groups[name].gpus
+        for name in capacity.inventory.groups_on(node.node)
+        for gpu in capacity.state.groups[name].gpus
     )
     view: NodeView = {
         "node": node.node,
@@ -229,12 +232,12 @@ def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> N
         "alive": node.alive,
     }
     if tenant is None:
-        view["groups"] = cluster.inventory.groups_on(node.node)
+        view["groups"] = capacity.inventory.groups_on(node.node)
         view["host"] = node.host
         view["statemanager"] = node.statemanager
-        groups = [cluster.state.groups[name] for name in view["groups"]]
+        groups = [capacity.state.groups[name] for name in view["groups"]]
         names = [name for group in groups for name in (*group.members, *group.fillers)]
-        found = foreign_memory_view(cluster.state, names)
+        found = foreign_memory_view(capacity.state, names)
         view["foreign_memory"] = [each for each in found if each["node"] == node.node]
     return view
 
@@ -262,10 +265,10 @@ def restarting(state: State) -> list[tuple[str, float]]:
     ]
 
 
-def expected_nodes(cluster: Cluster, now: float) -> list[NodeId]:
+def expected_nodes(situation: Situation, now: float) -> list[NodeId]:
     """The nodes that are connected, or may be back before their work is placed elsewhere."""
-    patience_s = cluster.settings.config.node_replace_s
-    nodes = cluster.state.nodes.values()
+    patience_s = situation.settings.config.node_replace_s
+    nodes = situation.state.nodes.values()
     return [node.node for node in nodes if node.lost_at is None or now < node.lost_at + patience_s]
 
 
@@ -355,8 +358,8 @@ def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> Clust
     )
     live = [job for job in jobs if not job.state.is_final]
     names = [name for job in live for name in job.deployments]
-    by_tenant = cluster.waiting.by_tenant
-    waiting = len(cluster.waiting) if tenant is None else by_tenant.get(tenant, 0)
+    by_tenant = cluster.queues.waiting.by_tenant
+    waiting = len(cluster.queues.waiting) if tenant is None else by_tenant.get(tenant, 0)
     return {
         "now": now,
         "nodes": len(nodes),
@@ -377,9 +380,9 @@ def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> Clust
     }
 
 
-def service_levels(cluster: Cluster) -> list[ServiceLevelView]:
+def service_levels(situation: Situation) -> list[ServiceLevelView]:
     """The bound and the measured waiting of each live job, oldest first."""
-    state = cluster.state
+    state = situation.state
     found: list[ServiceLevelView] = []
     for job in state.jobs.values():
         if job.state.is_final:
@@ -390,7 +393,7 @@ def service_levels(cluster: Cluster) -> list[ServiceLevelView]:
                 "job": job.job,
                 "tenant": job.tenant,
                 "name": job.name,
-                "slo": bound_of(cluster.settings, job),
+                "slo": bound_of(situation.settings, job),
                 "is_promised": job.slo is not None,
                 "waiting_part": max((part for part in parts if part is not None), default=None),
             }
@@ -398,12 +401,12 @@ def service_levels(cluster: Cluster) -> list[ServiceLevelView]:
     return found
 
 
-def _count_over_slo(cluster: Cluster, names: Iterable[DeploymentId]) -> int:
+def _count_over_slo(situation: Situation, names: Iterable[DeploymentId]) -> int:
     count = 0
     for name in names:
-        deployment = cluster.state.deployments[name]
+        deployment = situation.state.deployments[name]
         part = measured_waiting_part(deployment)
-        if part is not None and part > waiting_bound(cluster, deployment):
+        if part is not None and part > waiting_bound(situation, deployment):
             count += 1
     return count
 
@@ -428,9 +431,9 @@ def usage_view(state: State, tenant: TenantId | None) -> list[UsageView]:
     ]
 
 
-def tenant_view(cluster: Cluster, tenant: Tenant, now: float) -> TenantView:
+def tenant_view(holdings: Holdings, settings: Settings, tenant: Tenant, now: float) -> TenantView:
     """One tenant: limits, holdings and usage."""
-    gpus, jobs = cluster.holdings.of(tenant.tenant)
+    gpus, jobs = holdings.of(tenant.tenant)
     return {
         "tenant": tenant.tenant,
         "is_operator": tenant.is_operator,
@@ -440,10 +443,10 @@ def tenant_view(cluster: Cluster, tenant: Tenant, now: float) -> TenantView:
         **limits_of(tenant),
         "gpus_held": gpus,
         "jobs_running": jobs,
-        "live_jobs": cluster.holdings.live_jobs.get(tenant.tenant, 0),
-        "live_jobs_bound": live_jobs_bound(cluster.settings, tenant),
-        "gpu_seconds": used_gpu_seconds(cluster.holdings, tenant.tenant, now),
-        "share": tenant_share(cluster.holdings, tenant.tenant, now),
+        "live_jobs": holdings.live_jobs.get(tenant.tenant, 0),
+        "live_jobs_bound": live_jobs_bound(settings, tenant),
+        "gpu_seconds": used_gpu_seconds(holdings, tenant.tenant, now),
+        "share": tenant_share(holdings, tenant.tenant, now),
     }
 
 

@@ -24,10 +24,12 @@ from collections.abc import Sequence
 
 from plexrl.ids import GroupId, JobId, TenantId
 from plexrl.scheduler.accounting.quotas import allows_gpus, over_quota
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.needs import Need, need_of
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind
 from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.fit.feasibility import fit_as_placed, is_possible
+from plexrl.scheduler.placement.waiting.queues import Queues
 from plexrl.scheduler.recovery.evacuation import displace, may_displace
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.messages import timers
@@ -40,9 +42,9 @@ CHECK_EACH_S = 60.0
 def break_deadlocks(context: Context, now: float) -> None:
     """Take GPUs from stuck jobs until no job is stuck, or no job would gain by it."""
     cluster = context.cluster
-    if not cluster.waiting.of_partial_jobs:
+    if not cluster.queues.waiting.of_partial_jobs:
         return
-    idle, check_at = _idle_partial_jobs(cluster, now)
+    idle, check_at = _idle_partial_jobs(cluster.queues, now)
     for at in check_at:
         context.effects.wake(at, timers.PLACEMENT)
     while idle:
@@ -57,18 +59,18 @@ def break_deadlocks(context: Context, now: float) -> None:
             displace(context, deployment, reason, now)
 
 
-def _idle_partial_jobs(cluster: Cluster, now: float) -> tuple[list[Job], list[float]]:
+def _idle_partial_jobs(queues: Queues, now: float) -> tuple[list[Job], list[float]]:
     """The idle partial jobs, and when to check each of the others again."""
-    state = cluster.state
-    names = {state.deployment(name).job: None for name in cluster.waiting.of_partial_jobs}
+    state = queues.state
+    names = {state.deployment(name).job: None for name in queues.waiting.of_partial_jobs}
     found, check_at = [], []
     for name in names:
         job = state.job(name)
         placed = placed_of(state, job)
         if not placed:
             continue
-        idle_at = max(_idle_at(cluster.settings, each) for each in placed)
-        if idle_at <= now and all(may_displace(cluster, each) for each in placed):
+        idle_at = max(_idle_at(queues.settings, each) for each in placed)
+        if idle_at <= now and all(may_displace(queues, each) for each in placed):
             found.append(job)
         else:
             again_at = max(idle_at, now + CHECK_EACH_S) if math.isfinite(idle_at) else now
@@ -95,14 +97,14 @@ def _stuck(cluster: Cluster, idle: Sequence[Job]) -> list[Job]:
     """The idle partial jobs that could not get all their GPUs even if all other jobs ended."""
     left = {job.job: job for job in sorted(idle, key=lambda job: job.serial)}
     while True:
-        free = _free_without(cluster, left)
+        free = _free_without(cluster.capacity, left)
         for name, job in left.items():
             waiting = [
                 cluster.state.deployment(deployment)
                 for deployment in job.deployments
-                if deployment in cluster.waiting
+                if deployment in cluster.queues.waiting
             ]
-            if fit_as_placed(cluster, free, waiting) and _has_quota(
+            if fit_as_placed(cluster.capacity, free, waiting) and _has_quota(
                 cluster.state, job, waiting, left
             ):
                 del left[name]
@@ -111,15 +113,15 @@ def _stuck(cluster: Cluster, idle: Sequence[Job]) -> list[Job]:
             return list(left.values())
 
 
-def _free_without(cluster: Cluster, holders: dict[JobId, Job]) -> dict[NodeKind, int]:
+def _free_without(capacity: Capacity, holders: dict[JobId, Job]) -> dict[NodeKind, int]:
     """GPUs in service that none of these jobs holds, by kind."""
-    free = dict(cluster.inventory.in_service())
+    free = dict(capacity.inventory.in_service())
     groups: dict[GroupId, None] = {}
     for job in holders.values():
-        for deployment in placed_of(cluster.state, job):
+        for deployment in placed_of(capacity.state, job):
             groups.update(dict.fromkeys(deployment.placement.groups))
     for name in groups:
-        for kind, gpus in cluster.inventory.gpus_in_service(cluster.state.groups[name]).items():
+        for kind, gpus in capacity.inventory.gpus_in_service(capacity.state.groups[name]).items():
             free[kind] -= gpus
     return free
 
@@ -138,7 +140,7 @@ def _has_quota(
 
 
 def _victim_key(cluster: Cluster, job: Job) -> tuple[bool, int, int]:
-    waiting = [deployment for deployment in job.deployments if deployment in cluster.waiting]
+    waiting = [deployment for deployment in job.deployments if deployment in cluster.queues.waiting]
     may_fit = all(is_possible(cluster, cluster.state.deployment(each)) for each in waiting)
     return may_fit, job.priority, -job.serial
 
@@ -147,7 +149,7 @@ def is_waited_for(cluster: Cluster, jobs: Sequence[Job]) -> bool:
     """Whether a job other than these waits that could get GPUs if some were free."""
     names = {job.job for job in jobs}
     refused: set[tuple[TenantId, Need]] = set()
-    for name in cluster.waiting:
+    for name in cluster.queues.waiting:
         other = cluster.state.deployment(name)
         if other.job in names:
             continue

@@ -16,9 +16,11 @@ from plexrl.scheduler.accounting.fair_shares import begin_to_wait
 from plexrl.scheduler.accounting.profiler import forget_open_cycle
 from plexrl.scheduler.jobs.lifecycle import end_job, has_gpu, stop
 from plexrl.scheduler.operations.deadlines.cancellation import interrupt_all
-from plexrl.scheduler.placement.cluster import Cluster, Context
+from plexrl.scheduler.placement.capacity.capacity import Capacity
+from plexrl.scheduler.placement.cluster import Cluster, Context, hold
 from plexrl.scheduler.placement.placement import vacate
 from plexrl.scheduler.placement.rendezvous import may_span
+from plexrl.scheduler.placement.waiting.queues import Queues
 from plexrl.scheduler.recovery.rebuilding import rebuild
 from plexrl.scheduler.recovery.relocation import drain
 from plexrl.scheduler.rules.settings import Settings, Situation, Step
@@ -35,8 +37,8 @@ def reconcile_node(context: Context, name: NodeId, now: float) -> None:
     if not node.alive:
         if _is_written_off(context.settings, node, now):
             for deployment in [
-                *placed_on(context.cluster, name),
-                *_with_state_on(context.cluster, name),
+                *placed_on(context.cluster.capacity, name),
+                *_with_state_on(context.cluster.queues, name),
             ]:
                 _evacuate(context, deployment, now)
     elif node.is_draining:
@@ -50,7 +52,7 @@ def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
     """Move the WPGs on GPUs that the node no longer has, whose workers there are gone, and those
     that may not span it any more."""
     gpus = context.state.nodes[name].gpus
-    for deployment in placed_on(context.cluster, name):
+    for deployment in placed_on(context.cluster.capacity, name):
         has_gpus = all(rank.gpu < gpus for rank in deployment.placement.ranks if rank.node == name)
         if has_gpus and may_span(context.state, deployment):
             continue
@@ -94,15 +96,15 @@ def leaving_fillers(step: Step, group: Group) -> list[Deployment]:
     return [filler for filler in fillers if may_displace(step, filler)]
 
 
-def placed_on(cluster: Cluster, node: NodeId) -> Iterator[Deployment]:
+def placed_on(capacity: Capacity, node: NodeId) -> Iterator[Deployment]:
     """The deployments with ranks on a node, oldest group first. Skips those that lose their GPUs
     during the iteration, because handling one may end the job of another."""
     members = {
         member: None
-        for name in cluster.inventory.groups_on(node)
-        for member in residents(cluster.state.groups[name])
+        for name in capacity.inventory.groups_on(node)
+        for member in residents(capacity.state.groups[name])
     }
-    for deployment in map(cluster.state.deployment, members):
+    for deployment in map(capacity.state.deployment, members):
         if deployment.placement.groups:
             yield deployment
 
@@ -123,13 +125,13 @@ def awaited(state: State, deployment: Deployment) -> tuple[NodeId, ...]:
     return tuple(sorted(lacking))
 
 
-def _with_state_on(cluster: Cluster, node: NodeId) -> list[Deployment]:
+def _with_state_on(queues: Queues, node: NodeId) -> list[Deployment]:
     """The deployments whose durable version is on the node while they have no ranks there: the copy
     is not complete, or they wait for GPUs."""
-    placed = {name: None for group in cluster.state.groups.values() for name in residents(group)}
-    waiting = map(cluster.state.deployment, [*cluster.waiting.displaced, *cluster.fillers])
+    placed = {name: None for group in queues.state.groups.values() for name in residents(group)}
+    waiting = map(queues.state.deployment, [*queues.waiting.displaced, *queues.fillers])
     in_order = sorted(waiting, key=lambda each: each.serial)
-    found = [*map(cluster.state.deployment, placed), *in_order]
+    found = [*map(queues.state.deployment, placed), *in_order]
     return [
         deployment
         for deployment in found
@@ -179,14 +181,14 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
     if unwanted:
         # Incomplete copies of the version.
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=unwanted))
-    cluster.hold(deployment, -1, now)
+    hold(cluster, deployment, -1, now)
     effects.touch_all(vacate(cluster, deployment, now))
     deployment.placement.clear()
     deployment.wpg.displace()
     if not deployment.spec.preemptible:
         change_job(state.job(deployment.job), JobTrigger.DISPLACED)
     _enqueue(cluster, deployment, now)
-    for moving in cluster.relocating_in_order():
+    for moving in cluster.queues.relocating_in_order():
         # A relocation may have waited for this WPG to pull weights.
         effects.touch_all(moving.placement.groups)
 
@@ -208,9 +210,9 @@ def _enqueue(cluster: Cluster, deployment: Deployment, now: float) -> None:
     if not deployment.spec.preemptible:
         begin_to_wait(
             cluster.holdings,
-            cluster.waiting.by_tenant,
+            cluster.queues.waiting.by_tenant,
             cluster.state.job(deployment.job).tenant,
             now,
         )
-    cluster.wait(deployment)
-    cluster.waiting.retry_all()
+    cluster.queues.wait(deployment)
+    cluster.queues.waiting.retry_all()

@@ -47,11 +47,11 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         speed=event.speed,
         last_port=0 if known is None else known.last_port,
     )
-    context.cluster.inventory.node_changed(state.nodes[event.node])
+    context.cluster.capacity.inventory.node_changed(state.nodes[event.node])
     replace_shrunk(context, event.node, now)
     seen = {(worker.deployment, worker.rank): worker for worker in event.workers}
     wanted = set()
-    for deployment in placed_on(context.cluster, event.node):
+    for deployment in placed_on(context.cluster.capacity, event.node):
         ranks = [rank.rank for rank in deployment.placement.ranks if rank.node == event.node]
         if deployment.wpg.state == WpgState.MIGRATING:
             send_migration(context.step(now), deployment)
@@ -93,8 +93,8 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
     for name in event.states:
         if name not in live or not _keeps_state(live[name], event.node):
             effects.emit(ReleaseState(deployment=name, nodes=(event.node,)))
-    context.cluster.waiting.retry_all()
-    unsettled = context.cluster.inventory.unsettled
+    context.cluster.queues.waiting.retry_all()
+    unsettled = context.cluster.capacity.inventory.unsettled
     if unsettled:
         # WPGs that leave other nodes may have waited for the state on this one.
         for other in [name for name in state.nodes if name in unsettled]:
@@ -113,16 +113,16 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
     if node is None:
         raise NotFoundError(f"there is no node {event.node!r}")
     node.is_draining = event.is_draining
-    cluster.inventory.node_changed(node)
+    cluster.capacity.inventory.node_changed(node)
     # GPUs are available again, or deployments that waited for them block others no longer.
-    cluster.waiting.retry_all()
+    cluster.queues.waiting.retry_all()
     if event.is_draining:
         reconcile_node(context, event.node, now)
         return
-    for deployment in cluster.relocating_in_order():
+    for deployment in cluster.queues.relocating_in_order():
         if event.node in deployment.placement.nodes:
             deployment.wpg.moves.cancel()
-            del cluster.relocating[deployment.deployment]
+            cluster.queues.end_move(deployment)
             context.effects.touch_all(deployment.placement.groups)
 
 
@@ -145,15 +145,15 @@ def node_removed(cluster: Cluster, event: NodeRemoved, now: float) -> None:
         for name, deployment in state.deployments.items()
         if _keeps_state(deployment, event.node)
     ]
-    if kept or cluster.inventory.groups_on(event.node):
+    if kept or cluster.capacity.inventory.groups_on(event.node):
         named = ", ".join(repr(name) for name in kept[:3]) or "a group"
         raise ConflictError(
             f"node {event.node!r} still has state or GPUs of {named}: drain it and wait, or cancel "
             "these jobs"
         )
     del state.nodes[event.node]
-    cluster.inventory.node_removed(event.node)
-    cluster.waiting.retry_all()
+    cluster.capacity.inventory.node_removed(event.node)
+    cluster.queues.waiting.retry_all()
 
 
 def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
@@ -210,10 +210,10 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
     context.effects.wake(
         node.lost_at + context.settings.config.node_replace_s, timers.node_check(event.node)
     )
-    context.cluster.inventory.node_changed(node)
+    context.cluster.capacity.inventory.node_changed(node)
     # Deployments that waited for its GPUs block others no longer.
-    context.cluster.waiting.retry_all()
-    for deployment in placed_on(context.cluster, event.node):
+    context.cluster.queues.waiting.retry_all()
+    for deployment in placed_on(context.cluster.capacity, event.node):
         here = [rank.rank for rank in deployment.placement.ranks if rank.node == event.node]
         if deployment.wpg.state == WpgState.MIGRATING:
             continue

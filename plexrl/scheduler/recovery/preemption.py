@@ -27,8 +27,8 @@ def preempt_detached(context: Context, now: float) -> bool:
     job.is_set_aside = True
     del cluster.holdings.detached[job.job]
     for name in job.deployments:
-        cluster.stop_waiting(name)
-    cluster.waiting.retry_all()
+        cluster.queues.stop_waiting(name)
+    cluster.queues.waiting.retry_all()
     return True
 
 

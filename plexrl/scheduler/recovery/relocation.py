@@ -19,6 +19,7 @@ from plexrl.scheduler.accounting.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.accounting.sharing import note_wait
 from plexrl.scheduler.operations.replay import forget_previous
 from plexrl.scheduler.placement.borders import unite_all
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.overlaps import overlap_s
 from plexrl.scheduler.placement.choice.scarcity import is_scarce
 from plexrl.scheduler.placement.choice.search import GroupChoice, find, nearest
@@ -26,6 +27,7 @@ from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.placement.contention.colocation import is_colocated, own_group
 from plexrl.scheduler.placement.contention.service_level import waiting_bound
 from plexrl.scheduler.placement.placement import join, modes, place, vacate
+from plexrl.scheduler.placement.waiting.queues import Queues
 from plexrl.scheduler.rules.policies import PlacementMode
 from plexrl.scheduler.rules.settings import Settings, Situation, Step
 from plexrl.scheduler.rules.switch_cost import HOST, record_tier, round_trip_s
@@ -62,7 +64,7 @@ REOPEN_PART = 0.8
 def holds_up_others(cluster: Cluster, deployment: Deployment) -> bool:
     """Whether it is alone on a group while others wait for its GPUs."""
     return (
-        bool(cluster.waiting)
+        bool(cluster.queues.waiting)
         and bool(deployment.placement.groups)
         and _is_alone(cluster.state, deployment)
         and is_scarce(cluster, deployment)
@@ -80,7 +82,7 @@ def consider_repacking(cluster: Cluster, deployment: Deployment, now: float) -> 
     if choice is None:
         return False
     reason = f"repacked into the gaps of {choice.group}"
-    _begin(cluster, deployment, MoveCause.REPACK, reason)
+    _begin(cluster.queues, deployment, MoveCause.REPACK, reason)
     return True
 
 
@@ -101,13 +103,13 @@ def consider_relief(cluster: Cluster, deployment: Deployment, now: float) -> boo
             is_less = group.is_closed and part < REOPEN_PART * bound
             if is_less and _may_reopen(cluster, group):
                 group.is_closed = False
-                cluster.inventory.refresh(group)
-                cluster.waiting.retry_all()
+                cluster.capacity.inventory.refresh(group)
+                cluster.queues.waiting.retry_all()
         return False
     for group in groups:
         if not group.is_closed and len(group.members) > 1:
             group.is_closed = True
-            cluster.inventory.refresh(group)
+            cluster.capacity.inventory.refresh(group)
     record = deployment.placement.record
     if record is None or now - record.at < settings.config.relief_after_s:
         return False
@@ -122,7 +124,7 @@ def consider_relief(cluster: Cluster, deployment: Deployment, now: float) -> boo
     if _destination(cluster, deployment, MoveCause.RELIEF, now) is None:
         return False
     reason = f"waited {part:.0%} of its time, the bound is {bound:.0%}"
-    _begin(cluster, deployment, MoveCause.RELIEF, reason)
+    _begin(cluster.queues, deployment, MoveCause.RELIEF, reason)
     return True
 
 
@@ -130,14 +132,14 @@ def drain(cluster: Cluster, node: NodeId, now: float) -> list[GroupId]:
     """Move all deployments that can move off a drained node. Called again when capacity appears.
     Returns the groups of those that will move, whose next steps must be decided."""
     left = []
-    for name in cluster.inventory.groups_on(node):
+    for name in cluster.capacity.inventory.groups_on(node):
         for member in list(cluster.state.groups[name].members):
             deployment = cluster.state.deployment(member)
             if deployment.wpg.moves.planned is not None or now < deployment.wpg.moves.not_before:
                 continue
             if _destination(cluster, deployment, MoveCause.DRAIN, now) is not None:
                 reason = f"node {node!r} is drained"
-                _begin(cluster, deployment, MoveCause.DRAIN, reason)
+                _begin(cluster.queues, deployment, MoveCause.DRAIN, reason)
                 left.append(name)
     return left
 
@@ -159,8 +161,10 @@ def gain_s(cluster: Cluster, deployment: Deployment, choice: GroupChoice) -> flo
     assert deployment.demand.trace is not None
     frees = 0.0
     if _is_alone(cluster.state, deployment):
-        frees = 1.0 if cluster.waiting else FREE_GROUP_VALUE
-    relief = (overlap_s(cluster, deployment) - choice.overlap_s) / deployment.demand.trace.period_s
+        frees = 1.0 if cluster.queues.waiting else FREE_GROUP_VALUE
+    relief = (
+        overlap_s(cluster.capacity, deployment) - choice.overlap_s
+    ) / deployment.demand.trace.period_s
     return REPACK_WINDOW_S * (frees + relief)
 
 
@@ -194,11 +198,11 @@ def is_stopping(state: State, deployment: Deployment) -> bool:
     return deployment.wpg.moves.planned is not None and not _has_pending_pulls(state, deployment)
 
 
-def cancel_move(cluster: Cluster, deployment: Deployment, now: float) -> None:
+def cancel_move(queues: Queues, deployment: Deployment, now: float) -> None:
     """Cancel a move that found no capacity. The WPG stays for at least `BACK_OFF_S`; the caller has
     its nodes checked again after that."""
     deployment.wpg.moves.postpone(now + BACK_OFF_S)
-    cluster.relocating.pop(deployment.deployment, None)
+    queues.end_move(deployment)
 
 
 def finish(context: Context, deployment: Deployment, now: float) -> bool:
@@ -207,7 +211,7 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     relocation = deployment.wpg.moves.planned
     assert relocation is not None, f"{deployment.deployment} is not relocating"
     deployment.wpg.moves.cancel()
-    cluster.relocating.pop(deployment.deployment, None)
+    cluster.queues.end_move(deployment)
     choice = _destination(cluster, deployment, relocation.cause, now)
     if choice is None or deployment.placement.group is None:
         return False
@@ -231,10 +235,10 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
         joined = place(cluster, deployment, now, only=(PlacementMode.DEDICATED,))
         assert joined is not None, "the destination search found free GPUs"
     else:
-        join(cluster, deployment, choice, now)
-    context.effects.touch_all(unite_all(cluster, old_groups, now))
+        join(cluster.capacity, deployment, choice, now)
+    context.effects.touch_all(unite_all(cluster.capacity, old_groups, now))
     deployment.wpg.moves.done(relocation.reason, now)
-    cluster.waiting.retry_all()
+    cluster.queues.waiting.retry_all()
     settle(context.step(now), deployment)
     return True
 
@@ -289,9 +293,9 @@ def migrated(step: Step, deployment: Deployment, node: NodeId) -> bool:
     return True
 
 
-def _begin(cluster: Cluster, deployment: Deployment, cause: MoveCause, reason: str) -> None:
+def _begin(queues: Queues, deployment: Deployment, cause: MoveCause, reason: str) -> None:
     deployment.wpg.moves.plan(Relocation(reason=reason, cause=cause))
-    cluster.relocating[deployment.deployment] = None
+    queues.await_move(deployment)
 
 
 def _release_left_nodes(effects: Effects, deployment: Deployment) -> None:
@@ -331,7 +335,7 @@ def _destination(
     """The destination of a move for this cause; None: there is none, or the move does not pay."""
     match cause:
         case MoveCause.REPACK:
-            own = own_group(cluster, deployment)
+            own = own_group(cluster.capacity, deployment)
             near = []
             if own is not None and own.is_worthwhile:
                 near.append(GroupChoice(group=own.group.group, mode=PlacementMode.COLOCATED))
@@ -346,7 +350,10 @@ def _destination(
             return None
         case MoveCause.RELIEF:
             return _elsewhere(
-                cluster, deployment, now, lambda choice: _relieves(cluster, deployment, choice)
+                cluster,
+                deployment,
+                now,
+                lambda choice: _relieves(cluster.capacity, deployment, choice),
             )
         case MoveCause.DRAIN:
             return _elsewhere(cluster, deployment, now, lambda _: True)
@@ -354,9 +361,9 @@ def _destination(
             assert_never(cause)
 
 
-def _relieves(cluster: Cluster, deployment: Deployment, choice: GroupChoice) -> bool:
+def _relieves(capacity: Capacity, deployment: Deployment, choice: GroupChoice) -> bool:
     """Whether the deployment would wait less there."""
-    groups = cluster.state.groups_of(deployment)
+    groups = capacity.state.groups_of(deployment)
     rivals = len({name for group in groups for name in group.members}) - 1
     match choice.mode:
         case PlacementMode.DEDICATED:
@@ -364,9 +371,9 @@ def _relieves(cluster: Cluster, deployment: Deployment, choice: GroupChoice) -> 
         case PlacementMode.STRICT:
             return True
         case PlacementMode.OVERLAP:
-            return choice.overlap_s < overlap_s(cluster, deployment)
+            return choice.overlap_s < overlap_s(capacity, deployment)
         case _:
-            return len(cluster.state.groups[choice.group].members) < rivals
+            return len(capacity.state.groups[choice.group].members) < rivals
 
 
 def _elsewhere(
@@ -376,7 +383,7 @@ def _elsewhere(
     for mode in modes(cluster, deployment, now):
         match mode:
             case PlacementMode.DEDICATED:
-                gpus = cluster.inventory.find_gpus(deployment)
+                gpus = cluster.capacity.inventory.find_gpus(deployment)
                 reach = (
                     cluster.settings.config.migrates or gpus is None or not _has_state(deployment)
                 )

@@ -78,8 +78,11 @@ class Settings:
 class Situation(Protocol):
     """What decisions read."""
 
-    state: State
-    settings: Settings
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def settings(self) -> Settings: ...
 
 
 class Step:

@@ -83,7 +83,7 @@ def write_report(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
+class CapacitySection:
     """The page's section on the smallest clusters."""
 
     headline: str
@@ -93,11 +93,11 @@ class Capacity:
     probes: ReportTable
 
 
-def capacity(plans: Sequence[CapacityPlan]) -> Capacity:
+def capacity(plans: Sequence[CapacityPlan]) -> CapacitySection:
     """The section on the smallest clusters: text, plots and a table."""
     look = looks([LabelledRun(label=plan.policy, result=answer(plan)) for plan in plans])
     found = (objective_plot(plans, look), cost_curve(plans, look))
-    return Capacity(
+    return CapacitySection(
         headline=capacity_headline(plans),
         notes=tuple(certainty(plan) for plan in plans),
         plots=tuple(plot for plot in found if plot is not None),

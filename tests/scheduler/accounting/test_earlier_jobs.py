@@ -282,7 +282,7 @@ def test_waiting_jobs_of_one_shape_have_one_prior() -> None:
     train(cluster, "first", 4, work_s=11.0)
     same = {id(each.demand.trace) for each in waiting} == {id(before)}
     assert same, "a small change renews nothing"
-    assert len(list(cluster.core.cluster.waiting.kinds())) == 1
+    assert len(list(cluster.core.cluster.queues.waiting.kinds())) == 1
 
 
 def test_waiting_jobs_of_one_name_are_of_one_kind_although_the_usual_length_has_changed() -> None:
@@ -400,7 +400,7 @@ def test_what_was_learnt_is_not_used_while_learning_is_off() -> None:
     assert not later.demand.has_prior
     assert first.demand.trace is not None
     (group,) = cluster.core.cluster.state.groups.values()
-    assert not cluster.core.cluster.inventory.is_open(group)
+    assert not cluster.core.cluster.capacity.inventory.is_open(group)
     waiting = submit(cluster, "waiting", tenant="three")
     submit_named(cluster, "named", "name")
     jobs = cluster.core.cluster.state.jobs
@@ -412,7 +412,7 @@ def test_what_was_learnt_is_not_used_while_learning_is_off() -> None:
     assert waiting.demand.has_prior
     assert later.demand.has_prior
     assert jobs[JobId("named")].usual_s == 65536.0
-    assert cluster.core.cluster.inventory.is_open(group)
+    assert cluster.core.cluster.capacity.inventory.is_open(group)
 
 
 def test_a_profile_of_one_cycle_is_completed_while_learning_is_off() -> None:
@@ -424,7 +424,7 @@ def test_a_profile_of_one_cycle_is_completed_while_learning_is_off() -> None:
     learn(cluster, learns=False)
     assert first.demand.trace is None
     (group,) = cluster.core.cluster.state.groups.values()
-    assert not cluster.core.cluster.inventory.is_open(group)
+    assert not cluster.core.cluster.capacity.inventory.is_open(group)
     train(cluster, "first", 6)
     assert first.demand.trace.cycles == 3
 

@@ -459,9 +459,10 @@ def test_scarcity_checks_one_deployment_of_each_kind_in_a_backlog_over_quota() -
         cluster.job(f"j{number}", expected_s=100.0 + number)
         cluster.deploy(f"j{number}/actor", workers=2)
     context = cluster.core._context
-    assert len(context.cluster.waiting) == 29
+    waiting = context.cluster.queues.waiting
+    assert len(waiting) == 29
     # Of all these the first two are looked at.
-    assert [len(tenants) for tenants in context.cluster.waiting.pending_by_tenant.values()] == [1]
+    assert [len(tenants) for tenants in waiting.pending_by_tenant.values()] == [1]
     # Nobody of them may have the two GPUs that are left, or those that have none.
     placed, waits = (context.state.deployment(DeploymentId(f"j{n}/actor")) for n in (0, 29))
     assert not is_scarce(context.cluster, placed)

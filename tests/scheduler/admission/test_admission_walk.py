@@ -35,7 +35,7 @@ def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
     ahead: set[tuple[str, int]] = set()
     heads: list[list[Deployment]] = []
     reservations: list[ReservedCapacity] = []
-    left = {name: cluster.state.deployment(name) for name in cluster.waiting}
+    left = {name: cluster.state.deployment(name) for name in cluster.queues.waiting}
 
     def turn(each: Deployment) -> AdmissionKey:
         share = tenant_share(cluster.holdings, cluster.state.job(each.job).tenant, now)
@@ -43,7 +43,7 @@ def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
 
     while left:
         deployment = min(left.values(), key=turn)
-        gang = gang_of(cluster, deployment)
+        gang = gang_of(cluster.queues, deployment)
         for each in gang:
             left.pop(each.deployment, None)
         if why_not_yet(cluster, deployment) is not None:
@@ -184,9 +184,9 @@ def test_a_pass_places_the_same_as_a_scan_of_all_waiting_deployments(
             return
         other, event = found
         expected = by_walking(other, cluster.now)
-        waited = set(cluster.core._context.cluster.waiting)
+        waited = set(cluster.core._context.cluster.queues.waiting)
         cluster.send(event)
-        assert waited - set(cluster.core._context.cluster.waiting) == set(expected)
+        assert waited - set(cluster.core._context.cluster.queues.waiting) == set(expected)
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -200,14 +200,14 @@ def test_a_pass_places_what_an_independent_oracle_places(
         if found is None:
             return
         other, event = found
-        waiting = [other.state.deployments[name] for name in other.waiting]
+        waiting = [other.state.deployments[name] for name in other.queues.waiting]
         oracle = SlowAdmission(cluster.config, other.state, cluster.now)
         expected = oracle.run(waiting)
         if oracle.is_tied:
             return
-        waited = set(cluster.core._context.cluster.waiting)
+        waited = set(cluster.core._context.cluster.queues.waiting)
         cluster.send(event)
-        assert waited - set(cluster.core._context.cluster.waiting) == expected
+        assert waited - set(cluster.core._context.cluster.queues.waiting) == expected
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -220,7 +220,7 @@ def test_few_deployments_of_a_backlog_without_equal_ones_are_considered(policy: 
     context = cluster.core._context
     placed = [each for each in context.state.deployments.values() if each.placement.group]
     cluster.send(ev.JobFinished(job=placed[0].job, outcome="completed"))
-    assert len(context.cluster.waiting) > 80
+    assert len(context.cluster.queues.waiting) > 80
     walk = AdmissionWalk(context.cluster, cluster.now, None)
     assert walk.run() == []
     assert len(walk.tried) <= 6
@@ -238,7 +238,9 @@ def test_capacity_for_a_blocking_deployment_is_not_offered_to_the_backlog() -> N
         cluster.job(f"j{number}")
         cluster.deploy(f"j{number}/a", workers=1, trace=trace(20.0 + number / 20))
     context = cluster.core._context
-    assert len(context.cluster.waiting) == 51, "three GPUs are free, and kept for the large job"
+    assert len(context.cluster.queues.waiting) == 51, (
+        "three GPUs are free, and kept for the large job"
+    )
     walk = AdmissionWalk(context.cluster, cluster.now, None)
     assert walk.run() == []
     assert len(walk.tried) <= 2
@@ -258,9 +260,9 @@ def test_no_newcomer_joins_a_group_that_a_blocking_job_of_another_size_needs(
     cluster.pass_time(cluster.config.starvation_bound_s)
     cluster.job("newcomer")
     cluster.deploy("newcomer/a", workers=GPUS, node_type="x", trace=trace(20.0))
-    assert list(cluster.core._context.cluster.waiting) == ["first/a", "newcomer/a"]
+    assert list(cluster.core._context.cluster.queues.waiting) == ["first/a", "newcomer/a"]
     cluster.send(ev.JobFinished(job="there", outcome="completed"))
-    assert "first/a" not in cluster.core._context.cluster.waiting
+    assert "first/a" not in cluster.core._context.cluster.queues.waiting
 
 
 @pytest.mark.parametrize("policy", ["pack", "spread+backfill"])
@@ -278,7 +280,7 @@ def test_a_deployment_that_did_not_fit_joins_a_group_formed_before_its_turn(poli
         cluster.job(name)
         cluster.deploy(f"{name}/a", workers=GPUS, node_type=node_type, trace=trace(busy_s))
         cluster.pass_time(1.0)
-    waiting = cluster.core._context.cluster.waiting
+    waiting = cluster.core._context.cluster.queues.waiting
     assert list(waiting) == ["first/a", "early/a", "makes/a", "late/a"]
     # Free GPUs of any type are kept for the first, and there is no group that anybody could join
     # until one is made of those that it does not want.
@@ -296,7 +298,7 @@ def test_few_gangs_of_a_backlog_are_considered(policy: str) -> None:
             fields = {"trace": trace(90.0 + number / 90)} if kind == "train" else {}
             cluster.deploy(f"j{number}/{name}", kind, workers=2, **fields)
     context = cluster.core._context
-    assert len(context.cluster.waiting) == 198
+    assert len(context.cluster.queues.waiting) == 198
     for pause_s in (0.0, cluster.config.starvation_bound_s):
         cluster.pass_time(pause_s)
         walk = AdmissionWalk(context.cluster, cluster.now, None)
@@ -304,7 +306,7 @@ def test_few_gangs_of_a_backlog_are_considered(policy: str) -> None:
         assert len(walk.tried) <= 20
     placed = {each.job for each in context.state.deployments.values() if each.placement.group}
     cluster.send(ev.JobFinished(job=placed.pop(), outcome="completed"))
-    assert len(context.cluster.waiting) == 196
+    assert len(context.cluster.queues.waiting) == 196
 
 
 def test_the_longest_job_goes_first_if_the_setting_says_so_however_long_others_wait() -> None:

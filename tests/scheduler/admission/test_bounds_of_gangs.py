@@ -81,7 +81,7 @@ class Gangs:
     def may_fit_alone(self, bounds: FitBounds, one: Deployment) -> bool:
         """What the bounds of free GPUs and of groups, unions included, say of one deployment."""
         found = bounds.groups(size_of(one))
-        duty = self.cluster.inventory.duty_when_placed(one)
+        duty = self.cluster.capacity.inventory.duty_when_placed(one)
         wanted = np.array([duty]), np.array([one.spec.state_bytes])
         may_join = found is not None and bool(found.may_join(*wanted)[0])
         return may_join or one.spec.state_bytes <= bounds.free_state_bytes(size_of(one))
@@ -104,12 +104,12 @@ def test_what_fits_is_neither_left_out_nor_refused(seed: int) -> None:
     gangs = Gangs(seed)
     cluster, other, gang = gangs.cluster, gangs.make("other"), gangs.make("gang")
     for each in other:
-        cluster.wait(each)
+        cluster.queues.wait(each)
     reserve(cluster, other[0], NOW)
     coming = (
         ReservedCapacity(cluster, other[0].deployment, NOW) if cluster.state.reservations else None
     )
-    sizes, bounds = sizes_of(gang), FitBounds(cluster)
+    sizes, bounds = sizes_of(gang), FitBounds(cluster.capacity)
     may_fit = (
         gangs.may_fit_alone(bounds, gang[0])
         if len(gang) == 1
@@ -117,12 +117,12 @@ def test_what_fits_is_neither_left_out_nor_refused(seed: int) -> None:
     )
     may_join = bounds.gang_may_fit(sizes, (False,) * len(sizes))
     is_kept = coming is None or coming.is_kept_beside(sizes)
-    was_free = cluster.inventory.pool.free_gpus()
+    was_free = cluster.capacity.inventory.pool.free_gpus()
     if not gangs.place(gang):
         return
     assert may_fit, f"{sizes} fit"
     is_late = coming is None or coming.left_after(gang, float("inf"), NOW) is not None
-    took_free = was_free - cluster.inventory.pool.free_gpus()
+    took_free = was_free - cluster.capacity.inventory.pool.free_gpus()
     assert took_free or may_join or len(sizes) == 1, f"{sizes} fit without free GPUs"
     assert not is_late or is_kept or not took_free, f"{sizes} delay no reservation"
 
@@ -135,11 +135,11 @@ def test_what_fits_an_empty_cluster_is_accepted(seed: int, node_types: tuple[str
     gangs = Gangs(seed, *node_types)
     cluster, state = gangs.cluster, gangs.small.context.state
     for name in [name for name in state.deployments if state.deployments[name].placement.groups]:
-        leave(cluster, state.deployments[name], NOW)
+        leave(cluster.capacity, state.deployments[name], NOW)
     gang = gangs.make("gang")
     if not gangs.place(gang):
         return
     job = state.jobs[gang[0].job]
     for each in gang:
         job.deployments = [other.deployment for other in gang if other is not each]
-        check_it_can_fit(cluster, job, each)
+        check_it_can_fit(cluster.capacity, job, each)

@@ -29,7 +29,7 @@ def submit(
 
 
 def waiting(cluster: FakeCluster) -> list[str]:
-    return sorted({name.split("/")[0] for name in cluster.core._context.cluster.waiting})
+    return sorted({name.split("/")[0] for name in cluster.core._context.cluster.queues.waiting})
 
 
 def behind_a_full_group(policy: str, *, busy_s: float = 50.0, rollout_gpus: int = 2) -> FakeCluster:

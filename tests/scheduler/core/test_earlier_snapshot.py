@@ -50,16 +50,16 @@ def test_deployments_of_a_pass_that_an_earlier_version_interrupted_get_their_tur
     # The capacity is free, and the rest of the pass was due in the next event.
     ended = ev.JobFinished(job=JobId("one"), outcome="completed")
     cluster.core._handlers[ev.JobFinished](ended, cluster.now)
-    context.cluster.waiting.must_retry = False
+    context.cluster.queues.waiting.must_retry = False
     context.effects.commands.clear()
     context.effects.dirty.clear()
     context.effects.wake(cluster.now, timers.Subject(timers.TimerKind.ADMISSION, ""))
     plain = msgspec.msgpack.decode(cluster.core.dump())
     plain |= {"admission": {"began_at": cluster.now, "heap": []}, "queues_changed": True}
     core = SchedulerCore.restore(cluster.config, msgspec.msgpack.encode(plain))
-    assert "two/a" in core._context.cluster.waiting
+    assert "two/a" in core._context.cluster.queues.waiting
     core.handle(ev.TimerFired(), cluster.now)
-    assert "two/a" not in core._context.cluster.waiting
+    assert "two/a" not in core._context.cluster.queues.waiting
 
 
 def test_errors_that_earlier_versions_kept_as_text_are_read() -> None:

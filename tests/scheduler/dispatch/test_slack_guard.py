@@ -38,7 +38,7 @@ def plan(cluster: FakeCluster, job: str, shift: float, busy_s: float = 20.0) -> 
     one.demand.trace = DemandTrace(
         period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=busy_s),), cycles=3
     )
-    update_reservation(cluster.core._context.cluster, one, shift)
+    update_reservation(cluster.core._context.cluster.capacity, one, shift)
 
 
 def owners(cluster: FakeCluster) -> str:
@@ -97,7 +97,9 @@ def test_a_member_whose_plan_overlaps_is_a_guest_until_the_plans_separate() -> N
     plan(cluster, "c", 80.0, busy_s=10.0)
     assert owners(cluster) == "abc"
     plan(cluster, "c", 55.0, busy_s=10.0)
-    assert [overlap_s(cluster.core._context.cluster, member(cluster, job)) for job in "abc"] == [
+    assert [
+        overlap_s(cluster.core._context.cluster.capacity, member(cluster, job)) for job in "abc"
+    ] == [
         0,
         0,
         10,

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 COMMAND = "from plexrl.cli.app import main; main()"
+POLICY = "spread+backfill"
 
 REPLAY = """
 import dataclasses, json, sys
@@ -37,13 +38,13 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_compiled_and_not_every_policy_gives_the_same_result(tmp_path: Path) -> None:
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("plexrl", "examples"):
+    for name in ("plexrl", "examples", "benchmarks"):
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     trace = tmp_path / "trace.csv"
@@ -51,12 +52,16 @@ def test_compiled_and_not_every_policy_gives_the_same_result(tmp_path: Path) -> 
     replay = [sys.executable, "-c", REPLAY, str(trace)]
     # Before the build: it leaves the extensions in the sources, too.
     pure = json.loads(run(replay, source))
+    decide = [sys.executable, "-m", "benchmarks.simulating.command_log", POLICY]
+    decisions = run(decide, source)
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(site)]
     run([*pip, str(source)], tmp_path, HATCH_BUILD_HOOKS_ENABLE="true")
     compiled = json.loads(run(replay, site))
     assert (pure.pop("compiled"), compiled.pop("compiled")) == (False, True)
     assert len(pure) == 11
     assert compiled == pure
+    shutil.copytree(source / "benchmarks", site / "benchmarks")
+    assert run(decide, site) == decisions
 
 
 def run(command: list[str], where: Path, **variables: str) -> str:

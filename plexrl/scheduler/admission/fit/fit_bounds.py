@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.waiting.units import Size, Sizes
 from plexrl.scheduler.rules.limits import TOTAL_MAX
 
@@ -55,9 +55,9 @@ def _by_workers(each: tuple[bool, Size]) -> tuple[int, bool]:
 class FitBounds:
     """The bounds of one pass, kept until a deployment is placed."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._policy_shares = cluster.settings.anybody_shares
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        self._policy_shares = capacity.settings.anybody_shares
         self._free: dict[Size, int] = {}
         self._groups: dict[Size, GroupBound | None] = {}
         self._free_gpus: int | None = None
@@ -81,7 +81,7 @@ class FitBounds:
         most = self._free.get(size)
         if most is None:
             most = NO_FIT
-            for kind, gpus in self._cluster.inventory.pool.free_by_kind(size.node_type):
+            for kind, gpus in self._capacity.inventory.pool.free_by_kind(size.node_type):
                 if gpus >= size.workers:
                     on_gpus = TOTAL_MAX if kind.gpu_kind else kind.gpu_memory_bytes * size.workers
                     most = max(most, on_gpus)
@@ -102,7 +102,7 @@ class FitBounds:
         """Whether a gang of these sizes may fit, whatever their duties and states; `takes_free`
         says which may take free GPUs."""
         if self._free_gpus is None:
-            self._free_gpus = self._cluster.inventory.pool.free_gpus()
+            self._free_gpus = self._capacity.inventory.pool.free_gpus()
         free = self._free_gpus
         alone, sharing = list[tuple[bool, Size]](), list[tuple[bool, Size]]()
         for may_take, size in sorted(zip(takes_free, sizes, strict=True), key=_by_workers):
@@ -115,7 +115,7 @@ class FitBounds:
             if at and sharing[at - 1][1].workers == size.workers:
                 # It may join that one.
                 continue
-            rest = free_gpus_needed(size, sizes, divides=self._cluster.settings.divides_groups)
+            rest = free_gpus_needed(size, sizes, divides=self._capacity.settings.divides_groups)
             part = size._replace(workers=rest)
             if self.groups(size) or (rest < size.workers and self.groups(part)):
                 continue
@@ -130,7 +130,7 @@ class FitBounds:
     def _has_host(self, size: Size, sharing: Sequence[tuple[bool, Size]]) -> bool:
         """Whether another deployment of the gang that may take free GPUs may have this one on
         them."""
-        divides = self._cluster.settings.divides_groups
+        divides = self._capacity.settings.divides_groups
         return any(
             may_take
             and each != size
@@ -139,9 +139,9 @@ class FitBounds:
         )
 
     def _bound_groups(self, size: Size) -> GroupBound | None:
-        config, index = self._cluster.settings.config, self._cluster.inventory.index
+        config, index = self._capacity.settings.config, self._capacity.inventory.index
         loads, states = [], []
-        larger = self._cluster.settings.divides_groups
+        larger = self._capacity.settings.divides_groups
         for shape in index.shapes(size.workers, size.node_type, or_larger=larger):
             table = index.table(shape)
             rows = (table.is_open & (table.members < config.residents_max)).nonzero()[0]
@@ -152,7 +152,7 @@ class FitBounds:
                 scaled = (table.state_bytes_free[rows] // shape.gpus + 1) * size.workers
                 states.append(np.minimum(scaled, on_gpus))
         if larger:
-            for of_unions, free_bytes in self._cluster.inventory.unions.capacity(size.workers):
+            for of_unions, free_bytes in self._capacity.inventory.unions.capacity(size.workers):
                 loads.append(of_unions)
                 states.append(np.minimum(TOTAL_MAX, (free_bytes + 1) * size.workers))
         if not loads:

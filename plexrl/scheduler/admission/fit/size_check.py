@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from plexrl.errors import CapacityError, ModelDoesNotFitError, UnavailableError
 from plexrl.model.memory.device_memory import DeviceMemory
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.needs import Need, need_of, suits
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind, fabric_note
-from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import fits, least_needs
 from plexrl.scheduler.placement.fit.sharing_search import fit_in_groups
 from plexrl.scheduler.rules.settings import Settings
@@ -15,7 +15,7 @@ from plexrl.scheduler.state.records import Deployment, Job
 GIB = 1 << 30
 
 
-def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None:
+def check_it_can_fit(capacity: Capacity, job: Job, deployment: Deployment) -> None:
     """Refuse a new deployment that the empty cluster could not hold, alone or together with the
     other deployments of its job.
 
@@ -26,7 +26,7 @@ def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None
         ModelDoesNotFitError: the state of a rank is larger than the memory of a GPU, or the whole
             state is larger than the host and NVMe tiers.
     """
-    sizes = cluster.inventory.sizes()
+    sizes = capacity.inventory.sizes()
     if not sizes:
         raise UnavailableError("no node has joined the cluster yet: try again in a moment")
     name, wanted = deployment.deployment, deployment.spec.node_type
@@ -81,7 +81,7 @@ def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None
             host_memory_bytes=tiers,
         )
     if not deployment.spec.preemptible:
-        _check_together(cluster, job, deployment)
+        _check_together(capacity, job, deployment)
 
 
 def _too_large(
@@ -103,19 +103,19 @@ def _too_large(
     )
 
 
-def _check_together(cluster: Cluster, job: Job, deployment: Deployment) -> None:
+def _check_together(capacity: Capacity, job: Job, deployment: Deployment) -> None:
     """Check all deployments of the job at once, because each keeps its GPUs until it ends."""
     if not job.deployments:
         return
-    others = map(cluster.state.deployment, job.deployments)
+    others = map(capacity.state.deployment, job.deployments)
     everything = [*(other for other in others if not other.spec.preemptible), deployment]
-    free = {kind: gpus for kind, (gpus, _) in cluster.inventory.sizes().items()}
+    free = {kind: gpus for kind, (gpus, _) in capacity.inventory.sizes().items()}
     gpus = sum(free.values())
-    needs = least_needs(cluster.settings, everything)
+    needs = least_needs(capacity.settings, everything)
     are_fit = fits(free, needs)
-    if are_fit and fit_in_groups(cluster.settings, free, everything):
+    if are_fit and fit_in_groups(capacity.settings, free, everything):
         return
-    if _fit_in_parts(cluster.settings, free, everything):
+    if _fit_in_parts(capacity.settings, free, everything):
         return
     if are_fit:
         workers = sum(each.spec.workers for each in everything)

@@ -15,9 +15,11 @@ import numpy as np
 from plexrl.ids import DeploymentId, GroupId, JobId
 from plexrl.scheduler.admission.queues.expected_ends import expected_end
 from plexrl.scheduler.admission.queues.reservations import earliest_start
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.index import ShapeTable
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import gang_of
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.state.records import Deployment
 
 LIKE = 1.25
@@ -34,11 +36,11 @@ def takes_a_place(cluster: Cluster, deployment: Deployment, now: float) -> bool:
     and its state has to fit now. Without likeness, members of less duty could take each other's
     places for ever.
     """
-    gang = sorted(gang_of(cluster, deployment), key=_size)
+    gang = sorted(gang_of(cluster.queues, deployment), key=_size)
     sharing = [each for each in gang if each.spec.shares]
     if len(gang) < 2 or not sharing or not cluster.settings.anybody_shares:
         return False
-    places = {each.deployment: _places(cluster, each) for each in sharing}
+    places = {each.deployment: _places(cluster.capacity, each) for each in sharing}
     tried: set[JobId] = set()
     ends_at = math.inf
     for name in places[sharing[0].deployment]:
@@ -49,47 +51,47 @@ def takes_a_place(cluster: Cluster, deployment: Deployment, now: float) -> bool:
             tried.add(job)
     if ends_at == math.inf:
         return False
-    at = earliest_start(cluster, gang, now)
+    at = earliest_start(cluster.capacity, gang, now)
     # There seem to be enough now, and yet they are not where it could take them.
     return at <= now or ends_at <= at
 
 
-def _places(cluster: Cluster, joining: Deployment) -> dict[GroupId, None]:
+def _places(capacity: Capacity, joining: Deployment) -> dict[GroupId, None]:
     """Groups that can take the deployment once a member of average duty has left."""
-    index = cluster.inventory.index
+    index = capacity.inventory.index
     found: dict[GroupId, None] = {}
     for shape in index.shapes(joining.spec.workers, joining.spec.node_type):
         table = index.table(shape)
-        for row in np.flatnonzero(_has_room_later(cluster, table, joining)).tolist():
+        for row in np.flatnonzero(_has_room_later(capacity, table, joining)).tolist():
             name = table.groups[row]
             assert name is not None, "a free row has no members"
-            if cluster.state.groups[name].shared:
+            if capacity.state.groups[name].shared:
                 found[name] = None
     return found
 
 
 def _has_room_later(
-    cluster: Cluster, table: ShapeTable, joining: Deployment
+    capacity: Capacity, table: ShapeTable, joining: Deployment
 ) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
     """Rows whose group can take the deployment once a member of average duty has left."""
-    duty = cluster.inventory.duty_when_placed(joining)
+    duty = capacity.inventory.duty_when_placed(joining)
     mean = table.load / np.maximum(table.members, 1)
     return (
         (table.members > 0)
         & (table.state_bytes_free >= joining.spec.state_bytes)
         & (duty <= LIKE * mean)
-        & (table.load - mean + duty <= cluster.settings.config.load_bound)
+        & (table.load - mean + duty <= capacity.settings.config.load_bound)
     )
 
 
 def _succeeds(
-    cluster: Cluster,
+    situation: Situation,
     gang: list[Deployment],
     job: JobId,
     places: dict[DeploymentId, dict[GroupId, None]],
 ) -> bool:
     """Whether the deployments of a running job leave a place for each of `gang`, in its order."""
-    running = map(cluster.state.deployment, cluster.state.job(job).deployments)
+    running = map(situation.state.deployment, situation.state.job(job).deployments)
     held = sorted((each for each in running if each.has_gpus), key=_size)
     if [_size(each) for each in held] != [_size(each) for each in gang]:
         return False

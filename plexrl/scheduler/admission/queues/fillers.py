@@ -6,7 +6,7 @@ or quota. When the last member leaves a group, its filler does too, and waits fo
 """
 
 from plexrl.scheduler.placement.capacity.needs import holds
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, hold
 from plexrl.scheduler.placement.placement import put_on
 from plexrl.scheduler.rules.switch_cost import load_s
 from plexrl.scheduler.state.deployment.placement import PlacementRecord
@@ -18,16 +18,16 @@ WAY = "filler"
 
 def place_fillers(cluster: Cluster, now: float) -> list[Deployment]:
     """Place all waiting fillers that a group can take; returns them."""
-    if not cluster.fillers:
+    if not cluster.queues.fillers:
         return []
     state = cluster.state
     free = [
         group
         for group in state.groups.values()
-        if group.members and not group.fillers and cluster.inventory.takes_members(group)
+        if group.members and not group.fillers and cluster.capacity.inventory.takes_members(group)
     ]
-    free.sort(key=lambda group: (cluster.inventory.index.load(group.group), group.serial))
-    waiting = [state.deployment(name) for name in cluster.fillers]
+    free.sort(key=lambda group: (cluster.capacity.inventory.index.load(group.group), group.serial))
+    waiting = [state.deployment(name) for name in cluster.queues.fillers]
     waiting.sort(key=lambda each: (-state.job(each.job).priority, each.serial))
     placed = []
     for deployment in waiting:
@@ -35,7 +35,7 @@ def place_fillers(cluster: Cluster, now: float) -> list[Deployment]:
             each
             for each in free
             if len(each.gpus) == deployment.spec.workers
-            and holds(cluster.inventory, each, deployment)
+            and holds(cluster.capacity.inventory, each, deployment)
         )
         group = next(suiting, None)
         if group is not None:
@@ -46,11 +46,11 @@ def place_fillers(cluster: Cluster, now: float) -> list[Deployment]:
 
 
 def _join(cluster: Cluster, group: Group, deployment: Deployment, now: float) -> None:
-    del cluster.fillers[deployment.deployment]
+    cluster.queues.stop_waiting(deployment.deployment)
     group.fillers.append(deployment.deployment)
     put_on(deployment, (group,))
-    cluster.hold(deployment, +1, now)
-    cluster.inventory.reserve(deployment, strict=False)
+    hold(cluster, deployment, +1, now)
+    cluster.capacity.inventory.reserve(deployment, strict=False)
     deployment.placement.note(
         PlacementRecord(
             at=now,

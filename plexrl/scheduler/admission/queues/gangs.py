@@ -9,13 +9,15 @@ from plexrl.scheduler.accounting.quotas import over_quota
 from plexrl.scheduler.admission.order import is_partial
 from plexrl.scheduler.admission.queues.expected_ends import expected_end
 from plexrl.scheduler.admission.queues.reservations import ReservedCapacity
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
-from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.cluster import Cluster, hold
 from plexrl.scheduler.placement.contention.colocation import spans_later
 from plexrl.scheduler.placement.fit.feasibility import gang_of
 from plexrl.scheduler.placement.fit.rehearsal import in_placement_order
 from plexrl.scheduler.placement.placement import leave, modes, place
 from plexrl.scheduler.rules.policies import PlacementMode
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.state.demand.trace import DemandTrace
 from plexrl.scheduler.state.records import Deployment, Job
 
@@ -35,7 +37,7 @@ def why_not_yet(cluster: Cluster, deployment: Deployment) -> tuple[str, str] | N
     if job.gang and len(job.deployments) < job.gang:
         have = len(job.deployments)
         return f"its gang of {job.gang} has {have} deployments so far", "gang"
-    gpus = sum(each.spec.workers for each in gang_of(cluster, deployment))
+    gpus = sum(each.spec.workers for each in gang_of(cluster.queues, deployment))
     reason = over_quota(cluster.holdings, job, gpus)
     return None if reason is None else (reason, "quota")
 
@@ -57,8 +59,8 @@ def place_all(
     ):
         return False
     for deployment in gang:
-        cluster.stop_waiting(deployment.deployment)
-        cluster.hold(deployment, +1, now)
+        cluster.queues.stop_waiting(deployment.deployment)
+        hold(cluster, deployment, +1, now)
     if job.placed_at is None:
         job.placed_at = now
     return True
@@ -80,7 +82,7 @@ def _place_in_order(
     for deployment in _rollouts_first(cluster, in_placement_order(gang)):
         group = place(cluster, deployment, now, only=allowed[deployment.deployment])
         if group is None:
-            _undo(cluster, done, now)
+            _undo(cluster.capacity, done, now)
             return False
         groups = cluster.state.groups_of(deployment)
         done.append((deployment, {group.group: group.alone_since for group in groups}))
@@ -88,7 +90,7 @@ def _place_in_order(
     left = [reservation.left_after(gang, ends_at, now) for reservation in reservations]
     for found in left:
         if found is None:
-            _undo(cluster, done, now)
+            _undo(cluster.capacity, done, now)
             return False
     for each, found in zip(reservations, left, strict=True):
         assert found is not None, "checked before"
@@ -96,19 +98,19 @@ def _place_in_order(
     return True
 
 
-def _rollouts_first(cluster: Cluster, gang: list[Deployment]) -> list[Deployment]:
+def _rollouts_first(situation: Situation, gang: list[Deployment]) -> list[Deployment]:
     """First the rollouts on whose GPUs a larger deployment of the gang can be, too."""
-    if not cluster.settings.divides_groups:
+    if not situation.settings.divides_groups:
         return gang
-    first = {name.deployment: None for each in gang for name in spans_later(cluster, each)}
+    first = {name.deployment: None for each in gang for name in spans_later(situation, each)}
     return sorted(gang, key=lambda each: each.deployment not in first)
 
 
 def _undo(
-    cluster: Cluster, done: list[tuple[Deployment, dict[GroupId, float]]], now: float
+    capacity: Capacity, done: list[tuple[Deployment, dict[GroupId, float]]], now: float
 ) -> None:
     for deployment, alone_since in reversed(done):
-        leave(cluster, deployment, now, alone_since)
+        leave(capacity, deployment, now, alone_since)
         deployment.placement.clear()
 
 

@@ -16,11 +16,13 @@ from collections.abc import Collection, Iterable, Sequence
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.fit.fit_bounds import free_gpus_needed
 from plexrl.scheduler.admission.queues.expected_ends import expected_end
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.needs import node_types_compatible
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import fit_as_placed, gang_of
 from plexrl.scheduler.placement.waiting.units import Size
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.state.records import Deployment, Group, Job, ReservedStart
 
 RENEWALS_MAX = 8
@@ -32,12 +34,12 @@ class ReservedCapacity:
 
     def __init__(self, cluster: Cluster, name: DeploymentId, now: float) -> None:
         self._cluster = cluster
-        self._gang = gang_of(cluster, cluster.state.deployment(name))
+        self._gang = gang_of(cluster.queues, cluster.state.deployment(name))
         self.at = cluster.state.reservations[name].at
-        self._free = dict(cluster.inventory.in_service())
+        self._free = dict(cluster.capacity.inventory.in_service())
         for ends_at, group in _ends(cluster, now):
             if ends_at > self.at:
-                _subtract(cluster, self._free, group)
+                _subtract(cluster.capacity, self._free, group)
         self._is_kept_beside: dict[int, bool] = {}
 
     def is_kept_beside(self, sizes: Sequence[Size]) -> bool:
@@ -66,8 +68,8 @@ class ReservedCapacity:
         for name in {group: None for each in gang for group in each.placement.groups}:
             group = cluster.state.groups[name]
             if _end_of(cluster, group, now, without=names) <= self.at:
-                _subtract(cluster, left, group)
-        is_kept = left == self._free or fit_as_placed(cluster, left, self._gang)
+                _subtract(cluster.capacity, left, group)
+        is_kept = left == self._free or fit_as_placed(cluster.capacity, left, self._gang)
         return left if is_kept else None
 
     def count(self, left: dict[NodeKind, int]) -> None:
@@ -81,7 +83,7 @@ class ReservedCapacity:
         for kind, free in self._free.items():
             if free >= gpus:
                 left = {**self._free, kind: free - gpus}
-                if fit_as_placed(self._cluster, left, self._gang):
+                if fit_as_placed(self._cluster.capacity, left, self._gang):
                     return True
         return False
 
@@ -103,7 +105,7 @@ class Reservations:
         its requests have to block others."""
         if not self._is_on:
             return False
-        self._gangs.append(gang_of(self._cluster, deployment))
+        self._gangs.append(gang_of(self._cluster.queues, deployment))
         if not reserve(self._cluster, deployment, now):
             return False
         self.coming.append(ReservedCapacity(self._cluster, deployment.deployment, now))
@@ -126,7 +128,7 @@ def reserve(cluster: Cluster, deployment: Deployment, now: float) -> bool:
     known = reservations.get(name)
     if known is not None and (now < known.at or known.renewals >= RENEWALS_MAX):
         return now < known.at
-    at = earliest_start(cluster, gang_of(cluster, deployment), now)
+    at = earliest_start(cluster.capacity, gang_of(cluster.queues, deployment), now)
     if known is None:
         reservations[name] = ReservedStart(at=at)
     elif at > now:
@@ -144,43 +146,43 @@ def is_rival_of(gang: Sequence[Deployment], node_types: Iterable[str]) -> bool:
     return False
 
 
-def earliest_start(cluster: Cluster, gang: Sequence[Deployment], now: float) -> float:
+def earliest_start(capacity: Capacity, gang: Sequence[Deployment], now: float) -> float:
     """When the gang has GPUs by expected lengths; now if the nodes in service never have enough."""
-    ends = _ends(cluster, now)
-    free = dict(cluster.inventory.in_service())
+    ends = _ends(capacity, now)
+    free = dict(capacity.inventory.in_service())
     for _, group in ends:
-        _subtract(cluster, free, group)
+        _subtract(capacity, free, group)
     low, high = 0, len(ends) + 1
     while low < high:
         middle = (low + high) // 2
         left = dict(free)
         for _, group in ends[:middle]:
-            _subtract(cluster, left, group, -1)
-        if fit_as_placed(cluster, left, gang):
+            _subtract(capacity, left, group, -1)
+        if fit_as_placed(capacity, left, gang):
             high = middle
         else:
             low = middle + 1
     return ends[low - 1][0] if 0 < low <= len(ends) else now
 
 
-def _ends(cluster: Cluster, now: float) -> list[tuple[float, Group]]:
+def _ends(situation: Situation, now: float) -> list[tuple[float, Group]]:
     """The groups and their expected ends, earliest first."""
-    ends = [(_end_of(cluster, group, now), group) for group in cluster.state.groups.values()]
+    ends = [(_end_of(situation, group, now), group) for group in situation.state.groups.values()]
     ends.sort(key=lambda each: (each[0], each[1].serial))
     return ends
 
 
 def _end_of(
-    cluster: Cluster, group: Group, now: float, without: Collection[DeploymentId] = ()
+    situation: Situation, group: Group, now: float, without: Collection[DeploymentId] = ()
 ) -> float:
     """When the last member of a group ends; now if it has none."""
-    state, latest = cluster.state, now
+    state, latest = situation.state, now
     for name in group.members:
         if name not in without:
             latest = max(latest, expected_end(state, state.job(state.deployment(name).job), now))
     return latest
 
 
-def _subtract(cluster: Cluster, free: dict[NodeKind, int], group: Group, sign: int = 1) -> None:
-    for kind, gpus in cluster.inventory.gpus_in_service(group).items():
+def _subtract(capacity: Capacity, free: dict[NodeKind, int], group: Group, sign: int = 1) -> None:
+    for kind, gpus in capacity.inventory.gpus_in_service(group).items():
         free[kind] -= sign * gpus

@@ -37,10 +37,11 @@ def _is_over(state: State, name: OperationId) -> bool:
 
 def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
     """Whether the deployment has an operation to run, ready processes, and no back-off."""
-    queue, wpg = deployment.work.queue, deployment.wpg
+    work, wpg = deployment.work, deployment.wpg
+    queue = work.queue
     if not queue or wpg.state is not _READY or now < wpg.backoff.until:
         return False
-    if saves_stored_state(deployment):
+    if work.running and saves_stored_state(deployment):
         return False
     if wpg.moves.planned is not None and is_stopping(state, deployment):
         return False

@@ -11,8 +11,7 @@ from typing import NamedTuple, TypedDict
 
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.operations.deadlines.bounds import BoundedRun, is_launching, runs, watch
-from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.rules.settings import Step
+from plexrl.scheduler.rules.settings import Situation, Step
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.records import Deployment
 
@@ -89,9 +88,9 @@ def watch_all(step: Step) -> None:
             watch(step, deployment)
 
 
-def overdue_view(cluster: Cluster, now: float) -> list[OverdueView]:
+def overdue_view(situation: Situation, now: float) -> list[OverdueView]:
     """The runs that are overdue."""
-    state = cluster.state
+    state = situation.state
     if not state.overdue_s:
         return []
     return [
@@ -103,6 +102,6 @@ def overdue_view(cluster: Cluster, now: float) -> list[OverdueView]:
             "replaced_at": run.due_at,
         }
         for deployment in state.deployments.values()
-        for run in runs(cluster, deployment)
+        for run in runs(situation, deployment)
         if run.is_overdue(now) and (state.routers or not run.operation)
     ]

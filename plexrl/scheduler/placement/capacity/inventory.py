@@ -5,6 +5,7 @@ The state determines all of it: `Inventory(config, policy, state)` rebuilds it a
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -101,7 +102,7 @@ class Inventory:
         names = [name for group in groups for name in (*group.members, *group.fillers)]
         if (
             (node.lost_at is not None or node.is_draining)
-            or any(self._parts_of[group.group][node.node].highest >= node.gpus for group in groups)
+            or any(self._parts_of[group.group][node.node].gpus[-1] >= node.gpus for group in groups)
             or not all(may_span(self._state, self._state.deployments[name]) for name in names)
         ):
             self.unsettled[node.node] = None
@@ -281,11 +282,11 @@ class Inventory:
     def gpus_in_service(self, group: Group) -> dict[NodeKind, int]:
         """The group's GPUs on nodes in service, by kind."""
         found: dict[NodeKind, int] = {}
-        for gpu in group.gpus:
-            node = self._state.nodes[gpu.node]
-            if is_in_service(node) and gpu.gpu < node.gpus:
-                kind = kind_of(node)
-                found[kind] = found.get(kind, 0) + 1
+        for name, part in self._parts_of[group.group].items():
+            node = self._state.nodes[name]
+            if is_in_service(node):
+                kind, gpus = kind_of(node), bisect_left(part.gpus, node.gpus)
+                found[kind] = found.get(kind, 0) + gpus
         return found
 
     def groups_on(self, node: NodeId) -> list[GroupId]:
@@ -330,7 +331,7 @@ class Inventory:
         host, total = [], []
         for node, part in self._parts_of[group.group].items():
             known, kept = self._state.nodes[node], self._kept.get(node, 0)
-            scale = len(group.gpus) / part.ranks
+            scale = len(group.gpus) / len(part.gpus)
             host.append(int((known.host_memory_bytes - kept) * scale))
             total.append(int((known.host_memory_bytes + known.nvme_bytes - kept) * scale))
         # The index stores 64-bit integers.
@@ -420,7 +421,7 @@ class Inventory:
         if not group.shared:
             return
         for node, part in self._parts_of[group.group].items():
-            nbytes = deployment.spec.state_bytes * part.ranks // deployment.spec.workers
+            nbytes = deployment.spec.state_bytes * len(part.gpus) // deployment.spec.workers
             self._kept[node] = self._kept.get(node, 0) + sign * nbytes
 
     def _update_capacity(self, group: Group) -> None:
@@ -441,7 +442,7 @@ class Inventory:
             return False
         for name, part in self._parts_of[group.group].items():
             node = self._state.nodes[name]
-            if not is_in_service(node) or part.highest >= node.gpus:
+            if not is_in_service(node) or part.gpus[-1] >= node.gpus:
                 return False
         return True
 
@@ -485,9 +486,8 @@ class _Demand:
 class _Part:
     """The part of a group on one node."""
 
-    ranks: int
-    highest: int
-    """Index of its last GPU on the node."""
+    gpus: list[int]
+    """Indexes of its GPUs on the node, ascending."""
 
 
 def _parts(group: Group) -> dict[NodeId, _Part]:
@@ -495,6 +495,4 @@ def _parts(group: Group) -> dict[NodeId, _Part]:
     indexes: dict[NodeId, list[int]] = {}
     for gpu in group.gpus:
         indexes.setdefault(gpu.node, []).append(gpu.gpu)
-    return {
-        node: _Part(ranks=len(gpus), highest=max(gpus)) for node, gpus in sorted(indexes.items())
-    }
+    return {node: _Part(gpus=sorted(gpus)) for node, gpus in sorted(indexes.items())}

@@ -6,14 +6,12 @@ slots is counted on request. Members without a profile count as overlapping with
 """
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.state.demand.reservation import Reservation
 from plexrl.scheduler.state.demand.trace import Footprint
 from plexrl.scheduler.state.records import Deployment, Group
-
-if TYPE_CHECKING:
-    from plexrl.scheduler.placement.cluster import Cluster
 
 UNCOUNTED_S: Final = math.inf
 """Marks an overlap whose length was not counted."""
@@ -22,24 +20,24 @@ TINY_SLOTS: Final = 1e-5
 """Far below a slot, above the edges of segments that take no slot (`EDGE_PARTS`)."""
 
 
-def update_reservation(cluster: "Cluster", deployment: Deployment, shift: float) -> None:
+def update_reservation(capacity: Capacity, deployment: Deployment, shift: float) -> None:
     """Replace the deployment's reservation by its present trace at `shift` slots."""
     trace, before = deployment.demand.trace, deployment.placement.reservation
-    cluster.inventory.replace_reservation(deployment, trace, shift)
-    overlaps = trace is not None and _overlaps_any(cluster, deployment)
+    capacity.inventory.replace_reservation(deployment, trace, shift)
+    overlaps = trace is not None and _overlaps_any(capacity, deployment)
     overlap_s = UNCOUNTED_S if overlaps else 0.0
     reservation = Reservation(shift=shift, trace=trace, overlap_s=overlap_s)
     deployment.placement.reserve(reservation)
-    groups = cluster.state.groups_of(deployment)
+    groups = capacity.state.groups_of(deployment)
     for group in groups:
         if trace is None or before is None or before.trace is None:
             # The group may accept members now, or none any more.
-            cluster.inventory.refresh(group)
+            capacity.inventory.refresh(group)
     for group in groups:
-        refresh_overlap_flags(cluster, group)
+        refresh_overlap_flags(capacity, group)
 
 
-def follow(cluster: "Cluster", deployment: Deployment) -> None:
+def follow(capacity: Capacity, deployment: Deployment) -> None:
     """Plan the deployment by its present trace, from where its newest cycle began."""
     cycles, reservation = deployment.demand.cycles, deployment.placement.reservation
     if cycles.open is not None:
@@ -49,33 +47,33 @@ def follow(cluster: "Cluster", deployment: Deployment) -> None:
     else:
         assert reservation is not None, f"{deployment.deployment} has no plan and no cycle"
         since = reservation.shift
-    update_reservation(cluster, deployment, since % cluster.settings.config.horizon_slots)
+    update_reservation(capacity, deployment, since % capacity.settings.config.horizon_slots)
 
 
-def refresh_overlap_flags(cluster: "Cluster", group: Group) -> None:
+def refresh_overlap_flags(capacity: Capacity, group: Group) -> None:
     """Clear the overlap flag of members that no longer overlap, after a footprint moved."""
     for name in group.members:
-        member = cluster.state.deployments[name]
+        member = capacity.state.deployments[name]
         reservation = member.placement.reservation
         if (
             reservation is not None
             and reservation.overlap_s != 0.0
             and reservation.trace is not None
-            and not _overlaps_any(cluster, member)
+            and not _overlaps_any(capacity, member)
         ):
             member.placement.reserve(Reservation(shift=reservation.shift, trace=reservation.trace))
 
 
-def overlap_s(cluster: "Cluster", deployment: Deployment) -> float:
+def overlap_s(capacity: Capacity, deployment: Deployment) -> float:
     """Seconds of the deployment's cycle in which another member is busy too, by the plan."""
     reservation = deployment.placement.reservation
     if not deployment.placement.groups or reservation is None or reservation.overlap_s == 0.0:
         return 0.0
     others = 0
-    for group in cluster.state.groups_of(deployment):
-        slots = cluster.inventory.index.slots(group.group)
+    for group in capacity.state.groups_of(deployment):
+        slots = capacity.inventory.index.slots(group.group)
         for name in group.members:
-            planned = cluster.state.deployments[name].placement.reservation
+            planned = capacity.state.deployments[name].placement.reservation
             if name != deployment.deployment and planned is not None and planned.trace is not None:
                 others |= slots.busy_of(name)
     both = slots.busy_of(deployment.deployment) & others
@@ -110,13 +108,13 @@ def footprints_overlap(one: Footprint, other: Footprint) -> bool:
     return is_close and one.busy() & other.busy() != 0
 
 
-def _overlaps_any(cluster: "Cluster", deployment: Deployment) -> bool:
+def _overlaps_any(capacity: Capacity, deployment: Deployment) -> bool:
     """Whether its plan overlaps with that of another member of one of its groups."""
-    for group in cluster.state.groups_of(deployment):
-        footprints = cluster.inventory.index.slots(group.group).footprints
+    for group in capacity.state.groups_of(deployment):
+        footprints = capacity.inventory.index.slots(group.group).footprints
         own = footprints[deployment.deployment]
         for name in group.members:
-            planned = cluster.state.deployments[name].placement.reservation
+            planned = capacity.state.deployments[name].placement.reservation
             if (
                 name != deployment.deployment
                 and planned is not None

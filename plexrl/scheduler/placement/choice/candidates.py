@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.placement.borders import may_divide
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.index import CapacityShape, ShapeTable
 from plexrl.scheduler.placement.capacity.needs import kept_bytes, need_of
-from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.rules.settings import Settings
+from plexrl.scheduler.placement.waiting.queues import Queues
+from plexrl.scheduler.rules.settings import Settings, Situation
 from plexrl.scheduler.state.records import Deployment, Group
 
 UNIONS_MAX = 8
@@ -41,24 +42,24 @@ def members_of(groups: Sequence[Group]) -> list[DeploymentId]:
 
 
 def exclude_own(
-    cluster: Cluster, shape: CapacityShape, deployment: Deployment, fits_row: NDArray[np.bool_]
+    capacity: Capacity, shape: CapacityShape, deployment: Deployment, fits_row: NDArray[np.bool_]
 ) -> None:
     """Exclude the group that the deployment is on, and those of rollouts that generate at the same
     time as this one: those of its job."""
     excluded = list(deployment.placement.groups)
     if deployment.spec.kind == "rollout":
-        for name in cluster.state.job(deployment.job).deployments:
-            each = cluster.state.deployments[name]
+        for name in capacity.state.job(deployment.job).deployments:
+            each = capacity.state.deployments[name]
             if each.spec.kind == "rollout" and not each.spec.preemptible:
                 excluded += each.placement.groups
     for group in excluded:
-        row = cluster.inventory.index.row(group, shape)
+        row = capacity.inventory.index.row(group, shape)
         if row is not None:
             fits_row[row] = False
 
 
 def shapes(
-    cluster: Cluster,
+    capacity: Capacity,
     deployment: Deployment,
     speed: float | None,
     gpus: int | None = None,
@@ -67,7 +68,7 @@ def shapes(
 ) -> list[CapacityShape]:
     """The shapes of groups that the deployment could join, of `gpus` GPUs (default: its own number)
     or, with `or_larger`, of more; with `speed` only those on nodes of this speed."""
-    need, inventory = need_of(deployment), cluster.inventory
+    need, inventory = need_of(deployment), capacity.inventory
     return [
         shape
         for shape in inventory.index.shapes(
@@ -84,25 +85,25 @@ def is_alike(shape: CapacityShape, group: Group) -> bool:
     return (shape.node_type, shape.gpu_memory_bytes, shape.gpu_kind) == of_group
 
 
-def is_divisible(cluster: Cluster, table: ShapeTable, row: int) -> bool:
+def is_divisible(situation: Situation, table: ShapeTable, row: int) -> bool:
     """Whether the group in the row may be divided."""
     group = table.groups[row]
     assert group is not None, "a free row has capacity"
-    return may_divide(cluster.state, cluster.state.groups[group])
+    return may_divide(situation.state, situation.state.groups[group])
 
 
-def is_awaited(cluster: Cluster, gpus: int) -> bool:
+def is_awaited(queues: Queues, gpus: int) -> bool:
     """Whether a deployment that waits may join a whole group of this size, which a border would
     keep from it."""
     return any(
         size.workers == gpus and size.shares
-        for sizes in cluster.waiting.table.all_sizes.values
+        for sizes in queues.waiting.table.all_sizes.values
         for size in sizes or ()
     )
 
 
 def unions(
-    cluster: Cluster,
+    capacity: Capacity,
     deployment: Deployment,
     gpus: int,
     speed: float | None,
@@ -111,17 +112,17 @@ def unions(
     """Groups that have so many GPUs together, because another deployment spans them, and each of
     which can take the deployment; at most `UNIONS_MAX`, the least loaded. Without the groups of
     that one's own rollouts."""
-    state, inventory = cluster.state, cluster.inventory
+    state, inventory = capacity.state, capacity.inventory
     trace = deployment.demand.trace
     assert trace is not None, "only a trace can be searched for"
     taken = [*deployment.placement.groups, *[group.group for group in beside]]
 
     def rows_of(shape: CapacityShape) -> NDArray[np.bool_] | None:
-        if shape not in shapes(cluster, deployment, speed, shape.gpus) or (
+        if shape not in shapes(capacity, deployment, speed, shape.gpus) or (
             beside and not is_alike(shape, beside[0])
         ):
             return None
-        fits_row = can_take(cluster.settings, inventory.index.table(shape), deployment, trace.duty)
+        fits_row = can_take(capacity.settings, inventory.index.table(shape), deployment, trace.duty)
         for name in taken:
             row = inventory.index.row(name, shape)
             if row is not None:
@@ -132,10 +133,10 @@ def unions(
     return [tuple([state.groups[name] for name in names]) for names in found]
 
 
-def intervals_of(cluster: Cluster, union: Sequence[Group]) -> list[NDArray[np.int64]]:
+def intervals_of(capacity: Capacity, union: Sequence[Group]) -> list[NDArray[np.int64]]:
     """The intervals of the footprints of all members of these groups."""
     found: dict[DeploymentId, NDArray[np.int64]] = {}
     for group in union:
-        slots = cluster.inventory.index.slots(group.group)
+        slots = capacity.inventory.index.slots(group.group)
         found |= {name: slots.intervals_of(name) for name in slots.footprints}
     return list(found.values())

@@ -36,7 +36,11 @@ def _waiting_for_gpus(cluster: "Cluster", deployment: "Deployment") -> "Iterator
     more than would be free after it got a group of its own. Deployments that need `SMALL` times as
     many GPUs do not count. One stands for its queue."""
     taken = deployment.spec.workers if deployment.placement.group is None else 0
-    waiting, node_type, pool = cluster.waiting, deployment.spec.node_type, cluster.inventory.pool
+    waiting, node_type, pool = (
+        cluster.queues.waiting,
+        deployment.spec.node_type,
+        cluster.capacity.inventory.pool,
+    )
     for size, tenants in waiting.pending_by_tenant.items():
         if not node_types_compatible(size.node_type, node_type):
             continue

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plexrl.ids import DeploymentId, GroupId
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.index import ShapeTable, sorted_passes
 from plexrl.scheduler.placement.capacity.shift_search import PeriodProfiles, ShiftFit, ShiftSearch
 from plexrl.scheduler.placement.choice.candidates import (
@@ -38,12 +39,11 @@ from plexrl.scheduler.placement.contention.colocation import (
 )
 from plexrl.scheduler.placement.contention.contention import (
     Contention,
-    ContentionConfig,
     Resident,
-    predict,
 )
 from plexrl.scheduler.placement.contention.service_level import has_tight_bound, keeps_bounds
 from plexrl.scheduler.rules.policies import PlacementMode
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.rules.switch_cost import moves_at_best_s
 from plexrl.scheduler.state.demand.trace import DemandTrace, project
 from plexrl.scheduler.state.records import Deployment, Group, State
@@ -51,8 +51,6 @@ from plexrl.wire.messages import RankPlacement
 
 PREDICTIONS_MAX = 2
 """Best-fitting groups for which contention is predicted; each prediction takes milliseconds."""
-
-PREDICTIONS_KEPT = 1024
 """Predictions cached before the cache is cleared."""
 
 BORDER_S = 1.0
@@ -97,16 +95,16 @@ def find(
             found = nearest(cluster, deployment, now, strict=strict, count=1, speed=speed)
             return found[0] if found else None
         case PlacementMode.PACKED | PlacementMode.EMPTIEST:
-            return _by_load(cluster, deployment, mode, speed)
+            return _by_load(cluster.capacity, deployment, mode, speed)
         case PlacementMode.CO_EXECUTED:
-            return _by_round(cluster, deployment, speed)
+            return _by_round(cluster.capacity, deployment, speed)
         case PlacementMode.COLOCATED:
-            own = own_group(cluster, deployment)
+            own = own_group(cluster.capacity, deployment)
             return None if own is None else GroupChoice(group=own.group.group, mode=mode)
         case PlacementMode.SPANNING:
             return _spanning(cluster, deployment, now)
         case PlacementMode.SIBLINGS:
-            group = siblings_group(cluster, deployment)
+            group = siblings_group(cluster.capacity, deployment)
             return None if group is None else GroupChoice(group=group.group, mode=mode)
         case _:
             raise AssertionError(f"{mode} does not join an existing group")
@@ -135,8 +133,8 @@ def nearest(
         cluster, deployment, now, strict=strict, count=most, speed=speed, beside=beside
     ):
         groups = [cluster.state.groups[name] for name in (choice.group, *choice.beside)]
-        expected = predicted_contention(cluster, deployment, groups)
-        in_all = None if expected is None else in_all_groups(cluster, groups, expected)
+        expected = predicted_contention(cluster.capacity, deployment, groups)
+        in_all = None if expected is None else in_all_groups(cluster.capacity, groups, expected)
         if not keeps_bounds(cluster, deployment, members_of(groups), in_all):
             continue
         is_whole = sum([len(group.gpus) for group in (*groups, *beside)]) == deployment.spec.workers
@@ -148,24 +146,24 @@ def nearest(
 
 
 def predicted_contention(
-    cluster: Cluster, deployment: Deployment, groups: Sequence[Group]
+    capacity: Capacity, deployment: Deployment, groups: Sequence[Group]
 ) -> Contention | None:
     """The predicted contention of `deployment`, which comes first, and the members of `groups`, as
     if each used all of them; None if the demand of a member is unknown."""
-    state = cluster.state
+    state = capacity.state
     if deployment.demand.trace is None:
         return None
     gpus = tuple([gpu for group in groups for gpu in group.gpus])
     own = _resident(state, deployment, deployment.demand.trace, gpus[: deployment.spec.workers])
     others = _residents(state, members_of(groups), gpus)
-    return None if others is None else _predicted(cluster, (own, *others))
+    return None if others is None else capacity.predictions.of((own, *others))
 
 
-def in_all_groups(cluster: Cluster, groups: Sequence[Group], expected: Contention) -> Contention:
+def in_all_groups(capacity: Capacity, groups: Sequence[Group], expected: Contention) -> Contention:
     """The prediction for `groups`, with what their members wait for on other groups that they are
     on, too: a burst waits for all its groups, and so what it waits for each adds up. That is what
     others than the members of `groups` make it wait for, as far as their demand is known."""
-    state, names = cluster.state, members_of(groups)
+    state, names = capacity.state, members_of(groups)
     here = {group.group for group in groups}
     parts = list(expected.members)
     for at, name in enumerate(names, start=1):
@@ -181,30 +179,11 @@ def in_all_groups(cluster: Cluster, groups: Sequence[Group], expected: Contentio
         gpus = tuple([gpu for group in elsewhere for gpu in group.gpus])
         residents = _residents(state, [name, *rivals], gpus)
         if residents is not None:
-            waits = _predicted(cluster, residents).members[0]
+            waits = capacity.predictions.of(residents).members[0]
             # Of waiting to running, which is the same in both.
             ratio = sum([part / max(1.0 - part, TINY) for part in (parts[at], waits)])
             parts[at] = ratio / (1.0 + ratio)
     return Contention(members=tuple(parts), group=math.fsum(parts) / len(parts))
-
-
-def _predicted(cluster: Cluster, residents: tuple[Resident, ...]) -> Contention:
-    """The predicted contention of these residents of one group."""
-    settings, known = cluster.settings, cluster.contentions.get(residents)
-    if known is None:
-        rule = ContentionConfig(
-            anticipates=settings.anticipates,
-            guards_slack=settings.policy.guards_slack,
-            starvation_ratio=settings.config.starvation_ratio,
-            starvation_bound_s=settings.config.starvation_bound_s,
-            horizon_slots=settings.config.horizon_slots,
-            period_tolerance=settings.config.period_tolerance,
-            profile_cycles=settings.config.profile_cycles,
-        )
-        if len(cluster.contentions) >= PREDICTIONS_KEPT:
-            cluster.contentions.clear()
-        known = cluster.contentions[residents] = predict(residents, rule)
-    return known
 
 
 def _residents(
@@ -256,7 +235,7 @@ def fitting(
         return []
     config, larger = cluster.settings.config, cluster.settings.divides_groups
     tables = _tables(cluster, deployment, trace.duty, gpus, speed, beside)
-    found_unions = unions(cluster, deployment, gpus, speed, beside) if larger else []
+    found_unions = unions(cluster.capacity, deployment, gpus, speed, beside) if larger else []
     if not tables and not found_unions:
         return []
     wanted = ShiftSearch(
@@ -277,7 +256,7 @@ def fitting(
             found.append(_Candidate(cost, table.gpus, int(table.serial[fit.row]), (group,), fit))
     for union in found_unions:
         names = tuple([group.group for group in union])
-        for fit in _fits_of_union(cluster, union, wanted):
+        for fit in _fits_of_union(cluster.capacity, union, wanted):
             if fit.overlap_s <= bound:
                 serial = min([group.serial for group in union])
                 found.append(_Candidate(fit.cost, gpus, serial, names, fit))
@@ -320,16 +299,16 @@ def _tables(
 ) -> list[tuple[ShapeTable, NDArray[np.intp]]]:
     """The groups of that size, and larger ones of which the deployment may get a part, that have
     capacity for it: rows of tables. Whether a larger one may be divided is not asked yet."""
-    index, found = cluster.inventory.index, list[tuple[ShapeTable, NDArray[np.intp]]]()
+    index, found = cluster.capacity.inventory.index, list[tuple[ShapeTable, NDArray[np.intp]]]()
     larger = cluster.settings.divides_groups
-    for shape in shapes(cluster, deployment, speed, gpus, or_larger=larger):
+    for shape in shapes(cluster.capacity, deployment, speed, gpus, or_larger=larger):
         if beside and not is_alike(shape, beside[0]):
             continue
         table = index.table(shape)
         fits_row = can_take(cluster.settings, table, deployment, duty)
-        exclude_own(cluster, shape, deployment, fits_row)
+        exclude_own(cluster.capacity, shape, deployment, fits_row)
         rows = np.flatnonzero(fits_row)
-        if table.gpus > gpus and is_awaited(cluster, table.gpus):
+        if table.gpus > gpus and is_awaited(cluster.queues, table.gpus):
             continue
         for each in beside:
             there = index.row(each.group, shape)
@@ -340,7 +319,7 @@ def _tables(
 
 
 def _fits_of(
-    cluster: Cluster,
+    situation: Situation,
     table: ShapeTable,
     rows: NDArray[np.intp],
     wanted: ShiftSearch,
@@ -352,33 +331,35 @@ def _fits_of(
     that may be divided only."""
     for some in sorted_passes(table, rows, table.load):
         if is_part:
-            some = some[[is_divisible(cluster, table, row) for row in some.tolist()]]
+            some = some[[is_divisible(situation, table, row) for row in some.tolist()]]
         fits = [fit for fit in table.search(some, wanted) if fit.overlap_s <= bound]
         if fits:
             return fits
     return []
 
 
-def _fits_of_union(cluster: Cluster, union: Sequence[Group], wanted: ShiftSearch) -> list[ShiftFit]:
+def _fits_of_union(
+    capacity: Capacity, union: Sequence[Group], wanted: ShiftSearch
+) -> list[ShiftFit]:
     """The best shift of a union, if it has a fit."""
-    profiles = PeriodProfiles(cluster.settings.config.horizon_slots, wanted.footprint.cycles)
-    intervals = intervals_of(cluster, union)
+    profiles = PeriodProfiles(capacity.settings.config.horizon_slots, wanted.footprint.cycles)
+    intervals = intervals_of(capacity, union)
     row = np.zeros(1, np.intp)
     profiles.refresh(row, np.ones(1, np.int64), partial(_same, intervals))
     return profiles.search(row, wanted)
 
 
 def _by_load(
-    cluster: Cluster, deployment: Deployment, mode: PlacementMode, speed: float | None
+    capacity: Capacity, deployment: Deployment, mode: PlacementMode, speed: float | None
 ) -> GroupChoice | None:
-    duty = cluster.inventory.duty(deployment)
+    duty = capacity.inventory.duty(deployment)
     if deployment.demand.trace is not None:
         duty = deployment.demand.trace.duty
     best: tuple[tuple[float, ...], GroupChoice] | None = None
-    for shape in shapes(cluster, deployment, speed):
-        table = cluster.inventory.index.table(shape)
-        fits_row = can_take(cluster.settings, table, deployment, duty)
-        exclude_own(cluster, shape, deployment, fits_row)
+    for shape in shapes(capacity, deployment, speed):
+        table = capacity.inventory.index.table(shape)
+        fits_row = can_take(capacity.settings, table, deployment, duty)
+        exclude_own(capacity, shape, deployment, fits_row)
         rows = np.flatnonzero(fits_row)
         if not rows.size:
             continue
@@ -391,35 +372,37 @@ def _by_load(
                 break
             name = table.groups[rows[at]]
             assert name is not None, "a free row has capacity"
-            group = cluster.state.groups[name]
-            if not has_tight_bound(cluster, deployment, group.members):
+            group = capacity.state.groups[name]
+            if not has_tight_bound(capacity, deployment, group.members):
                 best = key, GroupChoice(group=name, mode=mode)
                 break
             if deployment.demand.trace is None or not predictions:
                 # A demand that is unknown cannot be shown to keep the bound.
                 continue
             predictions -= 1
-            expected = predicted_contention(cluster, deployment, [group])
-            if expected is not None and keeps_bounds(cluster, deployment, group.members, expected):
+            expected = predicted_contention(capacity, deployment, [group])
+            if expected is not None and keeps_bounds(capacity, deployment, group.members, expected):
                 best = key, GroupChoice(group=name, mode=mode, contention=expected.group)
                 break
     return None if best is None else best[1]
 
 
-def _by_round(cluster: Cluster, deployment: Deployment, speed: float | None) -> GroupChoice | None:
+def _by_round(
+    capacity: Capacity, deployment: Deployment, speed: float | None
+) -> GroupChoice | None:
     """The group whose round takes the deployment at the least cost; the fullest among equals."""
     if deployment.demand.trace is None:
         return None
     best: tuple[tuple[float, ...], GroupChoice] | None = None
-    for shape in shapes(cluster, deployment, speed):
-        table = cluster.inventory.index.table(shape)
-        fits_row = can_take(cluster.settings, table, deployment, deployment.demand.trace.duty)
+    for shape in shapes(capacity, deployment, speed):
+        table = capacity.inventory.index.table(shape)
+        fits_row = can_take(capacity.settings, table, deployment, deployment.demand.trace.duty)
         fits_row &= table.host_bytes_free >= deployment.spec.state_bytes
-        exclude_own(cluster, shape, deployment, fits_row)
+        exclude_own(capacity, shape, deployment, fits_row)
         for row in np.flatnonzero(fits_row).tolist():
             group = table.groups[row]
             assert group is not None, "a free row has capacity"
-            cost = added_stretch(cluster, cluster.state.groups[group], deployment)
+            cost = added_stretch(capacity, capacity.state.groups[group], deployment)
             if cost is None:
                 continue
             key = (cost, -float(table.load[row]), float(table.serial[row]))
@@ -430,12 +413,14 @@ def _by_round(cluster: Cluster, deployment: Deployment, speed: float | None) -> 
 
 def _spanning(cluster: Cluster, deployment: Deployment, now: float) -> GroupChoice | None:
     """The job's own rollouts' groups, and beside them the gaps of another group, or free GPUs."""
-    own = own_rollout_groups(cluster, deployment)
+    own = own_rollout_groups(cluster.capacity, deployment)
     if not own:
         return None
     first, *others = [group.group for group in own]
     rest = deployment.spec.workers - sum([len(group.gpus) for group in own])
-    is_free = cluster.inventory.find_gpus(deployment, None, rest, beside=own[0]) is not None
+    is_free = (
+        cluster.capacity.inventory.find_gpus(deployment, None, rest, beside=own[0]) is not None
+    )
     for strict in (True, False):
         if not strict and is_free and not is_scarce(cluster, deployment):
             break
@@ -453,13 +438,13 @@ def _spanning(cluster: Cluster, deployment: Deployment, now: float) -> GroupChoi
 
 
 def pays(
-    cluster: Cluster, deployment: Deployment, group: Group, expected: Contention | None
+    situation: Situation, deployment: Deployment, group: Group, expected: Contention | None
 ) -> bool:
     """Whether a deployment that joins a part of a larger group saves more GPUs than it costs: those
     that it needs itself, less its waiting, against all of each member's job that waits for it."""
     if expected is None:
         return False
-    state = cluster.state
+    state = situation.state
     own, *others = expected.members
     cost = 0.0
     for name, waiting in zip(group.members, others, strict=True):

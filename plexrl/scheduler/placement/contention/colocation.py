@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from plexrl.scheduler.placement.borders import SPAN_MAX, may_divide
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.needs import (
     fits_as_placed,
     holds,
@@ -20,10 +21,10 @@ from plexrl.scheduler.placement.capacity.needs import (
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind, kind_of
 from plexrl.scheduler.placement.contention.service_level import has_tight_bound, waiting_bound
 from plexrl.scheduler.rules.policies import PlacementMode
+from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.rules.switch_cost import moves_at_best_s
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.placement.cluster import Cluster
     from plexrl.scheduler.state.records import Deployment, Group, State
 
 _DEDICATED: Final = PlacementMode.DEDICATED
@@ -49,17 +50,17 @@ def may_take_turns(members: Sequence["Deployment"]) -> bool:
     return math.fsum(duties) <= 1.0 + TOLERANCE
 
 
-def may_share(cluster: "Cluster", members: Sequence["Deployment"]) -> bool:
+def may_share(capacity: Capacity, members: Sequence["Deployment"]) -> bool:
     """Whether these may take turns, or have no other way: the nodes in service have too few GPUs
     for all deployments of the job, each with its own."""
     if may_take_turns(members):
         return True
     if not _is_rollout_with_others(members):
         return False
-    state = cluster.state
+    state = capacity.state
     all_of_job = [state.deployments[name] for name in state.jobs[members[0].job].deployments]
     lasting = sorted((each for each in all_of_job if not each.spec.preemptible), key=placement_rank)
-    return not fits_as_placed(cluster.inventory.in_service(), [need_of(each) for each in lasting])
+    return not fits_as_placed(capacity.inventory.in_service(), [need_of(each) for each in lasting])
 
 
 def takes_turns(members: Sequence["Deployment"]) -> bool:
@@ -82,33 +83,35 @@ def is_partner(one: "Deployment", other: "Deployment") -> bool:
     return one.job == other.job and (one.spec.kind == "rollout") != (other.spec.kind == "rollout")
 
 
-def own_group(cluster: "Cluster", deployment: "Deployment") -> OwnGroup | None:
+def own_group(capacity: Capacity, deployment: "Deployment") -> OwnGroup | None:
     """Another group of the job in which `deployment` may take turns."""
-    state = cluster.state
+    state = capacity.state
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
         if not _is_elsewhere(other, deployment) or other.spec.workers < deployment.spec.workers:
             continue
         is_larger = other.spec.workers > deployment.spec.workers
-        if is_larger and (deployment.spec.kind != "rollout" or not cluster.settings.divides_groups):
+        if is_larger and (
+            deployment.spec.kind != "rollout" or not capacity.settings.divides_groups
+        ):
             continue
         for group in state.groups_of(other):
             members = [*(state.deployments[member] for member in group.members), deployment]
-            if len(group.gpus) < deployment.spec.workers or not may_share(cluster, members):
+            if len(group.gpus) < deployment.spec.workers or not may_share(capacity, members):
                 continue
-            if is_larger and not (may_divide(state, group) and is_worthwhile(cluster, members)):
+            if is_larger and not (may_divide(state, group) and is_worthwhile(capacity, members)):
                 continue
-            if _has_capacity(cluster, group, deployment):
-                return OwnGroup(group, is_worthwhile(cluster, members))
+            if _has_capacity(capacity, group, deployment):
+                return OwnGroup(group, is_worthwhile(capacity, members))
     return None
 
 
-def own_rollout_groups(cluster: "Cluster", deployment: "Deployment") -> list["Group"]:
+def own_rollout_groups(capacity: Capacity, deployment: "Deployment") -> list["Group"]:
     """The groups of the job's rollouts on which a larger deployment can be, beside others, to take
     turns with them; of one kind of nodes. Empty: there are none, or it is not worthwhile."""
-    state, found, gpus = cluster.state, list["Group"](), 0
+    state, found, gpus = capacity.state, list["Group"](), 0
     if (
-        not cluster.settings.divides_groups
+        not capacity.settings.divides_groups
         or deployment.spec.kind != "train"
         or not deployment.spec.shares
     ):
@@ -123,20 +126,20 @@ def own_rollout_groups(cluster: "Cluster", deployment: "Deployment") -> list["Gr
             gpus + len(group.gpus) < deployment.spec.workers
             and len(found) < SPAN_MAX - 1
             and (not found or _kind(state, group) == _kind(state, found[0]))
-            and is_worthwhile(cluster, members)
-            and _has_capacity(cluster, group, deployment)
+            and is_worthwhile(capacity, members)
+            and _has_capacity(capacity, group, deployment)
         ):
             found.append(group)
             gpus += len(group.gpus)
     return found
 
 
-def spans_later(cluster: "Cluster", deployment: "Deployment") -> list["Deployment"]:
+def spans_later(situation: Situation, deployment: "Deployment") -> list["Deployment"]:
     """The rollouts of the job without GPUs whose GPUs a larger deployment can use, too, once they
     have some."""
-    state = cluster.state
+    state = situation.state
     if (
-        not cluster.settings.divides_groups
+        not situation.settings.divides_groups
         or deployment.spec.kind != "train"
         or not deployment.spec.shares
     ):
@@ -147,15 +150,15 @@ def spans_later(cluster: "Cluster", deployment: "Deployment") -> list["Deploymen
         for other in others
         if not other.placement.groups
         and _is_smaller_rollout(other, deployment)
-        and is_worthwhile(cluster, (other, deployment))
+        and is_worthwhile(situation, (other, deployment))
     ]
 
 
-def _trainers(cluster: "Cluster", rollout: "Deployment") -> list["Deployment"]:
+def _trainers(situation: Situation, rollout: "Deployment") -> list["Deployment"]:
     """The job's training deployments without GPUs, if this is a rollout."""
     if rollout.spec.kind != "rollout":
         return []
-    others = map(cluster.state.deployment, cluster.state.jobs[rollout.job].deployments)
+    others = map(situation.state.deployment, situation.state.jobs[rollout.job].deployments)
     return [other for other in others if other.spec.kind == "train" and not other.placement.groups]
 
 
@@ -173,32 +176,34 @@ def _kind(state: "State", group: "Group") -> "NodeKind":
     return kind_of(state.nodes[group.gpus[0].node])
 
 
-def has_siblings(cluster: "Cluster", deployment: "Deployment") -> bool:
+def has_siblings(situation: Situation, deployment: "Deployment") -> bool:
     """Whether the job has another deployment, also without GPUs, whose group this one may join.
 
     If each of them took GPUs of its own, some of a job that fits could be left without any.
     """
-    state = cluster.state
+    state = situation.state
     return any(
         are_siblings(state.deployments[name], deployment)
         for name in state.jobs[deployment.job].deployments
     )
 
 
-def siblings_group(cluster: "Cluster", deployment: "Deployment") -> "Group | None":
+def siblings_group(capacity: Capacity, deployment: "Deployment") -> "Group | None":
     """The group of another deployment of the job with room for this one."""
-    state = cluster.state
+    state = capacity.state
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
         if not _is_elsewhere(other, deployment) or not are_siblings(other, deployment):
             continue
         group = state.groups[other.placement.groups[0]]
-        duty = cluster.inventory.duty_when_placed(deployment)
-        load = cluster.inventory.index.load(group.group) + duty
-        if load <= cluster.settings.config.load_bound and _has_capacity(cluster, group, deployment):
+        duty = capacity.inventory.duty_when_placed(deployment)
+        load = capacity.inventory.index.load(group.group) + duty
+        if load <= capacity.settings.config.load_bound and _has_capacity(
+            capacity, group, deployment
+        ):
             members = [state.deployments[member] for member in group.members]
             only_own = all(member.job == deployment.job for member in members)
-            if only_own or not has_tight_bound(cluster, deployment, group.members):
+            if only_own or not has_tight_bound(capacity, deployment, group.members):
                 return group
     return None
 
@@ -216,24 +221,24 @@ def are_siblings(one: "Deployment", other: "Deployment") -> bool:
     )
 
 
-def is_worthwhile(cluster: "Cluster", members: Sequence["Deployment"]) -> bool:
+def is_worthwhile(situation: Situation, members: Sequence["Deployment"]) -> bool:
     """Whether these take turns, and need no greater part of their time for switches than their job
     accepts to wait."""
     if not takes_turns(members):
         return False
-    state = cluster.state
+    state = situation.state
     moves = [moves_at_best_s(state, member) for member in members]
     switch_s = max(load for load, _ in moves) + max(offload for _, offload in moves)
     for member in members:
         assert member.demand.trace is not None, f"{member.deployment} takes turns"
-        if switch_s > waiting_bound(cluster, member) * (member.demand.trace.period_s + switch_s):
+        if switch_s > waiting_bound(situation, member) * (member.demand.trace.period_s + switch_s):
             return False
     return True
 
 
-def waiting_partners(cluster: "Cluster", deployment: "Deployment") -> list["Deployment"]:
+def waiting_partners(capacity: Capacity, deployment: "Deployment") -> list["Deployment"]:
     """Deployments of the job without GPUs, each of which may take turns with this one."""
-    state, found = cluster.state, []
+    state, found = capacity.state, []
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
         if (
@@ -242,42 +247,42 @@ def waiting_partners(cluster: "Cluster", deployment: "Deployment") -> list["Depl
             and not other.spec.preemptible
             and other.spec.workers == deployment.spec.workers
             and node_types_compatible(other.spec.node_type, deployment.spec.node_type)
-            and may_share(cluster, (deployment, other))
+            and may_share(capacity, (deployment, other))
         ):
             found.append(other)
     return found
 
 
 def with_own_group(
-    cluster: "Cluster", deployment: "Deployment", found: tuple[PlacementMode, ...]
+    capacity: Capacity, deployment: "Deployment", found: tuple[PlacementMode, ...]
 ) -> tuple[PlacementMode, ...]:
     """The modes `found` by the policy, and those that join other deployments of the job.
 
     To take turns with them comes first if that is better than GPUs of its own, and last if it may
     be possible at all. Siblings come before GPUs of its own, if the policy would not pack them.
     """
-    if cluster.settings.policy.repacks and has_siblings(cluster, deployment):
+    if capacity.settings.policy.repacks and has_siblings(capacity, deployment):
         at = found.index(_DEDICATED)
         found = (*found[:at], PlacementMode.SIBLINGS, *found[at:])
-    if not cluster.settings.anybody_shares:
+    if not capacity.settings.anybody_shares:
         return found
     if any(
-        deployment in spans_later(cluster, trainer) for trainer in _trainers(cluster, deployment)
+        deployment in spans_later(capacity, trainer) for trainer in _trainers(capacity, deployment)
     ):
         # Its training will use the same GPUs.
         return (_DEDICATED, *(each for each in found if each != _DEDICATED))
     if deployment.spec.kind == "rollout" and deployment.demand.trace is None:
         # It may generate all the time.
         found = (_DEDICATED, *(each for each in found if each != _DEDICATED))
-    if own_rollout_groups(cluster, deployment) or spans_later(cluster, deployment):
+    if own_rollout_groups(capacity, deployment) or spans_later(capacity, deployment):
         return (PlacementMode.SPANNING, *found)
-    own = own_group(cluster, deployment)
+    own = own_group(capacity, deployment)
     if own is not None:
         if own.is_worthwhile:
             return (PlacementMode.COLOCATED, *found)
         return (*found, PlacementMode.COLOCATED)
-    partners = waiting_partners(cluster, deployment)
-    if any(is_worthwhile(cluster, (deployment, partner)) for partner in partners):
+    partners = waiting_partners(capacity, deployment)
+    if any(is_worthwhile(capacity, (deployment, partner)) for partner in partners):
         # Both need no more GPUs than the partner alone if this one were in the gaps of others.
         return (PlacementMode.COLOCATED, _DEDICATED, *found)
     return (*found, PlacementMode.COLOCATED) if partners else found
@@ -291,9 +296,9 @@ def _is_elsewhere(other: "Deployment", deployment: "Deployment") -> bool:
     )
 
 
-def _has_capacity(cluster: "Cluster", group: "Group", deployment: "Deployment") -> bool:
+def _has_capacity(capacity: Capacity, group: "Group", deployment: "Deployment") -> bool:
     return (
-        cluster.inventory.takes_members(group)
-        and len(group.members) < cluster.settings.config.residents_max
-        and holds(cluster.inventory, group, deployment)
+        capacity.inventory.takes_members(group)
+        and len(group.members) < capacity.settings.config.residents_max
+        and holds(capacity.inventory, group, deployment)
     )

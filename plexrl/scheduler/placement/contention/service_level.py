@@ -11,13 +11,14 @@ demand of a member is that of others like it (`Deployment.has_prior`).
 
 from typing import TYPE_CHECKING
 
+from plexrl.scheduler.rules.settings import Situation
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from plexrl.ids import DeploymentId
-    from plexrl.scheduler.placement.cluster import Cluster
     from plexrl.scheduler.placement.contention.contention import Contention
-    from plexrl.scheduler.rules.settings import Settings, Situation
+    from plexrl.scheduler.rules.settings import Settings
     from plexrl.scheduler.state.records import Deployment, Job
 
 
@@ -31,22 +32,22 @@ def waiting_bound(situation: "Situation", deployment: "Deployment") -> float:
     return bound_of(situation.settings, situation.state.job(deployment.job))
 
 
-def is_tight(cluster: "Cluster", deployment: "Deployment") -> bool:
+def is_tight(situation: Situation, deployment: "Deployment") -> bool:
     """Whether the deployment has a tighter bound than the cluster's."""
-    bound = waiting_bound(cluster, deployment)
-    return bound < cluster.settings.config.waiting_part_max
+    bound = waiting_bound(situation, deployment)
+    return bound < situation.settings.config.waiting_part_max
 
 
 def has_tight_bound(
-    cluster: "Cluster", deployment: "Deployment", members: "Sequence[DeploymentId]"
+    situation: Situation, deployment: "Deployment", members: "Sequence[DeploymentId]"
 ) -> bool:
     """Whether the deployment, or one of the members, has a tighter bound than the cluster's."""
-    others = [cluster.state.deployment(name) for name in members]
-    return any(is_tight(cluster, each) for each in (deployment, *others))
+    others = [situation.state.deployment(name) for name in members]
+    return any(is_tight(situation, each) for each in (deployment, *others))
 
 
 def keeps_bounds(
-    cluster: "Cluster",
+    situation: Situation,
     deployment: "Deployment",
     members: "Sequence[DeploymentId]",
     expected: "Contention | None",
@@ -55,14 +56,14 @@ def keeps_bounds(
 
     `expected`: the prediction, the newcomer first and then the members; None: it cannot be made.
     """
-    state = cluster.state
+    state = situation.state
     residents = [deployment, *[state.deployment(name) for name in members]]
     is_guess = expected is None or any(resident.demand.has_prior for resident in residents)
-    if is_guess and has_tight_bound(cluster, deployment, members):
+    if is_guess and has_tight_bound(situation, deployment, members):
         return False
     if expected is None:
         return True
     for each, waiting_part in zip(residents, expected.members, strict=True):
-        if waiting_part > waiting_bound(cluster, each):
+        if waiting_part > waiting_bound(situation, each):
             return False
     return True

@@ -10,6 +10,7 @@ block others from free GPUs, so in doubt the answer is no.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.inventory import Turns
 from plexrl.scheduler.placement.capacity.needs import (
     Need,
@@ -22,6 +23,7 @@ from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.colocation import is_worthwhile
 from plexrl.scheduler.placement.fit import backtracking
 from plexrl.scheduler.placement.fit.rehearsal import Rehearsal, in_placement_order
+from plexrl.scheduler.placement.waiting.queues import Queues
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.records import Deployment, Job, State
 
@@ -93,8 +95,8 @@ def least_needs(settings: Settings, deployments: Sequence[Deployment]) -> list[N
 def is_possible(cluster: Cluster, deployment: Deployment) -> bool:
     """Whether a waiting deployment and its gang would get GPUs on the nodes in service if all other
     jobs ended now."""
-    job, inventory = cluster.state.job(deployment.job), cluster.inventory
-    gang = gang_of(cluster, deployment)
+    job, inventory = cluster.state.job(deployment.job), cluster.capacity.inventory
+    gang = gang_of(cluster.queues, deployment)
     if len(job.deployments) == 1:
         need = need_of(deployment)
         known = inventory.holds.get(need)
@@ -105,20 +107,20 @@ def is_possible(cluster: Cluster, deployment: Deployment) -> bool:
     members = [cluster.state.deployment(name) for name in job.deployments]
     groups = {group: None for member in members for group in member.placement.groups}
     if not groups:
-        return _holds_gang(cluster, gang, members)
+        return _holds_gang(cluster.capacity, gang, members)
     for group in groups:
         for kind, gpus in inventory.gpus_in_service(cluster.state.groups[group]).items():
             free[kind] -= gpus
-    return _fit_on_rollouts(cluster, free, gang)[0]
+    return _fit_on_rollouts(cluster.capacity, free, gang)[0]
 
 
 def _holds_gang(
-    cluster: Cluster, gang: Sequence[Deployment], members: Sequence[Deployment]
+    capacity: Capacity, gang: Sequence[Deployment], members: Sequence[Deployment]
 ) -> bool:
     """Whether the nodes in service hold a gang of a job without GPUs. A pass asks so for each gang
     that starves. The answer is kept while the nodes are the same, and the same turns are
     worthwhile: that follows from measured moves."""
-    inventory = cluster.inventory
+    inventory = capacity.inventory
     key = (
         *[each.deployment for each in gang],
         *[
@@ -131,11 +133,11 @@ def _holds_gang(
     )
     known = inventory.holds_gangs.get(key)
     if known is None or any(
-        is_worthwhile(cluster, members) is not found for members, found in known[1]
+        is_worthwhile(capacity, members) is not found for members, found in known[1]
     ):
         if len(inventory.holds_gangs) >= HELD_GANGS_MAX:
             inventory.holds_gangs.clear()
-        known = _fit_on_rollouts(cluster, inventory.in_service(), gang)
+        known = _fit_on_rollouts(capacity, inventory.in_service(), gang)
         inventory.holds_gangs[key] = known
     return known[0]
 
@@ -144,13 +146,15 @@ def why_impossible(cluster: Cluster, deployment: Deployment) -> str | None:
     """Why `is_possible` is False; None if it is True."""
     if is_possible(cluster, deployment):
         return None
-    return _why(cluster, cluster.state.job(deployment.job), gang_of(cluster, deployment))
+    return _why(
+        cluster.capacity, cluster.state.job(deployment.job), gang_of(cluster.queues, deployment)
+    )
 
 
 def count_impossible(cluster: Cluster, tenant: "TenantId | None") -> int:
     """Number of waiting deployments, of one tenant or of all, for which `is_possible` is False.
     Checked once for equal needs."""
-    waiting = cluster.waiting
+    waiting = cluster.queues.waiting
     known: dict[object, bool] = {}
     count = 0
     for unit, units in waiting.kinds():
@@ -172,31 +176,31 @@ def count_impossible(cluster: Cluster, tenant: "TenantId | None") -> int:
 
 
 def fit_as_placed(
-    cluster: Cluster, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
+    capacity: Capacity, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
 ) -> bool:
     """Whether `deployments` get GPUs one after the other, those that are certain to share GPUs
     together, as a `Rehearsal` finds."""
     order = in_placement_order(deployments)
     for turns_first in (False, True):
-        rehearsal = Rehearsal(cluster, free, turns_first=turns_first)
+        rehearsal = Rehearsal(capacity, free, turns_first=turns_first)
         if all(rehearsal.place(each) for each in order):
             return True
     return False
 
 
 def _fit_on_rollouts(
-    cluster: Cluster, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
+    capacity: Capacity, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
 ) -> tuple[bool, Turns]:
     """As `fit_as_placed`; a training may also be on the GPUs of its smaller rollouts, once these
     are placed. Also returns the turns on which the answer rests. Reservations do not count on it:
     they would be earlier, and leave others less room than they need (3.5 % of the drain of a
     simulated backlog)."""
-    if fit_as_placed(cluster, free, deployments):
+    if fit_as_placed(capacity, free, deployments):
         return True, ()
     order = in_placement_order(deployments)
-    if not cluster.settings.divides_groups or not any(map(_is_shared_rollout, order)):
+    if not capacity.settings.divides_groups or not any(map(_is_shared_rollout, order)):
         return False, ()
-    rehearsal = Rehearsal(cluster, free, turns_first=True)
+    rehearsal = Rehearsal(capacity, free, turns_first=True)
     rollouts_first = sorted(order, key=lambda each: not _is_shared_rollout(each))
     fits = all(rehearsal.span(each) or rehearsal.place(each) for each in rollouts_first)
     return fits, rehearsal.asked
@@ -206,25 +210,25 @@ def _is_shared_rollout(deployment: Deployment) -> bool:
     return deployment.spec.kind == "rollout" and deployment.spec.shares
 
 
-def gang_of(cluster: Cluster, deployment: Deployment) -> list[Deployment]:
+def gang_of(queues: Queues, deployment: Deployment) -> list[Deployment]:
     """The waiting deployments that get GPUs at the same time as `deployment`, including itself."""
-    job = cluster.state.job(deployment.job)
+    job = queues.state.job(deployment.job)
     if not job.gang:
         return [deployment]
-    return [cluster.state.deployment(name) for name in job.deployments if name in cluster.waiting]
+    return [queues.state.deployment(name) for name in job.deployments if name in queues.waiting]
 
 
-def _why(cluster: Cluster, job: Job, gang: Sequence[Deployment]) -> str:
+def _why(capacity: Capacity, job: Job, gang: Sequence[Deployment]) -> str:
     wanted = sum(each.spec.workers for each in gang)
     types = sorted({each.spec.node_type for each in gang if each.spec.node_type})
     of_type = f" of type {' and '.join(map(repr, types))}" if types else ""
     together = " at once" if len(gang) > 1 else ""
     others = len(job.deployments) - len(gang)
     more = ", in addition to those its job holds," if others else ""
-    free = cluster.inventory.in_service()
+    free = capacity.inventory.in_service()
     there = sum(gpus for kind, gpus in free.items() if not types or kind.node_type in types)
     note = fabric_note(kind for kind in free if there >= wanted)
-    away = _away(cluster.state)
+    away = _away(capacity.state)
     ending = f": {'; '.join(away)}" if away else ""
     return (
         f"{wanted} GPUs{of_type}{together}{more} are more than the {there} GPUs{of_type} of the "

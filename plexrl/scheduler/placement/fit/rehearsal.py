@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from plexrl.scheduler.placement.borders import SPAN_MAX
+from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.needs import least_memory, need_of, placement_rank, suits
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind, choice_order, is_in_service
-from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.contention.colocation import (
     are_siblings,
     is_worthwhile,
@@ -37,19 +37,19 @@ class Rehearsal:
     """Places deployments one after the other on groups that exist here only."""
 
     def __init__(
-        self, cluster: Cluster, free: Mapping[NodeKind, int], *, turns_first: bool
+        self, capacity: Capacity, free: Mapping[NodeKind, int], *, turns_first: bool
     ) -> None:
         """`free`: GPUs of each kind. `turns_first`: those that may take turns with others of the
         job do so, also if there are GPUs for them."""
-        self._cluster = cluster
+        self._capacity = capacity
         self._left = dict(free)
         self._turns_first = turns_first
         self._groups: list[_Group] = []
         self.asked: list[tuple[tuple[Deployment, ...], bool]] = []
         """Whether turns were worthwhile, which follows from measured moves."""
-        nodes = [node for node in cluster.state.nodes.values() if is_in_service(node)]
+        nodes = [node for node in capacity.state.nodes.values() if is_in_service(node)]
         self._tier_bytes = min((n.host_memory_bytes + n.nvme_bytes for n in nodes), default=0)
-        policy = cluster.settings.policy
+        policy = capacity.settings.policy
         modes = policy.modes(has_profile=False, is_patience_over=False, is_scarce=False)
         self._packs = PlacementMode.PACKED in modes
 
@@ -96,7 +96,7 @@ class Rehearsal:
         return True
 
     def _is_worthwhile(self, members: tuple[Deployment, ...]) -> bool:
-        found = is_worthwhile(self._cluster, members)
+        found = is_worthwhile(self._capacity, members)
         self.asked.append((members, found))
         return found
 
@@ -119,7 +119,7 @@ class Rehearsal:
         return False
 
     def _of_siblings(self, joining: Deployment) -> Iterator[_Group]:
-        if self._cluster.settings.policy.repacks:
+        if self._capacity.settings.policy.repacks:
             for group in self._with_room(joining):
                 if any(are_siblings(member, joining) for member in group.members):
                     yield group
@@ -136,17 +136,17 @@ class Rehearsal:
         return sorted(groups, key=lambda group: (-len(group.members), -self._load(group)))
 
     def _take_turns(self, joining: Deployment) -> bool:
-        if not self._cluster.settings.anybody_shares:
+        if not self._capacity.settings.anybody_shares:
             return False
         some = self._with_room(joining, load_max=math.inf)
-        may = (each for each in some if may_share(self._cluster, (*each.members, joining)))
+        may = (each for each in some if may_share(self._capacity, (*each.members, joining)))
         return self._join(joining, may)
 
     def _with_room(self, joining: Deployment, load_max: float | None = None) -> Iterator[_Group]:
         """The groups that can take one more member. `load_max`: default is the policy's."""
-        config = self._cluster.settings.config
+        config = self._capacity.settings.config
         bound = config.load_bound if load_max is None else load_max
-        duty = self._cluster.inventory.duty_when_placed(joining)
+        duty = self._capacity.inventory.duty_when_placed(joining)
         for group in self._groups:
             kind, members = group.kind, (*group.members, joining)
             if (
@@ -161,4 +161,4 @@ class Rehearsal:
                 yield group
 
     def _load(self, group: _Group) -> float:
-        return math.fsum(map(self._cluster.inventory.duty_when_placed, group.members))
+        return math.fsum(map(self._capacity.inventory.duty_when_placed, group.members))

@@ -5,7 +5,7 @@ admission pass walks over them. `pending_by_tenant` holds all deployments of one
 which the same quotas apply. Two kinds of deployments are in neither: deployments of partial jobs
 (`of_partial_jobs`: another deployment of the job has GPUs already), and those of incomplete gangs.
 
-The state determines everything here; `Cluster.reconfigure` rebuilds it.
+The state determines everything here; `Queues.rebuild` rebuilds it.
 """
 
 from collections.abc import Iterator, Sequence

@@ -149,7 +149,7 @@ class SmallCluster:
         names = list(cluster.state.deployments)
         if names and rng.random() < 0.1:
             gone = cluster.state.deployments[rng.choice(names)]
-            leave(cluster, gone, now)
+            leave(cluster.capacity, gone, now)
             self._forget(gone)
             return
         deployment = self.newcomer()
@@ -157,7 +157,7 @@ class SmallCluster:
             return
         found = fitting(cluster, deployment, now, strict=rng.random() < 0.8, count=3)
         if found and rng.random() < 0.5:
-            join(cluster, deployment, rng.choice(found), now)
+            join(cluster.capacity, deployment, rng.choice(found), now)
         elif place(cluster, deployment, now, (PlacementMode.DEDICATED,)) is None:
             self._forget(deployment)
 

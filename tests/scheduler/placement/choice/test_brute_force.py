@@ -19,7 +19,7 @@ def check_case(rng: random.Random) -> str:
     small = SmallCluster(rng)
     cluster, newcomer = small.context.cluster, small.newcomer()
     now = float(rng.randint(0, 100))
-    beside = own_rollout_groups(cluster, newcomer)
+    beside = own_rollout_groups(cluster.capacity, newcomer)
     if rng.random() < 0.3:
         beside = []
     expected = BruteForce(cluster.state, cluster.settings.config, newcomer, beside).strict(now)
@@ -34,8 +34,8 @@ def check_case(rng: random.Random) -> str:
     gpus = len(cluster.state.groups[best[0].group].gpus)
     is_part = gpus > newcomer.spec.workers - sum(len(group.gpus) for group in beside)
     if not beside:
-        join(cluster, newcomer, best[0], now)
-        cluster.inventory.check()
+        join(cluster.capacity, newcomer, best[0], now)
+        cluster.capacity.inventory.check()
     if best[0].beside:
         return "union" + (" beside its own" if beside else "")
     return ("part" if is_part else "whole") + (" beside its own" if beside else "")

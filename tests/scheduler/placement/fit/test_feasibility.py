@@ -231,7 +231,7 @@ def test_the_status_counts_what_a_scan_of_all_deployments_counts() -> None:
     cluster.deploy("incomplete/one", "rollout", workers=4)
     cluster.lose_node("n1")
     context = cluster.core._context
-    waiting = [context.state.deployment(name) for name in context.cluster.waiting]
+    waiting = [context.state.deployment(name) for name in context.cluster.queues.waiting]
     found = sum(not is_possible(context.cluster, each) for each in waiting)
     assert cluster.core.status(cluster.now)["deployments_impossible"] == found
     assert cluster.core.status(cluster.now, TenantId("t"))["deployments_impossible"] == found

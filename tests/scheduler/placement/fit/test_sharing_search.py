@@ -95,7 +95,7 @@ def test_a_job_may_have_more_deployments_than_python_has_stack_frames(is_rollout
     found = [copy(state.deployment(DeploymentId("j/a"))) for _ in range(1200)]
     for index, each in enumerate(found):
         each.deployment = DeploymentId(f"j/a{index}")
-    (kind,) = cluster.core._context.cluster.inventory.sizes()
+    (kind,) = cluster.core._context.cluster.capacity.inventory.sizes()
     least = 1200 if is_rollout else 600
     for gpus, fit in ((least, True), (least - 1, False)):
         needs = least_needs(cluster.core.settings, found)

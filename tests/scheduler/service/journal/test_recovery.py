@@ -245,7 +245,7 @@ def test_no_snapshot_is_made_inside_an_event(to_do: str) -> None:
     context = Context(config())
     encode(context)
     if to_do == "newcomers":
-        context.cluster.waiting.newcomers.append(DeploymentId("j/actor"))
+        context.cluster.queues.waiting.newcomers.append(DeploymentId("j/actor"))
     else:
         setattr(context.effects, to_do, {"j/actor": None})
     with pytest.raises(AssertionError, match="inside an event"):

@@ -48,8 +48,8 @@ def look_for_profile(context: "Context", name: "DeploymentId", now: float) -> No
         return
     deployment.demand.cycles.await_no_profile()
     for group in cluster.state.groups_of(deployment):
-        cluster.inventory.refresh(group)
-    cluster.waiting.retry_all_if_any()
+        cluster.capacity.inventory.refresh(group)
+    cluster.queues.waiting.retry_all_if_any()
 
 
 def _is_awaited(deployment: "Deployment") -> bool:

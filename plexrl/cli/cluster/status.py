@@ -1,0 +1,110 @@
+"""`plexrl status`: what is wrong, then the cluster in a few numbers."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from plexrl.cli.terminal.context import (
+    Access,
+    Output,
+    local_time,
+    print_line,
+    print_table,
+    write_json,
+)
+from plexrl.cli.terminal.option_groups import with_option_groups
+
+if TYPE_CHECKING:
+    from plexrl.wire.messages.cluster_views import (
+        BrokerView,
+        EtaQualityView,
+        PartView,
+        StatusView,
+    )
+
+PROBLEMS_MAX = 8
+"""Most problems that are shown, so that the numbers below them stay on the screen."""
+
+
+@with_option_groups
+def status(access: Access, output: Output) -> None:
+    """What is wrong with the cluster, then the cluster in a few numbers."""
+    with access.open() as cluster:
+        found = cluster.status()
+    if output.as_json:
+        write_json(found)
+        return
+    show_status(found)
+
+
+def show_status(found: "StatusView") -> None:
+    """Print the problems and the numbers; they fit a screen."""
+    wrong = list(_problems(found))
+    if wrong:
+        print_table("", ("wrong now", "since", "what"), wrong[:PROBLEMS_MAX])
+        if len(wrong) > PROBLEMS_MAX:
+            print_line(f"{len(wrong) - PROBLEMS_MAX} more: plexrl status --json")
+    else:
+        print_line("Nothing is wrong.")
+    print_table("The cluster", ("what", "value"), list(_numbers(found)))
+
+
+def _problems(found: "StatusView") -> Iterator[tuple[str, str, str]]:
+    for each in found["conditions"]:
+        yield each["code"], local_time(each["since"]), each.get("message", "")
+    for name, part in found.get("parts", {}).items():
+        since = part["down_since"] or part["stuck_since"]
+        if since is not None:
+            state = "has ended" if part["down_since"] else "does not answer"
+            yield "part", local_time(since), f"{name} {state}"
+    if impossible := found["deployments_impossible"]:
+        what = f"deployments that the nodes in service cannot hold: {impossible}"
+        yield "deployments impossible", "", f"{what}; plexrl explain JOB"
+    if error := found.get("snapshot_error"):
+        yield "snapshot error", "", error
+    broker = found.get("events")
+    if broker is not None and not broker["connected"]:
+        yield "event broker", "", f"not connected: {broker['error'] or 'not tried yet'}"
+
+
+def _numbers(found: "StatusView") -> Iterator[tuple[str, str]]:
+    free = found["gpus"] - found["gpus_reserved"]
+    yield "nodes", f"{found['nodes']}, routers {found['routers']}"
+    yield "GPUs", f"{found['gpus']}, in groups {found['gpus_reserved']}, free {free}"
+    if "tenants" in found:
+        yield "tenants", str(found["tenants"])
+    yield "jobs", f"{found['jobs_live']} live, {found['jobs_total']} in all"
+    yield "deployments waiting", str(found["deployments_waiting"])
+    yield "deployments over slo", str(found["deployments_over_slo"])
+    yield "deployments held", str(len(found["held"]))
+    yield "operations", f"{found['operations_pending']} pending, {_finished(found)}"
+    yield "estimated starts in their 80 % interval", _inside(found["eta_quality"])
+    yield "parts restarted", _restarts(found)
+    for name, part in found.get("parts", {}).items():
+        yield f"restarts of {name}", _restarts(part)
+    if skipped := found.get("steps_set_aside"):
+        yield "steps set aside", f"{skipped}, the newest {found.get('newest_set_aside', '')}"
+    if broker := found.get("events"):
+        yield "event broker", _broker(broker)
+
+
+def _finished(found: "StatusView") -> str:
+    switches = found.get("context_switches")
+    rest = "" if switches is None else f", {switches} context switches"
+    return f"{found['operations_finished']} finished{rest}"
+
+
+def _inside(quality: "EtaQualityView") -> str:
+    if not quality["estimates"]:
+        return "none verified yet"
+    inside = quality["estimates"] - quality["early"] - quality["late"]
+    return f"{inside} of {quality['estimates']}"
+
+
+def _broker(events: "BrokerView") -> str:
+    counts = f"{events['sent']} sent, {events['queued']} waiting, {events['dropped']} dropped"
+    return f"{'connected' if events['connected'] else 'not connected'}: {counts}"
+
+
+def _restarts(of: "StatusView | PartView") -> str:
+    count, last_at = of["restarts"], of["last_restart_at"]
+    return f"{count}, the last at {local_time(last_at)}" if last_at is not None else str(count)
