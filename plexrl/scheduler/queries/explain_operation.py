@@ -8,8 +8,9 @@ from plexrl.scheduler.dispatch.candidates.busy_time import (
     OVERDUE_S_MIN,
     last_free_group,
     overdue_s,
+    under_way_s,
 )
-from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s
+from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s, saves_stored_state
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.operations.deadlines.bounds import runs
 from plexrl.scheduler.operations.held.unreturned_memory import reason_for
@@ -151,6 +152,10 @@ def _reason(
             return "its model's state is being moved", "switch", eta_s
         if not deployment.spec.preemptible or deployment.work.queue[0] != operation.operation:
             return "operations of its deployment that were submitted before it", "order", eta_s
+    if saves_stored_state(deployment):
+        wait_s = under_way_s(state, deployment, now)
+        eta_s = max(start_s(cluster, group, deployment, now), wait_s) + ahead
+        return "a checkpoint of its deployment is saved from the stored state first", "order", eta_s
     if deployment.spec.preemptible:
         return _why_no_idle_time(state, group)
     return _why_another_holds(cluster, deployment, group, now, ahead, sees_all)
