@@ -9,8 +9,8 @@ counts little; a switch takes about 0.3 s. Three ways for the other job to use t
 
 * *preemptible*: it gets idle time only;
 * *member, 0.5 s bursts* and *2 s bursts*: it shares the GPU in turns with the first, as any job
-  does, and `burst_max_s` is 0.5 or 2 s. With the default of 300 s, a job that always has work
-  queued keeps the GPU for 300 s whenever the first stalls: too long to measure here.
+  does, and `burst_max_s` is 0.5 or 2 s. By default a job that always has work queued keeps the GPU
+  for 20 times what an interruption costs whenever the first stalls: too long to measure here.
 
 *idle part* is the part of the first job's time, alone, in which it has no generation queued or
 running. *got*

@@ -32,9 +32,6 @@ CONFIG = """
 # A version in the memory of a machine goes with its power: all operations are kept to compute it
 # again.
 rebuild_operations = 100000
-# On a busy machine the trainer's pauses are shorter than a switch there and back, so that its burst
-# would not end by itself.
-burst_max_s = 5.0
 """
 
 

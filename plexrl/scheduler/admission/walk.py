@@ -134,6 +134,9 @@ class AdmissionWalk:
     def _drop_candidates(self) -> None:
         """Drop the candidates that cannot fit any more."""
         rows = np.flatnonzero(self._candidates & self._table.is_used)
+        if not rows.size:
+            self._left = 0
+            return
         may_fit = self._may_fit(rows)
         self._candidates[rows] = may_fit
         self._left = int(may_fit.sum())

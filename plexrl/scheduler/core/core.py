@@ -110,9 +110,10 @@ if TYPE_CHECKING:
 class SchedulerCore:
     """All decisions of a cluster's scheduler. `settings`: those in force."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, context: Context | None = None) -> None:
+        """`context`: what a snapshot restores; without it the cluster is empty."""
         self._config = config
-        self._begin(Context(config))
+        self._begin(Context(config) if context is None else context)
 
     def _begin(self, context: Context) -> None:
         self._context, self._state, self.settings = context, context.state, context.settings
@@ -192,9 +193,7 @@ class SchedulerCore:
         """The core that wrote the snapshot `body`: its decisions are the same. Its settings are
         those of the snapshot, until the next `SchedulerStarted`. Raises `StorageError`: another
         version of PlexRL wrote it."""
-        core = cls(config)
-        core._begin(decode(body, config))
-        return core
+        return cls(config, decode(body, config))
 
     @property
     def cluster(self) -> Cluster:

@@ -1,12 +1,23 @@
 """Bursts of a lock's holder: which operations belong to one, and the pauses before and in them."""
 
-from plexrl.scheduler.rules.settings import Settings, Situation, Step
-from plexrl.scheduler.rules.switch_cost import round_trip_s
+from plexrl.scheduler.rules.settings import Situation, Step
+from plexrl.scheduler.rules.switch_cost import interruption_s, round_trip_s
+from plexrl.scheduler.state.deployment.demand import Demand
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment
 
 GAP_MARGIN = 4.0
 """Maximum wait for the holder's next operation, as a multiple of the usual gap in its bursts."""
+
+USUAL_MARGIN = 3.0
+"""A burst that is longer than this multiple of the usual ones is not of usual length."""
+
+OPERATIONS_MIN = 8
+"""Fewer operations without a pause are a step of training rather than a controller that never
+pauses, however long they take."""
+
+BOUND_S_MIN = 1.0
+"""The least bound of a burst: first loads of small states are predicted to take no time."""
 
 
 def go_on_with_burst(step: Step, holder: Deployment, head: Operation) -> None:
@@ -26,11 +37,38 @@ def go_on_with_burst(step: Step, holder: Deployment, head: Operation) -> None:
     burst.serve(head.tokens, now)
 
 
-def is_within_bound(settings: Settings, holder: Deployment, now: float) -> bool:
-    """Whether the holder's burst is shorter than `burst_max_s`, for which it may hold the group
-    though others wait."""
+def is_within_bound(step: Step, holder: Deployment) -> bool:
+    """Whether the holder's burst may go on though others wait."""
     began_at = holder.demand.burst.started_at
-    return now - (began_at if began_at is not None else now) < settings.config.burst_max_s
+    return began_at is None or step.now - began_at < bound_s(step, holder)
+
+
+def bound_s(situation: Situation, holder: Deployment) -> float:
+    """For how many seconds the holder's burst may hold the group though others wait.
+
+    A burst of usual length has `burst_max_s`, since an interruption costs two switches. One that is
+    `USUAL_MARGIN` times as long, or of unknown length and `OPERATIONS_MIN` operations, may be of a
+    controller that never pauses. It has `burst_interruptions` times what an interruption costs, so
+    that these take 5 % of the time at most.
+    """
+    config, burst = situation.settings.config, holder.demand.burst
+    longest_s, usual_s = config.burst_max_s, _usual_s(holder.demand)
+    # What usually lasts longer than any cycle does is none.
+    left_s = USUAL_MARGIN * usual_s - burst.cut_s if usual_s <= longest_s else 0.0
+    is_short = burst.served < OPERATIONS_MIN and not burst.cut_s
+    if is_short or left_s >= longest_s or not config.burst_interruptions:
+        return longest_s
+    short_s = config.burst_interruptions * interruption_s(situation.state, holder)
+    return min(longest_s, max(left_s, short_s, BOUND_S_MIN))
+
+
+def _usual_s(demand: Demand) -> float:
+    """Usual seconds of a burst until the controller pauses: as measured, otherwise by the declared
+    or remembered cycle; 0: unknown."""
+    measured_s = demand.estimates.burst_s(demand.burst.tokens)
+    if measured_s or demand.trace is None:
+        return measured_s
+    return max([segment.duration_s for segment in demand.trace.segments], default=0.0)
 
 
 def is_after_burst(situation: Situation, deployment: Deployment, pause_s: float) -> bool:

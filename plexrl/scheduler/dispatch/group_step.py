@@ -321,11 +321,9 @@ class GroupStep:
 
     def _goes_on(self, holder: Deployment) -> bool:
         """Whether the holder's burst continues, even if others wait."""
-        settings, now = self._settings, self._now
-        if not holder.work.queue or not settings.ordering.holds_bursts:
+        if not holder.work.queue or not self._settings.ordering.holds_bursts:
             return False
-        is_wanted = wants_the_group(self._state, holder, now)
-        return is_wanted and is_within_bound(settings, holder, now)
+        return self._wants(holder) and is_within_bound(self._step, holder)
 
     def _is_in_burst(self, holder: Deployment) -> bool:
         """Whether a burst of the holder is under way, and continues."""
@@ -348,7 +346,7 @@ class GroupStep:
             if self._first(rivals) is not holder:
                 return True
             if ordering.holds_bursts:
-                burst.begin(self._now)
+                burst.cut(self._now)
             return False
         if burst.idle_since is not None and ordering.holds_bursts:
             until = burst.idle_since + hold_s(self._step, holder)
@@ -446,7 +444,10 @@ class GroupStep:
     def _offload(self, holder: Deployment) -> None:
         """Offload the holder's state under a new token."""
         state = self._state
-        end_burst(holder, self._now)
+        if self._settings.ordering.holds_bursts and self._wants(holder):
+            holder.demand.burst.suspend(self._now)
+        else:
+            end_burst(holder, self._now)
         groups = state.groups_of(holder)
         group_lock.fence(state, groups)
         holder.wpg.begin_offload()

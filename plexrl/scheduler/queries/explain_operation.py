@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from plexrl.ids import DeploymentId
+from plexrl.scheduler.dispatch.bursts import bound_s
 from plexrl.scheduler.dispatch.candidates.busy_time import (
     OVERDUE_S_MIN,
     last_free_group,
@@ -218,7 +219,7 @@ def _why_another_holds(
     passed = _passed(holder, now)
     if passed:
         began_at = holder.demand.burst.started_at or now
-        left_s = max(0.0, began_at + situation.settings.config.burst_max_s - now)
+        left_s = max(0.0, began_at + bound_s(situation, holder) - now)
         reason = f"{who} is in the middle of its burst, {passed}; it yields in {left_s:.0f} s"
         return f"{reason} at the latest", "burst", None
     return f"{who} is in the middle of its burst", "burst", eta_s
@@ -229,7 +230,7 @@ def _passed(holder: Deployment, now: float) -> str:
     burst = holder.demand.burst
     if burst.started_at is None:
         return ""
-    usual_s = holder.demand.estimates.burst_s(burst.tokens)
+    usual_s = holder.demand.burst_s(burst.tokens)
     passed_s = now - burst.started_at - usual_s
     if passed_s <= OVERDUE_S_MIN:
         return ""

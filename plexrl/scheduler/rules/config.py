@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, get_type_hints
 
 import msgspec
@@ -55,6 +56,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "rebuild_payload_bytes_max": (0, 1 << 62),
     "burst_hold_s": _SECONDS,
     "burst_max_s": _SECONDS,
+    "burst_interruptions": (0.0, 1e6),
     "launch_attempts": _COUNT,
     "operation_overdue_s": _SECONDS,
     "residents_max": _COUNT,
@@ -72,6 +74,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 LATER_SETTINGS: dict[str, float | bool | None] = {
     "operation_overdue_s": 0.0,
+    "burst_interruptions": 0.0,
     "reservations": False,
     "mixed_sizes": False,
     "learns_from_jobs": False,
@@ -85,7 +88,7 @@ PLANNING = (
     "starvation_ratio",
     *("waiting_part_max", "relief_after_s", "profile_cycles", "drift_tolerance"),
     *("repack_interval_s", "cold_start_patience_s", "burst_hold_s", "burst_max_s"),
-    "residents_max",
+    *("burst_interruptions", "residents_max"),
 )
 """Settings that decide which jobs share and who goes next; recordings hold them."""
 
@@ -208,6 +211,11 @@ class SchedulerConfig:
     burst_max_s: float = 300.0
     """A burst that has lasted this long yields at the next operation boundary. Longer than any
     cycle's work on a group, because an interrupted burst costs two more switches."""
+    burst_interruptions: float = 20.0
+    """A burst of three times the usual length, or of unknown length, yields before that: after this
+    many times the switches to another member and back, but not before a second. So a controller
+    that never pauses has others wait for seconds, and these switches take 1 / 21 of the time at
+    most. 0: after `burst_max_s` only."""
     launch_attempts: int = 3
     """Losses of a WPG's processes in a row, at the same operation or before any, after which one
     more ends the job. So does one more after ten times as many without new work in between."""
@@ -297,7 +305,7 @@ def with_core_settings(config: SchedulerConfig, settings: Mapping[str, Any]) -> 
     Raises:
         InvalidRequestError: this version does not accept a value.
     """
-    hints = get_type_hints(SchedulerConfig)
+    hints = _types()
     known = {field.name for field in fields(SchedulerConfig)} - PROCESS_SETTINGS
     try:
         changes = {
@@ -310,3 +318,9 @@ def with_core_settings(config: SchedulerConfig, settings: Mapping[str, Any]) -> 
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"the settings in the journal cannot be used: {error}") from error
     return replace(config, **changes)
+
+
+@cache
+def _types() -> dict[str, Any]:
+    """The type of each setting; to read them anew takes as long as to decode a small snapshot."""
+    return get_type_hints(SchedulerConfig)

@@ -83,6 +83,20 @@ def round_trip_s(state: "State", deployment: "Deployment") -> float:
     return offload_s(state, deployment) + load_s(state, deployment)
 
 
+def interruption_s(state: "State", holder: "Deployment") -> float:
+    """Predicted seconds without work if the holder's burst is cut for another member: two switches,
+    there and back, to the member of its groups with the longest moves, and the end of the
+    generations that run, which others may not join."""
+    others = [
+        round_trip_s(state, state.deployments[name])
+        for group in state.groups_of(holder)
+        for name in group.members
+        if name != holder.deployment
+    ]
+    generating_s = holder.demand.estimates.slowest_by_kind.get(OperationKind.GENERATE, 0.0)
+    return round_trip_s(state, holder) + max(others, default=0.0) + generating_s
+
+
 def switch_cost(state: "State", group: "Group", deployment: "Deployment") -> float:
     """Predicted seconds until the deployment's state is on the group's GPUs: 0 for the holder,
     otherwise the holder's offload plus the deployment's load, which overlap."""

@@ -20,7 +20,8 @@ class Clock:
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
-        self._ends: list[tuple[float, int, cmd.Run]] = []
+        self._ends: list[tuple[float, int, cmd.Run | Callable[[], None]]] = []
+        """Runs that end, and what a controller does after a pause."""
         self._begun: set[tuple[str, int]] = set()
         self._numbers = count()
         self._seconds: dict[tuple[str, OperationKind], float] = {}
@@ -45,6 +46,11 @@ class Clock:
         self._on_end[operation] = on_end
         self.cluster.submit(operation, deployment, kind, **fields)
 
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """A controller pauses, and then acts."""
+        at = self.cluster.now + seconds
+        heapq.heappush(self._ends, (at, next(self._numbers), action))
+
     def run_until(self, until: float) -> None:
         """Let everything happen up to a moment."""
         cluster = self.cluster
@@ -68,7 +74,11 @@ class Clock:
                 cluster.now = until
                 return
             cluster.now = end_at
-            self._end(heapq.heappop(self._ends)[2])
+            _, _, due = heapq.heappop(self._ends)
+            if isinstance(due, cmd.Run):
+                self._end(due)
+            else:
+                due()
 
     def _end(self, run: cmd.Run) -> None:
         cluster = self.cluster

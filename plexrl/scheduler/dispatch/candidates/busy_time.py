@@ -24,12 +24,12 @@ def group_free_s(state: State, group: Group, now: float) -> float:
         return 0.0
     if holder.wpg.moving is not None and holder.wpg.moving.kind == OperationKind.OFFLOAD:
         return _left_s(state, holder.wpg.moving.operation, holder, now)
-    estimates = holder.demand.estimates
+    demand = holder.demand
     running_s = under_way_s(state, holder, now)
     burst_s = 0.0
-    if holder.demand.burst.started_at is not None:
-        elapsed_s = now - holder.demand.burst.started_at
-        burst_s = max(0.0, estimates.burst_s(holder.demand.burst.tokens) - elapsed_s)
+    if demand.burst.started_at is not None:
+        elapsed_s = now - demand.burst.started_at
+        burst_s = max(0.0, demand.burst_s(demand.burst.tokens) - elapsed_s)
     return max(running_s + queued_s(state, holder, len(holder.work.queue)), burst_s)
 
 
@@ -68,7 +68,7 @@ def expected_free_s(state: State, group: Group, now: float) -> float:
     if group.incoming is not None:
         last = state.deployments[group.incoming]
         queued = queued_s(state, last, len(last.work.queue))
-        found_s += load_s(state, last) + max(queued, last.demand.estimates.burst_s(0))
+        found_s += load_s(state, last) + max(queued, last.demand.burst_s(0))
     if last is not None:
         found_s += offload_s(state, last)
     return max(found_s, SOON_S)

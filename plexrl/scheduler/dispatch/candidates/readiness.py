@@ -96,7 +96,7 @@ def candidate(state: State, deployment: Deployment) -> Candidate:
             for name in queue[1:LOOK_AHEAD]:
                 operation = operations[name]
                 queued_s += estimates.operation_s(operation.kind, operation.tokens)
-        burst_s = estimates.burst_s(head.tokens)
+        burst_s = deployment.demand.burst_s(head.tokens)
         ended_at = deployment.demand.burst.ended_at
         if ended_at is not None:
             cycle_s = max(0.0, arrived_at - ended_at) + max(queued_s, burst_s)

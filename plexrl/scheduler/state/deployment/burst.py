@@ -11,6 +11,13 @@ class Burst:
     """None: no burst is under way."""
     tokens: int = 0
     """Tokens of the burst's first operation, known before the rest of the burst is submitted."""
+    served: int = 0
+    """Operations of the burst that were started."""
+    cut_s: float = 0.0
+    """Seconds of the parts that were cut off, for others that waited, since the controller last
+    paused; 0: none was."""
+    part_s: float = 0.0
+    """Seconds of the last of these parts."""
     ended_at: float | None = None
     """End of the last burst; None before the first has ended."""
     served_at: float = 0.0
@@ -20,8 +27,12 @@ class Burst:
     wants_since: float | None = None
     """Since when an operation has waited for the group; None: none waits."""
 
-    def begin(self, now: float) -> None:
-        """Start a burst, or measure the length of the present one from `now`."""
+    def cut(self, now: float) -> None:
+        """The part of the burst until `now` is over: others wait. The next one begins, if the
+        holder goes first again."""
+        if self.started_at is not None and now > self.started_at:
+            self.part_s = now - self.started_at
+            self.cut_s += self.part_s
         self.started_at = now
 
     def begin_loaded(self, now: float) -> None:
@@ -39,6 +50,7 @@ class Burst:
         if self.tokens == 0:
             self.tokens = tokens
         self.idle_since = None
+        self.served += 1
         self.served_at = now
 
     def pause(self, now: float) -> None:
@@ -50,24 +62,34 @@ class Burst:
         self.idle_since = None
 
     def end(self, now: float) -> float | None:
-        """End the burst.
+        """End the burst, because the controller pauses.
 
         Returns:
-            Its length in seconds; None if it ran nothing.
+            Its length in seconds, with the parts cut off before; None if it ran nothing.
         """
         started_at, length_s = self.started_at, None
         if started_at is not None and started_at <= self.served_at:
             ended_at = self.idle_since if self.idle_since is not None else now
             self.ended_at = ended_at
-            length_s = max(0.0, ended_at - started_at)
+            length_s = max(0.0, ended_at - started_at) + self.cut_s
+            self.cut_s = 0.0
         self.started_at = None
-        self.tokens = 0
+        self.tokens = self.served = 0
         return length_s
+
+    def suspend(self, now: float) -> None:
+        """Others get the group; operations of the burst are left."""
+        started_at = self.started_at
+        if started_at is not None and started_at <= self.served_at:
+            self.cut(now)
+        if started_at is not None and (self.ended_at is None or self.ended_at < self.served_at):
+            self.ended_at = self.idle_since if self.idle_since is not None else now
+        self.started_at = None
 
     def interrupt(self) -> None:
         """The processes are gone. The burst counts as none."""
-        self.started_at = None
-        self.idle_since = None
+        self.started_at = self.idle_since = None
+        self.served = 0
 
     def want(self, now: float) -> None:
         """An operation waits for the group."""

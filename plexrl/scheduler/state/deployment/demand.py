@@ -35,6 +35,11 @@ class Demand:
         """Whether its demand was measured or declared."""
         return self.trace is not None and not self.has_prior
 
+    def burst_s(self, tokens: int) -> float:
+        """Predicted seconds for which it holds its groups from the start of a burst with these
+        `tokens` on; 0 if unknown. A burst that was cut is cut again."""
+        return self.burst.part_s if self.burst.cut_s else self.estimates.burst_s(tokens)
+
     def know(self, trace: DemandTrace | None) -> None:
         """The demand was measured, now or for an earlier deployment of the job's name; None: it is
         unknown."""
