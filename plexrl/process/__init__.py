@@ -1,1 +1,1 @@
-"""Code that all PlexRL processes share: start-up, children, private folders, terminal-safe text, a sandbox."""
+"""Code that all PlexRL processes share: start-up, children, folders, safe text, a sandbox."""
