@@ -31,9 +31,7 @@ STEP = StateKey(part=StatePart.OPTIMIZER, name="step")
 class PacedState:
     """One rank's part of the state, in its arena."""
 
-    def __init__(
-        self, keys: Sequence[StateKey], *, part: int, parts: int, dtype: str = "F32"
-    ) -> None:
+    def __init__(self, keys: Sequence[StateKey], *, part: int, parts: int) -> None:
         """Addresses only: the arena has no memory yet. `part` of `parts` equal ones is this
         rank's."""
         first, end = part * ELEMENTS // parts, (part + 1) * ELEMENTS // parts
@@ -43,7 +41,7 @@ class PacedState:
             shape = () if is_one else (end - first,)
             piece = StateSlice(
                 key=key,
-                dtype=dtype,
+                dtype="F32",
                 global_shape=() if is_one else (ELEMENTS,),
                 offset=() if is_one else (first,),
                 shape=shape,
