@@ -55,7 +55,7 @@ class PacedState:
 
     def __getitem__(self, key: StateKey) -> Array:
         """The values of a key, in the arena's memory. float32 [elements of this rank]"""
-        piece = next(each for each in self.slices if each.key == key)
+        piece = next(stored for stored in self.slices if stored.key == key)
         assert piece.dtype == "F32", "other types are only moved and digested"
         count = piece.nbytes // DTYPE_BYTES[piece.dtype]
         return np.frombuffer(
@@ -64,7 +64,7 @@ class PacedState:
 
     def weights_word(self) -> int:
         """A number of 64 bits that depends on every bit of this rank's weights."""
-        piece = next(each for each in self.slices if each.key == WEIGHT)
+        piece = next(stored for stored in self.slices if stored.key == WEIGHT)
         start = piece.arena_offset
         return word_of(bytes(self.arena.buffer[start : start + piece.nbytes]))
 
