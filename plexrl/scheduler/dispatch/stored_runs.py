@@ -10,18 +10,16 @@ its end.
 from typing import Final
 
 from plexrl.scheduler.dispatch.candidates.readiness import next_operation
-from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.latency_breakdown import note_start
-from plexrl.scheduler.rules.next_use import next_use_s, usual_pause_s
+from plexrl.scheduler.operations.operations import send_run
+from plexrl.scheduler.rules.next_use import usual_pause_s
 from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.messages.runs import make_run, make_stored_step
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
-from plexrl.wire.messages import AnyRun
-from plexrl.wire.operations import OperationKind
+from plexrl.wire.operations import MUTATING, OperationKind
 
 _READY: Final = WpgState.READY
 _OFFLOADED: Final = Residency.OFFLOADED
@@ -54,7 +52,7 @@ def start_stored_runs(step: Step, group: Group) -> None:
         head = _stored_run(step.state, group, member, step.now)
         if head is not None:
             member.work.take_head()
-            _start(step, group, member, head)
+            _start(step, member, head)
 
 
 def leaves_its_step(state: State, holder: Deployment) -> bool:
@@ -95,29 +93,15 @@ def _stored_run(state: State, group: Group, member: Deployment, now: float) -> O
     return head if is_whole and head.token != group.token else None
 
 
-def _start(step: Step, group: Group, member: Deployment, operation: Operation) -> None:
-    state, now = step.state, step.now
+def _start(step: Step, member: Deployment, operation: Operation) -> None:
+    now = step.now
     member.demand.meter(now)
+    operation.seq = member.work.replay.durable_seq + (operation.kind in MUTATING)
     change_operation(operation, OperationTrigger.STARTED)
     operation.started_at = now
     note_start(member, operation, now)
     # The estimate was of a wait for the group, which this run does not need: it is no error.
     operation.expected_at = operation.expected_within = None
-    operation.token, operation.group = group.token, group.group
     if not member.work.queue:
         member.demand.burst.stop_wanting()
-    command = _run(group, member, operation, now)
-    member.work.begin_run(command)
-    if not member.work.watch_at and state.overdue_s:
-        watch(step, member)
-    if state.routers:
-        step.effects.commands.append(command)
-
-
-def _run(group: Group, member: Deployment, operation: Operation, now: float) -> AnyRun:
-    durable_seq = member.work.replay.durable_seq
-    if operation.kind is _OPTIM_STEP:
-        operation.seq = durable_seq + 1
-        return make_stored_step(group, member, operation, next_use_s(member, now))
-    operation.seq = durable_seq
-    return make_run(group, member, operation, (), replay=False)
+    send_run(step, member, operation)

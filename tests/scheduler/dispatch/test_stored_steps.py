@@ -75,6 +75,7 @@ def test_a_load_waits_for_the_step_and_is_of_what_it_made() -> None:
     cluster.execute(run_of(cluster, "b:1"))
     cluster.pass_time(60.0)
     assert kinds(cluster) == [("optim_step", "a/actor")]
+    assert "made in host memory first" in cluster.explanation_of("a:3")["reason"]
     cluster.execute(run_of(cluster, "a:2"))
     loads = []
     while cluster.runs or (cluster.timer_at is not None and cluster.state_of("a:3") != "finished"):

@@ -37,12 +37,11 @@ class Effects:
     it."""
 
     def __post_init__(self) -> None:
-        self.for_stored = dict.fromkeys(
-            deployment.deployment
-            for deployment in self.state.deployments.values()
-            for name in (*deployment.work.queue, *deployment.work.new_runs)
-            if self.state.operations[name].kind in deployment.spec.stored_kinds
-        )
+        self.for_stored = {}
+        for deployment in self.state.deployments.values():
+            for name in (*deployment.work.queue, *deployment.work.new_runs):
+                if self.state.operations[name].kind in deployment.spec.stored_kinds:
+                    self.for_stored[deployment.deployment] = None
 
     def emit(self, command: Command) -> None:
         """Add a command to the result of this call."""
