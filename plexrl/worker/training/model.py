@@ -119,6 +119,11 @@ class TrainingModel(ABC):
         self._rank = rank
 
     @property
+    def spec(self) -> "DeploymentSpec":
+        """What the deployment was asked to be."""
+        return self._rank.spec
+
+    @property
     def arena(self) -> WorkerArena:
         """Holds every slice except those in `host_arena`; exists once `lay_out` has returned."""
         return self._state.arena
