@@ -169,7 +169,7 @@ def test_a_critic_is_no_checkpoint_of_a_language_model(
     causal = tiny_qwen2("0123456789")
     with pytest.raises(BatchShapeError, match=r"'c' is of a critic or a reward model"):
         refuse_critic(path, causal)
-    for head in ("value", "reward"):
-        refuse_critic(path, replace(causal, head=head))
+    refuse_critic(path, replace(causal, head="value"))
+    refuse_critic(path, replace(causal, head="reward"))
     write(tmp_path / "policy", CheckpointFormat.HF)
     refuse_critic(tmp_path / "policy", causal)
