@@ -27,6 +27,9 @@ TRAIN_BYTES_PER_PARAMETER = 16
 Head = Literal["causal", "reward", "value"]
 """Output layer of a model, see `ModelSpec.head`."""
 
+VALUE_HEAD = "score.weight"
+"""Canonical name of the parameter of a value head, `[1, hidden]`."""
+
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of weights without optimizer state, by dtype."""
 

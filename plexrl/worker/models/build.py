@@ -10,16 +10,12 @@ import torch
 
 from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.model.architecture.families import FAMILIES
-from plexrl.model.spec import ModelSpec
+from plexrl.model.spec import VALUE_HEAD, ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import nn
-
-
-VALUE_HEAD = "score.weight"
-"""Canonical name of the parameter of a value head, `[1, hidden]`."""
 
 
 def device_name(device: torch.device) -> str:

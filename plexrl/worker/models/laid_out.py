@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from plexrl.model.spec import ModelSpec
+from plexrl.model.spec import VALUE_HEAD, ModelSpec
 from plexrl.worker.models.build import (
-    VALUE_HEAD,
     build_model,
     model_of_config,
     named_parameters,

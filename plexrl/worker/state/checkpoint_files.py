@@ -22,7 +22,7 @@ from plexrl.errors import (
     CorruptStateError,
     PlexRLError,
 )
-from plexrl.model.spec import ModelSpec
+from plexrl.model.spec import VALUE_HEAD, ModelSpec
 from plexrl.statemanager.checkpoint.announcement import wait_until_written
 from plexrl.statemanager.checkpoint.format.published_names import published_tensors
 from plexrl.statemanager.checkpoint.format.record import RECORD
@@ -101,8 +101,6 @@ def refuse_critic(path: Location, spec: ModelSpec) -> None:
         BatchShapeError: it has a value head, and `spec` the head of a language model.
         CorruptStateError, StoreUnavailableError: as `load_for`.
     """
-    from plexrl.worker.models.build import VALUE_HEAD
-
     place = place_at(path)
     if spec.head == "causal" and VALUE_HEAD in _parameter_names(place, path):
         raise BatchShapeError(
