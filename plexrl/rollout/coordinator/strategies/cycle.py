@@ -88,7 +88,7 @@ class CoordinatorCycle:
         if decision.interrupts:
             queue = self._queue()
         common = (settings, model, self._loads, entries)
-        for load, moved in to_migrate(*common, queue, self._held, self._sides):
+        for load, moved in to_migrate(*common, queue, self._held, self._left, self._sides):
             running, waiting = self._held(load)
             gone = {each.trajectory for each in moved}
             kept = [each for each in running if each.trajectory not in gone]
@@ -129,6 +129,12 @@ class CoordinatorCycle:
             ]
             self._work[load.index] = (running, waiting)
         return self._work[load.index]
+
+    def _left(self, held: Iterable[RoutingCandidate]) -> float:
+        """Tokens that trajectories of instances are expected to draw still, in all."""
+        prompts = ((each.length, self._server.get(each.trajectory)) for each in held)
+        drawn = (length - record.prompt_tokens for length, record in prompts if record is not None)
+        return self._server.lengths.tokens_left(drawn)
 
     def _candidates(
         self, shown: InstanceSnapshot, ids: tuple[TrajectoryId, ...], lengths: tuple[int, ...]
