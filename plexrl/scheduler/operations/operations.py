@@ -57,9 +57,7 @@ _FAILED: Final = OperationState.FAILED
 _MISSED: Final = MUTATING | {_SAVE_CHECKPOINT}
 """Kinds whose failure the controller must acknowledge."""
 
-_OPENINGS: dict[OperationKind, str] = {
-    kind: f"{OWN_MARK}{kind}." for kind in OperationKind if kind in MOVES
-}
+_OPENINGS: dict[OperationKind, str] = {kind: f"{OWN_MARK}{kind}." for kind in MOVES}
 """Middle part of a move's id, by kind: between the deployment's id and a number."""
 
 
