@@ -489,19 +489,3 @@ def test_a_switch_is_not_billed_to_a_later_job_of_the_same_name() -> None:
     used = {str(each["tenant"]): each["gpu_seconds"] for each in tenants}
     assert used["u"] == 0.0
     assert used["t"] >= 20.0
-
-
-def test_tokens_of_completed_operations_add_up() -> None:
-    cluster = Metered()
-    cluster.start_node()
-    cluster.job("a")
-    cluster.deploy("a/actor")
-    for index, tokens in enumerate((100, 0, 50)):
-        cluster.submit(f"a:{index}", "a/actor", "forward_backward", tokens=tokens)
-    cluster.settle()
-    (row,) = [
-        each
-        for each in usage_view(cluster.core.cluster.state, None)
-        if each["kind"] == "forward_backward"
-    ]
-    assert (row["operations"], row["tokens"]) == (3, 150)
