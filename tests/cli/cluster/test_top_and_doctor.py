@@ -44,7 +44,7 @@ def test_top_reads_well_in_a_file(fleet: LiveRouter) -> None:
     assert "\x1b" not in found.stdout
     assert f"{8 * SMALL.nodes} GPUs on {SMALL.nodes} nodes: █ computing" in found.stdout
     assert "Wait for their turn" in found.stdout
-    rows = [line for line in found.stdout.splitlines() if re.match(r"\d+ ", line)]
+    rows = [line for line in found.stdout.splitlines() if re.match(r"\d+\s\s", line)]
     assert len(rows) == 6
 
 
