@@ -1,6 +1,6 @@
 """The strategies decide as the paper's algorithms do, and their vanilla forms as it describes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 import pytest
@@ -16,6 +16,7 @@ from plexrl.rollout.coordinator.strategies.synchronisation import to_synchronise
 from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20, CostModel
 from plexrl.rollout.instances.snapshot import InstanceLoad
 from plexrl.rollout.staleness.manager import StalenessManager, StalenessSettings
+from plexrl.rollout.trajectories.lengths import Lengths
 from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Trajectory, TrajectoryId
 from tests.examples import examples
 from tests.rollout import plain_strategies as plain
@@ -295,14 +296,20 @@ def migrated(
     running: dict[int, list[RoutingCandidate]],
     waiting: dict[int, list[RoutingCandidate]] | None = None,
     queue: Sequence[RoutingCandidate] = (),
+    left: int = 10,
+    model: CostModel = MODEL,
     **more: object,
 ) -> list[tuple[int, list[int]]]:
+    """`left`: tokens that each trajectory is expected to draw still."""
     buffers = manager_at(5).buffers
 
     def work(each: InstanceLoad) -> tuple[list[RoutingCandidate], list[RoutingCandidate]]:
         return running.get(each.index, []), (waiting or {}).get(each.index, [])
 
-    found = to_migrate(settings(**more), MODEL, loads, buffers, queue, work)
+    def tokens_left(held: Iterable[RoutingCandidate]) -> float:
+        return float(left * len(list(held)))
+
+    found = to_migrate(settings(**more), model, loads, buffers, queue, work, tokens_left)
     return [(each.index, [c.trajectory for c in moved]) for each, moved in found]
 
 
@@ -319,6 +326,46 @@ def test_the_work_of_the_fastest_instance_is_redistributed_if_that_helps() -> No
     held = [candidate(number, 5) for number in range(9)]
     assert migrated([busy, idle], {0: held}) == [(0, list(range(9)))]
     assert migrated([busy, idle], {0: held}, migration_gain_min=0.5) == []
+
+
+def test_responses_are_expected_to_end_as_longer_ones_of_the_past_did() -> None:
+    lengths = Lengths(recent=[10, 40, 20])
+    assert lengths.tokens_left([15]) == 30 - 15
+    assert lengths.tokens_left([0, 25]) == 70 / 3 + 40 - 25
+    assert lengths.tokens_left([40]) == 40, "none was longer"
+
+
+def test_work_is_not_returned_that_ends_before_its_kv_cache_is_computed_again() -> None:
+    """Two instances lose 0.4 s of 20 tokens/s each. The 9 tokens/s that they gain, beyond the least
+    gain, take 2 s to make up for that, and 5 tokens of each trajectory last 1.4 s."""
+    busy, idle = load(0, 5, kv=90, running=9), load(1, 5, kv=0, running=0)
+    held = [candidate(number, 5) for number in range(9)]
+    assert migrated([busy, idle], {0: held}, left=5) == []
+    assert migrated([busy, idle], {0: held}, left=20) == [(0, list(range(9)))]
+
+
+@given(
+    running=st.integers(1, 40),
+    length=st.integers(1, 4_000),
+    left=st.integers(0, 4_000),
+    instances=st.integers(2, 4),
+)
+@hypothesis_settings(max_examples=examples(200), deadline=None)
+def test_redistributed_work_ends_no_later_by_the_cost_model(
+    running: int, length: int, left: int, instances: int
+) -> None:
+    """All of it has the same length, and ends after `left` more tokens."""
+    model = QWEN3_30B_A3B_ON_H20
+    busy = load(0, 5, kv=running * length, running=running)
+    idle = [load(each, 5, kv=0, running=0) for each in range(1, instances)]
+    for each in (busy, *idle):
+        each.kv_budget = 1e9
+    held = [candidate(number, 5, length) for number in range(running)]
+    if migrated([busy, *idle], {0: held}, left=left, model=model):
+        share = -(-running // instances)
+        stays_s = left * model.step_s(running * length, running)
+        moves_s = left * model.step_s(share * length, share) + model.k3 * share * length
+        assert moves_s < stays_s
 
 
 def test_work_is_not_returned_for_an_instance_that_gets_other_work_now() -> None:

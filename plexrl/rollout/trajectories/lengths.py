@@ -1,6 +1,9 @@
 """Lengths of responses: the expected ones by prompt, and the latest ones."""
 
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from plexrl.rollout.trajectories.record import SampleGroupId
@@ -58,3 +61,14 @@ class Lengths:
     def forget(self, group: SampleGroupId) -> None:
         """A prompt is not in flight any more."""
         self.expected.pop(group, None)
+
+    def tokens_left(self, drawn: Iterable[int]) -> float:
+        """Tokens that responses of which so many are drawn are expected to draw still, in all: up
+        to the mean of the past lengths beyond; as many again, if no past response was longer."""
+        past = sorted(self.recent)
+        sums = [0, *accumulate(reversed(past))]
+        total = 0.0
+        for tokens in drawn:
+            longer = len(past) - bisect_right(past, tokens)
+            total += sums[longer] / longer - tokens if longer else tokens
+        return total

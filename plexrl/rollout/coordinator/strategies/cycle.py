@@ -88,11 +88,11 @@ class CoordinatorCycle:
         if decision.interrupts:
             queue = self._queue()
         common = (settings, model, self._loads, entries)
-        for load, moved in to_migrate(*common, queue, self._held, self._sides):
+        for load, moved in to_migrate(*common, queue, self._held, self._left, self._sides):
             running, waiting = self._held(load)
-            gone = {each.trajectory for each in moved}
-            kept = [each for each in running if each.trajectory not in gone]
-            load.waiting -= sum(each.trajectory in gone for each in waiting)
+            gone = {move.trajectory for move in moved}
+            kept = [trajectory for trajectory in running if trajectory.trajectory not in gone]
+            load.waiting -= sum(trajectory.trajectory in gone for trajectory in waiting)
             load.running -= len(running) - len(kept)
             removed_tokens = sum(c.length for c in running) - sum(c.length for c in kept)
             load.kv_cache = max(0.0, load.kv_cache - model.k5 * removed_tokens)
@@ -129,6 +129,12 @@ class CoordinatorCycle:
             ]
             self._work[load.index] = (running, waiting)
         return self._work[load.index]
+
+    def _left(self, held: Iterable[RoutingCandidate]) -> float:
+        """Tokens that trajectories of instances are expected to draw still, in all."""
+        prompts = ((each.length, self._server.get(each.trajectory)) for each in held)
+        drawn = (length - record.prompt_tokens for length, record in prompts if record is not None)
+        return self._server.lengths.tokens_left(drawn)
 
     def _candidates(
         self, shown: InstanceSnapshot, ids: tuple[TrajectoryId, ...], lengths: tuple[int, ...]

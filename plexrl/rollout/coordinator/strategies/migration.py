@@ -7,7 +7,12 @@
 The paper's second rule has no condition: an instance without work, which cannot get any or is about
 to get some, would make the busiest instance return its work in each cycle. Here the throughputs are
 those after the waiting trajectories have been routed, and the rule applies only if routing the
-returned ones anew raises the throughput by `migration_gain_min` or more, by the cost model.
+returned ones anew yields more tokens than it costs, by the cost model:
+
+- The throughput must rise by more than `migration_gain_min`. What it rises by beyond that is gained
+  until the returned trajectories would have ended where they were, by past lengths.
+- Their KV cache is computed again, which stops decoding where they go. A prompt's token costs the
+  matrix products of a decode step's, `k3`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +27,8 @@ from plexrl.rollout.staleness.buffers import Buffers
 Work = Callable[[InstanceLoad], tuple[list[RoutingCandidate], list[RoutingCandidate]]]
 """Running and waiting trajectories of an instance in the engine's order, without those that have
 ended since the snapshot."""
+TokensLeft = Callable[[Iterable[RoutingCandidate]], float]
+"""Tokens that trajectories are expected to draw still, in all."""
 
 
 def to_migrate(
@@ -31,6 +38,7 @@ def to_migrate(
     buffers: Buffers,
     queue: Iterable[RoutingCandidate],
     work: Work,
+    tokens_left: TokensLeft,
     sides: Sides | None = None,
 ) -> list[tuple[InstanceLoad, list[RoutingCandidate]]]:
     """The trajectories that instances return. `queue`: what is waiting to be routed. Nothing
@@ -42,7 +50,7 @@ def to_migrate(
         for load in loads
         if load.waiting > settings.waiting_max
     }
-    busiest = _to_redistribute(settings, model, loads, buffers, queue, work, sides)
+    busiest = _to_redistribute(settings, model, loads, buffers, queue, work, tokens_left, sides)
     if busiest is not None:
         running, waiting = work(busiest)
         excess[busiest.index] = running + waiting
@@ -56,6 +64,7 @@ def _to_redistribute(
     buffers: Buffers,
     queue: Iterable[RoutingCandidate],
     work: Work,
+    tokens_left: TokensLeft,
     sides: Sides | None,
 ) -> InstanceLoad | None:
     """The instance with the highest throughput, if its work is to be redistributed."""
@@ -70,16 +79,38 @@ def _to_redistribute(
     after = [load.copy() for load in before]
     running, waiting = work(busiest)
     emptied = next(load for load in after if load.index == busiest.index)
-    tokens = sum(each.length for each in running)
+    tokens = sum(trajectory.length for trajectory in running)
     emptied.kv_cache = max(0.0, emptied.kv_cache - model.k5 * tokens)
     emptied.running = max(0, emptied.running - len(running))
     emptied.waiting = 0
-    returned = Queue(running + waiting)
-    route(make_router(settings, model, after, tried, sides), tried, returned)
-    gained = sum(model.throughput(load.kv_cache, load.running) for load in after)
-    held = sum(model.throughput(load.kv_cache, load.running) for load in before)
-    least = settings.migration_gain_min * model.throughput(busiest.kv_cache, busiest.running)
-    return busiest if running and gained > held + least else None
+    router = make_router(settings, model, after, tried, sides)
+    routed = route(router, tried, Queue(running + waiting))
+    rate = model.throughput(busiest.kv_cache, busiest.running)
+    gained = _throughput(model, after) - _throughput(model, before)
+    gained -= settings.migration_gain_min * rate
+    if not running or gained <= 0:
+        return None
+    lasting_s = tokens_left(running) / rate
+    return busiest if gained * lasting_s > _tokens_lost(model, routed, running) else None
+
+
+def _throughput(model: CostModel, loads: Sequence[InstanceLoad]) -> float:
+    """Tokens per second of all instances."""
+    return sum(model.throughput(load.kv_cache, load.running) for load in loads)
+
+
+def _tokens_lost(
+    model: CostModel,
+    routed: Iterable[tuple[RoutingCandidate, InstanceLoad]],
+    running: Iterable[RoutingCandidate],
+) -> float:
+    """Tokens that are not drawn while the KV cache of what was running is computed again."""
+    computed = {each.trajectory for each in running}
+    return sum(
+        model.k3 * candidate.length * model.throughput(load.kv_cache, load.running)
+        for candidate, load in routed
+        if candidate.trajectory in computed
+    )
 
 
 def _busiest(
