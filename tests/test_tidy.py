@@ -71,7 +71,7 @@ LAYERS = {
     ),
     "process": (
         *("children", "plain_text", "ray_connection", "garbage_collection", "folders", "memory"),
-        *("sandbox", "conditions", "lifeline", "extras"),
+        *("sandbox", "conditions", "extras"),
     ),
     "rewards": ("graders", "scheduler", "decisions", "grade"),
     "rollout": (

@@ -16,8 +16,8 @@ from typing import TypeVar
 import msgspec
 
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.process.children.lifeline import die_with_named_parent
 from plexrl.process.children.pulse import beat, must_beat
-from plexrl.process.lifeline import die_with_named_parent
 from plexrl.process.plain_text import PlainFormatter
 
 ConfigT = TypeVar("ConfigT")

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from plexrl.process.lifeline import PARENT, die_with_parent
+from plexrl.process.children.lifeline import PARENT, die_with_parent
 from plexrl.worker.interface.config import WorkerConfig
 
 STOP_GRACE_S = 2.0
