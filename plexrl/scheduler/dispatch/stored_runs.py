@@ -1,9 +1,10 @@
-"""Checkpoints of offloaded deployments, beside the work of the group's holder (PlexRL §4.5.3).
+"""Runs on the stored state of offloaded deployments, beside the group's holder (PlexRL §4.5.3-4).
 
-The StateManager has the whole state of an offloaded deployment, and writes its checkpoints from
-that: nothing is loaded, and the group's lock stays where it is. The workers only ask for it. Such a
-run uses no GPU, so it is billed as none, and is no part of a burst or a profile. A load of the
-deployment waits until the version is pinned.
+The StateManager has the whole state of an offloaded deployment. It writes checkpoints from that,
+and with an optimizer in host memory the workers step a copy there on the CPU, which is stored as
+the next version. Nothing is loaded, and the group's lock stays where it is. Such a run uses no GPU,
+so it is billed as none, and is no part of a burst or a profile. A load of the deployment waits for
+its end.
 """
 
 from typing import Final
@@ -11,6 +12,7 @@ from typing import Final
 from plexrl.scheduler.dispatch.candidates.readiness import next_operation
 from plexrl.scheduler.operations.latency_breakdown import note_start
 from plexrl.scheduler.operations.operations import send_run
+from plexrl.scheduler.rules.next_use import usual_pause_s
 from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
@@ -18,43 +20,67 @@ from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
-from plexrl.wire.operations import OperationKind
+from plexrl.wire.operations import MUTATING, OperationKind
 
 _READY: Final = WpgState.READY
 _OFFLOADED: Final = Residency.OFFLOADED
-_SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
+_OPTIM_STEP: Final = OperationKind.OPTIM_STEP
 
 
-def start_stored_saves(step: Step, group: Group) -> None:
-    """Start the checkpoints with which the queues of offloaded members begin, one of each."""
-    saving = step.effects.saving
-    if not saving:
+def start_stored_runs(step: Step, group: Group) -> None:
+    """Start what the queues of offloaded members begin with and their stored state is enough for,
+    one of each."""
+    for_stored = step.effects.for_stored
+    if not for_stored:
         return
     deployments, operations = step.state.deployments, step.state.operations
     for name in group.members:
-        if name not in saving:
+        if name not in for_stored:
             continue
         member = deployments[name]
         queue = member.work.queue
         if not queue:
             if not member.work.running:
-                del saving[name]
+                del for_stored[name]
             continue
-        if operations[queue[0]].kind is not _SAVE_CHECKPOINT:
+        if operations[queue[0]].kind not in member.spec.stored_kinds:
             continue
         if name in (group.holder, group.incoming):
             continue
         # A member of several groups is looked at on the first.
         if member.placement.groups[0] != group.group:
             continue
-        head = _stored_save(step.state, group, member, step.now)
+        head = _stored_run(step.state, group, member, step.now)
         if head is not None:
             member.work.take_head()
             _start(step, member, head)
 
 
-def _stored_save(state: State, group: Group, member: Deployment, now: float) -> Operation | None:
-    """The checkpoint with which the queue begins, if it needs no load."""
+def leaves_its_step(state: State, holder: Deployment) -> bool:
+    """Whether all that an idle holder has left of its burst is an optimizer step that another
+    member need not wait for: it runs once the holder is offloaded. A deployment whose weights
+    nobody pulls ends its bursts with a step, if it is known to pause at all."""
+    queue = holder.work.queue
+    if len(queue) != 1 or not holder.spec.steps_in_host or holder.work.running:
+        return False
+    head = state.operations[queue[0]]
+    if head.kind is not _OPTIM_STEP or head.needs_load or not holder.work.waiting_gradients:
+        return False
+    if head.ends_burst:
+        return True
+    return usual_pause_s(holder) is not None and not _publishes(state, holder)
+
+
+def _publishes(state: State, trainer: Deployment) -> bool:
+    """Whether the trainer's weights were published, or a rollout of its job may pull them."""
+    names = state.jobs[trainer.job].deployments
+    if any(state.deployments[name].spec.kind == "rollout" for name in names):
+        return True
+    return trainer.wpg.published is not None
+
+
+def _stored_run(state: State, group: Group, member: Deployment, now: float) -> Operation | None:
+    """The head of the queue, if it needs no load."""
     head = next_operation(state, member)
     if head is None or head.needs_load:
         return None
@@ -86,7 +112,7 @@ def _is_quiet(state: State, group: Group) -> bool:
 def _start(step: Step, member: Deployment, operation: Operation) -> None:
     now = step.now
     member.demand.meter(now)
-    operation.seq = member.work.replay.durable_seq
+    operation.seq = member.work.replay.durable_seq + (operation.kind in MUTATING)
     change_operation(operation, OperationTrigger.STARTED)
     operation.started_at = now
     note_start(member, operation, now)
