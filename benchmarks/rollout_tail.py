@@ -66,8 +66,10 @@ ASKED = 64
 POLICIES: dict[str, plexrl.RolloutPolicy | None] = {
     "plain_loop": None,
     "synchronous": plexrl.BoundedStaleness(0),
-    "prompts": plexrl.TailBatching(over_launch_prompts=1.25, over_launch_responses=1.0),
-    "prompts_and_samples": plexrl.TailBatching(over_launch=1.25),
+    "prompts": plexrl.TailBatching(
+        over_launch_prompts=1.25, over_launch_responses=1.0, fixed_over_launch=True
+    ),
+    "prompts_and_samples": plexrl.TailBatching(over_launch=1.25, fixed_over_launch=True),
 }
 CURVES = ("synchronous", "prompts", "prompts_and_samples")
 
