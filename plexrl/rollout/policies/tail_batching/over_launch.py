@@ -123,11 +123,11 @@ def _round_s(
         [[each.lengths[at % len(each.lengths)] for at in range(size)] for each in prompts]
     )
     tokens = np.repeat([float(each.prompt_tokens) for each in prompts], size)
-    running = _SimulatedRound(setting, lengths.ravel().astype(float), tokens, size)
-    while running.complete.sum() < setting.batch_groups:
-        running.advance()
-    late = [each for each, is_done in zip(prompts, running.complete, strict=True) if not is_done]
-    return running.seconds, late
+    simulated = _SimulatedRound(setting, lengths.ravel().astype(float), tokens, size)
+    while simulated.complete.sum() < setting.batch_groups:
+        simulated.advance()
+    order = simulated.complete_s.argsort(kind="stable")
+    return simulated.seconds, [prompts[index] for index in order[setting.batch_groups :]]
 
 
 class _SimulatedRound:
@@ -144,6 +144,8 @@ class _SimulatedRound:
         self._unfinished = dealt >= 0
         self._done = np.zeros(len(lengths) // size, dtype=np.int64)
         self.seconds = 0.0
+        self.complete_s = np.full(len(self._done), np.inf)
+        """When each prompt was complete."""
 
     @property
     def complete(self) -> NDArray[np.bool_]:
@@ -170,6 +172,7 @@ class _SimulatedRound:
         self.seconds += lasting_s
         ended = running & (ends_s <= lasting_s)
         np.add.at(self._done, self._groups[ended], 1)
+        self.complete_s[self.complete & np.isinf(self.complete_s)] = self.seconds
         self._unfinished &= ~ended & ~self.complete[self._groups]
 
 
