@@ -5,8 +5,8 @@
 All ways run on one embedded cluster with the same workers: one trains, two generate. *Synchronous*
 is `job.rollout` with `BoundedStaleness(0)`. *Prompts* is `TailBatching(over_launch_prompts=1.25,
 over_launch_responses=1)`, which trains the same samples in another order; *prompts and samples* is
-`TailBatching(over_launch=1.25)`, the paper's. *Plain loop* is `sync_weights` and `generate`,
-without the rollout service.
+`TailBatching(over_launch=1.25)`, the paper's; both have `fixed_over_launch=True`. *Plain loop* is
+`sync_weights` and `generate`, without the rollout service.
 
 Rollout time: seconds for which the trainer waits for a batch, from its request (which begins with
 the sync of the weights) until it is there with its rewards, over an epoch but for its first step.

@@ -2,7 +2,8 @@
 
 1. Of the trajectories in an engine's own queue, those beyond `waiting_max`, the last ones first.
 2. If the highest throughput of an instance is more than `throughput_ratio_max` times the lowest,
-   all trajectories of the instance with the highest one.
+   the trajectories of the instance with the highest one that others would take. The paper returns
+   all of them, of which some come back to where they were.
 
 The paper's second rule has no condition: an instance without work, which cannot get any or is about
 to get some, would make the busiest instance return its work in each cycle. Here the throughputs are
