@@ -277,6 +277,8 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "after": _count(0, 2**62),
         "limit": _count(1, RECORDS_MAX),
         "lines": _count(1, 1_000_000),
+        "seconds": Bounds(1, SECONDS_MAX),
+        "until_s": Bounds(0, SECONDS_MAX),
         "wait_s": Bounds(0, WAIT_S_MAX),
         "deadline_s": _maybe(Bounds(1e-6, SECONDS_MAX)),
         "start": _count(0, BYTES_MAX),

@@ -71,9 +71,9 @@ LAYERS = {
     ),
     "process": (
         *("children", "plain_text", "ray_connection", "garbage_collection", "folders", "memory"),
-        *("conditions", "lifeline", "extras"),
+        *("sandbox", "conditions", "extras"),
     ),
-    "rewards": ("graders", "sandbox", "scheduler", "decisions", "grade"),
+    "rewards": ("graders", "scheduler", "decisions", "grade"),
     "rollout": (
         *("on_demand", "service", "coordinator", "policies", "staleness", "instances"),
         *("trajectories",),

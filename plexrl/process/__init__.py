@@ -1,1 +1,1 @@
-"""Code that all PlexRL processes share: start-up, children, private folders, terminal-safe text."""
+"""Code that all PlexRL processes share: start-up, children, folders, safe text, a sandbox."""

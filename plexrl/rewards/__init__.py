@@ -1,5 +1,7 @@
 """Rewards in the controller: graders, a sandbox for untrusted programs, concurrent grading."""
 
+from plexrl.process.sandbox.limits import Ending, Limits, Program, ProgramRun
+from plexrl.process.sandbox.sandbox import Sandbox
 from plexrl.rewards.decisions.grading import OnFailure
 from plexrl.rewards.decisions.timeouts import TimeoutSettings
 from plexrl.rewards.grade import Grade, Outcome
@@ -7,8 +9,6 @@ from plexrl.rewards.graders.answers import exact, numeric
 from plexrl.rewards.graders.judge import Judge, last_number
 from plexrl.rewards.graders.mathematics import MathGrader
 from plexrl.rewards.graders.programs import ProgramGrader, ProgramTest
-from plexrl.rewards.sandbox.limits import Ending, Limits, Program, ProgramRun
-from plexrl.rewards.sandbox.sandbox import Sandbox
 from plexrl.rewards.scheduler import Graded, GradedSamples, RewardScheduler, SampleReward
 
 __all__ = [

@@ -1,38 +1,27 @@
 """The service of controllers: `python -m plexrl.runs --config FILE`."""
 
-import argparse
 import asyncio
 import logging
-import sys
-from pathlib import Path
 
-from plexrl.errors import PlexRLError
-from plexrl.process.children.startup import (
-    load_config,
-    print_ready,
-    print_refused,
-    run_until_signal,
-)
-from plexrl.runs.service import RunsConfig, RunService
+from plexrl.process.garbage_collection import rare_collections
+
+with rare_collections():
+    from plexrl.process.children.startup import print_ready, run_part
+    from plexrl.runs.service import RunsConfig, RunService
+
+
+async def serve(config: RunsConfig, stop: asyncio.Event) -> None:
+    """Run controllers until `stop` is set."""
+    # It would log every request.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    service = RunService(config)
+    print_ready(listen=[])
+    await service.serve(stop)
 
 
 def main() -> None:
     """Serve until SIGTERM or SIGINT."""
-    parser = argparse.ArgumentParser(prog="python -m plexrl.runs", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
-
-    async def serve(stop: asyncio.Event) -> None:
-        logging.getLogger("httpx").setLevel(logging.WARNING)
-        service = RunService(config)
-        print_ready(listen=[])
-        await service.serve(stop)
-
-    try:
-        config = load_config(parser.parse_args().config, RunsConfig)
-        run_until_signal(serve)
-    except PlexRLError as error:
-        print_refused(error)
-        sys.exit(1)
+    run_part("plexrl.runs", __doc__, RunsConfig, serve)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import plexrl
-from plexrl.rewards.sandbox.command import PROGRAM_FOLDER, sandbox_command
-from plexrl.rewards.sandbox.limits import Limits
-from plexrl.rewards.sandbox.seccomp import compile_filter
+from plexrl.process.sandbox.command import PROGRAM_FOLDER, sandbox_command
+from plexrl.process.sandbox.limits import Limits
+from plexrl.process.sandbox.seccomp import compile_filter
 from plexrl.runs.records import RunSpec
 
 PROCESSES = 256

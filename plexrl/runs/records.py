@@ -22,6 +22,7 @@ from plexrl.errors import (
 from plexrl.process.folders.disk_errors import NO_SPACE
 from plexrl.process.folders.durable_files import flush, write_durably
 from plexrl.process.folders.private_folder import make_private_folder
+from plexrl.process.sandbox.command import START_MARK
 from plexrl.wire.messages.cluster_views import RunView
 
 FOLDER = "runs"
@@ -201,9 +202,6 @@ class RunRecords:
 
     def log(self, run: str, lines: int) -> str:
         """The last lines that the script has printed."""
-        # Here, because rewards belong to the SDK, which parts do not load at their start.
-        from plexrl.rewards.sandbox.command import START_MARK
-
         try:
             with self.log_path(run).open("rb") as file:
                 size = file.seek(0, os.SEEK_END)

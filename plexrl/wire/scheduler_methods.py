@@ -31,6 +31,13 @@ from plexrl.wire.messages.node_queries import (
     JobCheckpoints,
     JobLogs,
 )
+from plexrl.wire.messages.overview_views import (
+    JobTimesView,
+    LanesView,
+    OverviewView,
+    QueueView,
+    SharesView,
+)
 from plexrl.wire.messages.views import (
     DeploymentView,
     ExplainedJobView,
@@ -64,6 +71,11 @@ LIST_USAGE = Method[UsageReport]("list_usage")
 STATUS = Method[ClusterView]("status")
 CONDITIONS = Method[ConditionsView]("conditions")
 ETA_QUALITY = Method[EtaQualityView]("eta_quality")
+OVERVIEW = Method[OverviewView]("overview")
+READ_LANES = Method[LanesView]("read_lanes")
+READ_QUEUE = Method[QueueView]("read_queue")
+JOB_TIMES = Method[JobTimesView]("job_times")
+LIST_SHARES = Method[SharesView]("list_shares")
 SERVICE_LEVELS = Method[ServiceLevels]("service_levels")
 LIST_NODES = Method[Nodes]("list_nodes")
 DRAIN_NODE = Method[NodeView]("drain_node")

@@ -1,22 +1,5 @@
-"""Fixtures of the tests of rewards: one sandbox for all of them."""
+"""Fixtures of the tests of rewards."""
 
-from collections.abc import Iterator
+from tests.sandboxes import sandbox
 
-import pytest
-
-from plexrl.errors import SandboxError
-from plexrl.rewards.sandbox.limits import MIB, Limits
-from plexrl.rewards.sandbox.sandbox import Sandbox
-
-LIMITS = Limits(memory_bytes=256 * MIB, processes=32, tmp_bytes=8 * MIB, output_bytes=MIB)
-
-
-@pytest.fixture(scope="session")
-def sandbox() -> Iterator[Sandbox]:
-    """A sandbox with small limits; tests are skipped where no sandbox works."""
-    try:
-        made = Sandbox(limits=LIMITS, at_once=4)
-    except SandboxError as error:
-        pytest.skip(f"no sandbox: {error}")
-    with made:
-        yield made
+__all__ = ["sandbox"]

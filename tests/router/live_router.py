@@ -4,10 +4,11 @@ import hashlib
 import json
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -42,10 +43,16 @@ class LiveRouter:
 
 @contextmanager
 def live_router(
-    *, descriptors: int | None = None, https_files: TlsFiles | None = None, **config: Any
+    *,
+    descriptors: int | None = None,
+    https_files: TlsFiles | None = None,
+    scheduler_config: Mapping[str, Any] = MappingProxyType({}),
+    beside: Callable[[str], AbstractContextManager[None]] | None = None,
+    **config: Any,
 ) -> Iterator[LiveRouter]:
     """A router with this configuration; `descriptors` is its hard limit on descriptors. With
-    `https_files` it serves HTTPS."""
+    `https_files` it serves HTTPS. `scheduler_config` is what the scheduler has beside the usual.
+    `beside` takes the scheduler's address; its block begins before the router."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
         scheduler = f"unix:{folder}/s.sock"
@@ -57,9 +64,12 @@ def live_router(
                     "listen": [scheduler],
                     "journal": str(folder / "journal.sqlite"),
                     "operator_key_digest": hashlib.sha256(OPERATOR_KEY.encode()).hexdigest(),
+                    **scheduler_config,
                 },
             )
         )
+        if beside is not None:
+            stack.enter_context(beside(scheduler))
         wrapper = []
         if descriptors is not None:
             wrapper = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]

@@ -97,7 +97,7 @@ async def scheduler_of_agent(
     )
     server = await asyncio.start_unix_server(serve, path)
     stop = asyncio.Event()
-    agent = asyncio.create_task(Agent(config, NoWorkers()).run(stop, asyncio.Event()))
+    agent = asyncio.create_task(Agent(config, NoWorkers()).run(stop))
     try:
         yield peers
     finally:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, UnavailableError
+from plexrl.process.children.lifeline import PARENT
 from plexrl.process.folders.operator_key import write_private
 from plexrl.process.folders.rotated_log import keep_logs_bounded
-from plexrl.process.lifeline import PARENT
 from plexrl.process.memory.tuning import tune
 
 LOG = logging.getLogger(__name__)

@@ -104,7 +104,8 @@ class _AgentHere:
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
         launcher = RayLauncher(self._group, self._resource, Path(config.run_dir))
         connected = asyncio.Event()
-        self._running = asyncio.create_task(Agent(config, launcher).run(self._stop, connected))
+        agent = Agent(config, launcher)
+        self._running = asyncio.create_task(agent.run(self._stop, connected.set))
         joined = asyncio.create_task(_set(connected))
         await asyncio.wait(
             {self._running, joined},

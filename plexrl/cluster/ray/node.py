@@ -79,7 +79,7 @@ class RayNodeActor:
         self._processes.watch((statemanager,))
         connected = asyncio.Event()
         launcher = RayLauncher(group, resource, run_dir)
-        self._agent = asyncio.create_task(Agent(config, launcher).run(self._stop, connected))
+        self._agent = asyncio.create_task(Agent(config, launcher).run(self._stop, connected.set))
         joined = asyncio.create_task(connected.wait())
         await asyncio.wait(
             {self._agent, joined},

@@ -5,7 +5,7 @@ family.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Backend = Literal["fsdp", "megatron", "deepspeed", "forward", "torch", "vllm"]
@@ -83,6 +83,18 @@ _QWEN3_5_SIZES = {
     "linear_num_value_heads": 32,
 }
 
+_QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    backends=("fsdp", "deepspeed", "forward"),
+    defaults=_QWEN3_5_SIZES,
+    qkv_bias="by option",
+    has_output_bias_option=True,
+    has_qk_norm=True,
+    norm_adds_one=True,
+    has_linear_layers=True,
+    gates_attention=True,
+)
+
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
@@ -137,17 +149,7 @@ FAMILIES: Mapping[str, Family] = {
             fuses_qkv=True,
             fuses_gate_and_up=True,
         ),
-        Family(
-            model_type="qwen3_5_text",
-            backends=("fsdp", "deepspeed", "forward"),
-            defaults=_QWEN3_5_SIZES,
-            qkv_bias="by option",
-            has_output_bias_option=True,
-            has_qk_norm=True,
-            norm_adds_one=True,
-            has_linear_layers=True,
-            gates_attention=True,
-        ),
+        _QWEN3_5,
         Family(
             model_type="qwen3_moe",
             backends=("fsdp", "megatron", "deepspeed", "forward", "torch"),
@@ -175,9 +177,9 @@ FAMILIES: Mapping[str, Family] = {
             # Its attention has no sinks in PyTorch's.
             attention="eager",
         ),
-        Family(
+        replace(
+            _QWEN3_5,
             model_type="qwen3_5_moe_text",
-            backends=("fsdp", "deepspeed", "forward"),
             defaults={
                 **_QWEN3_5_SIZES,
                 "num_key_value_heads": 2,
@@ -189,12 +191,6 @@ FAMILIES: Mapping[str, Family] = {
             has_experts=True,
             expert_width="moe_intermediate_size",
             has_shared_expert=True,
-            qkv_bias="by option",
-            has_output_bias_option=True,
-            has_qk_norm=True,
-            norm_adds_one=True,
-            has_linear_layers=True,
-            gates_attention=True,
         ),
     )
 }

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import IO
 
 from plexrl.errors import PlexRLError, UnavailableError, from_wire
+from plexrl.process.children.lifeline import PARENT
 from plexrl.process.children.part import Part, write_config
 from plexrl.process.children.pulse import BEAT, LOOK_S, PULSE, STUCK_S, Pulse
 from plexrl.process.children.restart_log import PartRecord
 from plexrl.process.children.stalls import is_at_work
 from plexrl.process.folders.folders import Folders
 from plexrl.process.folders.private_folder import make_private_folder
-from plexrl.process.lifeline import PARENT
 from plexrl.process.memory.tuning import tune
 
 LOG = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
 """Start-up of a cluster's processes: read the configuration, report readiness, handle signals."""
 
+import argparse
 import asyncio
 import json
 import logging
@@ -8,17 +9,23 @@ import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.process.children.lifeline import die_with_named_parent
 from plexrl.process.children.pulse import beat, must_beat
-from plexrl.process.lifeline import die_with_named_parent
 from plexrl.process.plain_text import PlainFormatter
 
 ConfigT = TypeVar("ConfigT")
+
+LOG = logging.getLogger(__name__)
+
+EXIT_REFUSED = 1
+"""The process did not serve, and reported why."""
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -109,6 +116,29 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         return (signal.SIGTERM, signal.SIGINT)
     return (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def run_part(
+    module: str,
+    purpose: str | None,
+    kind: type[ConfigT],
+    serve: Callable[[ConfigT, asyncio.Event], Awaitable[None]],
+) -> None:
+    """Run `python -m MODULE --config FILE` until a signal: `serve` gets the configuration of type
+    `kind`, and the event that `run_until_signal` sets.
+
+    An error of PlexRL is reported to the parent process, and ends this one with `EXIT_REFUSED`.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=purpose)
+    parser.add_argument("--config", type=Path, required=True)
+    path = parser.parse_args().config
+    try:
+        config = load_config(path, kind)
+        run_until_signal(partial(serve, config))
+    except PlexRLError as error:
+        LOG.critical("%s cannot run: %s", module, error)
+        print_refused(error)
+        sys.exit(EXIT_REFUSED)
 
 
 def run_until_signal(

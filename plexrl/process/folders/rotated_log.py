@@ -46,10 +46,10 @@ class RotatedLog(RotatingFileHandler):
             sys.stderr.write(f"the log {self._path} cannot be written: {sys.exc_info()[1]}\n")
 
 
-async def keep_logs_bounded(folder: Path, bytes_max: int = OUTPUT_BYTES_MAX) -> None:
+async def keep_logs_bounded(folder: Path) -> None:
     """Bound each log of processes that append to theirs below the folder, until cancelled."""
     while True:
-        await asyncio.to_thread(bound_logs, folder, bytes_max)
+        await asyncio.to_thread(bound_logs, folder, OUTPUT_BYTES_MAX)
         await asyncio.sleep(CHECK_S)
 
 

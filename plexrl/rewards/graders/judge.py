@@ -101,15 +101,15 @@ class Judge(Generic[SampleT]):
             batch = [
                 self._waiting.popleft() for _ in range(min(self._rows_max, len(self._waiting)))
             ]
-            for each in batch:
-                each.is_taken = True
+            for question in batch:
+                question.is_taken = True
             self._batches += 1
             return batch
 
     def _answers(self, batch: list[_Asked]) -> list[float | Exception]:
         """An answer for each of the batch."""
         try:
-            found = list(self._ask([each.prompt for each in batch]))
+            found = list(self._ask([question.prompt for question in batch]))
             if len(found) != len(batch):
                 raise ExecutionError(f"{len(found)} scores for {len(batch)} prompts")
         except InvalidRequestError as error:

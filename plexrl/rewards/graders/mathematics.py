@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from plexrl.errors import DeadlineExceededError, InvalidRequestError, SandboxError
 from plexrl.limits import check_numbers
+from plexrl.process.sandbox.limits import MIB, Limits, Program
+from plexrl.process.sandbox.sandbox import Sandbox
 from plexrl.rewards.grade import PASSED, Grade, wrong
 from plexrl.rewards.graders import math_worker
-from plexrl.rewards.sandbox.limits import MIB, Limits, Program
-from plexrl.rewards.sandbox.sandbox import Sandbox
 
 if TYPE_CHECKING:
-    from plexrl.rewards.sandbox.session import Session
+    from plexrl.process.sandbox.session import Session
 
 WORKER_CPU_S = 10 * 365 * 24 * 3600
 """A process answers many requests, each of which has bounds of its own."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 from plexrl.errors import InvalidRequestError, StorageError
+from plexrl.process.sandbox.limits import Ending, Program, ProgramRun
+from plexrl.process.sandbox.sandbox import Sandbox
 from plexrl.rewards.decisions.timeouts import AdaptiveTimeouts, TimeoutSettings
 from plexrl.rewards.grade import PASSED, Grade, Outcome
-from plexrl.rewards.sandbox.limits import Ending, Program, ProgramRun
-from plexrl.rewards.sandbox.sandbox import Sandbox
 
 LOG = logging.getLogger(__name__)
 

@@ -257,7 +257,9 @@ class RolloutCoordinator:
         leaving = self.assignments.to_drain()
         if leaving:
             return self.assignments.interrupt(leaving)
-        snapshots = [each for each in event.instances if not instances[each.instance].is_draining]
+        snapshots = [
+            snapshot for snapshot in event.instances if not instances[snapshot.instance].is_draining
+        ]
         freed = self.freed.free(self.trajectories, self.rounds, snapshots, instances, model)
         if freed is not None:
             # What they return is routed in the next cycle.
@@ -268,7 +270,7 @@ class RolloutCoordinator:
             divide_instances(
                 model,
                 self.trajectories,
-                [budgets[each.instance] for each in others if each.serves],
+                [budgets[other.instance] for other in others if other.serves],
                 self.settings.staleness.group_size,
             )
         cycle = CoordinatorCycle(
@@ -397,15 +399,15 @@ class RolloutCoordinator:
 
     def _on_chosen(self, event: InstancesChosen) -> None:
         instances = self.assignments.instances
-        unknown = [each for each in event.drained if each not in instances]
+        unknown = [instance for instance in event.drained if instance not in instances]
         if unknown or not event.deployments:
             raise InvalidRequestError(
                 f"instances {unknown} have not joined, and {len(event.deployments)} deployments "
                 "are to generate: drain joined instances, and leave one deployment or more"
             )
-        for each in event.drained:
-            instances[each].is_draining = True
-            self.freed.lost(each)
+        for instance in event.drained:
+            instances[instance].is_draining = True
+            self.freed.lost(instance)
 
     def _drop(self, group: SampleGroupId, reason: str) -> list[RolloutCommand]:
         """Drops a group, and the groups that become surplus by that."""

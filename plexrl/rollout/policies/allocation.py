@@ -113,7 +113,12 @@ def split(generation: Stage, training: Stage, gpus: int) -> GpuAllocation:
             f"{gpus} GPUs hold no instance of {generation.unit_gpus} and trainer of "
             f"{training.unit_gpus}: give more GPUs"
         )
-    return _runnable(min(found, key=lambda each: (each.iteration_s, each.gpus, each.instances)))
+    return _runnable(
+        min(
+            found,
+            key=lambda allocation: (allocation.iteration_s, allocation.gpus, allocation.instances),
+        )
+    )
 
 
 def shrink(
@@ -184,20 +189,20 @@ def _price(
                 found = _divisions(stage, trainer, kinds[name].gpus)
             else:
                 found = _pairs(stage, trainer, kinds[name].gpus, kinds[other].gpus)
-            for each in found:
+            for allocation in found:
                 price = (
-                    each.instances * stage.unit_gpus * kinds[name].price
-                    + each.trainers * trainer.unit_gpus * kinds[other].price
+                    allocation.instances * stage.unit_gpus * kinds[name].price
+                    + allocation.trainers * trainer.unit_gpus * kinds[other].price
                 )
                 yield PricedAllocation(
-                    generation=name, training=other, allocation=each, price=price
+                    generation=name, training=other, allocation=allocation, price=price
                 )
 
 
 def _divisions(generation: Stage, training: Stage, gpus: int) -> list[GpuAllocation]:
     """All numbers of units within one budget."""
     found = _pairs(generation, training, gpus - training.unit_gpus, gpus)
-    return [each for each in found if each.gpus <= gpus]
+    return [allocation for allocation in found if allocation.gpus <= gpus]
 
 
 def _pairs(

@@ -52,7 +52,9 @@ class FreedInstances:
     def lost(self, instance: InstanceId) -> None:
         """An instance has ended."""
         freed = self.held.freed
-        self.held.freed = [each for each in freed if each != instance] if instance in freed else []
+        self.held.freed = (
+            [other for other in freed if other != instance] if instance in freed else []
+        )
 
     def others(self, snapshots: Sequence[InstanceSnapshot]) -> list[InstanceSnapshot]:
         """The instances that take part in the round."""
@@ -99,7 +101,7 @@ class FreedInstances:
             if snapshot.serves
         ]
         freed = core.decide(*progress, instances, unfinished, server.lengths.recent)
-        return {each: _routed(server, each) for each in freed}
+        return {instance: _routed(server, instance) for instance in freed}
 
     def check_invariants(
         self, server: TrajectoryServer, expected: Mapping[InstanceId, ExpectedInstance]
@@ -113,4 +115,4 @@ class FreedInstances:
 def _routed(server: TrajectoryServer, instance: InstanceId) -> list[TrajectoryId]:
     """The trajectories that an instance has and is not told to stop."""
     held = server.on_instance(instance)
-    return [each.id for each in held if each.state is TrajectoryState.ROUTED]
+    return [trajectory.id for trajectory in held if trajectory.state is TrajectoryState.ROUTED]

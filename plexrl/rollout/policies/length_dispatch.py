@@ -99,7 +99,7 @@ def choose_division(model: CostModel, batch: DispatchedBatch, past: Sequence[Ran
     """
     if batch.instances < 2 or not batch.long or len(past) < RANKED_MIN:
         return 0
-    lengths = [each.tokens for each in past]
+    lengths = [sample.tokens for sample in past]
     ways = {
         _division(model, batch, LengthSpread.quantiles(lengths), sum),
         _division(model, batch, LengthSpread.means(lengths), max),
@@ -192,8 +192,8 @@ def _division(
 
 def _draw(batch: DispatchedBatch, past: Sequence[RankedLength], draw: int) -> list[list[int]]:
     """Lengths of the responses to each prompt; `past` ascends by what was expected."""
-    known = [each.expected for each in past]
-    longest = max(each.tokens for each in past)
+    known = [sample.expected for sample in past]
+    longest = max(sample.tokens for sample in past)
     near = max(batch.samples, int(NEAR_PART * len(past)))
     found = []
     for index, expected in enumerate(batch.expected):

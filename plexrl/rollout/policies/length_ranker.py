@@ -112,8 +112,8 @@ def fit(examples: Sequence[LengthExample]) -> LengthRanker | None:
     if len(prompts) < PROMPTS_MIN:
         return None
     ys = [np.array(prompt.deviations) for prompt in prompts.values()]
-    sizes = np.array([len(each) for each in ys])
-    y = np.array([each.mean() for each in ys])
+    sizes = np.array([len(lengths) for lengths in ys])
+    y = np.array([lengths.mean() for lengths in ys])
     x = np.array([features(prompt.prompt) for prompt in prompts.values()])
     mean = x.mean(axis=0)
     # A feature that no two prompts differ in gets the weight 0.
@@ -123,7 +123,7 @@ def fit(examples: Sequence[LengthExample]) -> LengthRanker | None:
     error = float((left_out**2).mean())
     within = error
     if degrees:
-        within = sum(float(((each - each.mean()) ** 2).sum()) for each in ys) / degrees
+        within = sum(float(((lengths - lengths.mean()) ** 2).sum()) for lengths in ys) / degrees
     between = max(0.0, float((left_out**2 - within / sizes).mean()))
     trust = between / np.maximum(between + within / sizes, 1e-12)
     # The regression's expectation without the prompt itself is y - left_out.
@@ -156,7 +156,7 @@ def _by_prompt(examples: Sequence[LengthExample]) -> tuple[dict[bytes, _Seen], f
     count, level = max(1, len(examples) // PERIOD), 0.0
     for part in range(count):
         period = examples[part * len(examples) // count : (part + 1) * len(examples) // count]
-        logs = [np.log(np.maximum(each.lengths, 1)) for each in period]
+        logs = [np.log(np.maximum(group.lengths, 1)) for group in period]
         level = float(np.mean([each.mean() for each in logs])) if logs else level
         for each, log in zip(period, logs, strict=True):
             seen = found.setdefault(_key(each.prompt), _Seen(each.prompt))

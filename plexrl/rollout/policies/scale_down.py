@@ -175,7 +175,7 @@ def half_of(
     for sample in unfinished:
         lost = sample.prompt_tokens + sample.response_tokens
         tokens[sample.instance] = tokens.get(sample.instance, 0) + lost
-    ordered = sorted(instances, key=lambda each: each.instance)
+    ordered = sorted(instances, key=lambda snapshot: snapshot.instance)
     # For each number of GPUs the best instances: GPUs of the trainer (negative), KV cache, tokens,
     # and their indices as bits.
     best: dict[int, tuple[int, float, int, int]] = {0: (0, 0.0, 0, 0)}

@@ -148,7 +148,7 @@ class ClusterCalls:
                         yield None
                     elif "rows" in event:
                         cursor = event["cursor"]
-                        yield [(each["sample"], _sample(each)) for each in event["rows"]]
+                        yield [(row["sample"], _sample(row)) for row in event["rows"]]
                     is_done = "done" in event
             except PlexRLError as error:
                 if is_done or error.status not in RETRIABLE:

@@ -43,8 +43,8 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if not self.listen or not self.routers:
             raise InvalidRequestError("listen and routers need at least one address each")
-        for each in self.listen:
-            parse_address(each)
+        for address in self.listen:
+            parse_address(address)
         if not 1 <= self.job_rollouts_max <= 10_000:
             raise InvalidRequestError(
                 f"job_rollouts_max is {self.job_rollouts_max}: set it from 1 to 10000"

@@ -131,7 +131,9 @@ class LiveRollout:
         self._cycle_s = config.cycle_s
         self._changed = asyncio.Event()
         """Set, and replaced, at each change."""
-        self._drivers = {each: InstanceDriver(each, self) for each in self.instances.work}
+        self._drivers = {
+            instance: InstanceDriver(instance, self) for instance in self.instances.work
+        }
         self._lost_s = config.instance_lost_s
         self.members = [
             self.make_member(each) for each in (*self.progress.names(order), *self.progress.ending)
@@ -244,7 +246,7 @@ class LiveRollout:
             event, self.store, parts=parts, prompt=prompt, step=step, order=order
         )
         # What waits for newer weights keeps nobody busy.
-        busy = any(each.held or each.unanswered for each in self.instances.work.values())
+        busy = any(work.held or work.unanswered for work in self.instances.work.values())
         now = asyncio.get_running_loop().time()
         self.stages.note(now, generates=busy)
         if isinstance(event, Generated):
@@ -339,7 +341,7 @@ class LiveRollout:
             if driver.instance in self.instances.work
         ]
         snapshots = [each for each, _ in loads]
-        steps = [each for _, measured in loads for each in measured]
+        steps = [step for _, measured in loads for step in measured]
         self.loads = {snapshot.instance: snapshot for snapshot in snapshots}
         self._measured(steps)
         self.handle(SnapshotTaken(instances=tuple(snapshots)))

@@ -282,7 +282,7 @@ class RolloutService:
             return bool(rollout.core.groups_wanted) or any(s > after for s in unrewarded.values())
 
         await rollout.wait_for(is_done, float(params["wait_s"]))
-        found = {each: unrewarded[each] for each in news()}
+        found = {new: unrewarded[new] for new in news()}
         records = [rollout.core.trajectories.get(each) for each in found]
         segments = [() if record is None else tuple(record.segments) for record in records]
         about = status(rollout)
@@ -331,7 +331,7 @@ class RolloutService:
         complete = rollout.complete_samples(version)
         page = complete[first:]
         if seen is not None:
-            page = [each for each in complete if each.trajectory not in seen]
+            page = [sample for sample in complete if sample.trajectory not in seen]
             if len(complete) - len(page) < len(seen):
                 raise ConflictError(
                     f"batch {version} lacks samples that were taken, since the policy was changed: "
@@ -346,12 +346,12 @@ class RolloutService:
             return {
                 "version": version,
                 "rows": rows,
-                "rewards": [page[each].reward for each in found],
-                "versions": [page[each].version for each in found],
+                "rewards": [page[place].reward for place in found],
+                "versions": [page[place].version for place in found],
             }
 
-        ids = [each.trajectory for each in page]
-        return {"body": await _samples(rollout, ids, [each.segments for each in page], fields)}
+        ids = [sample.trajectory for sample in page]
+        return {"body": await _samples(rollout, ids, [sample.segments for sample in page], fields)}
 
 
 async def _durable_status(rollout: LiveRollout) -> RolloutStatus:
@@ -372,7 +372,7 @@ async def _samples(
     It holds the first ones of `ids`, about `PAGE_BYTES` of them at most. `fields` gets the indices
     of those that it holds, and how many it has looked for, and returns the other parameters."""
     per_group = rollout.progress.group_size
-    wanted = [(group_of(each, per_group), each) for each in ids]
+    wanted = [(group_of(id_, per_group), id_) for id_ in ids]
     steps = dict(rollout.steps)
     # What the caller knows of them may not be durable yet.
     await rollout.writer.settled()

@@ -180,7 +180,7 @@ def _oldest_unrewarded(rollout: LiveRollout) -> UnrewardedView | None:
 def measured(rollout: LiveRollout) -> MeasuredRollout:
     """The figures of a profile besides the times of operations; see `RolloutProfile`."""
     order, model = rollout.order, rollout.core.cost_model
-    budgets = [int(each.kv_budget) for each in rollout.instances.work.values()]
+    budgets = [int(work.kv_budget) for work in rollout.instances.work.values()]
     return {
         "source": order.source,
         "instances": list(rollout.progress.names(order)),

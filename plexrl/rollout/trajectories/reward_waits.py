@@ -31,7 +31,9 @@ class RewardWaits:
     ) -> tuple[TrajectoryId, float] | None:
         """The trajectory that has waited longest, and for how long at least; None: none waits."""
         # Those of former processes have no time, and came first.
-        found = min(unrewarded, key=lambda each: self._ended_at.get(each, 0.0), default=None)
+        found = min(
+            unrewarded, key=lambda trajectory: self._ended_at.get(trajectory, 0.0), default=None
+        )
         if found is None:
             return None
         return found, now - self._ended_at.get(found, self._began_at)

@@ -68,7 +68,7 @@ class TrajectoryServer:
     def state(self) -> HeldTrajectories:
         """The state that a snapshot stores. The records are not copies: encode them before anything
         changes."""
-        records = [each for name in sorted(self._on) for each in self.on_instance(name)]
+        records = [record for name in sorted(self._on) for record in self.on_instance(name)]
         records += [each for _, each in sorted(self._all.items()) if each.instance is None]
         return HeldTrajectories(
             next_group=self._next_group,
@@ -128,11 +128,15 @@ class TrajectoryServer:
     def members(self, group: SampleGroupId) -> Iterator[Trajectory]:
         """Records of a held group's members that are not aborted."""
         found = (self._all.get(member) for member in self.groups[group].members)
-        return (each for each in found if each and each.state is not TrajectoryState.ABORTING)
+        return (
+            trajectory
+            for trajectory in found
+            if trajectory and trajectory.state is not TrajectoryState.ABORTING
+        )
 
     def on_instance(self, instance: InstanceId) -> list[Trajectory]:
         """Records of what the instance holds, in the order of routing."""
-        return [self._all[each] for each in self._on.get(instance, ())]
+        return [self._all[trajectory] for trajectory in self._on.get(instance, ())]
 
     def add(self, group: SampleGroupId, prompt_tokens: int, expected_tokens: int = 0) -> None:
         """Makes a prompt known, with the expected length of its responses if not 0.
@@ -153,7 +157,9 @@ class TrajectoryServer:
 
     def is_settled(self, group: SampleGroupId) -> bool:
         """Whether no trajectory of the group is held."""
-        return not any(each in self._all for each in trajectory_ids(group, self.samples))
+        return not any(
+            trajectory in self._all for trajectory in trajectory_ids(group, self.samples)
+        )
 
     def start(self, group: SampleGroupId, prompt_tokens: int, samples: int) -> None:
         """Starts the first `samples` trajectories of a known prompt.

@@ -25,6 +25,8 @@ from plexrl.router.execution.engines import Engines
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.rollout_link import RolloutLink
 from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.router.http.dashboard import routes as dashboard
+from plexrl.router.http.dashboard.stream import OverviewStreams
 from plexrl.router.http.openai import routes as openai
 from plexrl.router.http.openai.answers import error_body
 from plexrl.router.http.routes import (
@@ -49,6 +51,7 @@ from plexrl.router.job_files.record_store import RecordFiles, RecordObjects, Rec
 from plexrl.router.job_files.samples import SampleLog
 from plexrl.router.observe.audit_log import AuditLog
 from plexrl.router.observe.health import ClusterHealth
+from plexrl.router.observe.overview import Overviews
 from plexrl.router.observe.rollouts import RolloutViews
 from plexrl.router.observe.run_watch import RunWatch
 from plexrl.router.observe.spans import SpanSender
@@ -94,6 +97,7 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, RouterServices]:
         responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
     )
     app.state.services = services
+    app.state.overview_streams = OverviewStreams()
     app.add_middleware(RetryOnShutdown)
     app.add_exception_handler(PlexRLError, _plexrl_error)
     app.add_exception_handler(RequestValidationError, _invalid_request)
@@ -121,7 +125,7 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, RouterServices]:
     # come before the path that ends with the id. After that the busiest come first.
     subjects = (
         *(openai, streams, rollouts, operations, asynchronous_rollouts, deployments, jobs, cluster),
-        *(rollout_views, runs),
+        *(rollout_views, runs, dashboard),
     )
     for subject in subjects:
         app.include_router(subject.ROUTES)
@@ -187,6 +191,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
     executor.checkpoint_quota = quota
     executor.watch = RunWatch(records, config.router, specs.cached, threads)
     parts_file = None if config.parts_file is None else Path(config.parts_file)
+    health = ClusterHealth(scheduler, data_dir, parts_file, unreachable=executor.unreachable)
     return RouterServices(
         scheduler=scheduler,
         executor=executor,
@@ -205,7 +210,8 @@ def _make_services(config: RouterConfig) -> RouterServices:
         rollouts=rollouts,
         rollout_views=RolloutViews(rollouts),
         disconnects=CancelOnDisconnect(scheduler),
-        health=ClusterHealth(scheduler, data_dir, parts_file, unreachable=executor.unreachable),
+        health=health,
+        overviews=Overviews(scheduler, health),
         data_dir=data_dir,
         threads=threads,
         body_bytes_max=config.body_bytes_max,

@@ -81,65 +81,15 @@ class RolloutCollector(Collector):
         """Yield the metrics."""
         if self._is_connected is None:
             return
-        connected = GaugeMetricFamily(
-            "plexrl_rollout_service_connected", "1 while the rollout service answers this router."
+        yield _total(
+            "plexrl_rollout_service_connected",
+            "1 while the rollout service answers this router.",
+            self._is_connected,
         )
-        connected.add_metric([], self._is_connected)
-        yield connected
         if not self._is_connected:
             return
-        views = self._views
-        for name, help_text, value in (
-            (
-                *("batches_ready", "Complete batches that no trainer has taken."),
-                sum(view["batches_ready"] for view in views),
-            ),
-            ("trajectories", "Trajectories in flight.", sum(view["in_flight"] for view in views)),
-            (
-                *("tokens_per_second", "Generated tokens per second."),
-                sum(view["tokens_per_s"] for view in views),
-            ),
-        ):
-            found = GaugeMetricFamily(f"plexrl_rollout_{name}", help_text)
-            found.add_metric([], value)
-            yield found
-        yield _by_label(
-            "plexrl_rollouts",
-            "Asynchronous rollouts by state.",
-            "state",
-            Counter(view["state"] for view in self._views),
-        )
-        instances = [instance for view in self._views for instance in view["instances"].values()]
-        yield _by_label(
-            "plexrl_rollout_instances",
-            "Rollout instances by state.",
-            "state",
-            Counter(instance["state"] for instance in instances),
-        )
-        for name, help_text, value in (
-            (
-                *("pause", "Seconds without tokens for new weights."),
-                sum(instance["pause_s"] for instance in instances),
-            ),
-            (
-                *("transfer", "Seconds of fetching new weights beside generations."),
-                sum(instance["transfer_s"] for instance in instances),
-            ),
-        ):
-            found = GaugeMetricFamily(f"plexrl_rollout_pull_{name}_seconds", help_text)
-            found.add_metric([], value)
-            yield found
-        yield _by_label(
-            "plexrl_rollout_instance_changes",
-            "Instances that the present rollouts have added and removed.",
-            "change",
-            Counter(
-                {
-                    "added": sum(view["instances_added"] for view in views),
-                    "removed": sum(view["instances_removed"] for view in views),
-                }
-            ),
-        )
+        yield from self._work()
+        yield from self._instances()
         seen: Counter[str] = Counter()
         for view in self._views:
             seen.update(view["staleness_seen"])
@@ -149,6 +99,67 @@ class RolloutCollector(Collector):
             "staleness",
             seen,
         )
+
+    def _work(self) -> Iterator[Metric]:
+        """What the rollouts generate and have ready."""
+        views = self._views
+        yield _total(
+            "plexrl_rollout_batches_ready",
+            "Complete batches that no trainer has taken.",
+            sum(view["batches_ready"] for view in views),
+        )
+        yield _total(
+            "plexrl_rollout_trajectories",
+            "Trajectories in flight.",
+            sum(view["in_flight"] for view in views),
+        )
+        yield _total(
+            "plexrl_rollout_tokens_per_second",
+            "Generated tokens per second.",
+            sum(view["tokens_per_s"] for view in views),
+        )
+        yield _by_label(
+            "plexrl_rollouts",
+            "Asynchronous rollouts by state.",
+            "state",
+            Counter(view["state"] for view in views),
+        )
+
+    def _instances(self) -> Iterator[Metric]:
+        """The rollouts' instances: how many, their pulls, and those that came and went."""
+        instances = [instance for view in self._views for instance in view["instances"].values()]
+        yield _by_label(
+            "plexrl_rollout_instances",
+            "Rollout instances by state.",
+            "state",
+            Counter(instance["state"] for instance in instances),
+        )
+        yield _total(
+            "plexrl_rollout_pull_pause_seconds",
+            "Seconds without tokens for new weights.",
+            sum(instance["pause_s"] for instance in instances),
+        )
+        yield _total(
+            "plexrl_rollout_pull_transfer_seconds",
+            "Seconds of fetching new weights beside generations.",
+            sum(instance["transfer_s"] for instance in instances),
+        )
+        changes = {
+            "added": sum(view["instances_added"] for view in self._views),
+            "removed": sum(view["instances_removed"] for view in self._views),
+        }
+        yield _by_label(
+            "plexrl_rollout_instance_changes",
+            "Instances that the present rollouts have added and removed.",
+            "change",
+            Counter(changes),
+        )
+
+
+def _total(name: str, help_text: str, value: float) -> Metric:
+    metric = GaugeMetricFamily(name, help_text)
+    metric.add_metric([], value)
+    return metric
 
 
 def _by_label(name: str, help_text: str, label: str, counts: Counter[str]) -> Metric:

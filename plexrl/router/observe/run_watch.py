@@ -30,8 +30,8 @@ from plexrl.router.observe.run_health import (
     of_critic,
 )
 from plexrl.storage.model_folder import model_folder
+from plexrl.wire.messages.commands import Generate, Sync
 from plexrl.wire.messages.run_views import RunHealthView
-from plexrl.wire.messages.runs import Generate, Sync
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import Body, decode_body
 

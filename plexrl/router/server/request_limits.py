@@ -22,6 +22,8 @@ OPEN_PATHS = frozenset(
     }
 )
 """Paths that need no key."""
+OPEN_PREFIX = "/dashboard/"
+"""The files of the operator's page need none either."""
 BODY_KEY = "incoming_body"
 """Key of a request's `LimitedBody` in `scope["state"]`."""
 
@@ -129,7 +131,7 @@ class RequestLimits:
             await self._app(scope, receive, send)
             return
         state = scope["state"]
-        if scope["path"] not in OPEN_PATHS:
+        if scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_PREFIX):
             request = Request(scope)
             try:
                 await self._authenticate(request)

@@ -34,6 +34,7 @@ from plexrl.router.job_files.model_access import ModelAccess
 from plexrl.router.job_files.record_store import JobKey, RecordStore
 from plexrl.router.job_files.samples import SampleLog
 from plexrl.router.observe.health import ClusterHealth
+from plexrl.router.observe.overview import Overviews
 from plexrl.router.observe.rollouts import RolloutViews
 from plexrl.router.observe.run_watch import RunWatch
 from plexrl.router.server.request_limits import BODY_KEY, BodyRefusedError, LimitedBody
@@ -79,6 +80,7 @@ class RouterServices:
     rollout_views: RolloutViews
     disconnects: CancelOnDisconnect
     health: ClusterHealth
+    overviews: Overviews
     data_dir: Path
     threads: ThreadPoolExecutor
     """Runs calls that may wait for an object store."""

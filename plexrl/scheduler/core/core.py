@@ -86,7 +86,6 @@ from plexrl.scheduler.rules.lookups import (
     check_live,
     find_deployment,
     find_job,
-    find_live_job,
     find_operation,
     job_named,
     owner_of,
@@ -319,9 +318,6 @@ class SchedulerCore:
 
     def _job(self, name: JobId) -> Job:
         return find_job(self._state, name)
-
-    def _live_job(self, name: JobId) -> Job:
-        return find_live_job(self._state, name)
 
     def _deployment(self, name: DeploymentId) -> Deployment:
         return find_deployment(self._state, name)

@@ -148,43 +148,64 @@ def _interrupted(
 
 def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     """Handle a run that did not complete."""
-    state, effects, step = context.state, context.effects, context.step(now)
+    state, step = context.state, context.step(now)
     operation = state.operations.get(event.operation)
     deployment = None if operation is None else _at_work(state, operation, event.token)
     if operation is None or deployment is None:
         return
     meter_run(state, deployment, operation, now)
     error = read_error(event.error)
+    moving = deployment.wpg.moving
     if is_storage_held(error.code) and not event.state_intact:
         # Some ranks may have done a part of it: all ranks repeat it from the state before.
-        if deployment.wpg.moving is not None and operation.kind == OperationKind.SNAPSHOT:
+        if moving is not None and operation.kind == OperationKind.SNAPSHOT:
             deployment.wpg.delay_snapshots(now + SNAPSHOT_BACK_OFF_S)
         restart_when_there_is_room(context, deployment, error.message, now)
-        return
-    if deployment.wpg.moving is not None and deployment.wpg.moving.operation == event.operation:
+    elif moving is not None and moving.operation == event.operation:
         _move_failed(context, deployment, operation, error, now, is_intact=event.state_intact)
-        return
-    if isinstance(error, PayloadLostError) and may_have_run(state, deployment, operation):
+    elif isinstance(error, PayloadLostError) and may_have_run(state, deployment, operation):
         restart(context, deployment, error.message, now, counts=False)
+    elif deployment.work.running[event.operation].replay:
+        _replay_failed(context, deployment, operation, error, now, is_intact=event.state_intact)
+    elif not draw_again(step, deployment, operation, error):
+        deployment.work.end_run(event.operation)
+        _new_work_failed(context, deployment, operation, error, now, is_intact=event.state_intact)
+
+
+def _replay_failed(
+    context: Context,
+    deployment: Deployment,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
+    *,
+    is_intact: bool,
+) -> None:
+    """An operation that is repeated after a loss failed: it was accepted, so it is tried again."""
+    state, step, name = context.state, context.step(now), operation.operation
+    if publish_again(step, deployment, operation, error):
         return
-    if deployment.work.running[event.operation].replay:
-        if publish_again(step, deployment, operation, error):
-            return
-        if is_held(error, state_intact=event.state_intact) or is_awaited(
-            state, operation, error, now
-        ):
-            deployment.work.end_run(event.operation)
-            hold(step, deployment, operation, error)
-            return
-        if isinstance(error, PayloadLostError):
-            reason = f"{deployment.deployment!r} cannot be computed again: {error.message}"
-            end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
-            return
-        restart(context, deployment, f"replaying {event.operation!r}: {error.message}", now)
-        return
-    if draw_again(step, deployment, operation, error):
-        return
-    deployment.work.end_run(event.operation)
+    if is_held(error, state_intact=is_intact) or is_awaited(state, operation, error, now):
+        deployment.work.end_run(name)
+        hold(step, deployment, operation, error)
+    elif isinstance(error, PayloadLostError):
+        reason = f"{deployment.deployment!r} cannot be computed again: {error.message}"
+        end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
+    else:
+        restart(context, deployment, f"replaying {name!r}: {error.message}", now)
+
+
+def _new_work_failed(
+    context: Context,
+    deployment: Deployment,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
+    *,
+    is_intact: bool,
+) -> None:
+    """An operation failed in its first run: it waits for what it lacks, or fails."""
+    state, effects, step = context.state, context.effects, context.step(now)
     if deployment.wpg.residency is _OFFLOADED and error.code in REFUSED_STORED:
         if not is_over(operation, now):
             # The load finds another version or rebuilds this one.
@@ -193,7 +214,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
             effects.touch_all(deployment.placement.groups)
             return
         error = early_end(operation, now)
-    if is_held(error, state_intact=event.state_intact) or is_awaited(state, operation, error, now):
+    if is_held(error, state_intact=is_intact) or is_awaited(state, operation, error, now):
         if not is_over(operation, now):
             hold(step, deployment, operation, error)
             return
@@ -201,11 +222,11 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         error = early_end(operation, now)
     else:
         _met_no_condition(deployment)
-        may_repeat = event.state_intact and not is_over(operation, now)
+        may_repeat = is_intact and not is_over(operation, now)
         if may_repeat and publish_again(step, deployment, operation, error):
             return
     fail_operation(step, operation, error)
-    if event.state_intact:
+    if is_intact:
         deployment.wpg.processes.succeed()
         if not deployment.work.running and deployment.wpg.residency is not _OFFLOADED:
             deployment.demand.burst.pause(now)

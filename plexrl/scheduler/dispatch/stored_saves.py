@@ -9,13 +9,12 @@ deployment waits until the version is pinned.
 from typing import Final
 
 from plexrl.scheduler.dispatch.candidates.readiness import next_operation
-from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.latency_breakdown import note_start
+from plexrl.scheduler.operations.operations import send_run
 from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.messages.runs import make_run
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationKind
@@ -50,7 +49,7 @@ def start_stored_saves(step: Step, group: Group) -> None:
         head = _stored_save(step.state, group, member, step.now)
         if head is not None:
             member.work.take_head()
-            _start(step, group, member, head)
+            _start(step, member, head)
 
 
 def _stored_save(state: State, group: Group, member: Deployment, now: float) -> Operation | None:
@@ -68,8 +67,8 @@ def _stored_save(state: State, group: Group, member: Deployment, now: float) -> 
     return head if is_whole and head.token != group.token else None
 
 
-def _start(step: Step, group: Group, member: Deployment, operation: Operation) -> None:
-    state, now = step.state, step.now
+def _start(step: Step, member: Deployment, operation: Operation) -> None:
+    now = step.now
     member.demand.meter(now)
     operation.seq = member.work.replay.durable_seq
     change_operation(operation, OperationTrigger.STARTED)
@@ -77,12 +76,6 @@ def _start(step: Step, group: Group, member: Deployment, operation: Operation) -
     note_start(member, operation, now)
     # The estimate was of a wait for the group, which this run does not need: it is no error.
     operation.expected_at = operation.expected_within = None
-    operation.token, operation.group = group.token, group.group
     if not member.work.queue:
         member.demand.burst.stop_wanting()
-    command = make_run(group, member, operation, (), replay=False)
-    member.work.begin_run(command)
-    if not member.work.watch_at and state.overdue_s:
-        watch(step, member)
-    if state.routers:
-        step.effects.commands.append(command)
+    send_run(step, member, operation)

@@ -59,29 +59,9 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     job = find_live_job(context.state, event.job)
     check_controller(job, event.controller)
     known = context.state.deployments.get(event.deployment)
-    owns_group = job.slo == 0.0 or (event.kind == "rollout" and not event.shares)
-    exclusive = event.exclusive or (owns_group and not event.preemptible)
-    shares_if_scarce = event.shares_if_scarce and event.kind == "rollout" and job.slo != 0.0
+    spec = _spec_of(event, job)
     if known is not None:
-        spec_json = known.spec.created_spec_json or known.spec.spec_json
-        names = ("kind", "workers", "node_type", "preemptible")
-        same = {"job": known.job} | {name: getattr(known.spec, name) for name in names}
-        same |= _scheduled(known.spec.checkpoints)
-        asked = {name: getattr(event, name) for name in ("job", *names)}
-        asked |= _scheduled(event.checkpoints)
-        if event.kind != "rollout" or known.spec.preemptible:
-            same["exclusive"], asked["exclusive"] = known.spec.exclusive, exclusive
-        elif not shares_if_scarce:
-            # Who leaves it to the scheduler takes what was decided, by an earlier version too.
-            same["shares_gpus"] = None if known.spec.shares_if_scarce else not known.spec.exclusive
-            asked["shares_gpus"] = not exclusive
-        if same != asked or spec_json != event.spec_json:
-            # The specification repeats some of them, and tells a reference from a training.
-            same, asked = same | json.loads(spec_json), asked | json.loads(event.spec_json)
-            raise ConflictError(
-                f"deployment {event.deployment!r} exists with other settings: "
-                f"{differing_settings(same, asked)}: use another name, or the same settings"
-            )
+        _check_same(known, event, spec)
         return
     if event.kind not in USER_KINDS:
         raise InvalidRequestError(f"deployment {event.deployment!r}: use {' or '.join(USER_KINDS)}")
@@ -91,18 +71,7 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
         deployment=event.deployment,
         job=event.job,
         created_at=now,
-        spec=RequestedSpec(
-            kind=event.kind,
-            workers=event.workers,
-            state_bytes=event.state_bytes,
-            exclusive=exclusive,
-            spec_json=event.spec_json,
-            node_type=event.node_type,
-            preemptible=event.preemptible,
-            pace=event.pace,
-            checkpoints=event.checkpoints,
-            shares_if_scarce=shares_if_scarce,
-        ),
+        spec=spec,
         work=DeploymentWork(
             replay=ReplayLog(past_is_whole=True),
         ),
@@ -115,18 +84,64 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     if not event.preemptible:
         check_gpus(context.state, job, event.workers)
     check_it_can_share(context, job, deployment)
-    context.state.deployments_made += 1
-    deployment.serial = context.state.deployments_made
-    context.state.deployments[event.deployment] = deployment
-    job.deployments.append(event.deployment)
+    _add(context, job, deployment)
+    seen(context, job, now)
+    share_if_scarce(context, deployment)
+    enqueue_deployment(context, deployment)
+
+
+def _spec_of(event: DeploymentCreated, job: Job) -> RequestedSpec:
+    """What is asked for, as the job's bound of waiting allows it."""
+    owns_group = job.slo == 0.0 or (event.kind == "rollout" and not event.shares)
+    return RequestedSpec(
+        kind=event.kind,
+        workers=event.workers,
+        state_bytes=event.state_bytes,
+        exclusive=event.exclusive or (owns_group and not event.preemptible),
+        spec_json=event.spec_json,
+        node_type=event.node_type,
+        preemptible=event.preemptible,
+        pace=event.pace,
+        checkpoints=event.checkpoints,
+        shares_if_scarce=event.shares_if_scarce and event.kind == "rollout" and job.slo != 0.0,
+    )
+
+
+def _check_same(known: Deployment, event: DeploymentCreated, spec: RequestedSpec) -> None:
+    """Raises `ConflictError` if the deployment that has the name was created otherwise."""
+    spec_json = known.spec.created_spec_json or known.spec.spec_json
+    names = ("kind", "workers", "node_type", "preemptible")
+    same = {"job": known.job} | {name: getattr(known.spec, name) for name in names}
+    same |= _scheduled(known.spec.checkpoints)
+    asked = {name: getattr(event, name) for name in ("job", *names)}
+    asked |= _scheduled(event.checkpoints)
+    if event.kind != "rollout" or known.spec.preemptible:
+        same["exclusive"], asked["exclusive"] = known.spec.exclusive, spec.exclusive
+    elif not spec.shares_if_scarce:
+        # Who leaves it to the scheduler takes what was decided, by an earlier version too.
+        same["shares_gpus"] = None if known.spec.shares_if_scarce else not known.spec.exclusive
+        asked["shares_gpus"] = not spec.exclusive
+    if same != asked or spec_json != event.spec_json:
+        # The specification repeats some of them, and tells a reference from a training.
+        same, asked = same | json.loads(spec_json), asked | json.loads(event.spec_json)
+        raise ConflictError(
+            f"deployment {event.deployment!r} exists with other settings: "
+            f"{differing_settings(same, asked)}: use another name, or the same settings"
+        )
+
+
+def _add(context: Context, job: Job, deployment: Deployment) -> None:
+    """The deployment is one of its job's from now on, with what is known of its demand."""
+    state = context.state
+    state.deployments_made += 1
+    deployment.serial = state.deployments_made
+    state.deployments[deployment.deployment] = deployment
+    job.deployments.append(deployment.deployment)
     if deployment.demand.trace is None:
         begin_with_known(context, deployment)
     context.cluster.unmeasured.add(deployment)
     if deployment.demand.trace is not None and not deployment.demand.has_prior:
         deployment.demand.cycles.expect(job.expected_s, deployment.demand.trace.period_s)
-    seen(context, job, now)
-    share_if_scarce(context, deployment)
-    enqueue_deployment(context, deployment)
 
 
 def _scheduled(checkpoints: CheckpointSchedule | None) -> dict[str, object]:

@@ -14,10 +14,10 @@ from plexrl.scheduler.operations.failures import earlier_failure, failure_of, re
 from plexrl.scheduler.operations.gradients import gradients_after
 from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
 from plexrl.scheduler.operations.published_versions import (
+    find_sources,
     has_published,
     note_published,
-    pull_newest,
-    statemanagers,
+    wait_from_publish,
 )
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
@@ -57,9 +57,7 @@ _FAILED: Final = OperationState.FAILED
 _MISSED: Final = MUTATING | {_SAVE_CHECKPOINT}
 """Kinds whose failure the controller must acknowledge."""
 
-_OPENINGS: dict[OperationKind, str] = {
-    kind: f"{OWN_MARK}{kind}." for kind in OperationKind if kind in MOVES
-}
+_OPENINGS: dict[OperationKind, str] = {kind: f"{OWN_MARK}{kind}." for kind in MOVES}
 """Middle part of a move's id, by kind: between the deployment's id and a number."""
 
 
@@ -191,7 +189,7 @@ def start_run(
     step: Step, deployment: Deployment, operation: Operation, *, replay: bool = False
 ) -> None:
     """Send `operation`, which is no move, to its WPG under the token of its groups."""
-    state, effects, now = step.state, step.effects, step.now
+    state, now = step.state, step.now
     group = state.groups[deployment.placement.groups[0]]
     work = deployment.work
     if work.running or deployment.wpg.moving is not None:
@@ -202,13 +200,23 @@ def start_run(
         work.replay.send(now)
     else:
         _note_start(step, deployment, operation, group)
-    operation.token = group.token
-    operation.group = group.group
-    sources: tuple[str, ...] = ()
-    if operation.source is not None:
-        if operation.pulls_newest and not replay:
-            pull_newest(state, operation, deployment)
-        sources = statemanagers(state, operation.source, operation.source_seq)
+    sources = find_sources(state, operation, deployment, replay=replay)
+    send_run(step, deployment, operation, sources, replay=replay)
+
+
+def send_run(
+    step: Step,
+    deployment: Deployment,
+    operation: Operation,
+    sources: tuple[str, ...] = (),
+    *,
+    replay: bool = False,
+) -> None:
+    """Send an operation that is measured already to its workers, and watch its bound. `sources`: of
+    a sync."""
+    state, work = step.state, deployment.work
+    group = state.groups[deployment.placement.groups[0]]
+    operation.token, operation.group = group.token, group.group
     command = make_run(group, deployment, operation, sources, replay=replay)
     operation.is_interrupted = False
     work.begin_run(command)
@@ -216,8 +224,8 @@ def start_run(
         watch(step, deployment)
     if state.routers:
         if operation.stopped_rows:
-            abort(effects, command, operation.stopped_rows)
-        effects.commands.append(command)
+            abort(step.effects, command, operation.stopped_rows)
+        step.effects.commands.append(command)
 
 
 def _note_start(step: Step, deployment: Deployment, operation: Operation, group: Group) -> None:
@@ -230,7 +238,7 @@ def _note_start(step: Step, deployment: Deployment, operation: Operation, group:
     note_start(deployment, operation, now)
     if deployment.is_profiled:
         if operation.after is not None:
-            _wait_from_publish(state, deployment, operation.after)
+            wait_from_publish(state, deployment, operation.after)
         if next_began(deployment, kind, now):
             step.effects.cycles_over[deployment.deployment] = None
         overlapped = False
@@ -453,14 +461,6 @@ def _into_history(step: Step, deployment: Deployment, operation: Operation) -> N
     state.finished[index] = operation.operation
     if len(state.finished) > state.history:
         forget_oldest(step)
-
-
-def _wait_from_publish(state: State, deployment: Deployment, name: OperationId) -> None:
-    """A sync could not run before its trainer had published."""
-    publish = state.operations.get(name)
-    since = deployment.demand.burst.wants_since
-    if publish is not None and since is not None and publish.finished_at is not None:
-        deployment.demand.burst.want(max(since, publish.finished_at))
 
 
 def _rollouts_generate(state: State, deployment: Deployment) -> bool:

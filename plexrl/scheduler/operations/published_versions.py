@@ -1,6 +1,6 @@
 """Published versions of a trainer's weights: which one a sync pulls, and from where."""
 
-from plexrl.ids import DeploymentId
+from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.deployment.wpg.stored_version import PublishedVersion
 from plexrl.scheduler.state.operation import Operation
@@ -34,7 +34,19 @@ def note_published(step: Step, deployment: Deployment, operation: Operation) -> 
         )
 
 
-def pull_newest(state: State, sync: Operation, reader: Deployment) -> None:
+def find_sources(
+    state: State, operation: Operation, reader: Deployment, *, replay: bool
+) -> tuple[str, ...]:
+    """The StateManagers from which a sync pulls; none for other operations. A replay pulls what its
+    first run did."""
+    if operation.source is None:
+        return ()
+    if operation.pulls_newest and not replay:
+        _pull_newest(state, operation, reader)
+    return statemanagers(state, operation.source, operation.source_seq)
+
+
+def _pull_newest(state: State, sync: Operation, reader: Deployment) -> None:
     """Choose the version that a sync pulls: the newest at its start, which is kept longest."""
     assert sync.source is not None
     trainer = state.deployment(sync.source)
@@ -45,6 +57,13 @@ def pull_newest(state: State, sync: Operation, reader: Deployment) -> None:
     for node in reader.placement.nodes:
         if node not in version.nodes and node not in trainer.wpg.reader_nodes:
             trainer.wpg.add_reader(node)
+
+
+def wait_from_publish(state: State, reader: Deployment, name: OperationId) -> None:
+    """A sync could not run before its trainer had published."""
+    publish, burst = state.operations.get(name), reader.demand.burst
+    if publish is not None and publish.finished_at is not None and burst.wants_since is not None:
+        burst.want(max(burst.wants_since, publish.finished_at))
 
 
 def statemanagers(state: State, trainer: DeploymentId, seq: int) -> tuple[str, ...]:

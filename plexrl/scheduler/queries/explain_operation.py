@@ -8,15 +8,16 @@ from plexrl.scheduler.dispatch.candidates.busy_time import (
     OVERDUE_S_MIN,
     last_free_group,
     overdue_s,
+    under_way_s,
 )
-from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s
+from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s, saves_stored_state
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.operations.deadlines.bounds import runs
 from plexrl.scheduler.operations.held.unreturned_memory import reason_for
 from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.queries.eta import goes_before, start_s
-from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
+from plexrl.scheduler.queries.explain_placement import Reason, name_for, why_no_gpus
 from plexrl.scheduler.recovery.evacuation import awaited
 from plexrl.scheduler.recovery.relocation import is_stopping
 from plexrl.scheduler.rules.settings import Situation
@@ -88,47 +89,15 @@ def _reason(
     group: Group | None,
     now: float,
     sees_all: bool,
-) -> tuple[str, str, float | None]:
-    state = cluster.state
-    estimates = deployment.demand.estimates
+) -> Reason:
     if operation.state == OperationState.RUNNING:
-        if not state.routers:
-            return "no router is connected; it is sent again once one connects", "router", None
-        began_at = operation.started_at if operation.started_at is not None else now
-        expected_s = estimates.operation_s(operation.kind, operation.tokens)
-        if late := _overdue(cluster, deployment, now):
-            return f"it is running, expected to take {expected_s:.1f} s, {late}", "running", None
-        left = expected_s - (now - began_at)
-        return "it is running", "running", max(0.0, left)
+        return _why_running(cluster, operation, deployment, now)
     if deployment.wpg.state == WpgState.WAITING or group is None:
         return why_no_gpus(cluster, deployment, now, sees_all=sees_all)
-    if deployment.wpg.state == WpgState.LAUNCHING:
-        return "its workers are starting", "launching", None
-    if deployment.wpg.state in (WpgState.RECOVERING, WpgState.MIGRATING):
-        nodes = ", ".join(awaited(state, deployment))
-        if nodes:
-            return f"it waits for {nodes} to return with its GPUs and state", "recovering", None
-    if deployment.wpg.processes.launch_at is not None:
-        why = reason_for(state, deployment, sees_all=sees_all)
-        return (
-            f"its workers had not enough memory to start, and are started again: {why}",
-            "no room",
-            None,
-        )
-    if deployment.wpg.state == WpgState.RECOVERING:
-        why = (
-            f"moved ({deployment.wpg.moves.last_reason})"
-            if deployment.wpg.moves.last_reason
-            else "lost"
-        )
-        if deployment.wpg.backoff.code:
-            why = f"stopped ({reason_for(state, deployment, sees_all=sees_all)})"
-        return f"its workers were {why} and are starting again", "recovering", None
-    if deployment.wpg.state == WpgState.MIGRATING:
-        nodes = ", ".join(deployment.wpg.stored.awaited_nodes)
-        return f"its state is being copied to {nodes}", "migrating", None
-    if deployment.wpg.moves.planned is not None and is_stopping(state, deployment):
-        return f"it is about to be moved: {deployment.wpg.moves.planned.reason}", "relocation", None
+    state, backoff = cluster.state, deployment.wpg.backoff
+    not_ready = _why_not_ready(state, deployment, sees_all)
+    if not_ready is not None:
+        return not_ready
     ahead = queued_s(state, deployment, _position(state, deployment, operation))
     if operation.after is not None:
         dependency = state.operations.get(operation.after)
@@ -137,23 +106,84 @@ def _reason(
             eta_s = None if found is None else found.eta_s
             why = "" if found is None else f": {found.reason}"
             return f"the weights it pulls are not published yet{why}", "dependency", eta_s
-    if now < deployment.wpg.backoff.until:
-        wait_s = deployment.wpg.backoff.until - now
+    if now < backoff.until:
+        wait_s = backoff.until - now
         why = reason_for(state, deployment, sees_all=sees_all)
-        if deployment.wpg.backoff.code:
+        if backoff.code:
             return f"it is held and will be tried again: {why}", "held", wait_s + ahead
         return f"a switch to it failed ({why})", "backoff", wait_s + ahead
     if group.holder == deployment.deployment:
-        if late := _overdue(cluster, deployment, now):
-            return f"an operation of its deployment before it is {late}", "overdue", None
-        eta_s = start_s(cluster, group, deployment, now) + ahead
-        if deployment.wpg.moving is not None or deployment.work.replay.replaying:
-            return "its model's state is being moved", "switch", eta_s
-        if not deployment.spec.preemptible or deployment.work.queue[0] != operation.operation:
-            return "operations of its deployment that were submitted before it", "order", eta_s
+        own = _why_after_its_own(cluster, operation, deployment, group, now, ahead)
+        if own is not None:
+            return own
+    if saves_stored_state(deployment):
+        wait_s = under_way_s(state, deployment, now)
+        eta_s = max(start_s(cluster, group, deployment, now), wait_s) + ahead
+        return "a checkpoint of its deployment is saved from the stored state first", "order", eta_s
     if deployment.spec.preemptible:
         return _why_no_idle_time(state, group)
     return _why_another_holds(cluster, deployment, group, now, ahead, sees_all)
+
+
+def _why_running(
+    situation: Situation, operation: Operation, deployment: Deployment, now: float
+) -> Reason:
+    """How long an operation that was sent to the workers is expected to take."""
+    if not situation.state.routers:
+        return "no router is connected; it is sent again once one connects", "router", None
+    began_at = operation.started_at if operation.started_at is not None else now
+    expected_s = deployment.demand.estimates.operation_s(operation.kind, operation.tokens)
+    if late := _overdue(situation, deployment, now):
+        return f"it is running, expected to take {expected_s:.1f} s, {late}", "running", None
+    return "it is running", "running", max(0.0, expected_s - (now - began_at))
+
+
+def _why_not_ready(state: State, deployment: Deployment, sees_all: bool) -> Reason | None:
+    """Why a deployment with GPUs can start nothing; None: its workers are ready."""
+    wpg = deployment.wpg
+    if wpg.state == WpgState.LAUNCHING:
+        return "its workers are starting", "launching", None
+    if wpg.state in (WpgState.RECOVERING, WpgState.MIGRATING):
+        nodes = ", ".join(awaited(state, deployment))
+        if nodes:
+            return f"it waits for {nodes} to return with its GPUs and state", "recovering", None
+    if wpg.processes.launch_at is not None:
+        why = reason_for(state, deployment, sees_all=sees_all)
+        return (
+            f"its workers had not enough memory to start, and are started again: {why}",
+            "no room",
+            None,
+        )
+    if wpg.state == WpgState.RECOVERING:
+        why = f"moved ({wpg.moves.last_reason})" if wpg.moves.last_reason else "lost"
+        if wpg.backoff.code:
+            why = f"stopped ({reason_for(state, deployment, sees_all=sees_all)})"
+        return f"its workers were {why} and are starting again", "recovering", None
+    if wpg.state == WpgState.MIGRATING:
+        nodes = ", ".join(wpg.stored.awaited_nodes)
+        return f"its state is being copied to {nodes}", "migrating", None
+    if wpg.moves.planned is not None and is_stopping(state, deployment):
+        return f"it is about to be moved: {wpg.moves.planned.reason}", "relocation", None
+    return None
+
+
+def _why_after_its_own(
+    situation: Situation,
+    operation: Operation,
+    deployment: Deployment,
+    group: Group,
+    now: float,
+    ahead_s: float,
+) -> Reason | None:
+    """Why it waits though its deployment holds the group; None: the deployment gives way."""
+    if late := _overdue(situation, deployment, now):
+        return f"an operation of its deployment before it is {late}", "overdue", None
+    eta_s = start_s(situation, group, deployment, now) + ahead_s
+    if deployment.wpg.moving is not None or deployment.work.replay.replaying:
+        return "its model's state is being moved", "switch", eta_s
+    if not deployment.spec.preemptible or deployment.work.queue[0] != operation.operation:
+        return "operations of its deployment that were submitted before it", "order", eta_s
+    return None
 
 
 def _why_another_holds(
@@ -163,7 +193,7 @@ def _why_another_holds(
     now: float,
     ahead: float,
     sees_all: bool,
-) -> tuple[str, str, float | None]:
+) -> Reason:
     state = situation.state
     eta_s = start_s(situation, group, deployment, now) + ahead
     if group.incoming == deployment.deployment and not _is_late(state, group, now):
@@ -230,7 +260,7 @@ def _overdue(situation: Situation, deployment: Deployment, now: float) -> str:
     return f"{text}; its workers are replaced in {max(0.0, left_s):.0f} s if it does not end"
 
 
-def _why_no_idle_time(state: State, group: Group) -> tuple[str, str, float | None]:
+def _why_no_idle_time(state: State, group: Group) -> Reason:
     """Why a filler does not have the lock: it is unknown when it gets it."""
     deployments = map(state.deployment, group.members)
     if any(

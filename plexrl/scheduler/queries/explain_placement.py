@@ -42,10 +42,11 @@ _REFUSALS: Final[tuple[tuple[Count, str], ...]] = (
     ("loaded", "are too busy"),
 )
 
+Reason = tuple[str, str, float | None]
+"""(reason, rule, estimated seconds until it goes on; None: unknown)."""
 
-def why_no_gpus(
-    cluster: Cluster, deployment: Deployment, now: float, *, sees_all: bool
-) -> tuple[str, str, float | None]:
+
+def why_no_gpus(cluster: Cluster, deployment: Deployment, now: float, *, sees_all: bool) -> Reason:
     """(reason, rule, seconds until it may get GPUs) of a deployment without GPUs."""
     if deployment.spec.preemptible:
         return (

@@ -1,7 +1,7 @@
 """Handles nodes that join, return, drain or are lost, and the workers on them."""
 
 from plexrl.errors import ConflictError, NotFoundError
-from plexrl.ids import NodeId
+from plexrl.ids import DeploymentId, NodeId
 from plexrl.scheduler.jobs.lifecycle import end_job, launch, restart, send_launch, worker_ready
 from plexrl.scheduler.placement.cluster import Cluster, Context
 from plexrl.scheduler.recovery.evacuation import placed_on, reconcile_node, replace_shrunk
@@ -28,58 +28,15 @@ MIGRATION_RETRY_S = 2.0
 def node_joined(context: Context, event: NodeJoined, now: float) -> None:
     """A node joined or returned, with these workers and states."""
     state, effects = context.state, context.effects
-    known = state.nodes.get(event.node)
-    state.nodes[event.node] = Node(
-        node=event.node,
-        gpus=event.gpus,
-        gpu_memory_bytes=event.gpu_memory_bytes,
-        host_memory_bytes=event.host_memory_bytes,
-        statemanager=event.statemanager,
-        node_type=event.node_type,
-        block=event.block,
-        nvme_bytes=event.nvme_bytes,
-        is_draining=known is not None and known.is_draining,
-        host=event.host,
-        ports=event.ports,
-        fabric=event.fabric,
-        machine=event.machine,
-        gpu_kind=event.gpu_kind,
-        speed=event.speed,
-        last_port=0 if known is None else known.last_port,
-    )
-    context.cluster.capacity.inventory.node_changed(state.nodes[event.node])
+    node = state.nodes[event.node] = _node_of(event, state.nodes.get(event.node))
+    context.cluster.capacity.inventory.node_changed(node)
     replace_shrunk(context, event.node, now)
-    seen = {(worker.deployment, worker.rank): worker for worker in event.workers}
     wanted = set()
     for deployment in placed_on(context.cluster.capacity, event.node):
-        ranks = [rank.rank for rank in deployment.placement.ranks if rank.node == event.node]
         if deployment.wpg.state == WpgState.MIGRATING:
             send_migration(context.step(now), deployment)
-            continue
-        missing = False
-        for rank in ranks:
-            worker = seen.get((deployment.deployment, rank))
-            incarnation = (
-                deployment.wpg.processes.incarnation
-                if deployment.wpg.processes.launch_at is None
-                else None
-            )
-            if worker is not None and worker.incarnation == incarnation:
-                wanted.add((worker.deployment, worker.rank))
-                worker_ready(effects, deployment, rank, worker.address, now)
-            else:
-                missing = True
-        if missing and deployment.wpg.is_ready:
-            # An idle WPG cannot have caused the loss, so it does not count as a failure. Neither
-            # can one on a node that was cut off.
-            was_at_work = bool(deployment.work.running) or deployment.wpg.moving is not None
-            why = f"node {event.node!r} came back without its workers"
-            if event.was_fenced:
-                why = f"node {event.node!r} was cut off, and its lease ran out"
-            counts = was_at_work and not event.was_fenced
-            restart(context, deployment, why, now, counts=counts)
-        elif missing or not deployment.wpg.is_ready:
-            send_launch(context.step(now), deployment)
+        else:
+            wanted.update(_take_over_workers(context, event, deployment, now))
     for worker in event.workers:
         if (worker.deployment, worker.rank) not in wanted:
             effects.emit(
@@ -99,6 +56,70 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         # WPGs that leave other nodes may have waited for the state on this one.
         for other in [name for name in state.nodes if name in unsettled]:
             reconcile_node(context, other, now)
+
+
+def _node_of(event: NodeJoined, known: Node | None) -> Node:
+    """The node as its agent describes it; of a known one, what only the scheduler knows is kept."""
+    return Node(
+        node=event.node,
+        gpus=event.gpus,
+        gpu_memory_bytes=event.gpu_memory_bytes,
+        host_memory_bytes=event.host_memory_bytes,
+        statemanager=event.statemanager,
+        node_type=event.node_type,
+        block=event.block,
+        nvme_bytes=event.nvme_bytes,
+        is_draining=known is not None and known.is_draining,
+        host=event.host,
+        ports=event.ports,
+        fabric=event.fabric,
+        machine=event.machine,
+        gpu_kind=event.gpu_kind,
+        speed=event.speed,
+        last_port=0 if known is None else known.last_port,
+    )
+
+
+def _take_over_workers(
+    context: Context, event: NodeJoined, deployment: Deployment, now: float
+) -> list[tuple[DeploymentId, int]]:
+    """The workers (deployment, rank) of the node that the deployment goes on with. If some are
+    missing, it is launched, or restarted if it had been ready."""
+    processes = deployment.wpg.processes
+    incarnation = processes.incarnation if processes.launch_at is None else None
+    seen = {
+        worker.rank: worker
+        for worker in event.workers
+        if worker.deployment == deployment.deployment
+    }
+    taken, missing = list[tuple[DeploymentId, int]](), False
+    for place in deployment.placement.ranks:
+        if place.node != event.node:
+            continue
+        worker = seen.get(place.rank)
+        if worker is None or worker.incarnation != incarnation:
+            missing = True
+        else:
+            taken.append((deployment.deployment, place.rank))
+            worker_ready(context.effects, deployment, place.rank, worker.address, now)
+    if missing and deployment.wpg.is_ready:
+        _restart_without_workers(context, event, deployment, now)
+    elif missing or not deployment.wpg.is_ready:
+        send_launch(context.step(now), deployment)
+    return taken
+
+
+def _restart_without_workers(
+    context: Context, event: NodeJoined, deployment: Deployment, now: float
+) -> None:
+    # An idle WPG cannot have caused the loss, so it does not count as a failure. Neither can one
+    # on a node that was cut off.
+    was_at_work = bool(deployment.work.running) or deployment.wpg.moving is not None
+    why = f"node {event.node!r} came back without its workers"
+    if event.was_fenced:
+        why = f"node {event.node!r} was cut off, and its lease ran out"
+    counts = was_at_work and not event.was_fenced
+    restart(context, deployment, why, now, counts=counts)
 
 
 def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) -> None:

@@ -187,7 +187,7 @@ class Service:
             late_s = max(0.0, now - checked_at - 2 * interval_s)
             checked_at = now
             for connection, peer in list(self._connections.items()):
-                connection.heard_at = min(now, connection.heard_at + late_s)
+                connection.heard_at = excuse(connection.heard_at, late_s, now)
                 if now - connection.heard_at > silence_s(self._config):
                     LOG.warning("%s is silent; disconnected", connection.identity)
                     peer.abort()
@@ -256,3 +256,9 @@ def heartbeat_s(config: SchedulerConfig) -> float:
 def silence_s(config: SchedulerConfig) -> float:
     """Silence after which a connection is ended; half of the lease is left to connect again."""
     return config.node_lease_s / 2
+
+
+def excuse(heard_at: float, late_s: float, now: float) -> float:
+    """When a connection counts as heard last, although this process was suspended for `late_s`. No
+    later than `now`: else one that falls silent would be noticed so much later."""
+    return min(now, heard_at + late_s)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plexrl.errors import PlexRLError
-from plexrl.process.lifeline import die_with_parent
+from plexrl.process.children.lifeline import die_with_parent
 from plexrl.sim.engine.simulate import RunProgress
 from plexrl.sim.search.one_run import FailedRun, OnEnd, OnProgress, Outcome, failed, run_one
 from plexrl.sim.search.ray_sweep import run_on_ray

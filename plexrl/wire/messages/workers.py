@@ -10,8 +10,7 @@ import msgspec
 
 from plexrl.wire.framing import Header
 from plexrl.wire.messages.cluster_views import ErrorView
-from plexrl.wire.messages.commands import AbortOperation
-from plexrl.wire.messages.runs import AnyRun
+from plexrl.wire.messages.commands import AbortOperation, AnyRun
 
 
 class WorkerName(NamedTuple):

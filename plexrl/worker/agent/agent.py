@@ -8,7 +8,7 @@ out, the agent ends all workers.
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import time
@@ -101,7 +101,7 @@ class Agent:
         self._rendezvous: dict[str, int] = {}
         """Newest incarnation of each deployment whose rendezvous file has been cleared."""
         self._lease = NodeLease(Path(config.run_dir) / "lease")
-        self._connected = asyncio.Event()
+        self._joined: Callable[[], None] | None = None
         self._was_fenced = False
         """The workers were ended because the lease had run out, and the scheduler does not know."""
         self._scheduler = SchedulerConnection(
@@ -121,10 +121,10 @@ class Agent:
         )
         self._background: set[asyncio.Task[None]] = set()
 
-    async def run(self, stop: asyncio.Event, connected: asyncio.Event) -> None:
-        """Serve until `stop`, then end all workers. Sets `connected` when the scheduler has
-        accepted the node for the first time."""
-        self._connected = connected
+    async def run(self, stop: asyncio.Event, joined: Callable[[], None] | None = None) -> None:
+        """Serve until `stop`, then end all workers. Calls `joined` when the scheduler has accepted
+        the node for the first time."""
+        self._joined = joined
         self._remove_stale_sockets()
         self._warm_up()
         serving = asyncio.create_task(self._serve())
@@ -163,7 +163,9 @@ class Agent:
     def _begin_session(self) -> Awaitable[None]:
         """The scheduler has accepted the node."""
         self._was_fenced = False
-        self._connected.set()
+        if self._joined is not None:
+            self._joined()
+            self._joined = None
         self._conditions.report_again()
         return self._state.watch(self._report_changes)
 

@@ -12,11 +12,13 @@ from typing import Protocol
 
 import msgspec
 
-from plexrl.process.lifeline import PARENT, die_with_parent
+from plexrl.process.children.lifeline import PARENT, die_with_parent
 from plexrl.worker.interface.config import WorkerConfig
 
 STOP_GRACE_S = 2.0
 EXIT_ORPHANED = 3
+LAST_LINE_BYTES = 4096
+"""Of a log so much is searched for its last line."""
 PRELOAD = ["plexrl.worker.agent.fork_server.lifeline", "plexrl.worker.agent.fork_server.preload"]
 """Imported by the fork server, in this order."""
 
@@ -184,11 +186,11 @@ def tie_to_fork_server() -> None:
     die_with_parent(parent=None if lifeline is None else lifeline.FORK_SERVER)
 
 
-def last_line(path: Path, reach_bytes: int = 4096) -> str:
+def last_line(path: Path) -> str:
     """The last line of a log that is not blank, or a text that says there is none."""
     if not path.exists():
         return "no log"
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - reach_bytes))
+        file.seek(max(0, path.stat().st_size - LAST_LINE_BYTES))
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "an empty log"

@@ -22,7 +22,7 @@ class NodeConditions:
 
     def update(self, found: Iterable[Finding], now: float) -> tuple[Condition, ...] | None:
         """All conditions, if they have changed; `now`: seconds since the epoch."""
-        since = {each: self._since.get(each, now) for each in found}
+        since = {finding: self._since.get(finding, now) for finding in found}
         if since.keys() == self._since.keys() and not self._must_report:
             return None
         self._since, self._must_report = since, False

@@ -125,7 +125,7 @@ def likeliest(
     spare = (0, count - own.values.shape[-1])
     values = nn.functional.pad(own.values, spare, value=-torch.inf)
     ids = nn.functional.pad(own.indices + shard.first_token, spare)
-    gathered = [_gathered(each, shard.group) for each in (values, ids, normaliser)]
+    gathered = [_gathered(tensor, shard.group) for tensor in (values, ids, normaliser)]
     best = torch.cat(gathered[0], dim=-1).topk(count, dim=-1)
     ids = torch.cat(gathered[1], dim=-1).gather(-1, best.indices)
     return ids, best.values - torch.cat(gathered[2], dim=-1).logsumexp(-1, keepdim=True)

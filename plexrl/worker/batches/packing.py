@@ -94,7 +94,7 @@ def unpack_named(
     batches: list[MicroBatch], values: Sequence[Mapping[str, torch.Tensor]], tokens: int
 ) -> Arrays:
     """As `unpack`, for values by name; token ids are int32 `[T, …]`."""
-    found = {name: unpack(batches, [each[name] for each in values], tokens) for name in values[0]}
+    found = {name: unpack(batches, [value[name] for value in values], tokens) for name in values[0]}
     if "top_ids" in found:
         found["top_ids"] = found["top_ids"].astype(np.int32)
     return found

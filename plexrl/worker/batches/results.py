@@ -19,5 +19,5 @@ def on_cpu(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def named_on_cpu(results: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """As `on_cpu`, for results by name. Ids of tokens are exact as float32."""
-    found = iter(on_cpu([value for each in results for value in each.values()]))
-    return [{name: next(found) for name in each} for each in results]
+    found = iter(on_cpu([value for result in results for value in result.values()]))
+    return [{name: next(found) for name in result} for result in results]

@@ -123,7 +123,7 @@ class _StageMemory:
             own = span(self.arena, self._starts[name], parameter.numel(), self._dtype)
             parameter.data = own.view(parameter.shape)
         self._network.requires_grad_(False)
-        for piece in sorted(self.slices, key=lambda each: each.key.name):
+        for piece in sorted(self.slices, key=lambda piece_: piece_.key.name):
             view(self.arena, piece).copy_(self._laid_out.read(piece.key.name, _index(piece)))
         self._laid_out.forget()
 

@@ -67,7 +67,8 @@ class InitialDraws(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch'
                 part = value.as_strided(write.size, write.stride, write.offset)
                 # What was copied from another tensor on `meta` was drawn there.
                 arguments = [
-                    self.draw(each) if _on_meta((each,)) else each for each in write.arguments
+                    self.draw(argument) if _on_meta((argument,)) else argument
+                    for argument in write.arguments
                 ]
                 write.operation(part, *arguments, **write.options)
         return value
@@ -109,7 +110,11 @@ _REPLACING = frozenset(
 
 
 def _on_meta(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-    return [each for each in arguments if isinstance(each, torch.Tensor) and each.is_meta]
+    return [
+        argument
+        for argument in arguments
+        if isinstance(argument, torch.Tensor) and argument.is_meta
+    ]
 
 
 def _storage(tensor: torch.Tensor) -> int:

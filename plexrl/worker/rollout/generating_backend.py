@@ -88,7 +88,7 @@ class GeneratingBackend(RolloutBackend, Generic[EngineT]):
             "rows": [
                 (name, first[name] + row, tokens, runs) for name, row, tokens, runs, _ in lengths
             ],
-            "groups": [each.group for each in lengths],
+            "groups": [length.group for length in lengths],
             "steps": list(self.engine.meter.latest),
             "tp_sizes": self._spec.tp_sizes,
             "subject": self._described,
@@ -138,7 +138,7 @@ class GeneratingBackend(RolloutBackend, Generic[EngineT]):
         return BackendResult(result=result, arrays=generation.arrays())
 
     def _emit_row(self, generation: Generation, row: int, emit_row: EmitRow) -> None:
-        spans = [(each.start, each.weights_seq) for each in generation.segments[row]]
+        spans = [(segment.start, segment.weights_seq) for segment in generation.segments[row]]
         drawn_by, details = None, generation.details[row]
         if generation.sampling.sampling_logprobs:
             # A row that drew nothing has no details.
@@ -158,7 +158,7 @@ class GeneratingBackend(RolloutBackend, Generic[EngineT]):
     def _note_step(self, seq: int, trainer_step: int) -> None:
         """Record that version `seq` draws next; versions that no unfinished generation used are
         dropped."""
-        oldest = min((each.weights_seq for each in self._begun.values()), default=seq)
+        oldest = min((generation.weights_seq for generation in self._begun.values()), default=seq)
         kept = {old: step for old, step in self._trainer_steps.items() if old >= oldest}
         self._trainer_steps = {**kept, seq: trainer_step}
 

@@ -194,7 +194,7 @@ class Generation:
     def _detail_arrays(self) -> Arrays:
         """What the parameters of sampling ask for beside tokens and logprobs."""
         sampling, found = self.sampling, Arrays()
-        details = [each for each in self.details if each is not None]
+        details = [detail for detail in self.details if detail is not None]
         details.append(TokenDetails.room(sampling, 0))
         if sampling.sampling_logprobs:
             found["sampling_logprobs"] = np.concatenate([row.sampling_logprobs for row in details])
@@ -203,11 +203,11 @@ class Generation:
             found["top_logprobs"] = np.concatenate([row.top_logprobs for row in details])
         if self.prompt_scores:
             scores = self.prompt_scores
-            found["prompt_logprobs"] = np.concatenate([each.logprobs for each in scores])
+            found["prompt_logprobs"] = np.concatenate([score.logprobs for score in scores])
             if sampling.prompt_top_logprobs:
-                found["prompt_top_ids"] = np.concatenate([each.top_ids for each in scores])
+                found["prompt_top_ids"] = np.concatenate([score.top_ids for score in scores])
                 found["prompt_top_logprobs"] = np.concatenate(
-                    [each.top_logprobs for each in scores]
+                    [score.top_logprobs for score in scores]
                 )
         return found
 

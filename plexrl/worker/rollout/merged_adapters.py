@@ -46,7 +46,8 @@ class MergedAdapters:
                 continue
             outputs, inputs = shape
             down, up = (
-                StateKey(part=StatePart.PARAMETER, name=each) for each in adapter_names(module)
+                StateKey(part=StatePart.PARAMETER, name=adapter_name)
+                for adapter_name in adapter_names(module)
             )
             base = StateKey(part=StatePart.BUFFER, name=name + BASE_SUFFIX)
             self._layers.append(

@@ -198,9 +198,11 @@ def _whole(
 
     entries = published_tensors(model_type, piece.key.name, piece.global_shape)
     tensors = [found[name] for name, _ in entries if name in found]
-    if len(entries) == 1 or [tuple(each.shape) for each in tensors] != [at for _, at in entries]:
+    if len(entries) == 1 or [tuple(tensor.shape) for tensor in tensors] != [
+        at for _, at in entries
+    ]:
         return tensors[0] if len(entries) == len(tensors) == 1 else found.get(piece.key.name)
-    return torch.cat([each.reshape(-1) for each in tensors]).view(piece.global_shape)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]).view(piece.global_shape)
 
 
 def _model_type(path: Path) -> str:

@@ -24,7 +24,7 @@ def on_all_ranks(gather: Callable[[str], list[str]], attempt: Callable[[], str])
             raise
         own = {"error": held.to_wire()}
     found = [json.loads(text) for text in gather(json.dumps(own))]
-    for each in found:
-        if "error" in each:
-            raise from_wire(each["error"])
-    return [each["value"] for each in found]
+    for answer in found:
+        if "error" in answer:
+            raise from_wire(answer["error"])
+    return [answer["value"] for answer in found]

@@ -55,7 +55,7 @@ class TrainingBackend(Backend):
     def trainer_step(self) -> int:
         """Optimizer steps in the parameters. The count is part of the state, so a recovery or a
         load of a checkpoint restores it."""
-        piece = next(each for each in self.model.slices() if each.key == STEP)
+        piece = next(stored for stored in self.model.slices() if stored.key == STEP)
         if self.host_arena is None:
             return int(view(self.arena, piece).item())
         start = piece.arena_offset - host_start(self.arena.nbytes)

@@ -123,7 +123,7 @@ class FlatState:
         and second moment. The moments are on the device."""
         regions = [self._regions[name].slices for name in ("param", "grad", *MOMENTS)]
         for name, piece in regions[0].items():
-            yield piece, tuple(view(self.arena, each[name]) for each in regions)
+            yield piece, tuple(view(self.arena, region[name]) for region in regions)
 
     def squared_gradients(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, a scalar."""

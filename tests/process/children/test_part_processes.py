@@ -161,7 +161,7 @@ def test_a_failed_start_is_noticed_though_its_child_holds_its_output(tmp_path: P
 def test_a_process_whose_parent_died_early_ends() -> None:
     script = """
         import os, sys, time
-        from plexrl.process.lifeline import die_with_parent
+        from plexrl.process.children.lifeline import die_with_parent
 
         parent = os.getpid()
         if os.fork():

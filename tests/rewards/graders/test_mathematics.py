@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from plexrl.errors import DeadlineExceededError, InvalidRequestError, SandboxError
+from plexrl.process.sandbox.limits import MIB, Limits
+from plexrl.process.sandbox.sandbox import Sandbox
 from plexrl.rewards.grade import Outcome
 from plexrl.rewards.graders.mathematics import WORKER_CPU_S, MathGrader
-from plexrl.rewards.sandbox.limits import MIB, Limits
-from plexrl.rewards.sandbox.sandbox import Sandbox
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from plexrl.errors import InvalidRequestError, SandboxError, StorageError
+from plexrl.process.sandbox.sandbox import Sandbox
 from plexrl.rewards.decisions.timeouts import TimeoutSettings
 from plexrl.rewards.grade import Outcome
 from plexrl.rewards.graders.programs import ProgramGrader, ProgramTest
-from plexrl.rewards.sandbox.sandbox import Sandbox
 
 DOUBLE = "print(int(input()) * 2)"
 TESTS = [ProgramTest("1\n", "2"), ProgramTest("5\n", "10\n"), ProgramTest("-3", "-6 \n\n")]

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plexrl.ids import TenantId
+from plexrl.scheduler.accounting.fair_shares import PAUSE_S, decayed_use
 from plexrl.scheduler.rules.policies import POLICIES
 from plexrl.scheduler.state.messages import events as ev
 from tests.examples import examples
@@ -227,3 +229,24 @@ def test_gpus_that_become_free_together_go_to_the_tenants_in_turns() -> None:
     load.end_next()
     begun = [load.owners[job] for job in waiting if job in load.begun]
     assert begun == ["one", "three", "three", "three"]
+
+
+@pytest.mark.parametrize(("pause_s", "is_level"), [(PAUSE_S - 1.0, False), (PAUSE_S, True)])
+def test_a_tenant_that_comes_back_after_a_pause_begins_level_with_the_least(
+    pause_s: float, is_level: bool
+) -> None:
+    """A shorter pause is none: its earlier use goes on to count, and nothing else."""
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node(GPUS)
+    for name in "tu":
+        tenant(cluster, name, 1.0)
+        cluster.job(name, name)
+        cluster.deploy(f"{name}/a", "rollout", workers=1)
+    cluster.send(ev.JobFinished(job="t", outcome="completed"))
+    cluster.pass_time(pause_s)
+    cluster.job("again", "t")
+    cluster.deploy("again/a", "rollout", workers=1)
+    holdings = cluster.core.cluster.holdings
+    own, other = (decayed_use(holdings, TenantId(name), cluster.now) for name in "tu")
+    assert other > 0.0
+    assert own == (pytest.approx(other) if is_level else 0.0)

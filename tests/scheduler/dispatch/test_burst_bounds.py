@@ -14,7 +14,9 @@ from plexrl.scheduler.dispatch.bursts import (
     BOUND_S_MIN,
     OPERATIONS_MIN,
     bound_s,
+    is_after_burst,
 )
+from plexrl.scheduler.rules.switch_cost import round_trip_s
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
@@ -265,3 +267,29 @@ def test_a_burst_without_end_yields_after_twenty_interruptions() -> None:
             explanation = cluster.explanation_of("b:1")
             assert explanation["reason"].endswith("it yields in 0 s at the latest")
     assert [run.kind.value for run in cluster.runs] == ["offload"]
+
+
+def test_a_pause_as_long_as_a_switch_there_and_back_is_one_inside_a_burst() -> None:
+    shared = Shared([MODEST, MODEST], {"burst_hold_s": 0.25})
+    shared.never_pauses("a")
+    shared.never_pauses("b")
+    shared.run(100.0)
+    cluster, holder = shared.cluster.core.cluster, shared.deployment("a")
+    round_s = round_trip_s(cluster.state, holder)
+    assert 0.1 < round_s < 0.2
+    # It counts only beyond the time that a group idles anyhow.
+    assert not is_after_burst(cluster, holder, 0.25)
+    assert is_after_burst(cluster, holder, 0.26)
+    holder.demand.estimates.observe(OperationKind.LOAD, 0, 10.0)
+    round_s = round_trip_s(cluster.state, holder)
+    assert not is_after_burst(cluster, holder, round_s)
+    assert is_after_burst(cluster, holder, round_s + 0.01)
+
+
+def test_the_usual_gap_is_the_time_from_an_end_to_the_next_arrival() -> None:
+    shared = Shared([MODEST, MODEST])
+    shared.never_pauses("a", 0.125)
+    # Its switches show how long a pause inside a burst may be.
+    shared.pauses("b", 5.0)
+    shared.run(100.0)
+    assert shared.deployment("a").demand.estimates.gap_seconds == pytest.approx(0.125)

@@ -208,3 +208,22 @@ def test_time_in_which_nobody_else_waited_takes_nothing_from_others() -> None:
     # It has waited for longer than since that settlement.
     settle_shares(context.step(now + 5.0), group, [holder, other])
     assert group.shares == {"a": 25.0, "b": 0.0}
+
+
+def test_a_tenant_waits_from_the_arrival_of_its_first_operation_on() -> None:
+    """Whichever of its members comes first in the list."""
+    cluster = FakeCluster(load_max=100.0)
+    cluster.start_node(2)
+    for job, tenant in (("a", "a"), ("b", "b"), ("c", "b")):
+        cluster.job(job, tenant=tenant)
+        cluster.deploy(f"{job}/actor")
+    cluster.settle()
+    context, now = cluster.core._context, cluster.now + 100.0
+    (group,) = context.state.groups.values()
+    holder, *others = (context.state.deployments[name] for name in group.members)
+    for early, late in (others, others[::-1]):
+        group.holder, group.shared_at = holder.deployment, now - 50.0
+        group.shares = {TenantId("a"): 0.0, TenantId("b"): 0.0}
+        early.demand.burst.wants_since, late.demand.burst.wants_since = now - 20.0, now - 5.0
+        settle_shares(context.step(now), group, [holder, *others])
+        assert group.shares == {"a": 20.0, "b": 0.0}

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from plexrl.errors import ConflictError, InvalidRequestError
-from plexrl.ids import DeploymentId
+from plexrl.ids import DeploymentId, OperationId
+from plexrl.scheduler.dispatch.idle_time import may_fill
 from plexrl.scheduler.queries.views import unreferenced_payloads
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
@@ -158,6 +159,18 @@ def test_it_does_not_begin_when_a_burst_is_expected_soon() -> None:
     # The member does not come, and after a time is no longer expected.
     cluster.pass_time(2 * PAUSE_S)
     assert runs(cluster) == [("offload", "a/actor")]
+
+
+def test_a_member_whose_operation_waits_for_another_deployment_is_not_expected() -> None:
+    """It is not known when that one ends, so the usual pause says nothing."""
+    cluster = begun()
+    state = cluster.core.cluster.state
+    (group,) = state.groups.values()
+    member, filler = (state.deployments[DeploymentId(name)] for name in ("a/actor", "e/batch"))
+    step = cluster.core._context.step(cluster.now + PAUSE_S - 2.0)
+    assert not may_fill(step, group, filler)
+    member.work.enqueue(0, OperationId("waits"))
+    assert may_fill(step, group, filler)
 
 
 def test_a_member_whose_pauses_vary_is_expected_early() -> None:

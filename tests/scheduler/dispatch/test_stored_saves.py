@@ -77,6 +77,18 @@ def test_a_load_waits_until_the_checkpoint_is_pinned() -> None:
     assert cluster.state_of("a:2") == "finished"
 
 
+def test_what_waits_behind_a_checkpoint_is_told_so() -> None:
+    cluster = cluster_with_an_offloaded_member()
+    cluster.submit("a:save", "a/actor", "save_checkpoint")
+    cluster.submit("a:2", "a/actor", "optim_step")
+    told = cluster.explanation_of("a:2")
+    assert told["rule"] == "order"
+    assert "a checkpoint of its deployment is saved" in told["reason"]
+    cluster.execute(run_of(cluster, "a:save"))
+    told = cluster.explanation_of("a:2")
+    assert (told["rule"], told["holder"]) == ("burst", "b/actor")
+
+
 def test_operations_before_a_checkpoint_run_first() -> None:
     cluster = cluster_with_an_offloaded_member()
     cluster.submit("a:2", "a/actor", "optim_step")

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.operations.deadlines.bounds import FACTOR, FIRST_FACTOR
-from plexrl.scheduler.operations.deadlines.overdue import overdue_view
+from plexrl.scheduler.operations.deadlines.overdue import find_overrun, overdue_view
 from plexrl.scheduler.queries.views import STARTS_NAMED, restarting
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
@@ -58,6 +58,18 @@ def test_the_workers_of_an_operation_that_never_ends_are_replaced_and_repeat_it(
     cluster.settle()
     assert cluster.state_of("a:1") == "finished"
     assert cluster.wpgs["a/actor"].device == ["a:0", "a:1"]
+
+
+def test_an_early_look_sets_no_more_timers() -> None:
+    """Each would set another one, for as long as something runs."""
+    cluster = running()
+    # Its bound is longer than the time until the first look.
+    cluster.submit("a:1", "a/actor", "forward")
+    timers = cluster.core._context.effects.timers
+    before = len(timers)
+    step = cluster.core._context.step(cluster.now + LEAST_S / 2)
+    assert find_overrun(step, DeploymentId("a/actor")) is None
+    assert len(timers) == before
 
 
 def test_a_hung_operation_does_not_keep_other_members_from_the_group() -> None:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from plexrl.ids import NodeId
 from plexrl.scheduler.service.connections.node_leases import DRIFT, FENCING_S, NodeLeases
+from plexrl.scheduler.service.service import excuse
 from plexrl.worker.process.node_lease import NodeLease
 from tests.examples import examples
 
@@ -195,3 +196,10 @@ def test_an_agent_waits_for_the_lease_of_another_machine_only() -> None:
     assert leases.wait_s(NODE, "two", 1.0 + left_s) == 0.0
     leases.grant(NODE, 30.0, lead_confirmed_at=30.0)
     assert leases.wait_s(NODE, "one", 30.0) > 0.0
+
+
+def test_a_suspended_scheduler_excuses_silence_for_as_long_and_no_later_one() -> None:
+    assert excuse(100.0, 0.0, 110.0) == 100.0
+    assert excuse(100.0, 7.0, 110.0) == 107.0
+    # An hour was lost; what is silent from now on is noticed as soon as ever.
+    assert excuse(3699.0, 3600.0, 3700.0) == 3700.0

@@ -17,10 +17,11 @@ from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.service.journal.recovery import Restored, restore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.shell import Clock, Shell
-from plexrl.scheduler.service.skipped_steps import STEPS_MAX, SkippedSteps
+from plexrl.scheduler.service.skipped_steps import NONE_SKIPPED, STEPS_MAX, SkippedSteps
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.records import UsageRow
+from plexrl.wire.messages.cluster_views import BrokerView
 from plexrl.wire.operations import OperationKind, OperationState
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -218,6 +219,17 @@ def test_a_journal_with_a_failing_event_can_be_read(journal: SqlJournal) -> None
         assert found.core.tenants() == ["t1", "t2"]
         assert found.skipped.view()["steps_set_aside"] == 1
         assert journal.skipped_steps() == {restored.position + 2: {EVENT}}
+
+
+def test_operators_are_told_of_no_faults_and_of_the_events_broker(journal: SqlJournal) -> None:
+    cluster = ready_cluster()
+    journal.append(cluster.journal)
+    shell = shell_of(journal, restore(cluster.config, journal))
+    faultless = {**NONE_SKIPPED, "snapshot_error": "", "events": None}
+    assert shell.faults() == faultless
+    status = BrokerView(connected=True, error="", sent=3, queued=2, dropped=1)
+    shell.event_status = lambda: status
+    assert shell.faults() == {**faultless, "events": status}
 
 
 def test_a_state_that_cannot_be_encoded_does_not_end_the_service(

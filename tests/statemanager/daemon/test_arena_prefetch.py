@@ -144,6 +144,37 @@ def test_another_group_that_lacks_memory_gets_what_was_prefetched(
     assert np.array_equal(two.contents, two.version(1))
 
 
+def test_a_load_that_lacks_memory_keeps_nothing_of_what_was_prefetched(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    """What is said to be free is free, also for others."""
+    node = start_daemon(device_bytes=DEVICE)
+    one, two = two_jobs(node, make_shard)
+    switch(one, two, 2, 1)
+    prefetched = lent_bytes(one)
+    rest = make_shard(
+        node, deployment="three/actor", elements=(DEVICE - prefetched) // 8, group="other"
+    )
+    assert lent_bytes(one) == DEVICE
+    with pytest.raises(DeviceMemoryFullError):
+        two.load(1)
+    assert lent_bytes(one) == DEVICE - prefetched
+    rest.offload(1)
+    assert two.load(1).prefetched_bytes == 0
+
+
+def test_what_was_prefetched_counts_as_memory_for_its_load(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    node = start_daemon(device_bytes=DEVICE)
+    one, two = two_jobs(node, make_shard)
+    switch(one, two, 2, 1)
+    make_shard(node, deployment="three/actor", elements=(DEVICE - STATE) // 8, group="other")
+    assert two.load(1).prefetched_bytes >= FIRST
+    assert lent_bytes(one) == DEVICE
+    assert np.array_equal(two.contents, two.version(1))
+
+
 def test_a_stale_worker_ends_no_prefetch(start_daemon: StartDaemon, make_shard: MakeShard) -> None:
     one, two = two_jobs(start_daemon(device_bytes=DEVICE), make_shard)
     switch(one, two, 2, 1)

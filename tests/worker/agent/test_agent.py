@@ -177,7 +177,7 @@ async def agent_of(
     )
     server = await asyncio.start_unix_server(serve, path)
     stop = asyncio.Event()
-    running = asyncio.create_task(Agent(config, launcher).run(stop, asyncio.Event()))
+    running = asyncio.create_task(Agent(config, launcher).run(stop))
     try:
         async with asyncio.timeout(DEADLINE_S):
             peer, said = await peers.get()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import plexrl
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.process.lifeline import PARENT
+from plexrl.process.children.lifeline import PARENT
 from plexrl.worker.agent.launcher import LocalLauncher
 from plexrl.worker.interface.config import WorkerConfig
 from tests.small_disk import small_disk

@@ -102,7 +102,7 @@ async def with_agent(
         data_dir=str(folder),
     )
     stop = asyncio.Event()
-    running = asyncio.create_task(Agent(config, launcher).run(stop, asyncio.Event()))
+    running = asyncio.create_task(Agent(config, launcher).run(stop))
     try:
         async with asyncio.timeout(DEADLINE_S):
             await test(scheduler)

@@ -97,6 +97,7 @@ def print_endpoint(endpoint: "Endpoint", *, as_json: bool, has_docs: bool) -> No
         f"  export PLEXRL_API_KEY={key}   # the operator's\n"
         f"  export TINKER_BASE_URL={url.partition(',')[0]}   # for the Tinker SDK\n"
         f"  export TINKER_API_KEY={tinker_key}\n\n"
+        f"  dashboard:         {url.partition(',')[0]}/dashboard   (it asks for the key)\n"
         f"{docs if has_docs else ''}"
         f"  logs and state:    {endpoint.data_dir}\n"
         f"{gpus}"

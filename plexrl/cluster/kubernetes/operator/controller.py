@@ -8,7 +8,7 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -31,15 +31,14 @@ CONFLICT_S = 0.1
 class WorkQueue:
     """Keys to work on, each at most once, not before their time. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._due: dict[Key, float] = {}
         self._heap: list[tuple[float, Key]] = []
         self._changed = threading.Condition()
 
     def add(self, key: Key, after_s: float = 0.0) -> None:
         """Work on `key` in `after_s` seconds, or at its earlier time."""
-        at = self._clock() + after_s
+        at = time.monotonic() + after_s
         with self._changed:
             if key in self._due and self._due[key] <= at:
                 return
@@ -49,10 +48,10 @@ class WorkQueue:
 
     def take(self, timeout_s: float) -> Key | None:
         """The next key that is due; None if there was none for `timeout_s` seconds."""
-        end = self._clock() + timeout_s
+        end = time.monotonic() + timeout_s
         with self._changed:
             while True:
-                now = self._clock()
+                now = time.monotonic()
                 while self._heap and self._due.get(self._heap[0][1]) != self._heap[0][0]:
                     heapq.heappop(self._heap)
                 if self._heap and self._heap[0][0] <= now:

@@ -6,6 +6,7 @@ The file holds the agent's configuration as `agent`, and that of the pods as `po
 import argparse
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 from plexrl.process.garbage_collection import rare_collections
@@ -29,15 +30,8 @@ def main() -> None:
     pods = parse_config(json.dumps(given.get("pods")), PodsConfig, f"pods of {path}")
 
     async def serve(stop: asyncio.Event) -> None:
-        connected = asyncio.Event()
         launcher = PodLauncher(connect(), pods, Path(config.run_dir))
-        agent = asyncio.create_task(Agent(config, launcher).run(stop, connected))
-        joined = asyncio.create_task(connected.wait())
-        await asyncio.wait({agent, joined}, return_when=asyncio.FIRST_COMPLETED)
-        if joined.done():
-            print_ready(node=config.node)
-        joined.cancel()
-        await agent
+        await Agent(config, launcher).run(stop, partial(print_ready, node=config.node))
 
     run_until_signal(serve)
 

@@ -75,8 +75,8 @@ class Assignments:
         """The instances are to return these trajectories."""
         commands: list[RolloutCommand] = []
         for instance, ids in returned.items():
-            for each in ids:
-                self._trajectories.interrupt(self._held(each))
+            for id_ in ids:
+                self._trajectories.interrupt(self._held(id_))
             if ids:
                 self.expected.stop_issued(instance, ids)
                 commands.append(Interrupt(instance=instance, trajectories=tuple(ids)))
@@ -140,8 +140,8 @@ class Assignments:
 
     def lost(self, instance: InstanceId) -> None:
         """An instance of those that have joined has ended; what it had is to be routed anew."""
-        for each in self.instances[instance].coming:
-            del self._target[each]
+        for trajectory in self.instances[instance].coming:
+            del self._target[trajectory]
         for record in self._trajectories.on_instance(instance):
             if record.state is TrajectoryState.ABORTING:
                 self._trajectories.discarded(record)
@@ -173,7 +173,7 @@ class Assignments:
 
 def _routes(instance: InstanceId, sent: Iterable[Trajectory]) -> list[RolloutCommand]:
     """One that has failed has a `Route` of its own: all of a `Route` may fail with it."""
-    parts = groupby(sent, lambda each: each.id if each.failures else None)
+    parts = groupby(sent, lambda route: route.id if route.failures else None)
     return [
         Route(instance=instance, trajectories=tuple(each.id for each in part)) for _, part in parts
     ]

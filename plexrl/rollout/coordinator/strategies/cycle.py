@@ -90,9 +90,9 @@ class CoordinatorCycle:
         common = (settings, model, self._loads, entries)
         for load, moved in to_migrate(*common, queue, self._held, self._left, self._sides):
             running, waiting = self._held(load)
-            gone = {each.trajectory for each in moved}
-            kept = [each for each in running if each.trajectory not in gone]
-            load.waiting -= sum(each.trajectory in gone for each in waiting)
+            gone = {move.trajectory for move in moved}
+            kept = [trajectory for trajectory in running if trajectory.trajectory not in gone]
+            load.waiting -= sum(trajectory.trajectory in gone for trajectory in waiting)
             load.running -= len(running) - len(kept)
             removed_tokens = sum(c.length for c in running) - sum(c.length for c in kept)
             load.kv_cache = max(0.0, load.kv_cache - model.k5 * removed_tokens)

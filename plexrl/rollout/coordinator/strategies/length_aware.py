@@ -50,11 +50,11 @@ def divide_instances(
     if (held.prompts, held.instances) == (server.prompts_added, len(kv_budgets)):
         return
     expected = server.lengths.expected
-    prompts = [each.prompt_tokens for each in server.groups.values()]
+    prompts = [group.prompt_tokens for group in server.groups.values()]
     held.long = 0
     if prompts and kv_budgets:
         batch = DispatchedBatch(
-            expected=sorted((expected.get(each, 0) for each in server.groups), reverse=True),
+            expected=sorted((expected.get(group, 0) for group in server.groups), reverse=True),
             samples=samples,
             prompt_tokens=sum(prompts) / len(prompts),
             instances=len(kv_budgets),
@@ -71,7 +71,10 @@ def sides(loads: Sequence[InstanceLoad], server: TrajectoryServer) -> Sides | No
     long = frozenset(group for _, group in known[: int(LONG_PART * len(known))])
     if not long or not 0 < division.long < len(loads):
         return None
-    waits = {each.group in long for each in (*server.initial.values(), *server.returned.values())}
+    waits = {
+        trajectory.group in long
+        for trajectory in (*server.initial.values(), *server.returned.values())
+    }
     return Sides(long, division.long, (False in waits, True in waits))
 
 
@@ -79,7 +82,10 @@ def longest_first(server: TrajectoryServer) -> list[Trajectory]:
     """Initial trajectories in the order in which they are routed; those without an expected length
     last."""
     expected = server.lengths.expected
-    return sorted(server.initial.values(), key=lambda each: (-expected.get(each.group, 0), each.id))
+    return sorted(
+        server.initial.values(),
+        key=lambda trajectory: (-expected.get(trajectory.group, 0), trajectory.id),
+    )
 
 
 def make_router(

@@ -82,7 +82,7 @@ def _to_redistribute(
     after = [load.copy() for load in before]
     running, waiting = work(busiest)
     emptied = next(load for load in after if load.index == busiest.index)
-    tokens = sum(each.length for each in running)
+    tokens = sum(trajectory.length for trajectory in running)
     emptied.kv_cache = max(0.0, emptied.kv_cache - model.k5 * tokens)
     emptied.running = max(0, emptied.running - len(running))
     emptied.waiting = 0

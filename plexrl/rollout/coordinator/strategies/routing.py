@@ -105,9 +105,9 @@ class Queue:
     def __iter__(self) -> Iterator[RoutingCandidate]:
         yield from self._assigned
         for is_first in (True, False):
-            for each in self._initial:
-                if self._is_started(each.group) is is_first:
-                    yield RoutingCandidate(each.id, each.group, None, each.length)
+            for trajectory in self._initial:
+                if self._is_started(trajectory.group) is is_first:
+                    yield RoutingCandidate(trajectory.id, trajectory.group, None, trajectory.length)
 
 
 def route(

@@ -136,7 +136,7 @@ class Rounds:
             return None
         size = self._sizes.group_size
         done = [sum(m.state in GENERATED for m in server.members(group)) for group in server.groups]
-        return sum(min(each, size) for each in done), len(done) * size
+        return sum(min(count, size) for count in done), len(done) * size
 
     def add(self, group: SampleGroupId, prompt_tokens: int) -> None:
         """A new prompt."""

@@ -125,7 +125,7 @@ class InstanceCount:
         lengths = rollout.core.trajectories.lengths.recent
         if self._tasks is None or rollout.order.bounds is None or not joined or not lengths:
             return
-        budget = min(rollout.instances.work[each].kv_budget for each in joined)
+        budget = min(rollout.instances.work[instance].kv_budget for instance in joined)
         groups = rollout.core.trajectories.groups.values()
         work = StepWorkload(
             samples=rollout.order.prompts * rollout.order.samples,
@@ -179,9 +179,9 @@ class InstanceCount:
         self._start(member)
 
     def _remove(self, names: tuple[str, ...], name: str, reason: str) -> None:
-        (member,) = (each for each in self._rollout.members if each.name == name)
+        (member,) = (candidate for candidate in self._rollout.members if candidate.name == name)
         drained = () if member.instance is None else (member.instance,)
-        rest = tuple(each for each in names if each != name)
+        rest = tuple(other for other in names if other != name)
         ending = [*self._rollout.progress.ending, name]
         self._choose(rest, ending, change=-1, reason=f"{name}: {reason}", drained=drained)
         assert self._tasks is not None
@@ -262,10 +262,12 @@ class InstanceCount:
             rollout.lost(InstanceLost(instance=member.instance))
         await rollout.settled()
         # After a conflict the name is that of another deployment.
-        if not any(isinstance(each, ConflictError) for each in created):
+        if not any(isinstance(outcome, ConflictError) for outcome in created):
             await self._end_deployment(member.name)
         rollout.members.remove(member)
-        ending = [each for each in rollout.progress.ending if each != member.name]
+        ending = [
+            ending_name for ending_name in rollout.progress.ending if ending_name != member.name
+        ]
         self._choose(rollout.progress.names(rollout.order), ending, change=0)
 
     async def _end_deployment(self, name: str) -> None:

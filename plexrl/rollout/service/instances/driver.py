@@ -150,7 +150,7 @@ class InstanceDriver:
 
     def operations(self) -> list[str]:
         """Ids of the generations that have not ended."""
-        return sorted({each.operation for each in self._at.values()})
+        return sorted({generation.operation for generation in self._at.values()})
 
     async def run(self) -> None:
         """Carry out commands until cancelled."""
@@ -311,8 +311,8 @@ class InstanceDriver:
             with suppress(NotFoundError):
                 is_pending = await self._rollout.calls.stop_rows(generation.operation, rows)
             if is_pending:
-                for each in generation.running.intersection(trajectories):
-                    generation.stop(each, None)
+                for trajectory in generation.running.intersection(trajectories):
+                    generation.stop(trajectory, None)
         while generation.running.intersection(trajectories):
             await generation.changed.wait()
 
@@ -328,7 +328,9 @@ class InstanceDriver:
         operation = self._pull_operation(work)
         try:
             # What was to be drawn with the former weights comes first.
-            await asyncio.gather(*(each.submitted.wait() for each in {*self._at.values()}))
+            await asyncio.gather(
+                *(generation.submitted.wait() for generation in {*self._at.values()})
+            )
             await calls.pushed(self._rollout.store.operation(order, f"v{self._following.version}"))
             await calls.begin_pull(self.deployment, order.source, operation, published=True)
             await calls.arrived(self.deployment, operation)

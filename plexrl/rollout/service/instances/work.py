@@ -50,7 +50,7 @@ class InstanceWork:
     @property
     def begun(self) -> int:
         """Number of the latest `Route` that does not wait for another command."""
-        return self.routed - sum(isinstance(each, Route) for each in self.unanswered)
+        return self.routed - sum(isinstance(command, Route) for command in self.unanswered)
 
     def add(self, command: InstanceCommand) -> None:
         """The instance is told something."""

@@ -187,11 +187,11 @@ class RolloutProgress:
 
     def _trained(self, train: Train) -> None:
         self.batch, self.requested = train, train.version
-        tokens = [sum(part.tokens for part in each.segments) for each in train.batch]
+        tokens = [sum(part.tokens for part in trajectory.segments) for trajectory in train.batch]
         self.trained.add(tokens)
         ages: dict[int, int] = {}
-        for each in train.batch:
-            age = train.version - each.version
+        for trajectory in train.batch:
+            age = train.version - trajectory.version
             ages[age] = ages.get(age, 0) + 1
             self.staleness[age] = self.staleness.get(age, 0) + 1
         self.batches.append(
@@ -205,14 +205,14 @@ class RolloutProgress:
         )
         del self.batches[:-BATCHES_KEPT]
         self._keep_lengths(train)
-        for group in {each.group for each in train.batch}:
+        for group in {trajectory.group for trajectory in train.batch}:
             self._end(group)
 
     def _keep_lengths(self, train: Train) -> None:
         groups: dict[SampleGroupId, tuple[int, list[int]]] = {}
-        for each in train.batch:
-            lengths = groups.setdefault(each.group, (each.prompt_tokens, []))[1]
-            lengths.append(sum(part.tokens for part in each.segments))
+        for trajectory in train.batch:
+            lengths = groups.setdefault(trajectory.group, (trajectory.prompt_tokens, []))[1]
+            lengths.append(sum(part.tokens for part in trajectory.segments))
         kept = [*self.lengths_by_prompt, *groups.values()]
         samples = max(1, len(train.batch) // max(1, len(groups)))
         self.lengths_by_prompt = kept[-max(len(groups), RESPONSES_KEPT // samples) :]
@@ -233,8 +233,8 @@ class RolloutProgress:
     def _end(self, group: SampleGroupId) -> list[int]:
         """Forgets a group; returns the lengths of its generated responses."""
         found = []
-        for each in trajectory_ids(group, self.group_size):
-            self.unrewarded.pop(each, None)
-            if (length := self.lengths.pop(each, None)) is not None:
+        for trajectory in trajectory_ids(group, self.group_size):
+            self.unrewarded.pop(trajectory, None)
+            if (length := self.lengths.pop(trajectory, None)) is not None:
                 found.append(length)
         return found

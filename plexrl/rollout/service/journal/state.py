@@ -160,7 +160,7 @@ class RolloutState:
         """The groups that the event says were trained, or that it made the core drop or abort."""
         groups = [command.group for command in commands if isinstance(command, ReportDroppedGroup)]
         if isinstance(event, ParametersPushed) and last_batch is not None:
-            groups += sorted({each.group for each in last_batch.batch})
+            groups += sorted({trajectory.group for trajectory in last_batch.batch})
         queued = [command.group for command in commands if isinstance(command, ReportQueuedGroup)]
         size = self.progress.group_size
         return [
@@ -202,11 +202,11 @@ def _plain_instances(instances: Instances) -> JsonObject:
 
 def _plain_work(work: InstanceWork) -> JsonObject:
     plain: JsonObject = {}
-    for each in fields(work):
-        value = getattr(work, each.name)
-        if each.name == "unanswered":
+    for field in fields(work):
+        value = getattr(work, field.name)
+        if field.name == "unanswered":
             value = [[type(command).__name__, command] for command in value]
-        plain[each.name] = msgspec.to_builtins(value, str_keys=True)
+        plain[field.name] = msgspec.to_builtins(value, str_keys=True)
     return plain
 
 

@@ -1,9 +1,7 @@
-"""Routes that show asynchronous rollouts, and the page about them."""
+"""The route that lists asynchronous rollouts."""
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse
 
-from plexrl.router.http.dashboard.page import HEADERS, PAGE
 from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.services.services import Services
 from plexrl.wire import scheduler_methods as m
@@ -22,9 +20,3 @@ async def every(request: Request, services: Services) -> Rollouts:
         own = {job["job"] for job in listed["jobs"]}
         found = [each for each in found if each["job"] in own]
     return {"rollouts": found}
-
-
-@ROUTES.get("/dashboard", include_in_schema=False)
-async def dashboard() -> HTMLResponse:
-    """A page that asks for a key and shows the rollouts that it may see."""
-    return HTMLResponse(PAGE, headers=HEADERS)

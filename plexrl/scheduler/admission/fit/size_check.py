@@ -26,6 +26,29 @@ def check_it_can_fit(capacity: Capacity, job: Job, deployment: Deployment) -> No
         ModelDoesNotFitError: the state of a rank is larger than the memory of a GPU, or the whole
             state is larger than the host and NVMe tiers.
     """
+    sizes = _sizes_of_type(capacity, deployment)
+    kind = _kind_with_gpus(deployment, sizes)
+    _check_gpu_memory(deployment, kind)
+    tiers = sum(tier_bytes for _, tier_bytes in sizes.values())
+    if deployment.spec.shares and deployment.spec.state_bytes > tiers:
+        raise ModelDoesNotFitError(
+            f"deployment {deployment.deployment!r} has {deployment.spec.state_bytes} bytes of "
+            f"state; the host tiers and NVMe tiers hold {tiers}: raise them or ask for an "
+            "exclusive group",
+            state_bytes=deployment.spec.state_bytes,
+            host_memory_bytes=tiers,
+        )
+    if not deployment.spec.preemptible:
+        _check_together(capacity, job, deployment)
+
+
+def _sizes_of_type(capacity: Capacity, deployment: Deployment) -> dict[NodeKind, tuple[int, int]]:
+    """(GPUs, bytes of the tiers) of the kinds of nodes that the deployment may use.
+
+    Raises:
+        UnavailableError: no node has joined yet.
+        CapacityError: there is no such kind.
+    """
     sizes = capacity.inventory.sizes()
     if not sizes:
         raise UnavailableError("no node has joined the cluster yet: try again in a moment")
@@ -39,49 +62,58 @@ def check_it_can_fit(capacity: Capacity, job: Job, deployment: Deployment) -> No
             workers=deployment.spec.workers,
             gpus=0,
         )
-    of_type = f" of type {wanted!r}" if wanted else ""
     if deployment.spec.pace and all(kind.gpu_kind for kind in typed):
         raise CapacityError(
-            f"deployment {name!r} is paced and computes nothing, and all nodes{of_type} have real "
-            "GPUs, which it would hold while it sleeps: use a cluster of virtual GPUs, or leave "
-            "pace out",
+            f"deployment {name!r} is paced and computes nothing, and all nodes"
+            f"{_of_type(deployment)} have real GPUs, which it would hold while it sleeps: use a "
+            "cluster of virtual GPUs, or leave pace out",
             workers=deployment.spec.workers,
             gpus=0,
         )
-    need = need_of(deployment)
-    per_rank = need.gpu_memory_bytes
-    gpus = max(gpus for gpus, _ in typed.values())
+    return typed
+
+
+def _kind_with_gpus(deployment: Deployment, sizes: dict[NodeKind, tuple[int, int]]) -> NodeKind:
+    """The kind of nodes that suits the deployment best, of those with enough GPUs.
+
+    Raises:
+        CapacityError: all have too few.
+    """
+    gpus = max(gpus for gpus, _ in sizes.values())
     if deployment.spec.workers > gpus:
         raise CapacityError(
-            f"deployment {name!r} asks for {deployment.spec.workers} GPUs{of_type}; the cluster "
-            f"has {gpus} of one kind{fabric_note(typed)}: ask for fewer workers or add nodes",
+            f"deployment {deployment.deployment!r} asks for {deployment.spec.workers} GPUs"
+            f"{_of_type(deployment)}; the cluster has {gpus} of one kind{fabric_note(sizes)}: ask "
+            "for fewer workers or add nodes",
             workers=deployment.spec.workers,
             gpus=gpus,
         )
-    large = [kind for kind, (count, _) in typed.items() if count >= deployment.spec.workers]
-    kind = max(large, key=lambda each: (suits(each, need), each.gpu_memory_bytes, each.gpu_kind))
-    memory = kind.gpu_memory_bytes
-    if not suits(kind, need) and kind.gpu_kind and deployment.demand.memory is not None:
+    need = need_of(deployment)
+    large = [kind for kind, (count, _) in sizes.items() if count >= deployment.spec.workers]
+    return max(large, key=lambda kind: (suits(kind, need), kind.gpu_memory_bytes, kind.gpu_kind))
+
+
+def _check_gpu_memory(deployment: Deployment, kind: NodeKind) -> None:
+    """Raises `ModelDoesNotFitError` if a rank needs more memory than a GPU of this kind has."""
+    need = need_of(deployment)
+    if suits(kind, need):
+        return
+    if kind.gpu_kind and deployment.demand.memory is not None:
         raise _too_large(deployment, deployment.demand.memory, kind)
-    if not suits(kind, need):
-        needed = -(-deployment.spec.state_bytes // memory)
-        raise ModelDoesNotFitError(
-            f"deployment {name!r} needs {per_rank} bytes on each of its "
-            f"{deployment.spec.workers} GPUs; a GPU{of_type} has {memory}: ask for at least "
-            f"{needed} workers or a smaller model",
-            bytes_per_gpu=per_rank,
-            gpu_memory_bytes=memory,
-        )
-    tiers = sum(tier_bytes for _, tier_bytes in typed.values())
-    if deployment.spec.shares and deployment.spec.state_bytes > tiers:
-        raise ModelDoesNotFitError(
-            f"deployment {name!r} has {deployment.spec.state_bytes} bytes of state; the host tiers "
-            f"and NVMe tiers hold {tiers}: raise them or ask for an exclusive group",
-            state_bytes=deployment.spec.state_bytes,
-            host_memory_bytes=tiers,
-        )
-    if not deployment.spec.preemptible:
-        _check_together(capacity, job, deployment)
+    per_rank, memory = need.gpu_memory_bytes, kind.gpu_memory_bytes
+    needed = -(-deployment.spec.state_bytes // memory)
+    raise ModelDoesNotFitError(
+        f"deployment {deployment.deployment!r} needs {per_rank} bytes on each of its "
+        f"{deployment.spec.workers} GPUs; a GPU{_of_type(deployment)} has {memory}: ask for at "
+        f"least {needed} workers or a smaller model",
+        bytes_per_gpu=per_rank,
+        gpu_memory_bytes=memory,
+    )
+
+
+def _of_type(deployment: Deployment) -> str:
+    wanted = deployment.spec.node_type
+    return f" of type {wanted!r}" if wanted else ""
 
 
 def _too_large(

@@ -21,6 +21,7 @@ from plexrl.ids import NodeId, RouterId
 from plexrl.scheduler.queries.views import live_workers
 from plexrl.scheduler.service.connections.agent_calls import AgentCalls
 from plexrl.scheduler.service.connections.links import AgentLink
+from plexrl.scheduler.service.connections.overview_calls import OverviewCalls
 from plexrl.scheduler.service.connections.router_calls import RouterCalls
 from plexrl.scheduler.service.connections.tenant_calls import TenantCalls
 from plexrl.scheduler.service.shell import Shell
@@ -96,17 +97,16 @@ class Connection:
         self._shell = shell
         self._greeted: _Greeted | None = None
         self._router_calls = RouterCalls(shell, TenantCalls(shell, owner.keep))
+        self._overview_calls = OverviewCalls(shell)
         self._agent_calls = AgentCalls(shell)
 
     def handlers(self) -> dict[str, Handler]:
         """The handlers of all methods that peers may call."""
+        requests = {**self._router_calls.requests(), **self._overview_calls.requests()}
         return {
             "hello": self._hello,
             "beat": self._beat,
-            **{
-                name: self._request(name, ask)
-                for name, ask in self._router_calls.requests().items()
-            },
+            **{name: self._request(name, ask) for name, ask in requests.items()},
             **{
                 name: self._report(name, "router", report)
                 for name, report in self._router_calls.reports().items()

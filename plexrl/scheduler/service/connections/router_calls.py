@@ -1,7 +1,7 @@
 """Calls of routers: requests for their callers, and reports of results."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,7 +15,6 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, JobId, OperationId
 from plexrl.scheduler.accounting.sharing import sharing_view
-from plexrl.scheduler.queries.checkpoint_reports import merged
 from plexrl.scheduler.queries.eta import eta_quality
 from plexrl.scheduler.queries.views import (
     expected_nodes,
@@ -38,6 +37,7 @@ from plexrl.wire.messages import cluster_views as cv
 from plexrl.wire.messages import views as vt
 from plexrl.wire.messages.node_queries import (
     Checkpoints,
+    CheckpointView,
     JobCheckpoints,
     JobLogs,
     ListCheckpoints,
@@ -314,7 +314,7 @@ class RouterCalls:
         self._check_job(scope, call.job)
         answers, failed = await self._query_nodes([call], Checkpoints)
         found = [report for answer in answers for report in answer["checkpoints"]]
-        return {"checkpoints": merged(found), "failed": failed}
+        return {"checkpoints": _newest_reports(found), "failed": failed}
 
     async def _query_nodes(
         self, queries: Sequence[ReadLog | ListCheckpoints], kind: type[AnswerT]
@@ -374,3 +374,16 @@ async def _query_node(
         return error
     except msgspec.ValidationError:
         return UnavailableError("its answer is malformed")
+
+
+def _newest_reports(reports: Iterable[CheckpointView]) -> list[CheckpointView]:
+    """The newest report on each checkpoint, sorted by name.
+
+    The writing node reports progress; the other nodes report the files on the shared disk.
+    """
+    newest: dict[str, CheckpointView] = {}
+    for report in reports:
+        name = report["name"]
+        if name not in newest or report["as_of"] > newest[name]["as_of"]:
+            newest[name] = report
+    return [newest[name] for name in sorted(newest)]

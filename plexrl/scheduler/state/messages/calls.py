@@ -175,6 +175,25 @@ class ListOperations:
     limit: int = 1000
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadLanes:
+    """Lanes of the groups in the window of `seconds` that ends `until_s` seconds ago."""
+
+    seconds: float
+    until_s: float = 0.0
+    first: int = 0
+    """Index of the first group with a lane."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadQueue:
+    """One page of a list of waiting deployments, from index `first`."""
+
+    which: str
+    first: int = 0
+    limit: int = 50
+
+
 def take_scope(params: Parameters) -> tuple[Scope, Parameters]:
     """The scope that a router's call names, and its other parameters.
 

@@ -40,12 +40,11 @@ class Effects:
     beside the holder of its group, so each step of the group looks for it."""
 
     def __post_init__(self) -> None:
-        self.saving = dict.fromkeys(
-            deployment.deployment
-            for deployment in self.state.deployments.values()
-            for name in (*deployment.work.queue, *deployment.work.running)
-            if self.state.operations[name].kind is _SAVE_CHECKPOINT
-        )
+        self.saving = {}
+        for deployment in self.state.deployments.values():
+            for name in (*deployment.work.queue, *deployment.work.running):
+                if self.state.operations[name].kind is _SAVE_CHECKPOINT:
+                    self.saving[deployment.deployment] = None
 
     def emit(self, command: Command) -> None:
         """Add a command to the result of this call."""

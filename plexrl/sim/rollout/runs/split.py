@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import ceil, floor
 from typing import TypeVar
 
-from plexrl.process.lifeline import die_with_parent
+from plexrl.process.children.lifeline import die_with_parent
 from plexrl.sim.rollout.results.outcome import RolloutOutcome, outcome
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.runs.run import simulate_rollout

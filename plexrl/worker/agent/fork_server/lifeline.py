@@ -5,7 +5,7 @@ The fork server is the agent's child. Its workers die with it.
 
 import os
 
-from plexrl.process.lifeline import die_with_named_parent
+from plexrl.process.children.lifeline import die_with_named_parent
 
 die_with_named_parent(os.environ)
 

@@ -5,7 +5,7 @@ import socket
 import traceback
 from multiprocessing.connection import Connection
 
-from plexrl.process.lifeline import die_with_parent
+from plexrl.process.children.lifeline import die_with_parent
 from plexrl.worker.interface.config import WorkerConfig
 
 EXIT_FAILED = 1

@@ -108,7 +108,7 @@ class BatchScheduler:
         """Return other samples that wait for the prompts of slots that are to be released."""
         for leader in leaving:
             followers: list[int] = self._rows.followers(leader).tolist()
-            back = [self.release(each) for each in followers if each not in leaving]
+            back = [self.release(follower) for follower in followers if follower not in leaving]
             self.waiting.extendleft(reversed(back))
 
     def release(self, slot: int) -> GeneratedRow:

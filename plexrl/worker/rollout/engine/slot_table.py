@@ -157,10 +157,10 @@ class SlotTable:
         own = slots[which]
         wanted = [self.samples[slot].generation.sampling for slot in own.tolist()]
         drawn_by: list[float] = []
-        if any(each.sampling_logprobs for each in wanted):
+        if any(asked.sampling_logprobs for asked in wanted):
             sampling = self.sampling(own, logprobs_NV.device)
             drawn_by = sampling_logprobs(logprobs_NV, sampling, token_N[index]).tolist()
-        ids, logprobs = likeliest_tokens(logprobs_NV, max(each.top_logprobs for each in wanted))
+        ids, logprobs = likeliest_tokens(logprobs_NV, max(asked.top_logprobs for asked in wanted))
         rows = zip(own.tolist(), self.drawn(own).tolist(), wanted, strict=True)
         for row, (slot, position, each) in enumerate(rows):
             details, top = self._details[slot], each.top_logprobs

@@ -105,10 +105,10 @@ class PacedEngine(RolloutEngine):
         super().submit(generation)
 
     def abort(self, name: str, rows: Collection[int] | None = None) -> None:
-        for each in [*self._running, *self._waiting]:
-            if each.generation.name == name and (rows is None or each.row in rows):
-                self._remove(each)
-                self._end_with(each, ABORT)
+        for generation in [*self._running, *self._waiting]:
+            if generation.generation.name == name and (rows is None or generation.row in rows):
+                self._remove(generation)
+                self._end_with(generation, ABORT)
 
     def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
         self.weights_seq = weights_seq

@@ -108,9 +108,9 @@ class VllmEngine(RolloutEngine):
 
     def abort(self, name: str, rows: Collection[int] | None = None) -> None:
         found = [
-            each
-            for each in self._rows.values()
-            if each.generation.name == name and (rows is None or each.row in rows)
+            row
+            for row in self._rows.values()
+            if row.generation.name == name and (rows is None or row.row in rows)
         ]
         if found:
             self._llm.abort_request([each.request for each in found])
@@ -164,16 +164,16 @@ class VllmEngine(RolloutEngine):
         )
 
     def lengths(self) -> list[RowLength]:
-        running = {each.request_id for each in self._scheduler.running}
+        running = {request.request_id for request in self._scheduler.running}
         return [
             RowLength(
-                each.generation.name,
-                each.row,
-                len(each.generation.prompts[each.row // each.generation.samples_per_prompt])
-                + len(each.tokens),
-                each.internal in running,
+                row.generation.name,
+                row.row,
+                len(row.generation.prompts[row.row // row.generation.samples_per_prompt])
+                + len(row.tokens),
+                row.internal in running,
             )
-            for each in self._rows.values()
+            for row in self._rows.values()
         ]
 
     @property

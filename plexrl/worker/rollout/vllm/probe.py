@@ -82,9 +82,9 @@ class GatheredWeights:
         if not self._all_boxes:
             texts = self._ranks.gather(msgspec.json.encode(self._boxes).decode())
             self._all_boxes = [
-                msgspec.json.decode(each, type=dict[str, ShardBox]) for each in texts
+                msgspec.json.decode(text, type=dict[str, ShardBox]) for text in texts
             ]
-        own, boxes = self._own[name], [each[name] for each in self._all_boxes]
+        own, boxes = self._own[name], [rank_boxes[name] for rank_boxes in self._all_boxes]
         if all(box.shape == box.global_shape for box in boxes):
             return own[index]
         padded = own.new_zeros(max(box.elements for box in boxes))

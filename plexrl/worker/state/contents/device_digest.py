@@ -54,7 +54,7 @@ class DeviceDigests:
             memory: the arena. [nbytes] uint8, on any device.
             sections: sections of the arena's data.
         """
-        return {each.section.share_key: self._digest(memory, each) for each in sections}
+        return {section.section.share_key: self._digest(memory, section) for section in sections}
 
     def _digest(self, memory: torch.Tensor, wanted: ReplicatedSection) -> str:
         start, nbytes = wanted.section.start, wanted.section.nbytes

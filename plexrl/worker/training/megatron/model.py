@@ -195,7 +195,7 @@ class MegatronModel(TrainingModel):
 
     def _read_weights(self) -> None:
         """Read this rank's boxes of the Hugging Face model."""
-        found = [each for each in self.slices() if each.key.part == StatePart.PARAMETER]
+        found = [piece for piece in self.slices() if piece.key.part == StatePart.PARAMETER]
         for each in sorted(found, key=lambda each: each.key.name):
             ends = zip(each.offset, each.shape, strict=True)
             index = tuple(slice(first, first + extent) for first, extent in ends)

@@ -75,7 +75,7 @@ class PackedRows:
         """The same rows with all tensors where `place` puts them."""
         row_map = self.row_map
         positions_CT = row_map.positions_CT
-        groups = (replace(each, places=place(each.places)) for each in row_map.groups)
+        groups = (replace(group, places=place(group.places)) for group in row_map.groups)
         return replace(
             self,
             tokens_T=place(self.tokens_T),
@@ -136,7 +136,7 @@ def pack_rows(
     tokens_T, targets_T = batch.tokens_BL[valid_BL], targets_BL[valid_BL].clamp(min=0)
     if missing := -len(tokens_T) % token_multiple:
         lengths = (*lengths, missing)
-        tokens_T, targets_T = (pad(each, (0, missing)) for each in (tokens_T, targets_T))
+        tokens_T, targets_T = (pad(tensor, (0, missing)) for tensor in (tokens_T, targets_T))
         padding_CP = torch.arange(missing).expand(len(positions_CT), -1)
         positions_CT = torch.cat([positions_CT, padding_CP], dim=1)
     groups, tokens = _grouped(lengths if context_ranks == 1 else ())

@@ -160,7 +160,7 @@ class MegatronState:
             self._scratch_starts = [self._layout.skip(plan.elements) for plan in buffers]
         if self.casts:
             self._homes = [
-                self._layout.skip(each.elements, self._compute_dtype) for each in buffers
+                self._layout.skip(buffer.elements, self._compute_dtype) for buffer in buffers
             ]
         self._reduces = reduces
         self.arena = make_arena(self._layout.nbytes)
@@ -333,10 +333,10 @@ def _of(index: int, plan: BufferPlan) -> Iterator[_Share]:
 def _held(plan: BufferPlan, first: int, last: int) -> Iterator[tuple[int, list[ParameterPiece]]]:
     """For each parameter in a range of a buffer: the offset of its first element in the range, and
     its boxes there, in order."""
-    for each in plan.parameters:
-        pieces = cut(each.pieces, max(first - each.first, 0), last - each.first)
+    for parameter in plan.parameters:
+        pieces = cut(parameter.pieces, max(first - parameter.first, 0), last - parameter.first)
         if pieces:
-            yield each.first + pieces[0].start - first, pieces
+            yield parameter.first + pieces[0].start - first, pieces
 
 
 def _place(
@@ -356,11 +356,15 @@ def _counted(plan: BufferPlan) -> Iterator[tuple[int, int]]:
     """Ranges of the shares, end to end, without the parameters that another rank counts."""
     for share in _of(0, plan):
         begin, offset = share.first, share.start - share.first
-        for each in plan.parameters:
-            if each.is_counted or each.last <= share.first or each.first >= share.last:
+        for parameter in plan.parameters:
+            if (
+                parameter.is_counted
+                or parameter.last <= share.first
+                or parameter.first >= share.last
+            ):
                 continue
-            if each.first > begin:
-                yield offset + begin, offset + each.first
-            begin = min(each.last, share.last)
+            if parameter.first > begin:
+                yield offset + begin, offset + parameter.first
+            begin = min(parameter.last, share.last)
         if begin < share.last:
             yield offset + begin, offset + share.last

@@ -68,7 +68,7 @@ class PacedMover(StateMover):
     def _moved_part(self, measured: dict[str, Any]) -> float:
         """The part of the state that a move moved: 0 for one that is stored already."""
         parts = self._backend.live_parts()
-        whole = sum(each.nbytes for each in self._backend.slices() if each.key.part in parts)
+        whole = sum(piece.nbytes for piece in self._backend.slices() if piece.key.part in parts)
         return min(1.0, float(measured.get("bytes_moved", 0)) / whole)
 
     def _modelled_s(

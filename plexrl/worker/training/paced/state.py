@@ -31,9 +31,7 @@ STEP = StateKey(part=StatePart.OPTIMIZER, name="step")
 class PacedState:
     """One rank's part of the state, in its arena."""
 
-    def __init__(
-        self, keys: Sequence[StateKey], *, part: int, parts: int, dtype: str = "F32"
-    ) -> None:
+    def __init__(self, keys: Sequence[StateKey], *, part: int, parts: int) -> None:
         """Addresses only: the arena has no memory yet. `part` of `parts` equal ones is this
         rank's."""
         first, end = part * ELEMENTS // parts, (part + 1) * ELEMENTS // parts
@@ -43,7 +41,7 @@ class PacedState:
             shape = () if is_one else (end - first,)
             piece = StateSlice(
                 key=key,
-                dtype=dtype,
+                dtype="F32",
                 global_shape=() if is_one else (ELEMENTS,),
                 offset=() if is_one else (first,),
                 shape=shape,
@@ -57,7 +55,7 @@ class PacedState:
 
     def __getitem__(self, key: StateKey) -> Array:
         """The values of a key, in the arena's memory. float32 [elements of this rank]"""
-        piece = next(each for each in self.slices if each.key == key)
+        piece = next(stored for stored in self.slices if stored.key == key)
         assert piece.dtype == "F32", "other types are only moved and digested"
         count = piece.nbytes // DTYPE_BYTES[piece.dtype]
         return np.frombuffer(
@@ -66,7 +64,7 @@ class PacedState:
 
     def weights_word(self) -> int:
         """A number of 64 bits that depends on every bit of this rank's weights."""
-        piece = next(each for each in self.slices if each.key == WEIGHT)
+        piece = next(stored for stored in self.slices if stored.key == WEIGHT)
         start = piece.arena_offset
         return word_of(bytes(self.arena.buffer[start : start + piece.nbytes]))
 

@@ -91,12 +91,12 @@ class Outbox:
         """All results of `generations` since the last call. The row that ends a generation comes
         last."""
         preempted = [
-            Preempted(generation=each.name, count=each.preemptions)
-            for each in generations
-            if each.preemptions
+            Preempted(generation=generation.name, count=generation.preemptions)
+            for generation in generations
+            if generation.preemptions
         ]
-        for each in generations:
-            each.preemptions = 0
+        for generation in generations:
+            generation.preemptions = 0
         taken, self._results = [*preempted, *self._results], []
         return taken
 

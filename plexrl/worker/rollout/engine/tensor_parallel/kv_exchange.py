@@ -67,7 +67,7 @@ class KvExchange:
                 self._sends.append(_Message(receiver, own, len(heads), *places))
             if receiver == rank:
                 own = heads.start - gets.start
-                places = self._places([allocated[each] for each in moves.targets], moves.valid)
+                places = self._places([allocated[target] for target in moves.targets], moves.valid)
                 self._receives.append(_Message(sender, own, len(heads), *places))
         # By rank, and what stays here last: it is not sent.
         self._sends.sort(key=lambda message: (message.peer == rank, message.peer))

@@ -72,7 +72,7 @@ def place_rows(prompts: int, samples_per_prompt: int, loads: Sequence[int]) -> l
     for _ in range(prompts):
         left = samples_per_prompt
         while left:
-            group = min(range(len(loads)), key=lambda each: (loads[each], each))
+            group = min(range(len(loads)), key=lambda load: (loads[load], load))
             count = min(left, max(1, most - loads[group]))
             found += [group] * count
             loads[group] += count
@@ -103,10 +103,12 @@ def redistribute(
     tokens, counts = [0] * groups, [0] * groups
     members: list[list[tuple[CarriedSample, int]]] = [[] for _ in range(groups)]
     for sample, source in longest_first:
-        open_groups = [each for each in range(groups) if counts[each] < slots] or range(groups)
+        open_groups = [group for group in range(groups) if counts[group] < slots] or range(groups)
         # Its old group is a part of one new group, or consists of several.
         first, last = source * groups // old, (source + 1) * groups // old
-        homes = [each for each in open_groups if first <= each < max(last, first + 1)]
+        homes = [
+            open_group for open_group in open_groups if first <= open_group < max(last, first + 1)
+        ]
         chosen = _lightest(homes or open_groups, tokens)
         if tokens[chosen] + sample.known >= below:
             chosen = _lightest(open_groups, tokens)
@@ -114,13 +116,13 @@ def redistribute(
         counts[chosen] += 1
         members[chosen].append((sample, source))
     return [
-        _fill(sorted(each, key=lambda one: one[0].order), slots, blocks, block_tokens, migrate)
-        for each in members
+        _fill(sorted(member, key=lambda one: one[0].order), slots, blocks, block_tokens, migrate)
+        for member in members
     ]
 
 
 def _lightest(groups: Iterable[int], tokens: Sequence[int]) -> int:
-    return min(groups, key=lambda each: (tokens[each], each))
+    return min(groups, key=lambda group: (tokens[group], group))
 
 
 def _fill(
@@ -153,8 +155,8 @@ def _fill(
         if valid[source, block] > 0:
             moves = made.moves.setdefault(source, BlockMoves())
             moves.add(block, numbers[source, block], valid[source, block])
-    for each in made.placed:
-        table = [numbers[each.source, block] for block in each.sample.blocks if each.keeps_kv]
+    for placed in made.placed:
+        table = [numbers[placed.source, block] for block in placed.sample.blocks if placed.keeps_kv]
         made.tables.append(table or None)
     made.allocated = len(numbers)
     return made

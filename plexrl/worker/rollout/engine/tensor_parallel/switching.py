@@ -239,7 +239,7 @@ class SwitchingEngine(RolloutEngine):
         """As `RolloutEngine`, on the leader. Blocks are counted in those of a group of all ranks,
         so that their number and their bytes are those of every size."""
         inner, count = self._inner.stats(), self._groups.count(self._tp)
-        sums = {name: sum(each[name] for each in self._reports.values()) for name in TOTALS}
+        sums = {name: sum(report[name] for report in self._reports.values()) for name in TOTALS}
         present = [self._reports.get((self._tp, group), {}) for group in range(count)]
         sums |= {name: sum(each.get(name, 0) for each in present) for name in HELD}
         return replace(
@@ -274,7 +274,7 @@ class SwitchingEngine(RolloutEngine):
             held = engine.stats()
             assert size == self._tp or held.running == held.waiting == held.blocks_held == 0
         if self._groups.rank == 0 and not self._owed:
-            unfinished = sum(each.unfinished for each in self._generations.values())
+            unfinished = sum(generation.unfinished for generation in self._generations.values())
             assert sum(self._loads) == unfinished
 
     def _enqueue(self, generation: Generation) -> None:
@@ -358,7 +358,7 @@ class SwitchingEngine(RolloutEngine):
             self._part(self._generations[name], frozenset(each)) for name, each in rows.items()
         ]
         samples = [
-            (placed.sample, None if table is None else [allocated[each] for each in table])
+            (placed.sample, None if table is None else [allocated[block] for block in table])
             for placed, table in zip(own.placed, own.tables, strict=True)
         ]
         self._inner.carry_in(parts, samples)

@@ -12,12 +12,12 @@ from typing import Self
 
 from plexrl.errors import SandboxError
 from plexrl.limits import check_numbers
-from plexrl.rewards.sandbox.cgroups import usable_cgroups
-from plexrl.rewards.sandbox.command import PROGRAM_FOLDER, sandbox_command
-from plexrl.rewards.sandbox.limits import Limits, Program, ProgramRun
-from plexrl.rewards.sandbox.runner import run_program
-from plexrl.rewards.sandbox.seccomp import compile_filter
-from plexrl.rewards.sandbox.session import Session
+from plexrl.process.sandbox.cgroups import usable_cgroups
+from plexrl.process.sandbox.command import PROGRAM_FOLDER, sandbox_command
+from plexrl.process.sandbox.limits import Limits, Program, ProgramRun
+from plexrl.process.sandbox.runner import run_program
+from plexrl.process.sandbox.seccomp import compile_filter
+from plexrl.process.sandbox.session import Session
 
 TRIAL_S = 60.0
 NOT_EXECUTED = (126, 127)

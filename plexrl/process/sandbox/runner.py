@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_WRITE, fcntl
 
 from plexrl.errors import SandboxError
-from plexrl.rewards.sandbox.cgroups import Cgroup
-from plexrl.rewards.sandbox.command import START_MARK, SandboxCommand
-from plexrl.rewards.sandbox.limits import Ending, Limits, Program, ProgramRun
+from plexrl.process.sandbox.cgroups import Cgroup
+from plexrl.process.sandbox.command import START_MARK, SandboxCommand
+from plexrl.process.sandbox.limits import Ending, Limits, Program, ProgramRun
 
 START_S = 60.0
 """How long bubblewrap may take; a machine under heavy load takes seconds."""

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from plexrl.errors import InvalidRequestError, SandboxError
-from plexrl.rewards.sandbox import cgroups, command, seccomp
-from plexrl.rewards.sandbox.cgroups import PREFIX, Cgroups
-from plexrl.rewards.sandbox.limits import Ending, Limits, Program
-from plexrl.rewards.sandbox.runner import _watch, start_program
-from plexrl.rewards.sandbox.sandbox import Sandbox
-from tests.rewards.processes import processes_of
+from plexrl.process.sandbox import cgroups, command, seccomp
+from plexrl.process.sandbox.cgroups import PREFIX, Cgroups
+from plexrl.process.sandbox.limits import Ending, Limits, Program
+from plexrl.process.sandbox.runner import _watch, start_program
+from plexrl.process.sandbox.sandbox import Sandbox
+from tests.process.sandbox.processes import processes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,8 +115,8 @@ def test_programs_end_with_a_controller_that_is_killed(sandbox: Sandbox) -> None
     del sandbox
     marker = uuid.uuid4().hex
     source = f"""
-from plexrl.rewards.sandbox.limits import Program
-from plexrl.rewards.sandbox.sandbox import Sandbox
+from plexrl.process.sandbox.limits import Program
+from plexrl.process.sandbox.sandbox import Sandbox
 with Sandbox(at_once=2) as sandbox:
     text = "sh -c 'sleep 1000; true' inner-$0 & sleep 1000"
     program = Program(command=("sh", "-c", text, "{marker}"))
@@ -182,8 +182,8 @@ def test_controller_that_is_process_1_of_a_container_keeps_no_zombies(sandbox: S
     del sandbox
     source = """
 from pathlib import Path
-from plexrl.rewards.sandbox.limits import Program
-from plexrl.rewards.sandbox.sandbox import Sandbox
+from plexrl.process.sandbox.limits import Program
+from plexrl.process.sandbox.sandbox import Sandbox
 with Sandbox(at_once=2, control_groups=False) as sandbox:
     runs = [sandbox.submit(Program(command=("true",)), timeout_s=60.0) for _ in range(10)]
     assert [each.result().exit_code for each in runs] == [0] * 10

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plexrl.errors import SandboxError
-from plexrl.rewards.sandbox.limits import Limits
+from plexrl.process.sandbox.limits import Limits
 
 CONTROLLERS = ("memory", "pids")
 PREFIX = "plexrl-sandbox-"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plexrl.errors import SandboxError
-from plexrl.rewards.sandbox.limits import Limits
+from plexrl.process.sandbox.limits import Limits
 
 NOBODY = 65534
 """User and group of programs. Outside of the sandbox they are the controller's, or these if the

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from plexrl.rewards.sandbox.limits import Ending, Limits, Program, ProgramRun
-from plexrl.rewards.sandbox.sandbox import Sandbox
-from tests.rewards.conftest import LIMITS
-from tests.rewards.processes import processes_of
+from plexrl.process.sandbox.limits import Ending, Limits, Program, ProgramRun
+from plexrl.process.sandbox.sandbox import Sandbox
+from tests.process.sandbox.processes import processes_of
+from tests.sandboxes import LIMITS
 
 TIMEOUT_S = 60.0
 """Of programs that end by themselves, on a busy machine."""

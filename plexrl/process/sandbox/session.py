@@ -7,10 +7,10 @@ import time
 from contextlib import ExitStack
 
 from plexrl.errors import SandboxError
-from plexrl.rewards.sandbox.cgroups import Cgroups
-from plexrl.rewards.sandbox.command import SandboxCommand
-from plexrl.rewards.sandbox.limits import Limits, Program
-from plexrl.rewards.sandbox.runner import start_program
+from plexrl.process.sandbox.cgroups import Cgroups
+from plexrl.process.sandbox.command import SandboxCommand
+from plexrl.process.sandbox.limits import Limits, Program
+from plexrl.process.sandbox.runner import start_program
 
 LINE_BYTES_MAX = 1 << 16
 """Most bytes of an answer's line."""

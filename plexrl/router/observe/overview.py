@@ -1,0 +1,81 @@
+"""The cluster's overview for operators' pages: asked at most once in some seconds for each reader,
+whatever the number of pages."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.router.observe.health import ClusterHealth
+from plexrl.wire import scheduler_methods as m
+from plexrl.wire.messages.overview_views import ClusterOverview, SharesView
+
+if TYPE_CHECKING:
+    from plexrl.router.services.authentication import Caller
+
+OVERVIEW_S = 2.0
+"""Age of an overview after which it is asked for again."""
+SHARES_S = 15.0
+"""The same for shares, which are sums over all jobs."""
+READERS_MAX = 256
+"""Tenants whose last answer is kept."""
+
+ViewT = TypeVar("ViewT")
+
+
+class RecentAnswers(Generic[ViewT]):
+    """The last answer for each reader, shared by all its requests within `age_s` seconds."""
+
+    def __init__(self, ask: Callable[["Caller"], Awaitable[ViewT]], age_s: float) -> None:
+        self._ask = ask
+        self._age_s = age_s
+        self._asked: OrderedDict[str | None, tuple[float, asyncio.Task[ViewT]]] = OrderedDict()
+
+    async def of(self, caller: "Caller") -> ViewT:
+        """The answer for the caller. Raises as the question does."""
+        known, now = self._asked.get(caller.scope), time.monotonic()
+        if known is None or (known[1].done() and now - known[0] >= self._age_s):
+            known = now, asyncio.ensure_future(self._answer(caller))
+            self._asked[caller.scope] = known
+            while len(self._asked) > READERS_MAX:
+                self._asked.popitem(last=False)
+        return await asyncio.shield(known[1])
+
+    async def _answer(self, caller: "Caller") -> ViewT:
+        return await self._ask(caller)
+
+
+class Overviews:
+    """Overviews and shares, as each caller may see them."""
+
+    def __init__(self, scheduler: SchedulerLink, health: ClusterHealth) -> None:
+        self._scheduler = scheduler
+        self._health = health
+        self._overviews = RecentAnswers(self._ask_overview, OVERVIEW_S)
+        self._shares = RecentAnswers(self._ask_shares, SHARES_S)
+
+    async def overview(self, caller: "Caller") -> ClusterOverview:
+        """At most `OVERVIEW_S` old. Raises as `SchedulerLink.call`."""
+        return await self._overviews.of(caller)
+
+    async def shares(self, caller: "Caller") -> SharesView:
+        """At most `SHARES_S` old. Raises as `SchedulerLink.call`."""
+        return await self._shares.of(caller)
+
+    async def _ask_overview(self, caller: "Caller") -> ClusterOverview:
+        found = await self._scheduler.call(m.OVERVIEW, caller.rights)
+        public = await self._health.public()
+        conditions = public["conditions"]
+        if caller.is_operator:
+            conditions = await self._health.conditions()
+        return {
+            **found,
+            "conditions": conditions,
+            "restarts": public["restarts"],
+            "last_restart_at": public["last_restart_at"],
+        }
+
+    async def _ask_shares(self, caller: "Caller") -> SharesView:
+        return await self._scheduler.call(m.LIST_SHARES, caller.rights)

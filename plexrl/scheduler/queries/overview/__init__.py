@@ -1,0 +1,1 @@
+"""What an operator's page shows of the whole cluster."""

@@ -1,0 +1,157 @@
+"""Counts the GPUs by state, and what waits for them: a few microseconds for each group."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from plexrl.ids import DeploymentId, NodeId, TenantId
+from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.placement.fit.feasibility import count_impossible
+from plexrl.scheduler.queries.eta import eta_quality
+from plexrl.scheduler.state.records import Deployment, Group, Node, State
+from plexrl.wire.messages.overview_views import (
+    COMPUTING,
+    DRAINING,
+    FREE,
+    GPU_STATES,
+    IDLE,
+    LOST,
+    OTHERS,
+    SWITCHING,
+    GpuCounts,
+    OverviewView,
+)
+
+
+def overview(cluster: Cluster, tenant: TenantId | None, now: float) -> OverviewView:
+    """The cluster at `now`, for one tenant or for an operator (None)."""
+    state = cluster.state
+    counts = _count(state, tenant)
+    groups = visible_groups(state, tenant)
+    impossible = count_impossible(cluster, tenant)
+    turns = [
+        state.operations[each.work.queue[0]].submitted_at
+        for each in taking_turns(state, groups, tenant)
+    ]
+    view: OverviewView = {
+        "now": now,
+        "gpus": _view("", counts.values()),
+        "node_types": [_view(name, [counts[name]]) for name in sorted(counts)],
+        "nodes": len(state.nodes),
+        "groups": len(groups),
+        "jobs_live": _live_jobs(cluster, tenant),
+        "waiting": max(0, _in_queue(cluster, tenant) - impossible),
+        "impossible": impossible,
+        "waiting_since": _oldest(cluster, tenant),
+        "turns": len(turns),
+        "turns_since": min(turns, default=None),
+        "eta_quality": eta_quality(state.eta_errors),
+    }
+    if tenant is None:
+        switches = sum(group.switches for group in groups)
+        view["switches"] = state.former_switches + switches
+        view["switch_seconds"] = sum(group.switch_seconds for group in groups)
+    return view
+
+
+def visible_groups(state: State, tenant: TenantId | None) -> list[Group]:
+    """The groups that the caller may see, in the order of their creation."""
+    found = [group for group in state.groups.values() if has_member(state, group, tenant)]
+    return sorted(found, key=lambda group: group.serial)
+
+
+def has_member(state: State, group: Group, tenant: TenantId | None) -> bool:
+    """Whether a deployment of the tenant is in the group; of an operator (None) all are."""
+    if tenant is None:
+        return True
+    return any(owner(state, name) == tenant for name in (*group.members, *group.fillers))
+
+
+def owner(state: State, name: DeploymentId) -> TenantId:
+    """The tenant of a deployment."""
+    return state.jobs[state.deployments[name].job].tenant
+
+
+def taking_turns(
+    state: State, groups: Iterable[Group], tenant: TenantId | None
+) -> Iterator[Deployment]:
+    """The members of `groups` whose next operation waits for their turn, each once."""
+    names = dict.fromkeys([name for g in groups for name in (*g.members, *g.fillers)])
+    for name in names:
+        deployment = state.deployments[name]
+        waits = deployment.work.queue and not deployment.work.running
+        if waits and tenant in (None, owner(state, name)):
+            yield deployment
+
+
+def _in_queue(cluster: Cluster, tenant: TenantId | None) -> int:
+    waiting = cluster.queues.waiting
+    return len(waiting) if tenant is None else waiting.by_tenant.get(tenant, 0)
+
+
+def _oldest(cluster: Cluster, tenant: TenantId | None) -> float | None:
+    """Creation of the oldest waiting deployment."""
+    state, table = cluster.state, cluster.queues.waiting.table
+    is_shown = table.is_used
+    if tenant is not None:
+        number = table.tenants.number(tenant)
+        is_shown = is_shown & (table.tenant == (-1 if number is None else number))
+    # Nearly always each is in a unit of its own, and none is left to look for.
+    rest = cluster.queues.waiting.in_no_unit() if len(cluster.queues.waiting) > len(table) else []
+    found = [
+        state.deployments[name].created_at for name in rest if tenant in (None, owner(state, name))
+    ]
+    if is_shown.any():
+        found.append(float(table.created_at[is_shown].min()))
+    return min(found, default=None)
+
+
+def _live_jobs(cluster: Cluster, tenant: TenantId | None) -> int:
+    live = cluster.holdings.live_jobs
+    return sum(live.values()) if tenant is None else live.get(tenant, 0)
+
+
+def _count(state: State, tenant: TenantId | None) -> dict[str, Counter[str]]:
+    """GPUs by state, by type of nodes.
+
+    After a start of the scheduler nodes are not alive until their agents connect. What runs on
+    them goes on meanwhile; what is in no group cannot be used.
+    """
+    counts: dict[str, Counter[str]] = {node.node_type: Counter() for node in state.nodes.values()}
+    grouped: Counter[NodeId] = Counter()
+    for group in state.groups.values():
+        phase = _phase(state, group, tenant)
+        for name, gpus in Counter([gpu.node for gpu in group.gpus]).items():
+            grouped[name] += gpus
+            node = state.nodes[name]
+            counts[node.node_type][LOST if node.lost_at is not None else phase] += gpus
+    for node in state.nodes.values():
+        counts[node.node_type][_without_group(node)] += max(0, node.gpus - grouped[node.node])
+    return counts
+
+
+def _phase(state: State, group: Group, tenant: TenantId | None) -> str:
+    if tenant is not None and not has_member(state, group, tenant):
+        return OTHERS
+    if group.holder is None:
+        return IDLE
+    holder = state.deployments[group.holder]
+    if tenant is not None and owner(state, group.holder) != tenant:
+        # What another tenant's job does on them is not told.
+        return OTHERS
+    if holder.wpg.moving is not None:
+        return SWITCHING
+    return COMPUTING if holder.work.running else IDLE
+
+
+def _without_group(node: Node) -> str:
+    if not node.alive:
+        return LOST
+    return DRAINING if node.is_draining else FREE
+
+
+def _view(node_type: str, counts: Iterable[Counter[str]]) -> GpuCounts:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    states = {name: total[name] for name in GPU_STATES if total[name]}
+    return {"node_type": node_type, "gpus": total.total(), "states": states}

@@ -1,0 +1,111 @@
+"""Calls of routers for an operator's page.
+
+Long answers are made in steps. Between two steps the scheduler handles what has arrived, so that a
+page over many jobs delays no operation.
+"""
+
+import asyncio
+from typing import Final
+
+from plexrl.errors import InvalidRequestError
+from plexrl.ids import JobId
+from plexrl.scheduler.accounting.sharing import sharing_view
+from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.queries.overview.gpu_states import overview
+from plexrl.scheduler.queries.overview.job_times import TimesReader
+from plexrl.scheduler.queries.overview.lanes import LanesReader
+from plexrl.scheduler.queries.overview.queue import LISTS, page, row
+from plexrl.scheduler.queries.overview.shares import Bills
+from plexrl.scheduler.rules.lookups import unknown_job
+from plexrl.scheduler.service.shell import Shell
+from plexrl.scheduler.state.messages import calls
+from plexrl.scheduler.state.messages.calls import Ask, Scope
+from plexrl.scheduler.state.records import Job
+from plexrl.wire import scheduler_methods as m
+from plexrl.wire.messages import overview_views as ov
+
+JOBS_PER_STEP: Final = 2000
+"""A step over so many jobs takes about a millisecond."""
+
+
+class OverviewCalls:
+    """Calls for views of the whole cluster; a tenant sees its own jobs."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+
+    def requests(self) -> dict[str, Ask]:
+        """Calls on behalf of a tenant or an operator."""
+        return dict(
+            (
+                calls.on_request(m.OVERVIEW, calls.Nothing, self._overview),
+                calls.on_request(m.READ_LANES, calls.ReadLanes, self._lanes),
+                calls.on_request(m.READ_QUEUE, calls.ReadQueue, self._queue),
+                calls.on_request(m.JOB_TIMES, calls.OneJob, self._times),
+                calls.on_request(m.LIST_SHARES, calls.Nothing, self._shares),
+            )
+        )
+
+    @property
+    def _core(self) -> SchedulerCore:
+        return self._shell.core
+
+    async def _overview(self, scope: Scope, _: calls.Nothing) -> ov.OverviewView:
+        return overview(self._core.cluster, scope, self._now())
+
+    async def _lanes(self, scope: Scope, call: calls.ReadLanes) -> ov.LanesView:
+        if not (call.seconds > 0.0 and call.until_s >= 0.0 and call.first >= 0):
+            raise InvalidRequestError("a window has seconds > 0, until_s >= 0 and first >= 0")
+        until = self._now() - call.until_s
+        window = until - call.seconds, until
+        reader = LanesReader(self._core.cluster, scope, window, call.first)
+        for _ in reader.steps(lambda: self._core.cluster):
+            await self._pause()
+        return reader.view(self._core.cluster)
+
+    async def _queue(self, scope: Scope, call: calls.ReadQueue) -> ov.QueueView:
+        if call.which not in LISTS:
+            raise InvalidRequestError(f"there is no list {call.which!r}: name one of {LISTS}")
+        first = max(0, call.first)
+        window = first, first + max(1, min(call.limit, ov.QUEUE_PAGE_MAX))
+        total, entries = page(self._core.cluster, call.which, scope, self._now(), window)
+        rows: list[ov.QueuedView] = []
+        for entry in entries:
+            await self._pause()
+            view = row(self._core.cluster, entry, self._now(), sees_all=scope is None)
+            if view is not None:
+                rows.append(view)
+        return {"now": self._now(), "total": total, "first": first, "rows": rows}
+
+    async def _times(self, scope: Scope, call: calls.OneJob) -> ov.JobTimesView:
+        if scope not in (None, self._core.tenant_of_job(call.job)):
+            raise unknown_job(call.job)
+        state = self._core.cluster.state
+        reader = TimesReader(state, state.job(call.job))
+        for _ in reader.steps(lambda: self._core.cluster):
+            await self._pause()
+        return reader.view()
+
+    async def _shares(self, scope: Scope, _: calls.Nothing) -> ov.SharesView:
+        bills = Bills()
+        names = list(self._core.cluster.state.jobs)
+        for at in range(0, len(names), JOBS_PER_STEP):
+            bills.add(self._jobs(names[at : at + JOBS_PER_STEP], scope))
+            await self._pause()
+        cluster, now = self._core.cluster, self._now()
+        bills.add_savings(sharing_view(cluster.state, scope, now))
+        return {"now": now, "tenants": bills.views(cluster, scope, now)}
+
+    def _jobs(self, names: list[JobId], scope: Scope) -> list[Job]:
+        """Those that are still remembered, and that the caller may see."""
+        jobs = self._core.cluster.state.jobs
+        found = (jobs.get(name) for name in names)
+        return [job for job in found if job is not None and scope in (None, job.tenant)]
+
+    async def _pause(self) -> None:
+        """Let the scheduler handle what has arrived."""
+        await asyncio.sleep(0)
+        await self._shell.wait_until_consistent()
+
+    def _now(self) -> float:
+        return self._shell.clock.now()

@@ -1,0 +1,229 @@
+"""Views for an operator's page: GPUs by state, who waits, lanes of the groups, shares and bills.
+
+Times (`now`, `since`, `until`) are seconds on the scheduler's clock. An answer to a tenant has its
+own jobs only.
+"""
+
+from typing import Final, NotRequired, TypedDict
+
+from plexrl.ids import DeploymentId, GroupId, JobId, OperationId, TenantId
+from plexrl.process.conditions import ConditionView
+from plexrl.wire.messages.cluster_views import EtaQualityView
+
+COMPUTING: Final = "computing"
+SWITCHING: Final = "switching"
+IDLE: Final = "idle"
+"""In a group, and nothing runs on them."""
+OTHERS: Final = "others"
+"""For a tenant: in groups of which it has no member."""
+FREE: Final = "free"
+DRAINING: Final = "draining"
+"""In no group, on a node that takes no new work."""
+LOST: Final = "lost"
+"""On a node whose agent is not connected."""
+GPU_STATES: Final = (COMPUTING, SWITCHING, IDLE, OTHERS, FREE, DRAINING, LOST)
+
+LANES_MAX: Final = 64
+"""Most lanes of one answer; with more groups it has bands, too."""
+SPANS_PER_LANE: Final = 300
+"""About so many spans fit side by side on a screen; shorter ones are merged."""
+BAND_CELLS: Final = 120
+"""Cells in time of each band."""
+QUEUE_PAGE_MAX: Final = 100
+SEVERAL_JOBS: Final = -1
+"""In place of a job's index: a span of several jobs, each too short to be drawn."""
+
+
+class GpuCounts(TypedDict):
+    """GPUs of the cluster, or of one type of nodes."""
+
+    node_type: str
+    gpus: int
+    states: dict[str, int]
+    """Number by state, of `GPU_STATES`; absent: there is none."""
+
+
+class OverviewView(TypedDict):
+    """The cluster at one moment."""
+
+    now: float
+    gpus: GpuCounts
+    node_types: list[GpuCounts]
+    """Likewise by type of nodes, sorted by its name."""
+    nodes: int
+    groups: int
+    """Node groups that exist; for a tenant those where it has a member."""
+    jobs_live: int
+    waiting: int
+    """Deployments that wait for GPUs, without those that can never get any."""
+    impossible: int
+    """Deployments that ask for more than the nodes in service can give."""
+    waiting_since: float | None
+    """Creation of the oldest deployment that waits for GPUs; None: none waits."""
+    turns: int
+    """Deployments that have GPUs and wait for their turn on them."""
+    turns_since: float | None
+    """Submission of the oldest operation of these; None: none waits."""
+    eta_quality: EtaQualityView
+    """Errors of the estimated starts."""
+    switches: NotRequired[int]
+    """Context switches so far; for operators only, as is the next field."""
+    switch_seconds: NotRequired[float]
+    """What those of the present groups took."""
+
+
+class ClusterOverview(OverviewView):
+    """The cluster at one moment, with its health as the router sees it."""
+
+    conditions: list[ConditionView]
+    restarts: int
+    last_restart_at: float | None
+    """Seconds since the epoch; None: no part was restarted."""
+
+
+class QueuedView(TypedDict):
+    """One waiting deployment."""
+
+    position: int
+    """From 1, over all that wait in the same list, other tenants' included."""
+    deployment: DeploymentId
+    job: JobId
+    name: str
+    """The job's."""
+    tenant: TenantId
+    operation: OperationId | None
+    """The operation that waits; None: the deployment waits for GPUs."""
+    kind: str
+    """The operation's kind, or the deployment's."""
+    gpus: int
+    priority: int
+    since: float
+    rule: str
+    """As in `ExplanationView`."""
+    reason: str
+    blocker: str | None
+    """What it waits behind: a deployment, by its name if the caller may see it; None: nothing that
+    can be named."""
+    eta_s: float | None
+    """None: unknown."""
+    eta_low_s: float | None
+    """It starts between this and `eta_high_s` in 80 % of the cases; None: unknown."""
+    eta_high_s: float | None
+
+
+class QueueView(TypedDict):
+    """One page of a list of waiting deployments, in the order in which they go."""
+
+    now: float
+    total: int
+    """Entries of the list that the caller may see."""
+    first: int
+    """Index of the first row, from 0."""
+    rows: list[QueuedView]
+
+
+class LaneJobView(TypedDict):
+    """A job of which lanes have spans."""
+
+    job: JobId
+    name: str
+    tenant: TenantId
+
+
+Span = tuple[float, float, int, int]
+"""Start and end in seconds after `since`, the job's index in `jobs` or `SEVERAL_JOBS`, and 1 for a
+context switch or 0 for its work."""
+
+
+class LaneView(TypedDict):
+    """Who had one group's GPUs."""
+
+    group: GroupId
+    gpus: int
+    node_type: str
+    members: int
+    spans: list[Span]
+
+
+class BandView(TypedDict):
+    """Neighbouring groups together."""
+
+    first: int
+    """Index of the first group."""
+    groups: int
+    busy: str
+    """A digit for each of `BAND_CELLS` cells: tenths of the GPUs' time in which work or a switch
+    ran, rounded down; 9 is also all of it."""
+
+
+class LanesView(TypedDict):
+    """Lanes of groups over a window of time."""
+
+    since: float
+    until: float
+    oldest: float | None
+    """Where the history begins: before that nothing is known. None: nothing has run yet."""
+    groups: int
+    """Groups that the caller may see."""
+    first: int
+    """Index of the first lane's group."""
+    jobs: list[LaneJobView]
+    lanes: list[LaneView]
+    bands: list[BandView]
+    """Of all groups, if there are more than `LANES_MAX`."""
+
+
+class TenantShareView(TypedDict):
+    """What one tenant is due, has, and has paid."""
+
+    tenant: TenantId
+    weight: float
+    due: float
+    """Its part of the weights of the tenants that have live jobs, from 0 to 1; 0: it has none."""
+    held: float
+    """Its part of what all tenants hold. A GPU that several jobs share counts for each."""
+    gpus_held: int
+    gpus_max: int | None
+    jobs_running: int
+    jobs_max: int | None
+    live_jobs: int
+    live_jobs_max: int | None
+    gpu_seconds: float
+    gpu_seconds_max: float | None
+    switch_gpu_seconds: float
+    """Moves of state, of the jobs that are remembered; likewise the next fields."""
+    saved_gpu_seconds: float
+    """What sharing saved; negative: sharing cost more than it saved."""
+    operations: int
+    failed: int
+
+
+class SharesView(TypedDict):
+    """Tenants' shares, the one with most GPU time first."""
+
+    now: float
+    tenants: list[TenantShareView]
+
+
+class TimesView(TypedDict):
+    """Where the time of one deployment's operations of one kind went; sums in seconds."""
+
+    deployment: DeploymentId
+    kind: str
+    operations: int
+    failed: int
+    queue_s: float
+    switch_s: float
+    transfer_s: float
+    compute_s: float
+    other_s: float
+    """From start to end, without transfer and computation; of moves all of it."""
+
+
+class JobTimesView(TypedDict):
+    """Where the time of a job's operations in the history went."""
+
+    job: JobId
+    since: float | None
+    """Submission of the oldest of them; None: none has finished."""
+    rows: list[TimesView]
