@@ -14,6 +14,7 @@ from plexrl.scheduler.operations.latency_breakdown import note_start
 from plexrl.scheduler.operations.operations import send_run
 from plexrl.scheduler.rules.next_use import usual_pause_s
 from plexrl.scheduler.rules.settings import Step
+from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -88,9 +89,24 @@ def _stored_run(state: State, group: Group, member: Deployment, now: float) -> O
         return None
     if wpg.moves.planned is not None or now < wpg.backoff.until:
         return None
-    is_whole = not replay.replaying and replay.durable_seq == replay.completed_seq
-    # Workers answer a repeated (operation, token) with their first answer.
-    return head if is_whole and head.token != group.token else None
+    if replay.replaying or replay.durable_seq != replay.completed_seq:
+        return None
+    if head.token == group.token:
+        # Workers answer a repeated (operation, token) with their first answer.
+        if not _is_quiet(state, group):
+            return None
+        fence(state, [group])
+    return head
+
+
+def _is_quiet(state: State, group: Group) -> bool:
+    """Whether nothing runs under the group's token, so that it can be renewed: between two
+    operations of its holder."""
+    deployments = [state.deployments[name] for name in (*group.members, *group.fillers)]
+    return group.incoming is None and not any(
+        each.work.running or each.wpg.moving is not None or each.placement.spans
+        for each in deployments
+    )
 
 
 def _start(step: Step, member: Deployment, operation: Operation) -> None:

@@ -213,8 +213,7 @@ def send_run(
     *,
     replay: bool = False,
 ) -> None:
-    """Send an operation that is measured already to its workers, and watch its bound. `sources`: of
-    a sync."""
+    """Send a started operation to its workers, and watch its bound. `sources`: of a sync."""
     state, work = step.state, deployment.work
     group = state.groups[deployment.placement.groups[0]]
     operation.token, operation.group = group.token, group.group
