@@ -108,7 +108,10 @@ LAYERS = {
 """Folders and modules of a package. Each may import from itself and from those to its right, so the
 order says what may know what; the process's entry point, `__main__`, may import all."""
 
-UPWARDS = ("plexrl/client/blocking/cluster.py", "plexrl/__init__.py", "plexrl/losses.py")
+UPWARDS = (
+    *("plexrl/client/blocking/cluster.py", "plexrl/__init__.py", "plexrl/__main__.py"),
+    "plexrl/losses.py",
+)
 """May import upwards: `plexrl.connect` starts a cluster; controllers import the others."""
 
 PURE_FOLDERS = (

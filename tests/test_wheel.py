@@ -160,14 +160,15 @@ def cluster(built: tuple[Path, Path], tmp_path: Path) -> Iterator[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    try:
-        assert up.stdout is not None
-        line = up.stdout.readline()
-        assert line, "the cluster did not start"
-        yield line
-    finally:
-        up.send_signal(signal.SIGINT)
-        assert up.wait(START_S) == 0
+    assert up.stdout is not None
+    with up.stdout:
+        try:
+            line = up.stdout.readline()
+            assert line, "the cluster did not start"
+            yield line
+        finally:
+            up.send_signal(signal.SIGINT)
+            assert up.wait(START_S) == 0
 
 
 def test_the_first_controller_of_the_readme_trains_on_a_cluster_of_the_wheel(
@@ -175,7 +176,7 @@ def test_the_first_controller_of_the_readme_trains_on_a_cluster_of_the_wheel(
 ) -> None:
     endpoint = json.loads(cluster)
     programs = environment("3.11", tmp_path / "controller")
-    install(programs, str(built[0]))
+    install(programs, f"{built[0]}[text]")
     script = tmp_path / "first_controller.py"
     script.write_text(first_controller())
     shown = run(

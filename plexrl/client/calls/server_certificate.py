@@ -1,6 +1,7 @@
 """Checks of the certificate that an API over HTTPS shows."""
 
 import ssl
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,15 +16,16 @@ HINT = (
 )
 
 
-def trusted_by(ca: "str | os.PathLike[str] | None") -> ssl.SSLContext | bool:
+def trusted_by(ca: "str | os.PathLike[str] | None", urls: Iterable[str]) -> ssl.SSLContext | bool:
     """The context by which `httpx` verifies servers: the authorities in the file `ca` and no
-    others, or without a file the public ones.
+    others, or without a file the public ones. If none of the URLs has a server with a certificate,
+    none is loaded: the public ones take 30 ms.
 
     Raises:
         InvalidRequestError: the file cannot be used.
     """
     if not ca:
-        return True
+        return any(url.lower().startswith("https:") for url in urls)
     try:
         return ssl.create_default_context(cafile=str(Path(ca).expanduser()))
     except OSError as error:

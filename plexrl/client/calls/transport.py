@@ -304,7 +304,7 @@ class Transport(_Connections["httpx.Client"]):
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
         endpoints = Endpoints(url)
         routes = Routes(endpoints.urls)
-        make = partial(httpx.HTTPTransport, verify=trusted_by(ca), limits=limits)
+        make = partial(httpx.HTTPTransport, verify=trusted_by(ca, endpoints.urls), limits=limits)
         client = httpx.Client(transport=make(), mounts=routes.mounts(make))
         super().__init__(client, endpoints, api_key, timeout_s, ca, routes)
         self.location = ClusterLocation(without_credentials(self.url))
@@ -407,7 +407,8 @@ class AsyncTransport(_Connections["httpx.AsyncClient"]):
         limits = httpx.Limits(max_connections=2048, max_keepalive_connections=256)
         endpoints = Endpoints(url)
         routes = Routes(endpoints.urls, environment)
-        make = partial(httpx.AsyncHTTPTransport, verify=trusted_by(ca), limits=limits)
+        verify = trusted_by(ca, endpoints.urls)
+        make = partial(httpx.AsyncHTTPTransport, verify=verify, limits=limits)
         client = httpx.AsyncClient(transport=make(), mounts=routes.mounts(make), auth=auth)
         super().__init__(client, endpoints, api_key, timeout_s, ca, routes)
 
