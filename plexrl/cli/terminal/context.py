@@ -142,6 +142,13 @@ def plain_cell(text: str) -> "Text":
     return Text(one_line(text))
 
 
+def styled_line(parts: Iterable[tuple[str, str]]) -> "Text":
+    """Texts with their styles, on one line."""
+    from rich.text import Text
+
+    return Text.assemble(*((one_line(text), style) for text, style in parts))
+
+
 def print_line(text: str) -> None:
     """Print one paragraph, wrapped at a terminal and on one line otherwise."""
     _write_paragraph(sys.stdout, text)

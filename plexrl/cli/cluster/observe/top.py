@@ -14,6 +14,7 @@ from plexrl.cli.terminal.context import (
     print_line,
     print_table,
     seconds,
+    styled_line,
     write_json,
 )
 from plexrl.cli.terminal.option_groups import with_option_groups
@@ -107,16 +108,14 @@ def _screen(
 
 def _bar(view: "ClusterOverview") -> "RenderableType":
     """The GPUs by state, in `BAR` signs."""
-    from rich.text import Text
-
-    total, bar = view["gpus"]["gpus"], Text()
+    total, parts = view["gpus"]["gpus"], []
     shown = end = 0
     for state, (sign, colour) in STATES.items():
         end += view["gpus"]["states"].get(state, 0)
         wide = round(BAR * end / total) - shown if total else 0
-        bar.append(sign * wide, style=colour)
+        parts.append((sign * wide, colour))
         shown += wide
-    return bar
+    return styled_line(parts)
 
 
 def _lines(view: "ClusterOverview") -> Iterator[str]:
