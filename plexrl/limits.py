@@ -273,6 +273,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     "connection": {"timeout_s": Bounds(SLEEP_S_MIN, WAIT_S_MAX)},
     "deadline": {"deadline_s": Bounds(1e-6, SECONDS_MAX)},
     "result": {"timeout_s": _PATIENCE},
+    "queue": {"limit": _count(1, 100)},
     "page": {
         "after": _count(0, 2**62),
         "limit": _count(1, RECORDS_MAX),
@@ -368,6 +369,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     "plexrl samples": {"step": _maybe(_ANY_SEED), "last": _COUNT},
     "plexrl checkpoints keep": {"count": _COUNT},
     "plexrl logs": {"lines": _count(1, 1_000_000)},
+    "plexrl top": {"interval": Bounds(1, 3600), "rows": _count(1, 50)},
     "plexrl run": {
         "memory_gib": Bounds(1 / 16, 1024),
         "hours": Bounds(1e-3, 1e5),

@@ -60,6 +60,7 @@ GROUP_OF: dict[str, str] = {
     "Cluster.configure_tenant": "tenant",
     "Cluster.create_job": "job",
     "Cluster.operations": "page",
+    "Cluster.queue": "queue",
     "DecodeProfile": "profile",
     "DemandTrace": "trace",
     "Elastic": "elastic",

@@ -238,6 +238,7 @@ class Cluster:
 
     def queue(self, which: str = "gpus", *, limit: int = 50) -> QueueView:
         """The first `limit` of what waits: `which` is `gpus`, `turns` or `impossible`."""
+        check_numbers("queue", {"limit": limit})
         query: dict[str, str | float] = {"which": which, "limit": limit}
         view: QueueView = self._transport.ask("GET", "/v1/queue", query=query)
         return view

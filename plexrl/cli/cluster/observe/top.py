@@ -43,7 +43,7 @@ Rows = list[tuple[str, ...]]
 @with_option_groups
 def top(
     interval: Annotated[
-        float, typer.Option(min=1.0, help="Seconds between two looks, at a terminal.")
+        float, typer.Option(min=1.0, max=3600.0, help="Seconds between two looks, at a terminal.")
     ] = 2.0,
     rows: Annotated[int, typer.Option(min=1, max=50, help="Rows of each queue.")] = 10,
     *,

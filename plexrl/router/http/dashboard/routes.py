@@ -89,7 +89,7 @@ async def queue(
     services: Services,
     which: Literal["gpus", "turns", "impossible"] = "gpus",
     first: Count = 0,
-    limit: Annotated[int, Limited("page", "limit", in_query=True)] = 50,
+    limit: Annotated[int, Limited("queue", "limit", in_query=True)] = 50,
 ) -> QueueView:
     """Deployments that wait for GPUs (`gpus`), for their turn on shared GPUs (`turns`), or for GPUs
     that the nodes in service cannot give (`impossible`); at most 100 from index `first`."""
