@@ -116,6 +116,7 @@ def flexes(
         ),
         over_launch_prompts=over_launch_prompts,
         over_launch_responses=over_launch_responses,
+        fixed_over_launch=True,
     )
 
 

@@ -5,8 +5,8 @@
 All ways run on one embedded cluster with the same workers: one trains, two generate. *Synchronous*
 is `job.rollout` with `BoundedStaleness(0)`. *Prompts* is `TailBatching(over_launch_prompts=1.25,
 over_launch_responses=1)`, which trains the same samples in another order; *prompts and samples* is
-`TailBatching(over_launch=1.25)`, the paper's. *Plain loop* is `sync_weights` and `generate`,
-without the rollout service.
+`TailBatching(over_launch=1.25)`, the paper's; both have `fixed_over_launch=True`. *Plain loop* is
+`sync_weights` and `generate`, without the rollout service.
 
 Rollout time: seconds for which the trainer waits for a batch, from its request (which begins with
 the sync of the weights) until it is there with its rewards, over an epoch but for its first step.
@@ -66,8 +66,10 @@ ASKED = 64
 POLICIES: dict[str, plexrl.RolloutPolicy | None] = {
     "plain_loop": None,
     "synchronous": plexrl.BoundedStaleness(0),
-    "prompts": plexrl.TailBatching(over_launch_prompts=1.25, over_launch_responses=1.0),
-    "prompts_and_samples": plexrl.TailBatching(over_launch=1.25),
+    "prompts": plexrl.TailBatching(
+        over_launch_prompts=1.25, over_launch_responses=1.0, fixed_over_launch=True
+    ),
+    "prompts_and_samples": plexrl.TailBatching(over_launch=1.25, fixed_over_launch=True),
 }
 CURVES = ("synchronous", "prompts", "prompts_and_samples")
 

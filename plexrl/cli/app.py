@@ -42,7 +42,15 @@ PANELS: Panels = {
     },
     "Run a cluster": {
         "up": ("cluster.up.command:up", "Run a cluster until Ctrl-C."),
-        "status": ("cluster.status:status", "What is wrong, and the cluster in a few numbers."),
+        "status": (
+            "cluster.observe.status:status",
+            "What is wrong, and the cluster in a few numbers.",
+        ),
+        "doctor": (
+            "cluster.observe.doctor:doctor",
+            "What is wrong, with the command that mends it.",
+        ),
+        "top": ("cluster.observe.top:top", "GPUs by state and queues, refreshed in place."),
         "nodes": ("cluster.nodes:nodes_app", "Nodes and their GPUs; drain, undrain, remove."),
         "node": ("cluster.node:node_app", "Machines that join a cluster."),
         "groups": ("cluster.nodes:groups", "Node groups: holders, members, switches (operator)."),
@@ -50,9 +58,12 @@ PANELS: Panels = {
             "cluster.tenants:tenants_app",
             "Tenants, API keys, weights, quotas (operator).",
         ),
-        "usage": ("cluster.usage:usage", "GPU-hours used, and saved by sharing."),
+        "usage": ("cluster.observe.usage:usage", "GPU-hours used, and saved by sharing."),
         "config": ("cluster.config:config_app", "Check and show configuration files."),
-        "events": ("cluster.events:events", "Follow a cluster's events at its MQTT broker."),
+        "events": (
+            "cluster.observe.events:events",
+            "Follow a cluster's events at its MQTT broker.",
+        ),
         "statemanager": ("cluster.statemanager:statemanager", "Run a node's StateManager."),
         "statemanager-status": (
             "cluster.statemanager:statemanager_status",

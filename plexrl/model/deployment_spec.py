@@ -71,6 +71,11 @@ class DeploymentSpec:
         has its part for the smallest group."""
         return self.tp_sizes[0] if self.tp_sizes else self.layout.tp
 
+    @property
+    def steps_in_host(self) -> bool:
+        """Whether an optimizer step needs no GPU: its state is in host memory."""
+        return self.kind == "train" and self.optimizer == "host" and not self.pace
+
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
 

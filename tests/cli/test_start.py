@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from plexrl.cli.app import PANELS, app
-from plexrl.cli.cluster.status import PROBLEMS_MAX, show_status
+from plexrl.cli.cluster.observe.status import PROBLEMS_MAX, show_status
 from plexrl.ids import DeploymentId
 from plexrl.wire.messages.cluster_views import HeldView, StatusView
 from tests.router.live_router import OPERATOR_KEY, LiveRouter, live_router

@@ -6,7 +6,6 @@ take effect when the test says so, in any order that a real cluster could show.
 
 import random
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,6 +18,7 @@ from plexrl.wire import messages as cmd
 from plexrl.wire.messages.cluster_views import ErrorView
 from plexrl.wire.messages.views import ExplanationView
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind
+from tests.scheduler.fake_wpg import Wpg, is_stored_step
 
 MOVES = (OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT)
 NODE_GPUS = 4
@@ -36,22 +36,6 @@ def config(**changes: object) -> SchedulerConfig:
         **changes,
     }
     return SchedulerConfig(**fields)
-
-
-@dataclass(slots=True)
-class Wpg:
-    """The processes of one deployment, and what the StateManagers hold of it."""
-
-    incarnation: int = 0
-    device: list[str] | None = None
-    versions: dict[int, list[str]] = field(default_factory=dict)
-    held_on: dict[int, set[str]] = field(default_factory=dict)
-    """Nodes whose StateManagers hold each version."""
-    nodes: set[str] = field(default_factory=set)
-    """Where the processes are."""
-    highest_token: int = 0
-    refused: set[tuple[str, int]] = field(default_factory=set)
-    """Runs that these processes have answered with a refusal, which they would repeat."""
 
 
 CHECKED, CHECKED_EACH = 200, 16
@@ -394,7 +378,9 @@ class FakeCluster:
         """Runs that the workers could refuse: they are there, and have not carried the run out."""
         found = []
         for run in self.runs:
-            is_done = run.kind in MOVES or run.operation in (self.wpgs[run.deployment].device or ())
+            wpg = self.wpgs[run.deployment]
+            state = wpg.versions.get(run.seq) if is_stored_step(run) else wpg.device
+            is_done = run.kind in MOVES or run.operation in (state or ())
             if not is_done and not self.is_out_of_date(run):
                 found.append(run)
         return found
@@ -432,18 +418,15 @@ class FakeCluster:
                 wpg.device = list(wpg.versions.get(run.seq, []))
             return
         if isinstance(run, cmd.Offload | cmd.Snapshot):
-            if wpg.device is not None:
-                kept = (run.keep_seq, run.previous_seq, run.base_seq)
-                wpg.versions = {
-                    seq: version for seq, version in wpg.versions.items() if seq in kept
-                }
-                wpg.versions[run.seq] = list(wpg.device)
-                wpg.held_on[run.seq] = set(wpg.nodes)
-                if run.kind == OperationKind.OFFLOAD:
-                    wpg.device = None
+            wpg.store(run)
+            if run.kind == OperationKind.OFFLOAD:
+                wpg.device = None
             return
         if isinstance(run, cmd.SaveCheckpoint) and wpg.device is None:
             assert run.seq == max(wpg.versions, default=0), f"{run.seq} is not the state"
+            return
+        if isinstance(run, cmd.OptimStep) and run.stored is not None:
+            wpg.step_stored(run, run.stored)
             return
         assert wpg.device is not None, f"{run.operation} ran without its state on the device"
         if run.kind in MUTATING and run.operation not in wpg.device:

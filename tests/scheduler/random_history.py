@@ -127,8 +127,7 @@ class History:
                 return
             actor = f"{job}/actor"
             kind = chance.choice(("train", "train", "train", "forward"))
-            if has_rollout:
-                kind = "train"
+            kind = "train" if has_rollout else kind
             has_batch = not has_rollout and chance.random() < 0.3
             self.memory.deploy(
                 actor,
@@ -136,6 +135,7 @@ class History:
                 workers=workers,
                 trace=WARM if chance.random() < 0.4 else None,
                 exclusive=not shares and chance.random() < 0.1,
+                steps_in_host=kind == "train" and self.jobs % 2 == 0,
             )
             self.deployments[actor] = kind
             if has_batch:

@@ -80,7 +80,7 @@ def show(found: Sequence[RolloutStatus], output: Output) -> None:
         if view["round"]:
             queued = view["queued_prompts"]
             waiting = "1 prompt waits" if queued == 1 else f"{queued} prompts wait"
-            print_line(f"{where}: {view['round']} round; {waiting} for a long one")
+            print_line(f"{where}: {view['round']} round{_extra(view)}; {waiting} for a long one")
         if view["waits_for"]:
             print_line(f"{where}: {view['waits_for']}")
         if view["instances_reason"]:
@@ -112,3 +112,11 @@ def _kv_cache(instance: InstanceView) -> str:
     """The tokens in the KV cache and its size in tokens."""
     used, size = instance["kv_tokens"], instance["kv_budget"]
     return f"{100 * used / size:.0f} %" if size and used is not None else ""
+
+
+def _extra(view: RolloutStatus) -> str:
+    """What the round starts beyond what is trained, and why."""
+    prompts, samples = view["round_extra_prompts"], view["round_extra_samples"]
+    gain = view["over_launch_gain"]
+    why = "" if gain is None else f" (expected gain of the best choice: {gain:.2f})"
+    return f" with {prompts} more prompts and {samples} more samples of each{why}"

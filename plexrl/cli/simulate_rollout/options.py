@@ -114,9 +114,16 @@ class SystemOptions:
         float,
         typer.Option(
             help="How many times the trained prompts, and responses to each, short rounds of tail "
-            "and flexes start."
+            "and flexes start at most."
         ),
     ] = OVER_LAUNCH
+    fixed_over_launch: Annotated[
+        bool,
+        typer.Option(
+            "--fixed-over-launch",
+            help="Short rounds always start --over-launch times as many, as in Flexes.",
+        ),
+    ] = False
     recall: Annotated[
         float,
         typer.Option(
@@ -254,6 +261,7 @@ def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
                 rollout_gpus=gpus,
                 over_launch_prompts=options.over_launch,
                 over_launch_responses=options.over_launch,
+                fixed_over_launch=options.fixed_over_launch,
                 recall=options.recall,
                 ends=ends if name == SystemName.PAT else Ends.PROJECTED,
             )

@@ -61,6 +61,8 @@ class AsyncCluster:
     rollouts = in_thread(Cluster.rollouts)
     groups = in_thread(Cluster.groups)
     status = in_thread(Cluster.status)
+    overview = in_thread(Cluster.overview)
+    queue = in_thread(Cluster.queue)
     operations = in_thread(Cluster.operations)
     usage = in_thread(Cluster.usage)
     sharing = in_thread(Cluster.sharing)

@@ -88,6 +88,7 @@ class BoundedRollout:
             "staleness",
             "over_launch_prompts",
             "over_launch_responses",
+            "fixed_over_launch",
             "scale_down",
             "length_aware",
         )

@@ -36,6 +36,7 @@ from plexrl.wire.messages.cluster_views import (
     UsedKeyView,
 )
 from plexrl.wire.messages.node_queries import JobCheckpoints
+from plexrl.wire.messages.overview_views import ClusterOverview, QueueView
 from plexrl.wire.messages.rollout_views import Rollouts, RolloutStatus
 from plexrl.wire.messages.views import Jobs, JobView, LoggedOperationView, Operations
 from plexrl.wire.parameter_checks import check_identifier
@@ -220,8 +221,7 @@ class Cluster:
         return found["groups"]
 
     def rollouts(self, job: str | None = None) -> list[RolloutStatus]:
-        """The asynchronous rollouts of the job with the id `job`, or of all jobs that the key may
-        see."""
+        """Rollouts of the job with the id `job`, or of all jobs that the key may see."""
         path = "/v1/rollouts" if job is None else f"/v1/jobs/{quote(job)}/rollouts"
         found: Rollouts = self._transport.ask("GET", path)
         return found["rollouts"]
@@ -229,6 +229,17 @@ class Cluster:
     def status(self) -> StatusView:
         """The cluster in a few numbers, and the conditions that delay work now."""
         view: StatusView = self._transport.ask("GET", "/v1/status")
+        return view
+
+    def overview(self) -> ClusterOverview:
+        """GPUs by state, what waits, and the conditions that delay work now."""
+        view: ClusterOverview = self._transport.ask("GET", "/v1/overview")
+        return view
+
+    def queue(self, which: str = "gpus", *, limit: int = 50) -> QueueView:
+        """The first `limit` of what waits: `which` is `gpus`, `turns` or `impossible`."""
+        query: dict[str, str | float] = {"which": which, "limit": limit}
+        view: QueueView = self._transport.ask("GET", "/v1/queue", query=query)
         return view
 
     def operations(
@@ -255,8 +266,7 @@ class Cluster:
         return found["operations"]
 
     def usage(self) -> list[UsageView]:
-        """Usage, one row for each job and kind of operation: the tenant's own; for the operator
-        that of all tenants."""
+        """Usage by job and kind of operation: the tenant's own; for the operator all tenants'."""
         found: UsageReport = self._transport.ask("GET", "/v1/usage")
         return found["usage"]
 

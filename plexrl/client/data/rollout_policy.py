@@ -88,6 +88,10 @@ class TailBatching:
     """The same for prompts; absent: `over_launch`."""
     over_launch_responses: float | None = None
     """The same for the samples of a prompt; absent: `over_launch`."""
+    fixed_over_launch: bool = False
+    """Every short round starts so much, as in the paper. Otherwise the factors are the most that it
+    starts: both of them, one or none, by what makes batches soonest with the lengths seen so far.
+    So the first round starts no more than is trained."""
     scale_down: bool = False
     """Once between 20 % and 50 % of a round are generated, half of the instances are freed, if the
     rest fits into the KV cache of the others (Flexes Alg. 1). With
@@ -126,6 +130,8 @@ class PolicyFields:
     """Prompts that a short round starts, as a multiple of those that are trained (Flexes §3)."""
     over_launch_responses: float = 1.0
     """The same for the samples of a prompt."""
+    fixed_over_launch: bool = True
+    """Every short round starts so much; False: at most so much, as makes batches soonest."""
     plans_parallelism: bool = False
     """The instances' GPUs are divided anew between rounds (Flexes §4.2)."""
     scale_down: bool = False
@@ -205,6 +211,7 @@ def policy_fields(policy: RolloutPolicy) -> PolicyFields:
                 staleness=0,
                 over_launch_prompts=policy.over_launch if prompts is None else prompts,
                 over_launch_responses=policy.over_launch if responses is None else responses,
+                fixed_over_launch=policy.fixed_over_launch,
                 plans_parallelism=policy.plans_parallelism,
                 scale_down=policy.scale_down,
                 adaptive_tp=policy.adaptive_tp,

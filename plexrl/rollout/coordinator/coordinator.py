@@ -14,7 +14,7 @@ Invariants, beside those of the parts:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
@@ -56,7 +56,8 @@ from plexrl.rollout.coordinator.strategies.length_aware import divide_instances
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.policies.adaptive_tp.engines import AdaptiveTp
 from plexrl.rollout.policies.freed_instances import FreedInstances
-from plexrl.rollout.policies.tail_batching import Rounds
+from plexrl.rollout.policies.tail_batching.over_launch import RoundSetting, SeenPrompt
+from plexrl.rollout.policies.tail_batching.rounds import Rounds
 from plexrl.rollout.staleness.manager import StalenessManager
 from plexrl.rollout.trajectories.record import (
     GENERATED,
@@ -76,7 +77,7 @@ class RolloutCoordinator:
         self.settings = settings
         self.manager = StalenessManager(settings.staleness)
         self.trajectories = TrajectoryServer(samples=settings.staleness.ids_per_group)
-        self.rounds = Rounds(settings.staleness)
+        self.rounds = Rounds(settings.staleness, is_fixed=settings.fixed_over_launch)
         self.freed = FreedInstances(settings.scale_down)
         self.adaptive_tp = AdaptiveTp(settings.adaptive_tp)
         self.assignments = Assignments(self.trajectories)
@@ -224,13 +225,17 @@ class RolloutCoordinator:
 
     def _on_policy_changed(self, event: PolicyChanged) -> list[RolloutCommand]:
         self.settings.staleness.check_change(event.bound)
-        is_same = event.bound == self.settings.staleness
+        is_same = (event.bound, event.fixed_over_launch) == (
+            self.settings.staleness,
+            self.settings.fixed_over_launch,
+        )
         self.settings = replace(
             self.settings,
             staleness=event.bound,
             routing=event.routing,
             scale_down=event.scale_down,
             adaptive_tp=event.adaptive_tp,
+            fixed_over_launch=event.fixed_over_launch,
         )
         self.freed.change(event.scale_down)
         self.adaptive_tp = AdaptiveTp(event.adaptive_tp)
@@ -240,7 +245,7 @@ class RolloutCoordinator:
         commands: list[RolloutCommand] = []
         for group in self.manager.change(event.bound):
             commands += self._queue(group)
-        self.rounds.change(event.bound)
+        self.rounds.change(event.bound, is_fixed=event.fixed_over_launch)
         return commands + self._train_if_ready()
 
     def _on_snapshot(self, event: SnapshotTaken) -> list[RolloutCommand]:
@@ -438,16 +443,26 @@ class RolloutCoordinator:
             return []
         self._is_trainer_free = False
         version = self.manager.buffers.next_version
-        batch = [
-            TrainedTrajectory.of(record)
+        groups = [
+            self.trajectories.consume(group, members)
             for group, members in self.manager.consume().items()
-            for record in self.trajectories.consume(group, members)
         ]
         self.freed.begin_round()
         if self.settings.staleness.is_speculative:
             self.rounds.put_back(self.trajectories, self.manager.buffers)
-            self.rounds.begin()
-        return [Train(version=version, batch=tuple(batch))]
+            self.rounds.trained([_seen(group) for group in groups])
+            self.rounds.begin(self._round_setting())
+        batch = tuple(TrainedTrajectory.of(record) for group in groups for record in group)
+        return [Train(version=version, batch=batch)]
+
+    def _round_setting(self) -> RoundSetting:
+        sizes, instances = self.settings.staleness, self.assignments.instances.values()
+        return RoundSetting(
+            model=self._fit.model,
+            kv_budgets=[each.kv_budget for each in instances if not each.is_draining],
+            batch_groups=sizes.batch_groups,
+            group_size=sizes.group_size,
+        )
 
     def _check_version(self, version: int) -> None:
         if not 0 <= version <= self.newest_version:
@@ -477,3 +492,9 @@ class RolloutCoordinator:
             for group in (*buffer.reserved, *buffer.occupied):
                 if group not in self.trajectories.groups:
                     raise InvariantError(f"group {group} is not held", law="entries are held")
+
+
+def _seen(members: Sequence[Trajectory]) -> SeenPrompt:
+    """A trained prompt."""
+    prompt = members[0].prompt_tokens
+    return SeenPrompt(prompt, tuple(each.length - prompt for each in members))

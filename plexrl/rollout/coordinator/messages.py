@@ -100,7 +100,8 @@ class PolicyChanged(RolloutEvent):
     routing: Routing = "throughput"
     scale_down: ScaleDownSettings | None = None
     adaptive_tp: AdaptiveTpSettings | None = None
-    """As in `CoordinatorSettings`, like `routing` and `scale_down`."""
+    fixed_over_launch: bool = True
+    """As in `CoordinatorSettings`, like the three above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.instances.cost_model import CostModel
 from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
 from plexrl.rollout.policies.scale_down import ScaleDownSettings
-from plexrl.rollout.policies.tail_batching import extra_count
+from plexrl.rollout.policies.tail_batching.rounds import extra_count
 from plexrl.rollout.staleness.manager import StalenessSettings
 
 
@@ -45,5 +45,6 @@ def coordinator_settings(
         adaptive_tp=None
         if profile is None
         else AdaptiveTpSettings(profile=profile, response_tokens_max=response_tokens_max),
+        fixed_over_launch=policy.fixed_over_launch,
         dynamic_sampling=dynamic_sampling,
     )

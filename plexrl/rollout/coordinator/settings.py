@@ -57,6 +57,9 @@ class CoordinatorSettings:
     """Half of the instances are freed before a round is complete (Flexes Alg. 1); None: never."""
     adaptive_tp: AdaptiveTpSettings | None = None
     """The tensor-parallel groups of the engines change while rows end (PAT §4); None: never."""
+    fixed_over_launch: bool = True
+    """Every short round starts `extra_groups` and `extra_samples` more than is trained (Flexes §3).
+    False: as many of them as makes batches soonest (`policies.tail_batching.over_launch`)."""
     measured_steps_max: int = 512
     """Latest measured steps to which the cost model is fitted."""
 

@@ -8,7 +8,7 @@ import msgspec
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.instances.expected_instance import ExpectedInstance
 from plexrl.rollout.policies.scale_down import HeldScaleDown
-from plexrl.rollout.policies.tail_batching import HeldPrompts
+from plexrl.rollout.policies.tail_batching.rounds import HeldPrompts
 from plexrl.rollout.staleness.manager import HeldEntries, StalenessSettings
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.rollout.trajectories.server import HeldTrajectories

@@ -17,7 +17,7 @@ from plexrl.rollout.policies.scale_down import (
     ScaleDownSettings,
     UnfinishedSample,
 )
-from plexrl.rollout.policies.tail_batching import Rounds
+from plexrl.rollout.policies.tail_batching.rounds import Rounds
 from plexrl.rollout.trajectories.record import (
     GENERATED,
     InstanceId,

@@ -401,6 +401,7 @@ class LiveRollout:
             routing=settings.routing,
             scale_down=settings.scale_down,
             adaptive_tp=settings.adaptive_tp,
+            fixed_over_launch=settings.fixed_over_launch,
         )
         self.handle(changed, order=order)
         self.store.keeps_examples = order.length_aware

@@ -4,7 +4,6 @@ import asyncio
 
 import msgspec
 
-from plexrl.rollout.policies.tail_batching import RoundKind
 from plexrl.rollout.service.instances.membership import RolloutMember
 from plexrl.rollout.service.live_rollout import LiveRollout, PullTimes
 from plexrl.rollout.staleness.buffers import BufferState
@@ -43,6 +42,7 @@ def _order(rollout: LiveRollout) -> RolloutOrderView:
         "staleness": order.staleness,
         "over_launch_prompts": order.over_launch_prompts,
         "over_launch_responses": order.over_launch_responses,
+        "fixed_over_launch": order.fixed_over_launch,
         "plans_parallelism": order.plans_parallelism,
         "scale_down": order.scale_down,
         "instances_min": order.instances_min,
@@ -113,17 +113,20 @@ def _trajectories(rollout: LiveRollout) -> TrajectoriesView:
     """Prompts and samples: what waits, what is generated, and what became of them."""
     core, progress = rollout.core, rollout.progress
     settings, prompts = core.settings.staleness, core.rounds
-    started = settings.group_size if prompts.kind is RoundKind.LONG else settings.samples
+    chosen = prompts.held.chosen
     return {
         "ranked_prompts": 0 if rollout.ranker is None else rollout.ranker.prompts,
         "round": prompts.kind,
+        "round_extra_prompts": prompts.extra.groups if prompts.kind else 0,
+        "round_extra_samples": prompts.extra.samples if prompts.kind else 0,
+        "over_launch_gain": None if chosen is None else chosen.gain,
         "queued_prompts": len(prompts.queue),
         "waiting": core.trajectories.waiting,
         "unrewarded": len(progress.unrewarded),
         "oldest_unrewarded": _oldest_unrewarded(rollout),
         "dropped": progress.dropped_groups,
         "dropped_reason": progress.dropped_reason,
-        "in_flight": len(core.trajectories.groups) * started,
+        "in_flight": len(core.trajectories.groups) * prompts.samples,
         "in_flight_max": settings.groups_max * settings.samples,
         "staleness_seen": {str(age): n for age, n in sorted(progress.staleness.items())},
         "totals": {

@@ -62,6 +62,12 @@ class Lengths:
         """A prompt is not in flight any more."""
         self.expected.pop(group, None)
 
+    @property
+    def growth(self) -> float:
+        """Half of the mean past length: tokens by which a response has grown on average while it is
+        generated; 0: none is known."""
+        return sum(self.recent) / len(self.recent) / 2 if self.recent else 0.0
+
     def tokens_left(self, drawn: Iterable[int]) -> float:
         """Tokens that responses of which so many are drawn are expected to draw still, in all: up
         to the mean of the past lengths beyond; as many again, if no past response was longer."""

@@ -116,6 +116,12 @@ def _check_kind(
     if body.kind == "train":
         check_trained_experts(model, layout, backend)
     _check_head(body, model)
+    if body.kind == "forward" and model.head == "reward" and layout.cp > 1:
+        raise LayoutError(
+            "a reward model scores the last token of a row, which cp would cut; only logprobs and "
+            "values come from parts of rows: use tp, pp or ep",
+            field="cp",
+        )
     if body.kind != "forward" and body.layers_on_device is not None:
         raise InvalidRequestError(
             f"layers_on_device is for reference and reward deployments; a {body.kind} deployment "

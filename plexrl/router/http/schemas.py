@@ -418,6 +418,11 @@ class RolloutRequest(_Strict):
     over_launch_responses: Annotated[float, Limited("rollout", "over_launch_responses")] = Field(
         1.0, description="samples of a prompt that a short round starts, as a multiple of `samples`"
     )
+    fixed_over_launch: bool = Field(
+        True,
+        description="every short round starts so much; false: at most so much, as makes batches "
+        "soonest",
+    )
     plans_parallelism: bool = Field(
         False, description="divide the instances' GPUs anew between rounds"
     )

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from plexrl.router.job_files.record_store import JobKey
 from plexrl.wire.messages.cluster_views import HealthView
+from plexrl.wire.messages.overview_views import GPU_STATES, OverviewView
 from plexrl.wire.messages.run_views import RunHealthView
 
 
@@ -82,6 +83,104 @@ class WaitCollector(Collector):
             "plexrl_wait_slips",
             "Waits more than twice as long as estimated, and at least 1 s longer.",
             value=quality["slipped"],
+        )
+
+
+class OverviewCollector(Collector):
+    """Use of the GPUs, what waits, context switches, operations, and the journal: without names of
+    tenants or jobs."""
+
+    def __init__(self, view: OverviewView) -> None:
+        """`view`: an operator's."""
+        self._view = view
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        view = self._view
+        gpus = GaugeMetricFamily(
+            "plexrl_gpus", "GPUs by what happens on them.", labels=["node_type", "state"]
+        )
+        for counts in view["node_types"]:
+            for state in GPU_STATES:
+                gpus.add_metric([counts["node_type"], state], counts["states"].get(state, 0))
+        yield gpus
+        yield GaugeMetricFamily("plexrl_jobs_live", "Live jobs.", value=view["jobs_live"])
+        yield from self._waiting()
+        yield CounterMetricFamily(
+            "plexrl_switches", "Context switches.", value=view.get("switches", 0)
+        )
+        yield GaugeMetricFamily(
+            "plexrl_group_switch_seconds",
+            "What the context switches of the present groups took.",
+            value=view.get("switch_seconds", 0.0),
+        )
+        yield from self._operations()
+        yield from self._journal()
+
+    def _waiting(self) -> Iterator[Metric]:
+        view = self._view
+        lengths = GaugeMetricFamily(
+            "plexrl_waiting", "Deployments that wait, by what for.", labels=["what"]
+        )
+        for what, count in (
+            ("gpus", view["waiting"]),
+            ("turn", view["turns"]),
+            ("impossible", view["impossible"]),
+        ):
+            lengths.add_metric([what], count)
+        yield lengths
+        ages = GaugeMetricFamily(
+            "plexrl_waiting_seconds_max",
+            "The longest present wait; absent while nothing waits.",
+            labels=["what"],
+        )
+        for what, since in (("gpus", view["waiting_since"]), ("turn", view["turns_since"])):
+            if since is not None:
+                ages.add_metric([what], max(0.0, view["now"] - since))
+        yield ages
+
+    def _operations(self) -> Iterator[Metric]:
+        ended = CounterMetricFamily(
+            "plexrl_operations", "Operations that ended.", labels=["kind", "state"]
+        )
+        seconds = CounterMetricFamily(
+            "plexrl_operation_seconds",
+            "Seconds of operations that ended: in queues, waiting for switches, running.",
+            labels=["kind", "state", "phase"],
+        )
+        tokens = CounterMetricFamily(
+            "plexrl_operation_tokens", "Tokens of operations that ended.", labels=["kind"]
+        )
+        sums: Counter[str] = Counter()
+        for each in self._view.get("operations", []):
+            labels = [each["kind"], each["state"]]
+            ended.add_metric(labels, each["operations"])
+            seconds.add_metric([*labels, "queue"], each["queue_s"])
+            seconds.add_metric([*labels, "switch"], each["switch_s"])
+            seconds.add_metric([*labels, "run"], each["run_s"])
+            sums[each["kind"]] += each["tokens"]
+        for kind, count in sorted(sums.items()):
+            tokens.add_metric([kind], count)
+        yield from (ended, seconds, tokens)
+
+    def _journal(self) -> Iterator[Metric]:
+        journal = self._view.get("journal")
+        if journal is None:
+            return
+        yield CounterMetricFamily(
+            "plexrl_journal_events", "Events in the journal.", value=journal["events"]
+        )
+        for name, text, value in (
+            (
+                "to_replay",
+                "Events after the last snapshot, which a restart replays.",
+                journal["events_to_replay"],
+            ),
+            ("waiting", "Events that wait to be written.", journal["waiting_events"]),
+        ):
+            yield GaugeMetricFamily(f"plexrl_journal_events_{name}", text, value=value)
+        yield GaugeMetricFamily(
+            "plexrl_journal_held", "1 while the journal takes no events.", value=journal["is_held"]
         )
 
 

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from plexrl.router.execution.scheduler_link import SchedulerLink
-from plexrl.router.observe.health import ClusterHealth
+from plexrl.router.observe.health import SCHEDULER_TIMEOUT_S, ClusterHealth
 from plexrl.wire import scheduler_methods as m
-from plexrl.wire.messages.overview_views import ClusterOverview, SharesView
+from plexrl.wire.messages.overview_views import ClusterOverview, OverviewView, SharesView
 
 if TYPE_CHECKING:
     from plexrl.router.services.authentication import Caller
@@ -59,6 +59,11 @@ class Overviews:
     async def overview(self, caller: "Caller") -> ClusterOverview:
         """At most `OVERVIEW_S` old. Raises as `SchedulerLink.call`."""
         return await self._overviews.of(caller)
+
+    async def of_all(self) -> OverviewView:
+        """All of the cluster, for figures without names. Raises as `SchedulerLink.call`."""
+        rights = {"tenant": None, "as_operator": True}
+        return await self._scheduler.call(m.OVERVIEW, rights, timeout_s=SCHEDULER_TIMEOUT_S)
 
     async def shares(self, caller: "Caller") -> SharesView:
         """At most `SHARES_S` old. Raises as `SchedulerLink.call`."""

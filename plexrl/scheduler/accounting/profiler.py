@@ -103,6 +103,17 @@ def run_ended(
         cycle.ends = _is_end(deployment, cycle, kind)
 
 
+def stored_run_ended(deployment: Deployment, kind: OperationKind) -> None:
+    """A run on the stored state has ended, which took no time of the group. A step counts as one of
+    the cycle; a checkpoint is outside of any cycle."""
+    cycle = deployment.demand.cycles.open
+    if cycle is None or kind is not _OPTIM_STEP:
+        return
+    deployment.demand.cycles.step()
+    if not cycle.ends:
+        cycle.ends = _is_end(deployment, cycle, _OPTIM_STEP)
+
+
 def next_began(deployment: Deployment, kind: OperationKind, now: float) -> bool:
     """An operation is about to start. If the cycle has ended, the next one began when this
     operation could first have run. True if a cycle has ended."""

@@ -34,7 +34,7 @@ def meter(state: State, deployment: Deployment, now: float) -> None:
     if since is None or now <= since or (moving is None and not running):
         return
     if moving is None and deployment.wpg.residency is _OFFLOADED:
-        # A checkpoint of the stored state holds no GPU.
+        # What runs on the stored state holds no GPU.
         return
     held = (now - since) * deployment.spec.workers
     if moving is not None:

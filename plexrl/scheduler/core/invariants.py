@@ -8,11 +8,13 @@ from plexrl.scheduler.state.messages.effects import Effects
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
+WITHOUT_LOCK = {OperationKind.SAVE_CHECKPOINT, OperationKind.OPTIM_STEP}
+
 
 def check(context: Context) -> None:
     """Raises `AssertionError`, which names the first broken invariant."""
     cluster, state = context.cluster, context.state
-    _check_saving(context.effects)
+    _check_for_stored(context.effects)
     cluster.capacity.inventory.check()
     cluster.queues.waiting.check()
     cluster.unmeasured.check(state)
@@ -36,11 +38,11 @@ def check(context: Context) -> None:
         for member in residents:
             deployment = state.deployments[member]
             if member != group.holder:
-                # A checkpoint of the stored state needs no lock.
-                saves = deployment.wpg.residency is Residency.OFFLOADED
+                # A checkpoint or a step of the stored state needs no lock.
+                is_stored = deployment.wpg.residency is Residency.OFFLOADED
                 kinds = {command.kind for command in deployment.work.running.values()}
                 busy = (
-                    (kinds - {OperationKind.SAVE_CHECKPOINT} if saves else kinds)
+                    (kinds - WITHOUT_LOCK if is_stored else kinds)
                     or deployment.wpg.moving
                     or deployment.work.replay.replaying
                 )
@@ -58,13 +60,13 @@ def check(context: Context) -> None:
     _check_placed(cluster.holdings)
 
 
-def _check_saving(effects: Effects) -> None:
-    """Check that each queued checkpoint is looked for when its group is stepped."""
-    saving = effects.saving
-    missing = Effects(effects.state).saving.keys() - saving.keys()
-    assert not missing, f"nobody looks for the checkpoints of {missing}"
-    ended = saving.keys() - effects.state.deployments.keys()
-    assert not ended, f"checkpoints of {ended} are looked for"
+def _check_for_stored(effects: Effects) -> None:
+    """Check that what is queued for a stored state is looked for when its group is stepped."""
+    for_stored = effects.for_stored
+    missing = Effects(effects.state).for_stored.keys() - for_stored.keys()
+    assert not missing, f"nobody looks for what {missing} could do"
+    ended = for_stored.keys() - effects.state.deployments.keys()
+    assert not ended, f"{ended} are looked for"
 
 
 def _check_incoming(state: State, incoming: Deployment) -> None:

@@ -59,7 +59,7 @@ BACK_OFF_S = 2.0
 """Back-off after a context switch that failed."""
 
 REFUSED_STORED = LOST_CODES | {ConflictError.code}
-"""Errors of a checkpoint from the stored state that do not arise once the state is loaded."""
+"""Errors of a run on the stored state that do not arise once the state is loaded."""
 
 REFUSED_LOAD_FACTOR = 10.0
 """Longest pause between two refused loads, as a multiple of a switch there and back, in a group
@@ -71,6 +71,7 @@ SNAPSHOT_BACK_OFF_S = 30.0
 _OFFLOADED: Final = Residency.OFFLOADED
 _LOAD: Final = OperationKind.LOAD
 _OFFLOAD: Final = OperationKind.OFFLOAD
+_OPTIM_STEP: Final = OperationKind.OPTIM_STEP
 _PUBLISH: Final = OperationKind.PUBLISH
 _SUSPENDS: Final = JobTrigger.OFFLOADED
 
@@ -95,7 +96,9 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
     elif event.unfinished_rows and operation.is_interrupted and not is_over(operation, now):
         _interrupted(step, deployment, operation, event)
     else:
-        demand.estimates.observe(operation.kind, operation.tokens, event.compute_s)
+        has_stored = wpg.residency is _OFFLOADED and operation.kind is _OPTIM_STEP
+        if not has_stored:
+            demand.estimates.observe(operation.kind, operation.tokens, event.compute_s)
         if event.peak_bytes:
             demand.observe_peak(event.peak_bytes)
         if wpg.backoff.code:
@@ -110,11 +113,14 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
             # retried for ever, since loads and replays succeed.
             wpg.processes.succeed()
             complete_operation(step, deployment, operation, event)
+        if has_stored:
+            # The workers have stored what the step made.
+            _version_made(step, deployment, event)
         if not work.running and wpg.residency is not _OFFLOADED:
             demand.burst.pause(now)
         if operation.kind == _PUBLISH:
             _published(step, deployment)
-        elif operation.ends_burst and not command.replay:
+        elif operation.ends_burst and not command.replay and not has_stored:
             _burst_over(step, deployment)
     dirty = step.effects.dirty
     for group in deployment.placement.groups:
@@ -122,8 +128,8 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
 
 
 def _met_no_condition(deployment: Deployment) -> None:
-    """A run met no condition. A checkpoint of the stored state needs no device memory, so it says
-    nothing of a load that found too little."""
+    """A run met no condition. A run on the stored state needs no device memory, so it says nothing
+    of a load that found too little."""
     wpg = deployment.wpg
     if wpg.residency is not _OFFLOADED or wpg.backoff.code != DeviceMemoryFullError.code:
         wpg.backoff.clear()
@@ -206,9 +212,9 @@ def _new_work_failed(
 ) -> None:
     """An operation failed in its first run: it waits for what it lacks, or fails."""
     state, effects, step = context.state, context.effects, context.step(now)
-    if deployment.wpg.residency is _OFFLOADED and error.code in REFUSED_STORED:
+    if deployment.wpg.residency is _OFFLOADED and _needs_load(operation, error, is_intact):
         if not is_over(operation, now):
-            # The load finds another version or rebuilds this one.
+            # The load finds another version or rebuilds this one, and needs no space for a copy.
             operation.needs_load = True
             requeue(state, deployment, operation, now)
             effects.touch_all(deployment.placement.groups)
@@ -235,6 +241,14 @@ def _new_work_failed(
         # Workers that report non-finite weights are intact; only their state is not.
         counts = not isinstance(error, NonFiniteWeightsError)
         restart(context, deployment, error.message, now, counts=counts)
+
+
+def _needs_load(operation: Operation, error: PlexRLError, is_intact: bool) -> bool:
+    """Whether a run on the stored state is to be repeated once the state is loaded. A step that
+    changed nothing always is: under the lock it needs less."""
+    if operation.kind is _OPTIM_STEP and is_intact:
+        return True
+    return error.code in REFUSED_STORED
 
 
 def _move_failed(

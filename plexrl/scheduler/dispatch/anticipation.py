@@ -6,7 +6,7 @@ during the offload gets the group.
 
 from typing import Final
 
-from plexrl.scheduler.dispatch.candidates.readiness import saves_stored_state
+from plexrl.scheduler.dispatch.candidates.readiness import runs_on_stored_state
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.rules.next_use import EXPECTED_PAUSES, usual_pause_s
 from plexrl.scheduler.rules.settings import Settings
@@ -43,7 +43,7 @@ def expected_next(
         if now > ended_at + EXPECTED_PAUSES * pause_s:
             # It may have stopped for good.
             continue
-        if saves_stored_state(member):
+        if runs_on_stored_state(member):
             continue
         if critical and (member.work.queue or not has_exclusive_slots(member)):
             continue

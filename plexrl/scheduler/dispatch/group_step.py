@@ -33,7 +33,7 @@ from plexrl.scheduler.dispatch.candidates.readiness import (
 )
 from plexrl.scheduler.dispatch.idle_time import may_fill, must_leave
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
-from plexrl.scheduler.dispatch.stored_saves import start_stored_saves
+from plexrl.scheduler.dispatch.stored_runs import leaves_its_step, start_stored_runs
 from plexrl.scheduler.jobs.lifecycle import launch
 from plexrl.scheduler.operations.deadlines.cancellation import interrupt_all
 from plexrl.scheduler.operations.held.holding import renew_token
@@ -75,10 +75,8 @@ class GroupStep:
             holder = step.state.deployments[group.holder]
             if len(holder.placement.groups) > 1:
                 self._groups = step.state.groups_of(holder)
-        self._settings = step.settings
-        self._effects = step.effects
-        self._group = group
-        self._now = now
+        self._settings, self._effects = step.settings, step.effects
+        self._group, self._now = group, now
 
     def advance(self) -> None:
         """Decide and start the group's next step."""
@@ -88,7 +86,7 @@ class GroupStep:
             for left in leaving_fillers(self._step, self._group):
                 displace(self._context, left, "the members of its group have left", self._now)
             return
-        start_stored_saves(self._step, self._group)
+        start_stored_runs(self._step, self._group)
         if self._group.holder is None:
             self._give_free_lock()
             return
@@ -323,7 +321,8 @@ class GroupStep:
         """Whether the holder's burst continues, even if others wait."""
         if not holder.work.queue or not self._settings.ordering.holds_bursts:
             return False
-        return self._wants(holder) and is_within_bound(self._step, holder)
+        leaves = leaves_its_step(self._state, holder) and self._waiting(besides=holder)
+        return not leaves and self._wants(holder) and is_within_bound(self._step, holder)
 
     def _is_in_burst(self, holder: Deployment) -> bool:
         """Whether a burst of the holder is under way, and continues."""
@@ -340,7 +339,8 @@ class GroupStep:
         """Whether one of `waiting` may take the lock now. It may restart the burst or set a
         timer."""
         ordering, burst = self._settings.ordering, holder.demand.burst
-        if self._wants(holder):
+        leaves = leaves_its_step(self._state, holder)
+        if self._wants(holder) and not leaves:
             rivals = [holder, *waiting]
             settle_all(self._step, self._groups, rivals)
             if self._first(rivals) is not holder:
@@ -348,7 +348,7 @@ class GroupStep:
             if ordering.holds_bursts:
                 burst.cut(self._now)
             return False
-        if burst.idle_since is not None and ordering.holds_bursts:
+        if burst.idle_since is not None and ordering.holds_bursts and not leaves:
             until = burst.idle_since + hold_s(self._step, holder)
             if self._now < until:
                 self._effects.wake(until, timers.group_step(self._group.group))

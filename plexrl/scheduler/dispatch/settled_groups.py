@@ -16,12 +16,12 @@ _READY: Final = WpgState.READY
 def is_settled(context: Context, group: Group) -> bool:
     """Whether nothing can be decided on the group before its holder's move or run has ended.
 
-    A checkpoint of the stored state, a planned move and a prefetch do not wait for the holder. A
+    What runs on the stored state, a planned move and a prefetch do not wait for the holder. A
     rollout may run several generations at a time, and a forward deployment may be left by its
     source. So only a train deployment that computes and is no filler settles its group.
     """
     name, queues = group.holder, context.cluster.queues
-    if name is None or context.effects.saving or queues.relocating or not group.members:
+    if name is None or context.effects.for_stored or queues.relocating or not group.members:
         return False
     holder = context.state.deployments[name]
     if holder.wpg.moving is not None or holder.wpg.state is not _READY:

@@ -6,7 +6,7 @@ a member with exclusive slots. Once the guest has waited too long (`hrrs.guard_e
 anyway (PlexRL §4.4, §7.1).
 """
 
-from plexrl.scheduler.dispatch.candidates.readiness import saves_stored_state
+from plexrl.scheduler.dispatch.candidates.readiness import runs_on_stored_state
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.placement.contention.colocation import is_partner
 from plexrl.scheduler.rules.hrrs import (
@@ -41,7 +41,7 @@ def next_critical_s(state: State, guest: Deployment, now: float) -> float | None
         pause_s, ended_at = usual_pause_s(member), worked_until(member)
         if pause_s is None or ended_at is None or member.work.queue:
             continue
-        if member.work.running and not saves_stored_state(member):
+        if member.work.running and not runs_on_stored_state(member):
             continue
         due_s = ended_at + pause_s - now
         if is_overdue(due_s, pause_s):

@@ -102,6 +102,7 @@ def _spec_of(event: DeploymentCreated, job: Job) -> RequestedSpec:
         node_type=event.node_type,
         preemptible=event.preemptible,
         pace=event.pace,
+        steps_in_host=event.steps_in_host,
         checkpoints=event.checkpoints,
         shares_if_scarce=event.shares_if_scarce and event.kind == "rollout" and job.slo != 0.0,
     )

@@ -111,7 +111,7 @@ def end_deployment(
     if deployment.wpg.moving is not None:
         unfinished.append(deployment.wpg.moving.operation)
     deployment.work.drop()
-    effects.saving.pop(deployment.deployment, None)
+    effects.for_stored.pop(deployment.deployment, None)
     deployment.wpg.end_move()
     for name in unfinished:
         operation = state.operations[name]
@@ -306,7 +306,7 @@ def stop(
     deployment.wpg.processes.end(reason)
     if counts:
         deployment.wpg.processes.fail(deployment.work.running)
-    interrupted = [name for name, command in deployment.work.running.items() if not command.replay]
+    interrupted = deployment.work.new_runs
     deployment.work.end_runs()
     for name in interrupted:
         operation = state.operations[name]

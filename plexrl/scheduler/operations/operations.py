@@ -5,7 +5,13 @@ from typing import Final
 
 from plexrl.errors import OperationCancelledError, OverloadedError, PlexRLError
 from plexrl.ids import OperationId
-from plexrl.scheduler.accounting.profiler import next_began, run_began, run_ended, waits
+from plexrl.scheduler.accounting.profiler import (
+    next_began,
+    run_began,
+    run_ended,
+    stored_run_ended,
+    waits,
+)
 from plexrl.scheduler.accounting.retention import forget_oldest
 from plexrl.scheduler.accounting.sharing import note_wait
 from plexrl.scheduler.accounting.usage import bill, count_failure, meter
@@ -66,18 +72,13 @@ def enqueue(step: Step, event: OperationSubmitted, deployment: Deployment) -> Op
     state, now = step.state, step.now
     after = None if event.source is None else _publish_before(step, event)
     operation = Operation(event.operation, event.deployment, event.kind, now, internal=False)
-    operation.params = event.params
-    operation.payload = event.payload
-    operation.tokens = event.tokens
-    operation.source = event.source
+    operation.params, operation.payload = event.params, event.payload
+    operation.tokens, operation.source = event.tokens, event.source
     if event.deadline_s is not None:
         operation.deadline_at = now + event.deadline_s
-    operation.payload_bytes = event.payload_bytes
-    operation.payload_digest = event.payload_digest
-    operation.after = after
-    operation.in_flight = event.in_flight
-    operation.published = event.published
-    operation.ends_burst = event.ends_burst
+    operation.payload_bytes, operation.payload_digest = event.payload_bytes, event.payload_digest
+    operation.in_flight, operation.published = event.in_flight, event.published
+    operation.after, operation.ends_burst = after, event.ends_burst
     state.operations[event.operation] = operation
     taken_in(state, deployment, operation)
     _queue(step, deployment, event.operation)
@@ -173,13 +174,13 @@ def _queue(
     place: int | None = None,
 ) -> None:
     work, burst = deployment.work, deployment.demand.burst
-    # A checkpoint of the stored state runs without the group, for which others wait meanwhile.
+    # What runs on the stored state does so without the group, for which others wait meanwhile.
     has_group = work.running and deployment.wpg.residency is not _OFFLOADED
     if not has_group and (burst.wants_since is None or not work.queue):
         burst.want(step.now)
     work.enqueue(len(work.queue) if place is None else place, operation)
-    if step.state.operations[operation].kind is _SAVE_CHECKPOINT:
-        step.effects.saving[deployment.deployment] = None
+    if step.state.operations[operation].kind in deployment.spec.stored_kinds:
+        step.effects.for_stored[deployment.deployment] = None
     if work.queue[0] == operation:
         # Only the head of a queue affects the order of members.
         step.effects.touch_all(deployment.placement.groups)
@@ -212,8 +213,7 @@ def send_run(
     *,
     replay: bool = False,
 ) -> None:
-    """Send an operation that is measured already to its workers, and watch its bound. `sources`: of
-    a sync."""
+    """Send a started operation to its workers, and watch its bound. `sources`: of a sync."""
     state, work = step.state, deployment.work
     group = state.groups[deployment.placement.groups[0]]
     operation.token, operation.group = group.token, group.group
@@ -411,7 +411,7 @@ def finish_operation(
 
 def _note_run(step: Step, deployment: Deployment, operation: Operation) -> None:
     if deployment.wpg.residency is _OFFLOADED:
-        # A checkpoint of the stored state, outside of any cycle.
+        stored_run_ended(deployment, operation.kind)
         return
     began_at = operation.started_at if operation.started_at is not None else step.now
     overlapped = _rollouts_generate(step.state, deployment)

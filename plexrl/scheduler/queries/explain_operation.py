@@ -10,7 +10,7 @@ from plexrl.scheduler.dispatch.candidates.busy_time import (
     overdue_s,
     under_way_s,
 )
-from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s, saves_stored_state
+from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s, runs_on_stored_state
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.operations.deadlines.bounds import runs
 from plexrl.scheduler.operations.held.unreturned_memory import reason_for
@@ -25,7 +25,7 @@ from plexrl.scheduler.state.demand.wait_intervals import interval
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, State
-from plexrl.wire.operations import OperationState
+from plexrl.wire.operations import OperationKind, OperationState
 
 OWN_WORK = ("running", "order", "dependency")
 """Rules by which an operation waits for work of its own job, or runs. The errors of past waits for
@@ -116,13 +116,20 @@ def _reason(
         own = _why_after_its_own(cluster, operation, deployment, group, now, ahead)
         if own is not None:
             return own
-    if saves_stored_state(deployment):
+    if runs_on_stored_state(deployment):
         wait_s = under_way_s(state, deployment, now)
         eta_s = max(start_s(cluster, group, deployment, now), wait_s) + ahead
-        return "a checkpoint of its deployment is saved from the stored state first", "order", eta_s
+        return f"{_on_stored_state(deployment)} first", "order", eta_s
     if deployment.spec.preemptible:
         return _why_no_idle_time(state, group)
     return _why_another_holds(cluster, deployment, group, now, ahead, sees_all)
+
+
+def _on_stored_state(deployment: Deployment) -> str:
+    """What runs on the stored state of a deployment."""
+    if any(run.kind is OperationKind.OPTIM_STEP for run in deployment.work.running.values()):
+        return "an optimizer step of its deployment is made in host memory"
+    return "a checkpoint of its deployment is saved from the stored state"
 
 
 def _why_running(

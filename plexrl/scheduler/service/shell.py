@@ -43,6 +43,7 @@ from plexrl.scheduler.service.connections.links import AgentLinks, RouterLinks
 from plexrl.scheduler.service.journal.journal import Entry, Journal
 from plexrl.scheduler.service.journal.outage import HELD_RETRY_S, JournalOutage
 from plexrl.scheduler.service.journal.recovery import restore
+from plexrl.scheduler.service.operation_totals import OperationTotals
 from plexrl.scheduler.service.skipped_steps import (
     NONE_SKIPPED,
     SkippedSteps,
@@ -70,6 +71,7 @@ from plexrl.wire.messages import (
     StopWorkers,
 )
 from plexrl.wire.messages.cluster_views import BrokerView, FaultsView
+from plexrl.wire.messages.overview_views import JournalView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,6 +165,7 @@ class Shell:
         """When jobs over their service level were first seen so."""
         self._awaited: dict[OperationId, set[asyncio.Future[None]]] = {}
         self._ended_count, _ = core.ended_since(0)
+        self.operation_totals = OperationTotals()
 
     async def request(self, event: Event) -> None:
         """Submit a client's event and wait until the core has handled it.
@@ -223,6 +226,15 @@ class Shell:
         skipped = NONE_SKIPPED if self._skipped is None else self._skipped.view()
         events = None if self.event_status is None else self.event_status()
         return {**skipped, "snapshot_error": self._snapshots.error, "events": events}
+
+    def journal_view(self) -> JournalView:
+        """The journal, for operators."""
+        return {
+            "events": self._position,
+            "events_to_replay": self._position - self._snapshots.position,
+            "is_held": self.outage.error is not None,
+            "waiting_events": self._queue.qsize() + len(self._kept_reports),
+        }
 
     async def confirm_lead(self) -> None:
         """Check that no other scheduler has taken over. Raises as `Journal.renew`."""
@@ -319,10 +331,17 @@ class Shell:
         self._ended_count, ended = self.core.ended_since(self._ended_count)
         if ended is None:
             ended = [each for each in self._awaited if self._is_over(each)]
+        else:
+            self._count(ended)
         for operation in ended:
             for final in self._awaited.pop(operation, ()):
                 if not final.done():
                     final.set_result(None)
+
+    def _count(self, ended: list[OperationId]) -> None:
+        operations = self.core.cluster.state.operations
+        for name in ended:
+            self.operation_totals.add(operations[name])
 
     def _is_over(self, operation: OperationId) -> bool:
         try:

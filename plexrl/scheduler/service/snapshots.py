@@ -26,7 +26,7 @@ class SnapshotWriter:
         self._dump = dump
         self._journal = journal
         self._conditions = conditions
-        self._position = position
+        self.position = position
         """Position of the last snapshot that was started."""
         self._events = events
         """Events between two snapshots."""
@@ -38,7 +38,7 @@ class SnapshotWriter:
 
     def start_if_due(self, position: int, at: float) -> None:
         """Start a snapshot of the core after the event at `position`, if one is due."""
-        if position - self._position < self._events and not self.is_wanted:
+        if position - self.position < self._events and not self.is_wanted:
             return
         if not self.is_busy():
             self.is_wanted = False
@@ -56,15 +56,15 @@ class SnapshotWriter:
         """Wait for a running snapshot, and write a last one if events came after it."""
         if self._task is not None:
             await self._task
-        if position > self._position and is_consistent:
+        if position > self.position and is_consistent:
             body = self._encode(position)
             if body is not None:
-                self._position = position
+                self.position = position
                 await self._write(position, at, body, kept=2)
 
     def _start(self, position: int, at: float, *, kept: int) -> None:
         # Also after a failure the next attempt comes after as many events again.
-        self._position = position
+        self.position = position
         body = self._encode(position)
         if body is not None:
             self._task = asyncio.create_task(self._write(position, at, body, kept=kept))

@@ -112,7 +112,8 @@ class Operation:
     """For a sync: it pulls what the newest `publish` operation of its source made, if there is such
     a version, instead of a publish of its own."""
     needs_load: bool = False
-    """For a checkpoint: the stored state could not give it, so its next run follows a load."""
+    """For a checkpoint or a step: the stored state was not enough, so its next run follows a
+    load."""
     ends_burst: bool = False
     """It is the last operation of its cycle."""
     result: BlobRef | None = None

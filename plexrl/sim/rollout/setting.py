@@ -176,6 +176,8 @@ class System:
     """How many times the prompts of a batch a short round starts (Flexes §3)."""
     over_launch_responses: float = OVER_LAUNCH
     """The same for the responses to a prompt."""
+    fixed_over_launch: bool = False
+    """Every short round starts so much, as in Flexes; otherwise at most so much."""
     recall: float = RECALL
     """Part of the longest fifth of a batch's prompts that the ranks of `RANKED` systems find
     (StreamRL Tab. 4). 0.2: random ranks; 1: all lengths are known."""
@@ -213,6 +215,8 @@ class System:
             parts.append(self.parts.label)
         if self.name in RANKED and self.recall != RECALL:
             parts.append(f"recall {self.recall:g}")
+        if self.fixed_over_launch:
+            parts.append("fixed")
         if self.ends != Ends.PROJECTED:
             parts.append(self.ends.value)
         return " ".join(parts)

@@ -20,6 +20,7 @@ from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.client.rank_link import RankLink
 from plexrl.statemanager.client.reports import LoadReport, MoveReport, PullReport
+from plexrl.statemanager.client.stored_step import StoredStep
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.device.cuda.arena import CudaArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
@@ -468,6 +469,17 @@ class StateManagerClient:
                 seq=seq,
             )
         return self._offloaded[1]
+
+    def begin_step(self, arena: HostArena, seq: int) -> StoredStep:
+        """A step of the state as it was offloaded, as version `seq`. Until `end_step` it counts as
+        lost. Raises as `offloaded_stamp`."""
+        stamp = self.offloaded_stamp(seq)
+        self._offloaded = None
+        return StoredStep(self._link, arena, seq=seq, stamp=stamp)
+
+    def end_step(self, step: StoredStep) -> None:
+        """Take the version that the step made for the offloaded state."""
+        self._offloaded = step.stored
 
     @property
     def is_torn(self) -> bool:

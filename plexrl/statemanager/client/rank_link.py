@@ -13,7 +13,12 @@ from plexrl.statemanager.client.host_arena import Borrowed, HostArena
 from plexrl.statemanager.device.backend import DeviceSegment, WorkerArena
 from plexrl.statemanager.protocol.channel import Channel, close_all
 from plexrl.statemanager.protocol.connection import connect, exchange, retry_connect
-from plexrl.statemanager.protocol.host_requests import BorrowHost, Returned, ReturnHost
+from plexrl.statemanager.protocol.host_requests import (
+    BeginStep,
+    BorrowHost,
+    Returned,
+    ReturnHost,
+)
 from plexrl.statemanager.protocol.messages import (
     Answer,
     Attach,
@@ -116,6 +121,32 @@ class RankLink:
             raise
         self._lent_here = self.arena
         return answer
+
+    def borrow_step(self, request: BeginStep, arena: HostArena) -> Answer:
+        """Map the memory of a step to `arena` and the host arena; returns the answer. Raises as
+        `StoredStep.begin`."""
+        host = self.host
+        if host is None:
+            raise ConflictError("this rank has registered no host memory: load its state first")
+        answer, fds = self._exchange(request)
+        if len(fds) != 4:
+            close_all(fds)
+            raise ConnectionLostError(f"{len(fds)} descriptors of host memory arrived, not 4")
+        arena.attach(fds[0], fds[1])
+        host.attach(fds[2], fds[3])
+        return answer
+
+    def return_step(self) -> None:
+        """Unmap the host arena, and return the memory of a step."""
+        if self.host is not None:
+            self.host.detach()
+        if self._channel is not None and self._is_registered:
+            try:
+                exchange(self._channel, ReturnHost(what=Returned.ALL))
+            except ConflictError:
+                self._forget_returned()
+            except (ConnectionLostError, OSError):
+                self.close()
 
     def borrow(self) -> Borrowed:
         """As `Lender.borrow`.

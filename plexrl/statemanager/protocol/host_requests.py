@@ -4,10 +4,13 @@ Offsets of slices in host memory start at `host_start`, after those of the arena
 """
 
 from enum import StrEnum
+from typing import ClassVar
 
+from plexrl.statemanager.layout.keys import StatePart
 from plexrl.statemanager.layout.ranges import PAGE_BYTES
 from plexrl.statemanager.layout.versions import padded
 from plexrl.statemanager.protocol.messages import Request
+from plexrl.wire.messages import SaveRequest
 
 
 class BorrowHost(Request, frozen=True, kw_only=True):
@@ -29,9 +32,29 @@ class Returned(StrEnum):
 
 
 class ReturnHost(Request, frozen=True, kw_only=True):
-    """Return host memory that is no longer mapped."""
+    """Return host memory that is no longer mapped. With `ALL` a step that was begun ends."""
 
     what: Returned
+
+
+class BeginStep(Request, frozen=True, kw_only=True):
+    """Copy a version to host memory that the rank may write, for an optimizer step beside the
+    group's holder. The answer has its `parts`, and carries two descriptors, one to read and one to
+    write, of the memory of the arena's slices, and then of the host memory."""
+
+    seq: int
+    stamp: str
+    """Stamp (ETag) of the version."""
+    arena_bytes: int
+    """Size of the memory for the slices of the arena."""
+
+
+class SaveStep(Request, frozen=True, kw_only=True):
+    """Store the memory of `BeginStep`, to which the rank can no longer write, as a version."""
+
+    is_answered_plainly: ClassVar[bool] = True
+    order: SaveRequest
+    parts: tuple[StatePart, ...]
 
 
 def host_start(arena_bytes: int) -> int:

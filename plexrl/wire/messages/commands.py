@@ -295,6 +295,9 @@ class OptimStep(Compute, frozen=True, gc=False, tag="optim_step"):
 
     kind: ClassVar = OperationKind.OPTIM_STEP
     params: AdamParams | None
+    stored: SaveRequest | None = None
+    """Step the stored state in host memory, and store the result as this version. None: step the
+    state on the device."""
 
 
 class ZeroGrad(Compute, frozen=True, gc=False, tag="zero_grad"):

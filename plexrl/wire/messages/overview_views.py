@@ -43,6 +43,35 @@ class GpuCounts(TypedDict):
     """Number by state, of `GPU_STATES`; absent: there is none."""
 
 
+class OperationTotalsView(TypedDict):
+    """Operations of one kind that ended in one state since the scheduler's start; seconds are sums.
+    An operation that ended before this is not counted."""
+
+    kind: str
+    state: str
+    operations: int
+    tokens: int
+    queue_s: float
+    """In queues, without context switches."""
+    switch_s: float
+    """Waiting during context switches."""
+    run_s: float
+    """From their starts to their ends."""
+
+
+class JournalView(TypedDict):
+    """The scheduler's journal."""
+
+    events: int
+    """Position of the last event."""
+    events_to_replay: int
+    """Events after the last snapshot, which a restart replays."""
+    is_held: bool
+    """Whether it takes no events now."""
+    waiting_events: int
+    """Events that wait to be written."""
+
+
 class OverviewView(TypedDict):
     """The cluster at one moment."""
 
@@ -67,9 +96,11 @@ class OverviewView(TypedDict):
     eta_quality: EtaQualityView
     """Errors of the estimated starts."""
     switches: NotRequired[int]
-    """Context switches so far; for operators only, as is the next field."""
+    """Context switches so far; for operators only, as are the next fields."""
     switch_seconds: NotRequired[float]
     """What those of the present groups took."""
+    operations: NotRequired[list[OperationTotalsView]]
+    journal: NotRequired[JournalView]
 
 
 class ClusterOverview(OverviewView):

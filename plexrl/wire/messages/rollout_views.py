@@ -23,6 +23,7 @@ class RolloutOrderView(TypedDict):
     """Bound η on the versions between drawing and training."""
     over_launch_prompts: float
     over_launch_responses: float
+    fixed_over_launch: bool
     plans_parallelism: bool
     scale_down: bool
     instances_min: int
@@ -166,6 +167,13 @@ class TrajectoriesView(TypedDict):
     """Prompts from which the length ranker has learnt."""
     round: str | None
     """Kind of the present round of tail batching; None: none."""
+    round_extra_prompts: int
+    """Prompts that the present round of tail batching starts beyond what is trained."""
+    round_extra_samples: int
+    """Samples of each prompt that it starts beyond what is trained."""
+    over_launch_gain: float | None
+    """Expected seconds for a batch without what a short round may start beyond what is trained, by
+    those with the best part of it; below 1.02 nothing is started beyond. None: it is not chosen."""
     queued_prompts: int
     """Prompts that wait for a long round."""
     waiting: int

@@ -30,7 +30,7 @@ from plexrl.worker.forward.hosted_layers import ModelMemory
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult
 from plexrl.worker.models import lay_out_model
 from plexrl.worker.state.arena_tensors import ARENA_DTYPES
-from plexrl.worker.state.checkpoint_files import load_for, recorded_trainer_step
+from plexrl.worker.state.checkpoint_files import load_for, recorded_trainer_step, refuse_critic
 from plexrl.worker.state.device import CPU, WorkerDevice
 from plexrl.worker.state.rank_agreement import on_all_ranks
 
@@ -141,6 +141,7 @@ class ForwardBackend(Backend):
         read: dict[StateSlice, torch.Tensor] = {}
 
         def read_all() -> str:
+            refuse_critic(path, self._spec.model)
             read.update(load_for(path, self._memory.slices))
             return ""
 

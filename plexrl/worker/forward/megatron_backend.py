@@ -1,4 +1,4 @@
-"""The `megatron` backend of forward deployments: a model over tensor, pipeline and expert ranks.
+"""The `megatron` backend of forward deployments: a model over several ranks, also rows of tokens.
 
 It is the network of the `megatron` training backend without gradients and optimizer. A rank has its
 part of the weights, in `dtype`; data ranks have the same. All ranks of a replica compute together.
@@ -76,7 +76,9 @@ class MegatronForwardBackend(ForwardBackend):
     def _forward(self, call: BackendCall) -> BackendResult:
         batches = [
             batch.placed(self._device.place)
-            for batch in micro_batches_of(call.arrays, call.share.micro_batches)
+            for batch in micro_batches_of(
+                call.arrays, call.share.micro_batches, self._spec.layout.cp
+            )
         ]
         values = named_on_cpu(self._pipeline.run(batches, None, wanted_by_forward(call.params)))
         if self._spec.model.head != "reward":

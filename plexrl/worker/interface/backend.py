@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.device.backend import WorkerArena
@@ -175,6 +175,19 @@ class Backend(ABC):
         name. `dtype` is the one that floats are cast to, in the spelling of `transformers`."""
         del dtype
         return {}
+
+    @property
+    def stepped_bytes(self) -> int:
+        """Size of the memory that stands for the arena in `step_stored`; 0: the backend has no such
+        steps."""
+        return 0
+
+    def step_stored(self, call: BackendCall, arena: HostArena) -> BackendResult:
+        """Run an optim_step on the state as it was offloaded, which lies in `arena`, up to the end
+        of the arena's last slice, and in `host_arena`. `live_parts` says what is left of it. Raises
+        as `run`, and on every rank alike."""
+        del call, arena
+        raise ConflictError("this backend steps an optimizer on its device only")
 
     @abstractmethod
     def run(self, call: BackendCall) -> BackendResult:

@@ -34,6 +34,7 @@ from plexrl.wire.messages import (
     Generate,
     Load,
     Offload,
+    OptimStep,
     Publish,
     RankShare,
     RunName,
@@ -191,7 +192,9 @@ class Worker:
         self, command: AnyRun, share: RankShare, payload: Payload, started: float
     ) -> BackendResult | None:
         """The result of a run. None: a generation, which finishes in a later step."""
-        if not self._mover.is_resident and not isinstance(command, Load | SaveCheckpoint):
+        on_stored = isinstance(command, OptimStep) and command.stored is not None
+        needs_device = not (on_stored or isinstance(command, Load | SaveCheckpoint))
+        if needs_device and not self._mover.is_resident:
             raise ConflictError(f"{command.kind.value} needs the state on the device")
         match command:
             case Load() | Offload() | Snapshot() | Publish() | Sync():
@@ -200,6 +203,8 @@ class Worker:
                 return BackendResult()
             case SaveCheckpoint():
                 return BackendResult(result=self._mover.save_checkpoint(command))
+            case OptimStep(stored=order) if order is not None:
+                return self._mover.step_stored(_call(command, share, payload), order)
             case Generate():
                 self._generate(command.name, _call(command, share, payload), started)
                 return None

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.device.cuda.arena import ArenaBytes, CudaArena
 from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StateKey, StateSlice
+
+AnyArena = WorkerArena | HostArena
+"""Memory on a device, or its stand-in in host memory."""
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -101,13 +105,13 @@ class ArenaLayout:
         return start
 
 
-def view(arena: WorkerArena, piece: StateSlice) -> torch.Tensor:
+def view(arena: AnyArena, piece: StateSlice) -> torch.Tensor:
     """A slice as a tensor that shares the arena's memory."""
     elements = math.prod(piece.shape)
     return span(arena, piece.arena_offset, elements, piece.dtype).view(piece.shape)
 
 
-def span(arena: WorkerArena, arena_offset: int, elements: int, dtype: str = "F32") -> torch.Tensor:
+def span(arena: AnyArena, arena_offset: int, elements: int, dtype: str = "F32") -> torch.Tensor:
     """`elements` consecutive elements from `arena_offset` (bytes) on, as a flat tensor."""
     nbytes = elements * DTYPE_BYTES[dtype]
     return whole(arena)[arena_offset : arena_offset + nbytes].view(TORCH_DTYPES[dtype])
@@ -125,14 +129,14 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 
-def host_memory(arena: WorkerArena) -> memoryview | None:
+def host_memory(arena: AnyArena) -> memoryview | None:
     """The arena's memory as this process addresses it; None: it is on a GPU."""
     buffer = getattr(arena, "buffer", None)
     assert buffer is None or isinstance(buffer, memoryview)
     return buffer
 
 
-def whole(arena: WorkerArena) -> torch.Tensor:
+def whole(arena: AnyArena) -> torch.Tensor:
     """The whole arena as bytes, on its device. [nbytes] uint8. Keeps its addresses alive.
 
     On a GPU, memory must be attached when this is called, because torch queries the driver for its

@@ -93,6 +93,42 @@ def load_for(path: Location, slices: Sequence[StateSlice]) -> "dict[StateSlice, 
     return parts
 
 
+def refuse_critic(path: Location, spec: ModelSpec) -> None:
+    """Refuse a critic's or a reward model's checkpoint for a language model: with tied embeddings
+    no parameter of that would be missing.
+
+    Raises:
+        BatchShapeError: it has a value head, and `spec` the head of a language model.
+        CorruptStateError, StoreUnavailableError: as `load_for`.
+    """
+    from plexrl.worker.models.build import VALUE_HEAD
+
+    place = place_at(path)
+    if spec.head == "causal" and VALUE_HEAD in _parameter_names(place, path):
+        raise BatchShapeError(
+            f"checkpoint {place.name!r} is of a critic or a reward model ({VALUE_HEAD}), not of a "
+            "language model: load a checkpoint of this deployment's model"
+        )
+
+
+def _parameter_names(place: CheckpointPlace, path: Location) -> set[str]:
+    """Names of the parameters of a checkpoint; none if there is no file."""
+    from safetensors import SafetensorError, safe_open
+
+    wait_until_written(place)
+    if is_url(str(path)) or (directory(str(path)) / RECORD).exists():
+        with Checkpoint(place) as checkpoint:
+            return set(checkpoint.whole_parameters())
+    names: set[str] = set()
+    for file in directory(str(path)).glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names.update(opened.keys())
+        except (SafetensorError, OSError) as error:
+            raise CorruptStateError(f"{file} cannot be read: {error}") from error
+    return names
+
+
 def recorded_trainer_step(path: Location) -> int:
     """Optimizer steps in the parameters of a checkpoint; 0 if the checkpoint does not record it."""
     try:

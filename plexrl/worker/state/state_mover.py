@@ -10,11 +10,20 @@ from plexrl.process.garbage_collection import trim_heap
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.reports import LoadReport, MoveReport
 from plexrl.statemanager.protocol.messages import DeviceUse, MakeRoom
-from plexrl.wire.messages import Load, Offload, Publish, SaveCheckpoint, Snapshot, Sync
+from plexrl.wire.messages import (
+    Load,
+    Offload,
+    Publish,
+    SaveCheckpoint,
+    SaveRequest,
+    Snapshot,
+    Sync,
+)
 from plexrl.wire.messages.workers import RunResult
-from plexrl.worker.interface.backend import Backend
+from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult
 from plexrl.worker.state.contents.replicas import ReplicaDigests
 from plexrl.worker.state.device import CPU, WorkerDevice
+from plexrl.worker.state.host.stored_step import StoredSteps
 from plexrl.worker.state.rank_agreement import on_all_ranks
 from plexrl.worker.state.save_checkpoint import save_checkpoint
 from plexrl.worker.state.weight_sync import Arrival, SplitVersionError, sync_weights
@@ -59,6 +68,7 @@ class StateMover:
         allocator: buffers of communication libraries."""
         self.arrival = Arrival(backend, client)
         self._replicas = ReplicaDigests(backend, client, device)
+        self._stored_steps = StoredSteps(backend, client)
 
     def take_peak_bytes(self) -> int:
         """As `WorkerDevice.take_peak_bytes`, and what the framework holds outside of its allocator;
@@ -121,6 +131,14 @@ class StateMover:
             raise ConflictError("the offloaded weights were not checked: load them first")
         step = self._offloaded_step
         return save_checkpoint(self._backend, self._client, command, offloaded_step=step)
+
+    def step_stored(self, call: BackendCall, order: SaveRequest) -> BackendResult:
+        """Run an optim_step on the offloaded state. Raises as `StoredSteps.run`."""
+        if self.is_resident or not self._is_materialised:
+            raise ConflictError("the state is not offloaded by these processes: load it first")
+        result = self._stored_steps.run(call, order)
+        self._offloaded_step = result.result.get("trainer_step", self._offloaded_step)
+        return result
 
     def _load(self, command: Load) -> RunResult:
         if self.is_resident:

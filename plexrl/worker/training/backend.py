@@ -5,15 +5,21 @@ A framework's own part is its `TrainingModel`.
 
 import copy
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from plexrl.errors import InvalidRequestError, NoGradientsError, NonFiniteGradientError
+from plexrl.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NoGradientsError,
+    NonFiniteGradientError,
+)
 from plexrl.model.lora import adapter_config
 from plexrl.statemanager.checkpoint.places.choice import Location
+from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams, OperationKind
@@ -34,6 +40,14 @@ LOSS_ARRAYS = (
     *("mask", "weights", "logprobs", "prox_logprobs", "advantages", "ref_logprobs"),
     *("returns", "values"),
 )
+
+
+class Step(Protocol):
+    """A step of a model, on its device or in host memory."""
+
+    def __call__(self, params: AdamParams, *, gradient_factor: float) -> None:
+        """As `TrainingModel.step`."""
+        ...
 
 
 class TrainingBackend(Backend):
@@ -97,7 +111,7 @@ class TrainingBackend(Backend):
     def check_weights(self) -> None:
         """Raises `NonFiniteWeightsError`, on every rank, if a parameter is not finite."""
         if not self._weights_are_finite:
-            check_finite_weights(self.arena, self.slices(), self.gather)
+            check_finite_weights(self.model.memory, self.slices(), self.gather)
             self._weights_are_finite = True
 
     @property
@@ -134,7 +148,7 @@ class TrainingBackend(Backend):
             case OperationKind.FORWARD_BACKWARD:
                 return self._forward_backward(call)
             case OperationKind.OPTIM_STEP:
-                return self._optim_step(call.params)
+                return self._optim_step(call.params, self.model.step)
             case OperationKind.ZERO_GRAD:
                 self._drop_gradients()
                 return BackendResult()
@@ -197,7 +211,19 @@ class TrainingBackend(Backend):
         found = micro_batches_of(call.arrays, call.share.micro_batches, self._rank.layout.cp)
         return [batch.placed(self._rank.device.place) for batch in found]
 
-    def _optim_step(self, params: AdamParams) -> BackendResult:
+    @property
+    def stepped_bytes(self) -> int:
+        """As `Backend.stepped_bytes`."""
+        return self.model.stepped_bytes
+
+    def step_stored(self, call: BackendCall, arena: HostArena) -> BackendResult:
+        """As `Backend.step_stored`."""
+        if call.params.optimizer == "muon":
+            raise ConflictError("muon steps on the device only")
+        with self.model.in_host(arena):
+            return self._optim_step(call.params, self.model.step_in_host)
+
+    def _optim_step(self, params: AdamParams, step: Step) -> BackendResult:
         if not self._gradients_pending:
             # AdamW would step by the moments alone. The operation finishes with the error as its
             # result, as below: a replay changes nothing either.
@@ -220,7 +246,7 @@ class TrainingBackend(Backend):
         clips = params.grad_clip_norm > 0 and norm > params.grad_clip_norm
         self._weights_are_finite = False
         clip_factor = params.grad_clip_norm / norm if clips else 1.0
-        self.model.step(params, gradient_factor=clip_factor / params.divide_by)
+        step(params, gradient_factor=clip_factor / params.divide_by)
         self._drop_gradients()
         self.check_weights()
         return BackendResult(

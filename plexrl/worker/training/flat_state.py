@@ -8,6 +8,7 @@ zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,7 +20,14 @@ from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.state.arena_tensors import ArenaLayout, ShardBox, span, view, whole_box
+from plexrl.worker.state.arena_tensors import (
+    AnyArena,
+    ArenaLayout,
+    ShardBox,
+    span,
+    view,
+    whole_box,
+)
 from plexrl.worker.state.host.optimizer import AdamKernel, HostAdamW, step_of_torch
 from plexrl.worker.state.host.transfer import HostRun
 
@@ -78,11 +86,26 @@ class FlatState:
             self.host_arena = HostArena(layout.nbytes - self._host_start)
         else:
             self.arena = make_arena(self._layout.nbytes)
+        self.memory: AnyArena = self.arena
+        """Where parameters and gradients are: the arena, or what stands for it."""
 
     @property
     def slices(self) -> tuple[StateSlice, ...]:
         """All state, in arena order."""
         return (*self._layout.slices, *self._host_slices)
+
+    @property
+    def stepped_bytes(self) -> int:
+        """End of the last parameter and gradient in the arena."""
+        return self._layout.nbytes
+
+    def in_host(self, arena: HostArena) -> "FlatState":
+        """The same state with parameters and gradients in `arena`, for norms and steps only."""
+        state = copy(self)
+        state.memory = arena
+        # It has views of the arena.
+        state.__dict__.pop("_host_optimizer", None)
+        return state
 
     @property
     def parameters(self) -> torch.Tensor:
@@ -96,11 +119,11 @@ class FlatState:
 
     def parameter(self, name: str, elements: int) -> torch.Tensor:
         """The first `elements` of a parameter's shard and its padding, flat."""
-        return span(self.arena, self._regions["param"].slices[name].arena_offset, elements)
+        return span(self.memory, self._regions["param"].slices[name].arena_offset, elements)
 
     def gradient(self, name: str) -> torch.Tensor:
         """The gradient of a parameter's shard, in its shape."""
-        return view(self.arena, self._regions["grad"].slices[name])
+        return view(self.memory, self._regions["grad"].slices[name])
 
     def step(self, params: AdamParams, gradient_factor: float) -> None:
         """One step of all parameters, elementwise. Raises as `TrainingModel.step`."""
@@ -153,7 +176,7 @@ class FlatState:
     def _flat(self, region: str) -> torch.Tensor:
         """A region of the arena, flat. On a GPU memory must be attached."""
         found = self._regions[region]
-        return span(self.arena, found.start, found.elements)
+        return span(self.memory, found.start, found.elements)
 
     @cached_property
     def _host_optimizer(self) -> HostAdamW:

@@ -9,9 +9,10 @@ from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.worker.state.arena_tensors import view
-from plexrl.worker.state.checkpoint_files import fill_from_checkpoint
+from plexrl.worker.state.checkpoint_files import fill_from_checkpoint, refuse_critic
 from plexrl.worker.state.host.optimizer import floats
 from plexrl.worker.state.host.staging import HostStaging
+from plexrl.worker.state.rank_agreement import on_all_ranks
 from plexrl.worker.training.model import TrainingModel
 
 
@@ -21,8 +22,14 @@ def fill_state(
     """Replace the parameters. Replace the optimizer state too if `optimizer`, else set it to zero.
 
     `TrainingModel.after_load` handles gradients and everything derived from the arenas. Raises as
-    `fill_from_checkpoint`; the state is then unchanged.
+    `fill_from_checkpoint` and `refuse_critic`; the state is then unchanged.
     """
+
+    def check() -> str:
+        refuse_critic(path, model.spec.model)
+        return ""
+
+    on_all_ranks(gather, check)
     held = [piece for piece in model.slices() if piece.key.part != StatePart.GRADIENT]
     wants = [piece for piece in held if optimizer or piece.key.part != StatePart.OPTIMIZER]
     dropped = [piece for piece in held if not optimizer and piece.key.part == StatePart.OPTIMIZER]

@@ -6,9 +6,10 @@ Shapes: B rows, L tokens of the longest row of a micro-batch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.logprobs import TokenValues, Wanted
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.batches.values import output_name
+from plexrl.worker.state.arena_tensors import AnyArena
 from plexrl.worker.state.device import CPU, WorkerDevice
 
 if TYPE_CHECKING:
@@ -70,6 +72,24 @@ class TrainingState(Protocol):
         """All state, in arena order."""
         ...
 
+    @property
+    def memory(self) -> AnyArena:
+        """The arena, or what stands for it."""
+        ...
+
+    @property
+    def stepped_bytes(self) -> int:
+        """End of the last parameter and gradient in the arena."""
+        ...
+
+    def in_host(self, arena: HostArena) -> Self:
+        """The same state with parameters and gradients in `arena`, for norms and steps only."""
+        ...
+
+    def step(self, params: AdamParams, gradient_factor: float) -> None:
+        """One step of AdamW or SGD, elementwise. Raises as `TrainingModel.step`."""
+        ...
+
     def squared_gradients(self) -> torch.Tensor:
         """Sum of squares over the gradients that this rank counts, a scalar."""
         ...
@@ -97,6 +117,11 @@ class TrainingModel(ABC):
 
     def __init__(self, rank: TrainingRank) -> None:
         self._rank = rank
+
+    @property
+    def spec(self) -> "DeploymentSpec":
+        """What the deployment was asked to be."""
+        return self._rank.spec
 
     @property
     def arena(self) -> WorkerArena:
@@ -168,6 +193,31 @@ class TrainingModel(ABC):
         squared = self._squared_gradients()
         dist.all_reduce(squared)
         return float(squared.sqrt())
+
+    @property
+    def stepped_bytes(self) -> int:
+        """Size of the memory for `in_host`; 0: the optimizer is not in host memory."""
+        return 0 if self.host_arena is None else self._state.stepped_bytes
+
+    @contextmanager
+    def in_host(self, arena: HostArena) -> Iterator[None]:
+        """Within the block norms, `step_in_host` and `zero_gradients` are of the parameters and
+        gradients in `arena`, which are laid out as in the model's own arena."""
+        own = self._state
+        self._state = own.in_host(arena)
+        try:
+            yield
+        finally:
+            self._state = own
+
+    def step_in_host(self, params: AdamParams, *, gradient_factor: float) -> None:
+        """As `step`, within `in_host`; nothing that is derived from the parameters is made."""
+        self._state.step(params, gradient_factor)
+
+    @property
+    def memory(self) -> AnyArena:
+        """Where the state is that norms and steps are of now: `arena`, or that of `in_host`."""
+        return self._state.memory
 
     @abstractmethod
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from plexrl.cli.cluster.events import Lines
+from plexrl.cli.cluster.observe.events import Lines
 from plexrl.ids import JobId
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster

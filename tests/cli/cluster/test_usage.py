@@ -2,7 +2,7 @@
 
 import pytest
 
-from plexrl.cli.cluster.usage import By, add_up
+from plexrl.cli.cluster.observe.usage import By, add_up
 from plexrl.scheduler.queries.views import usage_view
 from tests.scheduler.fake_cluster import FakeCluster
 

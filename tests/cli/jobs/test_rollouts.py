@@ -22,6 +22,9 @@ FIELDS: dict[str, Any] = {
     "state": "failed",
     "staleness": 2,
     "round": "short",
+    "round_extra_prompts": 2,
+    "round_extra_samples": 1,
+    "over_launch_gain": 1.25,
     "queued_prompts": 3,
     "unrewarded": 4,
     "oldest_unrewarded": {"prompt": 17, "waiting_s": 93.0},
@@ -60,7 +63,9 @@ def test_a_narrow_terminal_has_the_figures_the_load_and_what_failed(
     assert "math-grpo-caf8d00a/rollout failed: no instance is left" in text
     assert "2 prompts were dropped" in text
     assert "math-grpo-caf8d00a/rollout: 4 samples wait for a reward" in text
-    assert "math-grpo-caf8d00a/rollout: short round; 3 prompts wait for a long one" in text
+    found = " ".join(text.split())
+    assert "math-grpo-caf8d00a/rollout: short round with 2 more prompts and 1 more samples" in found
+    assert "gain of the best choice: 1.25); 3 prompts wait for a long one" in found
     change = "2 instances of 1 to 4; rollout-1: generation takes 9 s"
     assert change in " ".join(text.split()), "the change of the number is not shown"
     assert "\x1b" not in text

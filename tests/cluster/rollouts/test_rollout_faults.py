@@ -156,9 +156,11 @@ def test_faults_that_are_mended_by_another_try_change_nothing(
 @pytest.mark.parametrize(
     "policy",
     [
-        plexrl.TailBatching(over_launch=1.5),
+        plexrl.TailBatching(over_launch=1.5, fixed_over_launch=True),
         pytest.param(
-            plexrl.TailBatching(over_launch_prompts=2, over_launch_responses=1),
+            plexrl.TailBatching(
+                over_launch_prompts=2, over_launch_responses=1, fixed_over_launch=True
+            ),
             marks=pytest.mark.slow,
         ),
     ],

@@ -82,7 +82,7 @@ class Killer(threading.Thread):
 def test_every_prompt_is_trained_once_though_service_and_instance_are_killed(
     cluster: plexrl.Cluster, job: plexrl.Job, embedded: EmbeddedCluster
 ) -> None:
-    steps, policy = 8, plexrl.TailBatching(over_launch=1.5)
+    steps, policy = 8, plexrl.TailBatching(over_launch=1.5, fixed_over_launch=True)
     actor = job.train_deployment("actor", MODEL)
     rollout = tail_rollout(job, actor, policy)
     killer = Killer(embedded, job, rollout)
@@ -108,7 +108,12 @@ def test_prompts_with_equal_rewards_are_dropped_and_others_are_trained_once(
 ) -> None:
     count, steps = 30, 6
     actor = job.train_deployment("actor", MODEL)
-    rollout = tail_rollout(job, actor, plexrl.TailBatching(over_launch=1.5), dynamic_sampling=True)
+    rollout = tail_rollout(
+        job,
+        actor,
+        plexrl.TailBatching(over_launch=1.5, fixed_over_launch=True),
+        dynamic_sampling=True,
+    )
     ticks = itertools.count()
 
     def graded(prompt: list[int], _: plexrl.Sample) -> float:
@@ -158,7 +163,10 @@ def test_another_policy_takes_over_the_queue(job: plexrl.Job) -> None:
         """Prompts that were aborted: they have samples, and were not trained."""
         return began - {number for batch in found for number in batch.prompt_numbers}
 
-    first = run(plexrl.TailBatching(over_launch=1.5), lambda found: bool(waiting(found)))
+    first = run(
+        plexrl.TailBatching(over_launch=1.5, fixed_over_launch=True),
+        lambda found: bool(waiting(found)),
+    )
     queued = waiting(first)
     assert queued
     assert len(first) < steps - 4
@@ -166,7 +174,7 @@ def test_another_policy_takes_over_the_queue(job: plexrl.Job) -> None:
     check(ahead, 1)
     numbers = [number for batch in ahead[:2] for number in batch.prompt_numbers]
     assert queued <= set(numbers), "later than the bound allows"
-    last = run(plexrl.TailBatching(over_launch=1.5), lambda _: False)
+    last = run(plexrl.TailBatching(over_launch=1.5, fixed_over_launch=True), lambda _: False)
     check(first, 0)
     check([*first, *ahead, *last], 1)
     trained = [n for batch in [*first, *ahead, *last] for n in batch.prompt_numbers]
@@ -206,7 +214,7 @@ class LateRewards:
 def test_late_rewards_of_aborted_samples_do_not_count_for_the_new_ones(job: plexrl.Job) -> None:
     steps = 4
     actor = job.train_deployment("actor", MODEL)
-    rollout = tail_rollout(job, actor, plexrl.TailBatching(over_launch=1.5))
+    rollout = tail_rollout(job, actor, plexrl.TailBatching(over_launch=1.5, fixed_over_launch=True))
     late = LateRewards()
     graded = rewards.Graded(late, on_failure="raise", at_once=steps * PROMPTS * SAMPLES * 2)
     batches = []

@@ -9,7 +9,7 @@ import pytest
 
 from plexrl.errors import InvalidRequestError, InvariantError
 from plexrl.rollout.coordinator.messages import PolicyChanged, Train
-from plexrl.rollout.policies.tail_batching import RoundKind, Rounds
+from plexrl.rollout.policies.tail_batching.rounds import RoundKind, Rounds
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryChange, TrajectoryId
 from plexrl.rollout.trajectories.server import TrajectoryServer

@@ -280,10 +280,17 @@ def test_forward_deployments_are_cut_by_megatron_and_otherwise_refused_by_field(
         assert cut.workers == 4
         assert state_bytes(cut, parameters) == state_bytes(whole, parameters)
         assert state_terms(cut).weights < state_terms(whole).weights / 2
-    with pytest.raises(LayoutError, match=r"'torch' does not support tp.*megatron: dp, tp, pp, ep"):
+    with pytest.raises(
+        LayoutError, match=r"'torch' does not support tp.*megatron: dp, tp, pp, cp, ep"
+    ):
         check_deployment(request("forward", parallelism={"tp": 2}))
-    with pytest.raises(LayoutError, match="'megatron' does not support cp"):
-        check_deployment(request("forward", backend="megatron", parallelism={"cp": 2}))
+    by_rows, _ = check_deployment(request("forward", backend="megatron", parallelism={"cp": 2}))
+    assert state_bytes(by_rows, parameters) == 2 * state_bytes(whole, parameters)
+    assert state_terms(by_rows).weights == state_terms(whole).weights
+    scored = {"parallelism": {"cp": 2}, "model": {**model, "head": "reward"}}
+    with pytest.raises(LayoutError, match="scores the last token") as refused:
+        check_deployment(request("forward", backend="megatron", **scored))
+    assert refused.value.details["field"] == "cp"
     with pytest.raises(LayoutError, match=r"head size is 16: .*multiple of 32 with weights in bfl"):
         check_deployment(request("forward", backend="megatron", dtype="bfloat16"))
     with pytest.raises(InvalidRequestError, match="megatron has all layers of a rank's stage"):

@@ -16,7 +16,7 @@ from plexrl.scheduler.dispatch.bursts import (
     bound_s,
     is_after_burst,
 )
-from plexrl.scheduler.rules.switch_cost import round_trip_s
+from plexrl.scheduler.rules.switch_cost import interruption_s, round_trip_s
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
@@ -223,9 +223,14 @@ def test_a_burst_that_ends_by_itself_ends_the_short_bounds() -> None:
     assert burst.cut_s > 0.0
     assert shared.bound_s("a") < 10.0
     assert shared.deployment("a").demand.burst_s(0) == burst.part_s < 10.0
+    so_far_s = burst.cut_s
     shared.longer_s["a"] = 60.0
     shared.run(30.0)
-    assert burst.cut_s == 0.0
+    assert (burst.cut_s, burst.served) == (0.0, 0)
+    usual_s = shared.deployment("a").demand.estimates.burst_seconds
+    assert usual_s is not None
+    # With all parts, so that it is known what an interruption would be.
+    assert usual_s > 0.3 * so_far_s > 20.0 * 0.3
 
 
 def test_a_declared_cycle_tells_the_usual_length_of_the_first_burst() -> None:
@@ -293,3 +298,55 @@ def test_the_usual_gap_is_the_time_from_an_end_to_the_next_arrival() -> None:
     shared.pauses("b", 5.0)
     shared.run(100.0)
     assert shared.deployment("a").demand.estimates.gap_seconds == pytest.approx(0.125)
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "served", "cut_s", "expected_s"),
+    [
+        (None, OPERATIONS_MIN - 1, 0.0, 300.0),
+        (None, OPERATIONS_MIN, 0.0, 6.0),
+        (None, 1, 5.0, 6.0),
+        (10.0, OPERATIONS_MIN, 0.0, 30.0),
+        (10.0, 1, 20.0, 10.0),
+        (10.0, 1, 40.0, 6.0),
+        (150.0, OPERATIONS_MIN, 0.0, 300.0),
+        # Longer than any cycle does: the controller pauses too seldom.
+        (301.0, OPERATIONS_MIN, 0.0, 6.0),
+    ],
+)
+def test_the_bound_follows_from_the_usual_length_and_from_what_was_cut_off(
+    usual_s: float | None, served: int, cut_s: float, expected_s: float
+) -> None:
+    shared = Shared([MODEST, MODEST])
+    for job in "ab":
+        shared.never_pauses(job)
+    shared.run(50.0)
+    demand = shared.deployment("a").demand
+    demand.estimates.burst_seconds = usual_s
+    demand.burst.served, demand.burst.cut_s = served, cut_s
+    assert shared.bound_s("a") == pytest.approx(expected_s)
+
+
+def test_a_bound_is_a_second_at_least_and_burst_max_s_at_most() -> None:
+    shared = Shared([MODEST, MODEST], {"burst_max_s": 4.0})
+    shared.deployment("a").demand.burst.served = OPERATIONS_MIN
+    shared.never_pauses("b")
+    shared.run(1.0)
+    # No move was measured yet, and such a small state is predicted to move in no time.
+    assert shared.bound_s("a") == BOUND_S_MIN
+    shared.never_pauses("a")
+    shared.run(50.0)
+    assert shared.bound_s("a") == 4.0
+
+
+def test_an_interruption_costs_two_switches_and_the_end_of_the_generations_that_run() -> None:
+    large = Member(work_s=0.3, load_s=2.0, offload_s=1.0)
+    shared = Shared([MODEST, large, MODEST])
+    for job in "abc":
+        shared.never_pauses(job)
+    shared.run(200.0)
+    state, holder = shared.cluster.core.cluster.state, shared.deployment("a")
+    moves_s = MODEST.round_trip_s + large.round_trip_s
+    assert interruption_s(state, holder) == pytest.approx(moves_s)
+    holder.demand.estimates.observe(OperationKind.GENERATE, 0, 5.0)
+    assert interruption_s(state, holder) == pytest.approx(moves_s + 5.0)

@@ -118,6 +118,24 @@ def test_a_checkpoint_that_the_stored_state_cannot_give_is_saved_after_a_load(co
     assert cluster.state_of("a:save") == "finished"
 
 
+def test_a_checkpoint_that_was_held_is_asked_for_again_without_a_switch() -> None:
+    """Between two operations of the holder, under a new token: workers would repeat an answer."""
+    cluster = cluster_with_an_offloaded_member()
+    cluster.submit("a:save", "a/actor", "save_checkpoint")
+    cluster.refuse(run_of(cluster, "a:save"), "storage_full")
+    backoff = cluster.core._context.state.deployments[DeploymentId("a/actor")].wpg.backoff
+    cluster.pass_time(backoff.until - cluster.now)
+    assert kinds(cluster) == [("optim_step", "b/actor")]
+    cluster.submit("b:2", "b/actor", "optim_step")
+    cluster.execute(run_of(cluster, "b:1"))
+    assert kinds(cluster) == [("save_checkpoint", "a/actor"), ("optim_step", "b/actor")]
+    cluster.execute(run_of(cluster, "a:save"))
+    cluster.execute(run_of(cluster, "b:2"))
+    assert cluster.state_of("a:save") == cluster.state_of("b:2") == "finished"
+    (group,) = [each for each in cluster.core.list_groups(cluster.now) if each["shared"]]
+    assert group["holder"] == "b/actor"
+
+
 def test_a_name_that_exists_fails_the_checkpoint_at_once() -> None:
     cluster = cluster_with_an_offloaded_member()
     cluster.submit("a:save", "a/actor", "save_checkpoint")

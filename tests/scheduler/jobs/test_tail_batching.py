@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from plexrl.rollout.policies.tail_batching import RoundKind
+from plexrl.rollout.policies.tail_batching.rounds import RoundKind
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import TrajectoryId
 from plexrl.scheduler.accounting import profiler

@@ -40,3 +40,28 @@ def test_work_does_not_move_where_computing_its_kv_cache_again_costs_more_than_i
     migrating = run(case, replace(bounded, strategies=replace(vanilla, migration=True)))
     assert migrating.throughput >= 0.98 * plain.throughput
     assert run(case, bounded).throughput >= 0.98 * plain.throughput
+
+
+def test_work_is_routed_by_the_lengths_to_which_it_grows() -> None:
+    """In short steps of few trajectories, new ones gathered where others were short: 3.6 % lost."""
+    case = setting("qwen2.5-7b", "h800", 1, 16, 20_000)
+    bounded = System(name=SystemName.STALEFLOW, staleness=1, rollout_gpus=10)
+    vanilla = Strategies(routing=False, synchronization=False, migration=False)
+    plain = run(case, replace(bounded, strategies=vanilla))
+    routed = run(case, replace(bounded, strategies=replace(vanilla, routing=True)))
+    assert routed.throughput >= 0.98 * plain.throughput
+
+
+def test_tail_batching_starts_no_more_than_it_trains_where_that_costs_time() -> None:
+    """With 512 samples on 8 instances, Flexes' factor of 1.25 loses 3.3 %."""
+    case = setting("qwen2.5-14b", "h20", 2, 64, 5_000)
+    plain = run(case, System(name=SystemName.SYNC))
+    fixed = run(case, System(name=SystemName.TAIL, fixed_over_launch=True))
+    assert fixed.run_s > 1.01 * plain.run_s, "it does not lose here: choose another case"
+    assert run(case, System(name=SystemName.TAIL)).run_s <= plain.run_s / 0.98
+
+
+def test_tail_batching_starts_more_than_it_trains_where_that_gains() -> None:
+    case = setting("qwen2.5-7b", "h800", 1, 16, 5_000)
+    plain = run(case, System(name=SystemName.SYNC))
+    assert plain.run_s > 1.1 * run(case, System(name=SystemName.TAIL)).run_s

@@ -45,7 +45,7 @@ PARTS = [
     for stream in ((False, True) if rewards else (False,))
 ]
 NO_PLANNER = Parts(parallelism=False)
-TAIL = System(name=SystemName.TAIL)
+TAIL = System(name=SystemName.TAIL, fixed_over_launch=True)
 SYNC = System(name=SystemName.SYNC)
 
 
@@ -55,6 +55,7 @@ def flexes(parts: Parts, factor: float = 1.25) -> System:
         parts=parts,
         over_launch_prompts=factor,
         over_launch_responses=factor,
+        fixed_over_launch=True,
     )
 
 

@@ -15,13 +15,14 @@ from plexrl.errors import (
     CorruptStateError,
     StateLostError,
 )
+from plexrl.model.spec import tiny_qwen2
 from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
 from plexrl.statemanager.checkpoint.places.choice import place_at
 from plexrl.statemanager.checkpoint.write.progress import CheckpointProgress
 from plexrl.statemanager.checkpoint.write.publish import announce
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
 from plexrl.statemanager.layout.keys import StateSlice
-from plexrl.worker.state.checkpoint_files import fill_from_checkpoint, load_for
+from plexrl.worker.state.checkpoint_files import fill_from_checkpoint, load_for, refuse_critic
 from plexrl.worker.state.rank_agreement import on_all_ranks
 from tests.statemanager.checkpoint import versions as v
 
@@ -29,7 +30,7 @@ TENSORS: v.Tensors = {v.key("w"): v.random_tensor(np.random.default_rng(1), "F32
 SLICES = v.wanted(TENSORS, v.rows(TENSORS, 1)[0])
 
 
-def write(target: Path, checkpoint_format: CheckpointFormat) -> None:
+def write(target: Path, checkpoint_format: CheckpointFormat, tensors: v.Tensors = TENSORS) -> None:
     wanted = CheckpointSpec(
         target=place_at(target),
         node="n",
@@ -38,7 +39,7 @@ def write(target: Path, checkpoint_format: CheckpointFormat) -> None:
         shard_bytes_max=SHARD_BYTES_MAX,
         overwrite=True,
     )
-    write_checkpoint(wanted, v.versions(TENSORS, 2), None, CheckpointProgress())
+    write_checkpoint(wanted, v.versions(tensors, 2), None, CheckpointProgress())
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -151,3 +152,24 @@ def test_ranks_agree_on_values_and_on_the_first_failure() -> None:
     assert on_all_ranks(lambda value: [value, value], lambda: "x") == ["x", "x"]
     with pytest.raises(CorruptStateError, match="mine"):
         on_all_ranks(lambda value: ['{"value": ""}', value], fail)
+
+
+@pytest.mark.parametrize("checkpoint_format", [*CheckpointFormat, None])
+def test_a_critic_is_no_checkpoint_of_a_language_model(
+    tmp_path: Path, checkpoint_format: CheckpointFormat | None
+) -> None:
+    """Its other parameters may be all that a model with tied embeddings has."""
+    path = tmp_path / "c"
+    if checkpoint_format is None:
+        path.mkdir()
+        save_file({"score.weight": torch.ones(1, 6)}, path / "model.safetensors")
+    else:
+        head = v.random_tensor(np.random.default_rng(2), "F32", (1, 5))
+        write(path, checkpoint_format, {**TENSORS, v.key("score.weight"): head})
+    causal = tiny_qwen2("0123456789")
+    with pytest.raises(BatchShapeError, match=r"'c' is of a critic or a reward model"):
+        refuse_critic(path, causal)
+    refuse_critic(path, replace(causal, head="value"))
+    refuse_critic(path, replace(causal, head="reward"))
+    write(tmp_path / "policy", CheckpointFormat.HF)
+    refuse_critic(tmp_path / "policy", causal)

@@ -1,7 +1,7 @@
 """One cycle: the decisions of the three strategies on one snapshot (StaleFlow Alg. 1)."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.strategies.length_aware import longest_first, make_router, sides
@@ -41,7 +41,7 @@ class CoordinatorCycle:
         kv_budgets: Mapping[InstanceId, float],
     ) -> None:
         self._settings = settings
-        self._model = model
+        self._model = replace(model, growth_tokens=server.lengths.growth)
         self._server = server
         self._entries = buffers
         # One that is starting again has no throughput, and would attract the work of all others.

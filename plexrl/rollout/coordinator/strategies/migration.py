@@ -2,7 +2,8 @@
 
 1. Of the trajectories in an engine's own queue, those beyond `waiting_max`, the last ones first.
 2. If the highest throughput of an instance is more than `throughput_ratio_max` times the lowest,
-   all trajectories of the instance with the highest one.
+   the trajectories of the instance with the highest one that others would take. The paper returns
+   all of them, of which some come back to where they were.
 
 The paper's second rule has no condition: an instance without work, which cannot get any or is about
 to get some, would make the busiest instance return its work in each cycle. Here the throughputs are
@@ -50,10 +51,12 @@ def to_migrate(
         for load in loads
         if load.waiting > settings.waiting_max
     }
-    busiest = _to_redistribute(settings, model, loads, buffers, queue, work, tokens_left, sides)
-    if busiest is not None:
-        running, waiting = work(busiest)
-        excess[busiest.index] = running + waiting
+    moved = _to_redistribute(settings, model, loads, buffers, queue, work, tokens_left, sides)
+    if moved is not None:
+        busiest, leaving = moved
+        gone = {each.trajectory for each in leaving}
+        kept = (each for each in excess.get(busiest.index, ()) if each.trajectory not in gone)
+        excess[busiest.index] = [*leaving, *kept]
     return [(load, excess[load.index]) for load in loads if load.index in excess]
 
 
@@ -66,8 +69,8 @@ def _to_redistribute(
     work: Work,
     tokens_left: TokensLeft,
     sides: Sides | None,
-) -> InstanceLoad | None:
-    """The instance with the highest throughput, if its work is to be redistributed."""
+) -> tuple[InstanceLoad, list[RoutingCandidate]] | None:
+    """The instance with the highest throughput, and which of its work goes to others."""
     if _busiest(settings, model, loads) is None:
         return None
     before = [load.copy() for load in loads]
@@ -88,10 +91,13 @@ def _to_redistribute(
     rate = model.throughput(busiest.kv_cache, busiest.running)
     gained = _throughput(model, after) - _throughput(model, before)
     gained -= settings.migration_gain_min * rate
-    if not running or gained <= 0:
+    leaving = [(each, load) for each, load in routed if load is not emptied]
+    if not running or not leaving or gained <= 0:
         return None
     lasting_s = tokens_left(running) / rate
-    return busiest if gained * lasting_s > _tokens_lost(model, routed, running) else None
+    if gained * lasting_s <= _tokens_lost(model, leaving, running):
+        return None
+    return busiest, [each for each, _ in leaving]
 
 
 def _throughput(model: CostModel, loads: Sequence[InstanceLoad]) -> float:

@@ -13,7 +13,7 @@ from plexrl.rollout.policies.adaptive_tp.controller import SwitchController, TpS
 from plexrl.rollout.policies.adaptive_tp.predictor import LatencyPredictor
 from plexrl.rollout.policies.adaptive_tp.projection import DecodingRow, project
 from plexrl.rollout.policies.adaptive_tp.settings import AdaptiveTpSettings
-from plexrl.rollout.policies.tail_batching import Rounds
+from plexrl.rollout.policies.tail_batching.rounds import Rounds
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.rollout.trajectories.server import TrajectoryServer
 

@@ -20,7 +20,7 @@ from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.model.layout import with_layout
 from plexrl.model.parallelism import Parallelism
 from plexrl.rollout.policies.parallelism import ParallelismPlanner
-from plexrl.rollout.policies.tail_batching import RoundKind
+from plexrl.rollout.policies.tail_batching.rounds import RoundKind
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.instances.membership import RolloutMember
 from plexrl.rollout.service.journal.progress import RolloutProgress

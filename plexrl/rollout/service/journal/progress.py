@@ -23,7 +23,7 @@ from plexrl.rollout.coordinator.messages import (
     TpSwitched,
     Train,
 )
-from plexrl.rollout.policies.tail_batching import RoundKind
+from plexrl.rollout.policies.tail_batching.rounds import RoundKind
 from plexrl.rollout.service.order import RolloutOrder, deployment_of
 from plexrl.rollout.trajectories.record import (
     SampleGroupId,

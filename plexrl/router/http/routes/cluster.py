@@ -4,6 +4,7 @@ import asyncio
 import time
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -18,6 +19,7 @@ from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.observe.health import SCHEDULER_TIMEOUT_S
 from plexrl.router.observe.metrics import (
     HealthCollector,
+    OverviewCollector,
     RefusedKeysCollector,
     RunHealthCollector,
     ServiceLevelCollector,
@@ -43,6 +45,9 @@ from plexrl.wire.messages.cluster_views import (
 )
 from plexrl.wire.parameter_checks import check_name
 
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
 ROUTES = APIRouter(prefix="/v1", tags=["cluster"], route_class=ViewRoute)
 
 
@@ -54,17 +59,19 @@ async def health(services: Services) -> HealthView:
 
 @ROUTES.get("/metrics", summary="Prometheus metrics; a key shows more")
 async def metrics(request: Request, services: Services) -> Response:
-    """The content of `/v1/health`, errors of estimated waits, numbers of jobs that wait more than
-    they accept, and figures of all asynchronous rollouts. With a key, also the waiting of each job
+    """The content of `/v1/health`, use of the GPUs, lengths of the queues, operations by kind, the
+    journal, errors of estimated waits, numbers of jobs that wait more than they accept, and figures
+    of all asynchronous rollouts. With a key, also the waiting of each job
     of the tenant; of all jobs, for the operator."""
     caller = await services.caller(request) if "authorization" in request.headers else None
     health = HealthCollector(await services.health.public(), time.time())
-    found: list[WaitCollector | ServiceLevelCollector | RunHealthCollector] = []
+    found: list[Collector] = []
     with suppress(PlexRLError):
         # Without a scheduler, `health` says so.
         call = partial(services.scheduler.call, params={}, timeout_s=SCHEDULER_TIMEOUT_S)
         quality = await call(m.ETA_QUALITY)
         found.append(WaitCollector(quality))
+        found.append(OverviewCollector(await services.overviews.of_all()))
         levels = await call(m.SERVICE_LEVELS)
         seen = [job for job in levels["jobs"] if caller and caller.scope in (None, job["tenant"])]
         found.append(ServiceLevelCollector(levels["jobs"], seen))

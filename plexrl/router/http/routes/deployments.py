@@ -70,6 +70,7 @@ async def deploy(
         "spec_json": spec.to_json(),
         "node_type": body.node_type,
         "pace": spec.pace,
+        "steps_in_host": spec.steps_in_host,
         "checkpoints": (
             None
             if body.checkpoint_every is None
@@ -111,6 +112,7 @@ async def copy(
     caller = await services.caller(request)
     check_name("deployment", body.name)
     view = await services.deployment(caller, f"{job}/{name}")
+    spec = deployment_spec_from_json(view["spec_json"])
     return await services.ask(
         request,
         m.CREATE_DEPLOYMENT,
@@ -128,7 +130,8 @@ async def copy(
         pace=view["pace"],
         checkpoints=view["checkpoints"],
         preemptible=view["preemptible"],
-        memory=msgspec.to_builtins(device_memory(deployment_spec_from_json(view["spec_json"]))),
+        steps_in_host=spec.steps_in_host,
+        memory=msgspec.to_builtins(device_memory(spec)),
     )
 
 

@@ -41,7 +41,7 @@ def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
     queue = work.queue
     if not queue or wpg.state is not _READY or now < wpg.backoff.until:
         return False
-    if work.running and saves_stored_state(deployment):
+    if work.running and runs_on_stored_state(deployment):
         return False
     if wpg.moves.planned is not None and is_stopping(state, deployment):
         return False
@@ -49,8 +49,8 @@ def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
     return after is None or _is_over(state, after)
 
 
-def saves_stored_state(deployment: Deployment) -> bool:
-    """Whether a checkpoint is being pinned from its stored state (`dispatch.stored_saves`)."""
+def runs_on_stored_state(deployment: Deployment) -> bool:
+    """Whether an operation runs that needs its stored state only (`dispatch.stored_runs`)."""
     return bool(deployment.work.running) and deployment.wpg.residency is _OFFLOADED
 
 

@@ -89,7 +89,7 @@ def requeue(state: State, deployment: Deployment, operation: Operation, now: flo
             burst.pause(now)
             burst.want(now)
         elif burst.wants_since is None:
-            # What waits behind a checkpoint of the stored state has waited on.
+            # What waits behind a run on the stored state has waited on.
             burst.want(now)
 
 

@@ -51,7 +51,11 @@ class OverviewCalls:
         return self._shell.core
 
     async def _overview(self, scope: Scope, _: calls.Nothing) -> ov.OverviewView:
-        return overview(self._core.cluster, scope, self._now())
+        view = overview(self._core.cluster, scope, self._now())
+        if scope is None:
+            view["operations"] = self._shell.operation_totals.views()
+            view["journal"] = self._shell.journal_view()
+        return view
 
     async def _lanes(self, scope: Scope, call: calls.ReadLanes) -> ov.LanesView:
         if not (call.seconds > 0.0 and call.until_s >= 0.0 and call.first >= 0):

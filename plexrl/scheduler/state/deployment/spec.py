@@ -1,9 +1,13 @@
 """What a deployment was asked to be."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from plexrl.ids import DeploymentId
-from plexrl.wire.operations import CheckpointSchedule
+from plexrl.wire.operations import CheckpointSchedule, OperationKind
+
+_SAVES: Final = frozenset({OperationKind.SAVE_CHECKPOINT})
+_STEPS_AND_SAVES: Final = _SAVES | {OperationKind.OPTIM_STEP}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,8 +32,15 @@ class RequestedSpec:
     """The deployment that waited for GPUs when it began to share; None: it did not."""
     pace: str = ""
     """As in `DeploymentCreated`. What it takes tells nothing of deployments that compute."""
+    steps_in_host: bool = False
+    """As in `DeploymentCreated`."""
     checkpoints: CheckpointSchedule | None = None
     """As in `DeploymentCreated`."""
+
+    @property
+    def stored_kinds(self) -> frozenset[OperationKind]:
+        """Operations for which the stored state may be enough (`dispatch.stored_runs`)."""
+        return _STEPS_AND_SAVES if self.steps_in_host else _SAVES
 
     @property
     def shares(self) -> bool:

@@ -90,6 +90,11 @@ class DeploymentWork:
         """The operation at this index of the queue fails, or was cancelled."""
         del self.queue[place]
 
+    @property
+    def new_runs(self) -> list[OperationId]:
+        """The operations that run, and are no repetitions of what was completed."""
+        return [name for name, command in self.running.items() if not command.replay]
+
     def begin_run(self, command: AnyRun) -> None:
         """A run was sent to the workers."""
         self.running[command.operation] = command

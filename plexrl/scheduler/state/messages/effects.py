@@ -2,15 +2,11 @@
 
 import heapq
 from dataclasses import dataclass, field
-from typing import Final
 
 from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId, OperationId
 from plexrl.scheduler.state.messages.timers import Subject, Timer, TimerKind
 from plexrl.scheduler.state.records import State
 from plexrl.wire.messages import Command, DiscardBlobs, SetTimer
-from plexrl.wire.operations import OperationKind
-
-_SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
 
 TIMERS_MIN = 1024
 """Fewer timers are never swept."""
@@ -35,16 +31,17 @@ class Effects:
     """Time of the last `SetTimer` that is not due yet."""
     wakes_sooner: bool = False
     """A timer earlier than `timer_at` was added."""
-    saving: dict[DeploymentId, None] = field(init=False)
-    """Deployments that may have a checkpoint in their queue. One whose state is stored starts
-    beside the holder of its group, so each step of the group looks for it."""
+    for_stored: dict[DeploymentId, None] = field(init=False)
+    """Deployments that may have a checkpoint or a host optimizer's step in their queue. One whose
+    state is stored starts beside the holder of its group, so each step of the group looks for
+    it."""
 
     def __post_init__(self) -> None:
-        self.saving = {}
+        self.for_stored = {}
         for deployment in self.state.deployments.values():
-            for name in (*deployment.work.queue, *deployment.work.running):
-                if self.state.operations[name].kind is _SAVE_CHECKPOINT:
-                    self.saving[deployment.deployment] = None
+            for name in (*deployment.work.queue, *deployment.work.new_runs):
+                if self.state.operations[name].kind in deployment.spec.stored_kinds:
+                    self.for_stored[deployment.deployment] = None
 
     def emit(self, command: Command) -> None:
         """Add a command to the result of this call."""

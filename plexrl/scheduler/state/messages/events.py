@@ -246,6 +246,8 @@ class DeploymentCreated(Event, frozen=True, kw_only=True):
     """What it needs on each GPU; None: unknown, its state only."""
     pace: str = ""
     """The modelled GPU and model that its workers keep the time of; empty: they compute."""
+    steps_in_host: bool = False
+    """An optimizer step of its stored state needs no GPU."""
     checkpoints: CheckpointSchedule | None = None
     """When a train deployment saves checkpoints of itself; None: when it is told to."""
 

@@ -2,6 +2,10 @@
 
 from typing import Any, Final
 
+from msgspec.structs import replace
+
+from plexrl.scheduler.state.deployment.replay_log import ReplayLog
+from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.messages import (
@@ -17,6 +21,7 @@ from plexrl.wire.messages import (
     OptimStep,
     Publish,
     SaveCheckpoint,
+    SaveRequest,
     Snapshot,
     Sync,
     ZeroGrad,
@@ -28,6 +33,7 @@ _SYNC_WEIGHTS: Final = OperationKind.SYNC_WEIGHTS
 _SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
 _LOAD: Final = OperationKind.LOAD
 _OFFLOAD: Final = OperationKind.OFFLOAD
+_OFFLOADED: Final = Residency.OFFLOADED
 
 _COMPUTES: Final[dict[OperationKind, Any]] = {
     OperationKind.FORWARD: Forward,
@@ -48,7 +54,7 @@ def make_run(
     replay: bool,
 ) -> AnyRun:
     """The run of an operation that is no move, under the group's token. `sources`: for a sync, the
-    StateManagers to pull from."""
+    StateManagers to pull from. A step of an offloaded deployment is one of its stored version."""
     kind = operation.kind
     head = (
         operation.operation,
@@ -65,6 +71,8 @@ def make_run(
     params: Any = operation.params
     if compute is not None:
         run: AnyRun = compute(*head, operation.payload, deployment.work.trainer_step, params)
+        if deployment.wpg.residency is _OFFLOADED and isinstance(run, OptimStep):
+            return _stored_step(run, deployment.work.replay)
         return run
     if kind is _GENERATE:
         partial, step = operation.partial, deployment.work.trainer_step
@@ -77,6 +85,18 @@ def make_run(
         log = deployment.work.replay
         return SaveCheckpoint(*head, params, log.durable_seq, log.previous_seq, log.base_seq)
     return Barrier(*head) if kind is OperationKind.BARRIER else Publish(*head)
+
+
+def _stored_step(run: OptimStep, log: ReplayLog) -> OptimStep:
+    """The step of an offloaded deployment: it makes a version of the stored one."""
+    order = SaveRequest(
+        seq=run.seq,
+        token=run.token,
+        keep_seq=log.durable_seq,
+        previous_seq=log.previous_seq,
+        base_seq=log.base_seq,
+    )
+    return replace(run, stored=order)
 
 
 def make_move(

@@ -260,10 +260,16 @@ def policy_of(system: System) -> RolloutPolicy:
     prompts, responses = system.over_launch_prompts, system.over_launch_responses
     if not parts.tail:
         prompts = responses = 1.0
+    is_fixed = system.fixed_over_launch
     if prompts == responses:
-        return TailBatching(over_launch=prompts, scale_down=parts.stream)
+        return TailBatching(
+            over_launch=prompts, fixed_over_launch=is_fixed, scale_down=parts.stream
+        )
     return TailBatching(
-        over_launch_prompts=prompts, over_launch_responses=responses, scale_down=parts.stream
+        over_launch_prompts=prompts,
+        over_launch_responses=responses,
+        fixed_over_launch=is_fixed,
+        scale_down=parts.stream,
     )
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.statemanager.daemon.handlers.caller import WORKERS, DaemonCaller, DaemonReply, handles
 from plexrl.statemanager.daemon.registry.registry import Registration, check_slices
+from plexrl.statemanager.device.memory import WritableDevice
 from plexrl.statemanager.layout.versions import Manifest, padded
 from plexrl.statemanager.protocol.host_requests import (
     BorrowHost,
@@ -91,6 +92,54 @@ def open_host(registration: Registration) -> list[int]:
     return allocations.open(host, writable=host.allocation is not None)
 
 
+def allocate_step(caller: DaemonCaller, rank: Registration, arena_bytes: int) -> WritableDevice:
+    """Allocate host memory for a step of the rank's stored state; returns it as one arena.
+
+    Raises:
+        ConflictError: the state is on the device, or no part of it stays in host memory.
+        StateTierFullError: the host tier has no space.
+    """
+    if rank.host is None or rank.allocation is not None:
+        raise ConflictError(
+            f"{rank.description} cannot step its stored state: it is loaded, or has no optimizer "
+            "in host memory"
+        )
+    store = caller.services.store
+    rank.release_host()
+    rank.step = HostState(
+        start=0,
+        nbytes=padded(arena_bytes),
+        tenant=rank.host.tenant,
+        owner=f"{rank.host.owner} step",
+        near=rank.host.near,
+    )
+    for state in (rank.step, rank.host):
+        store.allocate_host(state)
+    allocations = store.host_allocations
+    return allocations.joined_memory(rank.host, allocations.memory(rank.step))
+
+
+def stepped_memory(rank: Registration) -> WritableDevice:
+    """The memory for the arena's slices, to which the rank can no longer write.
+
+    Raises:
+        ConflictError: no step was begun, or the rank can still write to the memory.
+    """
+    if rank.step is None or rank.host_allocations is None:
+        raise ConflictError(f"{rank.description} has begun no step of its stored state")
+    rank.host_allocations.check_unwritten(rank.step)
+    return rank.host_allocations.memory(rank.step)
+
+
+def open_step(rank: Registration) -> list[int]:
+    """Descriptors of the memory of a step: to read and to write the arena's slices, then the same
+    of the host memory."""
+    assert rank.host_allocations is not None
+    assert rank.step is not None
+    step = rank.host_allocations.open(rank.step, writable=True)
+    return [*step, *open_host(rank)]
+
+
 def _borrow(caller: DaemonCaller, request: BorrowHost, _: Sequence[int]) -> DaemonReply:
     registration = caller.registered()
     store = caller.services.store
@@ -107,6 +156,9 @@ def _return(caller: DaemonCaller, request: ReturnHost, _: Sequence[int]) -> Daem
     registration = caller.registered()
     with registration.exclusive():
         host, allocations = _host(registration), caller.services.store.host_allocations
+        if request.what == Returned.ALL:
+            registration.release_host()
+            return DaemonReply({})
         if request.what != Returned.LOAN:
             allocations.release_snapshot(host)
         if request.what != Returned.BASE:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,12 +22,19 @@ from plexrl.statemanager.daemon.handlers.device_memory import (
     check_free_memory,
     prefault_for_offload,
 )
-from plexrl.statemanager.daemon.handlers.host_memory import is_in_host, open_host
+from plexrl.statemanager.daemon.handlers.host_memory import (
+    allocate_step,
+    is_in_host,
+    open_host,
+    open_step,
+    stepped_memory,
+)
 from plexrl.statemanager.daemon.registry.registry import PrefetchedArena, Registration
 from plexrl.statemanager.device.backend import DeviceAllocation
 from plexrl.statemanager.device.memory import MemoryRange
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.statemanager.layout.versions import Manifest, VersionKind, version_name
+from plexrl.statemanager.protocol.host_requests import BeginStep, SaveStep
 from plexrl.statemanager.protocol.messages import (
     PUBLISHED_PARTS,
     ListReplicated,
@@ -48,7 +55,6 @@ DIGESTED_BYTES_MIN = 32 << 20
 
 def _save(caller: DaemonCaller, request: Save, _: Sequence[int]) -> DaemonReply:
     rank = caller.registered()
-    store = caller.services.store
     started = time.perf_counter()
     _check_json(request.meta_json)
     order = request.order
@@ -58,34 +64,81 @@ def _save(caller: DaemonCaller, request: Save, _: Sequence[int]) -> DaemonReply:
         caller.services.arena_prefetcher.during_offload(rank, *successor) as begin_prefetch,
     ):
         caller.services.fencing.admit(rank.group, order.token)
-        keep = {order.seq, order.keep_seq}
-        versions = _versions(caller, rank, VersionKind.STATE)
-        others = [v for v in versions if v.manifest.seq not in keep]
-        superseded = names_of(others)
-        kept = {order.previous_seq, order.base_seq}
-        earlier = names_of([v for v in others if v.manifest.seq in kept])
-        same_size = [v for v in versions if v.manifest.world_size == rank.world_size]
-        stored = _find_unchanged(rank, request, same_size)
-        moved = 0
-        if stored is None:
-            manifest = _manifest(
-                caller, rank, VersionKind.STATE, order.seq, request.parts, request.meta_json
-            )
-            manifest = _with_digests(manifest, request.digests)
-            manifest = replace(manifest, token=order.token)
-            host = rank.host if is_in_host(manifest, rank) else None
-            stored = store.put(manifest, memory, superseded, host, begin_prefetch)
-            moved = manifest.nbytes
-            if host is not None and stored.tier == TierName.HOST:
-                moved = _bytes_without_last(manifest)
-        else:
-            store.touch(stored.manifest.name)
-        store.drop(name for name in superseded if name not in earlier)
-        caller.services.earlier_versions.keep(earlier)
-        if order.next_use_s is not None:
-            store.expect_use_in(rank.deployment, order.next_use_s)
-        report = move_report(moved, time.perf_counter() - started, stored.tier)
-        return DaemonReply({**report, "stamp": stored.manifest.stamp})
+        return _store_state(caller, rank, request, memory, started, begin_prefetch)
+
+
+def _store_state(
+    caller: DaemonCaller,
+    rank: Registration,
+    request: Save,
+    memory: "WritableDevice",
+    started: float,
+    on_copy: Callable[[], None] = lambda: None,
+) -> DaemonReply:
+    """Store the rank's state, which lies in `memory` and its host memory. `on_copy`: as for
+    `Store.put`. The rank's lock is held."""
+    store, order = caller.services.store, request.order
+    keep = {order.seq, order.keep_seq}
+    versions = _versions(caller, rank, VersionKind.STATE)
+    others = [v for v in versions if v.manifest.seq not in keep]
+    superseded = names_of(others)
+    kept = {order.previous_seq, order.base_seq}
+    earlier = names_of([v for v in others if v.manifest.seq in kept])
+    same_size = [v for v in versions if v.manifest.world_size == rank.world_size]
+    stored = _find_unchanged(rank, request, same_size)
+    moved = 0
+    if stored is None:
+        manifest = _manifest(
+            caller, rank, VersionKind.STATE, order.seq, request.parts, request.meta_json
+        )
+        manifest = _with_digests(manifest, request.digests)
+        manifest = replace(manifest, token=order.token)
+        host = rank.host if is_in_host(manifest, rank) else None
+        stored = store.put(manifest, memory, superseded, host, on_copy)
+        moved = manifest.nbytes
+        if host is not None and stored.tier == TierName.HOST:
+            moved = _bytes_without_last(manifest)
+    else:
+        store.touch(stored.manifest.name)
+    store.drop(name for name in superseded if name not in earlier)
+    caller.services.earlier_versions.keep(earlier)
+    if order.next_use_s is not None:
+        store.expect_use_in(rank.deployment, order.next_use_s)
+    report = move_report(moved, time.perf_counter() - started, stored.tier)
+    return DaemonReply({**report, "stamp": stored.manifest.stamp})
+
+
+def _begin_step(caller: DaemonCaller, request: BeginStep, _: Sequence[int]) -> DaemonReply:
+    # No token is asked for: nothing here touches a device, and the group's holders change
+    # meanwhile. Another process that registers the rank ends the step.
+    rank = caller.registered()
+    name = version_name(*rank.shard, rank.world_size, VersionKind.STATE, request.seq)
+
+    def check(manifest: Manifest) -> None:
+        _check_fits(manifest, rank)
+        if manifest.stamp != request.stamp:
+            raise ConflictError(f"{manifest.description} was stored again: load it first")
+        on_device = _on_device(rank, ((e.arena_offset, e.nbytes) for e in manifest.extents))
+        if any(first + nbytes > request.arena_bytes for first, nbytes in on_device):
+            raise InvalidRequestError(f"{manifest.description} needs more memory than is named")
+
+    with rank.exclusive():
+        memory = allocate_step(caller, rank, request.arena_bytes)
+        try:
+            what = f"version {request.seq} of {rank.deployment!r} rank {rank.rank}"
+            lease = caller.services.store.load(name, what, memory, check)
+            fds = open_step(rank)
+        except BaseException:
+            rank.release_host()
+            raise
+        return DaemonReply({"parts": [part.value for part in lease.manifest.parts]}, fds)
+
+
+def _save_step(caller: DaemonCaller, request: SaveStep, _: Sequence[int]) -> DaemonReply:
+    rank, started = caller.registered(), time.perf_counter()
+    save = Save(order=request.order, parts=request.parts, meta_json="{}", same_as=None)
+    with rank.exclusive():
+        return _store_state(caller, rank, save, stepped_memory(rank), started)
 
 
 def _load(caller: DaemonCaller, request: Load, _: Sequence[int]) -> DaemonReply:
@@ -231,6 +284,8 @@ def _list_replicated(
 ENTRIES = (
     handles(Save, _save, WORKERS, is_move=True),
     handles(Load, _load, WORKERS, is_move=True),
+    handles(BeginStep, _begin_step, WORKERS, is_move=True),
+    handles(SaveStep, _save_step, WORKERS, is_move=True),
     handles(Publish, _publish, WORKERS, is_move=True),
     handles(ListReplicated, _list_replicated, WORKERS),
 )

@@ -62,6 +62,8 @@ class Registration:
     """The part of the next load that is on the device already; absent: none."""
     host: HostState | None = None
     """State that stays in host memory; absent: none."""
+    step: HostState | None = None
+    """Memory for the arena's slices during a step of the stored state; absent: no step."""
     host_allocations: HostAllocations | None = None
     """Owner of `host`."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -119,8 +121,7 @@ class Registration:
         with self.lock:
             allocation, self.allocation = self.allocation, None
             self.ended = True
-            if self.host is not None and self.host_allocations is not None:
-                self.host_allocations.release_all(self.host)
+            self.release_host()
             self.recycle_prefetched()
             if allocation is None:
                 return
@@ -128,6 +129,13 @@ class Registration:
                 self.devices.free(allocation, is_unmapped=_has_ended(self.pid))
             except DeviceError:
                 LOG.exception("device memory of %s could not be freed", self.description)
+
+    def release_host(self) -> None:
+        """Release all host memory; the lock is held."""
+        step, self.step = self.step, None
+        for state in (self.host, step):
+            if state is not None and self.host_allocations is not None:
+                self.host_allocations.release_all(state)
 
     def take_prefetched(self) -> PrefetchedArena | None:
         """Take the prefetched part; the caller owns its memory. The lock is held."""

@@ -31,7 +31,7 @@ from plexrl.worker.state.arena_tensors import (
     span,
     view,
 )
-from plexrl.worker.state.checkpoint_files import load_for, recorded_trainer_step
+from plexrl.worker.state.checkpoint_files import load_for, recorded_trainer_step, refuse_critic
 from plexrl.worker.state.device import CPU, WorkerDevice
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class EngineBackend(GeneratingBackend[EngineT]):
         if call.kind != OperationKind.LOAD_CHECKPOINT:
             raise InvalidRequestError(f"{call.kind.value} is no operation of a rollout backend")
         path = call.checkpoint_path(self._checkpoint_url)
+        refuse_critic(path, self._spec.model)
         found = load_for(path, self._pulled)
         for piece in self._pulled:
             view(self.arena, piece).copy_(found[piece])

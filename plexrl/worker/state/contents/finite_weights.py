@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from plexrl.errors import NonFiniteWeightsError
-from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
-from plexrl.worker.state.arena_tensors import view
+from plexrl.worker.state.arena_tensors import AnyArena, view
 from plexrl.worker.state.rank_agreement import on_all_ranks
 
 WEIGHT_MAX = 1e6
@@ -20,7 +19,7 @@ norm, leave float32, the norm makes them 0, and all tokens look equally likely."
 
 
 def check_finite_weights(
-    arena: WorkerArena, slices: Sequence[StateSlice], gather: Callable[[str], list[str]]
+    arena: AnyArena, slices: Sequence[StateSlice], gather: Callable[[str], list[str]]
 ) -> None:
     """Check the parameters of all ranks; every rank takes part.
 
@@ -42,7 +41,7 @@ def check_finite_weights(
     on_all_ranks(gather, look)
 
 
-def first_non_finite(arena: WorkerArena, slices: Sequence[StateSlice]) -> str | None:
+def first_non_finite(arena: AnyArena, slices: Sequence[StateSlice]) -> str | None:
     """Name of the first parameter, in the order of `slices`, that a model cannot compute with.
     None: it can with all."""
     pieces = [piece for piece in slices if piece.key.part == StatePart.PARAMETER]

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -128,6 +129,21 @@ class MegatronModel(TrainingModel):
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
         self._state.step(params, gradient_factor)
         self._gather()
+
+    def step_in_host(self, params: AdamParams, *, gradient_factor: float) -> None:
+        """As `TrainingModel.step_in_host`. Float32 parameters, which every data rank stores whole,
+        are gathered."""
+        self._state.step(params, gradient_factor)
+        buffers = [*self._chunk.buffers, *self._chunk.expert_parallel_buffers]
+        if self._state.casts:
+            return
+        for buffer, flat in zip(buffers, self._state.parameters, strict=True):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel()
+                whole = flat[bucket.offset : bucket.offset + size]
+                own = whole.chunk(group.size())[group.rank()]
+                dist.all_gather_into_tensor(whole, own.clone(), group=group)
 
     def _gather_after_load(self) -> None:
         """Gather the parameters unless they are loaded or gathered. A load itself does not, because

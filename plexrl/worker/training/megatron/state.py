@@ -24,6 +24,7 @@ instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -39,6 +40,7 @@ from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.arena_tensors import (
     ARENA_DTYPES,
+    AnyArena,
     ArenaLayout,
     ParameterPiece,
     span,
@@ -164,6 +166,8 @@ class MegatronState:
             ]
         self._reduces = reduces
         self.arena = make_arena(self._layout.nbytes)
+        self.memory: AnyArena = self.arena
+        """Where parameters and gradients are: the arena, or what stands for it."""
         self.host_arena: HostArena | None = None
         self._host_slices: list[StateSlice] = []
         if optimizer == "host":
@@ -173,9 +177,30 @@ class MegatronState:
         """Make the tensors in the arena, which has memory now. They stay valid when the memory
         comes and goes."""
         whole_buffers = [plan.elements for plan in self._buffers]
-        shares = [sum(last - first for first, last in plan.shares) for plan in self._buffers]
         self.parameters = self._spans(self._homes, whole_buffers, self._compute_dtype)
         self.scratch = self._spans(self._scratch_starts, whole_buffers)
+        self._bind_shares()
+
+    @property
+    def stepped_bytes(self) -> int:
+        """End of the last parameter and gradient in the arena."""
+        return self._scratch_start
+
+    def in_host(self, arena: HostArena) -> "MegatronState":
+        """The same state with parameters and gradients in `arena`, for norms and steps only. With
+        casts it has no buffers."""
+        state = copy(self)
+        state.memory, state.parameters, state.scratch = arena, [], []
+        # It has views of the arena.
+        state.__dict__.pop("_host_optimizer", None)
+        if not self.casts:
+            sizes = [plan.elements for plan in self._buffers]
+            state.parameters = state._spans(self._homes, sizes)
+        state._bind_shares()
+        return state
+
+    def _bind_shares(self) -> None:
+        shares = [sum(last - first for first, last in plan.shares) for plan in self._buffers]
         self._owned = {
             name: self._spans(starts, shares) for name, starts in self._owned_starts.items()
         }
@@ -318,7 +343,7 @@ class MegatronState:
         self, starts: Sequence[int], sizes: Sequence[int], dtype: str = "F32"
     ) -> list[torch.Tensor]:
         return [
-            span(self.arena, start, size, dtype) for start, size in zip(starts, sizes, strict=True)
+            span(self.memory, start, size, dtype) for start, size in zip(starts, sizes, strict=True)
         ]
 
 

@@ -222,6 +222,21 @@ class HostAllocations:
             return device
         return _Joined(device, state, self._pool.address(piece))
 
+    def memory(self, state: HostState) -> WritableDevice:
+        """Allocated memory, whose first byte has offset 0."""
+        assert state.allocation is not None, f"{state.owner!r} has no memory"
+        return _Allocated(self._pool.address(state.allocation.piece), state.nbytes)
+
+    def check_unwritten(self, state: HostState) -> None:
+        """Refuse to read memory that its rank can still write to, or has truncated.
+
+        Raises:
+            ConflictError: the rank can still write to it.
+            CorruptStateError: the rank truncated it.
+        """
+        assert state.allocation is not None, f"{state.owner!r} has no memory"
+        self._check_donated(state.allocation)
+
     def allocated_bytes(self, tenant: str | None = None) -> int:
         """Bytes allocated to a tenant (absent: to all). The catalog's lock is held."""
         allocations = self._active | self._released
@@ -255,6 +270,22 @@ class HostAllocations:
         state.snapshot_piece = found.pieces[0]
         if previous is not None:
             self._catalog.release([previous], HOST)
+
+
+class _Allocated:
+    """As `WritableDevice`: allocated host memory."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self._address = address
+        self.nbytes = nbytes
+
+    def read(self, runs: Sequence[ByteRun]) -> None:
+        for run in runs:
+            move(run.address, self._address + run.offset, run.nbytes)
+
+    def write(self, runs: Sequence[ByteRun]) -> None:
+        for run in runs:
+            move(self._address + run.offset, run.address, run.nbytes)
 
 
 class _Joined:

@@ -11,21 +11,38 @@ than are trained has two kinds:
 A queued prompt begins anew, with the weights of its round; nothing of its earlier samples is kept.
 It has the same trajectories, and so the same random streams, as before.
 
+Unless the policy fixes it, `over_launch` chooses how many prompts and samples of a short round are
+extra, from none up to the policy's. A round without extra prompts takes queued ones first, since no
+long round would follow.
+
 Every prompt that was added is in `queue`, in `fresh`, or started. If the data set has ended, a
 round for which new prompts are lacking takes queued ones, so that the last ones are trained, too.
 A policy without rounds starts what is in the queue before new prompts: a change of the policy
 leaves nothing behind.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil
 
 from plexrl.errors import InvariantError
+from plexrl.rollout.policies.tail_batching.over_launch import (
+    ChosenExtra,
+    Extra,
+    RoundSetting,
+    SeenPrompt,
+    choose_extra,
+)
 from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import GENERATED, SampleGroupId
 from plexrl.rollout.trajectories.server import TrajectoryServer
+
+SEEN_OF_ROUND = 16
+"""Trained prompts of a round whose lengths are kept."""
+SEEN_MAX = 256
+"""Trained prompts in all whose lengths are kept."""
 
 
 class RoundKind(StrEnum):
@@ -47,15 +64,24 @@ class HeldPrompts:
     """The present round is a long one."""
     is_ended: bool = False
     """The data set has no more prompts."""
+    chosen: ChosenExtra | None = None
+    """What short rounds start beyond what is trained; None: as the policy says."""
+    seen: list[SeenPrompt] = field(default_factory=list)
+    """Of the latest trained prompts of each round as many, the latest one last."""
 
 
 class Rounds:
     """The prompts of a rollout that are not started, and the kind of the present round."""
 
-    def __init__(self, sizes: StalenessSettings, held: HeldPrompts | None = None) -> None:
-        """`held` is the state of an earlier one, of which this becomes the owner."""
+    def __init__(
+        self, sizes: StalenessSettings, held: HeldPrompts | None = None, *, is_fixed: bool = True
+    ) -> None:
+        """`held` is the state of an earlier one, of which this becomes the owner. `is_fixed`: each
+        short round has the extra prompts and samples of `sizes`."""
         self._sizes = sizes
-        self.held = HeldPrompts() if held is None else held
+        if held is None:
+            held = HeldPrompts(chosen=None if is_fixed else ChosenExtra())
+        self.held = held
 
     @property
     def kind(self) -> RoundKind | None:
@@ -70,15 +96,36 @@ class Rounds:
         return self.held.queue
 
     @property
+    def extra(self) -> Extra:
+        """What the present round starts beyond what is trained."""
+        most, chosen = Extra(self._sizes.extra_groups, self._sizes.extra_samples), self.held.chosen
+        if self.kind is RoundKind.LONG:
+            return Extra(0, 0)
+        if chosen is None or self.kind is None:
+            return most
+        return Extra(*map(min, most, chosen.extra))
+
+    @property
+    def samples(self) -> int:
+        """Samples that the present round starts of a new prompt."""
+        return self._sizes.group_size + self.extra.samples
+
+    @property
     def _started_max(self) -> int:
         """Prompts that may be started and neither trained nor dropped."""
         sizes = self._sizes
-        return sizes.batch_groups if self.kind is RoundKind.LONG else sizes.groups_max
+        return (sizes.staleness + 1) * (sizes.batch_groups + self.extra.groups)
+
+    @property
+    def _takes_queued_first(self) -> bool:
+        if self.kind is RoundKind.SHORT:
+            return self.held.chosen is not None and not self.extra.groups
+        return True
 
     def wanted(self, started: int) -> int:
         """Number of new prompts that could start now, when so many are started."""
         waiting = len(self.held.fresh)
-        if self.kind is not RoundKind.SHORT:
+        if self._takes_queued_first:
             waiting += len(self.held.queue)
         return max(0, self._started_max - started - waiting)
 
@@ -116,15 +163,32 @@ class Rounds:
         """A started prompt is not trained in this round."""
         self.held.queue[group] = prompt_tokens
 
-    def begin(self) -> None:
-        """A batch is complete, and the next round begins."""
-        sizes = self._sizes
-        self.held.is_long = sizes.is_speculative and len(self.held.queue) >= sizes.batch_groups
+    def trained(self, prompts: Sequence[SeenPrompt]) -> None:
+        """A batch of these prompts, one or more, is complete. As many of each round count, spread
+        over it, so that long rounds have their share."""
+        if self.held.chosen is None:
+            return
+        kept = min(SEEN_OF_ROUND, len(prompts))
+        self.held.seen += [prompts[at * len(prompts) // kept] for at in range(kept)]
+        del self.held.seen[:-SEEN_MAX]
 
-    def change(self, sizes: StalenessSettings) -> None:
-        """Another policy."""
+    def begin(self, setting: RoundSetting) -> None:
+        """A batch is complete, and the next round begins."""
+        sizes, held = self._sizes, self.held
+        is_cycle_over = not self.extra.groups
+        held.is_long = sizes.is_speculative and len(held.queue) >= sizes.batch_groups
+        if held.chosen is not None and is_cycle_over:
+            most = Extra(sizes.extra_groups, sizes.extra_samples)
+            held.chosen = choose_extra(setting, most, held.seen)
+
+    def change(self, sizes: StalenessSettings, *, is_fixed: bool) -> None:
+        """Another policy. The present round goes on with what is started."""
+        present = self.extra if self._sizes.is_speculative else Extra(0, 0)
         self._sizes = sizes
         self.held.is_long = self.held.is_long and sizes.is_speculative
+        self.held.chosen = None if is_fixed else ChosenExtra(extra=present)
+        if is_fixed:
+            self.held.seen = []
 
     def start(self, server: TrajectoryServer) -> None:
         """Starts the prompts for which the round has room, in their order. A queued one may have to
@@ -138,8 +202,7 @@ class Rounds:
                 server.start(group, held.queue.pop(group), sizes.group_size)
             elif held.fresh:
                 group = next(iter(held.fresh))
-                samples = sizes.group_size if held.is_long else sizes.samples
-                server.start(group, held.fresh.pop(group), samples)
+                server.start(group, held.fresh.pop(group), self.samples)
             else:
                 return
 
@@ -147,7 +210,7 @@ class Rounds:
         """Whether the next prompt is a queued one. In a short round only if there cannot be a batch
         of new prompts."""
         held = self.held
-        if self.kind is not RoundKind.SHORT:
+        if self._takes_queued_first:
             return bool(held.queue)
         lacks_new = held.is_ended and not held.fresh and started < self._sizes.batch_groups
         return lacks_new and bool(held.queue)

@@ -1,0 +1,1 @@
+"""Commands that show the cluster: its state, what is wrong, its use, its events."""

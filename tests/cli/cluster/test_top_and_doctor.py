@@ -1,0 +1,115 @@
+"""`plexrl top` and `plexrl doctor` on a cluster that has jobs, and on an empty one."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from plexrl.cli.cluster.observe.doctor import REMEDIES
+from tests.docs.pages import ROOT
+from tests.router.dashboard.conftest import router_of
+from tests.router.dashboard.fleet import SMALL
+from tests.router.live_router import OPERATOR_KEY, LiveRouter, live_router
+
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRouter]:
+    with router_of(SMALL, tmp_path_factory.mktemp("f")) as found:
+        yield found
+
+
+def environment(router: LiveRouter) -> dict[str, str]:
+    return {**os.environ, "PLEXRL_URL": router.url, "PLEXRL_API_KEY": OPERATOR_KEY}
+
+
+def run(router: LiveRouter, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "plexrl.cli.app", *arguments]
+    return subprocess.run(
+        command, env=environment(router), capture_output=True, text=True, timeout=WAIT_S
+    )
+
+
+def test_top_reads_well_in_a_file(fleet: LiveRouter) -> None:
+    found = run(fleet, "top", "--rows", "3")
+    assert found.returncode == 0, found.stderr
+    assert "\x1b" not in found.stdout
+    assert f"{8 * SMALL.nodes} GPUs on {SMALL.nodes} nodes: █ computing" in found.stdout
+    assert "Wait for their turn" in found.stdout
+    rows = [line for line in found.stdout.splitlines() if re.match(r"\d+\s\s", line)]
+    assert len(rows) == 6
+
+
+def test_top_as_json_is_one_look(fleet: LiveRouter) -> None:
+    found = json.loads(run(fleet, "top", "--json", "--rows", "2").stdout)
+    assert found.keys() == {"overview", "turns", "gpus"}
+    assert len(found["turns"]) == 2
+    assert found["overview"]["jobs_live"] == SMALL.jobs
+
+
+def test_top_at_a_terminal_is_refreshed_until_it_is_interrupted(fleet: LiveRouter) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "plexrl.cli.app", "top", "--interval", "1"]
+    process = subprocess.Popen(
+        command, env={**environment(fleet), "TERM": "xterm"}, stdout=theirs, stdin=theirs
+    )
+    os.close(theirs)
+    shown, end = b"", time.monotonic() + WAIT_S
+    while shown.count(b"GPUs on") < 2 and time.monotonic() < end:
+        shown += os.read(ours, 65536)
+    process.send_signal(2)
+    assert process.wait(WAIT_S) == 0
+    os.close(ours)
+    assert shown.count(b"GPUs on") >= 2
+    assert b"Traceback" not in shown
+
+
+def test_doctor_names_what_is_wrong_with_a_remedy(fleet: LiveRouter) -> None:
+    found = run(fleet, "doctor", "--json")
+    assert found.returncode == 1
+    findings = {each["code"]: each for each in json.loads(found.stdout)}
+    assert "impossible" in findings
+    assert all(each["remedy"] for each in findings.values())
+    text = run(fleet, "doctor")
+    assert text.returncode == 1
+    assert "mend it: " in text.stdout
+
+
+def test_doctor_tells_an_empty_cluster_how_to_get_nodes() -> None:
+    with live_router() as router:
+        found = run(router, "doctor")
+    assert found.returncode == 1
+    assert "no_gpus: no node has joined" in found.stdout
+    assert "plexrl node token" in found.stdout
+
+
+def test_doctor_knows_every_documented_condition() -> None:
+    page = (ROOT / "docs" / "operating.md").read_text()
+    table = page.split("| code | meaning |")[1].split("\n\n")[0]
+    documented = {
+        code
+        for line in table.splitlines()
+        for code in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
+    }
+    assert documented <= set(REMEDIES), documented - set(REMEDIES)
+
+
+def test_remedies_name_commands_that_exist(tmp_path: Path) -> None:
+    del tmp_path
+    known = run_help()
+    for remedy in REMEDIES.values():
+        for command in re.findall(r"`plexrl ([\w-]+)", remedy):
+            assert command in known, remedy
+
+
+def run_help() -> str:
+    command = [sys.executable, "-m", "plexrl.cli.app", "--help"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
