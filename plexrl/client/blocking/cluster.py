@@ -239,7 +239,7 @@ class Cluster:
     def queue(self, which: str = "gpus", *, limit: int = 50) -> QueueView:
         """The first `limit` of what waits: `which` is `gpus`, `turns` or `impossible`."""
         check_numbers("queue", {"limit": limit})
-        query: dict[str, str | float] = {"which": which, "limit": limit}
+        query = {"which": which, "limit": str(limit)}
         view: QueueView = self._transport.ask("GET", "/v1/queue", query=query)
         return view
 
@@ -252,9 +252,8 @@ class Cluster:
         after: int = 0,
         limit: int = 1000,
     ) -> list[LoggedOperationView]:
-        """Finished operations after index `after`, oldest first, at most `limit`. The cluster's own
-        operations are included. Each has the time of its phases: `queue_s`, `switch_s`,
-        `transfer_s`, `compute_s`.
+        """Finished operations after index `after`, oldest first, at most `limit`, the cluster's own
+        too. Each has the time of its phases: `queue_s`, `switch_s`, `transfer_s`, `compute_s`.
 
         Given a `job` (its id), a `deployment` (`<job>/<name>`) or a `kind` (`forward_backward`,
         `generate`, …), only operations of these.
@@ -268,8 +267,8 @@ class Cluster:
 
     def usage(self) -> list[UsageView]:
         """Usage by job and kind of operation: the tenant's own; for the operator all tenants'."""
-        found: UsageReport = self._transport.ask("GET", "/v1/usage")
-        return found["usage"]
+        view: UsageReport = self._transport.ask("GET", "/v1/usage")
+        return view["usage"]
 
     def sharing(self) -> list[SharingView]:
         """Savings by sharing GPUs, one row for each job with savings: the tenant's own; for the
