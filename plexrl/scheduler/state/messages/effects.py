@@ -40,7 +40,9 @@ class Effects:
         self.for_stored = {}
         for deployment in self.state.deployments.values():
             for name in (*deployment.work.queue, *deployment.work.new_runs):
-                if self.state.operations[name].kind in deployment.spec.stored_kinds:
+                operation = self.state.operations.get(name)
+                # A damaged queue fails the step that meets it, not the start of the scheduler.
+                if operation is not None and operation.kind in deployment.spec.stored_kinds:
                     self.for_stored[deployment.deployment] = None
 
     def emit(self, command: Command) -> None:
