@@ -20,10 +20,14 @@ def check_url(name: str, text: str, instead: str) -> None:
     """Refuse a URL with a user or a password.
 
     Raises:
-        InvalidRequestError: it has one. The message does not repeat the URL.
+        InvalidRequestError: it has one, or may have one. The message does not repeat the URL.
     """
     for url in text.split(","):
-        if "@" in urlsplit(url).netloc:
+        try:
+            authority = urlsplit(url).netloc or url
+        except ValueError:
+            authority = url
+        if "@" in authority:
             raise exposed(f"{name} holds a user or a password", instead)
 
 

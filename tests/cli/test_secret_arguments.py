@@ -95,4 +95,7 @@ def test_a_url_with_a_password_is_refused_as_an_argument() -> None:
         ClusterOptions(data_dir=Path("/x"), otlp_endpoint="http://me:pass@host/v1/traces")
     with pytest.raises(InvalidRequestError, match="PLEXRL_MQTT_PASSWORD"):
         BrokerConfig(url="mqtt://me:pass@host")
-    check_url("url", "http://a:1/x@y,https://b", "")
+    for unreadable in ("me:pass@host:8443", "http://me:pass@[host"):
+        with pytest.raises(InvalidRequestError, match="holds a user or a password"):
+            check_url("url", unreadable, "")
+    check_url("url", "http://a:1/x@y,https://b,http://[c", "")

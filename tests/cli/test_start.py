@@ -97,6 +97,28 @@ def test_without_a_command_it_names_the_configured_cluster_without_its_password(
     assert any(line.startswith("  plexrl status ") for line in rest)
 
 
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("me:secret@head:8443", "head:8443"),
+        ("http://me:sec/ret@head", "http://head"),
+        ("http://[::1", "http://[::1"),
+        ("http://a:secret@h1,https://b:secret@h2", "http://h1,https://h2"),
+    ],
+)
+def test_without_a_command_a_malformed_url_shows_no_password_either(url: str, shown: str) -> None:
+    result = CliRunner().invoke(app, [], env={"PLEXRL_URL": url, "PLEXRL_API_KEY": "k"})
+    assert result.exit_code == 0, result.exception
+    assert result.output.startswith(f"The cluster is at {shown} (PLEXRL_URL).\n")
+
+
+def test_without_a_command_a_damaged_record_is_no_cluster(tmp_path: Path) -> None:
+    (tmp_path / "cluster.json").write_text("[]")
+    environment = {"PLEXRL_URL": "", "PLEXRL_DATA_DIR": str(tmp_path)}
+    result = CliRunner().invoke(app, [], env=environment)
+    assert result.output.startswith("No cluster: none runs on "), result.exception
+
+
 def test_without_a_command_and_a_cluster_it_says_how_to_start_one(tmp_path: Path) -> None:
     environment = {"PLEXRL_URL": "", "PLEXRL_DATA_DIR": str(tmp_path)}
     first, second, *_ = CliRunner().invoke(app, [], env=environment).output.splitlines()

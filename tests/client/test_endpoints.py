@@ -45,6 +45,19 @@ def test_a_url_without_http_is_refused_before_any_request(url: str) -> None:
         Endpoints(url)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://[::1", "http://h:port", "http://h:99999", "http://:80", "me:secret@head:8443"),
+        *("http://me:sec/ret@head", "http://good,http://[bad"),
+    ],
+)
+def test_a_url_that_cannot_be_read_is_refused_without_what_may_be_its_password(url: str) -> None:
+    with pytest.raises(InvalidRequestError, match="is not the URL of a router") as refused:
+        Endpoints(url)
+    assert "sec" not in refused.value.message
+
+
 def test_a_number_that_is_not_finite_is_refused_before_it_is_sent() -> None:
     transport = Transport("http://127.0.0.1:1", "key", 1.0)
     with pytest.raises(NonFiniteInputError, match="not finite"):

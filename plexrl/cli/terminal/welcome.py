@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from plexrl.cli.terminal.context import DATA_DIR, KEY_VARIABLE, print_line, write_text
 from plexrl.cluster.data_dir.endpoint import read_endpoint
@@ -37,9 +36,10 @@ def _configured(urls: str) -> str:
 
 
 def _plain(url: str) -> str:
-    """The URL without a user or a password."""
-    parts = urlsplit(url.strip())
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    """The URL without a user or a password, also if it is no valid URL."""
+    url = url.strip()
+    scheme = next((each for each in ("https://", "http://") if url.startswith(each)), "")
+    return scheme + url.removeprefix(scheme).rpartition("@")[2]
 
 
 def _on_this_machine() -> str:

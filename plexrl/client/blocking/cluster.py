@@ -473,7 +473,7 @@ def open_cluster(
     api_key = api_key or environment.get("PLEXRL_API_KEY")
     if url is not None:
         if not api_key:
-            raise AuthenticationError(f"no API key for {url} was given: set PLEXRL_API_KEY")
+            raise AuthenticationError("no API key for the URL was given: set PLEXRL_API_KEY")
         transport = Transport(url, api_key, timeout_s, ca or environment.get("PLEXRL_CA_FILE"))
         LOG.info("cluster: %s", transport.location.url)
         return Cluster(transport)

@@ -27,10 +27,11 @@ class Endpoints:
         if not self.urls:
             raise InvalidRequestError("no URL of a router was given: give at least one")
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
+            if not is_usable(url):
+                # What stands before an @ may be a password.
                 raise InvalidRequestError(
-                    f"{url!r} is not the URL of a router: it must begin with http:// or https://, "
-                    "such as http://localhost:8000"
+                    f"{url.rpartition('@')[2]!r} is not the URL of a router: it must begin with "
+                    "http:// or https:// and name a host, such as http://localhost:8000"
                 )
         self._at = 0
 
@@ -46,6 +47,18 @@ class Endpoints:
         """Use the next router after `url` failed, unless another thread has switched already."""
         if url == self.current:
             self._at = (self._at + 1) % len(self.urls)
+
+
+def is_usable(url: str) -> bool:
+    """Whether requests can be sent to this URL."""
+    if not url.startswith(("http://", "https://")):
+        return False
+    try:
+        parts = urlsplit(url)
+        # `port` raises `ValueError` if it is no number of a port.
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 class Routes:

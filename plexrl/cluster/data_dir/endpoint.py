@@ -83,7 +83,7 @@ def read_endpoint(data_dir: Path) -> Endpoint | None:
         network = {name: str(body.get(name, "")) for name in ("ca", "public_url", "join_address")}
         embedded = bool(body.get("embedded"))
         return Endpoint(body["url"], key, pid, str(data_dir), embedded, **network)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
