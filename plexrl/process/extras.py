@@ -15,7 +15,7 @@ def check_extras(what: str, *extras: str) -> None:
     Raises:
         UnavailableError: it names the packages, and how to install them.
     """
-    missing = [name for name in _packages(extras) if not _is_installed(name)]
+    missing = dict.fromkeys(name for name in _packages(extras) if not _is_installed(name))
     if missing:
         raise missing_packages(what, ", ".join(missing), *extras)
 

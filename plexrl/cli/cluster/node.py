@@ -278,6 +278,10 @@ def join(
 ) -> None:
     """Make this machine a node, until Ctrl-C. After the first time neither HEAD nor a token is
     needed."""
+    from plexrl.process.extras import check_extras
+
+    # Before the head sees the token, which works once.
+    check_extras("plexrl node join", "worker")
     from plexrl.cluster.join.tokens import parse_token
     from plexrl.cluster.node.supervisor import Entry, join_once, run_node
     from plexrl.cluster.node.systemd import unit_text

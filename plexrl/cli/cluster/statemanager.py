@@ -33,6 +33,7 @@ def statemanager(
     config: ConfigFile = None,
 ) -> None:
     """Run a node's StateManager until SIGTERM, SIGHUP or Ctrl-C."""
+    from plexrl.process.extras import check_extras
     from plexrl.process.memory.tuning import tune
 
     given: dict[str, Any] = {
@@ -50,6 +51,7 @@ def statemanager(
     missing = [f"--{name.replace('_', '-')}" for name in required if name not in fields]
     if missing:
         raise InvalidRequestError(f"give {', '.join(missing)}, or set them in --config")
+    check_extras("plexrl statemanager", "worker")
     command = [sys.executable, "-m", "plexrl.statemanager", "--config-json", json.dumps(fields)]
     # These variables take effect at process start only; exec keeps the process id for systemd.
     os.execve(sys.executable, command, tune(os.environ))

@@ -44,6 +44,10 @@ def demo(
     """Train two tenants' jobs on one shared group, then each alone; write a report."""
     from rich.console import Console
 
+    from plexrl.process.extras import check_extras
+
+    # Also what the report needs, which is written at the end.
+    check_extras("plexrl demo", "server", "worker", "demo")
     if paced:
         from plexrl.cli.demo.paced import PacedOptions, run_paced_demo
 
