@@ -47,6 +47,8 @@ class TrackerFeed:
         self._outcome: str | None = None
         self._trackers: dict[str, tuple[Tracker, int]] = {}
         """By name: the open run, and the index of its last row."""
+        self._read_to = 0
+        """Index of the last row that was read."""
         self._said: set[str] = set()
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
@@ -132,9 +134,8 @@ class TrackerFeed:
         for name in self._names:
             if name not in self._trackers:
                 self._open(name)
-        if not self._trackers:
-            return
-        first = min(last for _, last in self._trackers.values())
+        # Also if no tracker is open, to learn that another controller has replaced this.
+        first = min((last for _, last in self._trackers.values()), default=self._read_to)
         try:
             rows = self._read(first)
         except ControllerReplacedError:
@@ -142,6 +143,8 @@ class TrackerFeed:
         except Exception as error:
             self._warn("the rows of the job's metrics", error)
             return
+        if rows:
+            self._read_to = rows[-1]["index"]
         for name, (tracker, last) in list(self._trackers.items()):
             missing = [row for row in rows if row["index"] > last]
             if not missing:

@@ -12,20 +12,29 @@ from pathlib import Path
 import pytest
 
 from plexrl.client.trackers.feed import ChosenTrackers
-from plexrl.client.trackers.tracker import check_trackers, marked_values
+from plexrl.client.trackers.tracker import PACKAGES, check_trackers, marked_values
 from plexrl.errors import ControllerReplacedError, InvalidRequestError
 from tests.client.trackers.read_back import JOB, KEY, READERS, feed_of, log_step, metrics_of
 
-NO_TRACKIO = pytest.mark.skipif(
-    find_spec("trackio") is None,
-    reason="trackio is not installed: it needs an older pillow than other packages of `dev`",
-)
+
+def needs(name: str) -> pytest.MarkDecorator:
+    """Skips a test where the tracker's library is not installed."""
+    why = (
+        "it needs an older pillow than other packages of `dev`" if name == "trackio" else "no `dev`"
+    )
+    return pytest.mark.skipif(
+        find_spec(PACKAGES[name]) is None, reason=f"{name} is not installed: {why}"
+    )
+
+
 TRACKERS = [
-    "tensorboard",
-    pytest.param("wandb", marks=pytest.mark.filterwarnings("ignore")),
-    pytest.param("mlflow", marks=pytest.mark.filterwarnings("ignore")),
-    pytest.param("trackio", marks=[NO_TRACKIO, pytest.mark.filterwarnings("ignore")]),
+    pytest.param("tensorboard", marks=needs("tensorboard")),
+    *(
+        pytest.param(name, marks=[needs(name), pytest.mark.filterwarnings("ignore")])
+        for name in ("wandb", "mlflow", "trackio")
+    ),
 ]
+needs_tensorboard = needs("tensorboard")
 
 WANDB_OF_THIS_PROCESS = ("WANDB_SERVICE", "_WANDB_SERVICE")
 """W&B's writer of this process, which another controller does not use."""
@@ -79,7 +88,10 @@ def run_controller(folder: Path, name: str, first: int, last: int, end: str) -> 
     "name",
     [
         *TRACKERS[:2],
-        pytest.param("mlflow", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")]),
+        pytest.param(
+            "mlflow",
+            marks=[needs("mlflow"), pytest.mark.slow, pytest.mark.filterwarnings("ignore")],
+        ),
     ],
 )
 def test_a_killed_controller_loses_and_repeats_no_row(name: str, tmp_path: Path) -> None:
@@ -114,6 +126,7 @@ def test_a_row_with_a_lower_step_is_marked() -> None:
     assert marked_values(row) == {"loss": 1.0, "plexrl/row": 7.0, "plexrl/rewinds_from": 5.0}  # type: ignore[arg-type]  # a plain dict
 
 
+@needs_tensorboard
 def test_an_unknown_tracker_is_refused_by_name() -> None:
     assert check_trackers("tensorboard, tensorboard,") == ("tensorboard",)
     with pytest.raises(InvalidRequestError, match=r"no tracker 'comet'.*mlflow, tensorboard"):
@@ -126,6 +139,7 @@ def test_a_missing_library_is_named_with_its_extra() -> None:
         check_trackers(["trackio"])
 
 
+@needs_tensorboard
 def test_a_later_controller_takes_the_trackers_of_the_earlier_one(tmp_path: Path) -> None:
     environment = {"PLEXRL_TRACKER_DIR": str(tmp_path / "runs")}
     assert ChosenTrackers(None, environment).names_for(JOB) == ()
@@ -136,6 +150,23 @@ def test_a_later_controller_takes_the_trackers_of_the_earlier_one(tmp_path: Path
     assert ChosenTrackers(None, environment).names_for("other") == ("tensorboard",)
 
 
+def test_a_replaced_controller_whose_tracker_never_opened_frees_the_run_too(tmp_path: Path) -> None:
+    from plexrl.client.trackers.feed import TrackerFeed
+    from plexrl.client.trackers.tracker import TrackedRun
+
+    def read(after: int) -> list[object]:
+        raise ControllerReplacedError(f"another controller reads after {after}")
+
+    (tmp_path / JOB).write_text("a file where the folder belongs")
+    run = TrackedRun(job=JOB, name="digits", folder=tmp_path)
+    feed = TrackerFeed(run, ["tensorboard"], read)  # type: ignore[arg-type]  # reads nothing
+    feed._thread.join(20)
+    is_over = not feed._thread.is_alive()
+    feed.close()
+    assert is_over
+
+
+@needs_tensorboard
 def test_a_replaced_controller_ends_its_copies(tmp_path: Path) -> None:
     from plexrl.client.trackers.feed import TrackerFeed
     from plexrl.client.trackers.tracker import TrackedRun
