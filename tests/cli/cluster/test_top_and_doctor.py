@@ -72,6 +72,21 @@ def test_top_at_a_terminal_is_refreshed_until_it_is_interrupted(fleet: LiveRoute
     assert b"Traceback" not in shown
 
 
+def test_top_at_a_terminal_that_cannot_be_redrawn_is_one_look(fleet: LiveRouter) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "plexrl.cli.app", "top", "--interval", "1", "--rows", "1"]
+    process = subprocess.Popen(
+        command, env={**environment(fleet), "TERM": "dumb"}, stdout=theirs, stdin=theirs
+    )
+    try:
+        assert process.wait(WAIT_S) == 0
+        assert b"GPUs on" in os.read(ours, 65536)
+    finally:
+        process.kill()
+        os.close(theirs)
+        os.close(ours)
+
+
 def test_doctor_names_what_is_wrong_with_a_remedy(fleet: LiveRouter) -> None:
     found = run(fleet, "doctor", "--json")
     assert found.returncode == 1

@@ -67,9 +67,10 @@ def _problems(found: "StatusView") -> Iterator[tuple[str, str, str]]:
 
 
 def _numbers(found: "StatusView") -> Iterator[tuple[str, str]]:
-    free = found["gpus"] - found["gpus_reserved"]
+    # Not all of them are free: a node may be lost, or drain.
+    rest = found["gpus"] - found["gpus_reserved"]
     yield "nodes", f"{found['nodes']}, routers {found['routers']}"
-    yield "GPUs", f"{found['gpus']}, in groups {found['gpus_reserved']}, free {free}"
+    yield "GPUs", f"{found['gpus']}, in groups {found['gpus_reserved']}, in none {rest}"
     if "tenants" in found:
         yield "tenants", str(found["tenants"])
     yield "jobs", f"{found['jobs_live']} live, {found['jobs_total']} in all"

@@ -1,5 +1,6 @@
 """`plexrl top`: the cluster and its queues, refreshed in place at a terminal."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ def top(
     with access.open() as cluster:
         if output.as_json:
             write_json(_look(cluster, rows))
-        elif sys.stdout.isatty():
+        elif sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown"):
             _follow(cluster, interval, rows)
         else:
             _print(*_look(cluster, rows).values())
