@@ -210,6 +210,15 @@ def test_status_begins_with_what_is_wrong_and_fits_a_screen(
     assert "nodes in service cannot hold: 1" in text
 
 
+def test_status_counts_no_gpu_as_free_that_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    lost = view(problems=1)
+    lost["gpus"], lost["gpus_reserved"] = 8, 16
+    show_status(lost)
+    text = capsys.readouterr().out
+    assert "8, in groups 16\n" in text
+    assert "free" not in text
+
+
 def test_status_of_a_healthy_cluster_says_so_first(capsys: pytest.CaptureFixture[str]) -> None:
     healthy = view(problems=0)
     healthy["deployments_impossible"], healthy["parts"] = 0, {}

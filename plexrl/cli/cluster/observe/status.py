@@ -67,10 +67,10 @@ def _problems(found: "StatusView") -> Iterator[tuple[str, str, str]]:
 
 
 def _numbers(found: "StatusView") -> Iterator[tuple[str, str]]:
-    # Not all of them are free: a node may be lost, or drain.
-    rest = found["gpus"] - found["gpus_reserved"]
     yield "nodes", f"{found['nodes']}, routers {found['routers']}"
-    yield "GPUs", f"{found['gpus']}, in groups {found['gpus_reserved']}, in none {rest}"
+    # Their difference would not be what is free: groups keep the GPUs of a lost node, which are not
+    # among the first, and a node that drains gives none. `plexrl top` has the states.
+    yield "GPUs", f"{found['gpus']}, in groups {found['gpus_reserved']}"
     if "tenants" in found:
         yield "tenants", str(found["tenants"])
     yield "jobs", f"{found['jobs_live']} live, {found['jobs_total']} in all"
