@@ -19,6 +19,7 @@ with rare_collections():
         load_config,
         parse_config,
         print_ready,
+        refusals_reported,
         remove_socket,
         run_until_signal,
     )
@@ -45,6 +46,11 @@ SWITCH_INTERVAL_S = 0.0005
 def main() -> None:
     """Serve until a signal; then move complete versions to NVMe and delete the host tier."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with refusals_reported("plexrl.statemanager"):
+        _run()
+
+
+def _run() -> None:
     config, ends_with_parent = _read_arguments()
     # The store locks its tiers, so only one daemon gets past it and may replace the socket.
     devices = open_devices(

@@ -8,7 +8,8 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -127,14 +128,21 @@ def run_part(
     """Run `python -m MODULE --config FILE` until a signal: `serve` gets the configuration of type
     `kind`, and the event that `run_until_signal` sets.
 
-    An error of PlexRL is reported to the parent process, and ends this one with `EXIT_REFUSED`.
+    Errors are as for `refusals_reported`.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=purpose)
     parser.add_argument("--config", type=Path, required=True)
     path = parser.parse_args().config
+    with refusals_reported(module):
+        run_until_signal(partial(serve, load_config(path, kind)))
+
+
+@contextmanager
+def refusals_reported(module: str) -> Iterator[None]:
+    """An error of PlexRL is reported to the parent process, and ends this one with
+    `EXIT_REFUSED`."""
     try:
-        config = load_config(path, kind)
-        run_until_signal(partial(serve, config))
+        yield
     except PlexRLError as error:
         LOG.critical("%s cannot run: %s", module, error)
         print_refused(error)
