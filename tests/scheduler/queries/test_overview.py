@@ -7,6 +7,7 @@ from plexrl.ids import DeploymentId, JobId, TenantId
 from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.admission.order import admission_key
 from plexrl.scheduler.placement.fit.feasibility import is_possible
+from plexrl.scheduler.placement.waiting.unit_table import ROWS_MIN
 from plexrl.scheduler.queries.overview.gpu_states import overview
 from plexrl.scheduler.queries.overview.job_times import TimesReader
 from plexrl.scheduler.queries.overview.lanes import LanesReader, Run, merge, union
@@ -106,6 +107,20 @@ def test_counts_of_what_waits_agree_with_the_lists() -> None:
     assert (turn["job"], turn["operation"], turn["blocker"]) == ("a", "a:2", "b/actor")
     (own,) = queue(cluster, "turns", T)
     assert own["blocker"] == "another tenant's job"
+
+
+def test_a_tenant_may_list_more_turns_than_the_table_of_waiting_units_has_rows() -> None:
+    count = ROWS_MIN + 6
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node(count)
+    for index in range(count):
+        name = f"j{index:02}"
+        cluster.job(name, "t" if index % 2 else "u")
+        cluster.deploy(f"{name}/actor", workers=1)
+        cluster.submit(f"{name}:1", f"{name}/actor", "forward")
+    assert len(queue(cluster, "turns")) == count
+    assert len(queue(cluster, "turns", T)) == len(queue(cluster, "turns", U)) == count // 2
+    assert queue(cluster, "turns", TenantId("v")) == []
 
 
 def test_a_deployment_that_the_nodes_cannot_hold_is_in_a_list_of_its_own() -> None:
@@ -226,6 +241,28 @@ def test_what_runs_now_ends_at_the_windows_end() -> None:
     (lane,) = read_lanes(cluster, seconds=100.0)["lanes"]
     begin, end, _, is_switch = lane["spans"][-1]
     assert (begin, end, is_switch) == (70.0, 100.0, 0)
+
+
+def test_a_lane_shows_no_run_of_a_dropped_job_under_its_names_next_owner() -> None:
+    cluster = FakeCluster(policy="pack", residents_max=3, ended_jobs=1)
+    cluster.start_node(2)
+    for job in "abc":
+        cluster.job(job, "t")
+        cluster.deploy(f"{job}/actor")
+    cluster.settle()
+    cluster.submit("a:1", "a/actor", "forward")
+    while cluster.runs:
+        cluster.pass_time(20.0)
+        cluster.execute(cluster.runs[0])
+    assert [each["job"] for each in read_lanes(cluster)["jobs"]] == ["a"]
+    for job in "ab":
+        cluster.send(ev.JobFinished(job=job, outcome="completed"))
+        cluster.settle()
+    cluster.pass_time(10.0)
+    cluster.job("a", "u")
+    cluster.deploy("a/actor")
+    assert read_lanes(cluster)["jobs"] == []
+    assert read_lanes(cluster, U)["jobs"] == []
 
 
 def test_a_window_before_the_history_is_empty_and_says_where_it_begins() -> None:

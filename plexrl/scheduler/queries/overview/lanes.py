@@ -13,6 +13,7 @@ from typing import Final
 from plexrl.ids import GroupId, JobId, TenantId
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.queries.overview.gpu_states import owner, visible_groups
+from plexrl.scheduler.rules.lookups import owner_of
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Group, State
 from plexrl.wire.messages.overview_views import (
@@ -111,7 +112,8 @@ class LanesReader:
             self._add_run(state, name, operation, end)
 
     def _add_run(self, state: State, group: GroupId, operation: Operation, end: float) -> None:
-        runs, deployment = self._runs.get(group), state.deployments.get(operation.deployment)
+        # Not of a dropped job, whose name another tenant's may have by now.
+        runs, deployment = self._runs.get(group), owner_of(state, operation)
         if runs is None or deployment is None or operation.started_at is None:
             return
         if self._tenant not in (None, owner(state, operation.deployment)):

@@ -63,7 +63,9 @@ def _is_shown(cluster: Cluster, order: _Order, tenant: TenantId | None) -> NDArr
         return np.ones(order.places.size, bool)
     table = cluster.queues.waiting.table
     number = table.tenants.number(tenant)
-    shown = table.tenant[order.places] == (-1 if number is None else number)
+    # What is in no unit has a negative place, of which a table may have too few rows.
+    rows = np.maximum(order.places, 0)
+    shown = table.tenant[rows] == (-1 if number is None else number)
     for at in np.flatnonzero(order.places < 0).tolist():
         shown[at] = owner(cluster.state, order.others[-1 - int(order.places[at])]) == tenant
     found: NDArray[np.bool_] = shown
