@@ -146,6 +146,29 @@ def test_a_deployment_that_the_nodes_cannot_hold_is_in_a_list_of_its_own() -> No
     assert (view["impossible"], view["waiting"]) == (len(never), len(others))
 
 
+def test_nothing_is_impossible_until_the_agents_have_connected_after_a_start() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node(4)
+    for job in "ab":
+        cluster.job(job)
+        cluster.deploy(f"{job}/actor", workers=4)
+    cluster.settle()
+    assert [each["job"] for each in queue(cluster, "gpus")] == ["b"]
+
+    def counts() -> tuple[int, int]:
+        view = overview(cluster.core.cluster, None, cluster.now)
+        return view["waiting"], view["impossible"]
+
+    cluster.send(ev.SchedulerStarted())
+    assert counts() == (1, 0)
+    assert queue(cluster, "impossible") == []
+    (waits,) = queue(cluster, "gpus")
+    assert (waits["job"], waits["rule"] == "impossible") == ("b", False)
+    cluster.send(ev.NodeLost(node="n"))
+    assert counts() == (0, 1)
+    assert [each["job"] for each in queue(cluster, "impossible")] == ["b"]
+
+
 @settings(max_examples=examples(30), deadline=None)
 @given(
     st.lists(

@@ -142,9 +142,15 @@ def _holds_gang(
     return known[0]
 
 
+def expects_nodes(state: State) -> bool:
+    """Whether the scheduler has started, and agents that may connect have not: then nobody can say
+    yet that the nodes cannot hold a deployment."""
+    return any(not node.alive and node.lost_at is None for node in state.nodes.values())
+
+
 def why_impossible(cluster: Cluster, deployment: Deployment) -> str | None:
-    """Why `is_possible` is False; None if it is True."""
-    if is_possible(cluster, deployment):
+    """Why `is_possible` is False; None if it is True, or may be once all agents have connected."""
+    if is_possible(cluster, deployment) or expects_nodes(cluster.state):
         return None
     return _why(
         cluster.capacity, cluster.state.job(deployment.job), gang_of(cluster.queues, deployment)
@@ -152,8 +158,10 @@ def why_impossible(cluster: Cluster, deployment: Deployment) -> str | None:
 
 
 def count_impossible(cluster: Cluster, tenant: "TenantId | None") -> int:
-    """Number of waiting deployments, of one tenant or of all, for which `is_possible` is False.
-    Checked once for equal needs."""
+    """Number of waiting deployments, of one tenant or of all, for which `is_possible` is False; 0
+    until all agents have connected. Checked once for equal needs."""
+    if expects_nodes(cluster.state):
+        return 0
     waiting = cluster.queues.waiting
     known: dict[object, bool] = {}
     count = 0

@@ -15,7 +15,11 @@ from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.admission.order import admission_key, waiting_ratios
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.placement.fit.feasibility import is_possible, why_impossible
+from plexrl.scheduler.placement.fit.feasibility import (
+    expects_nodes,
+    is_possible,
+    why_impossible,
+)
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.queries.overview.gpu_states import owner, taking_turns
@@ -161,6 +165,8 @@ def _can_get_gpus(cluster: Cluster) -> NDArray[np.bool_]:
     """Whether the nodes in service could hold each row's unit; asked once for each kind."""
     table, state = cluster.queues.waiting.table, cluster.state
     found = np.ones(len(table.units), bool)
+    if expects_nodes(state):
+        return found
     rows = np.flatnonzero(table.is_used)
     kinds, firsts = np.unique(table.kind[rows], return_index=True)
     never = []
