@@ -1,19 +1,23 @@
 """An operator's page: GPUs by state, lanes, queue, shares, and where the time of a job went."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId, JobId, TenantId
 from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.admission.order import admission_key
+from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import is_possible
 from plexrl.scheduler.placement.waiting.unit_table import ROWS_MIN
+from plexrl.scheduler.queries.overview import queue as queue_module
 from plexrl.scheduler.queries.overview.gpu_states import overview
 from plexrl.scheduler.queries.overview.job_times import TimesReader
 from plexrl.scheduler.queries.overview.lanes import LanesReader, Run, merge, union
 from plexrl.scheduler.queries.overview.queue import page, row
 from plexrl.scheduler.queries.overview.shares import Bills
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.messages.overview_views import (
     LANES_MAX,
     SEVERAL_JOBS,
@@ -144,6 +148,25 @@ def test_a_deployment_that_the_nodes_cannot_hold_is_in_a_list_of_its_own() -> No
     assert all(each["rule"] == "impossible" for each in queue(cluster, "impossible"))
     view = overview(core, None, cluster.now)
     assert (view["impossible"], view["waiting"]) == (len(never), len(others))
+
+
+def test_a_page_of_gangs_asks_once_for_each_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster(policy="pack")
+    cluster.start_node(4)
+    for index in range(30):
+        cluster.job(f"j{index:02}", gang=2, expected_s=100.0 + index)
+        cluster.deploy(f"j{index:02}/actor", workers=2)
+        cluster.deploy(f"j{index:02}/other", workers=2)
+    assert len(queue(cluster, "gpus")) > 40
+    asked = []
+
+    def ask(core: Cluster, deployment: Deployment) -> bool:
+        asked.append(deployment.deployment)
+        return is_possible(core, deployment)
+
+    monkeypatch.setattr(queue_module, "is_possible", ask)
+    page(cluster.core.cluster, "gpus", None, cluster.now, (0, 10))
+    assert len(asked) == 1
 
 
 def test_nothing_is_impossible_until_the_agents_have_connected_after_a_start() -> None:

@@ -24,6 +24,7 @@ from plexrl.scheduler.placement.contention.colocation import is_worthwhile
 from plexrl.scheduler.placement.fit import backtracking
 from plexrl.scheduler.placement.fit.rehearsal import Rehearsal, in_placement_order
 from plexrl.scheduler.placement.waiting.queues import Queues
+from plexrl.scheduler.placement.waiting.units import Unit
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.records import Deployment, Job, State
 
@@ -157,6 +158,13 @@ def why_impossible(cluster: Cluster, deployment: Deployment) -> str | None:
     )
 
 
+def possible_alike(unit: Unit) -> object:
+    """Key of a waiting unit: `is_possible` is the same for units with equal ones."""
+    # Traces differ from job to job. For a single deployment only the size matters.
+    demand = unit.equivalence.demand
+    return unit.sizes, (demand[0][0] if len(demand) == 1 else demand)
+
+
 def count_impossible(cluster: Cluster, tenant: "TenantId | None") -> int:
     """Number of waiting deployments, of one tenant or of all, for which `is_possible` is False; 0
     until all agents have connected. Checked once for equal needs."""
@@ -168,9 +176,7 @@ def count_impossible(cluster: Cluster, tenant: "TenantId | None") -> int:
     for unit, units in waiting.kinds():
         if tenant is not None and unit.equivalence.owner.tenant != tenant:
             continue
-        # Traces differ from job to job. For a single deployment only the size matters.
-        demand = unit.equivalence.demand
-        key = unit.sizes, (demand[0][0] if len(demand) == 1 else demand)
+        key = possible_alike(unit)
         is_held = known.get(key)
         if is_held is None:
             is_held = known[key] = is_possible(cluster, cluster.state.deployment(unit.head.name))

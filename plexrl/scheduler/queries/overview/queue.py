@@ -18,6 +18,7 @@ from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import (
     expects_nodes,
     is_possible,
+    possible_alike,
     why_impossible,
 )
 from plexrl.scheduler.queries.explain_operation import explain
@@ -169,10 +170,16 @@ def _can_get_gpus(cluster: Cluster) -> NDArray[np.bool_]:
         return found
     rows = np.flatnonzero(table.is_used)
     kinds, firsts = np.unique(table.kind[rows], return_index=True)
-    never = []
+    never, known = [], dict[object, bool]()
     for kind, first in zip(kinds.tolist(), rows[firsts].tolist(), strict=True):
         unit = table.units[first]
-        if unit is not None and not is_possible(cluster, state.deployment(unit.head.name)):
+        if unit is None:
+            continue
+        # Kinds differ in expected lengths, too, which do not matter here.
+        key = possible_alike(unit)
+        if key not in known:
+            known[key] = is_possible(cluster, state.deployment(unit.head.name))
+        if not known[key]:
             never.append(kind)
     found[np.isin(table.kind, never)] = False
     return found
