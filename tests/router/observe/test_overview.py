@@ -48,8 +48,8 @@ def test_figures_without_a_key_are_asked_for_once_in_a_while() -> None:
     async def check() -> None:
         link = Link()
         overviews = Overviews(link, None)  # type: ignore[arg-type]
-        assert [await overviews.of_all() for _ in range(5)] == [{"now": 1}] * 5
+        assert [(await overviews.of_all())["now"] for _ in range(5)] == [1] * 5
         operator = Caller("operator", is_operator=True)
-        assert await overviews.shares(operator) == await overviews.shares(operator) == {"now": 2}
+        assert [(await overviews.shares(operator))["now"] for _ in range(2)] == [2, 2]
 
     asyncio.run(check())
