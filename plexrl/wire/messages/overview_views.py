@@ -88,7 +88,7 @@ class OverviewView(TypedDict):
     impossible: int
     """Deployments that ask for more than the nodes in service can give."""
     waiting_since: float | None
-    """Creation of the oldest deployment that waits for GPUs; None: none waits."""
+    """Creation of the oldest deployment in `waiting`; None: none waits."""
     turns: int
     """Deployments that have GPUs and wait for their turn on them."""
     turns_since: float | None

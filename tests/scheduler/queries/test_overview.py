@@ -10,7 +10,7 @@ from plexrl.scheduler.admission.order import admission_key
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import is_possible
 from plexrl.scheduler.placement.waiting.unit_table import ROWS_MIN
-from plexrl.scheduler.queries.overview import queue as queue_module
+from plexrl.scheduler.queries.overview import possible
 from plexrl.scheduler.queries.overview.gpu_states import overview
 from plexrl.scheduler.queries.overview.job_times import TimesReader
 from plexrl.scheduler.queries.overview.lanes import LanesReader, Run, merge, union
@@ -128,7 +128,7 @@ def test_a_tenant_may_list_more_turns_than_the_table_of_waiting_units_has_rows()
 
 
 def test_a_deployment_that_the_nodes_cannot_hold_is_in_a_list_of_its_own() -> None:
-    cluster = FakeCluster(policy="pack")
+    cluster = FakeCluster(policy="isolated")
     cluster.start_node(4)
     cluster.join_node(4, "m")
     cluster.job("a")
@@ -148,6 +148,10 @@ def test_a_deployment_that_the_nodes_cannot_hold_is_in_a_list_of_its_own() -> No
     assert all(each["rule"] == "impossible" for each in queue(cluster, "impossible"))
     view = overview(core, None, cluster.now)
     assert (view["impossible"], view["waiting"]) == (len(never), len(others))
+    assert never
+    cluster.end("c/actor")
+    view = overview(core, None, cluster.now)
+    assert (view["waiting"], view["waiting_since"]) == (0, None)
 
 
 def test_a_page_of_gangs_asks_once_for_each_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +168,7 @@ def test_a_page_of_gangs_asks_once_for_each_need(monkeypatch: pytest.MonkeyPatch
         asked.append(deployment.deployment)
         return is_possible(core, deployment)
 
-    monkeypatch.setattr(queue_module, "is_possible", ask)
+    monkeypatch.setattr(possible, "is_possible", ask)
     page(cluster.core.cluster, "gpus", None, cluster.now, (0, 10))
     assert len(asked) == 1
 

@@ -15,15 +15,11 @@ from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.admission.order import admission_key, waiting_ratios
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.placement.fit.feasibility import (
-    expects_nodes,
-    is_possible,
-    possible_alike,
-    why_impossible,
-)
+from plexrl.scheduler.placement.fit.feasibility import why_impossible
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.queries.overview.gpu_states import owner, taking_turns
+from plexrl.scheduler.queries.overview.possible import can_get_gpus
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.messages.overview_views import QueuedView
@@ -153,36 +149,13 @@ def _incomplete(cluster: Cluster) -> list[DeploymentId]:
 def _in_table(cluster: Cluster, now: float, *, possible: bool) -> Rows:
     """The rows of units that can, or cannot, get GPUs, as `admission.order` sorts them."""
     table = cluster.queues.waiting.table
-    rows = np.flatnonzero(table.is_used & (_can_get_gpus(cluster) == possible))
+    rows = np.flatnonzero(table.is_used & (can_get_gpus(cluster) == possible))
     created_at = table.created_at[rows]
     ratios = waiting_ratios(cluster.settings, created_at, table.expected_s[rows], now)
     shares = _shares(cluster, now)[table.tenant[rows]]
     order = np.lexsort((table.serial[rows], created_at, -ratios, shares, -table.priority[rows]))
     ordered: Rows = rows[order]
     return ordered
-
-
-def _can_get_gpus(cluster: Cluster) -> NDArray[np.bool_]:
-    """Whether the nodes in service could hold each row's unit; asked once for each kind."""
-    table, state = cluster.queues.waiting.table, cluster.state
-    found = np.ones(len(table.units), bool)
-    if expects_nodes(state):
-        return found
-    rows = np.flatnonzero(table.is_used)
-    kinds, firsts = np.unique(table.kind[rows], return_index=True)
-    never, known = [], dict[object, bool]()
-    for kind, first in zip(kinds.tolist(), rows[firsts].tolist(), strict=True):
-        unit = table.units[first]
-        if unit is None:
-            continue
-        # Kinds differ in expected lengths, too, which do not matter here.
-        key = possible_alike(unit)
-        if key not in known:
-            known[key] = is_possible(cluster, state.deployment(unit.head.name))
-        if not known[key]:
-            never.append(kind)
-    found[np.isin(table.kind, never)] = False
-    return found
 
 
 def _shares(cluster: Cluster, now: float) -> NDArray[np.float64]:
