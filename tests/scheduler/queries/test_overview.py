@@ -13,17 +13,26 @@ from plexrl.scheduler.placement.waiting.unit_table import ROWS_MIN
 from plexrl.scheduler.queries.overview import possible
 from plexrl.scheduler.queries.overview.gpu_states import overview
 from plexrl.scheduler.queries.overview.job_times import TimesReader
-from plexrl.scheduler.queries.overview.lanes import LanesReader, Run, merge, union
+from plexrl.scheduler.queries.overview.lanes import (
+    RUNS_PER_STEP,
+    Band,
+    LanesReader,
+    Run,
+    merge,
+    union,
+)
 from plexrl.scheduler.queries.overview.queue import page, row
 from plexrl.scheduler.queries.overview.shares import Bills
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.messages.overview_views import (
+    BAND_CELLS,
     LANES_MAX,
     SEVERAL_JOBS,
     SPANS_PER_LANE,
     LanesView,
     QueuedView,
+    Span,
 )
 from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
@@ -367,7 +376,8 @@ def test_merged_runs_are_few_and_lose_no_busy_time(
     )
     least_s = 1000.0 / SPANS_PER_LANE
     numbers = {JobId(name): at for at, name in enumerate("abc")}
-    spans = merge(runs, least_s, numbers.__getitem__)
+    spans: list[Span] = []
+    merge(runs, least_s, numbers.__getitem__, spans)
     for begin, end, job, is_switch in runs:
         assert any(
             each[0] <= begin + 1e-3
@@ -381,11 +391,44 @@ def test_merged_runs_are_few_and_lose_no_busy_time(
     assert all(a[1] <= b[0] for a, b in zip(union(runs), union(runs)[1:], strict=False))
 
 
+@settings(max_examples=examples(30), deadline=None)
+@given(RUNS, st.integers(1, 50))
+def test_runs_in_parts_give_the_same_lane_and_band(
+    drawn: list[tuple[float, float, str, bool]], size: int
+) -> None:
+    runs: list[Run] = sorted(
+        (begin, min(1000.0, begin + wide), JobId(job), is_switch)
+        for begin, wide, job, is_switch in drawn
+    )
+    numbers = {JobId(name): at for at, name in enumerate("abc")}
+    found = []
+    for step in (size, len(runs) + 1):
+        spans: list[Span] = []
+        band, covered = Band(0, 1000.0 / BAND_CELLS), 0.0
+        band.enter(2)
+        for at in range(0, len(runs), step):
+            merge(runs[at : at + step], 3.0, numbers.__getitem__, spans)
+            covered = band.add(runs[at : at + step], 2, covered)
+        found.append((spans, [round(each, 6) for each in band.busy]))
+    assert found[0] == found[1]
+    busy_s = sum(end - begin for begin, end in union(runs))
+    assert abs(sum(found[0][1]) * 1000.0 / BAND_CELLS / 2 - busy_s) < 0.01
+
+
+def test_a_group_that_had_the_whole_history_is_read_in_short_steps() -> None:
+    cluster = two_jobs_on_one_group()
+    reader = LanesReader(cluster.core.cluster, None, (0.0, cluster.now), 0)
+    (group,) = cluster.core.cluster.state.groups
+    reader.runs[group] = [(0.01 * at, 0.01 * at + 0.005, JobId("a"), False) for at in range(50_000)]
+    assert sum(1 for _ in reader.steps(lambda: cluster.core.cluster)) >= 50_000 // RUNS_PER_STEP
+
+
 def test_an_endless_row_of_short_runs_stays_a_bounded_answer() -> None:
     runs: list[Run] = [
         (0.01 * at, 0.01 * at + 0.005, JobId("ab"[at % 2]), False) for at in range(100_000)
     ]
-    spans = merge(runs, 1000.0 / SPANS_PER_LANE, {JobId("a"): 0, JobId("b"): 1}.__getitem__)
+    spans: list[Span] = []
+    merge(runs, 1000.0 / SPANS_PER_LANE, {JobId("a"): 0, JobId("b"): 1}.__getitem__, spans)
     assert len(spans) <= 2 * SPANS_PER_LANE
     assert {span[2] for span in spans} == {SEVERAL_JOBS}
 
