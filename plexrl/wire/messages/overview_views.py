@@ -221,8 +221,10 @@ class TenantShareView(TypedDict):
     live_jobs_max: int | None
     gpu_seconds: float
     gpu_seconds_max: float | None
+    remembered_gpu_seconds: float
+    """GPU time of the jobs that are remembered; likewise the next fields."""
     switch_gpu_seconds: float
-    """Moves of state, of the jobs that are remembered; likewise the next fields."""
+    """Moves of state."""
     saved_gpu_seconds: float
     """What sharing saved; negative: sharing cost more than it saved."""
     operations: int

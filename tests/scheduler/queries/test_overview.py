@@ -452,6 +452,9 @@ def test_shares_add_up_and_a_tenant_sees_itself() -> None:
         row.operations for job in core.state.jobs.values() for row in job.usage.values()
     )
     assert sum(each["operations"] for each in rows.values()) == operations
+    used = [row for job in core.state.jobs.values() for row in job.usage.values()]
+    remembered = sum(each["remembered_gpu_seconds"] for each in rows.values())
+    assert remembered == sum(row.gpu_seconds for row in used) > 0.0
     assert [each["tenant"] for each in bills.views(core, U, cluster.now)] == [U]
 
 
