@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.router.observe.health import SCHEDULER_TIMEOUT_S, ClusterHealth
 from plexrl.wire import scheduler_methods as m
+from plexrl.wire.messages.cluster_views import ServiceLevels
 from plexrl.wire.messages.overview_views import ClusterOverview, OverviewView, SharesView
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Overviews:
         self._health = health
         self._overviews = RecentAnswers[ClusterOverview](OVERVIEW_S)
         self._of_all = RecentAnswers[OverviewView](OVERVIEW_S)
+        self._levels = RecentAnswers[ServiceLevels](OVERVIEW_S)
         self._shares = RecentAnswers[SharesView](SHARES_S)
 
     async def overview(self, caller: "Caller") -> ClusterOverview:
@@ -77,6 +79,13 @@ class Overviews:
     async def _ask_of_all(self) -> OverviewView:
         rights = {"tenant": None, "as_operator": True}
         return await self._scheduler.call(m.OVERVIEW, rights, timeout_s=SCHEDULER_TIMEOUT_S)
+
+    async def service_levels(self) -> ServiceLevels:
+        """Of all live jobs, likewise."""
+        return await self._levels.of(None, self._ask_levels)
+
+    async def _ask_levels(self) -> ServiceLevels:
+        return await self._scheduler.call(m.SERVICE_LEVELS, {}, timeout_s=SCHEDULER_TIMEOUT_S)
 
     async def shares(self, caller: "Caller") -> SharesView:
         """At most `SHARES_S` old. Raises as `SchedulerLink.call`."""

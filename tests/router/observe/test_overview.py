@@ -49,7 +49,9 @@ def test_figures_without_a_key_are_asked_for_once_in_a_while() -> None:
         link = Link()
         overviews = Overviews(link, None)  # type: ignore[arg-type]
         assert [(await overviews.of_all())["now"] for _ in range(5)] == [1] * 5
+        levels = [dict(await overviews.service_levels()) for _ in range(5)]
+        assert levels == [{"now": 2}] * 5
         operator = Caller("operator", is_operator=True)
-        assert [(await overviews.shares(operator))["now"] for _ in range(2)] == [2, 2]
+        assert [(await overviews.shares(operator))["now"] for _ in range(2)] == [3, 3]
 
     asyncio.run(check())
