@@ -443,8 +443,8 @@ class GroupStep:
 
     def _offload(self, holder: Deployment) -> None:
         """Offload the holder's state under a new token."""
-        state = self._state
-        if self._settings.ordering.holds_bursts and self._wants(holder):
+        state, is_cut = self._state, self._settings.ordering.holds_bursts and self._wants(holder)
+        if is_cut and not leaves_its_step(state, holder):
             holder.demand.burst.suspend(self._now)
         else:
             end_burst(holder, self._now)

@@ -18,6 +18,7 @@ from plexrl.scheduler.dispatch.bursts import (
 )
 from plexrl.scheduler.rules.switch_cost import interruption_s, round_trip_s
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 from tests.examples import examples
@@ -350,3 +351,23 @@ def test_an_interruption_costs_two_switches_and_the_end_of_the_generations_that_
     assert interruption_s(state, holder) == pytest.approx(moves_s)
     holder.demand.estimates.observe(OperationKind.GENERATE, 0, 5.0)
     assert interruption_s(state, holder) == pytest.approx(moves_s + 5.0)
+
+
+def test_a_cut_burst_whose_rest_is_cancelled_is_over() -> None:
+    shared = Shared([MODEST, MODEST])
+    for job in "ab":
+        shared.never_pauses(job)
+    shared.run(100.0)
+    cluster, demand = shared.cluster, shared.deployment("a").demand
+    while not demand.burst.cut_s or demand.burst.started_at is not None:
+        shared.run(0.1)
+    so_far_s = demand.burst.cut_s
+    for name in list(shared.deployment("a").work.queue):
+        cluster.send(ev.OperationCancelled(operation=name))
+    assert not shared.deployment("a").work.queue
+    shared.run(60.0)
+    shared.pauses("a", 60.0)
+    shared.run(30.0)
+    assert demand.burst.cut_s == 0.0
+    # The first measurement is of the whole burst that was cut, and the second of a short one.
+    assert demand.estimates.burst_seconds == pytest.approx(0.7 * so_far_s + 0.3 * MODEST.work_s)

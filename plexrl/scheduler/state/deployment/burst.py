@@ -24,6 +24,8 @@ class Burst:
     """When an operation was last started."""
     idle_since: float | None = None
     """When the last run ended or the state was loaded; None while something runs."""
+    stepped_at: float | None = None
+    """End of an optimizer step, until more than a checkpoint follows it; None: none was made."""
     wants_since: float | None = None
     """Since when an operation has waited for the group; None: none waits."""
 
@@ -52,6 +54,14 @@ class Burst:
         self.idle_since = None
         self.served += 1
         self.served_at = now
+
+    def step(self, now: float) -> None:
+        """An optimizer step has ended."""
+        self.stepped_at = now
+
+    def follow_step(self) -> None:
+        """The next operation after an optimizer step is started."""
+        self.stepped_at = None
 
     def pause(self, now: float) -> None:
         """Note that no operation runs now, and that more may follow."""
@@ -85,6 +95,11 @@ class Burst:
         if started_at is not None and (self.ended_at is None or self.ended_at < self.served_at):
             self.ended_at = self.idle_since if self.idle_since is not None else now
         self.started_at = None
+
+    def begin_anew(self) -> None:
+        """The controller paused after the burst was cut: what begins now is another burst."""
+        self.cut_s = 0.0
+        self.tokens = self.served = 0
 
     def interrupt(self) -> None:
         """The processes are gone. The burst counts as none."""
