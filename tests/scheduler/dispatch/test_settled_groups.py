@@ -104,3 +104,13 @@ def test_a_group_is_not_settled_while_a_member_is_to_move() -> None:
     }
     assert placed == {"a/actor": ("n",), "b/actor": ("m",)}
     assert cluster.state_of("a:2") == "running"
+
+
+def test_a_checkpoint_that_waits_elsewhere_unsettles_no_group() -> None:
+    cluster = shared_group()
+    # Its deployment has no GPUs, so nothing can be saved for long.
+    cluster.job("c")
+    cluster.deploy("c/actor", workers=4)
+    cluster.submit("c:save", "c/actor", "save_checkpoint")
+    assert cluster.core._context.effects.for_stored
+    assert is_one_settled(cluster)
