@@ -92,6 +92,24 @@ def hold_s(situation: Situation, holder: Deployment) -> float:
     )
 
 
+def cut_burst(step: Step, holder: Deployment) -> None:
+    """Others wait, and the holder goes first again: the next part of its burst begins."""
+    if step.settings.config.burst_interruptions:
+        holder.demand.burst.cut(step.now)
+    else:
+        holder.demand.burst.begin(step.now)
+
+
+def interrupt_burst(step: Step, holder: Deployment) -> None:
+    """Others get the group; operations of the holder's burst are left. Without
+    `burst_interruptions` each part counts as a burst, as a scheduler of before that setting
+    decided."""
+    if step.settings.config.burst_interruptions:
+        holder.demand.burst.suspend(step.now)
+    else:
+        end_burst(holder, step.now)
+
+
 def end_burst(holder: Deployment, now: float) -> None:
     """End the holder's burst, and measure it if it ran something."""
     tokens = holder.demand.burst.tokens

@@ -251,6 +251,11 @@ def test_without_interruptions_a_burst_has_the_longest_bound() -> None:
     shared.pauses("b", 2.0)
     shared.run(700.0)
     assert max(shared.waits_s()) > 290.0
+    demand = shared.deployment("a").demand
+    assert demand.burst.cut_s == 0.0
+    # Each part that was cut counts as a burst.
+    assert demand.burst_s(0) == demand.estimates.burst_seconds
+    assert demand.burst_s(0) > 100.0
 
 
 def test_a_burst_without_end_yields_after_twenty_interruptions() -> None:

@@ -29,6 +29,10 @@ class Burst:
     wants_since: float | None = None
     """Since when an operation has waited for the group; None: none waits."""
 
+    def begin(self, now: float) -> None:
+        """Start a burst, or measure the length of the present one from `now`."""
+        self.started_at = now
+
     def cut(self, now: float) -> None:
         """The part of the burst until `now` is over: others wait. The next one begins, if the
         holder goes first again."""
