@@ -128,7 +128,8 @@ def _observe_pause(situation: Situation, holder: Deployment, pause_s: float) -> 
     if is_after_burst(situation, holder, pause_s):
         estimates.observe_think(pause_s)
         if burst.cut_s:
-            # What was left when it was last cut was cancelled, or ran on the stored state.
+            # The controller paused. What was left when the burst was last cut was cancelled, or ran
+            # on the stored state.
             estimates.observe_burst(burst.cut_s, burst.tokens)
             burst.begin_anew()
     else:

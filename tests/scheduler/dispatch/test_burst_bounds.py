@@ -376,3 +376,14 @@ def test_a_cut_burst_whose_rest_is_cancelled_is_over() -> None:
     assert demand.burst.cut_s == 0.0
     # The first measurement is of the whole burst that was cut, and the second of a short one.
     assert demand.estimates.burst_seconds == pytest.approx(0.7 * so_far_s + 0.3 * MODEST.work_s)
+
+
+def test_a_cut_burst_whose_workers_are_lost_counts_as_none() -> None:
+    shared = Shared([MODEST, MODEST])
+    for job in "ab":
+        shared.never_pauses(job)
+    shared.run(100.0)
+    burst = shared.deployment("a").demand.burst
+    assert burst.cut_s > 0.0
+    shared.cluster.kill("a/actor")
+    assert (burst.cut_s, burst.served) == (0.0, 0)

@@ -106,9 +106,9 @@ class Burst:
         self.tokens = self.served = 0
 
     def interrupt(self) -> None:
-        """The processes are gone. The burst counts as none."""
+        """The processes are gone. The burst counts as none, with the parts that were cut off."""
         self.started_at = self.idle_since = None
-        self.served = 0
+        self.cut_s, self.served = 0.0, 0
 
     def want(self, now: float) -> None:
         """An operation waits for the group."""
